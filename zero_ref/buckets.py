@@ -1,0 +1,103 @@
+"""A `BucketLayout` made real: flat tensors whose windows are the parameters.
+
+After this, sending a bucket sends all its parameters in one message, and nothing is copied before or
+after: writing the bucket writes the parameters, because they are the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from zero_ref.collectives import Collectives
+from zero_ref.layout import BucketLayout
+from zero_ref.partition import Partition
+
+
+class Message(NamedTuple):
+    """A piece of the parameters that travels as one.
+
+    Args:
+        owner: the rank that sends it.
+        tensor: (numel,), contiguous, sharing memory with the parameters.
+    """
+
+    owner: int
+    tensor: torch.Tensor
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of `tensor` in the order of its memory, as a 1-D view.
+
+    >>> flat_view(torch.tensor([[1, 2], [3, 4]]).t())          # transposed: the memory still reads 1 2 3 4
+    tensor([1, 2, 3, 4])
+
+    Raises:
+        ValueError: the elements do not fill a range of memory (an expanded or strided tensor).
+    """
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or overlaps in "
+            "memory; make it .contiguous() first."
+        )
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def flat_like(tensor: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor` in the order of `reference`'s memory: a view if strides agree, else a copy."""
+    if tensor.stride() != reference.stride():
+        tensor = torch.empty_like(reference, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return flat_view(tensor)
+
+
+@torch.no_grad()
+def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> list[Message]:
+    """Move the parameters into flat tensors and return one message for each bucket.
+
+    Values, shapes, strides and the Parameter objects stay as they are; only where the values live changes.
+
+    Args:
+        layout: made for `params`.
+        params: in registration order.
+    Returns:
+        The buckets in the order in which every rank sends them.
+    """
+    messages = []
+    for flat in layout.flats:
+        # Zeros, so that padding never shows uninitialised memory in a checkpoint or a sum.
+        tensor = torch.zeros(flat.numel, dtype=getattr(torch, flat.dtype), device=flat.device)
+        for index, offset in flat.offset_of_param.items():
+            param = params[index]
+            window = tensor.as_strided(param.size(), param.stride(), offset)
+            window.copy_(param)
+            param.data = window
+        messages += [Message(bucket.owner, tensor[bucket.start : bucket.stop]) for bucket in flat.buckets]
+    return messages
+
+
+def messages_by_parameter(partition: Partition, params: Sequence[torch.Tensor]) -> list[Message]:
+    """One message for each trainable slice, owner by owner: what is sent where there are no buckets."""
+    return [
+        Message(owner, flat_view(params[piece.param].detach())[piece.start : piece.stop])
+        for owner, slices in enumerate(partition.slices_of_rank)
+        for piece in slices
+        if piece.numel and params[piece.param].requires_grad
+    ]
+
+
+def broadcast_messages(comm: Collectives, messages: Sequence[Message]) -> None:
+    """Send every message from its owner to all ranks.
+
+    Collective: all ranks of the group, with the same messages in the same order.
+    Cost: each rank receives the elements that it does not own.
+    """
+    if comm.world_size == 1:
+        return
+    # Start every broadcast before waiting on one: they share the network.
+    works = [comm.broadcast(message.tensor, src=message.owner) for message in messages]
+    for work in works:
+        work.wait()

@@ -1,0 +1,278 @@
+"""Optimizer state between the sharded form and the whole one.
+
+One form everywhere: what `state_dict()` of the unsharded torch optimizer would be. `consolidate` brings
+shards together into it, `shard_of` takes a rank's part out of it, so a checkpoint written under one world
+size and partition loads under any other, and in plain torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from zero_ref.buckets import flat_like, flat_view
+from zero_ref.collectives import Collectives, Work
+from zero_ref.shards import OwnedSlice, options_of
+
+State = dict[int, dict[str, Any]]
+
+
+# ------------------------------------------------------------------------------------------- shards to whole
+
+
+@torch.no_grad()
+def consolidate(
+    comm: Collectives,
+    to: int | Literal["all"],
+    params: Sequence[torch.Tensor],
+    owned: Sequence[OwnedSlice],
+    state: Mapping[torch.Tensor, Mapping[str, Any]],
+) -> State | None:
+    """Gather the state of all slices on rank `to`, or on all ranks.
+
+    Each owner sends a table of contents (JSON, no pickle), then its tensors as they are; each is received
+    straight into its place in the final tensor. Numbers and zero-dimensional tensors ride in the table.
+
+    Returns:
+        On the receiving ranks, for each parameter number its whole state, on the CPU; elsewhere None.
+    Collective: all ranks, with the same `to`.
+    Cost: as ZeroRedundancyOptimizer.consolidate_state_dict.
+    """
+    route = _ToAll(comm) if to == "all" else _ToOne(comm, to)
+    receiving = to in ("all", comm.rank)
+    whole: State = {}
+    works: list[Work] = []
+    for owner in range(comm.world_size):
+        mine = owner == comm.rank
+        if not (mine or receiving):
+            continue
+        contents, tensors = _pack(owned, state) if mine else ([], [])
+        contents = route.contents(contents, owner)
+        for index, entry in enumerate(contents):
+            place = _place(whole, entry, params[entry["param"]]) if receiving else None
+            tensor = tensors[index] if mine else None
+            if place is not None and tensor is not None:
+                place.copy_(tensor)
+            works += route.start(tensor, place, owner, entry)
+    for work in works:
+        work.wait()
+    return {param: whole[param] for param in sorted(whole)} if receiving else None
+
+
+def _pack(
+    owned: Sequence[OwnedSlice], state: Mapping[torch.Tensor, Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], list[torch.Tensor | None]]:
+    """A table of contents of this rank's state, and for each line its tensor, 1-D, if it travels as one."""
+    contents: list[dict[str, Any]] = []
+    tensors: list[torch.Tensor | None] = []
+    for piece, _param, local in owned:
+        for key, value in state.get(local, {}).items():
+            entry: dict[str, Any] = {"param": piece.param, "key": key}
+            tensor = None
+            if not isinstance(value, torch.Tensor):
+                if not isinstance(value, (int, float, str, bool, type(None))):
+                    raise TypeError(
+                        f"the state {key!r} of parameter {piece.param} is a {type(value).__name__}; only "
+                        "tensors, numbers, texts and None can be checkpointed."
+                    )
+                entry["value"] = value
+            elif value.ndim == 0 and not value.is_complex():
+                entry |= {"value": value.item(), "dtype": _name(value.dtype)}
+            else:
+                follows_param = value.shape == local.shape
+                tensor = flat_like(value, local) if follows_param else value.contiguous().view(-1)
+                entry |= {"dtype": _name(value.dtype), "numel": tensor.numel()}
+                if follows_param:
+                    entry |= {"start": piece.start, "stop": piece.stop}
+                else:
+                    entry["shape"] = list(value.shape)
+            contents.append(entry)
+            tensors.append(tensor)
+    return contents, tensors
+
+
+def _place(whole: State, entry: Mapping[str, Any], param: torch.Tensor) -> torch.Tensor | None:
+    """Make room for an entry in the whole state. Return where its elements go; None if it is a value."""
+    of_param = whole.setdefault(entry["param"], {})
+    key = entry["key"]
+    dtype = getattr(torch, entry["dtype"]) if "dtype" in entry else None
+    if "value" in entry:
+        # The slices of one parameter step together, so the first one's count is that of all.
+        of_param.setdefault(
+            key, entry["value"] if dtype is None else torch.tensor(entry["value"], dtype=dtype)
+        )
+        return None
+    if "shape" in entry:
+        of_param[key] = torch.empty(entry["shape"], dtype=dtype)
+        return flat_view(of_param[key])
+    if key not in of_param:
+        of_param[key] = torch.empty_like(param, dtype=dtype, device="cpu", requires_grad=False)
+    return flat_view(of_param[key])[entry["start"] : entry["stop"]]
+
+
+class _ToOne:
+    """Owners send point to point to one rank."""
+
+    def __init__(self, comm: Collectives, to: int) -> None:
+        self.comm, self.to = comm, to
+
+    def contents(self, mine: list[dict[str, Any]], owner: int) -> list[dict[str, Any]]:
+        if owner == self.to:
+            return mine
+        if owner == self.comm.rank:
+            text = _encode(mine, self.comm)
+            self.comm.send(torch.tensor([text.numel()], device=self.comm.wire_device), self.to).wait()
+            self.comm.send(text, self.to).wait()
+            return mine
+        length = torch.empty(1, dtype=torch.int64, device=self.comm.wire_device)
+        self.comm.recv(length, owner).wait()
+        text = torch.empty(int(length.item()), dtype=torch.uint8, device=self.comm.wire_device)
+        self.comm.recv(text, owner).wait()
+        return _decode(text)
+
+    def start(
+        self, tensor: torch.Tensor | None, place: torch.Tensor | None, owner: int, entry: Mapping[str, Any]
+    ) -> list[Work]:
+        if owner == self.to or "value" in entry:
+            return []
+        if tensor is not None:
+            return [self.comm.send(tensor.to(self.comm.wire_device), self.to)]
+        assert place is not None
+        if place.device == self.comm.wire_device:
+            return [self.comm.recv(place, owner)]
+        staged = torch.empty_like(place, device=self.comm.wire_device)
+        self.comm.recv(staged, owner).wait()
+        place.copy_(staged)
+        return []
+
+
+class _ToAll:
+    """Owners broadcast."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self.comm = comm
+
+    def contents(self, mine: list[dict[str, Any]], owner: int) -> list[dict[str, Any]]:
+        text = _encode(mine, self.comm)
+        length = torch.tensor([text.numel()], device=self.comm.wire_device)
+        self.comm.broadcast(length, owner).wait()
+        if owner != self.comm.rank:
+            text = torch.empty(int(length.item()), dtype=torch.uint8, device=self.comm.wire_device)
+        self.comm.broadcast(text, owner).wait()
+        return _decode(text)
+
+    def start(
+        self, tensor: torch.Tensor | None, place: torch.Tensor | None, owner: int, entry: Mapping[str, Any]
+    ) -> list[Work]:
+        if place is None:
+            return []
+        if place.device == self.comm.wire_device:
+            return [self.comm.broadcast(place, owner)]
+        staged = torch.empty_like(place, device=self.comm.wire_device)
+        staged.copy_(place)
+        self.comm.broadcast(staged, owner).wait()
+        place.copy_(staged)
+        return []
+
+
+def _encode(contents: list[dict[str, Any]], comm: Collectives) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(contents).encode()), dtype=torch.uint8).to(comm.wire_device)
+
+
+def _decode(text: torch.Tensor) -> list[dict[str, Any]]:
+    contents: list[dict[str, Any]] = json.loads(bytes(text.cpu().numpy()))
+    return contents
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ------------------------------------------------------------------------------------------- whole to shards
+
+
+def packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups as in a torch state dict: options, and parameters as running numbers."""
+    packed = []
+    first = 0
+    for group in param_groups:
+        numbers = list(range(first, first + len(group["params"])))
+        first += len(numbers)
+        packed.append({**group, "params": numbers})
+    return packed
+
+
+def check_fits(
+    state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]], elementwise: bool
+) -> list[str]:
+    """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
+
+    Args:
+        elementwise: the optimizer keeps state of the parameter's shape only, so other shapes are wrong.
+    Raises:
+        ValueError: no such keys, other groups, or a state of another shape; names the parameter.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(
+            f"an optimizer's state dict has the keys 'state' and 'param_groups'; this has {found}. "
+            "Pass what optimizer.state_dict() returned, not the whole checkpoint."
+        )
+    saved_groups = state_dict["param_groups"]
+    saved, ours = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in param_groups]
+    if saved != ours:
+        raise ValueError(
+            f"the checkpoint has parameter groups of {saved} parameters and this optimizer has {ours}. "
+            "Build the optimizer from the same parameter groups, in the same order, then load again."
+        )
+    digest = hashlib.sha256()
+    saved_ids = [id_ for group in saved_groups for id_ in group["params"]]
+    for number, (id_, param, spec) in enumerate(
+        zip(saved_ids, params_of(param_groups), specs_of(param_groups), strict=True)
+    ):
+        for key, value in state_dict["state"].get(id_, {}).items():
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+            if elementwise and shape and shape != tuple(param.shape) and shape != (1,):
+                raise ValueError(
+                    f"the checkpoint's {key!r} for parameter {spec.name or number} has shape {shape}; the "
+                    f"parameter has {tuple(param.shape)}. The checkpoint is of another model, or of the same "
+                    "parameters in another order."
+                )
+            digest.update(repr((number, key, shape, value if shape is None else value.dtype)).encode())
+    options = [options_of(group) for group in saved_groups]
+    return [f"options {options}", f"state of shapes and kinds {digest.hexdigest()[:12]}"]
+
+
+@torch.no_grad()
+def shard_of(
+    state: Mapping[Any, Mapping[str, Any]], saved_ids: Sequence[Any], owned: Sequence[OwnedSlice]
+) -> State:
+    """The part of a whole optimizer's state that belongs to the owned slices.
+
+    Everything is copied: a local step must not write into the caller's checkpoint.
+
+    Args:
+        state: by saved id, as in a torch state dict.
+        saved_ids: the id of each parameter, in registration order.
+        owned: this rank's slices.
+    Returns:
+        By position in `owned`; slices without saved state are left out.
+    """
+
+    def part(value: Any, own: OwnedSlice) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        if own.local is not own.param and value.shape == own.param.shape and value.ndim:
+            return flat_like(value, own.param)[own.piece.start : own.piece.stop].clone()
+        return value.clone()
+
+    return {
+        number: {key: part(value, own) for key, value in state[saved_ids[own.piece.param]].items()}
+        for number, own in enumerate(owned)
+        if saved_ids[own.piece.param] in state
+    }

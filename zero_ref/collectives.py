@@ -1,0 +1,251 @@
+"""The one place that talks to other ranks.
+
+`Collectives` says what the optimizer needs of a network; `ProcessGroupCollectives` does it on a
+torch.distributed process group (NCCL, Gloo), `zero_ref.lab.virtual` on threads of one process. Every call
+is told to `observers` before it is made, so that what really happened can be held against the plan.
+
+`agree` keeps ranks from waiting for each other for ever: before the first call whose success depends on
+the others, each says what it is about to do, and all raise alike if one differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from zero_ref.calls import Call
+
+Observer = Callable[[Call], None]
+
+
+class Work(Protocol):
+    """A call under way."""
+
+    def wait(self) -> object:
+        """Return when the call's tensors may be used; raise RuntimeError if it failed."""
+
+
+class Collectives(Protocol):
+    """What the optimizer asks of a network of `world_size` ranks, of which this is `rank`.
+
+    Calls return at once; their tensors belong to the call until `wait()` returns. All ranks must make the
+    same collective calls in the same order. Ranks are positions in the process group, never global ones.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def wire_device(self) -> torch.device:
+        """Where tensors of `send`, `recv` and `all_gather` must lie."""
+        ...
+
+    @property
+    def observers(self) -> list[Observer]: ...
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        """Overwrite `tensor` on all ranks by that of `src`. Cost: each other rank receives it once."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Overwrite `tensor` by its sum over ranks. Cost: each rank sends 2(N-1)/N of it on a ring."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The `tensor` of each rank, in rank order; equal shapes. Cost: each rank receives N-1 of them."""
+        ...
+
+    def send(self, tensor: torch.Tensor, dst: int) -> Work:
+        """Hand `tensor` to `dst`, which must `recv` one of its shape and dtype."""
+        ...
+
+    def recv(self, tensor: torch.Tensor, src: int) -> Work:
+        """Overwrite `tensor` by what `src` sends next. Messages of a pair of ranks keep their order."""
+        ...
+
+
+class Observable:
+    """The list of observers, and the telling. Both kinds of ranks inherit it."""
+
+    def __init__(self) -> None:
+        self.observers: list[Observer] = []
+
+    def tell(self, op: str, tensor: torch.Tensor, peer: int | None = None) -> None:
+        if self.observers:
+            call = Call(op, tensor.numel() * tensor.element_size(), peer)
+            for observer in self.observers:
+                observer(call)
+
+
+class ProcessGroupCollectives(Observable):
+    """Collectives on a torch.distributed process group.
+
+    Args:
+        group: the process group; None is the default group of `init_process_group`.
+    Raises:
+        RuntimeError: torch.distributed has not been initialised.
+        ValueError: this process is not a member of `group`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is not initialised in this process. Start it with torchrun and call "
+                "torch.distributed.init_process_group(), or use zero_ref.lab.ranks.run()."
+            )
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError(
+                f"global rank {dist.get_rank()} is not a member of the process group that it passed in. "
+                "Build the optimizer only on the group's ranks."
+            )
+        on_gpu = dist.get_backend(group) == "nccl"
+        self.wire_device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        )
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        self.tell("broadcast", tensor, src)
+        return self._start(f"broadcast from rank {src}", dist.broadcast, tensor, group_src=src)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        self.tell("all_reduce", tensor)
+        return self._start("all_reduce", dist.all_reduce, tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.tell("all_gather", tensor)
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self._start("all_gather", dist.all_gather, gathered, tensor).wait()
+        return gathered
+
+    def send(self, tensor: torch.Tensor, dst: int) -> Work:
+        self.tell("send", tensor, dst)
+        return self._start(f"send to rank {dst}", _isend, tensor, group_dst=dst)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> Work:
+        self.tell("recv", tensor, src)
+        return self._start(f"receive from rank {src}", _irecv, tensor, group_src=src)
+
+    def _start(self, what: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
+        work = _GroupWork(f"rank {self.rank} of {self.world_size}: {what}")
+        with work.explained():
+            work.work = operation(*args, group=self.group, async_op=True, **kwargs)
+        return work
+
+
+def as_collectives(process_group: dist.ProcessGroup | Collectives | None) -> Collectives:
+    """What a user may pass as `process_group`: a torch group, None for the default one, or Collectives."""
+    # An int is what new_group() gives to ranks outside the group; the constructor refuses it.
+    if process_group is None or isinstance(process_group, (dist.ProcessGroup, int)):
+        return ProcessGroupCollectives(process_group)
+    return process_group
+
+
+def agree(comm: Collectives, action: str, facts: Sequence[str] | Exception) -> None:
+    """Compare what every rank is about to do; return if they agree, raise on all of them if not.
+
+    An error found by one rank alone would leave the others waiting in their next collective. So each
+    rank first checks by itself, then passes here what it found: the facts that must be equal, or its error.
+
+    Args:
+        action: what comes next, in words: "construct the optimizer".
+        facts: one line each, in an order that all ranks share, or the exception that this rank met.
+    Raises:
+        Exception: the one passed as `facts`, on the rank that passed it.
+        RuntimeError: another rank failed, or does something else.
+        ValueError: the facts differ; names the rank and the first fact.
+    Collective: all ranks of the group, outside of any other call.
+    Cost: one all-gather of 32 bytes; where ranks differ, one more of all the facts.
+    """
+    failed = isinstance(facts, Exception)
+    lines = [f"{type(facts).__name__}: {facts}"] if isinstance(facts, Exception) else list(facts)
+    text = json.dumps([action, failed, lines]).encode()
+    digest = hashlib.sha256(text).digest()[:24] + len(text).to_bytes(8, "big")
+    digests = [bytes(other.tolist()) for other in comm.all_gather(_as_bytes(digest, comm))]
+    if all(other == digest for other in digests) and not failed:
+        return
+
+    longest = max(int.from_bytes(other[24:], "big") for other in digests)
+    texts = comm.all_gather(_as_bytes(text.ljust(longest), comm))
+    if isinstance(facts, Exception):
+        raise facts
+    said = [json.loads(bytes(other.tolist())) for other in texts]
+    for rank, (their_action, their_failure, their_lines) in enumerate(said):
+        if their_failure:
+            raise RuntimeError(f"rank {comm.rank}: rank {rank} could not {their_action}: {their_lines[0]}")
+    for rank, (their_action, _, _) in enumerate(said):
+        if their_action != action:
+            raise RuntimeError(
+                f"rank {comm.rank} is to {action} while rank {rank} is to {their_action}. "
+                "All ranks must make the same calls in the same order."
+            )
+    raise ValueError(_disagreement(action, [lines for _, _, lines in said]))
+
+
+def _disagreement(action: str, lines_of_rank: list[list[str]]) -> str:
+    """Name the rank that differs from most, and the first line in which it does."""
+    usual = list(Counter(map(tuple, lines_of_rank)).most_common(1)[0][0])
+    odd = next(rank for rank, lines in enumerate(lines_of_rank) if lines != usual)
+    typical = lines_of_rank.index(usual)
+    for mine, theirs in zip(lines_of_rank[odd], usual, strict=False):
+        if mine != theirs:
+            return (
+                f"ranks disagree, so none can {action}: rank {odd} has [{mine}] where rank {typical} has "
+                f"[{theirs}]. Pass the same parameters and options on every rank."
+            )
+    return (
+        f"ranks disagree, so none can {action}: rank {odd} lists {len(lines_of_rank[odd])} facts and rank "
+        f"{typical} lists {len(usual)}. Pass the same parameters and options on every rank."
+    )
+
+
+def _as_bytes(text: bytes, comm: Collectives) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(comm.wire_device)
+
+
+def _isend(tensor: torch.Tensor, *, group: Any, async_op: bool, group_dst: int) -> Any:
+    return dist.isend(tensor, group=group, group_dst=group_dst)
+
+
+def _irecv(tensor: torch.Tensor, *, group: Any, async_op: bool, group_src: int) -> Any:
+    return dist.irecv(tensor, group=group, group_src=group_src)
+
+
+class _GroupWork:
+    """A torch Work that says, when it fails, which rank was waiting for what."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.work: Any = None
+
+    def wait(self) -> object:
+        with self.explained():
+            return self.work.wait()
+
+    def explained(self) -> _Explained:
+        return _Explained(self.what)
+
+
+class _Explained:
+    # A class and not @contextmanager: this runs for every message of every step.
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise RuntimeError(
+                f"{self.what} did not complete: {error}\nAnother rank has stopped, or is making other calls: "
+                "look for the first error among the ranks."
+            ) from error

@@ -1,0 +1,397 @@
+"""ZeroRedundancyOptimizer: every rank updates its own shard of the parameters, then all share the results.
+
+Under data parallelism every rank holds all parameters and, after the gradients are reduced, the same
+gradients. An ordinary optimizer then does the same update N times and keeps its state N times. Here each
+element has one owner, which alone keeps its optimizer state and updates it; a broadcast brings the new
+values to the others. State per rank falls to 1/N, and what travels is the parameters, once.
+
+Read `step` first. The rest builds what it uses: the partition (`partition.py`), the messages
+(`layout.py`, `buckets.py`), the local optimizer on the owned slices.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from zero_ref import checkpoint
+from zero_ref.buckets import (
+    Message,
+    broadcast_messages,
+    flat_like,
+    flatten_parameters,
+    messages_by_parameter,
+)
+from zero_ref.collectives import Collectives, agree, as_collectives
+from zero_ref.layout import lay_out
+from zero_ref.partition import ParamSpec, Partition, Strategy, plan_partition
+from zero_ref.shards import (
+    ELEMENTWISE,
+    check_can_be_sharded,
+    copy_options,
+    facts_of,
+    local_groups,
+    options_of,
+    own_slices,
+    params_of,
+    specs_of,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ZeroRedundancyOptimizer(Optimizer):
+    """Shards an optimizer over the ranks of a process group. A drop-in for torch's class of that name.
+
+    >>> optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)  # doctest: +SKIP
+
+    Args:
+        params: an iterable of parameters, of dicts (parameter groups) or of `named_parameters()`.
+        optimizer_class: the optimizer to shard: any that updates each parameter by itself.
+        process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
+        parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
+            message for each owner, not one for each parameter.
+        overlap_with_ddp: not supported yet; use the hooks that will come with overlapping.
+        partition: who owns what: "sorted_greedy" (torch's rule, the default), "registration_greedy"
+            (FairScale's), "even" (1/N exactly; for elementwise optimizers), a function, lists of parameter
+            numbers for each rank, or a Partition.
+        **defaults: passed to `optimizer_class`.
+
+    Attributes:
+        optim: the local optimizer, on this rank's slices.
+        partition: who owns what.
+        collectives: the way to the other ranks; append to its `observers` to see every call.
+        process_group, rank, world_size, global_rank: as torch's. `rank` counts within the group.
+
+    Raises:
+        TypeError, ValueError: as torch's optimizers on wrong `params` or options, and where the partition
+            cannot work for this optimizer. If one rank raises, or ranks pass different things, all raise.
+
+    Collective: all ranks of the group construct it together.
+    Cost: one all-gather of 32 bytes.
+    Source: ZeRO stage 1, "P_os" (arXiv:1910.02054, section 5.1).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        process_group: dist.ProcessGroup | Collectives | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        partition: Strategy = "sorted_greedy",
+        **defaults: Any,
+    ) -> None:
+        if overlap_with_ddp:
+            raise NotImplementedError(
+                "overlap_with_ddp=True is not supported yet. Without it, step() after backward() gives the "
+                "same parameters; pass parameters_as_bucket_view=True to send fewer, larger messages."
+            )
+        self.process_group = process_group
+        self.collectives = as_collectives(process_group)
+        self.rank = self.collectives.rank
+        self.world_size = self.collectives.world_size
+        self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self._strategy = partition
+        self._consolidated: dict[str, Any] | None = None
+        self._messages: list[Message] = []
+        self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+        # Whatever can go wrong by itself goes wrong before the first message, and then on all ranks alike.
+        facts: Sequence[str] | Exception
+        try:
+            super().__init__(params, defaults)
+            self.partition = plan_partition(partition, self._specs(), self.world_size)
+            check_can_be_sharded(optimizer_class, self.partition, self._params, self._specs())
+            self._owned = own_slices(self.partition.slices_of_rank[self.rank], self._params)
+            self.optim: Optimizer = optimizer_class(local_groups(self.param_groups, self._owned), **defaults)
+            self.defaults = self.optim.defaults
+            copy_options(self.optim.param_groups, self.param_groups)
+            facts = self._facts(self.partition)
+        except Exception as error:
+            facts = error
+        agree(self.collectives, "construct the optimizer", facts)
+        self._build()
+
+    # ------------------------------------------------------------------------------------------- the step
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update this rank's shard, then bring every shard to every rank.
+
+        Returns with the same new parameters on all ranks.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; called as the local optimizer calls it.
+            **kwargs: passed to the local optimizer's `step`.
+        Returns:
+            What the local optimizer's `step` returns: the closure's loss, or None.
+        Raises:
+            RuntimeError: another rank stopped, or makes other calls; says what this one waited for.
+        Collective: all ranks of the group, once each iteration, after their gradients were reduced.
+        Cost: each rank receives (N-1)/N of the trainable parameters, and sends its own 1/N to the others.
+        """
+        self._consolidated = None
+        self._rebuild_if_changed()
+        copy_options(self.param_groups, self.optim.param_groups)
+        loss = self._step_local(closure, **kwargs)
+        broadcast_messages(self.collectives, self._messages)
+        copy_options(self.optim.param_groups, self.param_groups)
+        return loss
+
+    def _step_local(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+        if closure is None:
+            self._lend_gradients()
+        else:
+            kwargs["closure"] = self._lending(closure)
+        try:
+            return self.optim.step(**kwargs)
+        finally:
+            self._take_gradients_back()
+
+    def _lending(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def closure_then_lend() -> Any:
+            # The gradients of frozen parameters are back in place while the user's code runs.
+            self._take_gradients_back()
+            loss = closure()
+            self._lend_gradients()
+            return loss
+
+        return closure_then_lend
+
+    def _lend_gradients(self) -> None:
+        """Give each local tensor the gradient of its slice, and frozen parameters none."""
+        for piece, param, local in self._split:
+            if param.grad is not None and param.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"rank {self.rank}: parameter {self._name(piece.param)} has a sparse gradient, which "
+                    'cannot be cut. Use a partition of whole parameters, such as "sorted_greedy".'
+                )
+            local.grad = (
+                None if param.grad is None else flat_like(param.grad, param)[piece.start : piece.stop]
+            )
+        for param in self._frozen:
+            # A gradient left from before the parameter was frozen would move it on its owner alone.
+            self._withheld.append((param, param.grad))
+            param.grad = None
+
+    def _take_gradients_back(self) -> None:
+        for _, _, local in self._split:
+            local.grad = None  # else the slice would keep the whole gradient alive after zero_grad()
+        for param, grad in self._withheld:
+            param.grad = grad
+        self._withheld.clear()
+
+    # --------------------------------------------------------------------------- building what step uses
+
+    @torch.no_grad()
+    def _build(self) -> None:
+        """Lay out the messages and the local tensors for the parameters as they are now."""
+        params = self._params
+        if self.parameters_as_bucket_view:
+            self._free_frozen_windows()
+            self._messages = flatten_parameters(lay_out(self.partition, self._specs()), params)
+        else:
+            self._messages = messages_by_parameter(self.partition, params)
+        before, self._owned = self._owned, own_slices(self.partition.slices_of_rank[self.rank], params)
+        for old, new in zip(before, self._owned, strict=False):  # slices of a later group come after these
+            if old.local is not new.local and old.local in self.optim.state:
+                self.optim.state[new.local] = self.optim.state.pop(old.local)
+        for group, local in zip(
+            self.optim.param_groups, local_groups(self.param_groups, self._owned), strict=True
+        ):
+            group["params"] = local["params"]
+        self.state = self.optim.state
+        self._split = [own for own in self._owned if own.local is not own.param and own.param.requires_grad]
+        self._frozen = [
+            own.param for own in self._owned if own.local is own.param and not own.param.requires_grad
+        ]
+        self._built_for = self._fingerprint()
+        self._log()
+
+    def _rebuild_if_changed(self) -> None:
+        if self._fingerprint() != self._built_for:
+            self._build()
+
+    def _fingerprint(self) -> list[tuple[int, bool]]:
+        """What `_build` depends on and a user may change: where the parameters lie, and which are trained."""
+        return [
+            (param.data_ptr(), param.requires_grad)
+            for group in self.param_groups
+            for param in group["params"]
+        ]
+
+    def _free_frozen_windows(self) -> None:
+        """Take newly frozen parameters out of the flat tensors, which they would keep alive."""
+        flats = {message.tensor.untyped_storage().data_ptr() for message in self._messages}
+        for param in self._params:
+            if not param.requires_grad and param.untyped_storage().data_ptr() in flats:
+                param.data = param.data.clone()
+
+    @property
+    def _params(self) -> list[torch.Tensor]:
+        return params_of(self.param_groups)
+
+    def _specs(self) -> list[ParamSpec]:
+        return specs_of(self.param_groups)
+
+    def _name(self, param: int) -> str:
+        return self._specs()[param].name or str(param)
+
+    # -------------------------------------------------------------------------------- parameters added later
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as torch's optimizers do; what is already placed stays where it is.
+
+        Raises:
+            TypeError, ValueError: as torch's optimizers. If one rank raises, or ranks add different groups,
+                all raise and the optimizer is as it was.
+        Collective: all ranks of the group.
+        Cost: one all-gather of 32 bytes.
+        """
+        if not hasattr(self, "optim"):  # called by Optimizer.__init__, which hands over one group at a time
+            super().add_param_group(param_group)
+            return
+        count = len(self.param_groups)
+        known = len(self._params)
+        facts: Sequence[str] | Exception
+        try:
+            super().add_param_group(param_group)
+            added = self._specs()[known:]
+            later = plan_partition(
+                self._strategy_for_later, added, self.world_size, loads=self.partition.loads
+            )
+            partition = self.partition.joined(later)
+            check_can_be_sharded(type(self.optim), partition, self._params, self._specs())
+            owned = own_slices(partition.slices_of_rank[self.rank], self._params)[len(self._owned) :]
+            options = options_of(self.param_groups[-1])
+            self.optim.add_param_group({**options, "params": [own.local for own in owned]})
+            facts = self._facts(partition, first=known)
+        except Exception as error:
+            facts = error
+        try:
+            agree(self.collectives, "add a parameter group", facts)
+        except Exception:
+            del self.param_groups[count:], self.optim.param_groups[count:]
+            raise
+        self.partition = partition
+        self._consolidated = None
+        self._build()
+
+    @property
+    def _strategy_for_later(self) -> Strategy:
+        """A rule is applied again; an explicit assignment says nothing of new parameters: the default."""
+        rule = self._strategy
+        return rule if isinstance(rule, str) or callable(rule) else "sorted_greedy"
+
+    # ---------------------------------------------------------------------------------------- checkpoints
+
+    def consolidate_state_dict(self, to: int | Literal["all"] = 0) -> None:
+        """Gather the optimizer state onto one rank, or onto all; then `state_dict()` returns it there.
+
+        Args:
+            to: a rank of the group, or "all".
+        Raises:
+            ValueError: there is no such rank, or ranks pass different ones.
+            TypeError: the state holds something that is neither a tensor, a number, a text nor None.
+        Collective: all ranks of the group.
+        Cost: `to` receives the (N-1)/N of the state that it does not own, into its final place in CPU
+            memory; the other ranks allocate nothing.
+        """
+        facts: Sequence[str] | Exception = [f"to={to}"]
+        if to != "all" and not (isinstance(to, int) and 0 <= to < self.world_size):
+            facts = ValueError(
+                f"rank {self.rank}: to={to!r} is no rank of a group of {self.world_size}, nor 'all'."
+            )
+        agree(self.collectives, "consolidate the optimizer state", facts)
+        self._rebuild_if_changed()
+        state = checkpoint.consolidate(self.collectives, to, self._params, self._owned, self.optim.state)
+        self._consolidated = None
+        if state is not None:
+            self._consolidated = {"state": state, "param_groups": checkpoint.packed_groups(self.param_groups)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that the unsharded optimizer would have, in its form: it loads there, and anywhere here.
+
+        Raises:
+            RuntimeError: it was not consolidated onto this rank since the last step.
+        """
+        if self._consolidated is None:
+            raise RuntimeError(
+                f"rank {self.rank}: the optimizer state is spread over {self.world_size} ranks and has not "
+                "been gathered on this one since the last step. Call "
+                f"consolidate_state_dict(to={self.rank}) on all ranks, then state_dict() here."
+            )
+        return self._consolidated
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's shard of a whole optimizer's state.
+
+        Args:
+            state_dict: of the plain torch optimizer or of a consolidated ZeroRedundancyOptimizer, at any
+                world size and partition. It is not changed, now or by later steps: this rank's part of it is
+                copied.
+        Raises:
+            ValueError: it is not of these parameters; names the first that does not fit. If it fits on one
+                rank and not on another, all raise and the optimizer is as it was.
+        Collective: all ranks of the group, each with the whole dict.
+        Cost: one all-gather of 32 bytes.
+        """
+        facts: Sequence[str] | Exception
+        try:
+            facts = checkpoint.check_fits(state_dict, self.param_groups, type(self.optim) in ELEMENTWISE)
+        except Exception as error:
+            facts = error
+        agree(self.collectives, "load the state dict", facts)
+        self._consolidated = None
+        self._rebuild_if_changed()
+        saved_ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
+        for ours, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            ours.update(copy.deepcopy(options_of(saved)))
+        copy_options(self.param_groups, self.optim.param_groups)
+        # The local optimizer's own loading puts each value on the device and in the dtype that it wants.
+        numbers = {own.local: number for number, own in enumerate(self._owned)}
+        self.optim.load_state_dict(
+            {
+                "state": checkpoint.shard_of(state_dict["state"], saved_ids, self._owned),
+                "param_groups": [
+                    {**group, "params": [numbers[local] for local in group["params"]]}
+                    for group in self.optim.param_groups
+                ],
+            }
+        )
+        self.state = self.optim.state
+
+    def _facts(self, partition: Partition, first: int = 0) -> list[str]:
+        way = f"{type(self.optim).__name__}, parameters_as_bucket_view={self.parameters_as_bucket_view}"
+        return [way, *facts_of(self.param_groups, partition, first)]
+
+    def _log(self) -> None:
+        """Partition and message figures, at TORCH_DISTRIBUTED_DEBUG=INFO; every owned slice at DETAIL."""
+        level = dist.get_debug_level()  # type: ignore[attr-defined]
+        if level == dist.DebugLevel.OFF:  # type: ignore[attr-defined]
+            return
+        total = sum(self.partition.numels)
+        logger.info(
+            "rank %d of %d owns %d of %d elements (%.1f%%) in %d slices; a step sends %d messages, %d bytes",
+            self.rank,
+            self.world_size,
+            self.partition.loads[self.rank],
+            total,
+            100 * self.partition.loads[self.rank] / max(total, 1),
+            len(self._owned),
+            len(self._messages),
+            sum(message.tensor.nbytes for message in self._messages),
+        )
+        if level == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
+            for own in self._owned:
+                logger.info(
+                    "rank %d owns %s of parameter %s", self.rank, own.piece, self._name(own.piece.param)
+                )

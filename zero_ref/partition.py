@@ -1,0 +1,494 @@
+"""Who owns which elements: parameter sizes and a world size in, a `Partition` out.
+
+Everything here is arithmetic on integers. No tensor is touched and nothing is sent, so every rank computes
+the same partition by itself, and a laptop can compute one for 4,096 ranks. The optimizer executes the
+result, the simulator prices it, the plots draw it.
+
+Reading order: `Slice` and `Partition` (the values), the strategies (pure functions that make a Partition),
+`plan_partition` (a user's choice of strategy, resolved).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import index
+from typing import NamedTuple
+
+
+class Slice(NamedTuple):
+    """Elements `start` to `stop` (exclusive) of one parameter, counted along its memory.
+
+    A whole parameter is the slice `[0, numel)`.
+
+    >>> Slice(param=3, start=0, stop=10).numel
+    10
+    """
+
+    param: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class ParamSpec(NamedTuple):
+    """What a plan may know of a parameter: its size and a few labels, never its values.
+
+    Args:
+        numel: elements.
+        dtype, device: as torch prints them, without the `torch.` ("bfloat16", "cuda:0").
+        group: index of its parameter group.
+        trainable: its `requires_grad`.
+        name: what errors call it; the parameter's index where this is empty.
+    """
+
+    numel: int
+    dtype: str = "float32"
+    device: str = "cpu"
+    group: int = 0
+    trainable: bool = True
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Every element of every parameter, given to exactly one rank.
+
+    >>> p = Partition(numels=(6, 4), slices_of_rank=((Slice(0, 0, 6),), (Slice(1, 0, 4),)))
+    >>> p.world_size, p.loads, p.is_whole
+    (2, (6, 4), True)
+
+    Args:
+        numels: elements per parameter, in registration order.
+        slices_of_rank: for each rank the slices that it owns, sorted by parameter and start.
+    Raises:
+        ValueError: an element has no owner or two, or a slice reaches outside its parameter.
+    """
+
+    numels: tuple[int, ...]
+    slices_of_rank: tuple[tuple[Slice, ...], ...]
+
+    def __post_init__(self) -> None:
+        _check_world_size(len(self.slices_of_rank))
+        for param, pieces in enumerate(self.pieces_of_param):
+            numel, covered = self.numels[param], 0
+            for piece, rank in pieces:
+                # A slice without elements stands for a whole parameter without elements, else for nothing.
+                is_empty = piece.stop == piece.start and (numel > 0 or len(pieces) > 1)
+                if piece.start != covered or not piece.start <= piece.stop <= numel or is_empty:
+                    raise ValueError(_coverage_error(param, numel, covered, piece, rank))
+                covered = piece.stop
+            if covered != numel or not pieces:
+                raise ValueError(
+                    f"parameter {param}: elements [{covered}, {numel}) have no owner. "
+                    "A partition gives every element to exactly one rank."
+                )
+
+    @property
+    def world_size(self) -> int:
+        return len(self.slices_of_rank)
+
+    @cached_property
+    def pieces_of_param(self) -> tuple[tuple[tuple[Slice, int], ...], ...]:
+        """For each parameter its slices and their owners, from the first element to the last."""
+        pieces: list[list[tuple[Slice, int]]] = [[] for _ in self.numels]
+        for rank, slices in enumerate(self.slices_of_rank):
+            for piece in slices:
+                if not 0 <= piece.param < len(self.numels):
+                    raise ValueError(
+                        f"rank {rank} is given parameter {piece.param}, but there are {len(self.numels)} "
+                        f"parameters, numbered from 0."
+                    )
+                pieces[piece.param].append((piece, rank))
+        return tuple(tuple(sorted(of_param)) for of_param in pieces)
+
+    @cached_property
+    def loads(self) -> tuple[int, ...]:
+        """Elements owned by each rank."""
+        return tuple(sum(piece.numel for piece in slices) for slices in self.slices_of_rank)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """No parameter is split between ranks."""
+        return all(len(pieces) == 1 for pieces in self.pieces_of_param)
+
+    @cached_property
+    def owner_of_param(self) -> tuple[int, ...]:
+        """The rank that owns each parameter.
+
+        Raises:
+            ValueError: a parameter is split between ranks; read `pieces_of_param` instead.
+        """
+        if not self.is_whole:
+            split = next(i for i, pieces in enumerate(self.pieces_of_param) if len(pieces) > 1)
+            raise ValueError(f"parameter {split} has several owners: read `pieces_of_param` instead.")
+        return tuple(pieces[0][1] for pieces in self.pieces_of_param)
+
+    def joined(self, later: Partition) -> Partition:
+        """This partition followed by that of parameters registered later, their numbers moved up."""
+        if later.world_size != self.world_size:
+            raise ValueError(f"cannot join partitions over {self.world_size} and {later.world_size} ranks.")
+        shift = len(self.numels)
+        return Partition(
+            self.numels + later.numels,
+            tuple(
+                mine + tuple(piece._replace(param=piece.param + shift) for piece in added)
+                for mine, added in zip(self.slices_of_rank, later.slices_of_rank, strict=True)
+            ),
+        )
+
+
+# ---------------------------------------------------------------------------------------------- strategies
+
+
+def sorted_greedy(
+    numels: Sequence[int],
+    world_size: int,
+    *,
+    groups: Sequence[int] | None = None,
+    loads: Sequence[int] | None = None,
+) -> Partition:
+    """Largest parameter first, each to the least loaded rank (ties: the lowest). The default.
+
+    No two loads differ by more than the largest parameter. Deterministic, so all ranks agree without
+    communicating. The heap makes it P log W: 4,096 ranks cost little more than 4.
+
+    >>> sorted_greedy([6, 5, 4, 1], world_size=2).owner_of_param
+    (0, 1, 1, 0)
+
+    Args:
+        numels: elements per parameter, in registration order.
+        world_size: ranks.
+        groups: parameter group of each parameter. Groups are packed one after the other, each largest
+            first, so a group added later moves nothing that is already placed. One group if None.
+        loads: elements that each rank already owns.
+    Raises:
+        ValueError: `world_size` is below 1, a size is negative, or `groups` or `loads` has another length.
+    Source:
+        The packing rule of torch.distributed.optim.ZeroRedundancyOptimizer, equal to it parameter for
+        parameter (tests/test_partition.py). Largest-first packing: Graham, SIAM J. Appl. Math. 17 (1969).
+    """
+    _check_length("groups", groups, len(numels), "parameter")
+    order = sorted(range(len(numels)), key=lambda i: (groups[i] if groups else 0, -numels[i]))
+    return _pack(numels, order, numels, world_size, loads)
+
+
+def registration_greedy(
+    numels: Sequence[int],
+    world_size: int,
+    *,
+    trainable: Sequence[bool] | None = None,
+    loads: Sequence[int] | None = None,
+) -> Partition:
+    """Parameters as they come, each to the least loaded rank; a frozen one weighs one element.
+
+    >>> registration_greedy([6, 5, 4, 1], world_size=2).owner_of_param
+    (0, 1, 1, 0)
+    >>> registration_greedy([1, 2, 6], world_size=2).loads      # the largest comes last: 7 against 2
+    (7, 2)
+
+    Args: as `sorted_greedy`, and
+        trainable: the `requires_grad` of each parameter. All True if None.
+    Source:
+        The rule of fairscale.optim.OSS: frozen parameters have no optimizer state to balance.
+    """
+    _check_length("trainable", trainable, len(numels), "parameter")
+    weights = [n if trainable is None or trainable[i] else 1 for i, n in enumerate(numels)]
+    return _pack(numels, range(len(numels)), weights, world_size, loads)
+
+
+def even(
+    numels: Sequence[int],
+    world_size: int,
+    *,
+    kinds: Sequence[object] | None = None,
+    alignment: int = 64,
+) -> Partition:
+    """Lay all parameters end to end and cut the range in `world_size` equal parts.
+
+    Each rank owns 1/N of the elements, whatever their shapes: the largest parameter no longer sets the
+    floor. Cuts fall inside parameters, so this is right for optimizers that treat each element by itself
+    (Adam, SGD), and wrong for those that look at a shape (Adafactor, Muon).
+
+    >>> even([6, 5, 4, 1], world_size=2, alignment=1).slices_of_rank     # doctest: +NORMALIZE_WHITESPACE
+    ((Slice(param=0, start=0, stop=6), Slice(param=1, start=0, stop=2)),
+     (Slice(param=1, start=2, stop=5), Slice(param=2, start=0, stop=4), Slice(param=3, start=0, stop=1)))
+
+    Args: as `sorted_greedy`, and
+        kinds: anything that tells apart parameters that cannot share a flat tensor (device and dtype).
+            Each kind is cut by itself, so bytes are even too. One kind if None.
+        alignment: a cut moves up to the next multiple of this many elements from its parameter's start (or
+            to the parameter's end), so a load differs from 1/N by less than that. CPU kernels compute a
+            tensor's last few elements one by one and round some of them differently: cut at multiples of
+            their vector length, every element is computed as in the whole tensor, bit for bit.
+    Raises:
+        ValueError: `world_size` or `alignment` is below 1, or a size is negative.
+    Source:
+        The flat split of DeepSpeed's ZeRO-1 and of Megatron-LM's distributed optimizer.
+    """
+    _check_sizes(numels, world_size)
+    _check_length("kinds", kinds, len(numels), "parameter")
+    if alignment < 1:
+        raise ValueError(f"alignment must be at least 1 element, got {alignment}.")
+    slices_of_rank: list[list[Slice]] = [[] for _ in range(world_size)]
+    for kind in dict.fromkeys(kinds) if kinds else (None,):
+        members = [i for i in range(len(numels)) if kinds is None or kinds[i] == kind]
+        for piece, rank in _cut_evenly(members, numels, world_size, alignment):
+            slices_of_rank[rank].append(piece)
+    return Partition(tuple(numels), tuple(tuple(sorted(slices)) for slices in slices_of_rank))
+
+
+def bucket_round_robin(
+    numels: Sequence[int], world_size: int, *, buckets: Sequence[Sequence[int]]
+) -> Partition:
+    """DDP's gradient buckets dealt out in turn: bucket b, whole, to rank b mod N.
+
+    >>> bucket_round_robin([6, 5, 4, 1], 2, buckets=[[3, 2], [1], [0]]).owner_of_param
+    (0, 1, 0, 0)
+
+    Args: as `sorted_greedy`, and
+        buckets: the parameters of each DDP bucket, in the order in which DDP reduces them.
+    Raises:
+        ValueError: a parameter is in no bucket or in two.
+    Source:
+        torch's overlapped ZeroRedundancyOptimizer with `shard_buckets=False`.
+    """
+    _check_sizes(numels, world_size)
+    params_of_rank: list[list[int]] = [[] for _ in range(world_size)]
+    for index, bucket in enumerate(buckets):
+        params_of_rank[index % world_size].extend(bucket)
+    return from_lists(numels, params_of_rank)
+
+
+def bucket_threshold(
+    numels: Sequence[int], world_size: int, *, buckets: Sequence[Sequence[int]]
+) -> Partition:
+    """DDP's gradient buckets cut into runs of less than 1/N of the model, each run to a rank with little.
+
+    The smallest bucket goes first. A run ends before the parameter that would bring it to 1/N of all
+    elements; it goes to the least loaded rank (ties: the lowest) that has no run of this bucket yet.
+
+    >>> bucket_threshold([6, 5, 4, 1], 2, buckets=[[3, 2], [1, 0]]).owner_of_param
+    (0, 1, 0, 0)
+
+    Args and Raises: as `bucket_round_robin`.
+    Source:
+        torch's overlapped ZeroRedundancyOptimizer with `shard_buckets=True`.
+    """
+    _check_sizes(numels, world_size)
+    threshold = sum(numels) / world_size
+    heap = [(0, rank) for rank in range(world_size)]
+    params_of_rank: list[list[int]] = [[] for _ in range(world_size)]
+    for bucket in sorted(buckets, key=lambda bucket: sum(numels[i] for i in bucket)):
+        used: list[tuple[int, int]] = []  # ranks that have a run of this bucket, out of the heap till its end
+        for run in _runs_below(threshold, bucket, numels):
+            if not heap:  # more runs than ranks: a second round
+                heap, used = used, []
+                heapq.heapify(heap)
+            load, rank = heapq.heappop(heap)
+            params_of_rank[rank].extend(run)
+            used.append((load + sum(numels[i] for i in run), rank))
+        for entry in used:
+            heapq.heappush(heap, entry)
+    return from_lists(numels, params_of_rank)
+
+
+def from_lists(numels: Sequence[int], owned: Iterable[Iterable[int | Slice]]) -> Partition:
+    """An explicit assignment: for each rank the parameters (or slices) that it owns.
+
+    >>> from_lists([6, 5, 4, 1], [[0, 3], [1, 2]]).loads
+    (7, 9)
+
+    Raises:
+        ValueError: not every element has exactly one owner.
+        TypeError: a rank is given something else than numbers and slices.
+    """
+
+    def as_slice(item: int | Slice) -> Slice:
+        if isinstance(item, Slice):
+            return item
+        param = index(item)
+        if not 0 <= param < len(numels):
+            raise ValueError(f"parameter {param} does not exist: there are {len(numels)}, numbered from 0.")
+        return Slice(param, 0, numels[param])
+
+    slices_of_rank = []
+    for rank, of_rank in enumerate(owned):
+        try:
+            slices_of_rank.append(tuple(sorted(as_slice(item) for item in of_rank)))
+        except TypeError:
+            raise TypeError(
+                f"rank {rank} is given {of_rank!r}; it takes a list of parameter numbers or slices."
+            ) from None
+    return Partition(tuple(numels), tuple(slices_of_rank))
+
+
+# ------------------------------------------------------------------------------------- a user's choice
+
+
+Strategy = str | Partition | Callable[..., "Partition | Sequence[Sequence[int]]"] | Sequence[Sequence[int]]
+
+STRATEGIES: dict[str, Callable[..., Partition]] = {
+    "sorted_greedy": sorted_greedy,
+    "registration_greedy": registration_greedy,
+    "even": even,
+}
+
+
+def plan_partition(
+    strategy: Strategy,
+    params: Sequence[ParamSpec],
+    world_size: int,
+    *,
+    loads: Sequence[int] | None = None,
+) -> Partition:
+    """Turn what a user may write for `partition=` into a Partition of these parameters.
+
+    >>> plan_partition("even", [ParamSpec(640), ParamSpec(128)], world_size=2).loads
+    (384, 384)
+
+    Args:
+        strategy: a name in STRATEGIES ("sorted_greedy" or "sorted-greedy"), a function
+            `(numels, world_size)` that returns a Partition or one list of parameter numbers for each
+            rank, such lists themselves, or a finished Partition.
+        params: in registration order.
+        loads: elements that each rank already owns, when parameters are added to a live optimizer.
+    Raises:
+        ValueError: the name is unknown, or the result does not fit these parameters and this world size.
+        TypeError: `strategy` is none of the above.
+    """
+    numels = [param.numel for param in params]
+    if isinstance(strategy, str):
+        name = strategy.replace("-", "_")
+        if name not in STRATEGIES:
+            raise ValueError(f"unknown partition {strategy!r}; choose one of {', '.join(STRATEGIES)}.")
+        strategy = STRATEGIES[name]
+    if callable(strategy):
+        made = strategy(numels, world_size, **_labels_for(strategy, params, loads))
+    else:
+        made = strategy
+    if not isinstance(made, Partition):
+        if not isinstance(made, Sequence):
+            raise TypeError(
+                f"partition= takes a name, a function, lists of parameter numbers or a Partition, "
+                f"not {type(made).__name__}."
+            )
+        made = from_lists(numels, made)
+    if made.world_size != world_size or made.numels != tuple(numels):
+        raise ValueError(
+            f"the partition is for {len(made.numels)} parameters ({sum(made.numels):,} elements) on "
+            f"{made.world_size} ranks; these are {len(numels)} parameters ({sum(numels):,} elements) "
+            f"on {world_size} ranks."
+        )
+    return made
+
+
+def _labels_for(
+    strategy: Callable[..., object], params: Sequence[ParamSpec], loads: Sequence[int] | None
+) -> dict[str, object]:
+    """The keyword arguments that our own strategies take; a user's function takes none."""
+    if strategy is sorted_greedy:
+        return {"groups": [param.group for param in params], "loads": loads}
+    if strategy is registration_greedy:
+        return {"trainable": [param.trainable for param in params], "loads": loads}
+    if strategy is even:
+        # Frozen parameters have no state: cut by themselves, they leave the trainable ones even.
+        return {"kinds": [(param.device, param.dtype, param.trainable) for param in params]}
+    return {}
+
+
+# ------------------------------------------------------------------------------------------- small parts
+
+
+def _pack(
+    numels: Sequence[int],
+    order: Iterable[int],
+    weights: Sequence[int],
+    world_size: int,
+    loads: Sequence[int] | None,
+) -> Partition:
+    """Give each parameter, in `order`, to the rank with the least weight so far."""
+    _check_sizes(numels, world_size)
+    _check_length("loads", loads, world_size, "rank")
+    heap = [(load, rank) for rank, load in enumerate(loads or [0] * world_size)]
+    heapq.heapify(heap)
+    slices_of_rank: list[list[Slice]] = [[] for _ in range(world_size)]
+    for param in order:
+        load, rank = heap[0]
+        slices_of_rank[rank].append(Slice(param, 0, numels[param]))
+        heapq.heapreplace(heap, (load + weights[param], rank))
+    return Partition(tuple(numels), tuple(tuple(sorted(slices)) for slices in slices_of_rank))
+
+
+def _cut_evenly(
+    members: Sequence[int], numels: Sequence[int], world_size: int, alignment: int
+) -> Iterator[tuple[Slice, int]]:
+    """Walk along the flat range of `members`, going on to the next rank at each multiple of 1/N."""
+    total = sum(numels[i] for i in members)
+    rank, start = 0, 0  # start: place of the current parameter in the flat range
+    for param in members:
+        done = 0
+        while True:
+            share_ends = -(-(rank + 1) * total // world_size) - start  # as an element of this parameter
+            stop = min(numels[param], -(-share_ends // alignment) * alignment)
+            if stop > done or numels[param] == 0:  # every parameter has an owner, also one without elements
+                yield Slice(param, done, stop), rank
+                done = stop
+            if done == numels[param]:
+                break
+            rank += 1
+        start += numels[param]
+
+
+def _runs_below(threshold: float, bucket: Sequence[int], numels: Sequence[int]) -> Iterable[list[int]]:
+    run: list[int] = []
+    size = 0
+    for param in bucket:
+        if run and size + numels[param] >= threshold:
+            yield run
+            run, size = [], 0
+        run.append(param)
+        size += numels[param]
+    if run:
+        yield run
+
+
+def _check_world_size(world_size: int) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
+
+
+def _check_sizes(numels: Sequence[int], world_size: int) -> None:
+    _check_world_size(world_size)
+    for param, numel in enumerate(numels):
+        if numel < 0:
+            raise ValueError(f"parameter {param} has {numel} elements; a size cannot be negative.")
+
+
+def _check_length(name: str, labels: Sequence[object] | None, expected: int, of_each: str) -> None:
+    if labels is not None and len(labels) != expected:
+        raise ValueError(f"{name} has {len(labels)} entries; it takes one for each {of_each}, {expected}.")
+
+
+def _coverage_error(param: int, numel: int, covered: int, piece: Slice, rank: int) -> str:
+    if piece.start < 0 or piece.stop > numel or piece.stop < piece.start:
+        return (
+            f"parameter {param} has {numel} elements, but rank {rank} is given [{piece.start}, {piece.stop})."
+        )
+    if piece.start > covered:
+        return f"parameter {param}: elements [{covered}, {piece.start}) have no owner."
+    if piece.start == piece.stop:
+        return (
+            f"parameter {param} has {numel} elements, and rank {rank} is given none of them, "
+            f"[{piece.start}, {piece.stop}). Leave out slices without elements; a parameter without any "
+            "belongs, whole, to one rank."
+        )
+    return (
+        f"parameter {param}: elements [{piece.start}, {min(covered, piece.stop)}) have two owners, "
+        f"one of them rank {rank}. A partition gives every element to exactly one rank."
+    )

@@ -1,0 +1,164 @@
+"""What a rank owns, as tensors: the bridge from a plan on integers to a local torch optimizer.
+
+`specs_of` reads from parameter groups what a plan may know; `own_slices` and `local_groups` turn a rank's
+slices into what the local optimizer updates; `check_can_be_sharded` and `facts_of` are what is verified,
+on each rank and between ranks, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from zero_ref.buckets import flat_view
+from zero_ref.partition import ParamSpec, Partition, Slice
+
+ParamGroup = dict[str, Any]
+
+PARAM_KEYS = ("params", "param_names")
+"""The entries of a parameter group that are not options."""
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""Optimizers that treat each element by itself, so that a parameter may be cut anywhere."""
+
+
+class OwnedSlice(NamedTuple):
+    """A slice that this rank owns, and the tensor that the local optimizer updates in its place.
+
+    `local` is the parameter itself where it is owned whole, else a 1-D leaf that shares its memory.
+    """
+
+    piece: Slice
+    param: torch.Tensor
+    local: torch.Tensor
+
+
+def specs_of(param_groups: Sequence[ParamGroup]) -> list[ParamSpec]:
+    """What a plan may know of the parameters, in registration order."""
+    return [
+        ParamSpec(
+            numel=param.numel(),
+            dtype=str(param.dtype).removeprefix("torch."),
+            device=str(param.device),
+            group=index,
+            trainable=param.requires_grad,
+            name=name,
+        )
+        for index, group in enumerate(param_groups)
+        for param, name in zip(
+            group["params"], group.get("param_names") or [""] * len(group["params"]), strict=True
+        )
+    ]
+
+
+def params_of(param_groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
+    """The parameters in registration order: the order of the groups, then that within a group."""
+    return [param for group in param_groups for param in group["params"]]
+
+
+def options_of(group: ParamGroup) -> dict[str, Any]:
+    """A parameter group without its parameters: learning rate, betas and so on."""
+    return {key: value for key, value in group.items() if key not in PARAM_KEYS}
+
+
+def copy_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
+    """Copy learning rates and all other options from groups to groups; parameters stay."""
+    for theirs, ours in zip(source, target, strict=True):
+        ours.update(options_of(theirs))
+
+
+def own_slices(pieces: Iterable[Slice], params: Sequence[torch.Tensor]) -> list[OwnedSlice]:
+    """The tensors to update for these slices: a parameter itself if it is whole, else a leaf on its memory."""
+    owned = []
+    for piece in pieces:
+        param = params[piece.param]
+        local = param
+        if piece.numel != param.numel():
+            # detach, not .data: autograd still notices when a tensor that it saved is overwritten.
+            local = flat_view(param.detach())[piece.start : piece.stop].requires_grad_()
+        owned.append(OwnedSlice(piece, param, local))
+    return owned
+
+
+def local_groups(param_groups: Sequence[ParamGroup], owned: Sequence[OwnedSlice]) -> list[ParamGroup]:
+    """A rank's parameter groups: the options of the global ones, the local tensors of the slices it owns."""
+    group_of_param = [spec.group for spec in specs_of(param_groups)]
+    groups = [{**options_of(group), "params": []} for group in param_groups]
+    for own in owned:
+        groups[group_of_param[own.piece.param]]["params"].append(own.local)
+    return groups
+
+
+def check_can_be_sharded(
+    optimizer_class: type[Optimizer],
+    partition: Partition,
+    params: Sequence[torch.Tensor],
+    specs: Sequence[ParamSpec],
+) -> None:
+    """Refuse what would train something else than the unsharded optimizer does.
+
+    Raises:
+        ValueError: the optimizer couples parameters (LBFGS) or looks at shapes and a parameter is split, or
+            a parameter has gaps in memory or shares it with another.
+    """
+    if issubclass(optimizer_class, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS computes one direction from all parameters together; on shards it would be another "
+            "algorithm. Use an optimizer that updates each parameter by itself."
+        )
+    elementwise = optimizer_class in ELEMENTWISE or getattr(optimizer_class, "elementwise", False)
+    if not partition.is_whole and not elementwise:
+        raise ValueError(
+            f"{optimizer_class.__name__} may look at a parameter's shape, and this partition splits "
+            'parameters. Use partition="sorted_greedy", or, if it treats each element by itself, set '
+            f"{optimizer_class.__name__}.elementwise = True."
+        )
+    places: dict[int, str] = {}
+    for index, (param, spec) in enumerate(zip(params, specs, strict=True)):
+        name = spec.name or str(index)
+        try:
+            flat_view(param.detach())
+        except ValueError as error:
+            raise ValueError(f"parameter {name}: {error}") from None
+        if param.numel() and (other := places.setdefault(param.data_ptr(), name)) != name:
+            raise ValueError(
+                f"parameters {other} and {name} are different Parameter objects on the same memory, so two "
+                "ranks would own it. Tie weights by using one Parameter in both places."
+            )
+
+
+def facts_of(param_groups: Sequence[ParamGroup], partition: Partition, first: int = 0) -> list[str]:
+    """What must be the same on all ranks, one line each, for the parameters from number `first` on."""
+    specs = specs_of(param_groups)
+    devices: dict[str, str] = {}
+    for spec in specs:  # cuda:0 on rank 0 is cuda:1 on rank 1: compare kind and order of devices
+        devices.setdefault(spec.device, f"{spec.device.split(':')[0]} device {len(devices)}")
+    facts = [f"{len(specs)} parameters, {sum(spec.numel for spec in specs):,} elements"]
+    for number, param in enumerate(params_of(param_groups)[first:], start=first):
+        spec = specs[number]
+        facts.append(
+            f"parameter {spec.name or number}: shape {tuple(param.shape)}, {spec.dtype}, "
+            f"{devices[spec.device]}, group {spec.group}, requires_grad={spec.trainable}, "
+            f"strides {param.stride()}"
+        )
+    facts += [f"group {index}: {options_of(group)}" for index, group in enumerate(param_groups)]
+    plan = repr(partition.slices_of_rank).encode()
+    return [*facts, f"partition {hashlib.sha256(plan).hexdigest()[:12]}"]
