@@ -17,7 +17,7 @@ import torch
 
 from zero_ref.buckets import flat_like, flat_view
 from zero_ref.collectives import Collectives, Work
-from zero_ref.shards import OwnedSlice, options_of
+from zero_ref.shards import OwnedSlice, options_of, params_of, specs_of
 
 State = dict[int, dict[str, Any]]
 

@@ -11,10 +11,10 @@ Reading order: `Slice` and `Partition` (the values), the strategies (pure functi
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index
 from typing import NamedTuple
 
 
@@ -312,7 +312,7 @@ def from_lists(numels: Sequence[int], owned: Iterable[Iterable[int | Slice]]) ->
     def as_slice(item: int | Slice) -> Slice:
         if isinstance(item, Slice):
             return item
-        param = index(item)
+        param = operator.index(item)
         if not 0 <= param < len(numels):
             raise ValueError(f"parameter {param} does not exist: there are {len(numels)}, numbered from 0.")
         return Slice(param, 0, numels[param])

@@ -86,7 +86,7 @@ def copy_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> 
 
 
 def own_slices(pieces: Iterable[Slice], params: Sequence[torch.Tensor]) -> list[OwnedSlice]:
-    """The tensors to update for these slices: a parameter itself if it is whole, else a leaf on its memory."""
+    """The tensors to update for these slices: a parameter itself if whole, else a leaf on its memory."""
     owned = []
     for piece in pieces:
         param = params[piece.param]

@@ -1,0 +1,112 @@
+"""What really happened: calls made, bytes on the wire, bytes held, seconds.
+
+Each function measures one thing at its source, so that a prediction can be held against it: `recording`
+sees the calls as the optimizer and DDP make them, `wire_bytes` reads the kernel's counters, `held_bytes`
+counts tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zero_ref.calls import Call
+from zero_ref.collectives import Collectives
+
+
+class HeldBytes(NamedTuple):
+    """Bytes of tensors that a rank keeps between steps."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+
+
+@contextlib.contextmanager
+def recording(collectives: Collectives) -> Iterator[list[Call]]:
+    """A list that fills with the calls made through `collectives` while the context lasts.
+
+    >>> with recording(optimizer.collectives) as calls:     # doctest: +SKIP
+    ...     optimizer.step()
+    """
+    calls: list[Call] = []
+    collectives.observers.append(calls.append)
+    try:
+        yield calls
+    finally:
+        collectives.observers.remove(calls.append)
+
+
+class DDPRecorder:
+    """Records the gradient all-reduces of a DistributedDataParallel model, in `calls`.
+
+    DDP issues them from C++, out of sight of Python; a communication hook is asked before each one. The
+    hook then makes the same all-reduce, of the sum divided by the number of ranks, that DDP makes by itself.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.calls: list[Call] = []
+        self.group = ddp.process_group
+        ddp.register_comm_hook(None, self._on_bucket)
+
+    def _on_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        flat = bucket.buffer()
+        self.calls.append(Call("all_reduce", flat.nbytes))
+        flat.div_(dist.get_world_size(self.group))
+        future = dist.all_reduce(flat, group=self.group, async_op=True).get_future()
+        return future.then(lambda reduced: reduced.value()[0])
+
+
+def held_bytes(params: Iterable[torch.Tensor], optimizer: Optimizer) -> HeldBytes:
+    """Bytes that this rank holds in parameters, gradients and optimizer state.
+
+    Parameters count by the memory they keep, so padding of flat tensors counts, and memory that several
+    share counts once. For a ZeroRedundancyOptimizer the state is that of this rank's shard.
+    """
+    params = list(params)
+    memory = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in params}
+    gradients = {
+        p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes()
+        for p in params
+        if p.grad is not None
+    }
+    return HeldBytes(sum(memory.values()), sum(gradients.values()), state_bytes(optimizer))
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of all tensors in an optimizer's state on this rank, step counters included."""
+    return sum(
+        value.nbytes
+        for of_param in optimizer.state.values()
+        for value in of_param.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+def wire_bytes(interface: str = "lo") -> int | None:
+    """Bytes that this machine has sent on a network interface, from the kernel's counters.
+
+    Counts every process's traffic: take it before and after, with nothing else running, or in a private
+    network namespace (`unshare -n`). Includes headers: within 1% of the payload for large messages.
+
+    Returns:
+        None where the kernel shows no such counters (macOS, Windows).
+    """
+    counters = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
+    with contextlib.suppress(OSError):
+        return int(counters.read_text())
+    return None
+
+
+def gather_from_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """A small Python value of every rank, in rank order. Collective: all ranks. Not for use within a step."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered

@@ -1,0 +1,135 @@
+"""Virtual ranks: the optimizer's own code on W ranks of one process, every rank's state in sight.
+
+A rank is a thread, and a collective is an exchange through shared memory, so 64 ranks start in
+milliseconds on a laptop and a notebook cell can compare what each of them holds. What is learned here
+holds on real ranks, because the optimizer is the same and sees the same `Collectives` protocol.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from zero_ref.collectives import Observable
+
+T = TypeVar("T")
+
+
+def run(
+    function: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+) -> list[T]:
+    """Call `function(collectives, *args, **kwargs)` on each of `world_size` virtual ranks.
+
+    Pass `collectives` to the optimizer as its `process_group`. Seed with a `torch.Generator` of each
+    rank's own: the global generator is shared by all threads.
+
+    >>> run(lambda comm: int(comm.all_gather(torch.tensor([comm.rank]))[-1]), world_size=3)
+    [2, 2, 2]
+
+    Args:
+        timeout: seconds for which a rank waits for the others in one call.
+    Returns:
+        What each rank returned, in rank order.
+    Raises:
+        ValueError: `world_size` is below 1.
+        RuntimeError: a rank raised; names the first that did, with its error as the cause.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
+    world = _World(world_size, timeout)
+    results: list[Any] = [None] * world_size
+    failures: list[tuple[int, BaseException]] = []  # in order of time: list.append is atomic
+
+    def one_rank(rank: int) -> None:
+        try:
+            results[rank] = function(VirtualCollectives(world, rank), *args, **kwargs)
+        except BaseException as error:
+            failures.append((rank, error))
+            world.barrier.abort()  # the others wait for a rank that will not come
+
+    threads = [threading.Thread(target=one_rank, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        rank, error = failures[0]
+        raise RuntimeError(f"virtual rank {rank} failed first: {type(error).__name__}: {error}") from error
+    return results
+
+
+class _World:
+    """What the ranks of one run share: a board to lay tensors on, a barrier, a mailbox for each pair."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size, self.timeout = size, timeout
+        self.barrier = threading.Barrier(size, timeout=timeout)
+        self.board: list[Any] = [None] * size
+        self.mailboxes: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(
+            queue.SimpleQueue
+        )
+
+
+class VirtualCollectives(Observable):
+    """The `Collectives` of one virtual rank. Calls are complete when they return."""
+
+    def __init__(self, world: _World, rank: int) -> None:
+        super().__init__()
+        self.world, self.rank, self.world_size = world, rank, world.size
+        self.wire_device = torch.device("cpu")
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> _Done:
+        self.tell("broadcast", tensor, src)
+        return self._exchange("broadcast", tensor, lambda board: tensor.copy_(board[src]))
+
+    def all_reduce(self, tensor: torch.Tensor) -> _Done:
+        self.tell("all_reduce", tensor)
+        return self._exchange("all_reduce", tensor, lambda board: tensor.copy_(sum(board[1:], board[0])))
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.tell("all_gather", tensor)
+        gathered: list[torch.Tensor] = []
+        self._exchange("all_gather", tensor, gathered.extend)
+        return gathered
+
+    def send(self, tensor: torch.Tensor, dst: int) -> _Done:
+        self.tell("send", tensor, dst)
+        self.world.mailboxes[self.rank, dst].put(tensor.clone())
+        return _Done()
+
+    def recv(self, tensor: torch.Tensor, src: int) -> _Done:
+        self.tell("recv", tensor, src)
+        try:
+            tensor.copy_(self.world.mailboxes[src, self.rank].get(timeout=self.world.timeout))
+        except queue.Empty:
+            raise RuntimeError(
+                f"virtual rank {self.rank}: nothing came from rank {src} in {self.world.timeout} s."
+            ) from None
+        return _Done()
+
+    @torch.no_grad()
+    def _exchange(self, op: str, tensor: torch.Tensor, take: Callable[[list[torch.Tensor]], Any]) -> _Done:
+        """Lay a copy on the board, wait for all, take what is needed, wait till all have taken."""
+        self.world.board[self.rank] = (op, tensor.detach().clone())
+        try:
+            self.world.barrier.wait()
+            ops = [laid for laid, _ in self.world.board]
+            if ops != [op] * self.world_size:
+                raise RuntimeError(f"virtual rank {self.rank} calls {op}, but the ranks call {ops}.")
+            take([laid for _, laid in self.world.board])
+            self.world.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise RuntimeError(
+                f"virtual rank {self.rank}: {op} did not complete: another rank stopped, or did not come in "
+                f"{self.world.timeout} s."
+            ) from None
+        return _Done()
+
+
+class _Done:
+    def wait(self) -> None: ...
