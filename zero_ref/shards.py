@@ -151,7 +151,7 @@ def facts_of(param_groups: Sequence[ParamGroup], partition: Partition, first: in
     devices: dict[str, str] = {}
     for spec in specs:  # cuda:0 on rank 0 is cuda:1 on rank 1: compare kind and order of devices
         devices.setdefault(spec.device, f"{spec.device.split(':')[0]} device {len(devices)}")
-    facts = [f"{len(specs)} parameters, {sum(spec.numel for spec in specs):,} elements"]
+    facts = [f"{len(specs)} parameters"]
     for number, param in enumerate(params_of(param_groups)[first:], start=first):
         spec = specs[number]
         facts.append(

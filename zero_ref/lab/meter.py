@@ -56,11 +56,14 @@ class DDPRecorder:
         self.group = ddp.process_group
         ddp.register_comm_hook(None, self._on_bucket)
 
-    def _on_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        flat = bucket.buffer()
+    # DDP refuses annotations other than its own classes, and typing knows no name for those.
+    def _on_bucket(self, _, bucket):  # type: ignore[no-untyped-def]
+        flat: torch.Tensor = bucket.buffer()
         self.calls.append(Call("all_reduce", flat.nbytes))
         flat.div_(dist.get_world_size(self.group))
-        future = dist.all_reduce(flat, group=self.group, async_op=True).get_future()
+        future: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(
+            flat, group=self.group, async_op=True
+        ).get_future()
         return future.then(lambda reduced: reduced.value()[0])
 
 

@@ -1,0 +1,111 @@
+"""The pool's side of one rank: starting its process, sending it calls, reading what it answers and prints."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import types
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from traceback import StackSummary
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from zero_ref.lab import _worker
+from zero_ref.lab._failure import Failure, stack_in
+from zero_ref.lab._worker import Seat, Surroundings
+
+
+class RankProcess:
+    """One rank as its pool sees it: the process, the pipe to it, the files that collect its output."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.number = seat.rank
+        self._files = {kind: open(seat.output(kind), "w+b") for kind in ("stdout", "stderr", "stacks")}  # noqa: SIM115
+        context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        ends: tuple[Connection, Connection] = context.Pipe()
+        self.pipe, far_end = ends
+        self.process: BaseProcess = context.Process(target=_worker.main, args=(seat, far_end))
+        self.process.start()
+        far_end.close()  # only the worker has it now: when it is gone, reading the pipe says so
+
+    def send(self, surroundings: Surroundings, packed_call: bytes) -> None:
+        """Give it a call to make. If it is gone nothing happens: `receive` tells how it ended."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(surroundings)
+            self.pipe.send_bytes(packed_call)
+
+    def send_word(self) -> None:
+        """After a call: every rank has reported, leave the group. Before one: there will be no more, end."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(None)
+
+    def receive(self) -> bytes | Failure:
+        """The packed value or why there is none, once there is something to read or the process has ended."""
+        with contextlib.suppress(EOFError, OSError):
+            if self.pipe.poll():
+                return self.pipe.recv() or self.pipe.recv_bytes()
+        self.process.join(1.0)
+        return Failure.of_exit(self.process.exitcode)
+
+    def read(self, kind: str) -> str:
+        """All of its "stdout", "stderr" or "stacks" since the last call began."""
+        self._files[kind].seek(0)
+        return self._files[kind].read().decode(errors="replace")
+
+    def stack(self) -> StackSummary:
+        """Where the called function stands, outermost frame first; empty if the process does not answer."""
+        if sys.platform != "win32" and self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(
+                    self.process.pid, signal.SIGUSR1
+                )  # faulthandler answers, whatever Python is waiting for
+        dump, deadline = "", time.monotonic() + 1.0
+        while time.monotonic() < deadline and not (dump and dump == self.read("stacks")):
+            dump = self.read("stacks")
+            time.sleep(0.02)
+        return stack_in(dump, _worker.perform.__name__, _worker.__file__)
+
+    def close(self) -> None:
+        """Give back the pipe and the files; the process has ended."""
+        self.pipe.close()
+        for file in self._files.values():
+            file.close()
+
+
+@contextlib.contextmanager
+def starting_processes() -> Iterator[None]:
+    """Around the start of processes: they import torch without its warnings, and not the caller's script.
+
+    multiprocessing would import the script again in each, where without an `if __name__ == "__main__":` it
+    would start ranks of its own. Nothing needs that here: what a script defines travels by value.
+    """
+    if sys.platform == "linux":
+        multiprocessing.set_forkserver_preload(["torch", "cloudpickle"])
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.warnoptions.append("ignore")  # put on their command line; each call then brings its caller's filters
+    try:
+        yield
+    finally:
+        sys.warnoptions.remove("ignore")
+        sys.modules["__main__"] = script
+
+
+def loopback_store() -> TCPStore:
+    """Where the ranks of a pool find each other: on a free port that no other machine can reach."""
+    if sys.platform == "win32":  # its builds of torch have no libuv, which is what takes over a socket
+        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
+    listener = socket.create_server(
+        ("127.0.0.1", 0)
+    )  # given a name only, the store listens on every interface
+    port = listener.getsockname()[1]
+    fd = listener.detach()
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)

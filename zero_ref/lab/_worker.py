@@ -1,0 +1,210 @@
+"""What runs inside a rank's own process; `zero_ref.lab.ranks` is the side that starts it.
+
+`main` waits for calls on a pipe. For each one it joins the ranks in a new process group, runs the function,
+reports a value or a `Failure`, and leaves the group when the pool says that every rank has reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import io
+import linecache
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from zero_ref.lab._failure import Failure
+
+READY = "ready"
+
+
+class Seat(NamedTuple):
+    """A rank's place in its pool: all that a new process is told."""
+
+    rank: int
+    world_size: int
+    backend: str
+    store_port: int
+    output_folder: str
+
+    def output(self, kind: str) -> Path:
+        """The file that collects this rank's "stdout", "stderr" or "stacks"; the pool reads it."""
+        return Path(self.output_folder, f"{self.rank}.{kind}")
+
+
+class Surroundings(NamedTuple):
+    """What a function may expect to find as it is where it was written; sent with each call.
+
+    The server process that forks the workers keeps the environment of its own start, so nothing is inherited.
+    """
+
+    environ: dict[str, str]
+    sys_path: list[str]
+    working_folder: str
+    cell_lines: dict[str, list[str]]
+
+    @classmethod
+    def of_this_process(cls) -> Surroundings:
+        """Take them down, in the process that makes the call."""
+        # A notebook cell is no file: its lines are in linecache alone, and tracebacks are to show them.
+        entries = [(name, entry[2]) for name, entry in list(linecache.cache.items()) if len(entry) == 4]
+        cell_lines = {name: lines for name, lines in entries if not os.path.exists(name)}
+        return cls(dict(os.environ), list(sys.path), os.getcwd(), cell_lines)
+
+    def adopt(self, seat: Seat) -> None:
+        """Make them this process's own, with the variables that torchrun would have set."""
+        os.environ.clear()
+        os.environ.update(self.environ)
+        os.environ.update(RANK=str(seat.rank), LOCAL_RANK=str(seat.rank))
+        os.environ.update(WORLD_SIZE=str(seat.world_size), LOCAL_WORLD_SIZE=str(seat.world_size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(seat.store_port))
+        if sys.platform != "win32":  # there Gloo does not choose by name
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+        sys.path[:] = self.sys_path
+        importlib.invalidate_caches()  # the caller may have written a module since the last call
+        os.chdir(self.working_folder)
+        for name, lines in self.cell_lines.items():
+            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+        torch.set_num_threads(1)
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+
+
+class RankCall(NamedTuple):
+    """One call, as packed and sent to every rank."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    collective_timeout: timedelta
+    warning_filters: list[Any]
+
+
+def pack(value: object) -> bytes:
+    """Any value as bytes: functions and classes of a cell by value, each tensor storage once.
+
+    Plain pickling writes a storage again for each view into it: 100 views of a flat bucket would travel as
+    100 buckets and come back as separate tensors.
+    """
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    return buffer.getvalue()
+
+
+def unpack(packed: bytes, map_location: str | None = None) -> Any:
+    """The value that `pack` was given. Runs code that is in `packed`: for bytes of our own processes only."""
+    return torch.load(io.BytesIO(packed), map_location, pickle_module=pickle, weights_only=False)
+
+
+def main(seat: Seat, pipe: Connection) -> None:
+    """Serve calls until the pool sends None or is gone."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches every process of a terminal; the pool decides
+    _redirect_output(seat)
+    store = TCPStore("127.0.0.1", seat.store_port, is_master=False)
+    gc.freeze()  # what is alive now stays alive, and collecting after each call need not look at it
+    pipe.send(READY)
+    calls = 0
+    with contextlib.suppress(EOFError):
+        while surroundings := pipe.recv():
+            calls += 1
+            outcome = perform(seat, surroundings, pipe.recv_bytes(), PrefixStore(f"call {calls}", store))
+            if isinstance(outcome, Failure):
+                pipe.send(outcome)
+            else:
+                pipe.send(None)
+                pipe.send_bytes(outcome)
+            # A rank that left its group now would cut off those that still talk to it.
+            pipe.recv()
+            _leave_groups()
+            pipe.send(READY)
+
+
+def perform(seat: Seat, surroundings: Surroundings, packed_call: bytes, store: Store) -> bytes | Failure:
+    """Make one call, in a process group of its own: what an earlier one broke or left there is gone."""
+    os.ftruncate(1, 0)
+    os.ftruncate(2, 0)
+    try:
+        surroundings.adopt(seat)
+        call = _load_call(packed_call)
+        warnings.resetwarnings()
+        warnings.filters[:] = call.warning_filters  # type: ignore[index]
+        _join_group(seat, store, call.collective_timeout)
+        return _pack_value(call.fn(*call.args, **call.kwargs))
+    except BaseException as error:  # SystemExit too: a rank that ended without a word would tell less
+        return Failure.of_exception(error, skip_file=__file__)
+
+
+def _load_call(packed_call: bytes) -> RankCall:
+    try:
+        return unpack(packed_call)
+    except ModuleNotFoundError as error:
+        error.add_note(
+            "A rank imports what was not defined in a notebook or script, along the caller's sys.path. "
+            "Add the module's folder to it, or define the function in the notebook."
+        )
+        raise
+
+
+def _join_group(seat: Seat, store: Store, timeout: timedelta) -> None:
+    gpu = torch.device("cuda", seat.rank) if seat.backend == "nccl" else None
+    if gpu:
+        torch.cuda.set_device(gpu)
+    dist.init_process_group(
+        seat.backend, store=store, rank=seat.rank, world_size=seat.world_size, timeout=timeout, device_id=gpu
+    )
+
+
+def _pack_value(value: object) -> bytes:
+    try:
+        return pack(value)
+    except Exception as error:
+        raise TypeError(
+            f"the function returned a {type(value).__name__} that cannot be sent back "
+            f"({type(error).__name__}: {error}). Return numbers, strings, tensors, or containers of them."
+        ) from None
+
+
+def _leave_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()  # every subgroup with it
+    gc.collect()  # a model under DDP is a reference cycle: free it before the next call makes its own
+
+
+def _redirect_output(seat: Seat) -> None:
+    """Write to files from now on: they take what C++ prints too, and outlive a rank that is killed."""
+    for fd, kind in ((1, "stdout"), (2, "stderr")):
+        file = os.open(seat.output(kind), os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, fd)
+        os.close(file)
+        stream = open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        setattr(sys, kind, stream)
+    faulthandler.enable()
+    if hasattr(faulthandler, "register"):  # not on Windows: there a time-out cannot show where ranks stood
+        faulthandler.register(signal.SIGUSR1, open(seat.output("stacks"), "w"))  # noqa: SIM115
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone, even from within a collective."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

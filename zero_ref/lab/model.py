@@ -1,0 +1,134 @@
+"""A small GPT that reads bytes, and a text that every Python carries.
+
+The model is an ordinary PyTorch module: nothing in it knows of ranks. The text is Python's own language
+reference, which `pydoc_data.topics` holds for `help()`, so that nothing has to be downloaded.
+
+The architecture is that of GPT-2 (Radford et al., 2019): learned positions, layer norm before each part,
+one matrix for reading and writing tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+VOCABULARY = 256
+"""One token for each byte."""
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The size of a GPT. The default has 0.9 million parameters: a step takes a fraction of a second on a CPU."""
+
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    context: int = 64
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}.")
+
+
+class Attention(nn.Module):
+    """Each position reads from those before it. Input and output: (batch, positions, width)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.queries_keys_values = nn.Linear(config.width, 3 * config.width)
+        self.project = nn.Linear(config.width, config.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.queries_keys_values(x).chunk(3, dim=-1)
+        queries, keys, values = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        read = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        out: torch.Tensor = self.project(read.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then a two-layer network on each position, each added to what came in."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.norm_2 = nn.LayerNorm(config.width)
+        self.expand = nn.Linear(config.width, 4 * config.width)
+        self.contract = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm_1(x))
+        hidden = functional.gelu(self.expand(self.norm_2(x)))
+        out: torch.Tensor = x + self.contract(hidden)
+        return out
+
+
+class GPT(nn.Module):
+    """Predicts the next byte at every position.
+
+    Args:
+        config: its size.
+        seed: of its first weights; the same seed gives the same weights on every rank and machine.
+    """
+
+    def __init__(self, config: GPTConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(VOCABULARY, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        generator = torch.Generator().manual_seed(seed)
+        for name, param in self.named_parameters():
+            if param.ndim == 2:
+                # GPT-2's choice: what is added to the stream is smaller, the more layers add to it.
+                added = name.endswith(("project.weight", "contract.weight"))
+                deviation = 0.02 / (2 * config.layers) ** 0.5 if added else 0.02
+                nn.init.normal_(param, std=deviation, generator=generator)
+            elif name.endswith("bias"):
+                nn.init.zeros_(param)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy, in nats a byte. `tokens`, `targets`: (batch, positions), int64."""
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = functional.linear(self.norm(x), self.tokens.weight)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Text(NamedTuple):
+    """Two texts as (bytes,) uint8 tensors: one to learn from, one to be tested on."""
+
+    training: torch.Tensor
+    held_out: torch.Tensor
+
+
+def language_reference(held_out: float = 0.1) -> Text:
+    """Python's language reference, its last topics held out. Its length depends on the Python version."""
+    from pydoc_data.topics import topics
+
+    data = "\n".join(topics[name] for name in sorted(topics)).encode()
+    tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    cut = int(len(tokens) * (1 - held_out))
+    return Text(tokens[:cut], tokens[cut:])
+
+
+def batch(
+    text: torch.Tensor, config: GPTConfig, size: int, *, seed: int, step: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random passages and the same moved on by one byte, each (size, context) int64.
+
+    A function of seed, step and rank alone: every rank reads its own passages, and a run that is resumed at
+    a step reads what it would have read.
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 4_099 + rank)
+    starts = torch.randint(len(text) - config.context, (size, 1), generator=generator)
+    passages = text[starts + torch.arange(config.context + 1)].long()
+    return passages[:, :-1], passages[:, 1:]

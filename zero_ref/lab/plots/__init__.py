@@ -1,0 +1,37 @@
+"""The pictures of the book and the demo: data and an `Axes` in, the same Axes out.
+
+>>> from zero_ref.partition import sorted_greedy
+>>> fig, ax = figure(6, 2)
+>>> _ = shard_map(sorted_greedy([6, 5, 4, 1], world_size=2), ax)
+>>> save(fig, "shards.svg")                                                     # doctest: +SKIP
+
+A plot decides nothing: partitions, bytes and losses are computed elsewhere and drawn here. Every function
+draws into the Axes that it is given, whoever made it, and touches no global state; `figure` makes one that
+a notebook shows when it is the last line of a cell. Ranks have the same colour in every picture.
+
+Who owns what: `shard_map`, `loads`, `balance_against_ranks`, `step_diagram`.
+What it costs: `memory_by_rank`, `ledger_stages`.
+What a run gave: `loss_curves`, `predicted_against_measured`.
+"""
+
+from zero_ref.lab.plots._bytes import ledger_stages, memory_by_rank
+from zero_ref.lab.plots._owners import balance_against_ranks, loads, shard_map
+from zero_ref.lab.plots._runs import loss_curves, predicted_against_measured
+from zero_ref.lab.plots._step import step_diagram
+from zero_ref.lab.plots._style import Picture, figure, rank_colour, save, text_colour_on
+
+__all__ = [
+    "figure",
+    "save",
+    "Picture",
+    "shard_map",
+    "loads",
+    "balance_against_ranks",
+    "step_diagram",
+    "memory_by_rank",
+    "ledger_stages",
+    "loss_curves",
+    "predicted_against_measured",
+    "rank_colour",
+    "text_colour_on",
+]

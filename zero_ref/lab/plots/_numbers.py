@@ -1,0 +1,49 @@
+"""Numbers as a label has room for them: 38.6M elements, 2.1 GB.
+
+`zero_ref.simulator.ledger.format_bytes` is for tables, where digits line up; here trailing zeros are dropped.
+GB is 1e9 bytes and kB 1,000, as in the ZeRO paper.
+"""
+
+from __future__ import annotations
+
+from decimal import ROUND_HALF_UP, Decimal
+
+
+def short(number: float) -> str:
+    """Three significant digits, halves up.
+
+    >>> [short(n) for n in (0, 0.25, 2.875, 41.25, 120, 999.6, 12_345)]
+    ['0', '0.25', '2.88', '41.3', '120', '1,000', '12,345']
+    """
+    exact = Decimal(number)
+    # adjusted() is the power of ten of the first digit. Decimal, because format() rounds halves to even.
+    places = min(0, exact.adjusted() - 2) if exact else 0
+    rounded = exact.quantize(Decimal(1).scaleb(places), ROUND_HALF_UP).normalize()
+    return f"{rounded:,f}" if rounded else "0"
+
+
+def short_count(count: float) -> str:
+    """A count with a letter for thousands, millions, billions.
+
+    >>> [short_count(n) for n in (0, 768, 12_288, 999_999, 38_597_376, 8_030_261_248)]
+    ['0', '768', '12.3k', '1M', '38.6M', '8.03B']
+    """
+    return _scaled(count, ("", "k", "M", "B", "T"))
+
+
+def short_bytes(nbytes: float) -> str:
+    """Bytes in the largest unit that leaves at least 1.
+
+    >>> [short_bytes(n) for n in (0, 512, 4096, 41_250_000_000, 120e9)]
+    ['0 B', '512 B', '4.1 kB', '41.3 GB', '120 GB']
+    """
+    return _scaled(nbytes, (" B", " kB", " MB", " GB", " TB", " PB"))
+
+
+def _scaled(number: float, units: tuple[str, ...]) -> str:
+    step = 0
+    # From 999.5 on three digits would read 1,000: the next unit says it better.
+    while abs(number) >= 999.5 and step < len(units) - 1:
+        number /= 1000
+        step += 1
+    return short(number) + units[step]

@@ -1,0 +1,237 @@
+"""What all pictures share: colours, text sizes, a figure to draw in, files that are the same every time."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backend_bases import RendererBase
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+from matplotlib.transforms import offset_copy
+
+# Pictures bring their own light ground: they read the same on a light page and on a dark one.
+PAPER = "#FCFBF9"
+INK = "#20242A"
+MUTED = "#5C6470"
+FAINT = "#DEDCD6"
+ALARM = "#B3001B"
+
+RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
+
+PART_COLOURS = {"parameters": "#332288", "gradients": "#44AA99", "optimizer state": "#DDCC77"}
+SERIES_COLOURS = ("#332288", "#CC6677", "#117733", "#882255", "#77722A", "#2B7A9B")
+"""From Paul Tol's muted scheme: not the ranks' colours, so that no line is taken for a rank."""
+
+TEXT_PT, SMALL_PT = 11.0, 9.5
+"""A picture 6 inches wide shrinks to 60% on a phone: 9.5 points are then 8 pixels tall, and still read."""
+
+# Any: matplotlib's own type for it lists every name that one version has.
+_STYLE: Any = {
+    "font.family": ["DejaVu Sans"],  # comes with matplotlib: the same letters on every machine
+    "font.size": TEXT_PT,
+    "text.color": INK,
+    "figure.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": SMALL_PT,
+    "axes.titlesize": TEXT_PT,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.unicode_minus": False,
+    "axes.linewidth": 0.8,
+    "hatch.linewidth": 0.8,
+    "legend.fontsize": SMALL_PT,
+    "legend.frameon": False,
+    "figure.constrained_layout.w_pad": 0.14,
+    "figure.constrained_layout.h_pad": 0.12,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "zero_ref",
+    "savefig.dpi": 200,
+}
+
+P = ParamSpec("P")
+
+
+def in_style(plot: Callable[P, Axes]) -> Callable[P, Axes]:
+    """Make a plot look the same whatever the caller's rcParams, and leave those as they were."""
+
+    @wraps(plot)
+    def styled(*args: P.args, **kwargs: P.kwargs) -> Axes:
+        with matplotlib.rc_context(_STYLE):
+            return plot(*args, **kwargs)
+
+    return styled
+
+
+class Picture(Figure):
+    """A Figure that a notebook shows as SVG, without pyplot and the list of open figures it keeps."""
+
+    def _repr_svg_(self) -> str:
+        return _svg(self)
+
+
+def figure(width: float = 6.0, height: float = 3.4) -> tuple[Picture, Axes]:
+    """An empty picture and its Axes.
+
+    Six inches of width suit both a phone and a column of text; worth changing is the height.
+
+    >>> fig, ax = figure(6, 2)
+    >>> fig.get_size_inches().tolist()
+    [6.0, 2.0]
+
+    Args:
+        width, height: in inches.
+    """
+    with matplotlib.rc_context(_STYLE):
+        fig = Picture(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(fig)
+        return fig, fig.add_subplot()
+
+
+def save(fig: Figure, path: str | Path) -> None:
+    """Write a figure as SVG or PNG; the same figure gives the same bytes every time.
+
+    Raises:
+        ValueError: `path` ends neither in .svg nor in .png.
+    """
+    path = Path(path)
+    if path.suffix == ".svg":
+        path.write_text(_svg(fig), encoding="utf-8")
+    elif path.suffix == ".png":
+        with matplotlib.rc_context(_STYLE):
+            fig.savefig(path, metadata={"Software": None})
+    else:
+        raise ValueError(f"cannot save a picture as {path.name!r}: the name must end in .svg or .png.")
+
+
+def _svg(fig: Figure) -> str:
+    text = io.StringIO()
+    with matplotlib.rc_context(_STYLE):
+        fig.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------ colours
+
+
+def rank_colour(rank: int, world_size: int) -> str:
+    """The colour of a rank, the same in every picture with as many ranks.
+
+    Up to 8 ranks: colours with names, the same for rank 0 whether there are 2 ranks or 8. Above: a scale
+    from dark to light, whose order shows.
+
+    >>> rank_colour(0, 2), rank_colour(0, 8), rank_colour(7, 8)
+    ('#0072B2', '#0072B2', '#999999')
+    """
+    if world_size <= len(RANK_COLOURS):
+        return RANK_COLOURS[rank]
+    return to_hex(matplotlib.colormaps["viridis"](0.04 + 0.92 * rank / (world_size - 1))).upper()
+
+
+def text_colour_on(colour: str) -> str:
+    """Black or white: the one that stands out more against `colour` (WCAG's contrast ratio).
+
+    >>> text_colour_on("#F0E442"), text_colour_on("#0072B2")
+    ('#000000', '#FFFFFF')
+    """
+    luminance = _luminance(colour)
+    return "#FFFFFF" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "#000000"
+
+
+def _luminance(colour: str) -> float:
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def tint(colour: str, strength: float) -> str:
+    """`colour` thinned with paper: 1 is the colour itself, 0 bare paper."""
+    red, green, blue = (strength * c + (1 - strength) * p for c, p in zip(to_rgb(colour), to_rgb(PAPER)))
+    return to_hex((red, green, blue))
+
+
+# --------------------------------------------------------------------------------------------- small parts
+
+
+def bare(ax: Axes, *, keep: Sequence[str] = ("left", "bottom")) -> None:
+    """Take away what carries nothing: frames and tick marks."""
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in keep)
+        spine.set_color(FAINT)
+    ax.tick_params(length=0, labelsize=SMALL_PT, labelcolor=MUTED, pad=5)
+    ax.set_axisbelow(True)
+
+
+def colour_key(ax: Axes, colours: Mapping[str, str]) -> None:
+    """A row of coloured squares with their meaning, above the Axes and in line with its left edge."""
+    ax.legend(
+        handles=[Patch(facecolor=colour, label=name) for name, colour in colours.items()],
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        bbox_transform=offset_copy(ax.transAxes, ax.get_figure(root=True), y=7, units="points"),
+        ncols=4,
+        borderpad=0,
+        borderaxespad=0,
+        handlelength=1,
+        handleheight=1,
+        handletextpad=0.5,
+        columnspacing=1.4,
+    )
+
+
+class FittingText(Text):
+    """A label inside a box: the longest of `choices` that fits, or nothing.
+
+    Decided when drawn, because only then is the size of the box on paper known.
+    """
+
+    def __init__(self, box: tuple[float, float, float, float], choices: Sequence[str], **text: Any) -> None:
+        left, bottom, right, top = box
+        super().__init__(
+            (left + right) / 2, (bottom + top) / 2, "", ha="center", va="center", linespacing=1.15, **text
+        )
+        self.box, self.choices = box, tuple(choices)
+        self.set_in_layout(False)
+
+    def draw(self, renderer: RendererBase) -> None:
+        corners = self.get_transform().transform([self.box[:2], self.box[2:]])
+        width, height = (abs(float(stop - start)) for start, stop in zip(*corners))
+        pad = float(renderer.points_to_pixels(1))  # type: ignore[arg-type]  # annotated for arrays only
+        for choice in self.choices:
+            self.set_text(choice)
+            extent = self.get_window_extent(renderer)
+            if extent.width <= width - 6 * pad and extent.height <= height - 2 * pad:
+                super().draw(renderer)
+                return
+        self.set_text("")
+
+
+def label_box(
+    ax: Axes, box: tuple[float, float, float, float], choices: Sequence[str], **text: Any
+) -> FittingText:
+    """Write the longest of `choices` that fits into `box` (left, bottom, right, top, in data units)."""
+    label = FittingText(box, choices, transform=ax.transData, clip_on=True, **text)
+    ax.add_artist(label)
+    return label
+
+
+def short_names(name: str) -> list[str]:
+    """Ever shorter forms of a parameter's name, still telling it apart from its neighbours.
+
+    >>> short_names("h.0.attn.c_proj.weight")
+    ['h.0.attn.c_proj.weight', 'h.0.attn.c_proj', '0.attn.c_proj', 'attn.c_proj', 'c_proj']
+    """
+    parts = name.removesuffix(".weight").split(".")
+    last = len(parts) - 2 if parts[-1] == "bias" and len(parts) > 1 else len(parts) - 1
+    return list(dict.fromkeys([name, *(".".join(parts[i:]) for i in range(last + 1))]))

@@ -1,0 +1,322 @@
+"""Run a function on several real ranks from a notebook cell, a script or a test.
+
+A rank is a process of its own on this machine and a member of a torch.distributed process group: NCCL when
+there is a GPU for each, else Gloo over loopback. The processes are started once per world size and kept, so
+that later calls take hundredths of a second.
+
+This file is what a caller uses. `_process.py` starts a rank and talks to it, `_worker.py` is what runs in it,
+`_failure.py` tells what went wrong.
+
+On Linux ranks are forked from a server process that has imported torch and done nothing else. Forked from the
+notebook itself they would deadlock now and then, on a lock that one of its threads held, and could not use
+CUDA once the notebook has. Elsewhere each starts from nothing ("spawn") and imports torch itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import operator
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from zero_ref.lab import _worker
+from zero_ref.lab._failure import Failure, RankError, failed, timed_out
+from zero_ref.lab._process import RankProcess, loopback_store, starting_processes
+from zero_ref.lab._worker import RankCall, Seat, Surroundings
+
+__all__ = ["run", "shutdown", "choose_backend", "device", "Pool", "RankError"]
+
+T = TypeVar("T")
+Backend = Literal["nccl", "gloo"]
+
+# A collective gives up after this share of a call's time-out: its error comes before the call is ended.
+COLLECTIVE_SHARE = 0.8
+# Once a rank has failed, the others have this long to report: the first to do so is not always the cause.
+GRACE_SECONDS = 1.0
+# After a call ranks have this long to leave its process group, and at the end to end. Then they are killed.
+LEAVE_SECONDS = 2.0
+
+
+def run(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    backend: Backend | None = None,
+    **kwargs: Any,
+) -> list[T]:
+    """Give the values of `fn(*args, **kwargs)` called on `world_size` ranks at once, in rank order.
+
+    `fn` may be defined in a cell. When it is called, torch.distributed's default group is ready. What ranks
+    printed is printed after the call, rank by rank. Their processes live on: each call has a new process
+    group, but imported modules stay as they are. `shutdown()` after editing a module that `fn` imports.
+
+    >>> def total(x: float) -> float:
+    ...     mine = torch.tensor(x + dist.get_rank())
+    ...     dist.all_reduce(mine)
+    ...     print("the total is", mine.item())
+    ...     return mine.item()
+    >>> run(total, 2, 10.0)  # doctest: +SKIP
+    [rank 0] the total is 21.0
+    [rank 1] the total is 21.0
+    [21.0, 21.0]
+
+    Args:
+        fn: what each rank calls. Use functools.partial for arguments that are named timeout or backend.
+        world_size: the number of ranks.
+        timeout: seconds for the whole call; a collective inside gives up after 80% of that.
+        backend: "nccl" or "gloo"; None for `choose_backend(world_size)`.
+    Returns:
+        One value a rank; tensors are on the CPU, and those that shared memory on the rank share it here.
+    Raises:
+        RankError: a rank raised, ended or took too long. The next call starts new processes.
+        TypeError, ValueError: an argument is not as said above, or cannot be sent.
+    Cost:
+        Seconds for the first call with a world size, some 0.03 s for each later one.
+    """
+    __tracebackhide__ = True  # IPython and pytest leave such frames out: the cell's own line is what matters
+    _check_call(fn, timeout)
+    backend = _check_world(world_size, backend)
+    key = (os.getpid(), world_size, backend)  # a forked child must not talk to its parent's ranks
+    pool = _kept_pools.get(key)
+    if pool is None or not pool.usable:
+        if pool is not None:
+            pool.close()
+        pool = _kept_pools[key] = Pool(world_size, backend)
+    return pool.run(fn, *args, timeout=timeout, **kwargs)
+
+
+def shutdown() -> None:
+    """End the ranks of every pool this process has started. A later `run` starts new ones."""
+    _kept_pools.clear()
+    for pool in list(_open_pools):
+        pool.close()
+
+
+def choose_backend(world_size: int) -> Backend:
+    """NCCL when there is a GPU for each rank (it does not put two ranks on one), else Gloo."""
+    if dist.is_nccl_available() and torch.cuda.is_available() and torch.cuda.device_count() >= world_size:
+        return "nccl"
+    return "gloo"
+
+
+def device() -> torch.device:
+    """Where the tensors of the rank that asks belong: its own GPU under NCCL, else the CPU."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class Pool:
+    """`world_size` ranks that wait for calls. `run` keeps such pools by itself; this is for one of your own.
+
+    >>> with Pool(2, backend="gloo") as pool:  # doctest: +SKIP
+    ...     pool.run(dist.get_rank)
+    [0, 1]
+
+    Args:
+        world_size: the number of ranks.
+        backend: "nccl" or "gloo"; None for `choose_backend(world_size)`.
+        start_timeout: seconds for the processes to start and import torch.
+    """
+
+    def __init__(self, world_size: int, backend: Backend | None = None, start_timeout: float = 120.0) -> None:
+        self.backend = _check_world(world_size, backend)
+        self.world_size = world_size
+        self.closed = False
+        self._owner_pid = os.getpid()
+        self._lock = threading.Lock()
+        self._ranks: list[RankProcess] = []
+        self._store = loopback_store()
+        self._folder = tempfile.TemporaryDirectory(prefix="zero_ref-ranks-", ignore_cleanup_errors=True)
+        _open_pools.add(self)
+        try:
+            with starting_processes():
+                for rank in range(world_size):
+                    self._ranks.append(
+                        RankProcess(Seat(rank, world_size, self.backend, self._store.port, self._folder.name))
+                    )
+            self._await_start(start_timeout)
+        except BaseException:
+            self.close()
+            raise
+        if sys.platform != "win32":
+            self._folder.cleanup()  # open files outlive their names: nothing is left, even if we are killed
+
+    @property
+    def usable(self) -> bool:
+        """All ranks are there and wait for a call."""
+        return not self.closed and all(rank.process.is_alive() for rank in self._ranks)
+
+    def run(self, fn: Callable[..., T], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[T]:
+        """What `zero_ref.lab.ranks.run` does, on the ranks of this pool. An error on a rank ends them all."""
+        __tracebackhide__ = True
+        _check_call(fn, timeout)
+        if self.closed:
+            raise RuntimeError(
+                "this pool is closed, by close() or by an error in an earlier call: make a new Pool"
+            )
+        collective_timeout = timedelta(seconds=COLLECTIVE_SHARE * timeout)
+        packed_call = _pack_call(RankCall(fn, args, kwargs, collective_timeout, list(warnings.filters)))
+        surroundings = Surroundings.of_this_process()
+        with self._lock:
+            try:
+                for rank in self._ranks:
+                    rank.send(surroundings, packed_call)
+                packed_values = self._collect(timeout)
+                self._leave_groups()
+            except BaseException:  # a RankError or Ctrl-C: ranks may stand anywhere in the function
+                self._kill()
+                raise
+            finally:
+                self._show_output()
+        return [_unpack_value(rank, packed) for rank, packed in enumerate(packed_values)]
+
+    def close(self) -> None:
+        """End the ranks; those that do not within seconds are killed."""
+        if self._owner_pid != os.getpid():
+            return
+        if not self.closed:
+            for rank in self._ranks:
+                rank.send_word()
+            deadline = time.monotonic() + LEAVE_SECONDS
+            for rank in self._ranks:
+                rank.process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+        for rank in self._ranks:
+            rank.close()
+        self._ranks.clear()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _await_start(self, timeout: float) -> None:
+        if self._all_ready(timeout):
+            return
+        for rank in self._ranks:
+            if not rank.process.is_alive():
+                end = Failure.of_exit(rank.process.exitcode).summary
+                raise RankError(
+                    f"rank {rank.number} {end} while it started\n{rank.read('stderr')}", rank.number, end
+                )
+        raise RankError(
+            f"ranks did not start within {timeout:g} s: give Pool a longer start_timeout", 0, "no start"
+        )
+
+    def _collect(self, timeout: float) -> list[bytes]:
+        """Wait for what each rank returns, or raise the RankError that says why some do not."""
+        __tracebackhide__ = True
+        outcomes: dict[int, bytes | Failure] = {}
+        running = {rank.number: rank for rank in self._ranks}
+        deadline = time.monotonic() + timeout
+        while running:
+            sources = [source for rank in running.values() for source in (rank.pipe, rank.process.sentinel)]
+            ready = connection.wait(sources, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for number, rank in list(running.items()):
+                if rank.pipe in ready or rank.process.sentinel in ready:
+                    outcomes[number] = rank.receive()
+                    del running[number]
+                    if isinstance(outcomes[number], Failure):
+                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        failures = {number: outcome for number, outcome in outcomes.items() if isinstance(outcome, Failure)}
+        stacks = {number: rank.stack() for number, rank in running.items()}
+        if failures:
+            raise failed(failures, stacks, self.world_size)
+        if running:
+            raise timed_out(stacks, self.world_size, timeout)
+        return [cast(bytes, outcomes[number]) for number in range(self.world_size)]
+
+    def _leave_groups(self) -> None:
+        for rank in self._ranks:
+            rank.send_word()
+        if not self._all_ready(LEAVE_SECONDS):
+            self._kill()  # such as a rank that waits for a collective it started and nobody joined
+
+    def _all_ready(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        try:
+            return all(
+                rank.pipe.poll(max(0.0, deadline - time.monotonic())) and rank.pipe.recv() == _worker.READY
+                for rank in self._ranks
+            )
+        except (EOFError, OSError):
+            return False
+
+    def _kill(self) -> None:
+        self.closed = True
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
+
+    def _show_output(self) -> None:
+        for rank in self._ranks:
+            for kind, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+                text = rank.read(kind).replace("\r\n", "\n").removesuffix("\n")
+                for line in text.split("\n") if text else []:
+                    # A progress bar goes back to the start of its line: show what stood there last.
+                    print(f"[rank {rank.number}] {line.split(chr(13))[-1]}", file=stream)
+
+
+def _pack_call(call: RankCall) -> bytes:
+    try:
+        return _worker.pack(call)
+    except Exception as error:
+        raise TypeError(
+            f"{call.fn!r} or its arguments cannot be sent to the ranks ({type(error).__name__}: {error}). "
+            "Make what cannot be pickled, such as a lock, a file or a process group, inside the function."
+        ) from error
+
+
+def _unpack_value(rank: int, packed: bytes) -> Any:
+    try:
+        return _worker.unpack(packed, map_location="cpu")
+    except Exception as error:
+        summary = f"{type(error).__name__}: {error}"
+        raise RankError(
+            f"rank {rank} returned a value that cannot be read here: {summary}", rank, summary
+        ) from error
+
+
+def _check_call(fn: object, timeout: float) -> None:
+    if not callable(fn):
+        raise TypeError(f"fn must be a function that each rank can call, not {fn!r}")
+    if not (timeout > 0 and math.isfinite(timeout)):
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+
+
+def _check_world(world_size: int, backend: str | None) -> Backend:
+    """The backend to use, or an error at once rather than from a process that cannot start."""
+    if operator.index(world_size) < 1:
+        raise ValueError(f"world_size must be 1 or more, not {world_size}")
+    if backend not in (None, "nccl", "gloo"):
+        raise ValueError(f'backend must be "nccl", "gloo" or None, not {backend!r}')
+    if backend == "nccl" and choose_backend(world_size) != "nccl":
+        raise ValueError(
+            f'"nccl" needs a GPU for each of {world_size} ranks; this machine has {torch.cuda.device_count()}'
+        )
+    return cast(Backend, backend or choose_backend(world_size))
+
+
+_kept_pools: dict[tuple[int, int, str], Pool] = {}
+_open_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+atexit.register(shutdown)

@@ -1,0 +1,378 @@
+"""The main job: train a small GPT on real ranks under a chosen strategy, and measure what it cost.
+
+    zero-ref train --ranks 4 --strategy zero-bucket            # on this machine, ranks started for you
+    torchrun --nproc-per-node=8 -m zero_ref.lab.train          # one rank a GPU; --nnodes for more machines
+
+`train` is an ordinary data-parallel training loop: a user's own looks the same. `predict` says beforehand
+what an iteration will send and what each rank will hold; `Outcome` sets the two side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_ref.calls import Call
+from zero_ref.collectives import agree, as_collectives
+from zero_ref.lab import meter
+from zero_ref.lab.model import GPT, GPTConfig, batch, language_reference
+from zero_ref.lab.ranks import device
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.simulator import models
+from zero_ref.simulator.schedule import STRATEGIES, Schedule, ddp_buckets, schedule
+
+Progress = Callable[[int, float], None]
+"""Called with the number of steps done and the last training loss."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What to train and how.
+
+    Args:
+        strategy: "ddp", or a ZeRO strategy of `simulator.schedule.STRATEGIES`.
+        steps: iterations in all, those before a resumed checkpoint included.
+        batch_size: passages on each rank.
+        checkpoint: a file to write when done, and every `checkpoint_every` steps if that is not 0.
+        resume: go on from `checkpoint`, written under any strategy and number of ranks.
+    """
+
+    strategy: str = "zero-bucket"
+    steps: int = 200
+    batch_size: int = 8
+    learning_rate: float = 3e-3
+    seed: int = 0
+    model: GPTConfig = field(default_factory=GPTConfig)
+    checkpoint: str | None = None
+    checkpoint_every: int = 0
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"unknown strategy {self.strategy!r}; choose one of {', '.join(STRATEGIES)}.")
+        if self.steps < 1 or self.batch_size < 1:
+            raise ValueError(f"steps and batch_size must be at least 1, got {self.steps}, {self.batch_size}.")
+        if (self.resume or self.checkpoint_every) and not self.checkpoint:
+            raise ValueError("resume and checkpoint_every need the name of a checkpoint file.")
+
+
+class Measured(NamedTuple):
+    """What one rank saw.
+
+    Args:
+        calls: of the last iteration.
+        held: bytes kept after it.
+        losses: training loss of each step done, the mean over ranks.
+        held_out_loss: after the last step, on text that was not trained on; on rank 0 only.
+        step_ms: of each step done.
+    """
+
+    calls: list[Call]
+    held: meter.HeldBytes
+    losses: list[float]
+    held_out_loss: float | None
+    step_ms: list[float]
+
+
+def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
+    """Train on the ranks of the default process group.
+
+    Collective: all ranks, with equal arguments (`progress` is called on rank 0).
+    Raises:
+        RuntimeError, ValueError: a checkpoint that cannot be read or is of another model, on all ranks alike.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    text = language_reference()
+    model = GPT(config.model, config.seed).to(device())
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = make_optimizer(config, model)
+    first_step = load_checkpoint(config, model, optimizer) if config.resume else 0
+
+    reductions = meter.DDPRecorder(ddp)
+    calls: list[Call] = []
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.collectives.observers.append(calls.append)
+    losses, step_ms = [], []
+    for step in range(first_step, config.steps):
+        reductions.calls.clear()
+        calls.clear()
+        started = time.perf_counter()
+        tokens, targets = batch(
+            text.training, config.model, config.batch_size, seed=config.seed, step=step, rank=rank
+        )
+        optimizer.zero_grad()
+        loss = ddp(tokens.to(device()), targets.to(device()))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        if device().type == "cuda":
+            torch.cuda.synchronize()
+        step_ms.append(1e3 * (time.perf_counter() - started))
+        if progress and rank == 0:
+            progress(step + 1, losses[-1].item())
+        if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0:
+            step_calls = list(calls)
+            save_checkpoint(config, model, optimizer, step + 1)
+            calls[:] = step_calls  # those of saving are not those of a step
+    measured_calls = reductions.calls + calls
+    held = meter.held_bytes(model.parameters(), optimizer)
+    if config.checkpoint:
+        save_checkpoint(config, model, optimizer, config.steps)
+
+    mean_losses = torch.stack(losses) if losses else torch.zeros(0, device=device())
+    dist.all_reduce(mean_losses)
+    return Measured(
+        measured_calls,
+        held,
+        (mean_losses / world_size).tolist(),
+        held_out_loss(model, config) if rank == 0 else None,
+        step_ms,
+    )
+
+
+def make_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW, whole on every rank ("ddp") or sharded as the strategy says."""
+    plan = STRATEGIES[config.strategy]
+    if plan.partition is None:
+        return torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
+    return ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        lr=config.learning_rate,
+        partition=plan.partition,
+        parameters_as_bucket_view=plan.buckets,
+    )
+
+
+@torch.no_grad()
+def held_out_loss(model: GPT, config: TrainConfig, batches: int = 8) -> float:
+    """Mean loss on passages that were not trained on, in nats a byte; the same passages for every strategy."""
+    text = language_reference().held_out
+    total = 0.0
+    for step in range(batches):
+        tokens, targets = batch(text, config.model, 16, seed=config.seed, step=step, rank=0)
+        total += model(tokens.to(device()), targets.to(device())).item()
+    return total / batches
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+def save_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write model and optimizer as if they had never been sharded; an interrupted write leaves the old file.
+
+    Collective: all ranks. Rank 0 writes; all go on when the file is complete.
+    """
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict(to=0)
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        path = Path(str(config.checkpoint))
+        try:
+            part = path.with_name(path.name + ".part")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(
+                {
+                    "step": step,
+                    "config": asdict(config.model),
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                },
+                part,
+            )
+            os.replace(part, path)
+        except OSError as error:
+            failure = error
+    agree(as_collectives(None), "write the checkpoint", failure or [])
+
+
+def load_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimizer) -> int:
+    """Fill model and optimizer from a file, on every rank; return the number of steps it was trained for.
+
+    Collective: all ranks. A file that one rank cannot read is an error on all.
+    """
+    path = str(config.checkpoint)
+    saved: dict[str, Any] = {}
+    facts: Sequence[str] | Exception
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        if saved["config"] != asdict(config.model):
+            raise ValueError(f"{path} holds a model of {saved['config']}, not of {asdict(config.model)}.")
+        if saved["step"] > config.steps:
+            raise ValueError(f"{path} was trained for {saved['step']} steps; {config.steps} were asked for.")
+        facts = [f"step {saved['step']}"]
+    except (ValueError, OSError) as error:
+        facts = error
+    except Exception as error:  # a damaged file meets torch.load in many ways
+        facts = ValueError(f"{path} is no checkpoint of this program, or damaged: {type(error).__name__}: {error}")
+    agree(as_collectives(None), "read the checkpoint", facts)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return int(saved["step"])
+
+
+# --------------------------------------------------------------------------------- prediction | measurement
+
+
+def predict(config: TrainConfig, world_size: int) -> Schedule:
+    """What an iteration will send and what each rank will hold, before anything is started.
+
+    Only the order in which gradients become ready is tried out, by one backward pass in this process: it
+    decides which of them share one of DDP's buckets.
+    """
+    model = GPT(config.model, config.seed)
+    tokens, targets = batch(language_reference().training, config.model, 1, seed=0, step=0, rank=0)
+    params = models.from_module(model)
+    order = models.ready_order(model, lambda: model(tokens, targets).backward())
+    return schedule(
+        config.strategy, params, world_size, "AdamW", ddp_buckets=ddp_buckets(params, order)
+    )
+
+
+class Pair(NamedTuple):
+    """A quantity as predicted and as measured."""
+
+    predicted: int
+    measured: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One strategy's run, prediction beside measurement. Bytes are those of the rank that has most.
+
+    Args:
+        calls_equal: the calls of the last step, on every rank, are those predicted: same operations, order
+            and bytes.
+        step_ms: median over steps of the slowest rank's time; the first steps, which build DDP's buckets,
+            are left out.
+    """
+
+    strategy: str
+    ranks: int
+    steps: int
+    state_bytes_max: Pair
+    parameter_bytes_max: Pair
+    gradient_bytes_max: Pair
+    collectives: Pair
+    payload_bytes: Pair
+    calls_equal: bool
+    step_ms: float
+    final_loss: float
+    losses: list[float]
+
+    QUANTITIES = ("state_bytes_max", "parameter_bytes_max", "gradient_bytes_max", "collectives", "payload_bytes")
+
+    def pairs(self) -> dict[str, Pair]:
+        """What was both predicted and measured, by name."""
+        return {name: getattr(self, name) for name in self.QUANTITIES}
+
+    @property
+    def as_predicted(self) -> bool:
+        """Every quantity and every call is as predicted."""
+        return self.calls_equal and all(pair.predicted == pair.measured for pair in self.pairs().values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, the pairs as {"predicted": ..., "measured": ...}."""
+        pairs = {name: pair._asdict() for name, pair in self.pairs().items()}
+        return {**asdict(self), **pairs}
+
+
+def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -> Outcome:
+    """Set a prediction beside what each rank measured."""
+    times = [max(at_step) for at_step in zip(*(rank.step_ms for rank in measured), strict=True)]
+    first = measured[0]
+    assert first.held_out_loss is not None
+    return Outcome(
+        strategy=config.strategy,
+        ranks=len(measured),
+        steps=config.steps,
+        state_bytes_max=Pair(plan.state_bytes_max, max(rank.held.optimizer_state for rank in measured)),
+        parameter_bytes_max=Pair(plan.parameter_bytes_max, max(rank.held.parameters for rank in measured)),
+        gradient_bytes_max=Pair(plan.gradient_bytes_max, max(rank.held.gradients for rank in measured)),
+        collectives=Pair(plan.collectives, len(first.calls)),
+        payload_bytes=Pair(plan.payload_bytes, sum(call.nbytes for call in first.calls)),
+        calls_equal=all(tuple(rank.calls) == plan.calls for rank in measured),
+        step_ms=statistics.median(times[min(3, len(times) // 2) :] or [float("nan")]),
+        final_loss=first.held_out_loss,
+        losses=first.losses,
+    )
+
+
+# ------------------------------------------------------------------------------------------ under torchrun
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train on the ranks that torchrun started; rank 0 prints the outcome as JSON."""
+    parser = argparse.ArgumentParser(prog="torchrun -m zero_ref.lab.train", description=__doc__.split("\n")[0])
+    add_training_arguments(parser)
+    parser.add_argument("--strategy", default="zero-bucket", choices=list(STRATEGIES))
+    args = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        print("Start this with torchrun, or use `zero-ref train --ranks N`, which starts ranks itself.", file=sys.stderr)
+        return 2
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    try:
+        config = config_from(args, args.strategy)
+        measured = meter.gather_from_ranks(train(config, print_progress))
+        if dist.get_rank() == 0:
+            result = outcome(config, predict(config, dist.get_world_size()), measured)
+            print(json.dumps({key: value for key, value in result.as_json().items() if key != "losses"}, indent=2))
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that `zero-ref train` and torchrun share."""
+    default, size = TrainConfig(), GPTConfig()
+    parser.add_argument("--steps", type=int, default=default.steps)
+    parser.add_argument("--batch-size", type=int, default=default.batch_size, help="passages on each rank")
+    parser.add_argument("--learning-rate", type=float, default=default.learning_rate)
+    parser.add_argument("--seed", type=int, default=default.seed)
+    parser.add_argument("--layers", type=int, default=size.layers)
+    parser.add_argument("--heads", type=int, default=size.heads)
+    parser.add_argument("--width", type=int, default=size.width)
+    parser.add_argument("--context", type=int, default=size.context, help="positions that a passage has")
+    parser.add_argument("--checkpoint", metavar="FILE", help="write model and optimizer here when done")
+    parser.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+
+
+def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
+    """The TrainConfig that the options describe."""
+    return TrainConfig(
+        strategy=strategy,
+        steps=args.steps,
+        batch_size=args.batch_size,
+        learning_rate=args.learning_rate,
+        seed=args.seed,
+        model=GPTConfig(args.layers, args.heads, args.width, args.context),
+        checkpoint=args.checkpoint,
+        checkpoint_every=args.checkpoint_every,
+        resume=args.resume,
+    )
+
+
+def print_progress(step: int, loss: float) -> None:
+    """One line now and then: what a log file of a cluster job can take."""
+    if step == 1 or step % 20 == 0:
+        print(f"step {step}: training loss {loss:.3f}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""Bytes a rank holds: on average by ZeRO stage and convention, and exactly for a partition.
+
+`ledger` is the formula of the ZeRO paper: every part that a stage shards is divided by the number of ranks.
+`state_bytes_of_rank` is what really lies on each rank once somebody decided who owns which elements; the
+difference between the two is what a partition loses. `format_bytes` prints either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
+
+from zero_ref.layout import ITEMSIZE
+from zero_ref.partition import ParamSpec, Partition
+
+# ---------------------------------------------------------------------------- on average, by the formula
+
+
+@dataclass(frozen=True)
+class Convention:
+    """Bytes that each parameter of the model is said to cost, by what they hold.
+
+    >>> MIXED_16.total, MIXED_16.summary
+    (16, 'fp16 or bf16 parameters and gradients; fp32 copy, momentum and variance')
+
+    Args:
+        params, grads: of the copies that the forward and backward passes use.
+        optimizer: everything that only the optimizer needs, which is what stage 1 shards.
+        summary: what is counted, in words.
+    """
+
+    params: int
+    grads: int
+    optimizer: int
+    summary: str = ""
+
+    @property
+    def total(self) -> int:
+        return self.params + self.grads + self.optimizer
+
+
+MIXED_16 = Convention(2, 2, 12, "fp16 or bf16 parameters and gradients; fp32 copy, momentum and variance")
+"""2+2+12: the ZeRO paper's count of mixed-precision Adam (section 3.1), and of its Table 1."""
+
+FP32_16 = Convention(4, 4, 8, "fp32 parameters and gradients; fp32 momentum and variance")
+"""4+4+8: plain Adam in fp32. 16 bytes too, but only 8 of them are the optimizer's, so stage 1 saves less."""
+
+FP32_GRADS_18 = Convention(2, 4, 12, "bf16 parameters; fp32 gradients; fp32 copy, momentum and variance")
+"""2+4+12: gradients summed in fp32 (Megatron-LM: 18 for one rank, 6+12/d for d ranks)."""
+
+BOTH_GRADS_20 = Convention(2, 2, 16, "fp16 parameters, gradients; fp32 copy, gradients, momentum, variance")
+"""2+2+16: fp16 gradients, and their fp32 copy for the step (Megatron-LM: 20 for one rank, 4+16/d)."""
+
+CONVENTIONS = {
+    "mixed-16": MIXED_16,
+    "fp32-16": FP32_16,
+    "fp32-grads-18": FP32_GRADS_18,
+    "both-grads-20": BOTH_GRADS_20,
+}
+"""The counts found in the field. A table of bytes that does not say which one it uses cannot be checked."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes on one rank, on average over the ranks."""
+
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def ledger(numel: int, world_size: int, stage: int, convention: Convention = MIXED_16) -> Ledger:
+    """What one of `world_size` ranks holds at a ZeRO stage, if the sharded parts divide evenly.
+
+    Stage 0 is plain data parallelism: everything on every rank. Stage 1 divides the optimizer's bytes by
+    the number of ranks, stage 2 the gradients' too, stage 3 the parameters' too. Activations, buffers for
+    communication and fragmentation come on top; they are not counted.
+
+    >>> books = ledger(7_500_000_000, world_size=64, stage=1)
+    >>> format_bytes(books.total_bytes, "GB", digits=1), format_bytes(books.optimizer_bytes, "GB", digits=1)
+    ('31.4 GB', '1.4 GB')
+
+    Args:
+        numel: parameters of the model.
+    Raises:
+        ValueError: `numel` is negative, `world_size` is below 1, or `stage` is not 0 to 3.
+    Source:
+        ZeRO (arXiv:1910.02054), sections 3.1 and 5, figure 1 and table 1: with K the optimizer's bytes,
+        P_os = 4 + K/N, P_os+g = 2 + (2+K)/N, P_os+g+p = (4+K)/N bytes a parameter.
+    """
+    if numel < 0:
+        raise ValueError(f"a model has at least 0 parameters, got {numel}.")
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"a ZeRO stage is 0 (nothing sharded), 1, 2 or 3; got {stage!r}.")
+    return Ledger(
+        parameter_bytes=numel * convention.params / (world_size if stage >= 3 else 1),
+        gradient_bytes=numel * convention.grads / (world_size if stage >= 2 else 1),
+        optimizer_bytes=numel * convention.optimizer / (world_size if stage >= 1 else 1),
+    )
+
+
+# ----------------------------------------------------------------------------- exactly, for a partition
+
+
+@dataclass(frozen=True)
+class StateRule:
+    """What an optimizer keeps for each tensor that it updates.
+
+    >>> StateRule(tensors=2, scalar_bytes=4).nbytes(numel=10, itemsize=2)      # Adam on ten bfloat16 elements
+    44
+
+    Args:
+        tensors: how many tensors of the parameter's own size and dtype.
+        scalar_bytes: of the zero-dimensional tensors beside them, such as `step`; float32 each.
+    """
+
+    tensors: int
+    scalar_bytes: int
+
+    def nbytes(self, numel: int, itemsize: int) -> int:
+        return self.tensors * numel * itemsize + self.scalar_bytes
+
+
+STATE_RULES: dict[str, StateRule] = {
+    "SGD": StateRule(0, 0),
+    "SGD+momentum": StateRule(1, 0),
+    "Adam": StateRule(2, 4),
+    "Adam+amsgrad": StateRule(3, 4),
+    "AdamW": StateRule(2, 4),
+    "AdamW+amsgrad": StateRule(3, 4),
+    "NAdam": StateRule(2, 8),
+    "RAdam": StateRule(2, 4),
+    "Adamax": StateRule(2, 4),
+    "Adadelta": StateRule(2, 4),
+    "Adagrad": StateRule(1, 4),
+    "RMSprop": StateRule(1, 4),
+    "RMSprop+momentum": StateRule(2, 4),
+    "RMSprop+centered": StateRule(2, 4),
+    "Rprop": StateRule(2, 4),
+    "ASGD": StateRule(1, 12),
+}
+"""The optimizers of torch.optim that treat each element by itself, with the options that add state.
+
+Counted from torch's own optimizers after a step (tests/test_ledger.py). The scalars are float32 unless
+torch's default dtype is float64.
+"""
+
+_ITEMSIZE = ITEMSIZE | {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
+# Integers cannot be trained, but a frozen parameter may hold them (quantised weights).
+
+
+def nbytes_of(param: ParamSpec) -> int:
+    """Bytes of one parameter.
+
+    >>> nbytes_of(ParamSpec(10, dtype="bfloat16"))
+    20
+
+    Raises:
+        ValueError: its dtype is unknown.
+    """
+    return param.numel * itemsize_of(param.dtype)
+
+
+def itemsize_of(dtype: str) -> int:
+    """Bytes an element, by the name of the dtype.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if dtype not in _ITEMSIZE:
+        raise ValueError(f"unknown dtype {dtype!r}; known are {', '.join(_ITEMSIZE)}.")
+    return _ITEMSIZE[dtype]
+
+
+def state_rule(optimizer: str | StateRule) -> StateRule:
+    """The rule of an optimizer, by its name in STATE_RULES.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if isinstance(optimizer, StateRule):
+        return optimizer
+    if optimizer not in STATE_RULES:
+        raise ValueError(
+            f"unknown optimizer {optimizer!r}; choose one of {', '.join(STATE_RULES)}, or pass a StateRule."
+        )
+    return STATE_RULES[optimizer]
+
+
+def state_bytes_of_rank(
+    partition: Partition, params: Sequence[ParamSpec], optimizer: str | StateRule = "AdamW"
+) -> tuple[int, ...]:
+    """Bytes of optimizer state on each rank, after its first step.
+
+    Not the average of `ledger`: each rank pays for the slices that it owns, and for the scalars of each.
+    Frozen parameters have no state.
+
+    >>> from zero_ref.partition import even, sorted_greedy
+    >>> params = [ParamSpec(1000), ParamSpec(24)]
+    >>> state_bytes_of_rank(sorted_greedy([1000, 24], 2), params)        # 2 tensors x 4 bytes, and `step`
+    (8004, 196)
+    >>> state_bytes_of_rank(even([1000, 24], 2), params)                 # rank 1 owns two slices: two `step`s
+    (4100, 4104)
+
+    Args:
+        partition: who owns what.
+        params: in registration order, the ones that `partition` was made for.
+        optimizer: a name in STATE_RULES, or a rule.
+    Raises:
+        ValueError: the optimizer is unknown, or `params` is not what `partition` was made for.
+    """
+    rule = state_rule(optimizer)
+    if tuple(param.numel for param in params) != partition.numels:
+        raise ValueError(
+            f"the partition is for {len(partition.numels)} parameters of {sum(partition.numels):,} elements; "
+            f"got {len(params)} of {sum(param.numel for param in params):,}."
+        )
+    return tuple(
+        sum(
+            rule.nbytes(piece.numel, itemsize_of(params[piece.param].dtype))
+            for piece in slices
+            if params[piece.param].trainable
+        )
+        for slices in partition.slices_of_rank
+    )
+
+
+# ---------------------------------------------------------------------------------------------- in print
+
+UNITS = {
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+"""Bytes in each unit. A GiB is 7% more than a GB: 80 GiB of memory hold 85.9 GB."""
+
+
+def format_bytes(nbytes: float, unit: str = "auto", *, digits: int = 2, truncate: bool = False) -> str:
+    """Bytes in a unit, with the unit's name.
+
+    >>> format_bytes(85_899_345_920, "GB"), format_bytes(85_899_345_920, "GiB", digits=0)
+    ('85.90 GB', '80 GiB')
+    >>> format_bytes(41.25e9, "GB", digits=1), format_bytes(41.25e9, "GB", digits=1, truncate=True)
+    ('41.3 GB', '41.2 GB')
+
+    Args:
+        unit: a name in UNITS, or "auto" for the largest of B, kB, MB, GB and TB that leaves at least 1.
+        digits: after the point; whole bytes get none.
+        truncate: drop the rest instead of rounding half up.
+    Raises:
+        ValueError: the unit is unknown.
+    """
+    if unit == "auto":
+        unit = next((name for name in ("TB", "GB", "MB", "kB") if abs(nbytes) >= UNITS[name]), "B")
+    if unit not in UNITS:
+        raise ValueError(f"unknown unit {unit!r}; choose one of auto, {', '.join(UNITS)}.")
+    # Decimal, because round() rounds halves to even: 41.25 would become 41.2.
+    smallest = Decimal(1).scaleb(0 if unit == "B" else -digits)
+    rounded = (Decimal(nbytes) / UNITS[unit]).quantize(smallest, ROUND_DOWN if truncate else ROUND_HALF_UP)
+    return f"{rounded:,} {unit}"
