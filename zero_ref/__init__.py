@@ -13,20 +13,10 @@ if TYPE_CHECKING:
     from zero_ref.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from zero_ref.partition import (
         ParamSpec as ParamSpec,
-    )
-    from zero_ref.partition import (
         Partition as Partition,
-    )
-    from zero_ref.partition import (
         Slice as Slice,
-    )
-    from zero_ref.partition import (
         even as even,
-    )
-    from zero_ref.partition import (
         registration_greedy as registration_greedy,
-    )
-    from zero_ref.partition import (
         sorted_greedy as sorted_greedy,
     )
 

@@ -27,8 +27,8 @@ _CONSEQUENCE = re.compile(
 class RankError(RuntimeError):
     """A call that did not give a value on every rank.
 
-    The message has the traceback of the rank that failed first, then a line on each other rank. `__cause__` is
-    what that rank raised, if it can be pickled.
+    The message has the traceback of the rank that failed first, then a line on each other rank.
+    `__cause__` is what that rank raised, if it can be pickled.
 
     Attributes:
         rank: the rank that failed first; of those still running at a time-out, the lowest.
@@ -142,11 +142,9 @@ def stack_in(dump: str, inside: str, skip_file: str) -> StackSummary:
     for thread in dump.split("\n\n"):
         frames = re.findall(r'File "(.*)", line (\d+) in (.*)', thread)  # innermost first
         if inside in [function for _, _, function in frames]:
-            called = [
-                (file, int(line), function, None) for file, line, function in frames if file != skip_file
-            ]
-            boundary = [function for _, _, function in frames].index(inside)
-            return StackSummary.from_list(called[:boundary][::-1])
+            called = frames[: [function for _, _, function in frames].index(inside)]
+            kept = [(file, int(line), function, None) for file, line, function in called if file != skip_file]
+            return StackSummary.from_list(kept[::-1])
     return StackSummary()
 
 
@@ -162,7 +160,7 @@ def place_in(stack: StackSummary) -> str:
 
 
 def _shorten(text: str, length: int = 160) -> str:
-    line = text.split("\n")[0]
+    line = re.sub(r"\[/\S+:\d+\] ", "", text.split("\n")[0])  # Gloo begins with its own source file and line
     return line if len(line) <= length else line[: length - 3] + "..."
 
 

@@ -36,6 +36,12 @@ class RankProcess:
         self.process.start()
         far_end.close()  # only the worker has it now: when it is gone, reading the pipe says so
 
+    def is_idle(self) -> bool:
+        """Whether it is there to take a call; between calls, to ask is to look for the end of its pipe."""
+        with contextlib.suppress(OSError):
+            return self.process.is_alive() and not self.pipe.poll()
+        return False
+
     def send(self, surroundings: Surroundings, packed_call: bytes) -> None:
         """Give it a call to make. If it is gone nothing happens: `receive` tells how it ended."""
         with contextlib.suppress(OSError):

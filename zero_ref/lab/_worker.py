@@ -197,7 +197,7 @@ def _redirect_output(seat: Seat) -> None:
         os.close(file)
         stream = open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         setattr(sys, kind, stream)
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)
     if hasattr(faulthandler, "register"):  # not on Windows: there a time-out cannot show where ranks stood
         faulthandler.register(signal.SIGUSR1, open(seat.output("stacks"), "w"))  # noqa: SIM115
 

@@ -9,29 +9,16 @@ one matrix for reading and writing tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from zero_ref.lab.config import GPTConfig
+
 VOCABULARY = 256
 """One token for each byte."""
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The size of a GPT. The default has 0.9 million parameters: a step takes a fraction of a second on a CPU."""
-
-    layers: int = 4
-    heads: int = 4
-    width: int = 128
-    context: int = 64
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}.")
 
 
 class Attention(nn.Module):

@@ -87,7 +87,7 @@ def run(
     Cost:
         Seconds for the first call with a world size, some 0.03 s for each later one.
     """
-    __tracebackhide__ = True  # IPython and pytest leave such frames out: the cell's own line is what matters
+    __tracebackhide__ = True  # pytest leaves such frames out: the test's own line is what matters
     _check_call(fn, timeout)
     backend = _check_world(world_size, backend)
     key = (os.getpid(), world_size, backend)  # a forked child must not talk to its parent's ranks
@@ -96,14 +96,17 @@ def run(
         if pool is not None:
             pool.close()
         pool = _kept_pools[key] = Pool(world_size, backend)
-    return pool.run(fn, *args, timeout=timeout, **kwargs)
+    try:
+        return pool.run(fn, *args, timeout=timeout, **kwargs)
+    except RankError as error:
+        raise error.with_traceback(None) from error.__cause__  # below: what happened on the ranks
 
 
 def shutdown() -> None:
     """End the ranks of every pool this process has started. A later `run` starts new ones."""
-    _kept_pools.clear()
     for pool in list(_open_pools):
         pool.close()
+    _kept_pools.clear()
 
 
 def choose_backend(world_size: int) -> Backend:
@@ -159,11 +162,10 @@ class Pool:
     @property
     def usable(self) -> bool:
         """All ranks are there and wait for a call."""
-        return not self.closed and all(rank.process.is_alive() for rank in self._ranks)
+        return not self.closed and all(rank.is_idle() for rank in self._ranks)
 
     def run(self, fn: Callable[..., T], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[T]:
         """What `zero_ref.lab.ranks.run` does, on the ranks of this pool. An error on a rank ends them all."""
-        __tracebackhide__ = True
         _check_call(fn, timeout)
         if self.closed:
             raise RuntimeError(
@@ -183,6 +185,8 @@ class Pool:
                 raise
             finally:
                 self._show_output()
+                if not self.usable:
+                    self.close()
         return [_unpack_value(rank, packed) for rank, packed in enumerate(packed_values)]
 
     def close(self) -> None:
@@ -222,7 +226,6 @@ class Pool:
 
     def _collect(self, timeout: float) -> list[bytes]:
         """Wait for what each rank returns, or raise the RankError that says why some do not."""
-        __tracebackhide__ = True
         outcomes: dict[int, bytes | Failure] = {}
         running = {rank.number: rank for rank in self._ranks}
         deadline = time.monotonic() + timeout

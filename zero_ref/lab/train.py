@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_ref.calls import Call
 from zero_ref.collectives import agree, as_collectives
 from zero_ref.lab import meter
-from zero_ref.lab.model import GPT, GPTConfig, batch, language_reference
+from zero_ref.lab.config import TrainConfig, add_training_arguments, config_from
+from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.ranks import device
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.simulator import models
@@ -35,37 +36,6 @@ from zero_ref.simulator.schedule import STRATEGIES, Schedule, ddp_buckets, sched
 
 Progress = Callable[[int, float], None]
 """Called with the number of steps done and the last training loss."""
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """What to train and how.
-
-    Args:
-        strategy: "ddp", or a ZeRO strategy of `simulator.schedule.STRATEGIES`.
-        steps: iterations in all, those before a resumed checkpoint included.
-        batch_size: passages on each rank.
-        checkpoint: a file to write when done, and every `checkpoint_every` steps if that is not 0.
-        resume: go on from `checkpoint`, written under any strategy and number of ranks.
-    """
-
-    strategy: str = "zero-bucket"
-    steps: int = 200
-    batch_size: int = 8
-    learning_rate: float = 3e-3
-    seed: int = 0
-    model: GPTConfig = field(default_factory=GPTConfig)
-    checkpoint: str | None = None
-    checkpoint_every: int = 0
-    resume: bool = False
-
-    def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"unknown strategy {self.strategy!r}; choose one of {', '.join(STRATEGIES)}.")
-        if self.steps < 1 or self.batch_size < 1:
-            raise ValueError(f"steps and batch_size must be at least 1, got {self.steps}, {self.batch_size}.")
-        if (self.resume or self.checkpoint_every) and not self.checkpoint:
-            raise ValueError("resume and checkpoint_every need the name of a checkpoint file.")
 
 
 class Measured(NamedTuple):
@@ -112,6 +82,8 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
         tokens, targets = batch(
             text.training, config.model, config.batch_size, seed=config.seed, step=step, rank=rank
         )
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
         optimizer.zero_grad()
         loss = ddp(tokens.to(device()), targets.to(device()))
         loss.backward()
@@ -156,9 +128,14 @@ def make_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.O
     )
 
 
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Rising over the first steps, while AdamW's averages are still those of a few gradients, then constant."""
+    return config.learning_rate * min(1.0, (step + 1) / config.warmup_steps)
+
+
 @torch.no_grad()
 def held_out_loss(model: GPT, config: TrainConfig, batches: int = 8) -> float:
-    """Mean loss on passages that were not trained on, in nats a byte; the same passages for every strategy."""
+    """Mean loss in nats a byte on passages that were not trained on, the same for every strategy."""
     text = language_reference().held_out
     total = 0.0
     for step in range(batches):
@@ -216,7 +193,9 @@ def load_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Opti
     except (ValueError, OSError) as error:
         facts = error
     except Exception as error:  # a damaged file meets torch.load in many ways
-        facts = ValueError(f"{path} is no checkpoint of this program, or damaged: {type(error).__name__}: {error}")
+        facts = ValueError(
+            f"{path} is no checkpoint of this program, or damaged: {type(error).__name__}: {error}"
+        )
     agree(as_collectives(None), "read the checkpoint", facts)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
@@ -236,9 +215,7 @@ def predict(config: TrainConfig, world_size: int) -> Schedule:
     tokens, targets = batch(language_reference().training, config.model, 1, seed=0, step=0, rank=0)
     params = models.from_module(model)
     order = models.ready_order(model, lambda: model(tokens, targets).backward())
-    return schedule(
-        config.strategy, params, world_size, "AdamW", ddp_buckets=ddp_buckets(params, order)
-    )
+    return schedule(config.strategy, params, world_size, "AdamW", ddp_buckets=ddp_buckets(params, order))
 
 
 class Pair(NamedTuple):
@@ -272,7 +249,13 @@ class Outcome:
     final_loss: float
     losses: list[float]
 
-    QUANTITIES = ("state_bytes_max", "parameter_bytes_max", "gradient_bytes_max", "collectives", "payload_bytes")
+    QUANTITIES = (
+        "state_bytes_max",
+        "parameter_bytes_max",
+        "gradient_bytes_max",
+        "collectives",
+        "payload_bytes",
+    )
 
     def pairs(self) -> dict[str, Pair]:
         """What was both predicted and measured, by name."""
@@ -315,12 +298,17 @@ def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on the ranks that torchrun started; rank 0 prints the outcome as JSON."""
-    parser = argparse.ArgumentParser(prog="torchrun -m zero_ref.lab.train", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="torchrun -m zero_ref.lab.train", description=__doc__.split("\n")[0]
+    )
     add_training_arguments(parser)
     parser.add_argument("--strategy", default="zero-bucket", choices=list(STRATEGIES))
     args = parser.parse_args(argv)
     if "RANK" not in os.environ:
-        print("Start this with torchrun, or use `zero-ref train --ranks N`, which starts ranks itself.", file=sys.stderr)
+        print(
+            "Start this with torchrun, or use `zero-ref train --ranks N`, which starts ranks itself.",
+            file=sys.stderr,
+        )
         return 2
     on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     if on_gpus:
@@ -331,41 +319,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = meter.gather_from_ranks(train(config, print_progress))
         if dist.get_rank() == 0:
             result = outcome(config, predict(config, dist.get_world_size()), measured)
-            print(json.dumps({key: value for key, value in result.as_json().items() if key != "losses"}, indent=2))
+            print(
+                json.dumps(
+                    {key: value for key, value in result.as_json().items() if key != "losses"}, indent=2
+                )
+            )
     finally:
         dist.destroy_process_group()
     return 0
-
-
-def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `zero-ref train` and torchrun share."""
-    default, size = TrainConfig(), GPTConfig()
-    parser.add_argument("--steps", type=int, default=default.steps)
-    parser.add_argument("--batch-size", type=int, default=default.batch_size, help="passages on each rank")
-    parser.add_argument("--learning-rate", type=float, default=default.learning_rate)
-    parser.add_argument("--seed", type=int, default=default.seed)
-    parser.add_argument("--layers", type=int, default=size.layers)
-    parser.add_argument("--heads", type=int, default=size.heads)
-    parser.add_argument("--width", type=int, default=size.width)
-    parser.add_argument("--context", type=int, default=size.context, help="positions that a passage has")
-    parser.add_argument("--checkpoint", metavar="FILE", help="write model and optimizer here when done")
-    parser.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-
-
-def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
-    """The TrainConfig that the options describe."""
-    return TrainConfig(
-        strategy=strategy,
-        steps=args.steps,
-        batch_size=args.batch_size,
-        learning_rate=args.learning_rate,
-        seed=args.seed,
-        model=GPTConfig(args.layers, args.heads, args.width, args.context),
-        checkpoint=args.checkpoint,
-        checkpoint_every=args.checkpoint_every,
-        resume=args.resume,
-    )
 
 
 def print_progress(step: int, loss: float) -> None:

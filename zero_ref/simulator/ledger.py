@@ -119,10 +119,12 @@ class StateRule:
     Args:
         tensors: how many tensors of the parameter's own size and dtype.
         scalar_bytes: of the zero-dimensional tensors beside them, such as `step`; float32 each.
+        for_frozen: it keeps them for frozen parameters too, which it never updates.
     """
 
     tensors: int
     scalar_bytes: int
+    for_frozen: bool = False
 
     def nbytes(self, numel: int, itemsize: int) -> int:
         return self.tensors * numel * itemsize + self.scalar_bytes
@@ -139,7 +141,7 @@ STATE_RULES: dict[str, StateRule] = {
     "RAdam": StateRule(2, 4),
     "Adamax": StateRule(2, 4),
     "Adadelta": StateRule(2, 4),
-    "Adagrad": StateRule(1, 4),
+    "Adagrad": StateRule(1, 4, for_frozen=True),  # made in its constructor, not in the first step
     "RMSprop": StateRule(1, 4),
     "RMSprop+momentum": StateRule(2, 4),
     "RMSprop+centered": StateRule(2, 4),
@@ -200,7 +202,7 @@ def state_bytes_of_rank(
     """Bytes of optimizer state on each rank, after its first step.
 
     Not the average of `ledger`: each rank pays for the slices that it owns, and for the scalars of each.
-    Frozen parameters have no state.
+    Frozen parameters have no state, but under Adagrad they do.
 
     >>> from zero_ref.partition import even, sorted_greedy
     >>> params = [ParamSpec(1000), ParamSpec(24)]
@@ -226,7 +228,7 @@ def state_bytes_of_rank(
         sum(
             rule.nbytes(piece.numel, itemsize_of(params[piece.param].dtype))
             for piece in slices
-            if params[piece.param].trainable
+            if params[piece.param].trainable or rule.for_frozen
         )
         for slices in partition.slices_of_rank
     )

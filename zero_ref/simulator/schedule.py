@@ -90,8 +90,8 @@ def schedule(
     """Predict one steady-state iteration of a model under DDP and a strategy.
 
     First DDP's all-reduces of the gradients, one for each of its buckets; then the optimizer's broadcasts of
-    the new parameters, in its order. Frozen parameters have no gradient and no state, and are not sent. A
-    single rank sends no parameters, though DDP still issues its all-reduces.
+    the new parameters, in its order. Frozen parameters have no gradient and are not sent. A single rank sends
+    no parameters, though DDP still issues its all-reduces.
 
     >>> params = [ParamSpec(n) for n in (600, 500, 400, 100)]
     >>> plan = schedule("zero", params, world_size=2)

@@ -15,7 +15,8 @@ What a run gave: `loss_curves`, `predicted_against_measured`.
 """
 
 from zero_ref.lab.plots._bytes import ledger_stages, memory_by_rank
-from zero_ref.lab.plots._owners import balance_against_ranks, loads, shard_map
+from zero_ref.lab.plots._loads import balance_against_ranks, loads
+from zero_ref.lab.plots._map import shard_map
 from zero_ref.lab.plots._runs import loss_curves, predicted_against_measured
 from zero_ref.lab.plots._step import step_diagram
 from zero_ref.lab.plots._style import Picture, figure, rank_colour, save, text_colour_on

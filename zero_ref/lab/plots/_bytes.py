@@ -97,7 +97,7 @@ def memory_by_rank(held_by_strategy: Mapping[str, Sequence[Held]], ax: Axes) -> 
     ax.margins(x=0.02, y=0.12)
     colour_key(ax, PART_COLOURS)
     which = "each rank" if named else f"each of {world_size:,} ranks"
-    ax.set_title("Bytes" if world_size == 1 else f"Bytes on {which}; number: the fullest", pad=30)
+    ax.set_title("Bytes" if world_size == 1 else f"Bytes on {which} (number: the fullest)", pad=30)
     return ax
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
@@ -30,8 +32,8 @@ def loss_curves(
 ) -> Axes:
     """Losses of several runs; runs that coincide stay visible as several, and are counted.
 
-    The first run is drawn broad and pale, each later one narrower on top of it, so equal curves look like
-    one line with coloured borders. Which ones are equal is computed, not seen.
+    The first run is drawn broad, each later one narrower on top of it, so equal curves look like one line
+    with coloured borders. Which ones are equal is computed, not left to the eye.
 
     >>> from zero_ref.lab.plots import figure
     >>> fig, ax = figure(6, 3)
@@ -41,7 +43,7 @@ def loss_curves(
     Args:
         losses: for each run its losses, in the order in which they were taken.
         steps: at which steps they were taken; 1, 2, ... if None.
-        rtol: two runs coincide if no pair of losses differs by more than this part of the larger.
+        rtol: two runs coincide if no pair of losses differs by more than this part of the larger one.
     """
     count = len(losses)
     for index, ((name, values), colour) in enumerate(zip(losses.items(), SERIES_COLOURS * count)):
@@ -69,27 +71,34 @@ def loss_curves(
 
 
 def _coincidence(losses: Mapping[str, Sequence[float]], rtol: float) -> str:
-    """Which curves are the same, in words."""
+    """Which curves are the same, in words; and how far the others are from the first."""
     families: list[list[str]] = []
     for name, values in losses.items():
-        for family in families:
-            if _same(losses[family[0]], values, rtol):
-                family.append(name)
-                break
+        same = [family for family in families if _gap(losses[family[0]], values) <= rtol]
+        if same:
+            same[0].append(name)
         else:
             families.append([name])
-    if len(families) == 1 and len(losses) > 1:
+    if len(losses) < 2:
+        return ""
+    if len(families) == 1:
         return f"{len(losses)} curves coincide"
-    several = [family for family in families if len(family) > 1]
-    if not several:
-        return "No two curves coincide" if len(losses) > 1 else ""
-    together = "; ".join(f"{len(family)} of {len(losses)} curves coincide" for family in several)
-    alone = [family[0] for family in families if len(family) == 1]
-    return together + (f"; apart: {', '.join(alone)}" if alone else "")
+    several = [f"{len(family)} of {len(losses)} curves coincide" for family in families if len(family) > 1]
+    first, *others = families
+    apart = [
+        f"{family[0]} is off by {_gap(losses[first[0]], losses[family[0]]):.1g} of the loss"
+        for family in others
+    ]
+    return textwrap.fill("; ".join((several or ["No two curves coincide"]) + apart), 58)
 
 
-def _same(one: Sequence[float], other: Sequence[float], rtol: float) -> bool:
-    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=rtol) for a, b in zip(one, other))
+def _gap(one: Sequence[float], other: Sequence[float]) -> float:
+    """The largest difference between two curves, as a part of the larger value; infinite if one is longer."""
+    if len(one) != len(other):
+        return math.inf
+    gaps = [abs(a - b) / (max(abs(a), abs(b)) or 1) for a, b in zip(one, other)]
+    # A NaN is unequal to everything, but max() may pass it over.
+    return math.inf if any(map(math.isnan, gaps)) else max(gaps, default=0.0)
 
 
 @in_style
@@ -109,73 +118,57 @@ def predicted_against_measured(rows: Sequence[tuple[str, str, float, float]], ax
         rows: (strategy, quantity, predicted, measured); rows of one strategy follow one another.
     """
     ax.axvline(0, color=FAINT, linewidth=1.2, zorder=0)
+    left = [textwrap.fill(quantity, 24) for _, quantity, _, _ in rows]
+    right = [_in_words(predicted, measured) for _, _, predicted, measured in rows]
+    pitch = 0.45 + 0.45 * max((text.count("\n") + 1 for text in left + right), default=1)
     place, before = 0.0, None
-    for strategy, quantity, predicted, measured in rows:
+    for (strategy, _, predicted, measured), quantity, words in zip(rows, left, right):
         if strategy != before:
             place += 0.25 if before is None else 0.55
-            ax.text(
-                -0.02,
-                place,
-                strategy,
-                transform=ax.get_yaxis_transform(),
-                ha="right",
-                va="center",
-                weight="bold",
-            )
-            place, before = place + 0.9, strategy
-        _pair(ax, place, quantity, predicted, measured)
-        place += 0.9
-    equal = sum(predicted == measured for _, _, predicted, measured in rows)
+            _beside(ax, place, textwrap.fill(strategy, 18), "left", color=INK, weight="bold")
+            place, before = place + pitch, strategy
+        equal = predicted == measured
+        _beside(ax, place, quantity, "left", color=MUTED, fontsize=SMALL_PT)
+        _pair(ax, place, _log_ratio(predicted, measured), equal)
+        look = {"color": INK} if equal else {"color": ALARM, "weight": "bold"}
+        _beside(ax, place, words, "right", fontsize=SMALL_PT, **look)
+        place += pitch
+    count = sum(predicted == measured for _, _, predicted, measured in rows)
     bare(ax, keep=())
     ax.set_ylim(place, -0.35)
     ax.set_xlim(-1.25, 1.25)
     ax.set_yticks([])
-    ax.set_xticks([-1, 0, 1], ["half", "measured = predicted", "double"])
-    verb = (
-        "prediction equals its"
-        if len(rows) == 1
-        else "predictions equals its"
-        if equal == 1
-        else "predictions equal their"
-    )
-    colour = INK if equal == len(rows) else ALARM
-    ax.set_title(f"{equal} of {len(rows)} {verb} measurement", loc="center", color=colour)
+    ax.set_xticks([-1, 0, 1], ["½ ×", "equal", "2 ×"])
+    ax.set_xlabel("measured / predicted")
+    noun = "prediction" if len(rows) == 1 else "predictions"
+    verb = "equals its" if count == 1 else "equal their"
+    colour = INK if count == len(rows) else ALARM
+    ax.set_title(f"{count} of {len(rows)} {noun} {verb} measurement", loc="center", color=colour)
     return ax
 
 
-def _pair(ax: Axes, place: float, quantity: str, predicted: float, measured: float) -> None:
-    """One ring, one dot, and their numbers."""
-    equal = predicted == measured
-    where = _log_ratio(predicted, measured)
-    colour = INK if equal else ALARM
-    ax.text(
-        -0.02,
-        place,
-        quantity,
-        transform=ax.get_yaxis_transform(),
-        ha="right",
-        va="center",
-        fontsize=SMALL_PT,
-        color=MUTED,
-    )
-    ax.plot(
-        [0], [place], "o", markersize=11, markerfacecolor="none", markeredgecolor=MUTED, markeredgewidth=1.2
-    )
-    if not equal:
-        ax.plot([0, where], [place, place], color=ALARM, linewidth=2.4, solid_capstyle="butt")
-    marker = "o" if equal else ">" if where >= 1 else "<" if where <= -1 else "D"
-    ax.plot([where], [place], marker, color=colour, markersize=6 if equal else 9)
-    sign = "=" if equal else "≠"
-    ax.text(
-        1.02,
-        place,
-        f"{_number(predicted)} {sign} {_number(measured)}",
-        transform=ax.get_yaxis_transform(),
-        va="center",
-        fontsize=SMALL_PT,
-        color=colour,
-        weight="normal" if equal else "bold",
-    )
+def _pair(ax: Axes, place: float, where: float, equal: bool) -> None:
+    """One ring at the prediction, one dot at the measurement."""
+    ax.plot([0], [place], "o", ms=11, mfc="none", mec=MUTED, mew=1.2, label="predicted")
+    if equal:
+        ax.plot([where], [place], "o", color=INK, ms=6, label="measured")
+    else:
+        ax.plot([0, where], [place, place], color=ALARM, linewidth=2.4, solid_capstyle="butt", label="miss")
+        marker = ">" if where > 1 else "<" if where < -1 else "D"
+        ax.plot([where], [place], marker, color=ALARM, ms=9, label="measured")
+
+
+def _in_words(predicted: float, measured: float) -> str:
+    if predicted == measured:
+        return f"both {_number(measured)}"
+    pair = f"{_number(predicted)} ≠ {_number(measured)}"
+    return pair if len(pair) <= 26 else pair.replace(" ≠ ", "\n≠ ")
+
+
+def _beside(ax: Axes, place: float, text: str, side: str, **look: Any) -> None:
+    """Text in the margin, level with `place`."""
+    x, align = (-0.02, "right") if side == "left" else (1.02, "left")
+    ax.text(x, place, text, transform=ax.get_yaxis_transform(), ha=align, va="center", **look)
 
 
 def _log_ratio(predicted: float, measured: float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import Rectangle
 
 from zero_ref.lab.plots._style import (
     ALARM,
@@ -18,6 +18,7 @@ from zero_ref.lab.plots._style import (
     bare,
     in_style,
     label_box,
+    names_of,
     rank_colour,
     short_names,
     text_colour_on,
@@ -59,13 +60,11 @@ def step_diagram(
         ValueError: more than 8 ranks, an unknown stage, or not one name for each parameter.
     """
     world_size = partition.world_size
-    names = [str(param) for param in range(len(partition.numels))] if names is None else names
+    names = names_of(partition, names)
     if world_size > len(RANK_COLOURS):
         raise ValueError(f"{world_size} ranks do not fit: draw a step of at most {len(RANK_COLOURS)}.")
     if not set(stages) <= set(STAGES):
         raise ValueError(f"unknown stage in {list(stages)}; choose of {', '.join(STAGES)}.")
-    if len(names) != len(partition.numels):
-        raise ValueError(f"{len(names)} names for {len(partition.numels)} parameters: give one for each.")
 
     begins = list(accumulate(partition.numels, initial=0))
     pieces = [
@@ -134,7 +133,7 @@ def _box(
             edgecolor=ALARM if state == "stale" else tint(MUTED, 0.45) if hatched else PAPER,
             hatch="////" if hatched else None,
             linewidth=0 if hatched else 1.2,
-            gid=f"{stage} {state} owner {owner}",
+            label=f"{stage}: {state}, owner {owner}",
         )
     )
     if not hatched:
@@ -166,21 +165,20 @@ def _arrows(
         if piece.param in lost or right - left < total / 40:
             continue
         middle = (left + right) / 2
-        for rank in range(world_size):
-            if rank == owner:
-                continue
-            start = top + owner + (0.86 if rank > owner else 0)
-            stop = top + rank + 0.43
-            for colour, width in ((PAPER, 5.0), (rank_colour(owner, world_size), 2.2)):
-                ax.add_patch(
-                    FancyArrowPatch(
-                        (middle, start),
-                        (middle, stop),
-                        arrowstyle="-|>",
-                        mutation_scale=11,
-                        shrinkA=0,
-                        shrinkB=0,
-                        linewidth=width,
-                        color=colour,
-                    )
+        for marker, edge, receivers in (
+            ("^", top + owner, range(owner - 1, -1, -1)),
+            ("v", top + owner + 0.86, range(owner + 1, world_size)),
+        ):
+            if receivers:
+                ends = [top + rank + 0.43 for rank in receivers]
+                line = [middle] * (len(ends) + 1), [edge, *ends]
+                ax.plot(*line, color=PAPER, linewidth=5.5, solid_capstyle="butt")
+                ax.plot(*line, color=rank_colour(owner, world_size), linewidth=2.2, solid_capstyle="butt")
+                ax.plot(
+                    *([middle] * len(ends), ends),
+                    marker,
+                    color=rank_colour(owner, world_size),
+                    markersize=9,
+                    markeredgecolor=PAPER,
+                    label=f"from {owner}",
                 )

@@ -16,7 +16,9 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.transforms import offset_copy
+from matplotlib.transforms import ScaledTranslation
+
+from zero_ref.partition import Partition
 
 # Pictures bring their own light ground: they read the same on a light page and on a dark one.
 PAPER = "#FCFBF9"
@@ -32,14 +34,15 @@ PART_COLOURS = {"parameters": "#332288", "gradients": "#44AA99", "optimizer stat
 SERIES_COLOURS = ("#332288", "#CC6677", "#117733", "#882255", "#77722A", "#2B7A9B")
 """From Paul Tol's muted scheme: not the ranks' colours, so that no line is taken for a rank."""
 
-TEXT_PT, SMALL_PT = 11.0, 9.5
-"""A picture 6 inches wide shrinks to 60% on a phone: 9.5 points are then 8 pixels tall, and still read."""
+TEXT_PT, SMALL_PT = 11.5, 10.0
+"""A picture 6 inches wide shrinks to 60% on a phone: 10 points are then 8 pixels tall, and still read."""
 
 # Any: matplotlib's own type for it lists every name that one version has.
 _STYLE: Any = {
     "font.family": ["DejaVu Sans"],  # comes with matplotlib: the same letters on every machine
     "font.size": TEXT_PT,
     "text.color": INK,
+    "text.parse_math": False,  # a $ in a name is a $
     "figure.facecolor": PAPER,
     "savefig.facecolor": PAPER,
     "axes.facecolor": PAPER,
@@ -179,7 +182,7 @@ def colour_key(ax: Axes, colours: Mapping[str, str]) -> None:
         handles=[Patch(facecolor=colour, label=name) for name, colour in colours.items()],
         loc="lower left",
         bbox_to_anchor=(0, 1),
-        bbox_transform=offset_copy(ax.transAxes, ax.get_figure(root=True), y=7, units="points"),
+        bbox_transform=ax.transAxes + ScaledTranslation(0, 7 / 72, ax.figure.dpi_scale_trans),
         ncols=4,
         borderpad=0,
         borderaxespad=0,
@@ -235,3 +238,20 @@ def short_names(name: str) -> list[str]:
     parts = name.removesuffix(".weight").split(".")
     last = len(parts) - 2 if parts[-1] == "bias" and len(parts) > 1 else len(parts) - 1
     return list(dict.fromkeys([name, *(".".join(parts[i:]) for i in range(last + 1))]))
+
+
+def names_of(partition: Partition, names: Sequence[str] | None) -> Sequence[str]:
+    """The parameters' names, checked; their numbers if there are none."""
+    if names is None:
+        return [str(param) for param in range(len(partition.numels))]
+    if len(names) != len(partition.numels):
+        raise ValueError(f"{len(names)} names for {len(partition.numels)} parameters: give one for each.")
+    return names
+
+
+def rank_ticks(world_size: int) -> list[int]:
+    """A few ranks to name on an axis: all of up to 16, otherwise the first, the last and some between."""
+    if world_size <= 16:
+        return list(range(world_size))
+    step = -(-world_size // 4)
+    return [*range(0, world_size - step // 2, step), world_size - 1]

@@ -1,0 +1,91 @@
+# make demo, make test and make book need Python 3.11 to 3.13 and nothing else: each makes .venv if it has to.
+# `make help` lists the rest.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+SHELL       := bash
+MAKEFLAGS   += --no-print-directory
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint types imports unit ranks notebooks book clean
+# Notebooks and tests may start the environment's own programs, such as torchrun.
+export PATH := $(abspath $(BIN)):$(PATH)
+
+# $(call step,name,commands): the commands, up to the first that fails, between a heading and a line that says how it went.
+# `set -e` stands here because macOS has make 3.81, which knows no .SHELLFLAGS.
+define step
+@set -euo pipefail; began=$$SECONDS; printf '\n\033[1m==> %s\033[0m\n' '$(1)'; \
+ended() { if [ $$1 = 0 ]; then printf -- '--- %s: passed in %d s\n' '$(1)' $$((SECONDS - began)); \
+else printf '\n--- %s: FAILED after %d s. Mend it, then try this part alone: make %s\n' '$(1)' $$((SECONDS - began)) '$@' >&2; fi; }; \
+trap 'ended $$?' EXIT; $(2)
+endef
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## .venv with the pinned requirements and this package
+
+$(STAMP): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else f"zero_ref needs Python 3.11 to 3.13, and $(PYTHON) is {v[0]}.{v[1]}: run make PYTHON=python3.13")'
+	$(call step,install into $(VENV),\
+	    test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt; \
+	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .; \
+	    touch $(STAMP))
+
+demo: $(STAMP)  ## train the same model under DDP and three forms of ZeRO; pictures in demo-out/
+	@$(BIN)/zero-ref demo $(DEMO_ARGS)
+
+test: $(STAMP)  ## everything below, in this order; stops at the first failure
+	@set -eu; began=$$SECONDS; \
+	for part in lint types imports unit ranks notebooks book; do $(MAKE) $$part; done; \
+	printf '\n\033[1mAll checks passed in %d s.\033[0m\n' $$((SECONDS - began))
+
+lint: $(STAMP)  ## format, style, spelling, notebooks without outputs
+	$(call step,lint,\
+	    $(BIN)/ruff format --check --quiet . || { echo 'To format: $(BIN)/ruff format .'; exit 1; }; \
+	    $(BIN)/ruff check --quiet .; \
+	    $(BIN)/codespell; \
+	    $(BIN)/nbstripout --verify notebooks/*.ipynb)
+
+types: $(STAMP)  ## mypy, strict
+	$(call step,types,$(BIN)/mypy)
+
+imports: $(STAMP)  ## who may import whom; the plan and the simulator without any third-party package
+	$(call step,imports,\
+	    $(BIN)/lint-imports --no-logo; \
+	    $(BIN)/python -S -c "$$STANDARD_LIBRARY_ONLY")
+
+unit: $(STAMP)  ## tests that start no processes, and the examples in docstrings
+	$(call step,unit tests and doctests,$(BIN)/python -m pytest -q -m 'not ranks' -n 2)
+
+ranks: $(STAMP)  ## tests on real ranks, one after another
+	$(call step,tests on real ranks,$(BIN)/python -m pytest -q -m ranks --durations=5)
+
+notebooks: $(STAMP)  ## run every notebook from top to bottom
+	$(call step,notebooks,\
+	    $(BIN)/python -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=120 --timeout=300 -n 2 --dist loadfile notebooks)
+
+book: $(STAMP)  ## write the book to _build/html; a warning is an error
+	$(call step,book,\
+	    rm -rf _build; \
+	    $(BIN)/python book/vendor.py; \
+	    $(BIN)/jupyter-book build . -W -n --keep-going --all --quiet; \
+	    $(BIN)/python book/check_pages.py _build/html)
+
+clean:  ## remove what was built; .venv stays
+	rm -rf _build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# -S leaves site-packages out, so an import of anything but the standard library fails.
+define STANDARD_LIBRARY_ONLY
+import importlib, pkgutil, sys
+names = ["zero_ref.partition", "zero_ref.layout", "zero_ref.calls", "zero_ref.simulator"]
+for name in names:
+    module = importlib.import_module(name)
+    names += [m.name for m in pkgutil.iter_modules(getattr(module, "__path__", []), name + ".")]
+print("standard library only:", *names)
+endef
+export STANDARD_LIBRARY_ONLY

@@ -1,0 +1,102 @@
+"""Look over the built pages as a reader would stumble over them.
+
+    python book/check_pages.py _build/html
+
+Fails on: a link or file of our own that is not there (a missing anchor too), a picture without a text that
+says what it shows, and, when book/vendor/ was filled, anything a page would load from another host.
+Standard library only.
+"""
+
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+BOOK = Path(__file__).resolve().parent
+LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src"}
+LOADING_RELS = {"stylesheet", "icon", "preload", "modulepreload", "manifest"}
+
+
+class Page(HTMLParser):
+    """What one page links to, loads and shows."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.images_without_text: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Called by the parser for every opening tag."""
+        a = {name: value or "" for name, value in attrs}
+        self.anchors.update(a[name] for name in ("id", "name") if name in a)
+        if tag == "a" and "href" in a:
+            self.links.append(a["href"])
+        if tag in LOADS and LOADS[tag] in a:
+            self.loads.append(a[LOADS[tag]])
+        if tag == "link" and LOADING_RELS & set(a.get("rel", "").split()):
+            self.loads.append(a["href"])
+        if tag == "img" and says_nothing(a.get("alt", "")):
+            self.images_without_text.append(a.get("src", "?"))
+
+
+def says_nothing(alt: str) -> bool:
+    """Whether an alt text is missing or only the file name that Sphinx puts there.
+
+    >>> says_nothing(""), says_nothing("../_images/3f2a.svg"), says_nothing("State bytes by rank.")
+    (True, True, False)
+    """
+    return not alt.strip() or alt.endswith((".png", ".svg", ".jpg", ".jpeg"))
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL is a file of the book: no host and no scheme."""
+    parts = urlsplit(url)
+    return not parts.netloc and parts.scheme == ""
+
+
+def complaints(root: Path, offline: bool) -> list[str]:
+    """Everything wrong with the pages below `root`, a sentence each."""
+    files = [path for path in sorted(root.rglob("*.html")) if "_static" not in path.parts]
+    pages = {path.resolve(): Page(path) for path in files}
+    found = []
+    for path, page in pages.items():
+        where = path.relative_to(root.resolve())
+        for url in page.links + page.loads:
+            if not is_local(url) or url in ("", "#"):
+                continue
+            parts = urlsplit(url)
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            if target.is_dir():
+                target /= "index.html"
+            if not target.exists():
+                found.append(f"{where}: {url} is not there")
+            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
+                found.append(f"{where}: {url} has no such anchor")
+        for url in page.loads:
+            if offline and not is_local(url) and not url.startswith("data:"):
+                found.append(f"{where}: loads {url} from another host, so it does not read offline")
+        for src in page.images_without_text:
+            found.append(
+                f"{where}: {src} has no alt text. For a cell's picture, say what it shows in the cell's "
+                'metadata: "mystnb": {"image": {"alt": "..."}}'
+            )
+    return found if pages else [f"{root}: no pages"]
+
+
+def main() -> None:
+    """Check the pages in the folder given."""
+    root = Path(sys.argv[1])
+    offline = (BOOK / "vendor" / "versions.json").is_file()
+    found = complaints(root, offline)
+    for line in found:
+        print(line)
+    if found:
+        sys.exit(f"book: {len(found)} things to mend in {root}")
+    print(f"book: links, pictures{' and offline reading' if offline else ''} are in order in {root}")
+
+
+if __name__ == "__main__":
+    main()

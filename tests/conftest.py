@@ -1,0 +1,1 @@
+"""Its presence puts this folder on `sys.path`, so that tests in subfolders can import `training` too."""

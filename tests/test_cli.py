@@ -1,0 +1,156 @@
+"""The command line: what it prints, and what it answers to mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zero_ref
+from zero_ref import cli
+from zero_ref.simulator.models import shapes, specs
+from zero_ref.simulator.schedule import schedule
+
+PLAN = ["plan", "--model", "gpt2-xl", "--ranks", "64"]
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert cli.main(["plan", *words, "--json"]) == 0
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return plan
+
+
+def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, "--model", "gpt2-xl", "--ranks", "64")
+    assert plan["elements"] == 1_557_611_200
+    assert plan["tensors"] == 580
+    assert plan["partition"] == "sorted-greedy"
+    assert plan["fullest"] == {"rank": 0, "elements": 80_411_200, "state_bytes": 80_411_200 * 8 + 4}
+    assert plan["largest_tensor"]["elements"] == 80_411_200
+    assert plan["mean"]["elements"] == 1_557_611_200 / 64
+    assert plan["max_over_mean"] == pytest.approx(80_411_200 * 64 / 1_557_611_200)
+    assert plan["unsharded"]["state_bytes"] == 1_557_611_200 * 8 + 580 * 4
+    assert plan["mean"]["state_bytes"] == plan["unsharded"]["state_bytes"] / 64
+    assert plan["messages_per_step"] == {"parameters": 580, "buckets": 64}
+    assert sum(plan["elements_of_rank"]) == plan["elements"]
+    assert min(plan["elements_of_rank"]) == plan["emptiest"]["elements"]
+
+
+@pytest.mark.parametrize("partition", ["sorted-greedy", "sorted_greedy", "registration-greedy", "even"])
+def test_plan_agrees_with_the_schedule(capsys: pytest.CaptureFixture[str], partition: str) -> None:
+    options = ["--partition", partition, "--dtype", "bfloat16", "--optimizer", "Adagrad"]
+    plan = plan_json(capsys, "--model", "gpt2", "--ranks", "7", *options)
+    params = specs(shapes("gpt2"), "bfloat16")
+    foreseen = schedule("zero", params, 7, "Adagrad", ddp_buckets=[], partition=partition)
+    assert plan["fullest"]["state_bytes"] == foreseen.state_bytes[plan["fullest"]["rank"]]
+    assert plan["messages_per_step"]["parameters"] == foreseen.collectives
+    assert plan["dtype"] == "bfloat16"
+
+
+def test_ranks_that_own_nothing_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, "--model", "llama3-8b", "--ranks", "1024")
+    assert plan["ranks_that_own_nothing"] == 733
+    assert plan["emptiest"] == {"rank": 291, "elements": 0, "state_bytes": 0}
+
+
+def test_plan_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    assert cli.main(PLAN) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "gpt2-xl on 64 ranks, sorted-greedy",
+        "1,557,611,200 float32 elements in 580 tensors",
+        "largest: transformer.wte.weight, 50,257 x 1,600 = 80,411,200",
+        "ranks that own nothing: 0",
+        "messages a step: 580 as parameters, 64 as buckets",
+    ):
+        assert line in printed.splitlines()
+    rows = [" ".join(line.split()) for line in printed.splitlines()]
+    assert "fullest: rank 0 80,411,200 3.30x 643.29 MB" in rows
+    assert "an even share: 1/64 24,337,675 1.00x 194.70 MB" in rows
+    assert "without ZeRO: everything 1,557,611,200 64.00x 12.46 GB" in rows
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_table_stays_within_its_width(capsys: pytest.CaptureFixture[str], width: int) -> None:
+    pytest.importorskip("rich")
+    cli.print_plan(cli.plan_of("gpt2", 500, "even", "float32", "Adam"), width=width)
+    assert all(len(line.rstrip()) <= width for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "answers"),
+    [
+        (["plan", "--model", "gpt5", "--ranks", "2"], ["gpt5", "gpt2", "gpt2-medium", "llama3-8b"]),
+        ([*PLAN, "--partition", "evne"], ["evne", "sorted-greedy", "registration-greedy", "even"]),
+        ([*PLAN, "--dtype", "int3"], ["int3", "float32", "bfloat16"]),
+        ([*PLAN, "--optimizer", "adam"], ["adam", "AdamW", "SGD+momentum"]),
+        (["plan", "--model", "gpt2", "--ranks", "0"], ["--ranks: it must be at least 1, got 0"]),
+        (["plan", "--model", "gpt2", "--ranks", "-3"], ["--ranks: it must be at least 1, got -3"]),
+        (["plan", "--model", "gpt2", "--ranks", "four"], ["--ranks: 'four' is not a whole number"]),
+        (["plan", "--model", "gpt2"], ["required: --ranks"]),
+        (["plann"], ["plann", "plan"]),
+        ([], ["required: command"]),
+    ],
+)
+def test_a_mistake_ends_with_code_2_and_the_choices(
+    capsys: pytest.CaptureFixture[str], words: list[str], answers: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    for answer in answers:
+        assert answer in printed.err
+
+
+def test_without_rich_it_says_which_extra_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)  # an import of it then fails
+    assert cli.main(PLAN) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "rich" in printed.err
+    assert 'pip install "zero_ref[lab]"' in printed.err
+
+
+def test_a_broken_module_of_ours_is_not_called_missing() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"zero_ref\.nothing"):
+        cli.need("zero_ref.nothing")
+
+
+def run_bare(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """In an interpreter without site-packages: neither torch nor any extra can be imported."""
+    root = Path(zero_ref.__file__).parents[1]
+    script = f"import sys; sys.path.insert(0, {str(root)!r}); from zero_ref.cli import main; sys.exit(main())"
+    command = [sys.executable, "-I", "-S", "-c", script, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+def test_json_needs_neither_torch_nor_extras() -> None:
+    done = run_bare(*PLAN, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["elements"] == 1_557_611_200
+
+
+def test_help_needs_neither_torch_nor_extras() -> None:
+    done = run_bare("--help")
+    assert done.returncode == 0, done.stderr
+    assert "plan" in done.stdout
+
+
+def test_a_reader_that_goes_away_causes_no_traceback() -> None:
+    root = Path(zero_ref.__file__).parents[1]
+    command = [sys.executable, "-m", "zero_ref.cli", "plan", "--model", "gpt2", "--ranks", "20000", "--json"]
+    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    _, complaints = process.communicate(timeout=60)
+    assert complaints == ""

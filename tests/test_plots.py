@@ -1,0 +1,464 @@
+"""The pictures show what the data says: widths, heights, colours, words."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import integers, lists, sampled_from
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.container import BarContainer
+from matplotlib.patches import Rectangle, StepPatch
+from matplotlib.text import Text
+
+from zero_ref.lab import plots
+from zero_ref.lab.plots._numbers import short_bytes
+from zero_ref.lab.plots._style import PART_COLOURS, RANK_COLOURS, FittingText
+from zero_ref.partition import STRATEGIES, Partition, even, from_lists, sorted_greedy
+from zero_ref.simulator.ledger import MIXED_16, ledger
+
+NUMELS = [600, 500, 400, 100, 0, 30]
+NAMES = ["wte.weight", "h.0.qkv.weight", "h.0.fc.weight", "h.0.proj.weight", "none", "ln_f.bias"]
+LOSSES = [3.0, 2.5, 2.25]
+
+
+def drawn(plot: Callable[[Axes], object], height: float = 4.0) -> Axes:
+    """The Axes after `plot`, with everything laid out and labels fitted to their boxes."""
+    fig, ax = plots.figure(6, height)
+    plot(ax)
+    fig.draw_without_rendering()
+    return ax
+
+
+def widths_of_owner(ax: Axes) -> list[float]:
+    return [
+        sum(path.get_extents().width for path in collection.get_paths())
+        for collection in ax.collections
+        if isinstance(collection, PolyCollection)
+    ]
+
+
+def written(ax: Axes) -> list[str]:
+    return [text.get_text() for text in ax.findobj(Text) if text.get_text()]
+
+
+def boxes_labelled(ax: Axes, label: str) -> list[Rectangle]:
+    return [patch for patch in ax.patches if isinstance(patch, Rectangle) and patch.get_label() == label]
+
+
+# ------------------------------------------------------------------------------------------- shard map
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lists(integers(0, 10**6), min_size=1, max_size=30),
+    integers(1, 70),
+    sampled_from(["sorted_greedy", "even"]),
+)
+def test_each_rank_has_as_much_width_as_it_owns_elements(numels, world_size, strategy):
+    partition = STRATEGIES[strategy](numels, world_size)
+    _, ax = plots.figure(6, 3)
+    plots.shard_map(partition, ax)
+    assert widths_of_owner(ax) == pytest.approx(partition.loads)
+
+
+@pytest.mark.parametrize("world_size", [1, 4, 64])
+def test_the_map_colours_each_owner_as_that_rank(world_size):
+    ax = drawn(lambda ax: plots.shard_map(sorted_greedy([7] * 100, world_size), ax))
+    colours = [to_hex(c.get_facecolor()[0]).upper() for c in ax.collections if isinstance(c, PolyCollection)]
+    assert colours == [plots.rank_colour(rank, world_size) for rank in range(world_size)]
+
+
+def test_parameters_lie_in_registration_order_wherever_their_owner_is():
+    ax = drawn(lambda ax: plots.shard_map(from_lists([60, 40], [[1], [0]]), ax, rows=1))
+    first, second = (c.get_paths()[0].get_extents() for c in ax.collections if isinstance(c, PolyCollection))
+    assert (first.x0, first.x1) == (60, 100)  # rank 0 owns the parameter registered second
+    assert (second.x0, second.x1) == (0, 60)
+
+
+def test_a_cut_parameter_is_marked_and_a_whole_one_is_not():
+    def cuts(partition: Partition) -> list[float]:
+        ax = drawn(lambda ax: plots.shard_map(partition, ax, rows=1))
+        lines = next(c for c in ax.collections if isinstance(c, LineCollection) and c.get_label() == "cuts")
+        return [float(segment[0][0]) for segment in lines.get_segments()]
+
+    assert cuts(even([60, 50, 40, 10], 2, alignment=1)) == [80]
+    assert cuts(sorted_greedy([60, 50, 40, 10], 2)) == []
+
+
+def test_wide_boxes_carry_their_names_and_narrow_ones_a_shorter_form_or_none():
+    ax = drawn(
+        lambda ax: plots.shard_map(sorted_greedy([800, 150, 50], 3), ax, names=["blocks.0.mlp.weight"] * 3)
+    )
+    texts = [text.get_text() for text in ax.texts] + [
+        artist.get_text() for artist in ax.artists if isinstance(artist, FittingText)
+    ]
+    assert texts == ["blocks.0.mlp.weight\n800", "0.mlp\n150", ""]
+
+
+def test_every_label_lies_inside_its_box():
+    fig, ax = plots.figure(6, 4)
+    plots.shard_map(even([10**6] * 7 + [10**4] * 5, 4), ax, names=[f"layer.{i}.weight" for i in range(12)])
+    fig.draw_without_rendering()
+    renderer = fig.canvas.get_renderer()
+    labels = [artist for artist in ax.artists if isinstance(artist, FittingText) and artist.get_text()]
+    assert len(labels) > 7
+    for label in labels:
+        (x0, y0), (x1, y1) = ax.transData.transform([label.box[:2], label.box[2:]])
+        extent = label.get_window_extent(renderer)
+        assert x0 <= extent.x0
+        assert extent.x1 <= x1
+        assert y0 <= extent.y0
+        assert extent.y1 <= y1
+
+
+def test_above_8_ranks_the_owner_is_written():
+    ax = drawn(lambda ax: plots.shard_map(sorted_greedy([50] * 9, 9), ax, rows=3))
+    assert {"0\nrank 0", "8\nrank 8"} <= set(written(ax))
+
+
+def test_a_map_needs_one_name_for_each_parameter():
+    _, ax = plots.figure()
+    with pytest.raises(ValueError, match="1 names for 2 parameters"):
+        plots.shard_map(sorted_greedy([1, 2], 1), ax, names=["only"])
+
+
+# ----------------------------------------------------------------------------------------------- loads
+
+
+@pytest.mark.parametrize("world_size", [1, 4, 64])
+def test_bars_are_as_high_as_the_loads_and_in_the_ranks_colours(world_size):
+    partition = sorted_greedy(range(1, 200), world_size)
+    ax = drawn(lambda ax: plots.loads(partition, ax, bytes_per_element=8))
+    (bars,) = (c for c in ax.containers if isinstance(c, BarContainer))
+    assert [bar.get_height() for bar in bars] == [8 * load for load in partition.loads]
+    assert [to_hex(bar.get_facecolor()).upper() for bar in bars] == [
+        plots.rank_colour(rank, world_size) for rank in range(world_size)
+    ]
+
+
+def test_1024_ranks_are_one_outline_with_the_same_heights():
+    partition = sorted_greedy(range(1, 3000), 1024)
+    ax = drawn(lambda ax: plots.loads(partition, ax, fullest_first=True))
+    (outline,) = (patch for patch in ax.patches if isinstance(patch, StepPatch))
+    assert list(outline.get_data().values) == sorted(partition.loads, reverse=True)
+
+
+def test_mean_and_largest_tensor_are_drawn_and_named():
+    ax = drawn(lambda ax: plots.loads(sorted_greedy([60, 20, 20, 20], 2), ax))
+    levels = {line.get_label(): line.get_ydata()[0] for line in ax.lines}
+    assert levels == {"mean": 60, "largest tensor": 60}
+    assert {"mean\n60", "largest tensor\n60", "Fullest rank: 1 × the mean"} <= set(written(ax))
+
+
+def test_a_largest_tensor_far_above_all_bars_does_not_flatten_them():
+    ax = drawn(lambda ax: plots.loads(even([1000], 10, alignment=1), ax))
+    assert ax.get_ylim()[1] < 200
+    assert [line.get_label() for line in ax.lines] == ["mean"]
+    assert "largest tensor ↑\n1k" in written(ax)
+
+
+def test_ranks_without_anything_are_counted():
+    ax = drawn(lambda ax: plots.loads(sorted_greedy([5, 4], 5), ax))
+    assert ax.get_title(loc="left") == "Fullest rank: 2.78 × the mean; 3 of 5 ranks own nothing"
+
+
+# ------------------------------------------------------------------------------- balance against ranks
+
+
+def test_curves_are_the_fullest_rank_at_each_world_size():
+    world_sizes = [1, 2, 4, 8]
+    ax = drawn(lambda ax: plots.balance_against_ranks(NUMELS, world_sizes, ax, bytes_per_element=8))
+    curves = {line.get_label(): list(line.get_ydata()) for line in ax.lines}
+    assert curves == {
+        "sorted_greedy": [8 * max(sorted_greedy(NUMELS, n).loads) for n in world_sizes],
+        "even": [8 * max(even(NUMELS, n).loads) for n in world_sizes],
+    }
+    assert f"below the largest tensor ({short_bytes(4800)}): only by cutting it" in written(ax)
+
+
+def test_without_bytes_the_curves_are_load_over_mean():
+    ax = drawn(
+        lambda ax: plots.balance_against_ranks([60, 20, 20], [1, 10], ax, strategies=["sorted_greedy"])
+    )
+    assert list(ax.lines[0].get_ydata()) == [1.0, 6.0]
+
+
+def test_an_unknown_strategy_is_named():
+    _, ax = plots.figure()
+    with pytest.raises(ValueError, match="unknown partition 'greedy'.*sorted_greedy"):
+        plots.balance_against_ranks([1], [1], ax, strategies=["greedy"])
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def test_stacks_are_as_high_as_the_bytes_and_in_order():
+    held = {"ddp": [(4, 3, 2), (4, 3, 2)], "zero": [(4, 3, 2), (4, 3, 0)]}
+    ax = drawn(lambda ax: plots.memory_by_rank(held, ax))
+    bars = [c for c in ax.containers if isinstance(c, BarContainer)]
+    assert [(c.get_label(), [(b.get_y(), b.get_height()) for b in c]) for c in bars] == [
+        ("parameters", [(0, 4), (0, 4)]),
+        ("gradients", [(4, 3), (4, 3)]),
+        ("optimizer state", [(7, 2), (7, 2)]),
+        ("parameters", [(0, 4), (0, 4)]),
+        ("gradients", [(4, 3), (4, 3)]),
+        ("optimizer state", [(7, 2), (7, 0)]),
+    ]
+    assert [to_hex(c[0].get_facecolor()) for c in bars[:3]] == [c.lower() for c in PART_COLOURS.values()]
+    assert "9 B" in written(ax)
+
+
+def test_at_1024_ranks_the_outlines_have_the_same_tops():
+    held = {"zero": [(4, 3, rank) for rank in range(1024)]}
+    ax = drawn(lambda ax: plots.memory_by_rank(held, ax))
+    tops = {p.get_label(): list(p.get_data().values) for p in ax.patches if isinstance(p, StepPatch)}
+    assert tops["gradients"] == [7] * 1024
+    assert tops["optimizer state"] == [7 + rank for rank in range(1024)]
+
+
+def test_strategies_with_different_ranks_are_refused():
+    _, ax = plots.figure()
+    with pytest.raises(ValueError, match=r"'zero': 2"):
+        plots.memory_by_rank({"ddp": [(1, 1, 1)], "zero": [(1, 1, 1)] * 2}, ax)
+
+
+def test_ledger_bars_end_at_the_ledgers_total():
+    world_sizes = [1, 4, 64, 1024]
+    ax = drawn(lambda ax: plots.ledger_stages(7_500_000_000, world_sizes, ax), height=5.6)
+    ends = [c[0].get_x() + c[0].get_width() for c in ax.containers if c.get_label() == "optimizer state"]
+    assert ends == pytest.approx(
+        [ledger(7_500_000_000, n, stage).total_bytes for stage in range(4) for n in world_sizes]
+    )
+    # Cells of Table 1 of the ZeRO paper.
+    assert {"120 GB", "52.5 GB", "41.3 GB", "30 GB", "31.4 GB", "16.6 GB", "1.88 GB"} <= set(written(ax))
+
+
+def test_a_ledger_says_what_it_counts():
+    ax = drawn(lambda ax: plots.ledger_stages(1, [1, 4], ax), height=5)
+    assert MIXED_16.summary in ax.get_xlabel().replace("\n", " ")
+
+
+# ---------------------------------------------------------------------------------------------- losses
+
+
+def test_equal_curves_are_all_visible_and_counted():
+    ax = drawn(lambda ax: plots.loss_curves(dict.fromkeys(("ddp", "zero", "even"), LOSSES), ax))
+    widths = [line.get_linewidth() for line in ax.lines]
+    assert [line.get_label() for line in ax.lines] == ["ddp", "zero", "even"]
+    assert all(list(line.get_ydata()) == LOSSES for line in ax.lines)
+    # Each later line leaves at least a point of the earlier one on either side.
+    assert all(below - above >= 2 for below, above in zip(widths, widths[1:]))
+    assert len({line.get_color() for line in ax.lines}) == 3
+    assert ax.get_title(loc="left") == "3 curves coincide"
+
+
+@pytest.mark.parametrize(
+    ("last", "title"),
+    [
+        (2.25 * (1 + 1e-7), "3 curves coincide"),
+        (2.25 * 1.01, "2 of 3 curves coincide; even differs by 1%"),
+        (math.nan, "2 of 3 curves coincide; even cannot be compared"),
+    ],
+)
+def test_a_curve_apart_is_named_with_its_distance(last, title):
+    losses = {"ddp": LOSSES, "zero": list(LOSSES), "even": [*LOSSES[:2], last]}
+    _, ax = plots.figure()
+    assert plots.loss_curves(losses, ax).get_title(loc="left") == title
+
+
+def test_curves_of_different_length_do_not_coincide():
+    _, ax = plots.figure()
+    title = plots.loss_curves({"ddp": LOSSES, "zero": LOSSES[:2]}, ax).get_title(loc="left")
+    assert title == "No two curves coincide; zero cannot be compared"
+
+
+# ------------------------------------------------------------------------------ predicted and measured
+
+
+def test_equal_pairs_lie_on_each_other():
+    rows = [("ddp", "calls", 4, 4), ("zero", "calls", 9, 9), ("zero", "bytes", 10**9, 10**9)]
+    ax = drawn(lambda ax: plots.predicted_against_measured(rows, ax))
+    assert {
+        tuple(line.get_xdata()) for line in ax.lines if line.get_label() in ("predicted", "measured")
+    } == {(0,)}
+    assert ax.get_title() == "3 of 3 predictions equal their measurement"
+    assert "both 1,000,000,000" in written(ax)
+
+
+def test_a_miss_of_one_byte_is_as_visible_as_any():
+    rows = [("ddp", "calls", 4, 4), ("zero", "bytes", 10**9, 10**9 + 1)]
+    ax = drawn(lambda ax: plots.predicted_against_measured(rows, ax))
+    exact, missed = (line for line in ax.lines if line.get_label() == "measured")
+    assert missed.get_xdata()[0] >= 0.2
+    assert missed.get_markersize() > exact.get_markersize()
+    assert missed.get_color() != exact.get_color()
+    assert "1,000,000,000\n≠ 1,000,000,001" in written(ax)
+    assert ax.get_title() == "1 of 2 predictions equals its measurement"
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "place"), [(0, 5, 1.1), (5, 0, -1.1), (1, 100, 1.1), (0, 0, 0)]
+)
+def test_pairs_without_a_ratio_have_a_place(predicted, measured, place):
+    ax = drawn(lambda ax: plots.predicted_against_measured([("zero", "calls", predicted, measured)], ax))
+    (dot,) = (line for line in ax.lines if line.get_label() == "measured")
+    assert dot.get_xdata()[0] == pytest.approx(place)
+
+
+# ------------------------------------------------------------------------------------------------ step
+
+
+@pytest.mark.parametrize("strategy", ["sorted_greedy", "even"])
+def test_before_the_broadcast_each_rank_has_new_values_of_its_own_shard_only(strategy):
+    partition = STRATEGIES[strategy](NUMELS, 3)
+    ax = drawn(lambda ax: plots.step_diagram(partition, ax), height=7)
+    for rank, load in enumerate(partition.loads):
+        new = boxes_labelled(ax, f"local step: new, owner {rank}")
+        old = boxes_labelled(ax, f"local step: old, owner {rank}")
+        assert sum(box.get_width() for box in new) == load
+        assert sum(box.get_width() for box in old) == 2 * load  # on the two other ranks
+        assert {to_hex(box.get_facecolor()).upper() for box in new} <= {RANK_COLOURS[rank]}
+        assert all(box.get_hatch() for box in old)
+
+
+def test_after_the_broadcast_nothing_is_old():
+    ax = drawn(lambda ax: plots.step_diagram(sorted_greedy(NUMELS, 3), ax), height=7)
+    final = [p.get_label() for p in ax.patches if str(p.get_label()).startswith("parameters:")]
+    assert len(final) == 3 * sum(n > 0 for n in NUMELS)
+    assert all(": new," in label for label in final)
+
+
+def test_a_lost_broadcast_leaves_all_but_the_owner_stale():
+    partition = sorted_greedy([60, 50, 40], 3)
+    ax = drawn(lambda ax: plots.step_diagram(partition, ax, lost=[1], stages=["broadcast", "parameters"]))
+    assert len(boxes_labelled(ax, "parameters: stale, owner 1")) == 2
+    assert len(boxes_labelled(ax, "parameters: new, owner 1")) == 1
+    assert {line.get_label() for line in ax.lines if line.get_marker() in "^v"} == {"from 0", "from 2"}
+
+
+def test_each_owner_sends_to_every_other_rank():
+    ax = drawn(lambda ax: plots.step_diagram(sorted_greedy([60, 50, 40], 3), ax, stages=["broadcast"]))
+    for owner in range(3):
+        heads = [line for line in ax.lines if line.get_label() == f"from {owner}"]
+        assert sum(len(line.get_ydata()) for line in heads) == 2
+
+
+def test_a_step_of_more_than_8_ranks_is_refused():
+    _, ax = plots.figure()
+    with pytest.raises(ValueError, match="9 ranks do not fit"):
+        plots.step_diagram(sorted_greedy([1], 9), ax)
+
+
+# ----------------------------------------------------------------------------------- colours and files
+
+
+def test_the_better_of_black_and_white_always_reaches_contrast_4_5():
+    def luminance(colour: str) -> float:
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
+
+    for world_size in (8, 64, 1024):
+        for rank in range(world_size):
+            colour = plots.rank_colour(rank, world_size)
+            lighter, darker = sorted((luminance(colour), luminance(plots.text_colour_on(colour))))[::-1]
+            assert (lighter + 0.05) / (darker + 0.05) >= 4.5, colour
+
+
+def test_many_ranks_get_lighter_in_order():
+    lightness = [sum(to_rgb(plots.rank_colour(rank, 64))[:2]) for rank in range(64)]
+    assert lightness == sorted(lightness)
+
+
+HELD = {"ddp": [(4e6, 4e6, 8e6)] * 4, "zero-with-a-rather-long-name": [(4e6, 4e6, 2e6)] * 4}
+PICTURES: dict[str, Callable[[Axes], object]] = {
+    "map": lambda ax: plots.shard_map(sorted_greedy(NUMELS, 4), ax, names=NAMES),
+    "map of 1 rank": lambda ax: plots.shard_map(sorted_greedy(NUMELS, 1), ax),
+    "map of 64 ranks": lambda ax: plots.shard_map(even([10**6] * 50, 64), ax),
+    "map of 1,024 ranks": lambda ax: plots.shard_map(even([10**6] * 50, 1024), ax),
+    "map of nothing": lambda ax: plots.shard_map(sorted_greedy([0, 0], 3), ax),
+    "map with a dollar": lambda ax: plots.shard_map(sorted_greedy([5], 1), ax, names=["cost_$\\frac$"]),
+    "loads": lambda ax: plots.loads(sorted_greedy(NUMELS, 4), ax),
+    "loads of nothing": lambda ax: plots.loads(sorted_greedy([0], 3), ax),
+    "loads of 1,024 ranks": lambda ax: plots.loads(even([10**6], 1024), ax, bytes_per_element=8),
+    "balance": lambda ax: plots.balance_against_ranks(NUMELS, [1, 2, 4, 8], ax),
+    "balance at 1 rank": lambda ax: plots.balance_against_ranks(NUMELS, [1], ax),
+    "memory": lambda ax: plots.memory_by_rank(HELD, ax),
+    "memory of nothing": lambda ax: plots.memory_by_rank({"zero": [(0, 0, 0)]}, ax),
+    "ledger": lambda ax: plots.ledger_stages(10**9, [1, 4], ax),
+    "losses": lambda ax: plots.loss_curves({"ddp": LOSSES, "zero": LOSSES}, ax),
+    "one loss": lambda ax: plots.loss_curves({"ddp": [3.0]}, ax),
+    "pairs": lambda ax: plots.predicted_against_measured(
+        [("zero-even-with-a-long-name", "bytes of optimizer state on the fullest rank", 10**12, 10**12 + 1)],
+        ax,
+    ),
+    "step": lambda ax: plots.step_diagram(even(NUMELS, 4), ax, names=NAMES),
+    "step of 1 rank": lambda ax: plots.step_diagram(sorted_greedy(NUMELS, 1), ax),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_has_the_same_bytes_every_time_and_warns_of_nothing(name, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a missing glyph, a layout that found no room
+        for attempt in ("first", "second"):
+            fig, ax = plots.figure(6, 4)
+            assert PICTURES[name](ax) is ax
+            plots.save(fig, tmp_path / f"{attempt}.svg")
+            plots.save(fig, tmp_path / f"{attempt}.png")
+            plots.save(fig, tmp_path / f"{attempt} again.svg")
+    svg = (tmp_path / "first.svg").read_bytes()
+    assert svg == (tmp_path / "second.svg").read_bytes() == (tmp_path / "first again.svg").read_bytes()
+    assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
+    assert b"<dc:date>" not in svg
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_no_text_is_cut_off_by_the_edge_of_the_picture(name):
+    fig, ax = plots.figure(6, 4)
+    PICTURES[name](ax)
+    fig.draw_without_rendering()
+    for text in fig.findobj(Text):
+        if text.get_text() and text.get_visible():
+            extent = text.get_window_extent()
+            assert fig.bbox.x0 <= extent.x0, text
+            assert extent.x1 <= fig.bbox.x1, text
+            assert fig.bbox.y0 <= extent.y0, text
+            assert extent.y1 <= fig.bbox.y1, text
+
+
+def test_a_picture_is_the_same_whatever_the_callers_settings_and_leaves_them_alone(tmp_path):
+    def svg() -> str:
+        fig, ax = plots.figure()
+        PICTURES["loads"](ax)
+        return fig._repr_svg_()
+
+    plain = svg()
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "black", "svg.hashsalt": None}):
+        before = dict(matplotlib.rcParams)
+        assert svg() == plain
+        assert dict(matplotlib.rcParams) == before
+
+
+def test_a_picture_is_drawn_into_an_axes_made_elsewhere(tmp_path):
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(8, 4), layout="constrained")
+    left, right = fig.subplots(1, 2)
+    plots.shard_map(sorted_greedy(NUMELS, 4), left)
+    plots.loads(sorted_greedy(NUMELS, 4), right)
+    plots.save(fig, tmp_path / "both.svg")
+    assert (tmp_path / "both.svg").stat().st_size > 1000
+
+
+def test_only_svg_and_png_are_written(tmp_path: Path):
+    fig, _ = plots.figure()
+    with pytest.raises(ValueError, match=r"'picture.pdf'.*\.svg or \.png"):
+        plots.save(fig, tmp_path / "picture.pdf")

@@ -1,0 +1,278 @@
+"""The schedule: calls and bytes by hand, by property, and equal to what the optimizer really does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, strategies as st
+
+from zero_ref.calls import Call
+from zero_ref.lab import virtual
+from zero_ref.lab.meter import held_bytes, recording
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.partition import ParamSpec, from_lists
+from zero_ref.simulator.models import from_module, shapes, specs
+from zero_ref.simulator.schedule import STRATEGIES, ddp_buckets, schedule
+
+MIB = 2**20
+
+params_of_model = st.lists(
+    st.builds(
+        lambda numel, dtype, trainable: ParamSpec(numel, dtype, trainable=trainable),
+        st.integers(0, 10**6),
+        st.sampled_from(["float32", "bfloat16"]),
+        st.sampled_from([True, True, True, False]),
+    ),
+    min_size=1,
+    max_size=20,
+)
+sharded = [name for name, plan in STRATEGIES.items() if plan.partition]
+
+
+def broadcasts(calls: Sequence[Call]) -> list[Call]:
+    return [call for call in calls if call.op == "broadcast"]
+
+
+# ----------------------------------------------------------------------------------------------- example
+
+
+def test_ddp_only_reduces_gradients() -> None:
+    plan = schedule("ddp", [ParamSpec(600), ParamSpec(400)], world_size=4, ddp_buckets=[[1], [0]])
+    assert plan.calls == (Call("all_reduce", 1600), Call("all_reduce", 2400))
+    assert plan.state_bytes == (2 * 4000 + 8,) * 4
+    assert plan.parameter_bytes == plan.gradient_bytes == (4000,) * 4
+
+
+def test_zero_then_sends_each_parameter_from_its_owner_owner_by_owner() -> None:
+    plan = schedule("zero", [ParamSpec(n) for n in (600, 500, 400, 100)], world_size=2)
+    assert plan.calls == (
+        Call("all_reduce", 6400),
+        Call("broadcast", 2400, peer=0),
+        Call("broadcast", 400, peer=0),
+        Call("broadcast", 2000, peer=1),
+        Call("broadcast", 1600, peer=1),
+    )
+    assert plan.collectives == 5
+    assert plan.payload_bytes == 2 * 6400
+    assert plan.state_bytes == (2 * 4 * 700 + 8, 2 * 4 * 900 + 8)
+    assert plan.state_bytes_max == 7208
+
+
+def test_buckets_send_one_message_an_owner_and_pad_the_parameters() -> None:
+    params = [ParamSpec(n) for n in (600, 500, 400, 101)]
+    plan = schedule("zero-bucket", params, world_size=2)
+    assert broadcasts(plan.calls) == [Call("broadcast", 4 * 701, peer=0), Call("broadcast", 4 * 900, peer=1)]
+    # 701 is padded to 704 so that rank 1's run begins on a multiple of 16, and 704 + 900 to 1616.
+    assert plan.parameter_bytes == (4 * 1616,) * 2
+    assert plan.parameter_bytes_max == 4 * 1616
+    assert plan.gradient_bytes_max == 4 * 1601
+
+
+def test_an_even_share_costs_every_rank_the_same() -> None:
+    plan = schedule("zero-even", [ParamSpec(1024), ParamSpec(1024)], world_size=4)
+    assert broadcasts(plan.calls) == [Call("broadcast", 4 * 512, peer=owner) for owner in range(4)]
+    assert plan.state_bytes == (2 * 4 * 512 + 4,) * 4
+
+
+def test_frozen_parameters_have_no_gradient_no_state_and_are_not_sent() -> None:
+    params = [ParamSpec(600), ParamSpec(500, trainable=False), ParamSpec(100)]
+    for strategy in STRATEGIES:
+        plan = schedule(strategy, params, world_size=2)
+        assert plan.gradient_bytes == (2800, 2800)
+        assert min(plan.parameter_bytes) >= 4800
+        assert sum(call.nbytes for call in plan.calls) == 2800 * (1 if strategy == "ddp" else 2)
+    assert sum(schedule("zero", params, world_size=2).state_bytes) == 2 * 2800 + 8
+
+
+def test_a_single_rank_reduces_but_broadcasts_nothing() -> None:
+    for strategy in STRATEGIES:
+        assert schedule(strategy, [ParamSpec(10)], world_size=1).calls == (Call("all_reduce", 40),)
+
+
+def test_a_partition_of_ones_own_takes_the_place_of_the_strategys() -> None:
+    params = [ParamSpec(6), ParamSpec(5)]
+    plan = schedule("zero", params, world_size=2, partition=[[1], [0]])
+    assert broadcasts(plan.calls) == [Call("broadcast", 20, peer=0), Call("broadcast", 24, peer=1)]
+    assert schedule("zero", params, 2, partition=from_lists([6, 5], [[1], [0]])) == plan
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: schedule("zero3", [ParamSpec(1)], 1),
+            "'zero3'; choose one of ddp, zero, zero-bucket, zero-even",
+        ),
+        (lambda: schedule("zero", [ParamSpec(1)], 0), "world_size must be at least 1 rank"),
+        (lambda: schedule("zero", [ParamSpec(1)], 1, "Adan"), "unknown optimizer 'Adan'"),
+        (lambda: schedule("ddp", [ParamSpec(1)], 1, partition="even"), "'ddp' shards nothing"),
+        (lambda: ddp_buckets([ParamSpec(1)] * 3, order=[0, 1]), "each of the 3 .* lists 2, 2 of them"),
+        (
+            lambda: ddp_buckets([ParamSpec(1)] * 3, order=[0, 1, 1]),
+            "lists 3, 2 of them trainable and different",
+        ),
+    ],
+)
+def test_mistakes_are_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_bucket_is_closed_once_it_reaches_the_cap() -> None:
+    params = [ParamSpec(n) for n in (6, 5, 4, 1)]  # 24, 20, 16 and 4 bytes
+    assert ddp_buckets(params, cap_bytes=20) == [[3, 2], [1], [0]]
+    assert ddp_buckets(params, cap_bytes=21) == [[3, 2, 1], [0]]
+    assert ddp_buckets(params, cap_bytes=20, first_cap_bytes=1) == [[3], [2, 1], [0]]
+    assert ddp_buckets(params, order=[0, 1, 2, 3], cap_bytes=20) == [[0], [1], [2, 3]]
+
+
+def test_by_default_the_first_bucket_is_one_mib_and_the_others_25() -> None:
+    params = [ParamSpec(MIB // 4) for _ in range(60)]  # 1 MiB each
+    assert [len(bucket) for bucket in ddp_buckets(params)] == [1, 25, 25, 9]
+    assert [len(bucket) for bucket in ddp_buckets(params, cap_bytes=25 * MIB)] == [25, 25, 10]
+
+
+def test_each_dtype_has_buckets_of_its_own_and_frozen_parameters_none() -> None:
+    params = [
+        ParamSpec(10),
+        ParamSpec(10, "bfloat16"),
+        ParamSpec(10, trainable=False),
+        ParamSpec(10),
+        ParamSpec(10, "bfloat16"),
+    ]
+    assert ddp_buckets(params, cap_bytes=80) == [[3, 0], [4, 1]]
+    # What never reaches the cap comes last, the dtype met last first.
+    assert ddp_buckets(params, cap_bytes=1000) == [[3, 0], [4, 1]]
+    assert ddp_buckets(params, order=[3, 4, 0, 1], cap_bytes=1000) == [[4, 1], [3, 0]]
+
+
+def test_gpt2_xl_on_64_ranks() -> None:
+    params = specs(shapes("gpt2-xl"))
+    assert len(broadcasts(schedule("zero", params, 64).calls)) == 580
+    for strategy in ("zero-bucket", "zero-even"):
+        plan = schedule(strategy, params, 64)
+        assert [call.peer for call in broadcasts(plan.calls)] == list(range(64))
+    assert schedule("zero", params, 64).state_bytes_max == 80_411_200 * 8 + 4
+    assert schedule("zero-even", params, 64).state_bytes_max < 194_710_000
+
+
+# ---------------------------------------------------------------------------------------------- property
+
+
+@given(params_of_model, st.integers(1, 8), st.sampled_from(list(STRATEGIES)))
+def test_gradients_travel_once_and_sharded_parameters_once_more(
+    params: list[ParamSpec], world_size: int, strategy: str
+) -> None:
+    plan = schedule(strategy, params, world_size)
+    gradients = plan.gradient_bytes[0]
+    assert sum(call.nbytes for call in plan.calls if call.op == "all_reduce") == gradients
+    sends = strategy != "ddp" and world_size > 1
+    assert sum(call.nbytes for call in broadcasts(plan.calls)) == (gradients if sends else 0)
+    assert all(call.nbytes > 0 for call in broadcasts(plan.calls))
+    assert len(plan.parameter_bytes) == len(plan.gradient_bytes) == len(plan.state_bytes) == world_size
+
+
+@given(params_of_model, st.integers(1, 8), st.sampled_from(sharded))
+def test_a_rank_keeps_state_for_what_it_sends(
+    params: list[ParamSpec], world_size: int, strategy: str
+) -> None:
+    plan = schedule(strategy, params, world_size, "SGD+momentum")  # one tensor, no scalars: bytes = elements
+    if world_size > 1:
+        sent = [0] * world_size
+        for call in broadcasts(plan.calls):
+            assert call.peer is not None
+            sent[call.peer] += call.nbytes
+        assert tuple(sent) == plan.state_bytes
+    assert sum(plan.state_bytes) == schedule("ddp", params, 1, "SGD+momentum").state_bytes[0]
+
+
+@given(params_of_model, st.integers(1, 8))
+def test_buckets_never_send_more_messages_than_parameters(params: list[ParamSpec], world_size: int) -> None:
+    by_bucket = schedule("zero-bucket", params, world_size)
+    by_parameter = schedule("zero", params, world_size)
+    assert by_bucket.collectives <= by_parameter.collectives
+    assert by_bucket.payload_bytes == by_parameter.payload_bytes
+    assert by_bucket.state_bytes == by_parameter.state_bytes
+
+
+@given(params_of_model, st.integers(1, 10**7), st.integers(1, 10**7), st.randoms(use_true_random=False))
+def test_every_trainable_parameter_is_in_one_bucket_and_only_the_last_may_be_small(
+    params: list[ParamSpec], cap: int, first_cap: int, rng: random.Random
+) -> None:
+    trainable = [index for index, param in enumerate(params) if param.trainable]
+    order = rng.sample(trainable, len(trainable))
+    buckets = ddp_buckets(params, order, cap, first_cap)
+    assert sorted(index for bucket in buckets for index in bucket) == trainable
+    for bucket in buckets:
+        assert len({params[index].dtype for index in bucket}) == 1
+        assert [order.index(index) for index in bucket] == sorted(order.index(index) for index in bucket)
+
+
+# ------------------------------------------------------------------------------------------------ parity
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_buckets_are_those_of_ddps_own_rule(seed: int) -> None:
+    rng = random.Random(seed)
+    dtypes = rng.sample(["float32", "bfloat16", "float64", "float16", "complex64"], rng.randint(1, 5))
+    params = [ParamSpec(rng.choice([0, 1, 5, rng.randint(1, 200)]), rng.choice(dtypes)) for _ in range(30)]
+    order = rng.sample(range(30), 30)
+    first_cap, cap = rng.randint(1, 400), rng.randint(1, 1500)
+    tensors = [torch.empty(params[i].numel, dtype=getattr(torch, params[i].dtype)) for i in order]
+    # What the Reducer calls when it rebuilds its buckets.
+    theirs, _ = dist._compute_bucket_assignment_by_size(tensors, [first_cap, cap], [], order)
+    assert ddp_buckets(params, order, cap, first_cap) == theirs
+
+
+def model_of_many_kinds() -> torch.nn.Module:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(40, 30),
+        torch.nn.LayerNorm(30),
+        torch.nn.Linear(30, 25, dtype=torch.bfloat16),
+        torch.nn.Linear(25, 20, dtype=torch.bfloat16),
+        torch.nn.Linear(20, 17),
+    )
+    model.register_parameter("empty", torch.nn.Parameter(torch.empty(0)))
+    model[1].bias.requires_grad_(False)
+    model[3].weight.requires_grad_(False)
+    return model
+
+
+def measured(comm: Any, strategy: str, optimizer_class: type[torch.optim.Optimizer]) -> tuple[Any, Any]:
+    plan = STRATEGIES[strategy]
+    model = model_of_many_kinds()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        optimizer_class,
+        comm,
+        parameters_as_bucket_view=plan.buckets,
+        partition=plan.partition,
+        lr=0.01,
+    )
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = torch.ones_like(param)
+    with recording(comm) as calls:
+        optimizer.step()
+    return calls, held_bytes(model.parameters(), optimizer)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("world_size", [1, 2, 5, 16])
+@pytest.mark.parametrize("strategy", sharded)
+def test_the_optimizer_does_on_virtual_ranks_what_the_schedule_says(
+    strategy: str, world_size: int, optimizer_class: type[torch.optim.Optimizer]
+) -> None:
+    params = from_module(model_of_many_kinds())
+    plan = schedule(strategy, params, world_size, optimizer_class.__name__)
+    of_rank = virtual.run(measured, world_size, strategy, optimizer_class)
+    for rank, (calls, held) in enumerate(of_rank):
+        assert tuple(calls) == tuple(broadcasts(plan.calls))
+        assert held.parameters == plan.parameter_bytes[rank]
+        assert held.gradients == plan.gradient_bytes[rank]
+        assert held.optimizer_state == plan.state_bytes[rank]

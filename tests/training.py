@@ -1,0 +1,196 @@
+"""What the optimizer's tests train: an awkward model, data that differ by rank, and a plain run to equal.
+
+A test writes its training as a script, a generator that yields after each update:
+
+    def script(model, optimizer, backward):
+        for step in range(3):
+            backward(step)
+            optimizer.step()
+            yield
+
+`assert_trains_as_plain(script, ...)` runs it once with the plain torch optimizer and once on each virtual rank
+with ZeroRedundancyOptimizer, and wants every parameter equal bit for bit at every yield.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from zero_ref.collectives import Collectives
+from zero_ref.lab import virtual
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.partition import Partition, even, sorted_greedy
+
+Backward = Callable[[int], None]
+Script = Callable[[Any, Optimizer, Backward], Iterator[None]]
+Snapshot = list[torch.Tensor]
+
+
+def dealt(numels: Sequence[int], world_size: int) -> list[list[int]]:
+    """A user's own rule: parameter i to rank i mod N, as lists of parameter numbers."""
+    return [list(range(rank, len(numels), world_size)) for rank in range(world_size)]
+
+
+def cut_anywhere(numels: Sequence[int], world_size: int) -> Partition:
+    """A user's own rule that returns a Partition: another alignment than the default."""
+    return even(numels, world_size, alignment=128)
+
+
+def finished_partition(numels: Sequence[int], world_size: int) -> Partition:
+    return sorted_greedy(list(numels), world_size)
+
+
+WHOLE: list[Any] = ["sorted_greedy", "registration_greedy", dealt]
+PARTITIONS: list[Any] = [*WHOLE, "even", cut_anywhere]
+MODES = list(itertools.product(PARTITIONS, [False, True]))  # (partition, parameters_as_bucket_view)
+
+
+class Tangle(nn.Module):
+    """A small language model with every kind of parameter that the optimizer must take.
+
+    An embedding tied to the output, a channels_last convolution, a scalar, one without elements, a frozen one,
+    one large enough for `even` to cut. Inputs are (batch, 16) token numbers below 13.
+    """
+
+    def __init__(self, seed: int = 0, channels_last: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 8)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 70)
+        self.down = nn.Linear(70, 8, bias=False)
+        self.scale = nn.Parameter(torch.empty(()))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.shift = nn.Parameter(torch.empty(8), requires_grad=False)
+        generator = torch.Generator().manual_seed(seed)  # the global one is shared by all virtual ranks
+        for param in self.parameters():
+            with torch.no_grad():
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
+        if channels_last:
+            self.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.out = nn.Linear(8, 13, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x + self.conv(x.view(-1, 4, 4, 8)).reshape(x.shape) + self.shift
+        x = x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+        return self.out(x[:, :-1]) + self.nothing.sum()
+
+
+def loss_on_own_data(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The loss of a Tangle on tokens that no other rank and no other step sees."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(0, 13, (2, 16), generator=generator)
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def snapshot(model: nn.Module) -> Snapshot:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def fill_gradients(
+    params: Sequence[torch.Tensor], step: int, world_size: int, comm: Collectives | None = None
+) -> None:
+    """Give each trainable parameter the average of random gradients that differ by rank.
+
+    With `comm` a rank makes its own and all-reduces them; without, all ranks' are summed here, in the same order.
+    """
+
+    def of_rank(rank: int, index: int, param: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10_000 * step + 100 * index + rank)
+        values = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
+        return torch.empty_like(param).copy_(values)
+
+    for index, param in enumerate(params):
+        if not param.requires_grad:
+            continue
+        with torch.no_grad():
+            if comm is None:
+                total = of_rank(0, index, param)
+                for rank in range(1, world_size):
+                    total = total + of_rank(rank, index, param)
+            else:
+                total = of_rank(comm.rank, index, param)
+                comm.all_reduce(total).wait()
+            param.grad = total / world_size
+
+
+def run_script(
+    script: Script, model: nn.Module, optimizer: Optimizer, world_size: int, comm: Collectives | None = None
+) -> list[Snapshot]:
+    """The parameters after each yield of `script`."""
+
+    def backward(step: int) -> None:
+        fill_gradients(list(model.parameters()), step, world_size, comm)
+
+    return [snapshot(model) for _ in script(model, optimizer, backward)]
+
+
+def assert_same(ours: list[Snapshot], plain: list[Snapshot], label: str) -> None:
+    """Equal bit for bit, parameter by parameter, at every step."""
+    assert len(ours) == len(plain) > 0, f"{label}: {len(ours)} steps against {len(plain)}"
+    for step, (a, b) in enumerate(zip(ours, plain, strict=True)):
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert x.dtype == y.dtype, f"{label}: step {step}, parameter {index}: {x.dtype}, not {y.dtype}"
+            assert x.isfinite().all(), f"{label}: step {step}, parameter {index} is not finite"
+            assert torch.equal(x, y), (
+                f"{label}: step {step}, parameter {index} of shape {tuple(x.shape)} differs by up to "
+                f"{(x - y).abs().max():.2e}"
+            )
+
+
+def assert_moved(model: nn.Module, before: Snapshot, after: Snapshot) -> None:
+    """Every trainable parameter moved: else equality would show nothing."""
+    for (name, param), old, new in zip(model.named_parameters(), before, after, strict=True):
+        if param.requires_grad and param.numel():
+            assert not torch.equal(old.double(), new.double()), f"{name} did not move"
+
+
+def describe(partition: object) -> str:
+    return getattr(partition, "__name__", None) or (partition if isinstance(partition, str) else "given")
+
+
+def assert_trains_as_plain(
+    script: Script,
+    optimizer_class: type[Optimizer] = torch.optim.AdamW,
+    *,
+    world_sizes: Sequence[int] = (1, 3),
+    modes: Sequence[tuple[Any, bool]] = MODES,
+    make_model: Callable[[], nn.Module] = Tangle,
+    groups: Callable[[Any], Any] = lambda model: model.parameters(),
+    check_moved: bool = True,
+    **options: Any,
+) -> None:
+    """See the module's text. `groups(model)` gives the optimizer's `params`."""
+    for world_size in world_sizes:
+        model = make_model()
+        before = snapshot(model)
+        plain = run_script(script, model, optimizer_class(groups(model), **options), world_size)
+        if check_moved:
+            assert_moved(model, before, plain[-1])
+
+        for partition, as_view in modes:
+
+            def on_rank(comm: Collectives, partition: Any = partition, as_view: bool = as_view) -> list[Snapshot]:
+                model = make_model()
+                optimizer = ZeroRedundancyOptimizer(
+                    groups(model),
+                    optimizer_class,
+                    comm,
+                    parameters_as_bucket_view=as_view,
+                    partition=partition,
+                    **options,
+                )
+                return run_script(script, model, optimizer, comm.world_size, comm)
+
+            for rank, ours in enumerate(virtual.run(on_rank, world_size, timeout=20)):
+                label = f"{optimizer_class.__name__}, {describe(partition)}, bucket view {as_view}"
+                assert_same(ours, plain, f"{label}, rank {rank} of {world_size}")

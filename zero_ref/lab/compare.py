@@ -1,0 +1,184 @@
+"""One model, one seed, several strategies: trained on real ranks, each beside its prediction.
+
+What `zero-ref train` runs and prints; `zero_ref.lab.demo` adds pictures and a page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from zero_ref.lab import ranks
+from zero_ref.lab.config import TrainConfig
+from zero_ref.lab.meter import HeldBytes
+from zero_ref.lab.train import Outcome, outcome, predict, train
+
+ROW_NAMES = {
+    "state_bytes_max": "optimizer state, MB",
+    "parameter_bytes_max": "parameters, MB",
+    "gradient_bytes_max": "gradients, MB",
+    "collectives": "collectives a step",
+    "payload_bytes": "payload a step, MB",
+}
+"""How the quantities of an Outcome are called in tables and pictures."""
+
+LOSS_TOLERANCE = 1e-6
+"""Relative. The strategies do the same arithmetic on the same numbers, so it is generous: they agree bit for
+bit on Gloo. NCCL may add gradients in another order from run to run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One strategy's outcome, and what each rank held."""
+
+    outcome: Outcome
+    held: list[HeldBytes]
+
+
+def compare(
+    strategies: Sequence[str], config: TrainConfig, world_size: int, console: Console, timeout: float = 3600.0
+) -> list[Run]:
+    """Train under each strategy in turn, from the same seed, on `world_size` ranks of this machine.
+
+    Args:
+        config: its `strategy` is replaced.
+        console: shows a progress bar for each.
+        timeout: seconds for each strategy.
+    Raises:
+        RankError: a rank failed.
+    """
+    runs = []
+    for strategy in strategies:
+        of_strategy = replace(config, strategy=strategy)
+        plan = predict(of_strategy, world_size)  # before anything runs
+        with _progress_bar(f"{strategy:<12}", config.steps, console) as report:
+            measured = ranks.run(train, world_size, of_strategy, report, timeout=timeout)
+        runs.append(Run(outcome(of_strategy, plan, measured), [rank.held for rank in measured]))
+    return runs
+
+
+class ProgressFile:
+    """What rank 0 calls after each step: it is in another process, so it leaves a line in a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, step: int, loss: float) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{step} {loss}\n")
+
+
+@contextlib.contextmanager
+def _progress_bar(name: str, steps: int, console: Console) -> Iterator[ProgressFile]:
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    with tempfile.TemporaryDirectory() as folder, bar:
+        report = ProgressFile(os.path.join(folder, "progress"))
+        task = bar.add_task(name, total=steps, loss="    -")
+        done = threading.Event()
+
+        def show() -> None:
+            with contextlib.suppress(OSError, IndexError, ValueError):  # nothing there yet
+                step, loss = Path(report.path).read_text().splitlines()[-1].split()
+                bar.update(task, completed=int(step), loss=f"{float(loss):.3f}")
+
+        def watch() -> None:
+            while not done.wait(0.2):
+                show()
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield report
+        finally:
+            done.set()
+            watcher.join()
+            show()
+
+
+# ------------------------------------------------------------------------------------------ what is shown
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """Predicted | measured for each quantity and strategy, on the rank that has most of it."""
+    shown = Table(
+        title="on the fullest rank: predicted | measured", title_justify="left", box=None, pad_edge=False
+    )
+    shown.add_column("")
+    for result in outcomes:
+        shown.add_column(result.strategy, justify="right")
+    for quantity, name in ROW_NAMES.items():
+        cells = []
+        for result in outcomes:
+            pair = result.pairs()[quantity]
+            scale = 1 if quantity == "collectives" else 1e6
+            digits = 0 if quantity == "collectives" else 3
+            text = f"{pair.predicted / scale:.{digits}f} | {pair.measured / scale:.{digits}f}"
+            cells.append(text if pair.predicted == pair.measured else f"[bold red]{text}[/]")
+        shown.add_row(name, *cells)
+    shown.add_row("step time, ms", *(f"{result.step_ms:.0f}" for result in outcomes))
+    shown.add_row("held-out loss, nats", *(f"{result.final_loss:.6f}" for result in outcomes))
+    return shown
+
+
+def as_json(outcomes: Sequence[Outcome], config: TrainConfig) -> dict[str, Any]:
+    """Everything that was predicted and measured, as plain values."""
+    return {
+        "ranks": outcomes[0].ranks,
+        "steps": config.steps,
+        "environment": environment(outcomes[0].ranks),
+        "strategies": {result.strategy: result.as_json() for result in outcomes},
+    }
+
+
+def environment(world_size: int) -> dict[str, str]:
+    """What numbers such as step times depend on."""
+    backend = ranks.choose_backend(world_size)
+    device = torch.cuda.get_device_name(0) if backend == "nccl" else f"{os.cpu_count()} CPU cores"
+    return {
+        "ranks": f"{world_size}, {backend}",
+        "machine": f"{device}, {platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def problems(outcomes: Sequence[Outcome]) -> list[str]:
+    """What is not as it must be, in words; empty if predictions hold and losses agree."""
+    found = []
+    for result in outcomes:
+        for quantity, pair in result.pairs().items():
+            if pair.predicted != pair.measured:
+                found.append(
+                    f"{result.strategy}: {quantity} predicted {pair.predicted}, measured {pair.measured}"
+                )
+        if not result.calls_equal:
+            found.append(
+                f"{result.strategy}: the calls of a step are not those predicted, or not in their order"
+            )
+    reference = outcomes[0]
+    for result in outcomes[1:]:
+        if not abs(result.final_loss - reference.final_loss) <= LOSS_TOLERANCE * abs(reference.final_loss):
+            found.append(
+                f"{result.strategy}: final loss {result.final_loss!r}, "
+                f"{reference.strategy}: {reference.final_loss!r}"
+            )
+    return found

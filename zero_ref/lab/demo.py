@@ -1,0 +1,132 @@
+"""The demo: a small GPT under every strategy, one table, a few pictures and a page that shows them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from zero_ref.lab import plots, ranks
+from zero_ref.lab.compare import ROW_NAMES, Run, as_json, compare, environment, problems, table
+from zero_ref.lab.config import TrainConfig
+from zero_ref.lab.model import GPT
+from zero_ref.lab.report import Check, Exhibit, write_report
+from zero_ref.partition import plan_partition
+from zero_ref.simulator.models import from_module
+from zero_ref.simulator.schedule import STRATEGIES
+
+
+def run_demo(folder: Path, config: TrainConfig, world_size: int, console: Console) -> int:
+    """Train under every strategy; print the table, write pictures and a page.
+
+    Returns:
+        The exit code: 0, or 1 where a prediction or a loss is off.
+    """
+    total = sum(param.numel() for param in GPT(config.model).parameters())
+    console.print(
+        f"A GPT of {total:,} parameters learns Python's language reference on {world_size} ranks "
+        f"({ranks.choose_backend(world_size)}), {config.steps} steps under each strategy.\n"
+    )
+    runs = compare(list(STRATEGIES), config, world_size, console)
+    outcomes = [run.outcome for run in runs]
+    console.print()
+    console.print(table(outcomes))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "outcome.json").write_text(json.dumps(as_json(outcomes, config), indent=2) + "\n")
+    page = write_page(folder, runs, config)
+    found = problems(outcomes)
+    for problem in found:
+        console.print(f"[bold red]{problem}[/]")
+    if not found:
+        count = sum(len(result.pairs()) for result in outcomes)
+        console.print(f"\nAll {count} predictions equal their measurement, and the losses agree.")
+    console.print(f"Pictures and page: {page}", soft_wrap=True)
+    return 1 if found else 0
+
+
+def write_page(folder: Path, runs: Sequence[Run], config: TrainConfig) -> Path:
+    """Draw what was measured as PNG files, and one HTML page that holds them all."""
+    outcomes = [run.outcome for run in runs]
+    world_size = outcomes[0].ranks
+    specs = from_module(GPT(config.model))
+    exhibits: list[tuple[Path, plots.Picture, str, str]] = []
+
+    def draw(name: str, size: tuple[float, float], caption: str, alt: str) -> Any:
+        figure, ax = plots.figure(*size)
+        exhibits.append((folder / f"{name}.png", figure, caption, alt))
+        return ax
+
+    plots.memory_by_rank(
+        {run.outcome.strategy: run.held for run in runs},
+        draw(
+            "memory",
+            (7, 3.6),
+            "What each rank held after the last step, measured. ZeRO divides the optimizer state only.",
+            f"Stacked bars for {world_size} ranks under each strategy: parameters and gradients are the same "
+            "everywhere; optimizer state is whole under DDP and divided under the ZeRO strategies.",
+        ),
+    )
+    for rule in ("sorted_greedy", "even"):
+        plots.shard_map(
+            plan_partition(rule, specs, world_size),
+            draw(
+                f"shards-{rule.replace('_', '-')}",
+                (7, 3.2),
+                f"Who owns what under the partition {rule}, to scale.",
+                f"The model's parameters end to end, coloured by the rank that owns them under {rule}.",
+            ),
+            names=[spec.name for spec in specs],
+        )
+    plots.loss_curves(
+        {result.strategy: result.losses for result in outcomes},
+        draw(
+            "losses",
+            (7, 3.2),
+            "Training loss at each step, the mean over ranks.",
+            "One loss curve for each strategy; they lie on each other.",
+        ),
+    )
+    rows = [
+        (result.strategy, ROW_NAMES[quantity].removesuffix(", MB"), pair.predicted, pair.measured)
+        for result in outcomes
+        for quantity, pair in result.pairs().items()
+    ]
+    plots.predicted_against_measured(
+        rows,
+        draw(
+            "predicted-measured",
+            (7, 7),
+            "Each prediction, made before the run, and what was measured.",
+            "A ring for each prediction and a dot for its measurement, all dots inside their rings "
+            "if the predictions hold.",
+        ),
+    )
+    for path, figure, _, _ in exhibits:
+        plots.save(figure, path)
+    page = folder / "index.html"
+    table_rows: list[list[Any]] = [
+        [
+            name.removesuffix(", MB"),
+            *(
+                Check(*result.pairs()[quantity], "" if quantity == "collectives" else "bytes")
+                for result in outcomes
+            ),
+        ]
+        for quantity, name in ROW_NAMES.items()
+    ]
+    table_rows.append(["step time", *(f"{result.step_ms:.0f} ms" for result in outcomes)])
+    table_rows.append(["held-out loss", *(f"{result.final_loss:.6f}" for result in outcomes)])
+    write_report(
+        page,
+        title="One optimizer, four ways to share it",
+        lead=f"A small GPT trained for {outcomes[0].steps} steps on {world_size} real ranks under each "
+        "strategy. Bytes are those of the rank that holds most; calls and payload are those of one step.",
+        columns=["on the fullest rank", *(result.strategy for result in outcomes)],
+        rows=table_rows,
+        figures=[Exhibit(figure, caption, alt) for _, figure, caption, alt in exhibits],
+        environment=environment(world_size),
+    )
+    return page
