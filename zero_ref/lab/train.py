@@ -129,13 +129,13 @@ def make_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.O
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Rising over the first steps, while AdamW's averages are still those of a few gradients, then constant."""
+    """Rising over the first steps, while AdamW averages only a few gradients, then constant."""
     return config.learning_rate * min(1.0, (step + 1) / config.warmup_steps)
 
 
 @torch.no_grad()
 def held_out_loss(model: GPT, config: TrainConfig, batches: int = 8) -> float:
-    """Mean loss in nats a byte on passages that were not trained on, the same for every strategy."""
+    """Mean loss on passages that were not trained on, the same for every strategy."""
     text = language_reference().held_out
     total = 0.0
     for step in range(batches):
@@ -184,7 +184,7 @@ def load_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Opti
     saved: dict[str, Any] = {}
     facts: Sequence[str] | Exception
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved = read_checkpoint(path)
         if saved["config"] != asdict(config.model):
             raise ValueError(f"{path} holds a model of {saved['config']}, not of {asdict(config.model)}.")
         if saved["step"] > config.steps:
@@ -192,14 +192,28 @@ def load_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Opti
         facts = [f"step {saved['step']}"]
     except (ValueError, OSError) as error:
         facts = error
-    except Exception as error:  # a damaged file meets torch.load in many ways
-        facts = ValueError(
-            f"{path} is no checkpoint of this program, or damaged: {type(error).__name__}: {error}"
-        )
     agree(as_collectives(None), "read the checkpoint", facts)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     return int(saved["step"])
+
+
+def read_checkpoint(path: str) -> dict[str, Any]:
+    """The contents of a file that `save_checkpoint` wrote. Runs no code that is in it.
+
+    Raises:
+        OSError: there is no such file, or it may not be read.
+        ValueError: it is damaged, or something else.
+    """
+    with open(path, "rb") as file:
+        try:
+            saved = torch.load(file, map_location="cpu", weights_only=True)
+            if {"step", "config", "model", "optimizer"} <= set(saved):
+                return dict(saved)
+            problem = f"it holds {type(saved).__name__} {sorted(saved)}"
+        except Exception as error:  # a damaged file meets torch.load in many ways
+            problem = f"{type(error).__name__}: {error}"
+    raise ValueError(f"{path} is no checkpoint of this program, or damaged: {problem}")
 
 
 # --------------------------------------------------------------------------------- prediction | measurement
