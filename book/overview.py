@@ -1,0 +1,34 @@
+"""Draws the two pictures of README.md into book/pictures: `python book/overview.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zero_ref.lab import plots
+from zero_ref.partition import plan_partition
+from zero_ref.simulator.models import shapes, specs
+from zero_ref.simulator.schedule import schedule
+
+FOLDER = Path(__file__).parent / "pictures"
+RANKS = 4
+
+
+def draw() -> None:
+    """GPT-2 (124 million parameters, fp32, AdamW) on four ranks: what each holds, and who owns what."""
+    params = specs(shapes("gpt2"))
+    held = {}
+    for strategy in ("ddp", "zero", "zero-even"):
+        plan = schedule(strategy, params, RANKS)
+        held[strategy] = list(zip(plan.parameter_bytes, plan.gradient_bytes, plan.state_bytes, strict=True))
+    figure, ax = plots.figure(7, 3)
+    plots.memory_by_rank(held, ax)
+    plots.save(figure, FOLDER / "overview-memory.svg")
+
+    figure, ax = plots.figure(7, 3.6)
+    partition = plan_partition("sorted_greedy", params, RANKS)
+    plots.shard_map(partition, ax, names=[shape.name for shape in shapes("gpt2")])
+    plots.save(figure, FOLDER / "overview-shards.svg")
+
+
+if __name__ == "__main__":
+    draw()
