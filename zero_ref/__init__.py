@@ -10,29 +10,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_ref.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
-    from zero_ref.partition import (
-        ParamSpec as ParamSpec,
-        Partition as Partition,
-        Slice as Slice,
-        even as even,
-        registration_greedy as registration_greedy,
-        sorted_greedy as sorted_greedy,
-    )
+    from zero_ref.optimizer import ZeroRedundancyOptimizer
+    from zero_ref.partition import ParamSpec, Partition, Slice, even, registration_greedy, sorted_greedy
 
 __version__ = "0.1.0"
 
-_MODULE_OF_NAME = {
-    "ParamSpec": "zero_ref.partition",
-    "Slice": "zero_ref.partition",
-    "Partition": "zero_ref.partition",
-    "sorted_greedy": "zero_ref.partition",
-    "registration_greedy": "zero_ref.partition",
-    "even": "zero_ref.partition",
-    "ZeroRedundancyOptimizer": "zero_ref.optimizer",
-}
+__all__ = [
+    "ParamSpec",
+    "Slice",
+    "Partition",
+    "sorted_greedy",
+    "registration_greedy",
+    "even",
+    "ZeroRedundancyOptimizer",
+]
 
-__all__ = ["__version__", *_MODULE_OF_NAME]
+_MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.partition") | {
+    "ZeroRedundancyOptimizer": "zero_ref.optimizer"
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -42,4 +37,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return [*globals(), *__all__]
