@@ -79,7 +79,10 @@ def test_plan_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_table_stays_within_its_width(capsys: pytest.CaptureFixture[str], width: int) -> None:
     pytest.importorskip("rich")
     cli.print_plan(cli.plan_of("gpt2", 500, "even", "float32", "Adam"), width=width)
-    assert all(len(line.rstrip()) <= width for line in capsys.readouterr().out.splitlines())
+    printed = capsys.readouterr().out.splitlines()
+    assert all(len(line.rstrip()) <= width for line in printed)
+    bars = next(line for line in printed if line.startswith("elements by rank"))
+    assert bars.endswith("█"), "the bars went on to a line of their own"
 
 
 @pytest.mark.parametrize(

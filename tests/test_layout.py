@@ -80,6 +80,13 @@ def test_an_even_partition_keeps_the_registration_order() -> None:
     assert flat.padding == 0
 
 
+def test_a_parameter_between_two_ranks_lies_between_theirs() -> None:
+    partition = from_lists([10, 4, 3], [[Slice(0, 0, 5), 1], [Slice(0, 5, 10), 2]])
+    layout = lay_out(partition, [ParamSpec(10), ParamSpec(4), ParamSpec(3)], alignment=1)
+    assert runs(layout) == [[(0, 0, 9), (1, 9, 17)]]
+    assert layout.flats[0].offset_of_param == {1: 0, 0: 4, 2: 14}
+
+
 def test_each_device_and_dtype_has_its_own_flat_in_order_of_first_use() -> None:
     params = [
         ParamSpec(3, "bfloat16"),

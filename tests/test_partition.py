@@ -158,12 +158,13 @@ def test_a_user_may_choose_by_name_function_lists_or_partition(choice: Any) -> N
 
 
 def test_a_plan_by_name_uses_what_it_knows_of_the_parameters() -> None:
-    params = [ParamSpec(4, trainable=False), ParamSpec(2, group=1), ParamSpec(3, dtype="bfloat16", group=0)]
-    by_hand = sorted_greedy([4, 2, 3], 2, groups=[0, 1, 0])
+    params = [ParamSpec(4, trainable=False), ParamSpec(9, group=1), ParamSpec(3, dtype="bfloat16", group=0)]
+    by_hand = sorted_greedy([4, 9, 3], 2, groups=[0, 1, 0])
+    assert by_hand != sorted_greedy([4, 9, 3], 2)
     assert plan_partition("sorted_greedy", params, 2) == by_hand
-    by_hand = registration_greedy([4, 2, 3], 2, trainable=[False, True, True])
+    by_hand = registration_greedy([4, 9, 3], 2, trainable=[False, True, True])
     assert plan_partition("registration_greedy", params, 2) == by_hand
-    by_hand = even([4, 2, 3], 2, kinds=["frozen", "float32", "bfloat16"])
+    by_hand = even([4, 9, 3], 2, kinds=["frozen", "float32", "bfloat16"])
     assert plan_partition("even", params, 2) == by_hand
     added = plan_partition("sorted_greedy", params[:1], 2, loads=[9, 1])
     assert added.owner_of_param == (1,)

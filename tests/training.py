@@ -151,7 +151,7 @@ def assert_moved(model: nn.Module, before: Snapshot, after: Snapshot) -> None:
     """Every trainable parameter moved: else equality would show nothing."""
     for (name, param), old, new in zip(model.named_parameters(), before, after, strict=True):
         if param.requires_grad and param.numel():
-            assert not torch.equal(old.double(), new.double()), f"{name} did not move"
+            assert not torch.equal(old.to(new.dtype), new), f"{name} did not move"
 
 
 def describe(partition: object) -> str:

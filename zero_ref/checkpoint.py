@@ -17,9 +17,10 @@ import torch
 
 from zero_ref.buckets import flat_like, flat_view
 from zero_ref.collectives import Collectives, Work
-from zero_ref.shards import OwnedSlice, options_of, params_of, specs_of
+from zero_ref.shards import OwnedSlice, describe_options, params_of, specs_of
 
 State = dict[int, dict[str, Any]]
+Packed = tuple[list[dict[str, Any]], list[torch.Tensor | None]]
 
 
 # ------------------------------------------------------------------------------------------- shards to whole
@@ -30,14 +31,17 @@ def consolidate(
     comm: Collectives,
     to: int | Literal["all"],
     params: Sequence[torch.Tensor],
-    owned: Sequence[OwnedSlice],
-    state: Mapping[torch.Tensor, Mapping[str, Any]],
+    packed: Packed,
 ) -> State | None:
     """Gather the state of all slices on rank `to`, or on all ranks.
 
     Each owner sends a table of contents (JSON, no pickle), then its tensors as they are; each is received
     straight into its place in the final tensor. Numbers and zero-dimensional tensors ride in the table.
 
+    Args:
+        to: a rank, or "all".
+        params: in registration order.
+        packed: this rank's state, from `pack`.
     Returns:
         On the receiving ranks, for each parameter number its whole state, on the CPU; elsewhere None.
     Collective: all ranks, with the same `to`.
@@ -51,7 +55,7 @@ def consolidate(
         mine = owner == comm.rank
         if not (mine or receiving):
             continue
-        contents, tensors = _pack(owned, state) if mine else ([], [])
+        contents, tensors = packed if mine else ([], [])
         contents = route.contents(contents, owner)
         for index, entry in enumerate(contents):
             place = _place(whole, entry, params[entry["param"]]) if receiving else None
@@ -64,10 +68,12 @@ def consolidate(
     return {param: whole[param] for param in sorted(whole)} if receiving else None
 
 
-def _pack(
-    owned: Sequence[OwnedSlice], state: Mapping[torch.Tensor, Mapping[str, Any]]
-) -> tuple[list[dict[str, Any]], list[torch.Tensor | None]]:
-    """A table of contents of this rank's state, and for each line its tensor, 1-D, if it travels as one."""
+def pack(owned: Sequence[OwnedSlice], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> Packed:
+    """A table of contents of this rank's state, and for each line its tensor, 1-D, if it travels as one.
+
+    Raises:
+        TypeError: the state holds something that is neither a tensor, a number, a text nor None.
+    """
     contents: list[dict[str, Any]] = []
     tensors: list[torch.Tensor | None] = []
     for piece, _param, local in owned:
@@ -195,6 +201,9 @@ def _name(dtype: torch.dtype) -> str:
 
 # ------------------------------------------------------------------------------------------- whole to shards
 
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+"""What torch's elementwise optimizers keep once for a parameter; all else has the parameter's shape."""
+
 
 def packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups as in a torch state dict: options, and parameters as running numbers."""
@@ -203,7 +212,7 @@ def packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     for group in param_groups:
         numbers = list(range(first, first + len(group["params"])))
         first += len(numbers)
-        packed.append({**group, "params": numbers})
+        packed.append({**copy.deepcopy({**group, "params": []}), "params": numbers})
     return packed
 
 
@@ -237,14 +246,15 @@ def check_fits(
     ):
         for key, value in state_dict["state"].get(id_, {}).items():
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-            if elementwise and shape and shape != tuple(param.shape) and shape != (1,):
+            fits = shape is None or (value.numel() == 1 if key in SCALARS else shape == tuple(param.shape))
+            if elementwise and not fits:
                 raise ValueError(
                     f"the checkpoint's {key!r} for parameter {spec.name or number} has shape {shape}; the "
                     f"parameter has {tuple(param.shape)}. The checkpoint is of another model, or of the same "
                     "parameters in another order."
                 )
             digest.update(repr((number, key, shape, value if shape is None else value.dtype)).encode())
-    options = [options_of(group) for group in saved_groups]
+    options = [describe_options(group) for group in saved_groups]
     return [f"options {options}", f"state of shapes and kinds {digest.hexdigest()[:12]}"]
 
 

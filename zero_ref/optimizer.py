@@ -89,13 +89,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         partition: Strategy = "sorted_greedy",
         **defaults: Any,
     ) -> None:
-        if overlap_with_ddp:
-            raise NotImplementedError(
-                "overlap_with_ddp=True is not supported yet. Without it, step() after backward() gives the "
-                "same parameters; pass parameters_as_bucket_view=True to send fewer, larger messages."
-            )
-        self.process_group = process_group
         self.collectives = as_collectives(process_group)
+        self.process_group = dist.group.WORLD if process_group is None else process_group
         self.rank = self.collectives.rank
         self.world_size = self.collectives.world_size
         self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
@@ -108,6 +103,11 @@ class ZeroRedundancyOptimizer(Optimizer):
         # Whatever can go wrong by itself goes wrong before the first message, and then on all ranks alike.
         facts: Sequence[str] | Exception
         try:
+            if overlap_with_ddp:
+                raise NotImplementedError(
+                    "overlap_with_ddp=True is not supported yet. Without it, step() after backward() gives the "
+                    "same parameters; pass parameters_as_bucket_view=True to send fewer, larger messages."
+                )
             super().__init__(params, defaults)
             self.partition = plan_partition(partition, self._specs(), self.world_size)
             check_can_be_sharded(optimizer_class, self.partition, self._params, self._specs())
@@ -168,12 +168,13 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _lend_gradients(self) -> None:
         """Give each local tensor the gradient of its slice, and frozen parameters none."""
-        for piece, param, local in self._split:
+        for number, param in self._cut:  # every rank looks at all of them, so that all raise alike
             if param.grad is not None and param.grad.layout != torch.strided:
                 raise RuntimeError(
-                    f"rank {self.rank}: parameter {self._name(piece.param)} has a sparse gradient, which "
+                    f"rank {self.rank}: parameter {self._name(number)} has a sparse gradient, which "
                     'cannot be cut. Use a partition of whole parameters, such as "sorted_greedy".'
                 )
+        for piece, param, local in self._split:
             local.grad = (
                 None if param.grad is None else flat_like(param.grad, param)[piece.start : piece.stop]
             )
@@ -201,7 +202,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         else:
             self._messages = messages_by_parameter(self.partition, params)
         before, self._owned = self._owned, own_slices(self.partition.slices_of_rank[self.rank], params)
-        for old, new in zip(before, self._owned, strict=False):  # slices of a later group come after these
+        for old, new in zip(before, self._owned, strict=True):
             if old.local is not new.local and old.local in self.optim.state:
                 self.optim.state[new.local] = self.optim.state.pop(old.local)
         for group, local in zip(
@@ -209,6 +210,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         ):
             group["params"] = local["params"]
         self.state = self.optim.state
+        pieces_of_param = self.partition.pieces_of_param
+        self._cut = [(i, param) for i, param in enumerate(params) if len(pieces_of_param[i]) > 1]
         self._split = [own for own in self._owned if own.local is not own.param and own.param.requires_grad]
         self._frozen = [
             own.param for own in self._owned if own.local is own.param and not own.param.requires_grad
@@ -282,6 +285,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             del self.param_groups[count:], self.optim.param_groups[count:]
             raise
         self.partition = partition
+        self._owned = [*self._owned, *owned]
         self._consolidated = None
         self._build()
 
@@ -300,19 +304,24 @@ class ZeroRedundancyOptimizer(Optimizer):
             to: a rank of the group, or "all".
         Raises:
             ValueError: there is no such rank, or ranks pass different ones.
-            TypeError: the state holds something that is neither a tensor, a number, a text nor None.
+            TypeError: the state holds something that is neither a tensor, a number, a text nor None. If one
+                rank raises, all raise.
         Collective: all ranks of the group.
         Cost: `to` receives the (N-1)/N of the state that it does not own, into its final place in CPU
             memory; the other ranks allocate nothing.
         """
         facts: Sequence[str] | Exception = [f"to={to}"]
-        if to != "all" and not (isinstance(to, int) and 0 <= to < self.world_size):
-            facts = ValueError(
-                f"rank {self.rank}: to={to!r} is no rank of a group of {self.world_size}, nor 'all'."
-            )
+        try:
+            if to != "all" and not (isinstance(to, int) and 0 <= to < self.world_size):
+                raise ValueError(
+                    f"rank {self.rank}: to={to!r} is no rank of a group of {self.world_size}, nor 'all'."
+                )
+            self._rebuild_if_changed()
+            packed = checkpoint.pack(self._owned, self.optim.state)
+        except Exception as error:
+            facts = error
         agree(self.collectives, "consolidate the optimizer state", facts)
-        self._rebuild_if_changed()
-        state = checkpoint.consolidate(self.collectives, to, self._params, self._owned, self.optim.state)
+        state = checkpoint.consolidate(self.collectives, to, self._params, packed)
         self._consolidated = None
         if state is not None:
             self._consolidated = {"state": state, "param_groups": checkpoint.packed_groups(self.param_groups)}

@@ -8,7 +8,9 @@ on each rank and between ranks, before anything is sent.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +95,8 @@ def own_slices(pieces: Iterable[Slice], params: Sequence[torch.Tensor]) -> list[
         local = param
         if piece.numel != param.numel():
             # detach, not .data: autograd still notices when a tensor that it saved is overwritten.
-            local = flat_view(param.detach())[piece.start : piece.stop].requires_grad_()
+            local = flat_view(param.detach())[piece.start : piece.stop]
+            local.requires_grad_(param.requires_grad)  # a frozen parameter of integers cannot require gradients
         owned.append(OwnedSlice(piece, param, local))
     return owned
 
@@ -116,9 +119,15 @@ def check_can_be_sharded(
     """Refuse what would train something else than the unsharded optimizer does.
 
     Raises:
+        TypeError: `optimizer_class` is no optimizer class.
         ValueError: the optimizer couples parameters (LBFGS) or looks at shapes and a parameter is split, or
             a parameter has gaps in memory or shares it with another.
     """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(
+            f"optimizer_class takes a class such as torch.optim.AdamW, not {optimizer_class!r}; its options, "
+            "such as lr=1e-3, follow as keyword arguments."
+        )
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS computes one direction from all parameters together; on shards it would be another "
@@ -131,18 +140,45 @@ def check_can_be_sharded(
             'parameters. Use partition="sorted_greedy", or, if it treats each element by itself, set '
             f"{optimizer_class.__name__}.elementwise = True."
         )
-    places: dict[int, str] = {}
-    for index, (param, spec) in enumerate(zip(params, specs, strict=True)):
-        name = spec.name or str(index)
+    names = [spec.name or str(index) for index, spec in enumerate(specs)]
+    for name, param in zip(names, params, strict=True):
         try:
             flat_view(param.detach())
         except ValueError as error:
             raise ValueError(f"parameter {name}: {error}") from None
-        if param.numel() and (other := places.setdefault(param.data_ptr(), name)) != name:
+    _check_memory_is_apart(names, params)
+
+
+def _check_memory_is_apart(names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
+    # Each fills one range of memory, so of any that overlap two are neighbours in the order of their starts.
+    # Tensors that have no memory ("meta") start at 0.
+    ranges = sorted(
+        (str(param.device), param.data_ptr(), param.nbytes, index)
+        for index, param in enumerate(params)
+        if param.data_ptr()
+    )
+    for (device, start, nbytes, one), (other_device, other_start, _, other) in pairwise(ranges):
+        if device != other_device or start + nbytes <= other_start:
+            continue
+        first, second = sorted((one, other))
+        if params[first] is params[second]:
             raise ValueError(
-                f"parameters {other} and {name} are different Parameter objects on the same memory, so two "
-                "ranks would own it. Tie weights by using one Parameter in both places."
+                f"parameter {names[first]} is listed twice, at {first} and {second}, so two ranks would own it. "
+                "List it once: it gets the gradients of all its uses."
             )
+        raise ValueError(
+            f"parameters {names[first]} and {names[second]} are different Parameter objects on the same memory, "
+            "so two ranks would own it. Tie weights by using one Parameter in both places."
+        )
+
+
+def describe_options(group: ParamGroup) -> str:
+    """The options in words that are equal on two ranks where the options are: no addresses, no devices."""
+    options = {
+        key: value.tolist() if isinstance(value, torch.Tensor) else value
+        for key, value in options_of(group).items()
+    }
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(options))
 
 
 def facts_of(param_groups: Sequence[ParamGroup], partition: Partition, first: int = 0) -> list[str]:
@@ -159,6 +195,6 @@ def facts_of(param_groups: Sequence[ParamGroup], partition: Partition, first: in
             f"{devices[spec.device]}, group {spec.group}, requires_grad={spec.trainable}, "
             f"strides {param.stride()}"
         )
-    facts += [f"group {index}: {options_of(group)}" for index, group in enumerate(param_groups)]
+    facts += [f"group {index}: {describe_options(group)}" for index, group in enumerate(param_groups)]
     plan = repr(partition.slices_of_rank).encode()
     return [*facts, f"partition {hashlib.sha256(plan).hexdigest()[:12]}"]

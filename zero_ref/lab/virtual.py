@@ -7,9 +7,10 @@ holds on real ranks, because the optimizer is the same and sees the same `Collec
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections import defaultdict
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -70,9 +71,9 @@ class _World:
         self.size, self.timeout = size, timeout
         self.barrier = threading.Barrier(size, timeout=timeout)
         self.board: list[Any] = [None] * size
-        self.mailboxes: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(
-            queue.SimpleQueue
-        )
+        self.mailboxes: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = {
+            (src, dst): queue.SimpleQueue() for src in range(size) for dst in range(size)
+        }
 
 
 class VirtualCollectives(Observable):
@@ -85,7 +86,7 @@ class VirtualCollectives(Observable):
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> _Done:
         self.tell("broadcast", tensor, src)
-        return self._exchange("broadcast", tensor, lambda board: tensor.copy_(board[src]))
+        return self._exchange(f"broadcast from rank {src}", tensor, lambda board: tensor.copy_(board[src]))
 
     def all_reduce(self, tensor: torch.Tensor) -> _Done:
         self.tell("all_reduce", tensor)
@@ -104,23 +105,35 @@ class VirtualCollectives(Observable):
 
     def recv(self, tensor: torch.Tensor, src: int) -> _Done:
         self.tell("recv", tensor, src)
-        try:
-            tensor.copy_(self.world.mailboxes[src, self.rank].get(timeout=self.world.timeout))
-        except queue.Empty:
+        received = self._take(src)
+        if _kind(received) != _kind(tensor):
             raise RuntimeError(
-                f"virtual rank {self.rank}: nothing came from rank {src} in {self.world.timeout} s."
-            ) from None
+                f"virtual rank {self.rank} wants {_kind(tensor)} and rank {src} sent {_kind(received)}."
+            )
+        tensor.copy_(received)
         return _Done()
+
+    def _take(self, src: int) -> torch.Tensor:
+        """The next message from `src`, unless a rank stops before it comes."""
+        deadline = time.monotonic() + self.world.timeout
+        while time.monotonic() < deadline and not self.world.barrier.broken:
+            with contextlib.suppress(queue.Empty):
+                return self.world.mailboxes[src, self.rank].get(timeout=0.05)
+        raise RuntimeError(
+            f"virtual rank {self.rank}: receive from rank {src} did not complete: another rank stopped, or "
+            f"nothing came in {self.world.timeout} s."
+        )
 
     @torch.no_grad()
     def _exchange(self, op: str, tensor: torch.Tensor, take: Callable[[list[torch.Tensor]], Any]) -> _Done:
         """Lay a copy on the board, wait for all, take what is needed, wait till all have taken."""
-        self.world.board[self.rank] = (op, tensor.detach().clone())
+        call = f"{op} of {_kind(tensor)}"
+        self.world.board[self.rank] = (call, tensor.detach().clone())
         try:
             self.world.barrier.wait()
-            ops = [laid for laid, _ in self.world.board]
-            if ops != [op] * self.world_size:
-                raise RuntimeError(f"virtual rank {self.rank} calls {op}, but the ranks call {ops}.")
+            calls = [laid for laid, _ in self.world.board]
+            if calls != [call] * self.world_size:
+                raise RuntimeError(f"virtual rank {self.rank} calls {call}, but the ranks call {calls}.")
             take([laid for _, laid in self.world.board])
             self.world.barrier.wait()
         except threading.BrokenBarrierError:
@@ -129,6 +142,10 @@ class VirtualCollectives(Observable):
                 f"{self.world.timeout} s."
             ) from None
         return _Done()
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 class _Done:

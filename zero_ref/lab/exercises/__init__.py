@@ -176,7 +176,7 @@ class Answer:
             if frame.tb_frame.f_code.co_filename == self._filename:
                 line = frame.tb_lineno
         source = linecache.getline(self._filename, line).strip()
-        return f"{text}\n  in line {line} of its cell: {source}" if source else text
+        return f"{text} (line {line}: {source})" if source else text
 
     def _raised_itself(self, trace: TracebackType | None) -> bool:
         """Not in a library that it called: torch raises NotImplementedError too."""
@@ -191,6 +191,8 @@ class Answer:
 def grade(name: str, answer: object) -> str:
     """What `check` does, returning the line instead of printing it."""
     __tracebackhide__ = True
+    if not __debug__:
+        raise RuntimeError("graders use assert, which `python -O` leaves out: run Python without -O.")
     chapter = name.partition(".")[0]
     if chapter in CHAPTERS:
         import_module(f"{__name__}.{chapter}")
@@ -199,7 +201,7 @@ def grade(name: str, answer: object) -> str:
     if not callable(answer):
         function = name.partition(".")[2]
         raise ExerciseFailed(
-            f"check was given {_shorten.repr(answer)}. It takes the function itself, with no parentheses "
+            f"check was given {shown(answer)}. It takes the function itself, with no parentheses "
             f'after its name: check("{name}", {function}).'
         )
     found = _registered[name]
@@ -219,9 +221,18 @@ def call_text(name: str, *args: object, **kwargs: object) -> str:
     >>> call_text("largest_first", [6, 5, 4, 1], world_size=2)
     'largest_first([6, 5, 4, 1], world_size=2)'
     """
-    words = [_shorten.repr(value) for value in args]
-    words += [f"{key}={_shorten.repr(value)}" for key, value in kwargs.items()]
-    return " ".join(f"{name}({', '.join(words)})".split())
+    words = [shown(value) for value in args]
+    words += [f"{key}={shown(value)}" for key, value in kwargs.items()]
+    return f"{name}({', '.join(words)})"
+
+
+def shown(value: object) -> str:
+    """A value on one line of a message, shortened.
+
+    >>> shown(list(range(1000)))
+    '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...]'
+    """
+    return " ".join(_shorten.repr(value).split())
 
 
 # ------------------------------------------------------------------------------------------- small parts

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zero_ref.lab import ranks
-from zero_ref.lab.exercises import Answer, call_text, exercise
+from zero_ref.lab.exercises import Answer, call_text, exercise, shown
 from zero_ref.lab.meter import state_bytes
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.partition import Partition, Slice, from_lists, registration_greedy, sorted_greedy
@@ -20,6 +20,8 @@ from zero_ref.simulator.models import from_module, shapes
 
 Case = tuple[list[int], int]
 """Elements of each parameter, and a number of ranks."""
+
+_LIST = (list, tuple)
 
 # ----------------------------------------------------------------------------------- 3.1 largest first
 
@@ -60,18 +62,19 @@ def _owners(answer: Answer, numels: list[int], world_size: int) -> list[int]:
         f"{call} changed the list that it was given. Sort a copy: sorted(numels) makes one, "
         "numels.sort() does not."
     )
-    assert isinstance(returned, (list, tuple)), (
+    assert isinstance(returned, _LIST), (
         f"{call} returned a {type(returned).__name__}. It must return a list: the owner of each parameter."
     )
     assert not any(isinstance(item, (list, tuple, set)) for item in returned), (
-        f"{call} returned {returned!r}, which holds lists. It must return one number for each parameter, "
-        "its owner: [0, 1, 1, 0], not what each rank owns: [[0, 3], [1, 2]]."
+        f"{call} returned {shown(returned)}, which holds lists. It must return one number for each "
+        "parameter, its owner: [0, 1, 1, 0], not what each rank owns: [[0, 3], [1, 2]]."
     )
     assert len(returned) == len(numels), (
         f"{call} returned {len(returned)} owners for {len(numels)} parameters. It must return one for each."
     )
     for param, owner in enumerate(returned):
-        assert _is_whole_number(owner) and 0 <= owner < world_size, (
+        exists = _is_whole_number(owner) and 0 <= owner < world_size
+        assert exists, (
             f"{call} gives parameter {param} to rank {owner!r}. Ranks are numbered 0 to {world_size - 1}."
         )
     return list(returned)
@@ -111,8 +114,7 @@ _MISTAKES: dict[str, Callable[[Sequence[int], int], list[int]]] = {
     "rank holds, in elements, and give the next parameter to the one that holds the fewest.": _dealt_in_turn,
     "These are the right owners in the wrong places: entry i belongs to the i-th largest parameter. "
     "Put it where that parameter stands in `numels`.": _in_sorted_order,
-    "Among ranks that hold equally much this takes the highest. Take the lowest, as every other "
-    "implementation of the rule does, or ranks would not agree.": lambda numels, n: _pack(
+    "Among ranks that hold equally much this takes the highest. Take the lowest.": lambda numels, n: _pack(
         numels, n, _largest_first(numels), prefer=-1
     ),
     "Among parameters of the same size this places the last first, as sorted(...)[::-1] does. Keep "
@@ -197,8 +199,9 @@ def _check_even(answer: Answer, numels: list[int], world_size: int) -> None:
 
 def _as_partition(call: str, returned: Any, numels: list[int], world_size: int) -> Partition:
     """What the answer returned, once it gives every element to one rank."""
-    assert isinstance(returned, (list, tuple)) and all(isinstance(of, (list, tuple)) for of in returned), (
-        f"{call} returned {returned!r}. It must return a list with one list of slices for each rank."
+    is_nested = isinstance(returned, _LIST) and all(isinstance(of_rank, _LIST) for of_rank in returned)
+    assert is_nested, (
+        f"{call} returned {shown(returned)}. It must return a list with one list of slices for each rank."
     )
     assert len(returned) == world_size, (
         f"{call} returned {len(returned)} lists for {world_size} ranks. A rank that owns nothing gets an "
@@ -242,11 +245,13 @@ MOST_PARAMETERS = 10
 def adversary(answer: Answer) -> str:
     """Sizes on which largest first leaves the fuller of 2 ranks 15% above the best possible."""
     numels = answer()
-    assert isinstance(numels, (list, tuple)) and all(map(_is_whole_number, numels)), (
-        f"{answer.name}() returned {numels!r}. It must return a list of whole numbers: the sizes."
+    are_sizes = isinstance(numels, _LIST) and all(map(_is_whole_number, numels))
+    assert are_sizes, (
+        f"{answer.name}() returned {shown(numels)}. It must return a list of whole numbers: the sizes."
     )
-    assert 0 < len(numels) <= MOST_PARAMETERS and min(numels) > 0, (
-        f"{answer.name}() returned {list(numels)}. The model has 1 to {MOST_PARAMETERS} parameters, of at "
+    is_small = 0 < len(numels) <= MOST_PARAMETERS and min(numels) > 0
+    assert is_small, (
+        f"{answer.name}() returned {shown(numels)}. The model has 1 to {MOST_PARAMETERS} parameters, of at "
         "least 1 element each."
     )
     fullest = max(sorted_greedy(numels, 2).loads)

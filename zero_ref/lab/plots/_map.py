@@ -81,7 +81,8 @@ def shard_map(
             autolim=False,
         )
     _separate(ax, boxes, per_row)
-    for box, choices in _labels(boxes, partition, names):
+    wide = [box for box in boxes if box.right - box.left > per_row / 60]  # below that not even a digit fits
+    for box, choices in _labels(wide, partition, names):
         colour = text_colour_on(rank_colour(box.owner, partition.world_size))
         label_box(ax, _extent(box), choices, color=colour, fontsize=SMALL_PT)
 
@@ -183,13 +184,19 @@ def _key(ax: Axes, world_size: int) -> None:
     # About 7 points high and as many above the map: the layout changes the map's height only a little.
     unit = 7 / (ax.bbox.height * 72 / ax.figure.dpi)
     strip = ax.inset_axes((0, 1 + unit, 1, unit))
-    for rank in range(world_size):
-        strip.axvspan(rank - 0.5, rank + 0.5, color=rank_colour(rank, world_size), linewidth=0)
-    strip.set_xlim(-0.5, world_size - 0.5)
+    strip.add_collection(
+        PolyCollection(
+            [[(rank, 0), (rank + 1, 0), (rank + 1, 1), (rank, 1)] for rank in range(world_size)],
+            facecolors=[rank_colour(rank, world_size) for rank in range(world_size)],
+            linewidths=0,
+        ),
+        autolim=False,
+    )
+    strip.set_xlim(0, world_size)
     bare(strip, keep=())
     strip.set_yticks([])
     ticks = rank_ticks(world_size)
-    strip.set_xticks(ticks, [f"{rank:,}" for rank in ticks])
+    strip.set_xticks([rank + 0.5 for rank in ticks], [f"{rank:,}" for rank in ticks])
     strip.set_ylabel("rank", rotation=0, ha="right", va="center")
     strip.xaxis.tick_top()
     strip.tick_params(length=0, pad=2)

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from zero_ref.lab.plots._numbers import short
 from zero_ref.lab.plots._style import (
     ALARM,
     FAINT,
@@ -85,9 +86,10 @@ def _coincidence(losses: Mapping[str, Sequence[float]], rtol: float) -> str:
         return f"{len(losses)} curves coincide"
     several = [f"{len(family)} of {len(losses)} curves coincide" for family in families if len(family) > 1]
     first, *others = families
+    gaps = {family[0]: _gap(losses[first[0]], losses[family[0]]) for family in others}
     apart = [
-        f"{family[0]} is off by {_gap(losses[first[0]], losses[family[0]]):.1g} of the loss"
-        for family in others
+        f"{name} differs by {short(100 * gap)}%" if math.isfinite(gap) else f"{name} cannot be compared"
+        for name, gap in gaps.items()
     ]
     return textwrap.fill("; ".join((several or ["No two curves coincide"]) + apart), 58)
 

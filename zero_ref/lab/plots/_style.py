@@ -113,17 +113,25 @@ def save(fig: Figure, path: str | Path) -> None:
     if path.suffix == ".svg":
         path.write_text(_svg(fig), encoding="utf-8")
     elif path.suffix == ".png":
-        with matplotlib.rc_context(_STYLE):
-            fig.savefig(path, metadata={"Software": None})
+        _render(fig, path, format="png", metadata={"Software": None})
     else:
         raise ValueError(f"cannot save a picture as {path.name!r}: the name must end in .svg or .png.")
 
 
 def _svg(fig: Figure) -> str:
     text = io.StringIO()
-    with matplotlib.rc_context(_STYLE):
-        fig.savefig(text, format="svg", metadata={"Date": None})
+    _render(fig, text, format="svg", metadata={"Date": None})
     return text.getvalue()
+
+
+def _render(fig: Figure, to: Path | io.StringIO, **how: Any) -> None:
+    # A layout starts from the one before and comes out a little different: start each from the grid.
+    for ax in fig.axes:
+        cell = ax.get_subplotspec()
+        if cell is not None:
+            ax.set_subplotspec(cell)
+    with matplotlib.rc_context(_STYLE):
+        fig.savefig(to, **how)
 
 
 # ------------------------------------------------------------------------------------------------ colours

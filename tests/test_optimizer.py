@@ -1,0 +1,990 @@
+"""ZeroRedundancyOptimizer on virtual ranks: trains as the plain optimizer does, whatever the user does to it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.optim import Optimizer, lr_scheduler
+from training import (
+    MODES,
+    PARTITIONS,
+    WHOLE,
+    Backward,
+    Tangle,
+    assert_same,
+    assert_trains_as_plain,
+    fill_gradients,
+    finished_partition,
+    snapshot,
+)
+
+from zero_ref.calls import Call
+from zero_ref.collectives import Collectives
+from zero_ref.lab import virtual
+from zero_ref.lab.meter import recording, state_bytes
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.partition import Slice, from_lists
+
+WHOLE_MODES = [(partition, view) for partition in WHOLE for view in (False, True)]
+TWO_MODES: list[tuple[Any, bool]] = [("sorted_greedy", False), ("even", True)]
+
+
+def steps(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+    for step in range(3):
+        backward(step)
+        optimizer.step()
+        yield
+
+
+def zero(comm: Collectives, params: Any, optimizer_class: Any = optim.AdamW, **options: Any) -> Any:
+    return ZeroRedundancyOptimizer(params, optimizer_class, comm, **options)
+
+
+def each_rank_raises(
+    function: Callable[..., Any], kind: type[Exception], text: str, world_size: int = 2
+) -> None:
+    """`function(comm)` raises `kind` with a message that matches `text` on every virtual rank."""
+
+    def on_rank(comm: Collectives) -> None:
+        with pytest.raises(kind, match=text):
+            function(comm)
+
+    virtual.run(on_rank, world_size, timeout=10)
+
+
+# ---------------------------------------------------------------------------------------- any optimizer class
+
+ELEMENTWISE = [
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
+    (optim.SGD, {"lr": 0.1, "fused": True}),
+    (optim.Adam, {"amsgrad": True}),
+    (optim.Adam, {"fused": True}),
+    (optim.AdamW, {"maximize": True}),
+    (optim.AdamW, {"fused": True, "weight_decay": 0.1}),
+    (optim.AdamW, {"foreach": True}),
+    (optim.AdamW, {"foreach": False}),
+    (optim.AdamW, {"capturable": False, "lr": torch.tensor(0.01), "foreach": False}),
+    (optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.5}),
+    (optim.Adagrad, {"lr": 0.1, "fused": True}),
+    (optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    (optim.Adadelta, {"foreach": True}),
+    (optim.Adamax, {}),
+    (optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    (optim.RAdam, {"lr": 0.1}),
+    (optim.ASGD, {"t0": 1.0}),
+    (optim.Rprop, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"), ELEMENTWISE, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_trains_as_the_plain_optimizer_in_every_mode(optimizer_class: Any, options: dict[str, Any]) -> None:
+    assert_trains_as_plain(steps, optimizer_class, world_sizes=[3], **options)
+
+
+def test_adafactor_trains_as_plain_on_whole_parameters() -> None:
+    def with_elements(model: nn.Module) -> list[torch.Tensor]:  # it divides by their number
+        return [param for param in model.parameters() if param.numel()]
+
+    assert_trains_as_plain(steps, optim.Adafactor, world_sizes=[3], modes=WHOLE_MODES, groups=with_elements)
+
+
+def test_muon_trains_as_plain_on_whole_matrices() -> None:
+    def matrices(model: nn.Module) -> list[torch.Tensor]:
+        return [param for param in model.parameters() if param.ndim == 2 and param.numel()]
+
+    def script(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        for step in range(3):
+            backward(step)
+            optimizer.step()
+            yield
+
+    assert_trains_as_plain(
+        script, optim.Muon, world_sizes=[3], modes=WHOLE_MODES, groups=matrices, check_moved=False
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("as_view", [False, True])
+def test_sparse_adam_trains_as_plain_on_sparse_gradients(as_view: bool) -> None:
+    def train(params: list[nn.Parameter], optimizer: Optimizer) -> torch.Tensor:
+        for step in range(3):
+            optimizer.zero_grad()
+            for index, param in enumerate(params):
+                rows = torch.tensor([[step, 5, index]])
+                param.grad = torch.sparse_coo_tensor(rows, torch.full((3, 4), 1.0 + step), (9, 4))
+            optimizer.step()
+        return torch.stack([param.detach() for param in params])
+
+    def tables() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.ones(9, 4)), nn.Parameter(torch.ones(9, 4))]
+
+    params = tables()
+    plain = train(params, optim.SparseAdam(params, lr=0.1))
+    assert (plain != 1).any()
+
+    def on_rank(comm: Collectives) -> torch.Tensor:
+        params = tables()
+        return train(
+            params, zero(comm, params, optim.SparseAdam, lr=0.1, parameters_as_bucket_view=as_view)
+        )
+
+    assert all(torch.equal(ours, plain) for ours in virtual.run(on_rank, 2))
+
+
+def test_more_ranks_than_parameters_and_one_rank() -> None:
+    assert_trains_as_plain(steps, world_sizes=[1, 20], modes=[("sorted_greedy", True), ("even", False)])
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"),
+    [(optim.AdamW, {}), (optim.SGD, {"lr": 0.1, "momentum": 0.9})],
+    ids=["AdamW", "SGD"],
+)
+def test_parameters_of_several_dtypes(optimizer_class: Any, options: dict[str, Any]) -> None:
+    def mixed() -> nn.Module:
+        model = Tangle()
+        model.up.to(torch.bfloat16)
+        model.conv.to(torch.float64)
+        model.down.weight.data = model.down.weight.data.to(torch.complex64)
+        return model
+
+    assert_trains_as_plain(steps, optimizer_class, world_sizes=[3], make_model=mixed, **options)
+
+
+def test_lists_and_finished_partitions_are_taken_as_given() -> None:
+    params = Tangle().parameters()
+    numels = [param.numel() for param in params]
+    lists = [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9]]
+    up = numels.index(560)  # its first 128 elements here, the rest there
+    slices: list[list[int | Slice]] = [
+        [Slice(up, 0, 128)],
+        [Slice(up, 128, 560), *(i for i in range(11) if i != up)],
+    ]
+    for partition in (lists, slices, from_lists(numels, slices), finished_partition(numels, 2)):
+        assert_trains_as_plain(steps, world_sizes=[2], modes=[(partition, False), (partition, True)])
+
+
+# ---------------------------------------------------------------------------------------- parameter groups
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    decayed = [param for param in model.parameters() if param.ndim > 1]
+    others = [param for param in model.parameters() if param.ndim <= 1]
+    return [{"params": others, "lr": 0.05}, {"params": decayed, "weight_decay": 0.3, "betas": (0.8, 0.9)}]
+
+
+def named_groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [{"params": named[1::2], "lr": 0.05}, {"params": iter(named[::2])}]
+
+
+@pytest.mark.parametrize(
+    "groups", [two_groups, named_groups, lambda model: model.named_parameters(), lambda model: list(model.parameters())]
+)
+def test_parameter_groups_as_tensors_dicts_and_names(groups: Any) -> None:
+    assert_trains_as_plain(steps, groups=groups)
+
+
+def test_a_group_of_one_tensor() -> None:
+    def lone(model: nn.Module) -> list[dict[str, Any]]:
+        first, *rest = model.parameters()
+        return [{"params": first, "lr": 0.1}, {"params": rest}]
+
+    assert_trains_as_plain(steps, world_sizes=[2], groups=lone)
+
+
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [
+        ([], ValueError),
+        (torch.ones(3), TypeError),
+        ([1.0, 2.0], TypeError),
+        ({"params": "abc"}, TypeError),
+        ([{"params": [torch.ones(2)]}, {"params": [3]}], TypeError),
+        ([{"params": {torch.ones(2)}}], TypeError),
+        ([torch.ones(2, requires_grad=True) * 2], ValueError),
+        (None, TypeError),
+    ],
+    ids=["empty", "tensor", "numbers", "dict", "one bad group", "set", "not a leaf", "none"],
+)
+def test_wrong_parameters_raise_as_torch_does_on_all_ranks(params: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        optim.AdamW(params)
+    each_rank_raises(lambda comm: zero(comm, params), kind, ".+")
+
+
+def test_wrong_options_raise_as_torch_does_on_all_ranks() -> None:
+    weight = [nn.Parameter(torch.ones(3))]
+    each_rank_raises(lambda comm: zero(comm, weight, lr=-1.0), ValueError, "Invalid learning rate")
+    each_rank_raises(lambda comm: zero(comm, weight, speed=1.0), TypeError, "speed")
+    each_rank_raises(lambda comm: zero(comm, weight, optim.Adam, betas=(2.0, 0.9)), ValueError, "beta")
+    each_rank_raises(lambda comm: zero(comm, weight, partition="odd"), ValueError, "sorted_greedy")
+    each_rank_raises(lambda comm: zero(comm, weight, partition=7), TypeError, "partition=")
+    each_rank_raises(lambda comm: zero(comm, weight, partition=[[0], [0]]), ValueError, "two owners")
+    each_rank_raises(lambda comm: zero(comm, weight, "AdamW"), TypeError, "optimizer_class")
+
+
+def test_an_option_that_only_the_local_optimizer_refuses_raises_on_all_ranks() -> None:
+    # Muon takes matrices only: the rank that does not own the vector would go on alone.
+    params = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(3))]
+
+    def on_rank(comm: Collectives) -> str:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            zero(comm, params, optim.Muon)
+        return str(caught.value)
+
+    messages = virtual.run(on_rank, 2, timeout=10)
+    assert "rank 1 could not construct the optimizer: ValueError" in messages[0]
+    assert "2D" in messages[1]
+
+
+# ---------------------------------------------------------------------------------------- what is refused
+
+
+def test_lbfgs_is_refused() -> None:
+    each_rank_raises(lambda comm: zero(comm, Tangle().parameters(), optim.LBFGS), ValueError, "LBFGS")
+
+
+@pytest.mark.parametrize("optimizer_class", [optim.Adafactor, optim.Muon, optim.SparseAdam])
+def test_splitting_is_refused_for_optimizers_that_look_at_shapes(optimizer_class: Any) -> None:
+    params = [nn.Parameter(torch.ones(100, 4)), nn.Parameter(torch.ones(50, 4))]
+    each_rank_raises(
+        lambda comm: zero(comm, params, optimizer_class, partition="even"), ValueError, "sorted_greedy"
+    )
+
+
+class Signed(Optimizer):
+    """A user's optimizer, which takes an extra argument of step and keeps a Python number."""
+
+    def __init__(self, params: Any, lr: float = 0.1, rule: Any = torch.sign) -> None:
+        super().__init__(params, {"lr": lr, "rule": rule})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, scale: float = 1.0) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["count"] = self.state[param].get("count", 0) + 1
+                    param.sub_(group["rule"](param.grad), alpha=group["lr"] * scale)
+        return loss
+
+
+def test_a_users_optimizer_is_split_only_if_it_says_that_it_is_elementwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert_trains_as_plain(steps, Signed, modes=WHOLE_MODES)
+    each_rank_raises(
+        lambda comm: zero(comm, Tangle().parameters(), Signed, partition="even"), ValueError, "elementwise = True"
+    )
+    monkeypatch.setattr(Signed, "elementwise", True, raising=False)
+    assert_trains_as_plain(steps, Signed)
+
+
+def test_an_option_that_is_an_object_does_not_make_ranks_disagree() -> None:
+    # Its repr shows an address, which differs between processes; here between ranks.
+    assert_trains_as_plain(steps, Signed, world_sizes=[2], modes=WHOLE_MODES)
+
+    class Rule:
+        def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+            return grad.sign()
+
+    def on_rank(comm: Collectives) -> None:
+        zero(comm, Tangle().parameters(), Signed, rule=Rule())
+
+    virtual.run(on_rank, 2)
+
+
+def test_overlap_with_ddp_is_refused_clearly_on_all_ranks() -> None:
+    each_rank_raises(
+        lambda comm: zero(comm, Tangle().parameters(), overlap_with_ddp=True), NotImplementedError, "bucket_view"
+    )
+
+    def one_rank_asks(comm: Collectives) -> None:
+        zero(comm, Tangle().parameters(), overlap_with_ddp=comm.rank == 0)
+
+    each_rank_raises(one_rank_asks, (NotImplementedError, RuntimeError), "overlap_with_ddp")  # type: ignore[arg-type]
+
+
+def test_memory_that_cannot_be_sharded_is_refused() -> None:
+    expanded = nn.Parameter(torch.ones(1, 4).expand(3, 4))
+    strided = nn.Parameter(torch.ones(6)[::2])
+    each_rank_raises(lambda comm: zero(comm, [expanded]), ValueError, "parameter 0: .*gaps or overlaps")
+    each_rank_raises(
+        lambda comm: zero(comm, [("a", nn.Parameter(torch.ones(1))), ("b", strided)]), ValueError, "parameter b"
+    )
+
+
+def test_two_parameters_on_the_same_memory_are_refused() -> None:
+    whole = nn.Parameter(torch.ones(10))
+    same = nn.Parameter(whole.data.view(2, 5))
+    tail = nn.Parameter(whole.data[4:])
+    each_rank_raises(lambda comm: zero(comm, [whole, same]), ValueError, "0 and 1 .*same memory")
+    each_rank_raises(lambda comm: zero(comm, [("w", whole), ("t", tail)]), ValueError, "w and t .*same memory")
+    halves = torch.ones(10)  # side by side in one tensor is not the same memory
+    virtual.run(lambda comm: zero(comm, [nn.Parameter(halves[:5]), nn.Parameter(halves[5:])]), 2)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning")
+def test_a_parameter_listed_twice_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    each_rank_raises(lambda comm: zero(comm, [weight, weight]), ValueError, "twice")
+    each_rank_raises(
+        lambda comm: zero(comm, [{"params": [weight]}, {"params": [weight]}]), ValueError, "more than one"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_a_sparse_gradient_under_even_is_refused_on_all_ranks() -> None:
+    def on_rank(comm: Collectives) -> None:
+        table, vector = nn.Parameter(torch.ones(100, 4)), nn.Parameter(torch.ones(1000))
+        optimizer = zero(comm, [table, vector], optim.SGD, lr=0.1, partition="even")
+        rows = torch.tensor([[1, 2]])
+        table.grad = torch.sparse_coo_tensor(rows, torch.ones(2, 4), (100, 4))
+        vector.grad = torch.ones(1000)
+        with pytest.raises(RuntimeError, match=r"parameter 0 has a sparse gradient.*sorted_greedy"):
+            optimizer.step()
+        assert torch.equal(table, torch.ones(100, 4)), "nothing was updated"
+        assert torch.equal(vector, torch.ones(1000)), "nothing was updated"
+
+    # The table is cut between ranks 0 and 1; ranks 2 and 3 must not wait for them.
+    virtual.run(on_rank, 4, timeout=5)
+
+
+# ------------------------------------------------------------------------ schedulers, options, closures, kwargs
+
+SCHEDULERS: list[Callable[[Optimizer], Any]] = [
+    lambda optimizer: lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
+    lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=5),
+    lambda optimizer: lr_scheduler.LambdaLR(optimizer, [lambda epoch: 0.9**epoch, lambda epoch: 1 / (1 + epoch)]),
+    lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.5)],
+        [2],
+    ),
+]
+
+
+@pytest.mark.parametrize("make_scheduler", SCHEDULERS)
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_schedulers_reach_the_local_optimizer(make_scheduler: Any, tensor_lr: bool) -> None:
+    rates: set[tuple[float, ...]] = set()
+
+    def script(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        scheduler = make_scheduler(optimizer)
+        for step in range(4):
+            backward(step)
+            optimizer.step()
+            scheduler.step()
+            rates.add(tuple(float(group["lr"]) for group in optimizer.param_groups))
+            yield
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        def lr(value: float) -> Any:
+            return torch.tensor(value) if tensor_lr else value
+
+        *first, last = model.parameters()
+        return [{"params": first, "lr": lr(0.01)}, {"params": [last], "lr": lr(0.02)}]
+
+    assert_trains_as_plain(script, modes=TWO_MODES, world_sizes=[2], groups=groups, foreach=False)
+    assert len(rates) == 4, f"the learning rates never changed, or differ between optimizers: {rates}"
+
+
+def test_reduce_lr_on_plateau_reaches_the_local_optimizer() -> None:
+    def script(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
+        for step in range(4):
+            backward(step)
+            optimizer.step()
+            scheduler.step(1.0)
+            yield
+        assert optimizer.param_groups[0]["lr"] < 1e-4
+
+    assert_trains_as_plain(script, world_sizes=[2], modes=TWO_MODES)
+
+
+def test_options_changed_by_hand_reach_the_local_optimizer() -> None:
+    def script(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        for step in range(4):
+            optimizer.param_groups[0]["weight_decay"] = 0.1 * step
+            optimizer.param_groups[0]["betas"] = (0.5, 0.6)
+            backward(step)
+            optimizer.step()
+            yield
+
+    assert_trains_as_plain(script, world_sizes=[2], modes=TWO_MODES)
+
+
+def test_options_that_the_local_optimizer_changes_are_seen_outside() -> None:
+    class Decaying(optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            loss = super().step(closure)
+            self.param_groups[0]["lr"] *= 0.5
+            return loss
+
+    def on_rank(comm: Collectives) -> float:
+        model = Tangle()
+        optimizer = zero(comm, model.parameters(), Decaying, lr=1.0)
+        fill_gradients(list(model.parameters()), 0, comm.world_size, comm)
+        optimizer.step()
+        optimizer.step()
+        return optimizer.param_groups[0]["lr"]
+
+    assert virtual.run(on_rank, 2) == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_closure_is_called_as_the_plain_optimizer_calls_it(momentum: float) -> None:
+    calls: dict[int, int] = {}
+
+    def script(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        calls[id(optimizer)] = 0
+        for step in range(3):
+
+            def closure(step: int = step) -> torch.Tensor:
+                assert torch.is_grad_enabled()
+                calls[id(optimizer)] += 1
+                optimizer.zero_grad()
+                backward(step)
+                return torch.tensor(float(step))
+
+            assert optimizer.step(closure) == step
+            yield
+
+    assert_trains_as_plain(script, optim.SGD, world_sizes=[2], lr=0.1, momentum=momentum)
+    assert set(calls.values()) == {3}
+
+
+def test_a_closure_that_raises_leaves_gradients_in_place() -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = Tangle()
+        optimizer = zero(comm, model.parameters(), partition="even")
+        fill_gradients(list(model.parameters()), 0, comm.world_size, comm)
+        model.shift.grad = torch.ones(8)  # left over from before it was frozen
+        before = snapshot(model)
+
+        def closure() -> float:
+            assert model.shift.grad is not None
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(closure)
+        assert model.shift.grad is not None
+        assert_same([snapshot(model)], [before], "after a closure that raised")
+
+    virtual.run(on_rank, 2)
+
+
+def test_extra_arguments_of_step_pass_through() -> None:
+    def script(model: nn.Module, optimizer: Any, backward: Backward) -> Iterator[None]:
+        for step in range(3):
+            backward(step)
+            assert optimizer.step(scale=step + 0.5) is None
+            assert optimizer.step(closure=lambda: 1.25, scale=2.0) == 1.25
+            yield
+
+    assert_trains_as_plain(script, Signed, modes=WHOLE_MODES, world_sizes=[2])
+
+
+def test_step_hooks_run_once_a_step() -> None:
+    def on_rank(comm: Collectives) -> list[str]:
+        model = Tangle()
+        optimizer = zero(comm, model.parameters())
+        seen: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+        fill_gradients(list(model.parameters()), 0, comm.world_size, comm)
+        optimizer.step()
+        return seen
+
+    assert virtual.run(on_rank, 2) == [["before", "after"]] * 2
+
+
+# ---------------------------------------------------------------------- changes between steps: live parameters
+
+
+def test_freezing_and_unfreezing_at_run_time() -> None:
+    def script(model: Any, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        for step in range(6):
+            model.up.requires_grad_(step not in (2, 3))
+            model.embed.weight.requires_grad_(step != 3)
+            model.shift.requires_grad_(step > 1)  # frozen at construction
+            optimizer.zero_grad()
+            backward(step)
+            optimizer.step()
+            yield
+
+    assert_trains_as_plain(script)
+
+
+@pytest.mark.parametrize(("partition", "as_view"), MODES)
+def test_a_frozen_parameter_with_a_leftover_gradient_stays_and_keeps_the_gradient(
+    partition: Any, as_view: bool
+) -> None:
+    def on_rank(comm: Collectives) -> list[torch.Tensor]:
+        model = Tangle()
+        params = list(model.parameters())
+        optimizer = zero(
+            comm, params, optim.SGD, lr=0.1, momentum=0.9, partition=partition, parameters_as_bucket_view=as_view
+        )
+        fill_gradients(params, 0, comm.world_size, comm)
+        optimizer.step()
+        model.requires_grad_(False)
+        model.norm.requires_grad_(True)
+        before, gradients = snapshot(model), [param.grad for param in params]
+        optimizer.step()
+        assert all(param.grad is grad for param, grad in zip(params, gradients))
+        for param, old in zip(params, before):
+            assert torch.equal(param, old) == (not param.requires_grad or not param.numel())
+        return snapshot(model)
+
+    ranks = virtual.run(on_rank, 3)
+    assert_same(ranks[1:], [ranks[0]] * 2, "ranks agree")
+
+
+def test_a_bucket_view_lets_go_of_frozen_parameters() -> None:
+    def on_rank(comm: Collectives) -> int:
+        model = Tangle()
+        optimizer = zero(comm, model.parameters(), parameters_as_bucket_view=True)
+        model.requires_grad_(False)
+        model.norm.requires_grad_(True)
+        optimizer.step()
+        storage = model.up.weight.untyped_storage()
+        return storage.nbytes()
+
+    assert virtual.run(on_rank, 2) == [70 * 8 * 4] * 2
+
+
+def test_parameters_whose_data_were_reassigned() -> None:
+    def script(model: Any, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        for step in range(5):
+            if step == 2:
+                for param in model.parameters():
+                    param.data = param.data.clone() * 1.5
+            if step == 3:
+                model.up.weight.data = torch.full((70, 8), 0.25)
+            backward(step)
+            optimizer.step()
+            yield
+
+    assert_trains_as_plain(script)
+    assert_trains_as_plain(script, optim.Adagrad, lr=0.1, world_sizes=[3])  # its state exists from the start
+
+
+def test_a_parameter_that_changes_its_memory_format() -> None:
+    def script(model: Any, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        for step in range(4):
+            if step == 2:
+                model.conv.weight.data = model.conv.weight.data.contiguous()
+            backward(step)
+            optimizer.step()
+            yield
+
+    assert_trains_as_plain(script, optim.SGD, lr=0.1, world_sizes=[3])
+
+
+def test_a_model_that_changes_its_dtype() -> None:
+    def script(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        for step in range(4):
+            if step == 2:
+                model.double()
+                model.zero_grad()
+            backward(step)
+            optimizer.step()
+            yield
+
+    assert_trains_as_plain(script, optim.SGD, lr=0.1, world_sizes=[3])
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none: bool) -> None:
+    def script(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            for param in model.parameters():
+                assert param.grad is None or (not set_to_none and not param.grad.any())
+            if step != 2:  # a step without new gradients: momentum goes on only where gradients are zeros
+                backward(step)
+            optimizer.step()
+            yield
+
+    assert_trains_as_plain(script, optim.SGD, world_sizes=[3], lr=0.1, momentum=0.9)
+
+
+def test_step_before_backward_changes_nothing() -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = Tangle()
+        before = snapshot(model)
+        optimizer = zero(comm, model.parameters(), partition="even")
+        optimizer.step()
+        assert_same([snapshot(model)], [before], "no gradients")
+
+    virtual.run(on_rank, 2)
+
+
+def test_parameters_without_gradients_stay() -> None:
+    def script(model: Any, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        for step in range(3):
+            backward(step)
+            if step != 1:
+                model.up.weight.grad = model.scale.grad = None
+            optimizer.step()
+            yield
+
+    assert_trains_as_plain(script, world_sizes=[3])
+
+
+def test_in_place_changes_of_parameters_are_seen_by_autograd() -> None:
+    # A split parameter is updated through another tensor on its memory; a stale graph must still be noticed.
+    def on_rank(comm: Collectives) -> None:
+        weight = nn.Parameter(torch.ones(256))
+        optimizer = zero(comm, [weight], optim.SGD, lr=0.1, partition="even")
+        loss = (weight * weight).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    virtual.run(on_rank, 2)
+
+
+# ---------------------------------------------------------------------------------------- groups added later
+
+
+def grow(model: Any, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+    """Train the norm and the embedding, then unfreeze and add the rest in two groups."""
+    for step in range(6):
+        if step == 2:
+            model.up.requires_grad_(True)
+            optimizer.add_param_group({"params": model.up.parameters(), "lr": 0.02})
+        if step == 4:
+            model.conv.requires_grad_(True)
+            optimizer.add_param_group({"params": [model.conv.weight], "weight_decay": 0.2})
+            optimizer.add_param_group({"params": model.conv.bias})
+        optimizer.zero_grad()
+        backward(step)
+        optimizer.step()
+        yield
+
+
+def half_frozen() -> nn.Module:
+    model = Tangle()
+    model.up.requires_grad_(False)
+    model.conv.requires_grad_(False)
+    return model
+
+
+def all_but_the_frozen(model: nn.Module) -> list[torch.Tensor]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def test_groups_added_to_a_live_optimizer() -> None:
+    # Parameters outside the optimizer have gradients too in this script; they must not move.
+    assert_trains_as_plain(
+        grow, make_model=half_frozen, groups=all_but_the_frozen, check_moved=False, world_sizes=[1, 3]
+    )
+
+
+def test_a_group_added_after_explicit_lists() -> None:
+    lists = [[0, 2, 4], [1, 3, 5]]
+    assert len(all_but_the_frozen(half_frozen())) == 6
+    for as_view in (False, True):
+        assert_trains_as_plain(
+            grow,
+            make_model=half_frozen,
+            groups=all_but_the_frozen,
+            check_moved=False,
+            world_sizes=[2],
+            modes=[(lists, as_view)],
+        )
+
+
+def test_a_frozen_layer_that_was_in_the_optimizer_from_the_start_is_made_trainable() -> None:
+    def script(model: Any, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        for step in range(4):
+            if step == 2:
+                model.requires_grad_(True)
+            backward(step)
+            optimizer.step()
+            yield
+
+    assert_trains_as_plain(script, make_model=half_frozen)
+
+
+class Eager(optim.Adagrad):
+    """Makes its state when a group is added, as Adagrad does only at construction."""
+
+    elementwise = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            self.state[param] = {"step": torch.tensor(0.0), "sum": torch.ones_like(param)}
+
+
+def test_state_made_when_a_group_is_added_is_kept() -> None:
+    assert_trains_as_plain(
+        grow, Eager, make_model=half_frozen, groups=all_but_the_frozen, check_moved=False, lr=0.1
+    )
+
+
+def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was() -> None:
+    def script(model: Any, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        for step in range(5):
+            if step == 2:
+                with pytest.raises(ValueError, match="more than one"):
+                    optimizer.add_param_group({"params": [model.scale]})
+                with pytest.raises(TypeError):
+                    optimizer.add_param_group([model.scale])  # type: ignore[arg-type]
+                with pytest.raises(TypeError):
+                    optimizer.add_param_group({"params": [3.5]})
+            backward(step)
+            optimizer.step()
+            yield
+        assert len(optimizer.param_groups) == 1
+
+    assert_trains_as_plain(script, world_sizes=[2])
+
+
+def test_ranks_that_add_different_groups_all_raise_and_train_on_as_before() -> None:
+    def script(model: Any, optimizer: Any, backward: Backward) -> Iterator[None]:
+        for step in range(4):
+            if step == 2 and isinstance(optimizer, ZeroRedundancyOptimizer):
+                own_size = nn.Parameter(torch.ones(3 + optimizer.rank))
+                with pytest.raises(ValueError, match=r"rank 1 has \[parameter 6: shape \(4,\)"):
+                    optimizer.add_param_group({"params": [own_size]})
+                own_rate = {"params": [nn.Parameter(torch.ones(4))], "lr": 0.1 * optimizer.rank}
+                with pytest.raises(ValueError, match="group 1: .*'lr': 0.1"):
+                    optimizer.add_param_group(own_rate)
+                bad = {"params": [nn.Parameter(torch.ones(4)) if optimizer.rank else "no tensor"]}
+                with pytest.raises((TypeError, RuntimeError), match="can only optimize Tensors"):
+                    optimizer.add_param_group(bad)
+                assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1
+            backward(step)
+            optimizer.step()
+            yield
+
+    assert_trains_as_plain(
+        script, make_model=half_frozen, groups=all_but_the_frozen, check_moved=False, world_sizes=[2]
+    )
+
+
+# ---------------------------------------------------------------------------------------- what is sent and held
+
+
+def calls_of_steps(world_size: int, **options: Any) -> list[list[Call]]:
+    """What rank 0's second step sends, for a model of four trainable parameters and a frozen one."""
+
+    def on_rank(comm: Collectives) -> list[Call]:
+        params = [nn.Parameter(torch.ones(shape)) for shape in ((100, 4), (200,), (0, 5))]
+        params += [nn.Parameter(torch.ones(90, dtype=torch.bfloat16)), nn.Parameter(torch.ones(7), requires_grad=False)]
+        optimizer = zero(comm, params, **options)
+        for param in params[:4]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        with recording(optimizer.collectives) as calls:
+            optimizer.step()
+            optimizer.zero_grad()
+        return calls
+
+    return virtual.run(on_rank, world_size)
+
+
+def test_without_bucket_view_a_step_sends_one_broadcast_for_each_trainable_slice() -> None:
+    # 100x4 to rank 0; 200 to rank 1; 90 bfloat16 to rank 1 (then 290); nothing for the empty and the frozen one
+    expected = [Call("broadcast", 1600, 0), Call("broadcast", 800, 1), Call("broadcast", 180, 1)]
+    assert calls_of_steps(2) == [expected, expected]
+
+
+def test_with_bucket_view_a_step_sends_one_broadcast_for_each_owner_and_dtype() -> None:
+    expected = [Call("broadcast", 1600, 0), Call("broadcast", 800, 1), Call("broadcast", 180, 1)]
+    assert calls_of_steps(2, parameters_as_bucket_view=True) == [expected, expected]
+    lists = [[1, 3, 4], [0, 2]]
+    expected = [Call("broadcast", 800, 0), Call("broadcast", 1600, 1), Call("broadcast", 180, 0)]
+    assert calls_of_steps(2, parameters_as_bucket_view=True, partition=lists) == [expected, expected]
+
+
+def test_an_even_step_sends_one_message_for_each_rank_and_dtype() -> None:
+    # float32: 600 elements, cut at 320 of the first (a multiple of 64); bfloat16: 90, cut at 64.
+    expected = [Call("broadcast", 1280, 0), Call("broadcast", 1120, 1)]
+    expected += [Call("broadcast", 128, 0), Call("broadcast", 52, 1)]
+    assert calls_of_steps(2, parameters_as_bucket_view=True, partition="even") == [expected, expected]
+
+
+def test_one_rank_sends_nothing() -> None:
+    for partition in PARTITIONS:
+        for as_view in (False, True):
+            assert calls_of_steps(1, partition=partition, parameters_as_bucket_view=as_view) == [[]]
+
+
+def test_a_bucket_of_many_parameters_is_one_message() -> None:
+    def on_rank(comm: Collectives) -> list[Call]:
+        model = Tangle()
+        optimizer = zero(comm, model.parameters(), parameters_as_bucket_view=True)
+        with recording(comm) as calls:
+            optimizer.step()
+        return calls
+
+    trainable = sum(param.numel() for param in Tangle().parameters() if param.requires_grad)
+    for calls in virtual.run(on_rank, 3):
+        assert [call.peer for call in calls] == [0, 1, 2]
+        assert sum(call.nbytes for call in calls) == 4 * trainable
+
+
+def test_parameters_are_views_of_one_flat_tensor() -> None:
+    def on_rank(comm: Collectives) -> int:
+        model = Tangle()
+        zero(comm, model.parameters(), parameters_as_bucket_view=True)
+        return len({param.untyped_storage().data_ptr() for param in model.parameters() if param.requires_grad})
+
+    assert virtual.run(on_rank, 3) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_each_rank_keeps_the_state_of_its_share_only(partition: Any) -> None:
+    def on_rank(comm: Collectives) -> tuple[int, int]:
+        model = Tangle()
+        params = list(model.parameters())
+        optimizer = zero(comm, params, optim.AdamW, partition=partition)
+        fill_gradients(params, 0, comm.world_size, comm)
+        optimizer.step()
+        mine = [piece for piece in optimizer.partition.slices_of_rank[comm.rank] if params[piece.param].requires_grad]
+        return state_bytes(optimizer), sum(8 * piece.numel + 4 for piece in mine)
+
+    for measured, predicted in virtual.run(on_rank, 3):
+        assert measured == predicted > 0
+
+
+def test_no_memory_of_gradients_is_held_after_zero_grad() -> None:
+    def on_rank(comm: Collectives) -> bool:
+        weight = nn.Parameter(torch.ones(256))
+        optimizer = zero(comm, [weight], partition="even")
+        weight.grad = torch.ones(256)
+        held = weakref.ref(weight.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        return held() is None and all(own.local.grad is None for own in optimizer._owned)
+
+    assert virtual.run(on_rank, 2) == [True, True]
+
+
+def test_tensors_on_another_device_get_flat_tensors_of_their_own() -> None:
+    # There is one device here; "meta" tensors have shapes and a device, which is what the layout looks at.
+    def on_rank(comm: Collectives) -> list[tuple[str, int, int]]:
+        params = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(6, device="meta"))]
+        params += [nn.Parameter(torch.ones(5, device="meta")), nn.Parameter(torch.ones(4))]
+        optimizer = zero(comm, params, optim.SGD, lr=0.1, parameters_as_bucket_view=True)
+        return [(str(m.tensor.device), m.owner, m.tensor.numel()) for m in optimizer._messages]
+
+    # 8 to rank 0, 6 to rank 1, 5 to rank 1 (11), 4 to rank 0 (12)
+    assert virtual.run(on_rank, 2)[0] == [("cpu", 0, 12), ("meta", 1, 11)]
+
+
+# ---------------------------------------------------------------------------------------- the object itself
+
+
+def test_attributes_are_those_of_torchs_class() -> None:
+    def on_rank(comm: Collectives) -> None:
+        optimizer = zero(comm, Tangle().parameters(), optim.AdamW, lr=0.5)
+        assert isinstance(optimizer, Optimizer)
+        assert isinstance(optimizer.optim, optim.AdamW)
+        assert (optimizer.rank, optimizer.world_size, optimizer.global_rank) == (comm.rank, 2, comm.rank)
+        assert optimizer.process_group is comm
+        assert optimizer.param_groups[0]["lr"] == optimizer.defaults["lr"] == 0.5
+        assert optimizer.param_groups[0].keys() == optim.AdamW(Tangle().parameters()).param_groups[0].keys()
+        assert "lr: 0.5" in repr(optimizer)
+        assert weakref.ref(optimizer)() is optimizer
+        optimizer.note = "mine"
+        assert optimizer.note == "mine"
+
+    virtual.run(on_rank, 2)
+
+
+def test_without_a_process_group_it_says_how_to_start_one() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="torchrun"):
+        ZeroRedundancyOptimizer(Tangle().parameters(), optim.AdamW)
+
+
+def test_logs_figures_at_the_debug_level_that_torch_has(caplog: pytest.LogCaptureFixture) -> None:
+    def messages(level: dist.DebugLevel) -> list[str]:
+        caplog.clear()
+        dist.set_debug_level(level)
+        try:
+            with caplog.at_level(logging.INFO, logger="zero_ref.optimizer"):
+                virtual.run(lambda comm: zero(comm, [("w", nn.Parameter(torch.ones(100)))], partition="even"), 2)
+        finally:
+            dist.set_debug_level(dist.DebugLevel.OFF)
+        return sorted(record.getMessage() for record in caplog.records)
+
+    assert messages(dist.DebugLevel.OFF) == []
+    info = messages(dist.DebugLevel.INFO)
+    assert len(info) == 2
+    assert info[0] == (
+        "rank 0 of 2 owns 64 of 100 elements (64.0%) in 1 slices; a step sends 2 messages, 400 bytes"
+    )
+    assert "rank 1 owns Slice(param=0, start=64, stop=100) of parameter w" in messages(dist.DebugLevel.DETAIL)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(60)
+def test_importing_it_prints_no_warnings() -> None:
+    code = "import zero_ref.optimizer, zero_ref.checkpoint, zero_ref.lab.meter, zero_ref.lab.virtual"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---------------------------------------------------------------------------------------- ranks that differ
+
+
+@pytest.mark.parametrize(
+    ("differing", "text"),
+    [
+        ({"lr": 0.5}, "rank 1 has .*'lr': 0.5"),
+        ({"partition": "registration_greedy"}, "rank 1 has .partition"),
+        ({"parameters_as_bucket_view": True}, "parameters_as_bucket_view=True"),
+        ({"optimizer_class": optim.Adam}, "rank 1 has .Adam,"),
+        ({"params": lambda model: list(model.parameters())[1:]}, "rank 1 has .*10 parameters"),
+        ({"params": lambda model: model.double().parameters()}, "rank 1 has .parameter 0: shape .*float64"),
+        ({"params": lambda model: model.to(memory_format=torch.contiguous_format).parameters()}, "strides"),
+        ({"params": lambda model: [*model.parameters()][::-1]}, "rank 1 has .parameter 0"),
+        ({"params": lambda model: model.requires_grad_(False).parameters()}, "requires_grad=False"),
+    ],
+    ids=["lr", "partition", "view", "class", "count", "dtype", "strides", "order", "frozen"],
+)
+def test_ranks_that_differ_at_construction_all_raise(differing: dict[str, Any], text: str) -> None:
+    def build(comm: Collectives) -> None:
+        options: dict[str, Any] = {"params": lambda model: model.parameters(), "optimizer_class": optim.AdamW}
+        if comm.rank == 1:
+            options |= differing
+        params = options.pop("params")(Tangle())
+        ZeroRedundancyOptimizer(params, process_group=comm, **options)
+
+    each_rank_raises(build, ValueError, text, world_size=3)
+
+
+def test_one_rank_with_wrong_parameters_makes_all_raise() -> None:
+    def on_rank(comm: Collectives) -> str:
+        params = "weights" if comm.rank == 2 else Tangle().parameters()
+        with pytest.raises(TypeError if comm.rank == 2 else RuntimeError) as caught:
+            zero(comm, params)
+        return str(caught.value)
+
+    messages = virtual.run(on_rank, 3, timeout=5)
+    assert "rank 0: rank 2 could not construct the optimizer: TypeError" in messages[0]

@@ -1,0 +1,242 @@
+"""Chapter 4's graders: a step on real ranks beside the plain optimizer's, and a broadcast that is lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zero_ref.collectives import Collectives
+from zero_ref.lab import ranks, virtual
+from zero_ref.lab.exercises import Answer, ExerciseFailed, call_text, exercise, shown
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.partition import Partition, even, from_lists, sorted_greedy
+
+# -------------------------------------------------------------------------------------- 4.1 write `step`
+
+STEPS = 2
+"""After one step, a parameter sent too early looks like one that was never sent. After two it does not."""
+
+SECONDS = 8.0
+"""For two steps on a few numbers: only ranks that wait for each other take as long."""
+
+WORLDS: list[tuple[int, list[tuple[int, ...]], list[int]]] = [
+    (2, [(4, 3), (3,), (3, 2), (2,)], [0, 1, 1, 1]),
+    (3, [(2,), (3, 2), (3,), (4, 3)], [2, 1, 2, 0]),
+    (3, [(6, 5), (5,)], [1, 0]),
+    (1, [(4, 3), (3,)], [0, 0]),
+]
+"""Ranks, the shapes of parameters, their owners. In the third, rank 2 owns nothing."""
+
+Ages = list[int | None]
+"""For each parameter how many steps its value is behind the plain optimizer's; None if that never had it."""
+
+
+class Outcome(NamedTuple):
+    """What a rank saw of the answer.
+
+    Args:
+        ages: after each step.
+        sources: of the broadcasts that the answer called, in their order.
+        waited: the last of them never ended.
+    """
+
+    ages: list[Ages]
+    sources: list[int]
+    waited: bool
+
+
+@exercise("step.write_step", seconds=3 * SECONDS, may_return_none=True, on_ranks=True)
+def write_step(answer: Answer) -> str:
+    """Two steps of a sharded optimizer on 1, 2 and 3 ranks, each parameter compared bit for bit."""
+    for world_size, shapes, owners in WORLDS:
+        # Gloo even where there are GPUs: its time-out is an error, NCCL's ends the process.
+        outcomes = ranks.run(
+            _train_beside_plain, world_size, answer, shapes, owners, timeout=SECONDS, backend="gloo"
+        )
+        assert not any(outcome.waited for outcome in outcomes), _who_waits(outcomes, owners)
+        for step in range(STEPS):
+            _check_ages([outcome.ages[step] for outcome in outcomes], owners, step + 1)
+    return f"{STEPS} steps on 1, 2 and 3 real ranks are the plain optimizer's, bit for bit"
+
+
+def _train_beside_plain(answer: Answer, shapes: Sequence[tuple[int, ...]], owners: list[int]) -> Outcome:
+    """On a rank: step with the answer and with a plain optimizer, from the same start and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    owned = [param for param, owner in zip(params, owners) if owner == dist.get_rank()]
+    local = torch.optim.Adam([{"params": owned}], lr=0.1)
+    plain = torch.optim.Adam(twins, lr=0.1)
+    values_of_twins = [[twin.detach().clone()] for twin in twins]  # the newest first
+    outcome = Outcome([], [], waited=False)
+    for _ in range(STEPS):
+        for param, twin in zip(params, twins):
+            twin.grad = torch.randn(twin.shape, generator=generator)
+            param.grad = twin.grad.clone()
+        if not _step_ends(answer, local, params, owners, outcome.sources):
+            return outcome._replace(waited=True)
+        plain.step()
+        for twin, values in zip(twins, values_of_twins):
+            values.insert(0, twin.detach().clone())
+        outcome.ages.append([_age(param, values) for param, values in zip(params, values_of_twins)])
+    return outcome
+
+
+def _step_ends(
+    answer: Answer, local: torch.optim.Adam, params: list[Any], owners: list[int], sources: list[int]
+) -> bool:
+    """Call the answer, noting its broadcasts in `sources`; False if it waited for other ranks in vain."""
+    broadcast, call = dist.broadcast, call_text(answer.name, local, params, owners)
+
+    def noted(tensor: Any, src: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        sources.append(kwargs.get("group_src", -1) if src is None else src)
+        return broadcast(tensor, src, *args, **kwargs)
+
+    dist.broadcast = noted
+    try:
+        answer(local, params, list(owners))
+    except ExerciseFailed as failure:
+        if "timed out" in str(failure).lower():
+            return False
+        raise ExerciseFailed(str(failure).replace(call, f"{answer.name}(local, params, {owners})")) from None
+    finally:
+        dist.broadcast = broadcast
+    return True
+
+
+def _age(param: torch.Tensor, newest_first: Sequence[torch.Tensor]) -> int | None:
+    return next((age for age, value in enumerate(newest_first) if torch.equal(param, value)), None)
+
+
+def _check_ages(ages_of_rank: Sequence[Ages], owners: Sequence[int], step: int) -> None:
+    """Tell from who holds which value of what, after a step, what went wrong in it."""
+    stepped = any(age == 0 for ages in ages_of_rank for age in ages)
+    for param, owner in enumerate(owners):
+        ages = [of_rank[param] for of_rank in ages_of_rank]
+        others = ages[:owner] + ages[owner + 1 :]
+        late = next((rank for rank, age in enumerate(ages) if age != 0), None)
+        if late is None:
+            continue
+        if step < STEPS and ages[owner] == 0 and None not in ages and all(others):
+            continue  # sent too early, or never: the next step tells
+        where = f"after step {step} on {len(ages)} ranks, parameter {param}, which rank {owner} owns,"
+        assert None not in ages, (
+            f"{where} has on rank {ages.index(None)} a value that the plain optimizer never gave it. The "
+            "owner's value replaces the others': it is not added to them, nor averaged with them."
+        )
+        assert stepped, f"{where} is old everywhere, as are all others. Was local.step() called?"
+        assert ages[owner] == 0, (
+            f"{where} is old even there: another rank's old value was written over the new one. Each "
+            "parameter is sent by its own owner."
+        )
+        assert step == 1 or set(others) != {1}, (
+            f"{where} is one step behind on the other ranks: it was sent before it was updated. "
+            "Step first, then send."
+        )
+        raise AssertionError(
+            f"{where} is old on rank {late}: the new value did not arrive there. Every rank calls the "
+            "broadcast of every parameter, its owner to send and all others to receive."
+        )
+
+
+def _who_waits(outcomes: Sequence[Outcome], owners: Sequence[int]) -> str:
+    calls = [
+        f"rank {rank} called {len(outcome.sources)}, from ranks {outcome.sources}"
+        + (", and waits in the last" if outcome.waited else "")
+        for rank, outcome in enumerate(outcomes)
+    ]
+    return "\n  ".join(
+        [
+            "the ranks wait for each other. A broadcast is over when all ranks have called it, so every rank "
+            "calls that of every parameter, in the same order, also of those that it does not own. "
+            f"With owners {list(owners)} the broadcasts were:",
+            *calls,
+        ]
+    )
+
+
+# --------------------------------------------------------------------------------- 4.2 a broadcast is lost
+
+PARTITIONS: list[Partition] = [
+    sorted_greedy([12, 3, 6, 2], 3),
+    sorted_greedy([2, 6, 3, 12], 2),
+    from_lists([3, 3, 3], [[2], [], [0, 1]]),
+    sorted_greedy([5, 4], 4),
+    even([192, 64, 128], 3),
+]
+"""In registration order and out of it, with ranks that own nothing, with a parameter of two owners."""
+
+
+@exercise("step.stale")
+def stale(answer: Answer) -> str:
+    """For each rank the parameters that are old after a step that lost one broadcast."""
+    tried = 0
+    for partition in PARTITIONS:
+        sent = [
+            (rank, piece.param) for rank, slices in enumerate(partition.slices_of_rank) for piece in slices
+        ]
+        for lost in range(len(sent)):
+            theirs = _lists(answer, partition, lost)
+            truth = virtual.run(_stale_on_this_rank, partition.world_size, partition, lost)
+            owned = [[piece.param for piece in slices] for slices in partition.slices_of_rank]
+            assert theirs == truth, (
+                f"{len(owned)} ranks own the parameters {owned}, and broadcast {lost} is lost. The optimizer "
+                f"leaves {truth} old; {answer.name} says {theirs}. {_mistake_in_stale(theirs, sent, lost)}"
+            )
+            tried += 1
+    return f"{tried} lost broadcasts, each tried on the package's optimizer"
+
+
+def _stale_on_this_rank(comm: Collectives, partition: Partition, lost: int) -> list[int]:
+    """On a virtual rank: the parameters that are not what a step without loss makes them."""
+    params = [torch.nn.Parameter(torch.zeros(numel)) for numel in partition.numels]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, comm, partition=partition, lr=1.0)
+    for param in params:
+        param.grad = -torch.ones_like(param)
+    broadcast, number = comm.broadcast, itertools.count()
+
+    def losing_one(tensor: torch.Tensor, src: int) -> Any:
+        # The lost one still takes place, for the others' sake: what arrives is thrown away.
+        return broadcast(tensor.clone() if next(number) == lost else tensor, src)
+
+    comm.broadcast = losing_one  # type: ignore[method-assign]
+    optimizer.step()
+    return [index for index, param in enumerate(params) if not torch.equal(param, torch.ones_like(param))]
+
+
+def _lists(answer: Answer, partition: Partition, lost: int) -> list[list[int]]:
+    """What the answer returns, once it is a list of parameters for each rank."""
+    returned = answer(partition, lost)
+    are_lists = isinstance(returned, (list, tuple)) and all(
+        isinstance(of_rank, (list, tuple, set)) for of_rank in returned
+    )
+    assert are_lists, (
+        f"{answer.name} returned {shown(returned)}. It must return one list of parameters for each rank, "
+        "empty where nothing is old."
+    )
+    assert len(returned) == partition.world_size, (
+        f"{answer.name} returned {len(returned)} lists for {partition.world_size} ranks. A rank that owns "
+        "nothing receives too, so it has a list as well."
+    )
+    return [sorted(of_rank) for of_rank in returned]
+
+
+def _mistake_in_stale(theirs: list[list[int]], sent: Sequence[tuple[int, int]], lost: int) -> str:
+    owner, param = sent[lost]
+    everybody = range(len(theirs))
+    if theirs == [[param]] * len(theirs):
+        return f"Rank {owner} owns parameter {param} and has stepped it: it needs no broadcast."
+    if theirs == [[param] if rank == owner else [] for rank in everybody]:
+        return f"Rank {owner} has the new value: it made it. Old are those that waited for it."
+    if param != lost and set().union(*theirs) == {lost}:
+        return (
+            f"Broadcast {lost} is not that of parameter {lost}: the ranks' parameters go out owner by owner, "
+            f"rank 0's first. This one is parameter {param}, from rank {owner}."
+        )
+    if any(len(of_rank) > 1 for of_rank in theirs):
+        return "Each broadcast carries one slice; the others arrived."
+    return f"It was parameter {param}, sent by rank {owner}, that did not arrive at the others."
