@@ -8,6 +8,7 @@ counts tensors.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,13 +75,13 @@ def held_bytes(params: Iterable[torch.Tensor], optimizer: Optimizer) -> HeldByte
     share counts once. For a ZeroRedundancyOptimizer the state is that of this rank's shard.
     """
     params = list(params)
-    memory = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in params}
-    gradients = {
-        p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes()
-        for p in params
-        if p.grad is not None
-    }
-    return HeldBytes(sum(memory.values()), sum(gradients.values()), state_bytes(optimizer))
+    gradients = [p.grad for p in params if p.grad is not None]
+    return HeldBytes(_memory_of(params), _memory_of(gradients), state_bytes(optimizer))
+
+
+def _memory_of(tensors: Iterable[torch.Tensor]) -> int:
+    dense = [part for t in tensors for part in ((t._indices(), t._values()) if t.is_sparse else (t,))]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in dense}.values())
 
 
 def state_bytes(optimizer: Optimizer) -> int:
@@ -91,6 +92,26 @@ def state_bytes(optimizer: Optimizer) -> int:
         for value in of_param.values()
         if isinstance(value, torch.Tensor)
     )
+
+
+@contextlib.contextmanager
+def timing(into_ms: list[float]) -> Iterator[None]:
+    """Append the milliseconds that the context lasts, work queued on the GPU included.
+
+    >>> step_ms = []
+    >>> with timing(step_ms):
+    ...     _ = sum(range(1000))
+    >>> len(step_ms), step_ms[0] > 0
+    (1, True)
+    """
+    on_gpu = torch.cuda.is_initialized()
+    if on_gpu:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    yield
+    if on_gpu:
+        torch.cuda.synchronize()
+    into_ms.append(1e3 * (time.perf_counter() - started))
 
 
 def wire_bytes(interface: str = "lo") -> int | None:

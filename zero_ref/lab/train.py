@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,24 +73,22 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
     calls: list[Call] = []
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.collectives.observers.append(calls.append)
-    losses, step_ms = [], []
+    losses: list[torch.Tensor] = []
+    step_ms: list[float] = []
     for step in range(first_step, config.steps):
         reductions.calls.clear()
         calls.clear()
-        started = time.perf_counter()
-        tokens, targets = batch(
-            text.training, config.model, config.batch_size, seed=config.seed, step=step, rank=rank
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
-        optimizer.zero_grad()
-        loss = ddp(tokens.to(device()), targets.to(device()))
-        loss.backward()
-        optimizer.step()
+        with meter.timing(step_ms):
+            tokens, targets = batch(
+                text.training, config.model, config.batch_size, seed=config.seed, step=step, rank=rank
+            )
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, step)
+            optimizer.zero_grad()
+            loss = ddp(tokens.to(device()), targets.to(device()))
+            loss.backward()
+            optimizer.step()
         losses.append(loss.detach())
-        if device().type == "cuda":
-            torch.cuda.synchronize()
-        step_ms.append(1e3 * (time.perf_counter() - started))
         if progress and rank == 0:
             progress(step + 1, losses[-1].item())
         if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0:
