@@ -95,14 +95,16 @@ class VirtualCollectives(Observable):
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.tell("all_gather", tensor)
         gathered: list[torch.Tensor] = []
-        self._exchange("all_gather", tensor, gathered.extend)
+        # Copies: what lies on the board is the same tensor for all ranks.
+        self._exchange("all_gather", tensor, lambda board: gathered.extend(laid.clone() for laid in board))
         return gathered
 
     def send(self, tensor: torch.Tensor, dst: int) -> _Done:
         self.tell("send", tensor, dst)
-        self.world.mailboxes[self.rank, dst].put(tensor.clone())
+        self.world.mailboxes[self.rank, dst].put(tensor.detach().clone())
         return _Done()
 
+    @torch.no_grad()
     def recv(self, tensor: torch.Tensor, src: int) -> _Done:
         self.tell("recv", tensor, src)
         received = self._take(src)

@@ -68,7 +68,11 @@ def check_notebook(path: str | Path, seconds: float = 120.0) -> list[ExerciseRes
         OSError: the file cannot be read.
         ValueError: it is not a notebook.
     """
-    return [_grade_alone(Path(path).resolve(), cells.exercise, seconds) for cells in exercises_in(path)]
+    notebook = Path(path).resolve()
+    return [
+        ExerciseResult(cells.exercise, *_grade_alone(notebook, number, seconds))
+        for number, cells in enumerate(exercises_in(notebook))
+    ]
 
 
 def exercises_in(path: str | Path) -> list[ExerciseCells]:
@@ -117,33 +121,33 @@ def _run_cell(source: str, name: str, namespace: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------- a process for each
 
 
-def _grade_alone(notebook: Path, exercise: str, seconds: float) -> ExerciseResult:
+def _grade_alone(notebook: Path, number: int, seconds: float) -> tuple[bool, str]:
+    """Whether the exercise of that number passed, and what there is to say."""
     with tempfile.TemporaryDirectory(prefix="zero_ref-check-") as folder:
-        result = Path(folder, "result.json")
-        package = Path(zero_ref.__file__).parents[1]
-        command = [sys.executable, "-c", f"from {__name__} import _main; _main()"]
-        with Path(folder, "errors").open("w+b") as errors:
+        result, errors = Path(folder, "result.json"), Path(folder, "errors.txt")
+        arguments = [str(notebook), str(number), str(result)]
+        with errors.open("wb") as stderr:
             process = subprocess.Popen(
-                [*command, str(notebook), exercise, str(result)],
+                [sys.executable, "-c", f"from {__name__} import _main; _main()", *arguments],
                 cwd=notebook.parent,  # where Jupyter runs it
-                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(package), *_python_path()])},
+                env=_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=errors,
+                stderr=stderr,
                 start_new_session=True,  # so that all it starts can be ended together
             )
             try:
                 process.wait(seconds)
             except subprocess.TimeoutExpired:
-                return ExerciseResult(exercise, False, f"did not end within {seconds:g} s, and was ended.")
+                return False, f"it did not end within {seconds:g} s, and was ended."
             finally:
                 _end(process)
-            if result.exists():
-                return ExerciseResult(exercise, *json.loads(result.read_text(encoding="utf-8")))
-            errors.seek(0)
-            last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+        if result.exists():
+            passed, message = json.loads(result.read_text(encoding="utf-8"))
+            return passed, message
+        last = errors.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
     ended = f"its process ended with code {process.returncode} before the check did"
-    return ExerciseResult(exercise, False, f"{ended}: {last}" if last else f"{ended}.")
+    return False, f"{ended}: {last}" if last else f"{ended}."
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -156,16 +160,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _python_path() -> list[str]:
-    return [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+def _environment() -> dict[str, str]:
+    """Ours, and what we could import: its process stands in another folder."""
+    places = [str(Path(zero_ref.__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(place) for place in places if place)}
 
 
 def _main() -> None:
     """In the process of one exercise: grade it, and write down how it went."""
-    notebook, exercise, result = sys.argv[1:]
-    cells = next(cells for cells in exercises_in(notebook) if cells.exercise == exercise)
+    notebook, number, result = sys.argv[1:]
+    cells = exercises_in(notebook)[int(number)]
     try:
-        passed, message = True, grade(exercise, cells.define(cells.stub))
+        passed, message = True, grade(cells.exercise, cells.define(cells.stub))
     except (ExerciseFailed, StillTheStub) as error:
         passed, message = False, str(error)
     except Exception as error:

@@ -1,0 +1,114 @@
+"""Every exercise of every notebook: the solution passes, the stub fails, wrong answers hear what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_ref.lab import ranks
+from zero_ref.lab.exercises import CHAPTERS, ExerciseFailed, StillTheStub, exercises, grade, starts_ranks
+from zero_ref.lab.exercises.notebook import ExerciseCells, exercises_in
+
+NOTEBOOKS = sorted(Path(__file__).parents[2].glob("notebooks/*.ipynb"))
+CELLS = {cells.exercise: cells for notebook in NOTEBOOKS for cells in exercises_in(notebook)}
+REGISTERED = exercises()
+WRONG: list[tuple[str, Callable[..., Any], str]] = [
+    wrong for chapter in CHAPTERS for wrong in import_module(f"wrong_{chapter}").WRONG
+]
+
+
+def case(exercise: str, *values: Any, name: str = "") -> Any:
+    on_ranks = exercise in REGISTERED and starts_ranks(exercise)
+    marks = [pytest.mark.ranks, pytest.mark.timeout(90)] if on_ranks else []
+    return pytest.param(*values, marks=marks, id=f"{exercise}-{name}" if name else exercise)
+
+
+each_exercise = pytest.mark.parametrize("cells", [case(exercise, cells) for exercise, cells in CELLS.items()])
+
+
+@pytest.fixture(autouse=True)
+def _only_marked_tests_start_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.node.get_closest_marker("ranks"):
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            pytest.fail("this grader starts ranks: register it with @exercise(..., on_ranks=True)")
+
+        monkeypatch.setattr(ranks, "run", refuse)
+        monkeypatch.setattr(ranks, "Pool", refuse)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    yield
+    ranks.shutdown()
+
+
+@each_exercise
+def test_the_solution_passes(cells: ExerciseCells) -> None:
+    assert grade(cells.exercise, cells.define(cells.solution))
+
+
+@each_exercise
+def test_the_blank_stub_fails(cells: ExerciseCells) -> None:
+    with pytest.raises(StillTheStub, match=f"{cells.function} is still the stub"):
+        grade(cells.exercise, cells.define(cells.stub))
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer", "message"),
+    [case(wrong[0], *wrong, name=wrong[1].__name__) for wrong in WRONG],
+)
+def test_a_wrong_answer_hears_what_is_wrong(exercise: str, answer: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ExerciseFailed) as failed:
+        grade(exercise, answer)
+    assert re.search(message, str(failed.value), re.DOTALL), str(failed.value)
+
+
+@pytest.mark.parametrize("exercise", REGISTERED)
+def test_every_exercise_has_two_wrong_answers_that_hear_different_things(exercise: str) -> None:
+    wrong = [(answer, message) for name, answer, message in WRONG if name == exercise]
+    assert len({answer.__name__ for answer, _ in wrong}) >= 2
+    assert len({message for _, message in wrong}) >= 2
+
+
+def test_every_exercise_is_in_one_notebook_and_every_one_there_has_a_grader() -> None:
+    in_notebooks = Counter(cells.exercise for path in NOTEBOOKS for cells in exercises_in(path))
+    assert in_notebooks == Counter(REGISTERED)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_chapter_has_two_or_three_exercises_that_are_its_own(notebook: Path) -> None:
+    chapter = notebook.stem.partition("_")[2]
+    names = [cells.exercise for cells in exercises_in(notebook)]
+    assert len(names) in (2, 3)
+    assert [name.partition(".")[0] for name in names] == [chapter] * len(names)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_exercise_cells_have_their_ids_and_tags(notebook: Path) -> None:
+    code = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert code[0]["id"] == "setup"
+    expected = [
+        (f"{cells.exercise.partition('.')[2].replace('_', '-')}-{part}", tags)
+        for cells in exercises_in(notebook)
+        for part, tags in (
+            ("stub", {"exercise"}),
+            ("check", {"check", "skip-execution", "nbval-skip"}),
+            ("solution", {"solution", "hide-cell", "skip-execution", "nbval-skip"}),
+        )
+    ]
+    tagged = [(cell["id"], set(cell["metadata"].get("tags", ()))) for cell in code]
+    assert [cell for cell in tagged if cell[1] & {"exercise", "check", "solution"}] == expected
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_kept_without_outputs(notebook: Path) -> None:
+    code = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["id"] for cell in code if cell["outputs"] or cell["execution_count"] is not None] == []

@@ -1,0 +1,161 @@
+"""The process-group collectives in a group of one, and `agree`: equal facts pass, anything else raises on all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from zero_ref.calls import Call
+from zero_ref.collectives import Collectives, ProcessGroupCollectives, agree, as_collectives
+from zero_ref.lab import virtual
+from zero_ref.lab.meter import recording
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """This process as the only rank of a Gloo group: nothing is started, nothing listens."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------- which ranks, which group
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_none_is_the_default_group() -> None:
+    comm = as_collectives(None)
+    assert isinstance(comm, ProcessGroupCollectives)
+    assert (comm.rank, comm.world_size, comm.wire_device) == (0, 1, torch.device("cpu"))
+    assert as_collectives(dist.group.WORLD).world_size == 1
+    assert as_collectives(comm) is comm
+
+
+def test_without_torch_distributed_it_says_how_to_start_it() -> None:
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\)"):
+        ProcessGroupCollectives()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_rank_outside_the_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="global rank 0 is not a member"):
+        as_collectives(dist.GroupMember.NON_GROUP_MEMBER)  # what new_group gives to the others
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_calls_of_a_group_of_one_are_made_and_recorded() -> None:
+    comm = ProcessGroupCollectives()
+    tensor = torch.arange(3.0)
+    with recording(comm) as calls:
+        comm.broadcast(tensor, src=0).wait()
+        comm.all_reduce(tensor).wait()
+        (gathered,) = comm.all_gather(tensor)
+    assert gathered.tolist() == tensor.tolist() == [0.0, 1.0, 2.0]
+    assert calls == [Call("broadcast", 12, 0), Call("all_reduce", 12), Call("all_gather", 12)]
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("as_view", [False, True])
+def test_one_real_rank_trains_as_the_plain_optimizer_and_sends_nothing(as_view: bool) -> None:
+    def train(make: Any) -> torch.Tensor:
+        weight = nn.Parameter(torch.linspace(-1, 1, 300))
+        optimizer = make([weight])
+        for step in range(3):
+            weight.grad = torch.linspace(step, 1, 300)
+            optimizer.step()
+        return weight.detach()
+
+    def zero(params: Any) -> ZeroRedundancyOptimizer:
+        optimizer = ZeroRedundancyOptimizer(params, optim.AdamW, parameters_as_bucket_view=as_view, lr=0.1)
+        assert optimizer.process_group is dist.group.WORLD
+        optimizer.collectives.observers.append(lambda call: pytest.fail(f"sent {call}"))
+        return optimizer
+
+    plain = train(lambda params: optim.AdamW(params, lr=0.1))
+    assert torch.equal(train(zero), plain)
+    assert not torch.equal(plain, torch.linspace(-1, 1, 300))
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_call_that_fails_says_who_wanted_what() -> None:
+    comm = ProcessGroupCollectives()
+    with pytest.raises(RuntimeError, match="(?s)rank 0 of 1: broadcast from rank 0 did not complete: .*first error"):
+        comm.broadcast(torch.zeros(3).to_sparse(), src=0).wait()
+
+
+# -------------------------------------------------------------------------------------------------- agree
+
+
+def agreeing(*facts_of_rank: Any, action: str = "go") -> list[str]:
+    """What `agree` raises on each rank, as 'Type: text'; empty where it returns."""
+
+    def on_rank(comm: Collectives) -> str:
+        try:
+            agree(comm, action, facts_of_rank[comm.rank])
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return virtual.run(on_rank, len(facts_of_rank), timeout=5)
+
+
+def test_equal_facts_pass() -> None:
+    assert agreeing(["a", "b"], ["a", "b"], ["a", "b"]) == [""] * 3
+    assert agreeing([]) == [""]
+
+
+def test_equal_facts_cost_one_message_of_32_bytes() -> None:
+    def on_rank(comm: Collectives) -> list[Call]:
+        with recording(comm) as calls:
+            agree(comm, "go", [f"fact {number}" for number in range(1000)])
+        return calls
+
+    assert virtual.run(on_rank, 3) == [[Call("all_gather", 32)]] * 3
+
+
+def test_the_rank_that_differs_from_most_is_named_with_its_first_difference() -> None:
+    messages = agreeing(["a", "b", "c"], ["a", "b", "c"], ["a", "x", "y"])
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(
+        "ValueError: ranks disagree, so none can go: rank 2 has [x] where rank 0 has [b]."
+    )
+    assert "rank 0 has [x] where rank 1 has [a]" in agreeing(["x"], ["a"], ["a"])[1]
+
+
+def test_facts_that_continue_differ_in_number() -> None:
+    message = agreeing(["a", "b"], ["a", "b", "c"])[0]
+    assert "rank 1 lists 3 facts and rank 0 lists 2" in message
+
+
+def test_an_error_of_one_rank_is_raised_there_and_told_on_the_others() -> None:
+    messages = agreeing(["a"], KeyError("betas"), ["a"])
+    assert messages[1] == "KeyError: 'betas'"
+    assert messages[0] == "RuntimeError: rank 0: rank 1 could not go: KeyError: 'betas'"
+    assert messages[2] == "RuntimeError: rank 2: rank 1 could not go: KeyError: 'betas'"
+
+
+def test_each_rank_raises_its_own_error_where_all_failed() -> None:
+    assert agreeing(ValueError("one"), ValueError("two")) == ["ValueError: one", "ValueError: two"]
+    assert agreeing(ValueError("same"), ValueError("same")) == ["ValueError: same"] * 2
+
+
+def test_ranks_about_to_do_different_things_are_told_what() -> None:
+    def on_rank(comm: Collectives) -> str:
+        with pytest.raises(RuntimeError) as caught:
+            agree(comm, "save" if comm.rank else "load", ["a"])
+        return str(caught.value)
+
+    messages = virtual.run(on_rank, 2, timeout=5)
+    assert "rank 0 is to load while rank 1 is to save" in messages[0]
+    assert "rank 1 is to save while rank 0 is to load" in messages[1]
+
+
+def test_facts_may_hold_any_text() -> None:
+    messages = agreeing(["größe: 4"], ["größe: 44 \n\x00"])
+    assert "[größe: 44 \n\x00]" in messages[0]

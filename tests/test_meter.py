@@ -1,0 +1,143 @@
+"""The meters: each measures one thing at its source."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_ref.calls import Call
+from zero_ref.collectives import Collectives
+from zero_ref.lab import virtual
+from zero_ref.lab.meter import (
+    DDPRecorder,
+    HeldBytes,
+    gather_from_ranks,
+    held_bytes,
+    recording,
+    state_bytes,
+    wire_bytes,
+)
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# -------------------------------------------------------------------------------------------------- recording
+
+
+def test_recording_sees_the_calls_made_while_it_lasts() -> None:
+    def on_rank(comm: Collectives) -> tuple[list[Call], list[Call]]:
+        with recording(comm) as outer:
+            with recording(comm) as inner:
+                pass  # two lists that are equal: each must remove its own
+            comm.all_reduce(torch.zeros(2))
+            with recording(comm) as inner:
+                comm.all_reduce(torch.zeros(3))
+        comm.all_reduce(torch.zeros(4))
+        assert comm.observers == []
+        return outer, inner
+
+    outer, inner = virtual.run(on_rank, 2)[0]
+    assert outer == [Call("all_reduce", 8), Call("all_reduce", 12)]
+    assert inner == [Call("all_reduce", 12)]
+
+
+def test_recording_stops_where_an_error_leaves_it() -> None:
+    def on_rank(comm: Collectives) -> None:
+        with pytest.raises(ZeroDivisionError), recording(comm):
+            raise ZeroDivisionError
+        assert comm.observers == []
+
+    virtual.run(on_rank, 1)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_the_ddp_recorder_sees_each_gradient_bucket() -> None:
+    ddp = DistributedDataParallel(nn.Linear(10, 3))
+    recorder = DDPRecorder(ddp)
+    for step in (1, 2):
+        ddp(torch.ones(2, 10)).sum().backward()
+        assert sum(call.nbytes for call in recorder.calls) == step * 33 * 4
+        assert {call.op for call in recorder.calls} == {"all_reduce"}
+
+
+# ------------------------------------------------------------------------------------------------ held bytes
+
+
+def test_held_bytes_of_a_plain_optimizer_by_hand() -> None:
+    params = [nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(3, dtype=torch.float64))]
+    optimizer = optim.Adam(params)
+    assert held_bytes(params, optimizer) == HeldBytes(parameters=64, gradients=0, optimizer_state=0)
+    params[0].grad = torch.ones(10)
+    optimizer.step()
+    # two moments of 40 bytes and a step counter of 4
+    assert held_bytes(params, optimizer) == HeldBytes(parameters=64, gradients=40, optimizer_state=84)
+
+
+def test_memory_that_several_share_counts_once_and_padding_counts() -> None:
+    flat = torch.zeros(16)
+    params = [nn.Parameter(flat[:5]), nn.Parameter(flat[5:9])]
+    params[0].grad, params[1].grad = torch.zeros(16).split([5, 11])[0], None
+    assert held_bytes([*params, params[0]], optim.SGD(params, lr=0.1)) == HeldBytes(64, 64, 0)
+
+
+def test_sparse_gradients_count_their_indices_and_values() -> None:
+    table = nn.Parameter(torch.ones(100, 4))
+    table.grad = torch.sparse_coo_tensor([[3, 5]], torch.ones(2, 4), (100, 4), check_invariants=True)
+    assert held_bytes([table], optim.SparseAdam([table])).gradients == 2 * 8 + 2 * 4 * 4
+
+
+def test_a_shards_state_is_that_of_its_rank() -> None:
+    def on_rank(comm: Collectives) -> tuple[HeldBytes, int]:
+        params = [nn.Parameter(torch.ones(n)) for n in (60, 40, 20)]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer = ZeroRedundancyOptimizer(params, optim.Adam, comm)
+        optimizer.step()
+        return held_bytes(params, optimizer), state_bytes(optimizer)
+
+    held = virtual.run(on_rank, 2)
+    assert held[0] == (HeldBytes(480, 480, 8 * 60 + 4), 8 * 60 + 4)
+    assert held[1] == (HeldBytes(480, 480, 8 * 60 + 8), 8 * 60 + 8)
+
+
+def test_state_that_is_no_tensor_has_no_bytes() -> None:
+    params = [nn.Parameter(torch.ones(4))]
+    optimizer = optim.SGD(params, lr=0.1)
+    optimizer.state[params[0]] = {"momentum_buffer": None, "count": 3, "sum": torch.ones(4)}
+    assert state_bytes(optimizer) == 16
+
+
+# -------------------------------------------------------------------------------------------- wire, other ranks
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters are Linux's")
+def test_wire_bytes_reads_the_kernels_counter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = wire_bytes("lo")
+    assert before is not None
+    assert before >= 0
+    monkeypatch.setattr(Path, "read_text", lambda self: "12345\n")
+    assert wire_bytes("lo") == 12345
+
+
+def test_wire_bytes_is_none_without_counters() -> None:
+    assert wire_bytes("no-such-interface") is None
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_gathering_from_one_rank() -> None:
+    value: Any = {"a": 1}
+    assert gather_from_ranks(value) == [value]
