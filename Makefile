@@ -48,7 +48,7 @@ lint: $(STAMP)  ## format, style, spelling, notebooks without outputs
 	    $(BIN)/ruff format --check --quiet . || { echo 'To format: $(BIN)/ruff format .'; exit 1; }; \
 	    $(BIN)/ruff check --quiet .; \
 	    $(BIN)/codespell; \
-	    $(BIN)/nbstripout --verify notebooks/*.ipynb)
+	    $(BIN)/nbstripout --keep-id --verify notebooks/*.ipynb)
 
 types: $(STAMP)  ## mypy, strict
 	$(call step,types,$(BIN)/mypy)

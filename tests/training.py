@@ -14,12 +14,13 @@ with ZeroRedundancyOptimizer, and wants every parameter equal bit for bit at eve
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -31,6 +32,7 @@ from zero_ref.partition import Partition, even, sorted_greedy
 Backward = Callable[[int], None]
 Script = Callable[[Any, Optimizer, Backward], Iterator[None]]
 Snapshot = list[torch.Tensor]
+Groups = Callable[[nn.Module], Any]
 
 
 def dealt(numels: Sequence[int], world_size: int) -> list[list[int]]:
@@ -160,7 +162,7 @@ def describe(partition: object) -> str:
 
 def assert_trains_as_plain(
     script: Script,
-    optimizer_class: type[Optimizer] = torch.optim.AdamW,
+    optimizer_class: type[Optimizer] = optim.AdamW,
     *,
     world_sizes: Sequence[int] = (1, 3),
     modes: Sequence[tuple[Any, bool]] = MODES,
@@ -194,3 +196,83 @@ def assert_trains_as_plain(
             for rank, ours in enumerate(virtual.run(on_rank, world_size, timeout=20)):
                 label = f"{optimizer_class.__name__}, {describe(partition)}, bucket view {as_view}"
                 assert_same(ours, plain, f"{label}, rank {rank} of {world_size}")
+
+
+def assert_state_dicts_equal(ours: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Key for key: values, types, dtypes, shapes, strides."""
+    assert ours.keys() == plain.keys()
+    assert ours["param_groups"] == plain["param_groups"]
+    assert list(ours["state"]) == sorted(plain["state"])
+    for number, state in plain["state"].items():
+        assert ours["state"][number].keys() == state.keys(), f"parameter {number}"
+        for key, value in state.items():
+            our_value, label = ours["state"][number][key], f"{key!r} of parameter {number}"
+            assert type(our_value) is type(value), label
+            if isinstance(value, torch.Tensor):
+                assert (our_value.dtype, our_value.shape) == (value.dtype, value.shape), label
+                assert our_value.stride() == value.stride() or not value.numel(), label
+                assert our_value.device.type == "cpu", label
+                assert not our_value.requires_grad, label
+                assert torch.equal(our_value, value), label
+            else:
+                assert our_value == value, label
+
+
+# ------------------------------------------------------------------------------------------- checkpoints
+
+
+def all_parameters(model: nn.Module) -> Any:
+    return model.parameters()
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> Iterator[None]:
+    """The same gradients at every world size: sums over other numbers of ranks would differ in their last bits."""
+    for step in steps:
+        fill_gradients(list(model.parameters()), step, world_size=1)
+        optimizer.step()
+        yield
+
+
+class Run:
+    """A model, its optimizer and what became of them, plain or on virtual ranks."""
+
+    def __init__(
+        self, optimizer_class: Any = optim.AdamW, groups: Groups = all_parameters, make_model: Any = Tangle, **options: Any
+    ) -> None:
+        self.optimizer_class, self.groups, self.make_model, self.options = optimizer_class, groups, make_model, options
+
+    def plain(self, steps: range, values: Snapshot | None = None, state: Any = None) -> tuple[list[Snapshot], Any]:
+        """Train without ranks, perhaps from a checkpoint; the parameters after each step and the state dict."""
+        model = self.model(values)
+        optimizer = self.optimizer_class(self.groups(model), **self.options)
+        if state is not None:
+            optimizer.load_state_dict(copy.deepcopy(state))  # torch's loading keeps the step counters themselves
+        return [snapshot(model) for _ in train(model, optimizer, steps)], copy.deepcopy(optimizer.state_dict())
+
+    def on_rank(
+        self,
+        comm: Collectives,
+        steps: range,
+        values: Snapshot | None = None,
+        state: Any = None,
+        to: Any = "all",
+        **mode: Any,
+    ) -> tuple[list[Snapshot], Any]:
+        model = self.model(values)
+        optimizer = ZeroRedundancyOptimizer(self.groups(model), self.optimizer_class, comm, **mode, **self.options)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        trained = [snapshot(model) for _ in train(model, optimizer, steps)]
+        optimizer.consolidate_state_dict(to=to)
+        return trained, optimizer.state_dict() if to in ("all", comm.rank) else None
+
+    def sharded(self, world_size: int, *args: Any, **kwargs: Any) -> list[tuple[list[Snapshot], Any]]:
+        """The same on each of `world_size` virtual ranks."""
+        return virtual.run(self.on_rank, world_size, *args, timeout=20, **kwargs)
+
+    def model(self, values: Snapshot | None) -> nn.Module:
+        model: nn.Module = self.make_model()
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), values or [], strict=False):
+                param.copy_(value)
+        return model

@@ -202,7 +202,12 @@ def _name(dtype: torch.dtype) -> str:
 # ------------------------------------------------------------------------------------------- whole to shards
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-"""What torch's elementwise optimizers keep once for a parameter; all else has the parameter's shape."""
+"""What torch's elementwise optimizers keep once for a parameter."""
+
+SHAPED = frozenset(
+    "exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer sum square_avg grad_avg acc_delta ax prev step_size".split()
+)
+"""What they keep for each element, in the parameter's shape."""
 
 
 def packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -222,7 +227,7 @@ def check_fits(
     """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
 
     Args:
-        elementwise: the optimizer keeps state of the parameter's shape only, so other shapes are wrong.
+        elementwise: the optimizer is one of torch's elementwise ones, whose state has shapes that are known.
     Raises:
         ValueError: no such keys, other groups, or a state of another shape; names the parameter.
     """
@@ -246,8 +251,8 @@ def check_fits(
     ):
         for key, value in state_dict["state"].get(id_, {}).items():
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-            fits = shape is None or (value.numel() == 1 if key in SCALARS else shape == tuple(param.shape))
-            if elementwise and not fits:
+            misfits = key in SHAPED and shape != tuple(param.shape) or key in SCALARS and shape not in ((), (1,))
+            if elementwise and shape is not None and misfits:
                 raise ValueError(
                     f"the checkpoint's {key!r} for parameter {spec.name or number} has shape {shape}; the "
                     f"parameter has {tuple(param.shape)}. The checkpoint is of another model, or of the same "

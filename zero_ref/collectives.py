@@ -116,7 +116,7 @@ class ProcessGroupCollectives(Observable):
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         self.tell("broadcast", tensor, src)
-        return self._start(f"broadcast from rank {src}", dist.broadcast, tensor, group_src=src)
+        return self._start(f"broadcast from rank {src}", dist.broadcast, _raw(tensor), group_src=src)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         self.tell("all_reduce", tensor)
@@ -130,11 +130,11 @@ class ProcessGroupCollectives(Observable):
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         self.tell("send", tensor, dst)
-        return self._start(f"send to rank {dst}", _isend, tensor, group_dst=dst)
+        return self._start(f"send to rank {dst}", _isend, _raw(tensor), group_dst=dst)
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         self.tell("recv", tensor, src)
-        return self._start(f"receive from rank {src}", _irecv, tensor, group_src=src)
+        return self._start(f"receive from rank {src}", _irecv, _raw(tensor), group_src=src)
 
     def _start(self, what: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
         work = _GroupWork(f"rank {self.rank} of {self.world_size}: {what}")
@@ -211,6 +211,11 @@ def _disagreement(action: str, lines_of_rank: list[list[str]]) -> str:
 
 def _as_bytes(text: bytes, comm: Collectives) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(comm.wire_device)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    # Copying needs no dtype, and Gloo does not broadcast every one: not int16, bool or float8.
+    return tensor.detach().view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
 
 
 def _isend(tensor: torch.Tensor, *, group: Any, async_op: bool, group_dst: int) -> Any:

@@ -136,7 +136,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         Raises:
             RuntimeError: another rank stopped, or makes other calls; says what this one waited for.
         Collective: all ranks of the group, once each iteration, after their gradients were reduced.
-        Cost: each rank receives (N-1)/N of the trainable parameters, and sends its own 1/N to the others.
+        Cost: each rank receives (N-1)/N of the trainable parameters, and sends its own 1/N to the others. The
+            first step after a change of `requires_grad` also makes one all-gather of 32 bytes.
         """
         self._consolidated = None
         self._rebuild_if_changed()
@@ -168,7 +169,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _lend_gradients(self) -> None:
         """Give each local tensor the gradient of its slice, and frozen parameters none."""
-        for number, param in self._cut:  # every rank looks at all of them, so that all raise alike
+        for number, param, _ in self._cut:  # every rank looks at all of them, so that all raise alike
             if param.grad is not None and param.grad.layout != torch.strided:
                 raise RuntimeError(
                     f"rank {self.rank}: parameter {self._name(number)} has a sparse gradient, which "
@@ -211,7 +212,11 @@ class ZeroRedundancyOptimizer(Optimizer):
             group["params"] = local["params"]
         self.state = self.optim.state
         pieces_of_param = self.partition.pieces_of_param
-        self._cut = [(i, param) for i, param in enumerate(params) if len(pieces_of_param[i]) > 1]
+        self._cut = [
+            (number, param, param.stride())
+            for number, param in enumerate(params)
+            if len(pieces_of_param[number]) > 1
+        ]
         self._split = [own for own in self._owned if own.local is not own.param and own.param.requires_grad]
         self._frozen = [
             own.param for own in self._owned if own.local is own.param and not own.param.requires_grad
@@ -220,8 +225,22 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._log()
 
     def _rebuild_if_changed(self) -> None:
-        if self._fingerprint() != self._built_for:
-            self._build()
+        now = self._fingerprint()
+        if now == self._built_for:
+            return
+        if [trainable for _, trainable in now] != [trainable for _, trainable in self._built_for]:
+            # Ranks that send different parameters overwrite each other's memory, or abort in Gloo.
+            facts = [f"parameter {spec.name or i}: requires_grad={spec.trainable}" for i, spec in enumerate(self._specs())]
+            agree(self.collectives, "change which parameters are trained", facts)
+        for number, param, strides in self._cut:
+            if param.stride() != strides:
+                raise RuntimeError(
+                    f"rank {self.rank}: parameter {self._name(number)} is split between ranks along its memory, "
+                    f"and its strides changed from {strides} to {param.stride()}: its state would belong to other "
+                    "elements. Change the memory format before constructing the optimizer, or use a partition "
+                    'of whole parameters, such as "sorted_greedy".'
+                )
+        self._build()
 
     def _fingerprint(self) -> list[tuple[int, bool]]:
         """What `_build` depends on and a user may change: where the parameters lie, and which are trained."""
@@ -262,6 +281,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         if not hasattr(self, "optim"):  # called by Optimizer.__init__, which hands over one group at a time
             super().add_param_group(param_group)
             return
+        self._rebuild_if_changed()
         count = len(self.param_groups)
         known = len(self._params)
         facts: Sequence[str] | Exception
@@ -310,13 +330,13 @@ class ZeroRedundancyOptimizer(Optimizer):
         Cost: `to` receives the (N-1)/N of the state that it does not own, into its final place in CPU
             memory; the other ranks allocate nothing.
         """
+        self._rebuild_if_changed()
         facts: Sequence[str] | Exception = [f"to={to}"]
         try:
             if to != "all" and not (isinstance(to, int) and 0 <= to < self.world_size):
                 raise ValueError(
                     f"rank {self.rank}: to={to!r} is no rank of a group of {self.world_size}, nor 'all'."
                 )
-            self._rebuild_if_changed()
             packed = checkpoint.pack(self._owned, self.optim.state)
         except Exception as error:
             facts = error
@@ -353,14 +373,15 @@ class ZeroRedundancyOptimizer(Optimizer):
         Collective: all ranks of the group, each with the whole dict.
         Cost: one all-gather of 32 bytes.
         """
+        self._rebuild_if_changed()
         facts: Sequence[str] | Exception
         try:
-            facts = checkpoint.check_fits(state_dict, self.param_groups, type(self.optim) in ELEMENTWISE)
+            of_torch = isinstance(self.optim, tuple(ELEMENTWISE))
+            facts = checkpoint.check_fits(state_dict, self.param_groups, elementwise=of_torch)
         except Exception as error:
             facts = error
         agree(self.collectives, "load the state dict", facts)
         self._consolidated = None
-        self._rebuild_if_changed()
         saved_ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
         for ours, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             ours.update(copy.deepcopy(options_of(saved)))

@@ -19,9 +19,7 @@ import cloudpickle
 import torch
 
 # What a rank reports because another one went away: that other one is the cause.
-_CONSEQUENCE = re.compile(
-    r"connection (closed|reset) by peer|broken pipe|socket closed|remote process exited", re.I
-)
+_CONSEQUENCE = re.compile(r"connection (closed|reset) by peer|broken pipe|remote process exited", re.I)
 
 
 class RankError(RuntimeError):
@@ -88,19 +86,21 @@ class Failure:
         elif exit_code >= 0:
             summary = f"ended with exit code {exit_code}"
         else:
-            summary = f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
-        return cls(summary, f"{summary} before it returned", time.monotonic())
+            names = {number.value: number.name for number in signal.Signals}
+            summary = f"was killed by signal {-exit_code} ({names.get(-exit_code, 'unknown')})"
+        hint = " (the system does that when memory runs out)" if summary.endswith("(SIGKILL)") else ""
+        return cls(summary, f"{summary} before it returned{hint}", time.monotonic())
 
 
 def failed(failures: dict[int, Failure], running: dict[int, StackSummary], world_size: int) -> RankError:
     """The error for a call in which ranks raised or ended; `running` says where the others stand."""
-    order = sorted(
-        failures, key=lambda rank: (bool(_CONSEQUENCE.search(failures[rank].summary)), failures[rank].seconds)
-    )
-    cause = failures[order[0]]
-    first = min(
-        rank for rank in order if failures[rank].summary == cause.summary
-    )  # if all raise alike: not by chance
+
+    def order(failure: Failure) -> tuple[bool, float]:
+        return bool(_CONSEQUENCE.search(failure.summary)), failure.seconds
+
+    earliest = min(failures.values(), key=order)
+    # When all raise alike, name the lowest rank, not the one that happened to be quickest.
+    first = min(rank for rank, failure in failures.items() if failure.summary == earliest.summary)
     cause = failures[first]
     others = {}
     for rank in sorted(set(range(world_size)) - {first}):
@@ -110,9 +110,8 @@ def failed(failures: dict[int, Failure], running: dict[int, StackSummary], world
             others[rank] = "was still running, and was stopped" + _at(place_in(running[rank]))
         else:
             others[rank] = "had returned"
-    error = RankError(
-        _paragraphs(f"rank {first} {cause.sentence}", cause.traceback, others), first, cause.summary, others
-    )
+    message = _paragraphs(f"rank {first} {cause.sentence}", cause.traceback, others)
+    error = RankError(message, first, cause.summary, others)
     try:
         error.__cause__ = pickle.loads(cause.exception) if cause.exception else None
     except Exception:  # an exception whose __init__ wants more than its args: its text has to do
@@ -128,12 +127,9 @@ def timed_out(running: dict[int, StackSummary], world_size: int, timeout: float)
         for rank, stack in running.items()
     ]
     others = {rank: "had returned" for rank in range(world_size) if rank not in running}
-    advice = (
-        "A rank in a collective waits until every rank has called it. If all is well, give a longer timeout."
-    )
-    message = _paragraphs(
-        f"timed out after {timeout:g} s; still running: {ranks}", "\n\n".join(stacks), others, advice
-    )
+    headline = f"timed out after {timeout:g} s; still running: {ranks}"
+    advice = "A rank in a collective waits until all ranks call it. If all is well, give a longer timeout."
+    message = _paragraphs(headline, "\n\n".join(stacks), others, advice)
     return RankError(message, min(running), "timed out", others)
 
 
@@ -153,9 +149,8 @@ def place_in(stack: StackSummary) -> str:
     torch_folder = os.path.dirname(torch.__file__)
     for frame in reversed(stack):
         if not frame.filename.startswith(torch_folder):
-            return f"{frame.filename}, line {frame.lineno}, in {frame.name}" + (
-                f": {frame.line}" if frame.line else ""
-            )
+            source = f": {frame.line}" if frame.line else ""
+            return f"{frame.filename}, line {frame.lineno}, in {frame.name}{source}"
     return ""
 
 

@@ -70,9 +70,8 @@ class RankProcess:
         """Where the called function stands, outermost frame first; empty if the process does not answer."""
         if sys.platform != "win32" and self.process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(
-                    self.process.pid, signal.SIGUSR1
-                )  # faulthandler answers, whatever Python is waiting for
+                # faulthandler in the worker answers, whatever Python there is waiting for.
+                os.kill(self.process.pid, signal.SIGUSR1)
         dump, deadline = "", time.monotonic() + 1.0
         while time.monotonic() < deadline and not (dump and dump == self.read("stacks")):
             dump = self.read("stacks")
@@ -101,7 +100,7 @@ def starting_processes() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.warnoptions.remove("ignore")
+        sys.warnoptions.pop()
         sys.modules["__main__"] = script
 
 
@@ -109,9 +108,8 @@ def loopback_store() -> TCPStore:
     """Where the ranks of a pool find each other: on a free port that no other machine can reach."""
     if sys.platform == "win32":  # its builds of torch have no libuv, which is what takes over a socket
         return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
-    listener = socket.create_server(
-        ("127.0.0.1", 0)
-    )  # given a name only, the store listens on every interface
+    # Given only a name to be found by, the store would listen on every interface of the machine.
+    listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     fd = listener.detach()
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)

@@ -115,9 +115,8 @@ def unpack(packed: bytes, map_location: str | None = None) -> Any:
 def main(seat: Seat, pipe: Connection) -> None:
     """Serve calls until the pool sends None or is gone."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches every process of a terminal; the pool decides
+    # Ctrl-C in a terminal reaches every process there; what becomes of the ranks is for the pool to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(seat)
     store = TCPStore("127.0.0.1", seat.store_port, is_master=False)
     gc.freeze()  # what is alive now stays alive, and collecting after each call need not look at it
@@ -132,7 +131,7 @@ def main(seat: Seat, pipe: Connection) -> None:
             else:
                 pipe.send(None)
                 pipe.send_bytes(outcome)
-            # A rank that left its group now would cut off those that still talk to it.
+            # All leave together: NCCL closes a group collectively, and hangs where a rank is missing.
             pipe.recv()
             _leave_groups()
             pipe.send(READY)

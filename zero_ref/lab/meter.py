@@ -49,7 +49,7 @@ class DDPRecorder:
     """Records the gradient all-reduces of a DistributedDataParallel model, in `calls`.
 
     DDP issues them from C++, out of sight of Python; a communication hook is asked before each one. The
-    hook then makes the same all-reduce, of the sum divided by the number of ranks, that DDP makes by itself.
+    hook then makes the same all-reduce, of gradients times 1/N for N ranks, that DDP makes by itself.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -61,7 +61,7 @@ class DDPRecorder:
     def _on_bucket(self, _, bucket):  # type: ignore[no-untyped-def]
         flat: torch.Tensor = bucket.buffer()
         self.calls.append(Call("all_reduce", flat.nbytes))
-        flat.div_(dist.get_world_size(self.group))
+        flat.mul_(1 / dist.get_world_size(self.group))  # as DDP does; dividing by 3 rounds otherwise
         future: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(
             flat, group=self.group, async_op=True
         ).get_future()

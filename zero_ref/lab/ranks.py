@@ -47,7 +47,7 @@ COLLECTIVE_SHARE = 0.8
 # Once a rank has failed, the others have this long to report: the first to do so is not always the cause.
 GRACE_SECONDS = 1.0
 # After a call ranks have this long to leave its process group, and at the end to end. Then they are killed.
-LEAVE_SECONDS = 2.0
+LEAVE_SECONDS = 5.0
 
 
 def run(
@@ -220,9 +220,7 @@ class Pool:
                 raise RankError(
                     f"rank {rank.number} {end} while it started\n{rank.read('stderr')}", rank.number, end
                 )
-        raise RankError(
-            f"ranks did not start within {timeout:g} s: give Pool a longer start_timeout", 0, "no start"
-        )
+        raise RankError(f"no start within {timeout:g} s: give Pool a longer start_timeout", 0, "no start")
 
     def _collect(self, timeout: float) -> list[bytes]:
         """Wait for what each rank returns, or raise the RankError that says why some do not."""

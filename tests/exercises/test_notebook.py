@@ -1,0 +1,190 @@
+"""`check_notebook` and `zero-ref check`: each exercise by itself, whatever the others do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_ref import cli
+from zero_ref.lab.exercises.notebook import ExerciseResult, check_notebook, exercises_in
+
+# Each exercise has a process that imports torch: one test after another, as for those on ranks.
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+
+PARTITION = Path(__file__).parents[2] / "notebooks" / "03_partition.ipynb"
+
+RIGHT = "def adversary():\n    return [3, 3, 2, 2, 2]\n"
+PASSED = (
+    True,
+    "[3, 3, 2, 2, 2] on 2 ranks: largest first fills one with 7, the best possible is 6: 16.7% more, "
+    "the worst there is on 2 ranks",
+)
+
+
+def cell(source: str, *tags: str) -> dict[str, Any]:
+    """A code cell as an editor writes it that keeps no ids."""
+    lines = source.splitlines(keepends=True)
+    return {
+        "cell_type": "code",
+        "source": lines,
+        "metadata": {"tags": list(tags)},
+        "outputs": [],
+        "execution_count": 3,
+    }
+
+
+def notebook(folder: Path, *answers: str, setup: str = "import math\n") -> Path:
+    """A notebook that asks for the same exercise again and again, with these answers."""
+    check = cell('check("partition.adversary", adversary)', "check")
+    cells = [{"cell_type": "markdown", "source": "# 3", "metadata": {}}, cell(setup)]
+    for answer in answers:
+        cells += [cell(answer, "exercise"), check, cell("raise SystemExit", "solution")]
+    path = folder / "answers.ipynb"
+    path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 4}))
+    return path
+
+
+def outcomes(results: list[ExerciseResult]) -> list[tuple[bool, str]]:
+    return [(passed, message) for _, passed, message in results]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_a_cell_that_fails_harms_no_other(tmp_path: Path) -> None:
+    path = notebook(
+        tmp_path,
+        "import os\nos._exit(3)\n",
+        "def adversary(:\n",
+        "import sys\nsys.exit('enough')\n",
+        "1 / 0\n",
+        "adversary = [3, 3, 2, 2, 2]\n",
+        "def adversry():\n    return [3, 3, 2, 2, 2]\n",
+        "import zero_ref.lab.exercises.partition as grader\ngrader._best_of_two = None\n" + RIGHT,
+        RIGHT,
+    )
+    exits, no_syntax, sys_exits, raises, no_function, misnamed, breaks_the_grader, right = outcomes(
+        check_notebook(path)
+    )
+    assert exits == (False, "its process ended with code 3 before the check did.")
+    assert no_syntax == (False, "its cell raises SyntaxError: invalid syntax (<its cell>, line 1).")
+    assert sys_exits == (False, "its process ended with code 1 before the check did: enough")
+    assert raises == (False, "its cell raises ZeroDivisionError: division by zero.")
+    assert no_function[0] is False
+    assert no_function[1].startswith("check was given [3, 3, 2, 2, 2]. It takes the function itself")
+    assert misnamed == (False, "its cell does not define adversary.")
+    assert breaks_the_grader == (
+        False,
+        "the check itself failed: TypeError: 'NoneType' object is not callable",
+    )
+    assert right == PASSED
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_cell_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    hangs = (
+        "import pathlib, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
+        "time.sleep(1000)\n"
+    )
+    began = time.monotonic()
+    hung, right = outcomes(check_notebook(notebook(tmp_path, hangs, RIGHT), seconds=15))
+    assert time.monotonic() - began < 60
+    assert hung == (False, "it did not end within 15 s, and was ended.")
+    assert right == PASSED
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_what_a_cell_leaves_running_is_ended(tmp_path: Path) -> None:
+    leaves = (
+        "import pathlib, subprocess\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
+    )
+    assert outcomes(check_notebook(notebook(tmp_path, leaves + RIGHT))) == [PASSED]
+    pid = int((tmp_path / "pid").read_text())
+    if alive(pid):
+        time.sleep(0.5)  # killed, and not yet gone
+    still_there = alive(pid)
+    if still_there:
+        os.kill(pid, signal.SIGKILL)
+    assert not still_there
+
+
+def test_a_cell_runs_in_the_notebooks_folder_with_its_setup_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "sizes.txt").write_text("3 3 2 2 2")
+    setup = "%config InlineBackend.figure_formats = ['svg']\n!echo hello\nimport pathlib\nother = 1\n"
+    reads = "def adversary():\n    return list(map(int, pathlib.Path('sizes.txt').read_text().split()))\n"
+    uses_another_cell = "sizes = helper()\n" + RIGHT
+    read, without_helper = outcomes(check_notebook(notebook(tmp_path, reads, uses_another_cell, setup=setup)))
+    assert read == PASSED
+    assert without_helper == (
+        False,
+        "its cell raises NameError: name 'helper' is not defined. "
+        "Besides this cell only the notebook's first code cell is run.",
+    )
+
+
+def test_a_setup_that_fails_is_told_apart(tmp_path: Path) -> None:
+    [(passed, message)] = outcomes(check_notebook(notebook(tmp_path, RIGHT, setup="import nowhere\n")))
+    assert not passed
+    assert message == "the setup cell raises ModuleNotFoundError: No module named 'nowhere'."
+
+
+def test_the_command_prints_a_line_for_each_exercise_and_ends_with_1_if_one_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = json.loads(PARTITION.read_text())
+    solutions = {cells.stub: cells.solution for cells in exercises_in(PARTITION)[:2]}
+    for code in text["cells"]:
+        code["source"] = solutions.get("".join(code["source"]), code["source"])
+    path = tmp_path / "half-solved.ipynb"
+    path.write_text(json.dumps(text))
+    assert cli.main(["check", str(path)]) == 1
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("passed  partition.largest_first  ")
+    assert second.startswith("passed  partition.even_split     ")
+    assert third.startswith("FAILED  partition.adversary      adversary is still the stub")
+
+
+def test_the_command_gives_json_and_ends_with_0_if_all_passed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", str(notebook(tmp_path, RIGHT)), "--json"]) == 0
+    [right] = json.loads(capsys.readouterr().out)
+    assert right == {"exercise": "partition.adversary", "passed": True, "message": PASSED[1]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        ("this is no notebook", "is not a Jupyter notebook"),
+        ('{"cells": [{"cell_type": "code"}]}', "is not a Jupyter notebook"),
+        ('{"cells": []}', "has no exercises"),
+    ],
+)
+def test_what_is_no_notebook_with_exercises_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
+) -> None:
+    path = tmp_path / "n.ipynb"
+    if content is not None:
+        path.write_text(content)
+    assert cli.main(["check", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert "n.ipynb" in printed.err

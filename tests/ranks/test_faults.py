@@ -1,0 +1,307 @@
+"""When ranks differ, raise or die: an error on every rank, which says what was wrong, within seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from training import Run, Tangle, assert_same, assert_trains_as_plain, snapshot, train
+
+from zero_ref.collectives import ProcessGroupCollectives
+from zero_ref.lab.ranks import RankError, run, shutdown
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+
+assert assert_trains_as_plain  # the same cases run on virtual ranks in test_optimizer.py
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(60)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    yield
+    shutdown()
+
+
+def caught(function: Callable[[], Any]) -> str:
+    """What `function` raises, as 'Type: text'."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# ------------------------------------------------------------------------------- ranks that ask different things
+
+
+CONSTRUCTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "count": ({"params": lambda model: list(model.parameters())[1:]}, "rank 2 has [10 parameters]"),
+    "shape": ({"params": lambda model: [*model.parameters(), nn.Parameter(torch.ones(2))]}, "rank 2 has [12 parameters]"),
+    "dtype": ({"params": lambda model: model.double().parameters()}, "float64"),
+    "frozen": ({"params": lambda model: model.requires_grad_(False).parameters()}, "requires_grad=False"),
+    "strides": ({"params": lambda model: model.to(memory_format=torch.contiguous_format).parameters()}, "strides (36,"),
+    "names": ({"params": lambda model: model.named_parameters()}, "parameter scale"),
+    "groups": ({"params": lambda model: [{"params": [p]} for p in model.parameters()]}, "group 1"),
+    "lr": ({"lr": 0.5}, "'lr': 0.5"),
+    "option": ({"amsgrad": True}, "'amsgrad': True"),
+    "partition": ({"partition": "even"}, "rank 2 has [partition"),
+    "bucket view": ({"parameters_as_bucket_view": True}, "parameters_as_bucket_view=True"),
+    "class": ({"optimizer_class": optim.Adam}, "rank 2 has [Adam,"),
+}
+FAILURES: dict[str, dict[str, Any]] = {
+    "TypeError": {"params": lambda model: "weights"},
+    "ValueError": {"params": lambda model: []},
+    "ValueError: Invalid learning rate: -1.0": {"lr": -1.0},
+    "ValueError: unknown partition": {"partition": "by luck"},
+    "NotImplementedError: overlap_with_ddp": {"overlap_with_ddp": True},
+    "ValueError: LBFGS": {"optimizer_class": optim.LBFGS},
+}
+
+
+def construct(differing: dict[str, Any]) -> str:
+    """Rank 2 differs."""
+    options: dict[str, Any] = {"params": lambda model: model.parameters(), "optimizer_class": optim.AdamW}
+    if dist.get_rank() == 2:
+        options |= differing
+    make_params = options.pop("params")
+    return caught(lambda: ZeroRedundancyOptimizer(make_params(Tangle()), **options))
+
+
+def construct_all(cases: list[dict[str, Any]]) -> list[str]:
+    return [construct(case) for case in cases]
+
+
+def test_a_rank_that_passes_something_else_is_named_on_all_ranks() -> None:
+    of_rank = run(construct_all, 3, [differing for differing, _ in CONSTRUCTIONS.values()], timeout=20)
+    for (name, (_, text)), messages in zip(CONSTRUCTIONS.items(), zip(*of_rank, strict=True), strict=True):
+        assert len(set(messages)) == 1, name
+        assert messages[0].startswith("ValueError: ranks disagree, so none can construct the optimizer: rank 2"), name
+        assert text in messages[0], name
+        assert "Pass the same parameters and options on every rank." in messages[0]
+
+
+def test_a_rank_that_cannot_construct_it_makes_all_raise() -> None:
+    of_rank = run(construct_all, 3, list(FAILURES.values()), timeout=20)
+    for text, messages in zip(FAILURES, zip(*of_rank, strict=True), strict=True):
+        assert messages[2].startswith(text)
+        for rank in (0, 1):
+            prefix = f"RuntimeError: rank {rank}: rank 2 could not construct the optimizer: {text}"
+            assert messages[rank].startswith(prefix)
+
+
+def different_calls() -> str:
+    optimizer = ZeroRedundancyOptimizer(Tangle().parameters(), optim.AdamW)
+    state = optim.AdamW(Tangle().parameters()).state_dict()
+    calls = [lambda: optimizer.consolidate_state_dict(to="all"), lambda: optimizer.load_state_dict(state)]
+    return caught(calls[dist.get_rank()])
+
+
+def test_ranks_that_make_different_calls_are_told() -> None:
+    first, second = run(different_calls, 2, timeout=20)
+    assert "rank 0 is to consolidate the optimizer state while rank 1 is to load the state dict" in first
+    assert "rank 1 is to load the state dict while rank 0 is to consolidate the optimizer state" in second
+
+
+# ---------------------------------------------------------------- refused, and then training goes on as if unasked
+
+
+class Wider(Tangle):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.bias = nn.Parameter(torch.zeros(9))
+
+
+class Hoarding(optim.SGD):
+    """Keeps a list in the state of one parameter, which one rank owns."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            if param.ndim == 4:
+                self.state[param]["history"] = [1, 2]
+
+
+def ask_for_trouble(case: Run, partition: Any, as_view: bool) -> list[str]:
+    """Train, make every mistake between two steps, train on; the messages."""
+    model = case.model(None)
+    optimizer = ZeroRedundancyOptimizer(
+        model.named_parameters(), case.optimizer_class, None, as_view, partition=partition, **case.options
+    )
+    rank = optimizer.rank
+    own = case.plain(range(1))[1]
+    other = Run(case.optimizer_class, make_model=Wider, **case.options).plain(range(1))[1]
+    trained = [snapshot(model) for _ in train(model, optimizer, range(2))]
+    messages = [
+        caught(mistake)
+        for mistake in (
+            lambda: optimizer.add_param_group({"params": [("new", nn.Parameter(torch.ones(2 + rank)))]}),
+            lambda: optimizer.add_param_group({"params": [("new", nn.Parameter(torch.ones(2)))], "lr": 0.1 + rank}),
+            lambda: optimizer.add_param_group({"params": ["new"] if rank else [("new", nn.Parameter(torch.ones(2)))]}),
+            lambda: optimizer.load_state_dict(other),
+            lambda: optimizer.load_state_dict(other if rank else own),
+            lambda: optimizer.consolidate_state_dict(to=rank),
+            lambda: optimizer.consolidate_state_dict(to=5 if rank else 0),
+            lambda: optimizer.consolidate_state_dict(to=5),
+            lambda: optimizer.consolidate_state_dict(to=0),
+        )
+    ]
+    trained += [snapshot(model) for _ in train(model, optimizer, range(2, 4))]
+    assert_same(trained, case.plain(range(4))[0], "after the mistakes")
+    assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1
+    return messages
+
+
+@pytest.mark.parametrize(("partition", "as_view"), [("sorted_greedy", False), ("even", True)])
+def test_refused_calls_raise_on_all_ranks_and_leave_the_optimizer_as_it_was(partition: Any, as_view: bool) -> None:
+    first, second = run(ask_for_trouble, 2, Run(Hoarding, lr=0.1, momentum=0.9), partition, as_view, timeout=20)
+    expected = [
+        "rank 1 has [parameter new: shape (3,)",
+        "rank 1 has [group 1: {'lr': 1.1",
+        "can only optimize Tensors",
+        "groups of [11]",
+        "",
+        "rank 1 has [to=1] where rank 0 has [to=0]",
+        "to=5 is no rank of a group of 2",
+        "to=5 is no rank of a group of 2",
+        "the state 'history' of parameter 4 is a list",
+    ]
+    for text, *messages in zip(expected, first, second, strict=True):
+        for message in messages:
+            assert message != "nothing"
+            assert text in message or text == "groups of [11]"
+
+
+# ------------------------------------------------------------------------------------- ranks that stop or die
+
+
+def meet(happening: Callable[[ZeroRedundancyOptimizer], None], as_view: bool, seconds: float) -> str:
+    """Rank 1 does something else while the others take a step; what the others' step raises, and within what time."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    model = Tangle()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, group, as_view)
+    for _ in train(model, optimizer, range(1)):
+        pass
+    start = time.monotonic()
+    if dist.get_rank() == 1:
+        happening(optimizer)
+        return "came through"
+    for _ in range(2):  # a first broadcast may be on its way before anyone notices
+        message = caught(optimizer.step)
+        if message != "nothing":
+            break
+    assert time.monotonic() - start < seconds + 5
+    return message
+
+
+def go_missing(optimizer: ZeroRedundancyOptimizer) -> None:
+    time.sleep(6)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_rank_that_does_not_come_to_a_step_is_waited_for_until_the_groups_timeout(as_view: bool) -> None:
+    first, second, third = run(meet, 3, go_missing, as_view, 2.0, timeout=25)
+    assert second == "came through"
+    for rank, message in ((0, first), (2, third)):
+        assert message.startswith(f"RuntimeError: rank {rank} of 3: broadcast from rank ")
+        assert "did not complete" in message
+        assert "Another rank has stopped, or is making other calls" in message
+
+
+def raise_something(optimizer: ZeroRedundancyOptimizer) -> None:
+    raise ZeroDivisionError("no loss today")
+
+
+def die(optimizer: ZeroRedundancyOptimizer) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_the_middle_of_a_step(optimizer: ZeroRedundancyOptimizer) -> None:
+    optimizer.collectives.observers.append(lambda call: die(optimizer) if call.peer == 1 else None)
+    optimizer.step()
+
+
+def fail_in_the_local_step(optimizer: ZeroRedundancyOptimizer) -> None:
+    optimizer.optim.register_step_pre_hook(lambda *_: raise_something(optimizer))
+    optimizer.step()
+
+
+def error_of(happening: Callable[[ZeroRedundancyOptimizer], None], as_view: bool) -> RankError:
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        run(meet, 3, happening, as_view, 20.0, timeout=30)
+    assert time.monotonic() - start < 10, "long before the time-out"
+    assert run(dist.get_rank, 3) == [0, 1, 2], "the next call works"
+    return error.value
+
+
+@pytest.mark.parametrize("happening", [raise_something, fail_in_the_local_step])
+def test_a_rank_that_raises_ends_the_call_with_its_error_first(happening: Any) -> None:
+    error = error_of(happening, as_view=True)
+    assert error.rank == 1
+    assert error.summary == "ZeroDivisionError: no loss today"
+    assert "raise ZeroDivisionError" in str(error)
+    assert set(error.others) == {0, 2}
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
+@pytest.mark.parametrize("happening", [die, die_in_the_middle_of_a_step])
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_rank_that_is_killed_ends_the_call_with_its_end_first(happening: Any, as_view: bool) -> None:
+    error = error_of(happening, as_view)
+    assert error.rank == 1
+    assert "SIGKILL" in error.summary
+
+
+def outlive(as_view: bool) -> str:
+    """Rank 1 dies in the middle of a step; what the others find, before the pool ends them."""
+    model = Tangle()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, None, as_view)
+    comm = optimizer.collectives
+    assert isinstance(comm, ProcessGroupCollectives)
+    if comm.rank == 1:
+        die_in_the_middle_of_a_step(optimizer)
+    message = caught(optimizer.step)
+    raise ValueError(message)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
+@pytest.mark.parametrize("as_view", [False, True])
+def test_the_others_are_told_what_they_waited_for_when_a_rank_dies_in_a_step(as_view: bool) -> None:
+    with pytest.raises(RankError) as error:
+        run(outlive, 2, as_view, timeout=20)
+    told = f"{error.value}"
+    assert re.search(r"rank 0 of 2: broadcast from rank \d did not complete", told)
+
+
+def freeze_differently(on_one: bool) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = Tangle()
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), optim.AdamW, group)
+    if dist.get_rank() == 0:
+        model.up.weight.requires_grad_(False)
+    elif not on_one:
+        model.down.weight.requires_grad_(False)
+    return caught(optimizer.step)
+
+
+def test_a_parameter_frozen_on_one_rank_only_ends_in_an_error_at_the_groups_timeout() -> None:
+    # Without the check the ranks would broadcast different parameters: Gloo then aborts the process.
+    first, second = run(freeze_differently, 2, True, timeout=20)
+    assert "RuntimeError: rank 0 of 2: all_gather did not complete" in first
+    assert "RuntimeError: rank 1 of 2: broadcast from rank 0 did not complete" in second
+
+
+def test_ranks_that_freeze_different_parameters_are_told() -> None:
+    for message in run(freeze_differently, 2, False, timeout=20):
+        assert "rank 1 has [parameter up.weight: requires_grad=True]" in message

@@ -1,0 +1,564 @@
+"""Checkpoints on virtual ranks: one form, that of the plain torch optimizer, for every world size and partition."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import Optimizer, lr_scheduler
+from training import (
+    MODES,
+    PARTITIONS,
+    WHOLE,
+    Groups,
+    Run,
+    Snapshot,
+    Tangle,
+    all_parameters,
+    assert_same,
+    assert_state_dicts_equal,
+    describe,
+    snapshot,
+    train,
+)
+
+from zero_ref.calls import Call
+from zero_ref.collectives import Collectives
+from zero_ref.lab import virtual
+from zero_ref.lab.meter import recording
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [{"params": params[1::2], "lr": 0.05}, {"params": params[::2], "weight_decay": 0.3}]
+
+
+def named(model: nn.Module) -> Any:
+    return model.named_parameters()
+
+
+def named_groups(model: nn.Module) -> list[dict[str, Any]]:
+    pairs = list(model.named_parameters())
+    return [{"params": pairs[::2]}, {"params": pairs[1::2], "lr": 0.05}]
+
+
+def half_precision() -> nn.Module:
+    model = Tangle()
+    model.up.to(torch.bfloat16)
+    model.conv.to(torch.float64)
+    model.down.weight.data = model.down.weight.data.to(torch.complex64)
+    return model
+
+
+# --------------------------------------------------------------------------- interchangeable with plain torch
+
+OPTIMIZERS = [
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (optim.Adam, {"amsgrad": True, "fused": True}),
+    (optim.AdamW, {"lr": torch.tensor(0.01), "foreach": False}),
+    (optim.Adagrad, {"lr": 0.1}),
+    (optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    (optim.Adadelta, {}),
+    (optim.Adamax, {}),
+    (optim.NAdam, {}),
+    (optim.RAdam, {}),
+    (optim.ASGD, {"t0": 1.0}),
+    (optim.Rprop, {}),
+]
+
+
+@pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_checkpoint_is_key_for_key_the_plain_optimizers_and_training_goes_on_in_either(
+    optimizer_class: Any, options: dict[str, Any]
+) -> None:
+    run = Run(optimizer_class, **options)
+    first, middle = run.plain(range(2))
+    rest, end = run.plain(range(2, 4), first[-1], middle)
+    for partition in ("sorted_greedy", "even"):
+        for trained, state in run.sharded(3, range(2), partition=partition):
+            assert_same(trained, first, str(partition))
+            assert_state_dicts_equal(state, middle)
+        assert_same(run.plain(range(2, 4), first[-1], state)[0], rest, "in the plain optimizer")
+        for trained, state in run.sharded(2, range(2, 4), first[-1], middle, partition=partition):
+            assert_same(trained, rest, f"{partition}, from the plain optimizer's checkpoint")
+            assert_state_dicts_equal(state, end)
+
+
+@pytest.mark.parametrize("groups", [all_parameters, two_groups, named, named_groups])
+@pytest.mark.parametrize("make_model", [Tangle, half_precision])
+def test_checkpoints_load_at_any_other_world_size_and_partition(groups: Groups, make_model: Any) -> None:
+    run = Run(optim.AdamW, groups, make_model)
+    first, middle = run.plain(range(2))
+    rest, _ = run.plain(range(2, 4), first[-1], middle)
+    modes = itertools.cycle(MODES)
+    for partition in PARTITIONS:
+        state = run.sharded(4, range(2), partition=partition)[0][1]
+        assert_state_dicts_equal(state, middle)
+        for world_size in (1, 2, 5):
+            other, as_view = next(modes)
+            mode = {"partition": other, "parameters_as_bucket_view": as_view}
+            for trained, _ in run.sharded(world_size, range(2, 4), first[-1], state, **mode):
+                assert_same(trained, rest, f"{describe(partition)} at 4 to {mode} at {world_size}")
+
+
+def test_optimizers_that_look_at_shapes_keep_their_factors_whole() -> None:
+    def with_elements(model: nn.Module) -> list[torch.Tensor]:
+        return [param for param in model.parameters() if param.numel()]
+
+    run = Run(optim.Adafactor, with_elements)
+    first, middle = run.plain(range(2))
+    assert "row_var" in middle["state"][3]
+    rest, _ = run.plain(range(2, 4), first[-1], middle)
+    for partition in WHOLE:
+        state = run.sharded(4, range(2), partition=partition)[2][1]
+        assert_state_dicts_equal(state, middle)
+        for trained, _ in run.sharded(2, range(2, 4), first[-1], state, partition=partition):
+            assert_same(trained, rest, describe(partition))
+
+
+def test_a_fused_optimizer_loads_what_an_unfused_one_saved_and_the_other_way() -> None:
+    # pytorch#124133: torch's class brought the step counter of fused AdamW in the wrong form.
+    for saving, loading in itertools.permutations([{"fused": True}, {"foreach": True}, {"capturable": False}], 2):
+        first, middle = Run(optim.AdamW, **saving).plain(range(2))
+        run = Run(optim.AdamW, **loading)
+        rest, end = run.plain(range(2, 4), first[-1], middle)
+        for partition in ("sorted_greedy", "even"):
+            for trained, state in run.sharded(2, range(2, 4), first[-1], middle, partition=partition):
+                assert_same(trained, rest, f"{saving} into {loading}")
+                assert_state_dicts_equal(state, end)
+                assert float(state["state"][0]["step"]) == 4
+
+
+def test_the_state_of_parameters_that_were_never_used_is_absent() -> None:
+    class Unused(Tangle):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up.requires_grad_(False)
+
+    run = Run(optim.AdamW, make_model=Unused)
+    first, middle = run.plain(range(2))
+    unused = [name for name, _ in Unused().named_parameters()].index("up.weight")
+    assert unused not in middle["state"]
+    rest, _ = run.plain(range(2, 4), first[-1], middle)
+    for partition, as_view in MODES:
+        mode = {"partition": partition, "parameters_as_bucket_view": as_view}
+        state = run.sharded(3, range(2), **mode)[0][1]
+        assert_state_dicts_equal(state, middle)
+        for trained, _ in run.sharded(2, range(2, 4), first[-1], state, **mode):
+            assert_same(trained, rest, str(mode))
+
+
+def test_before_the_first_step_there_is_no_state_and_it_loads() -> None:
+    run = Run(optim.AdamW)
+    _, empty = run.plain(range(0))
+    state = run.sharded(3, range(0))[1][1]
+    assert_state_dicts_equal(state, empty)
+    for trained, _ in run.sharded(2, range(2), None, state):
+        assert_same(trained, run.plain(range(2))[0], "from an empty state")
+
+
+def test_python_numbers_texts_and_none_keep_their_types() -> None:
+    text = {"s": "ü"}
+
+    class Talkative(optim.SGD):
+        elementwise = True
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            for param in self.param_groups[0]["params"]:
+                self.state[param] |= {"n": 7, "x": 0.1, "b": True, "none": None, "inf": float("inf"), **text}
+
+    run = Run(Talkative, lr=0.1)
+    _, plain = run.plain(range(1))
+    for partition in ("sorted_greedy", "even"):
+        assert_state_dicts_equal(run.sharded(3, range(1), partition=partition)[0][1], plain)
+    for of_param in plain["state"].values():
+        del of_param["s"]  # torch's own load_state_dict turns a text into the repr of a generator
+    for partition in ("sorted_greedy", "even"):
+        assert_state_dicts_equal(run.sharded(3, range(0), None, plain, partition=partition)[0][1], plain)
+
+
+@pytest.mark.parametrize("to", [1, "all"])
+def test_tensors_of_any_dtype_are_kept(to: Any) -> None:
+    dtypes = [torch.uint8, torch.int16, torch.bool, torch.int64, torch.float16, torch.complex128, torch.float8_e4m3fn]
+
+    class Quantised(optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            for param in self.param_groups[0]["params"]:
+                for dtype in dtypes:
+                    self.state[param][str(dtype)] = torch.tensor([[1.0, 0.0, 2.0]]).to(dtype)
+                    self.state[param][f"{dtype}, zero-dimensional"] = torch.tensor(1.0).to(dtype)
+                    self.state[param][f"{dtype}, like the parameter"] = torch.ones_like(param).to(dtype)
+
+    run = Run(Quantised, lr=0.1)
+    _, plain = run.plain(range(1))
+    states = [state for _, state in run.sharded(3, range(1), to=to) if state]
+    assert len(states) == (1 if to == 1 else 3)
+    for state in states:
+        for number, of_param in plain["state"].items():
+            for key, value in of_param.items():
+                ours = state["state"][number][key]
+                if value is None:
+                    assert ours is None
+                else:
+                    assert (ours.dtype, ours.shape) == (value.dtype, value.shape), key
+                    assert torch.equal(ours.to(torch.complex128), value.to(torch.complex128)), key
+
+
+def test_a_checkpoint_passes_through_a_file_without_pickled_code() -> None:
+    run = Run(optim.AdamW, named_groups)
+    state = run.sharded(3, range(2))[0][1]
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    assert_state_dicts_equal(torch.load(file, weights_only=True), state)
+    saved = sum(t.numel() * t.itemsize for of_param in state["state"].values() for t in of_param.values())
+    assert file.getbuffer().nbytes < 2 * saved, "tensors are saved with their own memory only"
+
+
+# ------------------------------------------------------------------------------------- who gets it, and when
+
+
+def trained_optimizer(comm: Collectives, **options: Any) -> tuple[Any, ZeroRedundancyOptimizer]:
+    model = Tangle()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, **options)
+    for _ in train(model, optimizer, range(2)):
+        pass
+    return model, optimizer
+
+
+@pytest.mark.parametrize("to", [0, 2, "all"])
+def test_only_the_ranks_asked_for_get_the_state(to: Any) -> None:
+    def on_rank(comm: Collectives) -> bool:
+        _, optimizer = trained_optimizer(comm)
+        optimizer.consolidate_state_dict(to=to)
+        if to in ("all", comm.rank):
+            return len(optimizer.state_dict()["state"]) == 10
+        with pytest.raises(RuntimeError, match=rf"rank {comm.rank}: .*consolidate_state_dict\(to={comm.rank}\)"):
+            optimizer.state_dict()
+        return False
+
+    assert virtual.run(on_rank, 3) == [to in ("all", rank) for rank in range(3)]
+
+
+def test_it_goes_to_rank_0_unless_told_otherwise() -> None:
+    def on_rank(comm: Collectives) -> bool:
+        _, optimizer = trained_optimizer(comm)
+        optimizer.consolidate_state_dict()
+        return optimizer._consolidated is not None
+
+    assert virtual.run(on_rank, 2) == [True, False]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_dict_before_consolidating_and_after_a_change_says_what_to_call(world_size: int) -> None:
+    def refused(optimizer: ZeroRedundancyOptimizer) -> None:
+        with pytest.raises(RuntimeError, match=r"Call consolidate_state_dict\(to=\d\) on all ranks"):
+            optimizer.state_dict()
+
+    def on_rank(comm: Collectives) -> None:
+        _, optimizer = trained_optimizer(comm)
+        refused(optimizer)
+        for change in (
+            optimizer.step,
+            lambda: optimizer.load_state_dict(state),
+            lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+            lambda: optimizer.consolidate_state_dict(to=comm.world_size - 1) if comm.world_size > 1 else None,
+        ):
+            optimizer.consolidate_state_dict(to="all")
+            state = optimizer.state_dict()
+            change()
+            if optimizer.rank < comm.world_size - 1 or len(optimizer.param_groups) == 1:
+                refused(optimizer)
+
+    virtual.run(on_rank, world_size)
+
+
+def test_each_rank_sends_its_share_once_and_only_to_the_receiver() -> None:
+    def on_rank(comm: Collectives) -> list[Call]:
+        params = [nn.Parameter(torch.ones(n)) for n in (60, 40, 20)]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer = ZeroRedundancyOptimizer(params, optim.Adam, comm)
+        optimizer.step()
+        with recording(comm) as calls:
+            optimizer.consolidate_state_dict(to=0)
+        return calls
+
+    receiver, sender = virtual.run(on_rank, 2)
+    # agree; the length of the table of contents and the table; the two moments of 40 and of 20 elements
+    assert [call.op for call in sender] == ["all_gather", "send", "send", "send", "send", "send", "send"]
+    assert [call.nbytes for call in sender[3:]] == [160, 160, 80, 80]
+    assert receiver == [sender[0], *(Call("recv", call.nbytes, 1) for call in sender[1:])]
+
+
+def test_every_rank_asked_for_has_a_copy_of_its_own() -> None:
+    def on_rank(comm: Collectives) -> Any:
+        _, optimizer = trained_optimizer(comm)
+        optimizer.consolidate_state_dict(to="all")
+        return optimizer.state_dict()
+
+    one, two = virtual.run(on_rank, 2)
+    one["state"][0]["exp_avg"].zero_()
+    assert two["state"][0]["exp_avg"].any()
+
+
+# -------------------------------------------------------------------------------- nothing changes behind one's back
+
+
+@pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
+def test_a_consolidated_dict_is_not_changed_by_later_steps(partition: Any, lr: Any) -> None:
+    def on_rank(comm: Collectives) -> None:
+        options = {"lr": copy.deepcopy(lr), "foreach": False}  # a scheduler writes into a learning rate that is a tensor
+        model, optimizer = trained_optimizer(comm, partition=partition, **options)
+        scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
+        optimizer.consolidate_state_dict(to="all")
+        state = optimizer.state_dict()
+        before = copy.deepcopy(state)
+        for _ in train(model, optimizer, range(2, 4)):
+            scheduler.step()
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.0025)
+        assert_state_dicts_equal(state, before)
+
+    virtual.run(on_rank, 2)
+
+
+@pytest.mark.parametrize(("partition", "as_view"), MODES)
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
+def test_loading_leaves_the_dict_as_it_was_and_it_loads_again(partition: Any, as_view: bool, lr: Any) -> None:
+    run = Run(optim.AdamW, two_groups, lr=lr, foreach=False)
+    first, state = run.plain(range(2))
+    rest, _ = run.plain(range(2, 4), first[-1], state)
+    before = copy.deepcopy(state)
+    mode = {"partition": partition, "parameters_as_bucket_view": as_view}
+    for _ in range(2):
+        for trained, _ in run.sharded(2, range(2, 4), first[-1], state, **mode):
+            assert_same(trained, rest, "loaded")
+        assert_state_dicts_equal(state, before)
+    again, _ = run.sharded(1, range(2, 4), first[-1], state, **mode)[0]
+    assert_same(again, rest, "loaded into one rank")
+    assert_state_dicts_equal(state, before)
+
+
+def test_the_same_dict_loaded_twice_into_one_optimizer() -> None:
+    run = Run(optim.AdamW)
+    first, state = run.plain(range(2))
+    rest, _ = run.plain(range(2, 4), first[-1], state)
+
+    def on_rank(comm: Collectives, partition: Any) -> None:
+        model = run.model(first[-1])
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, partition=partition)
+        for _ in range(2):
+            optimizer.load_state_dict(state)
+            trained = [snapshot(model) for _ in train(model, optimizer, range(2, 4))]
+            assert_same(trained, rest, describe(partition))
+            with torch.no_grad():
+                for param, value in zip(model.parameters(), first[-1]):
+                    param.copy_(value)
+
+    for partition in PARTITIONS:
+        virtual.run(on_rank, 3, partition)
+
+
+def test_a_scheduler_sees_the_loaded_learning_rate() -> None:
+    def script(optimizer: Optimizer, model: nn.Module, state: Any) -> list[Snapshot]:
+        scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
+        optimizer.load_state_dict(state)
+        return [snapshot(model) for _ in train(model, optimizer, range(2, 5)) if not scheduler.step()]
+
+    run = Run(optim.AdamW, lr=0.3)
+    first, state = run.plain(range(2))
+    model = run.model(first[-1])
+    plain = script(optim.AdamW(model.parameters(), lr=0.1), model, copy.deepcopy(state))
+
+    def on_rank(comm: Collectives) -> list[Snapshot]:
+        model = run.model(first[-1])
+        return script(ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, lr=0.1), model, state)
+
+    for trained in virtual.run(on_rank, 2):
+        assert_same(trained, plain, "with a scheduler")
+
+
+def test_a_checkpoint_without_this_versions_options_keeps_ours() -> None:
+    run = Run(optim.AdamW, lr=0.1)
+    first, state = run.plain(range(2))
+    for option in ("fused", "decoupled_weight_decay", "maximize"):
+        del state["param_groups"][0][option]
+    rest, _ = run.plain(range(2, 4), first[-1], state)
+    for trained, _ in run.sharded(2, range(2, 4), first[-1], state):
+        assert_same(trained, rest, "older checkpoint")
+
+
+def test_the_state_follows_groups_added_after_a_checkpoint_was_loaded() -> None:
+    def script(optimizer: Optimizer, model: Any, state: Any) -> list[Snapshot]:
+        optimizer.load_state_dict(state)
+        optimizer.add_param_group({"params": [model.scale], "lr": 0.5})
+        return [snapshot(model) for _ in train(model, optimizer, range(2, 4))]
+
+    def without_scale(model: Any) -> list[torch.Tensor]:
+        return [param for param in model.parameters() if param is not model.scale]
+
+    run = Run(optim.AdamW, without_scale)
+    first, state = run.plain(range(2))
+    model = run.model(first[-1])
+    plain = script(optim.AdamW(without_scale(model)), model, copy.deepcopy(state))
+
+    def on_rank(comm: Collectives, partition: Any, as_view: bool) -> list[Snapshot]:
+        model = run.model(first[-1])
+        optimizer = ZeroRedundancyOptimizer(
+            without_scale(model), optim.AdamW, comm, as_view, partition=partition
+        )
+        return script(optimizer, model, state)
+
+    for mode in MODES:
+        for trained in virtual.run(on_rank, 3, *mode):
+            assert_same(trained, plain, str(mode))
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+def loading_raises(state_of_rank: Callable[[int], Any], make_model: Any = Tangle, **options: Any) -> list[Exception]:
+    """What each of two ranks raises from load_state_dict; afterwards the optimizer trains on as if unasked."""
+    run = Run(optim.AdamW, named, make_model)
+    undisturbed, _ = run.plain(range(3))
+
+    def on_rank(comm: Collectives) -> Exception:
+        model = run.model(None)
+        optimizer = ZeroRedundancyOptimizer(model.named_parameters(), optim.AdamW, comm, **options)
+        trained = [snapshot(model) for _ in train(model, optimizer, range(2))]
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+            optimizer.load_state_dict(state_of_rank(comm.rank))
+        trained += [snapshot(model) for _ in train(model, optimizer, range(2, 3))]
+        assert_same(trained, undisturbed, "after a refused checkpoint")
+        return caught.value
+
+    return virtual.run(on_rank, 2, timeout=5)
+
+
+def state_of(make_model: Any, optimizer_class: Any = optim.AdamW) -> Any:
+    return Run(optimizer_class, make_model=make_model).plain(range(1))[1]
+
+
+class Wider(Tangle):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.bias = nn.Parameter(torch.zeros(9))
+
+
+class Scalar(Tangle):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.bias = nn.Parameter(torch.zeros(()))
+
+
+class OfOne(Tangle):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.bias = nn.Parameter(torch.zeros(1))
+
+
+class Longer(Tangle):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(torch.zeros(3))
+
+
+@pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
+@pytest.mark.parametrize("other", [Wider, Scalar, OfOne])
+def test_a_checkpoint_of_another_model_names_the_parameter_on_all_ranks(other: Any, partition: Any) -> None:
+    state = state_of(other)
+    for error in loading_raises(lambda rank: state, partition=partition):
+        assert isinstance(error, ValueError)
+        shape = tuple(other().norm.bias.shape)
+        assert f"'exp_avg' for parameter norm.bias has shape {shape}; the parameter has (8,)" in str(error)
+
+
+def test_a_checkpoint_of_another_model_on_one_rank_raises_on_all() -> None:
+    ours, other = state_of(Tangle), state_of(Wider)
+    right, wrong = loading_raises(lambda rank: other if rank == 1 else ours)
+    assert isinstance(wrong, ValueError)
+    assert isinstance(right, RuntimeError)
+    assert "rank 0: rank 1 could not load the state dict: ValueError: the checkpoint's 'exp_avg'" in str(right)
+
+
+def test_a_checkpoint_with_other_groups_says_how_many_parameters_each_has() -> None:
+    longer = state_of(Longer)
+    for error in loading_raises(lambda rank: longer):
+        assert isinstance(error, ValueError)
+        assert "parameter groups of [12] parameters and this optimizer has [11]" in str(error)
+    two = Run(optim.AdamW, two_groups).plain(range(1))[1]
+    assert "[5, 6] parameters and this optimizer has [11]" in str(loading_raises(lambda rank: two)[0])
+
+
+def test_ranks_that_load_different_options_or_states_all_raise() -> None:
+    one, other = state_of(Tangle), state_of(Tangle)
+    other["param_groups"][0]["lr"] = 0.75
+    for error in loading_raises(lambda rank: other if rank else one):
+        assert isinstance(error, ValueError)
+        assert "rank 1 has [options" in str(error)
+        assert "0.75" in str(error)
+    del other["state"][0]
+    other["param_groups"] = one["param_groups"]
+    assert all("ranks disagree" in str(error) for error in loading_raises(lambda rank: other if rank else one))
+
+
+@pytest.mark.parametrize("junk", [None, 3, {}, {"state": {}}, {"model": {}, "optimizer": {}}, [1], {1: 2}])
+def test_what_is_no_state_dict_is_refused_on_all_ranks(junk: Any) -> None:
+    for error in loading_raises(lambda rank: junk):
+        assert isinstance(error, ValueError)
+        assert "keys 'state' and 'param_groups'" in str(error)
+
+
+@pytest.mark.parametrize("to", [2, -1, 1.5, "every", None, (0,)])
+def test_consolidating_to_no_rank_is_refused_on_all_ranks(to: Any) -> None:
+    def on_rank(comm: Collectives) -> None:
+        _, optimizer = trained_optimizer(comm)
+        with pytest.raises(ValueError, match="is no rank of a group of 2, nor 'all'"):
+            optimizer.consolidate_state_dict(to=to)
+        optimizer.consolidate_state_dict(to=1)
+
+    virtual.run(on_rank, 2, timeout=5)
+
+
+def test_ranks_that_consolidate_to_different_ranks_all_raise() -> None:
+    def on_rank(comm: Collectives) -> None:
+        _, optimizer = trained_optimizer(comm)
+        with pytest.raises(ValueError, match=r"rank 1 has \[to=1\] where rank 0 has \[to=0\]"):
+            optimizer.consolidate_state_dict(to=comm.rank)
+        optimizer.consolidate_state_dict(to="all")
+
+    virtual.run(on_rank, 2, timeout=5)
+
+
+def test_state_that_cannot_be_saved_raises_on_all_ranks_and_names_it() -> None:
+    class Hoarding(optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            for param in self.param_groups[0]["params"]:
+                if param.ndim == 4:  # one parameter, so one rank
+                    self.state[param]["history"] = [1, 2]
+
+    def on_rank(comm: Collectives) -> str:
+        model = Tangle()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), Hoarding, comm, lr=0.1)
+        for _ in train(model, optimizer, range(1)):
+            pass
+        with pytest.raises((TypeError, RuntimeError)) as caught:
+            optimizer.consolidate_state_dict(to=0)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    messages = virtual.run(on_rank, 3, timeout=5)
+    own = [message for message in messages if message.startswith("TypeError")]
+    assert len(own) == 1
+    assert "the state 'history' of parameter 4 is a list" in own[0]
+    assert all("could not consolidate the optimizer state: TypeError" in m for m in messages if m not in own)
