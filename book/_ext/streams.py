@@ -1,8 +1,8 @@
 """Sphinx extension: what a cell prints appears as one text, with line breaks only where it printed them.
 
 A kernel sends prints in pieces that may end in the middle of a line. MyST-NB shows each piece as a block of
-its own, or with nb_merge_streams puts a line break after each. nbclient can join them as they came, but MyST-NB
-has no setting for that.
+its own, or with nb_merge_streams puts a line break after each. nbclient can join them as they came, but
+MyST-NB has no setting for that.
 """
 
 from typing import Any

@@ -172,6 +172,10 @@ def cuts_counted_twice(numels: list[int], world_size: int) -> list[list[Slice]]:
     return slices
 
 
+def last_rank_first(numels: list[int], world_size: int) -> list[list[Slice]]:
+    return cut_at(numels, right_cuts(numels, world_size))[::-1]
+
+
 def slices_in_one_list(numels: list[int], world_size: int) -> list[Slice]:
     return [piece for of_rank in cut_at(numels, right_cuts(numels, world_size)) for piece in of_rank]
 
@@ -247,6 +251,7 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("partition.even_split", tuples, r"given \(0, 0, 6\). What it owns are slices: Slice\("),
     ("partition.even_split", true_division, "made of whole numbers: use //"),
     ("partition.even_split", cuts_counted_twice, r"elements \[2, 3\) have two owners"),
+    ("partition.even_split", last_rank_first, r"the owners are \[1, 0\]. Each rank must own one run"),
     ("partition.even_split", slices_in_one_list, "one list of slices for each rank"),
     ("partition.even_split", empty_ranks_left_out, "2 lists for 4 ranks. .* an empty list"),
     (

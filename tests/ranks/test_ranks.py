@@ -6,8 +6,10 @@ import contextlib
 import os
 import re
 import signal
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -506,21 +508,26 @@ def test_shutdown_ends_every_rank_and_run_starts_again() -> None:
 
 
 @pytest.fixture
-def start_script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def short_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp())  # pytest's own path may be too long for a socket
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def start_script(tmp_path: Path, short_folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
-    def start(source: str) -> subprocess.Popen[str]:
+    def start(source: str, temporary_folder: Path = short_folder) -> subprocess.Popen[str]:
         path = tmp_path / "script.py"
         path.write_text(
             "import os, sys, time, torch\nimport torch.distributed as dist\n" + textwrap.dedent(source)
         )
         root = Path(ranks.__file__).parents[2]
-        temporary = tmp_path / "temporary"
-        temporary.mkdir()
         started.append(
             subprocess.Popen(
                 [sys.executable, str(path)],
-                env={**os.environ, "PYTHONPATH": f"{tmp_path}:{root}", "TMPDIR": str(temporary)},
+                env={**os.environ, "PYTHONPATH": f"{tmp_path}:{root}", "TMPDIR": str(temporary_folder)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -536,7 +543,13 @@ def start_script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]
         process.communicate(timeout=10)
 
 
-def test_a_script_needs_no_main_guard_and_its_classes_come_back(start_script: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("temporary_path", ["short", "long"])
+def test_a_script_needs_no_main_guard_and_its_classes_come_back(
+    temporary_path: str, start_script: Any, short_folder: Path, tmp_path: Path
+) -> None:
+    # The fork server is called by a socket file there, whose path must not be long: then do without it.
+    temporary_folder = short_folder / ("x" if temporary_path == "short" else "x" * 100)
+    temporary_folder.mkdir()
     # Stands for what libraries say when imported: the script says it itself, the ranks do not repeat it.
     (tmp_path / "sitecustomize.py").write_text("import warnings; warnings.warn('on import', FutureWarning)")
     process = start_script(
@@ -560,7 +573,8 @@ def test_a_script_needs_no_main_guard_and_its_classes_come_back(start_script: An
         except RuntimeError as error:
             assert isinstance(error.__cause__, Wrong)
         print([point.x for point in points])
-        """
+        """,
+        temporary_folder,
     )
     out, err = process.communicate(timeout=40)  # returns when the last process that holds the pipe has ended
     assert (out, process.returncode) == ("[10, 11]\n", 0)
@@ -600,7 +614,7 @@ def test_ctrl_c_ends_the_call_and_the_next_one_works(start_script: Any, tmp_path
 
 
 @only_linux
-def test_ranks_end_when_their_parent_is_killed(start_script: Any, tmp_path: Path) -> None:
+def test_ranks_end_when_their_parent_is_killed(start_script: Any, short_folder: Path) -> None:
     process = start_script(
         """
         from zero_ref.lab.ranks import run
@@ -623,7 +637,7 @@ def test_ranks_end_when_their_parent_is_killed(start_script: Any, tmp_path: Path
     process.kill()
     assert len(set(pids)) == 4, "three ranks and the server that forked them"
     assert all_gone(pids)
-    assert list((tmp_path / "temporary").rglob("*.stdout")) == []
+    assert list(short_folder.rglob("*.stdout")) == []
 
 
 @pytest.mark.timeout(90)

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ class RankProcess:
     def __init__(self, seat: Seat) -> None:
         self.number = seat.rank
         self._files = {kind: open(seat.output(kind), "w+b") for kind in ("stdout", "stderr", "stacks")}  # noqa: SIM115
-        context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        context: Any = multiprocessing.get_context(start_method())
         ends: tuple[Connection, Connection] = context.Pipe()
         self.pipe, far_end = ends
         self.process: BaseProcess = context.Process(target=_worker.main, args=(seat, far_end))
@@ -85,6 +86,12 @@ class RankProcess:
             file.close()
 
 
+def start_method() -> str:
+    """ "forkserver" on Linux, else "spawn"; `zero_ref.lab.ranks` says why."""
+    # The server is called by a socket file below the temporary folder, and its path may have 107 characters.
+    return "forkserver" if sys.platform == "linux" and len(tempfile.gettempdir()) <= 70 else "spawn"
+
+
 @contextlib.contextmanager
 def starting_processes() -> Iterator[None]:
     """Around the start of processes: they import torch without its warnings, and not the caller's script.
@@ -92,7 +99,7 @@ def starting_processes() -> Iterator[None]:
     multiprocessing would import the script again in each, where without an `if __name__ == "__main__":` it
     would start ranks of its own. Nothing needs that here: what a script defines travels by value.
     """
-    if sys.platform == "linux":
+    if start_method() == "forkserver":
         multiprocessing.set_forkserver_preload(["torch", "cloudpickle"])
     script = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
