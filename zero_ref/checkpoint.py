@@ -205,7 +205,8 @@ SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """What torch's elementwise optimizers keep once for a parameter."""
 
 SHAPED = frozenset(
-    "exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer sum square_avg grad_avg acc_delta ax prev step_size".split()
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg"}
+    | {"grad_avg", "acc_delta", "ax", "prev", "step_size"}
 )
 """What they keep for each element, in the parameter's shape."""
 
@@ -251,8 +252,11 @@ def check_fits(
     ):
         for key, value in state_dict["state"].get(id_, {}).items():
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-            misfits = key in SHAPED and shape != tuple(param.shape) or key in SCALARS and shape not in ((), (1,))
-            if elementwise and shape is not None and misfits:
+            if key in SCALARS:
+                fits = shape in (None, (), (1,))
+            else:
+                fits = key not in SHAPED or shape in (None, tuple(param.shape))
+            if elementwise and not fits:
                 raise ValueError(
                     f"the checkpoint's {key!r} for parameter {spec.name or number} has shape {shape}; the "
                     f"parameter has {tuple(param.shape)}. The checkpoint is of another model, or of the same "

@@ -105,8 +105,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         try:
             if overlap_with_ddp:
                 raise NotImplementedError(
-                    "overlap_with_ddp=True is not supported yet. Without it, step() after backward() gives the "
-                    "same parameters; pass parameters_as_bucket_view=True to send fewer, larger messages."
+                    "overlap_with_ddp=True is not supported yet. Without it, step() after backward() gives "
+                    "the same parameters; parameters_as_bucket_view=True sends fewer, larger messages."
                 )
             super().__init__(params, defaults)
             self.partition = plan_partition(partition, self._specs(), self.world_size)
@@ -230,15 +230,18 @@ class ZeroRedundancyOptimizer(Optimizer):
             return
         if [trainable for _, trainable in now] != [trainable for _, trainable in self._built_for]:
             # Ranks that send different parameters overwrite each other's memory, or abort in Gloo.
-            facts = [f"parameter {spec.name or i}: requires_grad={spec.trainable}" for i, spec in enumerate(self._specs())]
+            facts = [
+                f"parameter {spec.name or i}: requires_grad={spec.trainable}"
+                for i, spec in enumerate(self._specs())
+            ]
             agree(self.collectives, "change which parameters are trained", facts)
         for number, param, strides in self._cut:
             if param.stride() != strides:
                 raise RuntimeError(
-                    f"rank {self.rank}: parameter {self._name(number)} is split between ranks along its memory, "
-                    f"and its strides changed from {strides} to {param.stride()}: its state would belong to other "
-                    "elements. Change the memory format before constructing the optimizer, or use a partition "
-                    'of whole parameters, such as "sorted_greedy".'
+                    f"rank {self.rank}: parameter {self._name(number)} is split between ranks along its "
+                    f"memory, and its strides changed from {strides} to {param.stride()}: its state would "
+                    "belong to other elements. Change the memory format before constructing the optimizer, "
+                    'or use a partition of whole parameters, such as "sorted_greedy".'
                 )
         self._build()
 

@@ -96,7 +96,9 @@ def own_slices(pieces: Iterable[Slice], params: Sequence[torch.Tensor]) -> list[
         if piece.numel != param.numel():
             # detach, not .data: autograd still notices when a tensor that it saved is overwritten.
             local = flat_view(param.detach())[piece.start : piece.stop]
-            local.requires_grad_(param.requires_grad)  # a frozen parameter of integers cannot require gradients
+            local.requires_grad_(
+                param.requires_grad
+            )  # a frozen parameter of integers cannot require gradients
         owned.append(OwnedSlice(piece, param, local))
     return owned
 
@@ -163,12 +165,12 @@ def _check_memory_is_apart(names: Sequence[str], params: Sequence[torch.Tensor])
         first, second = sorted((one, other))
         if params[first] is params[second]:
             raise ValueError(
-                f"parameter {names[first]} is listed twice, at {first} and {second}, so two ranks would own it. "
-                "List it once: it gets the gradients of all its uses."
+                f"parameter {names[first]} is listed twice, at {first} and {second}, so two ranks would own "
+                "it. List it once: it gets the gradients of all its uses."
             )
         raise ValueError(
-            f"parameters {names[first]} and {names[second]} are different Parameter objects on the same memory, "
-            "so two ranks would own it. Tie weights by using one Parameter in both places."
+            f"parameters {names[first]} and {names[second]} are different Parameter objects on the same "
+            "memory, so two ranks would own it. Tie weights by using one Parameter in both places."
         )
 
 

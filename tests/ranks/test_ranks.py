@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +36,13 @@ only_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 def _nothing_left_behind() -> Iterator[None]:
     yield
     shutdown()
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp())  # pytest's own path may be too long for the fork server's socket
+    yield folder
+    shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
@@ -92,6 +99,13 @@ def test_functions_of_cells_and_of_modules_both_work() -> None:
     bound = torch.tensor([1.0, 2.0])
     assert gloo(lambda: (bound * dist.get_rank()).tolist(), 2) == [[0.0, 0.0], [1.0, 2.0]]
     assert gloo(module_level, 2, 5) == [5, 6]
+
+
+def test_a_function_may_call_something_config() -> None:
+    # In a notebook: cloudpickle looks for torch.distributed.config where a function uses `dist` and `config`.
+    cell = {"__name__": "__main__", "dist": dist, "config": 40}
+    exec("def plus_rank(): return config + dist.get_rank()", cell)
+    assert gloo(cell["plus_rank"], 2) == [40, 41]
 
 
 def test_views_of_one_tensor_come_back_as_views_of_one_tensor() -> None:
@@ -473,20 +487,26 @@ def test_no_port_is_open_to_other_machines() -> None:
 
 
 @only_linux
-def test_pools_give_back_processes_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pools_give_back_processes_files_and_folders(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = []  # kept, so that what they give back is not the garbage collector's doing
+
     def use_two_pools() -> list[int]:
         with Pool(2, "gloo") as pool:
             pids = pool.run(os.getpid)
-        with Pool(2, "gloo") as pool, pytest.raises(RankError):
-            pool.run(os._exit, 1)
+        broken.append(Pool(2, "gloo"))
+        with pytest.raises(RankError):
+            broken[-1].run(os._exit, 1)
         return pids
 
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gloo(dist.get_rank, 1)  # what lives longer than a pool is there now
+    monkeypatch.setattr("tempfile.tempdir", str(short_folder))
     use_two_pools()
     open_before = len(os.listdir("/proc/self/fd"))
     assert all_gone(use_two_pools())
     assert len(os.listdir("/proc/self/fd")) <= open_before
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(short_folder) == []
 
 
 def test_a_closed_pool_refuses_calls() -> None:
@@ -505,13 +525,6 @@ def test_shutdown_ends_every_rank_and_run_starts_again() -> None:
 
 
 # ------------------------------------------------------------------------------- scripts and notebooks
-
-
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp())  # pytest's own path may be too long for a socket
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ class RankProcess:
 
 
 def start_method() -> str:
-    """ "forkserver" on Linux, else "spawn"; `zero_ref.lab.ranks` says why."""
+    """How processes start: by "forkserver" on Linux, else by "spawn"; `zero_ref.lab.ranks` says why."""
     # The server is called by a socket file below the temporary folder, and its path may have 107 characters.
     return "forkserver" if sys.platform == "linux" and len(tempfile.gettempdir()) <= 70 else "spawn"
 

@@ -7,6 +7,7 @@ reports a value or a `Failure`, and leaves the group when the pool says that eve
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import faulthandler
 import gc
 import importlib
@@ -18,6 +19,7 @@ import pickle
 import signal
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -94,6 +96,15 @@ class RankCall(NamedTuple):
     kwargs: dict[str, Any]
     collective_timeout: timedelta
     warning_filters: list[Any]
+
+
+def _import_again(module: types.ModuleType) -> tuple[Callable[[str], Any], tuple[str]]:
+    return importlib.import_module, (module.__name__,)
+
+
+# For a function that uses `dist` and any name `config`, cloudpickle sends torch.distributed.config along, and
+# takes this module for a value because its class is torch's own (test_a_function_may_call_something_config).
+copyreg.pickle(type(torch.distributed.config), _import_again)
 
 
 def pack(value: object) -> bytes:

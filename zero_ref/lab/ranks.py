@@ -143,15 +143,15 @@ class Pool:
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._ranks: list[RankProcess] = []
-        self._store = loopback_store()
+        store = loopback_store()
+        self._store: object = store
         self._folder = tempfile.TemporaryDirectory(prefix="zero_ref-ranks-", ignore_cleanup_errors=True)
         _open_pools.add(self)
         try:
             with starting_processes():
                 for rank in range(world_size):
-                    self._ranks.append(
-                        RankProcess(Seat(rank, world_size, self.backend, self._store.port, self._folder.name))
-                    )
+                    seat = Seat(rank, world_size, self.backend, store.port, self._folder.name)
+                    self._ranks.append(RankProcess(seat))
             self._await_start(start_timeout)
         except BaseException:
             self.close()
@@ -203,6 +203,7 @@ class Pool:
         for rank in self._ranks:
             rank.close()
         self._ranks.clear()
+        self._store = None  # it listens as long as it is there
         self._folder.cleanup()
 
     def __enter__(self) -> Pool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from zero_ref.collectives import Collectives
 from zero_ref.lab import ranks, virtual
 from zero_ref.lab.exercises import Answer, ExerciseFailed, call_text, exercise, shown
+from zero_ref.lab.meter import gather_from_ranks
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.partition import Partition, even, from_lists, sorted_greedy
 
@@ -19,9 +22,6 @@ from zero_ref.partition import Partition, even, from_lists, sorted_greedy
 
 STEPS = 2
 """After one step, a parameter sent too early looks like one that was never sent. After two it does not."""
-
-SECONDS = 10.0
-"""For two steps on a few numbers: only ranks that wait for each other take as long."""
 
 WORLDS: list[tuple[int, list[tuple[int, ...]], list[int]]] = [
     (2, [(4, 3), (3,), (3, 2), (2,)], [0, 1, 1, 1]),
@@ -35,36 +35,34 @@ Ages = list[int | None]
 """For each parameter how many steps its value is behind the plain optimizer's; None if that never had it."""
 
 
-class Outcome(NamedTuple):
-    """What a rank saw of the answer.
-
-    Args:
-        ages: after each step.
-        sources: of the broadcasts that the answer called, in their order.
-        waited: the last of them never ended.
-    """
-
-    ages: list[Ages]
-    sources: list[int]
-    waited: bool
+class RanksDiffer(ExerciseFailed):
+    """Ranks are about to make different calls, and would wait for each other."""
 
 
-@exercise("step.write_step", seconds=3 * SECONDS, may_return_none=True, on_ranks=True)
+@exercise("step.write_step", seconds=20.0, may_return_none=True, on_ranks=True)
 def write_step(answer: Answer) -> str:
     """Two steps of a sharded optimizer on 1, 2 and 3 ranks, each parameter compared bit for bit."""
     for world_size, shapes, owners in WORLDS:
         # Gloo even where there are GPUs: its time-out is an error, NCCL's ends the process.
         outcomes = ranks.run(
-            _train_beside_plain, world_size, answer, shapes, owners, timeout=SECONDS, backend="gloo"
+            _train_beside_plain, world_size, answer, shapes, owners, timeout=30.0, backend="gloo"
         )
-        assert not any(outcome.waited for outcome in outcomes), _who_waits(outcomes, owners)
+        differ = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        assert not differ, differ[0]
+        ages = [outcome for outcome in outcomes if not isinstance(outcome, str)]
         for step in range(STEPS):
-            _check_ages([outcome.ages[step] for outcome in outcomes], owners, step + 1)
+            _check_ages([of_rank[step] for of_rank in ages], owners, step + 1)
     return f"{STEPS} steps on 1, 2 and 3 real ranks are the plain optimizer's, bit for bit"
 
 
-def _train_beside_plain(answer: Answer, shapes: Sequence[tuple[int, ...]], owners: list[int]) -> Outcome:
-    """On a rank: step with the answer and with a plain optimizer, from the same start and gradients."""
+def _train_beside_plain(
+    answer: Answer, shapes: Sequence[tuple[int, ...]], owners: list[int]
+) -> list[Ages] | str:
+    """On a rank: step with the answer and with a plain optimizer, from the same start and gradients.
+
+    Returns:
+        The ages after each step, or in what the ranks' calls differ.
+    """
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
@@ -72,40 +70,61 @@ def _train_beside_plain(answer: Answer, shapes: Sequence[tuple[int, ...]], owner
     local = torch.optim.Adam([{"params": owned}], lr=0.1)
     plain = torch.optim.Adam(twins, lr=0.1)
     values_of_twins = [[twin.detach().clone()] for twin in twins]  # the newest first
-    outcome = Outcome([], [], waited=False)
+    ages_after_step = []
     for _ in range(STEPS):
         for param, twin in zip(params, twins):
             twin.grad = torch.randn(twin.shape, generator=generator)
             param.grad = twin.grad.clone()
-        if not _step_ends(answer, local, params, owners, outcome.sources):
-            return outcome._replace(waited=True)
+        try:
+            _step_in_company(answer, local, params, owners)
+        except RanksDiffer as difference:
+            return str(difference)
         plain.step()
         for twin, values in zip(twins, values_of_twins):
             values.insert(0, twin.detach().clone())
-        outcome.ages.append([_age(param, values) for param, values in zip(params, values_of_twins)])
-    return outcome
+        ages_after_step.append([_age(param, values) for param, values in zip(params, values_of_twins)])
+    return ages_after_step
 
 
-def _step_ends(
-    answer: Answer, local: torch.optim.Adam, params: list[Any], owners: list[int], sources: list[int]
-) -> bool:
-    """Call the answer, noting its broadcasts in `sources`; False if it waited for other ranks in vain."""
-    broadcast, call = dist.broadcast, call_text(answer.name, local, params, owners)
+def _step_in_company(answer: Answer, local: torch.optim.Adam, params: list[Any], owners: list[int]) -> None:
+    """Call the answer; before each of its collectives, and at its end, see whether all ranks are there."""
+    call = call_text(answer.name, local, params, owners)
+    with contextlib.ExitStack() as patches:
+        for name in ("broadcast", "all_reduce", "all_gather", "reduce"):
+            patches.enter_context(patch.object(dist, name, _in_company(name, getattr(dist, name))))
+        try:
+            answer(local, params, list(owners))
+        except RanksDiffer:
+            raise
+        except ExerciseFailed as failure:  # say the arguments' names: their values fill a page
+            named = f"{answer.name}(local, params, {owners})"
+            raise ExerciseFailed(str(failure).replace(call, named)) from None
+    _meet("returns")
 
-    def noted(tensor: Any, src: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        sources.append(kwargs.get("group_src", -1) if src is None else src)
-        return broadcast(tensor, src, *args, **kwargs)
 
-    dist.broadcast = noted
-    try:
-        answer(local, params, list(owners))
-    except ExerciseFailed as failure:
-        if "timed out" in str(failure).lower():
-            return False
-        raise ExerciseFailed(str(failure).replace(call, f"{answer.name}(local, params, {owners})")) from None
-    finally:
-        dist.broadcast = broadcast
-    return True
+def _in_company(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+    def collective_in_company(*args: Any, **kwargs: Any) -> Any:
+        source = kwargs.get("group_src", kwargs.get("src", args[1] if len(args) > 1 else None))
+        _meet(f"calls {name}" + (f" from rank {source}" if name == "broadcast" else ""))
+        return collective(*args, **kwargs)
+
+    return collective_in_company
+
+
+def _meet(about_to: str) -> None:
+    """Compare what the ranks are about to do.
+
+    Raises:
+        RanksDiffer: on all of them alike.
+    """
+    of_ranks = gather_from_ranks(about_to)
+    if len(set(of_ranks)) > 1:
+        raise RanksDiffer(
+            "the ranks make different calls, so some would wait for ever: "
+            + ", ".join(f"rank {rank} {does}" for rank, does in enumerate(of_ranks))
+            + ". Every rank calls the broadcast of every parameter, in the same order, also of those that it "
+            "does not own: there it receives."
+        )
 
 
 def _age(param: torch.Tensor, newest_first: Sequence[torch.Tensor]) -> int | None:
@@ -141,22 +160,6 @@ def _check_ages(ages_of_rank: Sequence[Ages], owners: Sequence[int], step: int) 
             f"{where} is old on rank {late}: the new value did not arrive there. Every rank calls the "
             "broadcast of every parameter, its owner to send and all others to receive."
         )
-
-
-def _who_waits(outcomes: Sequence[Outcome], owners: Sequence[int]) -> str:
-    calls = [
-        f"rank {rank} called {len(outcome.sources)}, from ranks {outcome.sources}"
-        + (", and waits in the last" if outcome.waited else "")
-        for rank, outcome in enumerate(outcomes)
-    ]
-    return "\n  ".join(
-        [
-            "the ranks wait for each other. A broadcast is over when all ranks have called it, so every rank "
-            "calls that of every parameter, in the same order, also of those that it does not own. "
-            f"With owners {list(owners)} the broadcasts were:",
-            *calls,
-        ]
-    )
 
 
 # --------------------------------------------------------------------------------- 4.2 a broadcast is lost
