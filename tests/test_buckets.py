@@ -56,7 +56,9 @@ def test_a_flat_view_shares_memory() -> None:
     assert transposed[1, 0] == 5
 
 
-@pytest.mark.parametrize("tensor", [torch.ones(1, 4).expand(3, 4), torch.ones(6)[::2], torch.ones(4, 4)[:, :2]])
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(1, 4).expand(3, 4), torch.ones(6)[::2], torch.ones(4, 4)[:, :2]]
+)
 def test_a_tensor_with_gaps_or_overlaps_has_no_flat_view(tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"strides .* gaps or overlaps in memory; make it .contiguous\(\)"):
         flat_view(tensor)
@@ -91,7 +93,9 @@ def test_flattening_keeps_values_shapes_strides_gradients_and_objects(strategy: 
         param.grad = torch.ones_like(param) if param.requires_grad else None
     before, strides, grads = snapshot(model), [p.stride() for p in params], [p.grad for p in params]
     flatten(params, plan_partition(strategy, specs_of([{"params": params}]), 3))  # type: ignore[arg-type]
-    for param, old, stride, grad, same in zip(params, before, strides, grads, model.parameters(), strict=True):
+    for param, old, stride, grad, same in zip(
+        params, before, strides, grads, model.parameters(), strict=True
+    ):
         assert same is param
         assert torch.equal(param, old)
         assert param.stride() == stride
@@ -137,7 +141,9 @@ def test_each_device_and_dtype_has_a_flat_tensor_of_its_own() -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
     ]
     messages = flatten(params, sorted_greedy([4] * 8, 1))
-    assert [(m.tensor.device.type, m.tensor.dtype) for m in messages] == [(p.device.type, p.dtype) for p in params]
+    assert [(m.tensor.device.type, m.tensor.dtype) for m in messages] == [
+        (p.device.type, p.dtype) for p in params
+    ]
     assert all(param.device.type == message.tensor.device.type for param, message in zip(params, messages))
 
 
@@ -151,7 +157,9 @@ def test_flattening_again_moves_nothing_but_memory() -> None:
 
 
 shapes = st.lists(
-    st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(["float32", "float64"]), st.booleans()),
+    st.tuples(
+        st.lists(st.integers(0, 5), max_size=3), st.sampled_from(["float32", "float64"]), st.booleans()
+    ),
     min_size=1,
     max_size=8,
 )
@@ -167,7 +175,10 @@ def test_messages_cover_each_trainable_element_once(
         for shape, dtype, trainable in shapes
     ]
     partition = plan_partition(strategy, specs_of([{"params": params}]), world_size)
-    for make_messages in (lambda: messages_by_parameter(partition, params), lambda: flatten(params, partition)):
+    for make_messages in (
+        lambda: messages_by_parameter(partition, params),
+        lambda: flatten(params, partition),
+    ):
         for message in make_messages():
             assert message.tensor.numel(), "an empty message"
             message.tensor.add_(1 + message.owner)

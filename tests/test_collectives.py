@@ -1,4 +1,4 @@
-"""The process-group collectives in a group of one, and `agree`: equal facts pass, anything else raises on all."""
+"""The process-group collectives in a group of one, and `agree`: equal facts pass, else all ranks raise."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def test_one_real_rank_trains_as_the_plain_optimizer_and_sends_nothing(as_view: 
 @pytest.mark.usefixtures("group_of_one")
 def test_a_call_that_fails_says_who_wanted_what() -> None:
     comm = ProcessGroupCollectives()
-    with pytest.raises(RuntimeError, match="(?s)rank 0 of 1: broadcast from rank 0 did not complete: .*first error"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)rank 0 of 1: broadcast from rank 0 did not complete: .*first error"
+    ):
         comm.broadcast(torch.zeros(3).to_sparse(), src=0).wait()
 
 

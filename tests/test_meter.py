@@ -121,7 +121,7 @@ def test_state_that_is_no_tensor_has_no_bytes() -> None:
     assert state_bytes(optimizer) == 16
 
 
-# -------------------------------------------------------------------------------------------- wire, other ranks
+# ------------------------------------------------------------------------------------------ wire, other ranks
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters are Linux's")

@@ -1,4 +1,4 @@
-"""Virtual ranks: what each collective does to its tensors, and that no rank waits for one that has stopped."""
+"""Virtual ranks: what each collective does to its tensors, and that none waits for one that has stopped."""
 
 from __future__ import annotations
 
@@ -130,7 +130,9 @@ def stop_while_others(wait: Any) -> float:
         wait(comm)
 
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="virtual rank 1 failed first: ZeroDivisionError: one by nothing") as caught:
+    with pytest.raises(
+        RuntimeError, match="virtual rank 1 failed first: ZeroDivisionError: one by nothing"
+    ) as caught:
         virtual.run(on_rank, 3, timeout=30)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     return time.monotonic() - start
@@ -151,9 +153,9 @@ def test_a_rank_that_raises_ends_the_run_whatever_the_others_wait_for(wait: Any)
 
 
 def test_a_rank_that_never_comes_ends_the_run_at_the_timeout() -> None:
-    with pytest.raises(RuntimeError, match="all_reduce did not complete.*0.2 s"):
+    with pytest.raises(RuntimeError, match=r"all_reduce did not complete.*0\.2 s"):
         virtual.run(lambda comm: comm.rank or comm.all_reduce(torch.zeros(1)), 2, timeout=0.2)
-    with pytest.raises(RuntimeError, match="rank 0: receive from rank 1 did not complete.*0.2 s"):
+    with pytest.raises(RuntimeError, match=r"rank 0: receive from rank 1 did not complete.*0\.2 s"):
         virtual.run(lambda comm: comm.rank or comm.recv(torch.zeros(1), src=1), 2, timeout=0.2)
 
 

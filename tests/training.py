@@ -8,8 +8,8 @@ A test writes its training as a script, a generator that yields after each updat
             optimizer.step()
             yield
 
-`assert_trains_as_plain(script, ...)` runs it once with the plain torch optimizer and once on each virtual rank
-with ZeroRedundancyOptimizer, and wants every parameter equal bit for bit at every yield.
+`assert_trains_as_plain(script, ...)` runs it once with the plain torch optimizer and once on each virtual
+rank with ZeroRedundancyOptimizer, and wants every parameter equal bit for bit at every yield.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ MODES = list(itertools.product(PARTITIONS, [False, True]))  # (partition, parame
 class Tangle(nn.Module):
     """A small language model with every kind of parameter that the optimizer must take.
 
-    An embedding tied to the output, a channels_last convolution, a scalar, one without elements, a frozen one,
-    one large enough for `even` to cut. Inputs are (batch, 16) token numbers below 13.
+    An embedding tied to the output, a channels_last convolution, a scalar, one without elements, a frozen
+    one, one large enough for `even` to cut. Inputs are (batch, 16) token numbers below 13.
     """
 
     def __init__(self, seed: int = 0, channels_last: bool = True) -> None:
@@ -103,7 +103,8 @@ def fill_gradients(
 ) -> None:
     """Give each trainable parameter the average of random gradients that differ by rank.
 
-    With `comm` a rank makes its own and all-reduces them; without, all ranks' are summed here, in the same order.
+    With `comm` a rank makes its own and all-reduces them; without, those of all ranks are summed here, in the
+    same order.
     """
 
     def of_rank(rank: int, index: int, param: torch.Tensor) -> torch.Tensor:
@@ -181,7 +182,9 @@ def assert_trains_as_plain(
 
         for partition, as_view in modes:
 
-            def on_rank(comm: Collectives, partition: Any = partition, as_view: bool = as_view) -> list[Snapshot]:
+            def on_rank(
+                comm: Collectives, partition: Any = partition, as_view: bool = as_view
+            ) -> list[Snapshot]:
                 model = make_model()
                 optimizer = ZeroRedundancyOptimizer(
                     groups(model),
@@ -226,7 +229,7 @@ def all_parameters(model: nn.Module) -> Any:
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> Iterator[None]:
-    """The same gradients at every world size: sums over other numbers of ranks would differ in their last bits."""
+    """The same gradients at every world size: sums over more or fewer ranks would round otherwise."""
     for step in steps:
         fill_gradients(list(model.parameters()), step, world_size=1)
         optimizer.step()
@@ -237,17 +240,32 @@ class Run:
     """A model, its optimizer and what became of them, plain or on virtual ranks."""
 
     def __init__(
-        self, optimizer_class: Any = optim.AdamW, groups: Groups = all_parameters, make_model: Any = Tangle, **options: Any
+        self,
+        optimizer_class: Any = optim.AdamW,
+        groups: Groups = all_parameters,
+        make_model: Any = Tangle,
+        **options: Any,
     ) -> None:
-        self.optimizer_class, self.groups, self.make_model, self.options = optimizer_class, groups, make_model, options
+        self.optimizer_class, self.groups, self.make_model, self.options = (
+            optimizer_class,
+            groups,
+            make_model,
+            options,
+        )
 
-    def plain(self, steps: range, values: Snapshot | None = None, state: Any = None) -> tuple[list[Snapshot], Any]:
-        """Train without ranks, perhaps from a checkpoint; the parameters after each step and the state dict."""
+    def plain(
+        self, steps: range, values: Snapshot | None = None, state: Any = None
+    ) -> tuple[list[Snapshot], Any]:
+        """Train without ranks, perhaps from a checkpoint: the parameters after each step, the state dict."""
         model = self.model(values)
         optimizer = self.optimizer_class(self.groups(model), **self.options)
         if state is not None:
-            optimizer.load_state_dict(copy.deepcopy(state))  # torch's loading keeps the step counters themselves
-        return [snapshot(model) for _ in train(model, optimizer, steps)], copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(
+                copy.deepcopy(state)
+            )  # torch's loading keeps the step counters themselves
+        return [snapshot(model) for _ in train(model, optimizer, steps)], copy.deepcopy(
+            optimizer.state_dict()
+        )
 
     def on_rank(
         self,
@@ -259,7 +277,9 @@ class Run:
         **mode: Any,
     ) -> tuple[list[Snapshot], Any]:
         model = self.model(values)
-        optimizer = ZeroRedundancyOptimizer(self.groups(model), self.optimizer_class, comm, **mode, **self.options)
+        optimizer = ZeroRedundancyOptimizer(
+            self.groups(model), self.optimizer_class, comm, **mode, **self.options
+        )
         if state is not None:
             optimizer.load_state_dict(state)
         trained = [snapshot(model) for _ in train(model, optimizer, steps)]

@@ -1,4 +1,4 @@
-"""Real ranks under DDP, each with its own data: bit for bit torch's ZeroRedundancyOptimizer and the plain optimizer.
+"""Real ranks under DDP, each with its own data: bit for bit as torch's class and as the plain optimizer.
 
 Each test makes one call on a world of ranks and loops there over many configurations. DDP gives all ranks the
 same averaged gradients, so what follows is equal to the last bit at any number of ranks.
@@ -26,8 +26,8 @@ from training import (
     assert_moved,
     assert_same,
     describe,
-    finished_partition,
     fill_gradients,
+    finished_partition,
     loss_on_own_data,
     snapshot,
 )
@@ -105,7 +105,9 @@ FINISHED = "finished"
 FEW_MODES: list[tuple[Any, bool]] = [("sorted_greedy", True), ("even", False), ("even", True)]
 
 
-def ours(mode: tuple[Any, bool], optimizer_class: Any, options: dict[str, Any], group: Any = None) -> MakeOptimizer:
+def ours(
+    mode: tuple[Any, bool], optimizer_class: Any, options: dict[str, Any], group: Any = None
+) -> MakeOptimizer:
     partition, as_view = mode
 
     def make(ddp: Any) -> Optimizer:
@@ -121,6 +123,10 @@ def ours(mode: tuple[Any, bool], optimizer_class: Any, options: dict[str, Any], 
         )
 
     return make
+
+
+def plainly(optimizer_class: Any, options: dict[str, Any]) -> MakeOptimizer:
+    return lambda ddp: optimizer_class(ddp.parameters(), **options)
 
 
 def torchs(as_view: bool, optimizer_class: Any, options: dict[str, Any], group: Any = None) -> MakeOptimizer:
@@ -140,16 +146,18 @@ def parity(cases: list[tuple[Any, dict[str, Any]]], modes: list[tuple[Any, bool]
     compared = 0
     for optimizer_class, options in cases:
         name = f"{optimizer_class.__name__} {options}"
-        # torch's bucket view gives a channels_last parameter other strides; then DDP's sums are in another order.
+        # torch's bucket view gives a channels_last parameter other strides: DDP then sums in another order.
         for channels_last in (True, False):
-            plain = train(lambda ddp: optimizer_class(ddp.parameters(), **options), channels_last=channels_last)
+            plain = train(plainly(optimizer_class, options), channels_last=channels_last)
             for as_view in (False, True) if with_torchs else ():
                 if not (channels_last and as_view):
                     theirs = train(torchs(as_view, optimizer_class, options), channels_last=channels_last)
                     assert_same(theirs, plain, f"torch's {name}, bucket view {as_view}")
             for mode in modes if channels_last else modes[:2]:
                 label = f"{name}, {describe(mode[0])}, bucket view {mode[1]}"
-                assert_same(train(ours(mode, optimizer_class, options), channels_last=channels_last), plain, label)
+                assert_same(
+                    train(ours(mode, optimizer_class, options), channels_last=channels_last), plain, label
+                )
                 compared += 1
     if dist.get_world_size() > 1:
         assert_ranks_had_other_gradients()
@@ -168,10 +176,17 @@ def test_five_optimizers_in_every_mode_equal_torchs_class_and_the_plain_optimize
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_variants_and_further_optimizers_equal_the_plain_optimizer(world_size: int) -> None:
-    run(parity, world_size, VARIANTS, FEW_MODES if world_size == 2 else FEW_MODES[2:], with_torchs=False, timeout=100)
+    run(
+        parity,
+        world_size,
+        VARIANTS,
+        FEW_MODES if world_size == 2 else FEW_MODES[2:],
+        with_torchs=False,
+        timeout=100,
+    )
 
 
-# ------------------------------------------------------------------------------- groups, ranks, kinds of ranks
+# ------------------------------------------------------------------------------ groups, ranks, kinds of ranks
 
 
 def on_a_subgroup() -> str:
@@ -251,7 +266,7 @@ def more_ranks_than_parameters() -> None:
             model.weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         ddp, snapshots = DDP(model), []
         optimizer = make(ddp)
-        for step in range(3):
+        for _ in range(3):
             optimizer.zero_grad()
             ddp(torch.tensor([[1.0, dist.get_rank()]])).pow(2).sum().backward()
             optimizer.step(None)
@@ -297,7 +312,9 @@ def test_several_dtypes_on_the_wire() -> None:
 Loop = Callable[[Any, Any], Iterator[None]]
 
 
-def follow(loop: Loop, make: MakeOptimizer, wrap: Callable[[nn.Module], Any] = DDP, model: Any = Tangle) -> list[Snapshot]:
+def follow(
+    loop: Loop, make: MakeOptimizer, wrap: Callable[[nn.Module], Any] = DDP, model: Any = Tangle
+) -> list[Snapshot]:
     ddp = wrap(model())
     before = snapshot(ddp)
     snapshots = [snapshot(ddp) for _ in loop(ddp, make(ddp))]
@@ -305,11 +322,15 @@ def follow(loop: Loop, make: MakeOptimizer, wrap: Callable[[nn.Module], Any] = D
     return snapshots
 
 
-def loop_equals_plain(loop: Loop, optimizer_class: Any = optim.AdamW, wrap: Any = DDP, **options: Any) -> None:
+def loop_equals_plain(
+    loop: Loop, optimizer_class: Any = optim.AdamW, wrap: Any = DDP, **options: Any
+) -> None:
     """On each rank: `loop(ddp, optimizer)` yields after each update, with equal parameters."""
     plain = follow(loop, lambda ddp: optimizer_class(ddp.parameters(), **options), wrap)
     for mode in FEW_MODES:
-        assert_same(follow(loop, ours(mode, optimizer_class, options), wrap), plain, f"{loop.__name__}, {mode}")
+        assert_same(
+            follow(loop, ours(mode, optimizer_class, options), wrap), plain, f"{loop.__name__}, {mode}"
+        )
 
 
 def with_a_gradient_scaler(ddp: Any, optimizer: Any) -> Iterator[None]:
@@ -373,7 +394,7 @@ class Checkpointed(nn.Module):
         self.model = model
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.model, tokens, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(self.model, tokens, use_reentrant=False)
 
 
 def as_usual(ddp: Any, optimizer: Any) -> Iterator[None]:
@@ -441,11 +462,11 @@ def test_sparse_adam_on_sparse_embeddings() -> None:
     run(sparse_embedding, 2)
 
 
-# -------------------------------------------------------------------------------- what is sent, held and logged
+# ------------------------------------------------------------------------------ what is sent, held and logged
 
 
 def measured(partition: Any, as_view: bool) -> tuple[list[Call], int, int, int]:
-    """Calls of one step through the optimizer; bytes that DDP all-reduced; state bytes; the share predicted."""
+    """Calls of one step of the optimizer; bytes that DDP all-reduced; state bytes; the share predicted."""
     ddp = DDP(Tangle())
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, None, as_view, partition=partition)
     recorder = DDPRecorder(ddp)
@@ -454,10 +475,19 @@ def measured(partition: Any, as_view: bool) -> tuple[list[Call], int, int, int]:
         optimizer.step()
         optimizer.zero_grad()
     params = list(ddp.parameters())
-    mine = [piece for piece in optimizer.partition.slices_of_rank[dist.get_rank()] if params[piece.param].requires_grad]
+    mine = [
+        piece
+        for piece in optimizer.partition.slices_of_rank[dist.get_rank()]
+        if params[piece.param].requires_grad
+    ]
     held = held_bytes(params, optimizer)
     assert held.optimizer_state == state_bytes(optimizer)
-    return calls, sum(call.nbytes for call in recorder.calls), held.optimizer_state, sum(8 * p.numel + 4 for p in mine)
+    return (
+        calls,
+        sum(call.nbytes for call in recorder.calls),
+        held.optimizer_state,
+        sum(8 * p.numel + 4 for p in mine),
+    )
 
 
 @pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
