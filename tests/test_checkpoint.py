@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -372,6 +376,22 @@ def test_loading_leaves_the_dict_as_it_was_and_it_loads_again(partition: Any, as
     assert_state_dicts_equal(state, before)
 
 
+def test_a_scheduler_does_not_write_into_a_dict_that_was_loaded() -> None:
+    # It does write into a learning rate that is a tensor, in place.
+    _, state = Run(optim.AdamW, lr=torch.tensor(0.5), foreach=False).plain(range(1))
+
+    def on_rank(comm: Collectives) -> float:
+        model, optimizer = trained_optimizer(comm, lr=torch.tensor(0.1), foreach=False)
+        scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
+        optimizer.load_state_dict(state)
+        for _ in train(model, optimizer, range(2)):
+            scheduler.step()
+        return float(optimizer.param_groups[0]["lr"])
+
+    assert virtual.run(on_rank, 2) == [0.125, 0.125]
+    assert float(state["param_groups"][0]["lr"]) == 0.5
+
+
 def test_the_same_dict_loaded_twice_into_one_optimizer() -> None:
     run = Run(optim.AdamW)
     first, state = run.plain(range(2))
@@ -445,6 +465,24 @@ def test_the_state_follows_groups_added_after_a_checkpoint_was_loaded() -> None:
     for mode in MODES:
         for trained in virtual.run(on_rank, 3, *mode):
             assert_same(trained, plain, str(mode))
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(60)
+def test_numpy_is_not_needed() -> None:
+    # torch does not install it; `sys.modules[name] = None` makes importing it fail.
+    code = """
+        import sys
+        sys.modules["numpy"] = None
+        sys.path.insert(0, "tests")
+        from training import Run
+        states = [state for to in (0, "all") for _, state in Run().sharded(2, range(2), to=to)]
+        assert [state is None for state in states] == [False, True, False, False]
+        assert states[0]["state"][0]["step"] == 2
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
 
 
 # ------------------------------------------------------------------------------------------------- bad input

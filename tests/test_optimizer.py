@@ -802,6 +802,18 @@ def test_a_frozen_layer_that_was_in_the_optimizer_from_the_start_is_made_trainab
     assert_trains_as_plain(script, make_model=half_frozen)
 
 
+def test_a_group_added_later_goes_to_the_ranks_that_own_least_and_moves_nothing() -> None:
+    def on_rank(comm: Collectives) -> list[tuple[int, ...]]:
+        first, second = ([nn.Parameter(torch.ones(n)) for n in sizes] for sizes in ((100, 30), (20, 25)))
+        optimizer = zero(comm, first)
+        owners = [optimizer.partition.owner_of_param]
+        optimizer.add_param_group({"params": second})
+        return [*owners, optimizer.partition.owner_of_param]
+
+    # 100 and 30 elements: the 25 and the 20 both go to rank 1 (55, 75), alone they would be dealt out.
+    assert virtual.run(on_rank, 2) == [[(0, 1), (0, 1, 1, 1)]] * 2
+
+
 class Eager(optim.Adagrad):
     """Makes its state when a group is added, as Adagrad does only at construction."""
 

@@ -191,7 +191,7 @@ def _encode(contents: list[dict[str, Any]], comm: Collectives) -> torch.Tensor:
 
 
 def _decode(text: torch.Tensor) -> list[dict[str, Any]]:
-    contents: list[dict[str, Any]] = json.loads(bytes(text.cpu().numpy()))
+    contents: list[dict[str, Any]] = json.loads(bytes(text.tolist()))
     return contents
 
 

@@ -61,7 +61,7 @@ def profiled_step(strategy: str) -> tuple[list[tuple[str, int]], list[tuple[str,
         optimizer.zero_grad()
         reductions.calls.clear()
         with (
-            torch.profiler.profile(record_shapes=True) as profile,
+            torch.profiler.profile(record_shapes=True, acc_events=True) as profile,
             meter.recording(optimizer.collectives) as calls,  # type: ignore[attr-defined]
         ):
             ddp(tokens, targets).backward()
