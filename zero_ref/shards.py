@@ -96,9 +96,7 @@ def own_slices(pieces: Iterable[Slice], params: Sequence[torch.Tensor]) -> list[
         if piece.numel != param.numel():
             # detach, not .data: autograd still notices when a tensor that it saved is overwritten.
             local = flat_view(param.detach())[piece.start : piece.stop]
-            local.requires_grad_(
-                param.requires_grad
-            )  # a frozen parameter of integers cannot require gradients
+            local.requires_grad_(param.requires_grad)
         owned.append(OwnedSlice(piece, param, local))
     return owned
 
