@@ -570,7 +570,7 @@ def test_ranks_that_load_different_options_or_states_all_raise() -> None:
     other["param_groups"][0]["lr"] = 0.75
     for error in loading_raises(lambda rank: other if rank else one):
         assert isinstance(error, ValueError)
-        assert "rank 1 has [options" in str(error)
+        assert "rank 1 has [group 0: lr=0.75]" in str(error)
         assert "0.75" in str(error)
     del other["state"][0]
     other["param_groups"] = one["param_groups"]

@@ -857,7 +857,7 @@ def test_ranks_that_add_different_groups_all_raise_and_train_on_as_before() -> N
                 with pytest.raises(ValueError, match=r"rank 1 has \[parameter 6: shape \(4,\)"):
                     optimizer.add_param_group({"params": [own_size]})
                 own_rate = {"params": [nn.Parameter(torch.ones(4))], "lr": 0.1 * optimizer.rank}
-                with pytest.raises(ValueError, match=r"group 1: .*'lr': 0\.1"):
+                with pytest.raises(ValueError, match=r"group 1: lr=0\.1"):
                     optimizer.add_param_group(own_rate)
                 bad = {"params": [nn.Parameter(torch.ones(4)) if optimizer.rank else "no tensor"]}
                 with pytest.raises((TypeError, RuntimeError), match="can only optimize Tensors"):
@@ -1056,7 +1056,7 @@ def test_importing_it_prints_no_warnings() -> None:
 @pytest.mark.parametrize(
     ("differing", "text"),
     [
-        ({"lr": 0.5}, "rank 1 has .*'lr': 0.5"),
+        ({"lr": 0.5}, "rank 1 has .*lr=0.5"),
         ({"partition": "registration_greedy"}, "rank 1 has .partition"),
         ({"parameters_as_bucket_view": True}, "parameters_as_bucket_view=True"),
         ({"optimizer_class": optim.Adam}, "rank 1 has .Adam,"),

@@ -263,8 +263,12 @@ def check_fits(
                     "parameters in another order."
                 )
             digest.update(repr((number, key, shape, value if shape is None else value.dtype)).encode())
-    options = [describe_options(group) for group in saved_groups]
-    return [f"options {options}", f"state of shapes and kinds {digest.hexdigest()[:12]}"]
+    options = [
+        f"group {index}: {option}"
+        for index, group in enumerate(saved_groups)
+        for option in describe_options(group)
+    ]
+    return [*options, f"state of shapes and kinds {digest.hexdigest()[:12]}"]
 
 
 @torch.no_grad()

@@ -145,9 +145,16 @@ class ProcessGroupCollectives(Observable):
 
 def as_collectives(process_group: dist.ProcessGroup | Collectives | None) -> Collectives:
     """What a user may pass as `process_group`: a torch group, None for the default one, or Collectives."""
-    # An int is what new_group() gives to ranks outside the group; the constructor refuses it.
-    if process_group is None or isinstance(process_group, (dist.ProcessGroup, int)):
-        return ProcessGroupCollectives(process_group)
+    # NON_GROUP_MEMBER is what new_group() gives to ranks outside the group; the constructor refuses it.
+    if process_group in (None, dist.GroupMember.NON_GROUP_MEMBER) or isinstance(
+        process_group, dist.ProcessGroup
+    ):
+        return ProcessGroupCollectives(process_group)  # type: ignore[arg-type]
+    if not hasattr(process_group, "broadcast"):
+        raise TypeError(
+            f"process_group takes a process group, Collectives or None, not {process_group!r}. "
+            "Options of the optimizer are passed by name, such as lr=0.001."
+        )
     return process_group
 
 
@@ -251,6 +258,7 @@ class _Explained:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
             raise RuntimeError(
-                f"{self.what} did not complete: {error}\nAnother rank has stopped, or is making other calls: "
-                "look for the first error among the ranks."
+                f"{self.what} did not complete: {error}\nAnother rank has stopped, or makes other calls. "
+                "Look for the first error among the ranks; if there is none, for a call that only some of them "
+                "make, such as one inside `if rank == 0:`."
             ) from error

@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 class ZeroRedundancyOptimizer(Optimizer):
     """Shards an optimizer over the ranks of a process group. A drop-in for torch's class of that name.
 
+    It shares the updates, not the gradients: they must be averaged over the ranks before `step`, as
+    DistributedDataParallel does in its backward. Without that each owner would train on its own data alone.
+
     >>> optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)  # doctest: +SKIP
 
     Args:
@@ -59,8 +62,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             message for each owner, not one for each parameter.
         overlap_with_ddp: not supported yet; use the hooks that will come with overlapping.
         partition: who owns what: "sorted_greedy" (torch's rule, the default), "registration_greedy"
-            (FairScale's), "even" (1/N exactly; for elementwise optimizers), a function, lists of parameter
-            numbers for each rank, or a Partition.
+            (FairScale's), "even" (1/N, to within 64 elements; for elementwise optimizers), a function, lists
+            of parameter numbers for each rank, or a Partition.
         **defaults: passed to `optimizer_class`.
 
     Attributes:
@@ -211,6 +214,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         ):
             group["params"] = local["params"]
         self.state = self.optim.state
+        # What a step has to look at: parameters with several owners, my slices that are not whole parameters,
+        # my whole parameters that are frozen. All three lists are empty in the usual case.
         pieces_of_param = self.partition.pieces_of_param
         self._cut = [
             (number, param, param.stride())
@@ -281,7 +286,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         Collective: all ranks of the group.
         Cost: one all-gather of 32 bytes.
         """
-        if not hasattr(self, "optim"):  # called by Optimizer.__init__, which hands over one group at a time
+        if not hasattr(self, "optim"):
+            # Optimizer.__init__ hands over one group at a time; all are planned together when it is done.
             super().add_param_group(param_group)
             return
         self._rebuild_if_changed()
@@ -359,7 +365,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             raise RuntimeError(
                 f"rank {self.rank}: the optimizer state is spread over {self.world_size} ranks and has not "
                 "been gathered on this one since the last step. Call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks, then state_dict() here."
+                f"consolidate_state_dict(to={self.rank}) on all ranks, or state_dict() only on the rank that "
+                "the state was gathered to."
             )
         return self._consolidated
 

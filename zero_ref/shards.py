@@ -125,8 +125,8 @@ def check_can_be_sharded(
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(
-            f"optimizer_class takes a class such as torch.optim.AdamW, not {optimizer_class!r}; its options, "
-            "such as lr=1e-3, follow as keyword arguments."
+            f"optimizer_class takes a class such as torch.optim.AdamW, not {_kind(optimizer_class)}; "
+            "its options, such as lr=1e-3, follow as keyword arguments."
         )
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise ValueError(
@@ -172,13 +172,13 @@ def _check_memory_is_apart(names: Sequence[str], params: Sequence[torch.Tensor])
         )
 
 
-def describe_options(group: ParamGroup) -> str:
+def describe_options(group: ParamGroup) -> list[str]:
     """The options in words that are equal on two ranks where the options are: no addresses, no devices."""
     options = {
         key: value.tolist() if isinstance(value, torch.Tensor) else value
         for key, value in options_of(group).items()
     }
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(options))
+    return [re.sub(r" at 0x[0-9a-fA-F]+", "", f"{key}={value!r}") for key, value in options.items()]
 
 
 def facts_of(param_groups: Sequence[ParamGroup], partition: Partition, first: int = 0) -> list[str]:
@@ -195,6 +195,11 @@ def facts_of(param_groups: Sequence[ParamGroup], partition: Partition, first: in
             f"{devices[spec.device]}, group {spec.group}, requires_grad={spec.trainable}, "
             f"strides {param.stride()}"
         )
-    facts += [f"group {index}: {describe_options(group)}" for index, group in enumerate(param_groups)]
+    for index, group in enumerate(param_groups):
+        facts += [f"group {index}: {option}" for option in describe_options(group)]
     plan = repr(partition.slices_of_rank).encode()
     return [*facts, f"partition {hashlib.sha256(plan).hexdigest()[:12]}"]
+
+
+def _kind(value: object) -> str:
+    return f"the object {type(value).__name__}(...)" if isinstance(value, Optimizer) else repr(value)

@@ -55,7 +55,7 @@ CONSTRUCTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "names": ({"params": lambda model: model.named_parameters()}, "parameter scale"),
     "groups": ({"params": lambda model: [{"params": [p]} for p in model.parameters()]}, "group 1"),
-    "lr": ({"lr": 0.5}, "'lr': 0.5"),
+    "lr": ({"lr": 0.5}, "lr=0.5"),
     "option": ({"amsgrad": True}, "'amsgrad': True"),
     "partition": ({"partition": "even"}, "rank 2 has [partition"),
     "bucket view": ({"parameters_as_bucket_view": True}, "parameters_as_bucket_view=True"),
@@ -149,7 +149,7 @@ def mistakes(optimizer: ZeroRedundancyOptimizer, own: Any, other: Any) -> list[t
             lambda: optimizer.add_param_group({"params": new(2 + rank)}),
         ),
         (
-            "rank 1 has [group 1: {'lr': 1.1",
+            "rank 1 has [group 1: lr=1.1",
             lambda: optimizer.add_param_group({"params": new(), "lr": 0.1 + rank}),
         ),
         (
