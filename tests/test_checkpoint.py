@@ -629,3 +629,170 @@ def test_state_that_cannot_be_saved_raises_on_all_ranks_and_names_it() -> None:
     assert len(own) == 1
     assert "the state 'history' of parameter 4 is a list" in own[0]
     assert all("could not consolidate the optimizer state: TypeError" in m for m in messages if m not in own)
+
+
+# ---------------------------------------------------------------------- hooks, names, and what does not fit
+
+
+def stepped(
+    comm: Collectives, params: Any, cls: Any = optim.AdamW, **options: Any
+) -> ZeroRedundancyOptimizer:
+    """An optimizer after one step on gradients of ones."""
+    optimizer = ZeroRedundancyOptimizer(params, cls, comm, **options)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer
+
+
+def test_a_state_dict_has_the_options_of_the_moment_and_is_the_caller_s_own() -> None:
+    def on_rank(comm: Collectives) -> None:
+        optimizer = stepped(comm, nn.Linear(4, 2).parameters(), lr=0.01)
+        optimizer.consolidate_state_dict(to="all")
+        for group in optimizer.param_groups:
+            group["lr"] = 0.001  # as a scheduler does between consolidate_state_dict and state_dict
+        assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.001
+        optimizer.state_dict()["state"].clear()
+        assert set(optimizer.state_dict()["state"]) == {0, 1}
+
+    virtual.run(on_rank, 2)
+
+
+def test_hooks_on_the_state_dict_and_its_loading_are_called() -> None:
+    def on_rank(comm: Collectives) -> list[str]:
+        seen: list[str] = []
+        optimizer = stepped(comm, nn.Linear(4, 2).parameters())
+        optimizer.consolidate_state_dict(to="all")
+        optimizer.register_state_dict_pre_hook(lambda _: seen.append("before"))
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": "mine"})
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(state.pop("note")))
+        optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+        optimizer.load_state_dict(optimizer.state_dict())
+        return seen
+
+    assert virtual.run(on_rank, 2) == [["before", "mine", "loaded"]] * 2
+
+
+@pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
+def test_named_parameters_are_found_by_name_in_whatever_order_they_were_saved(partition: str) -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        backwards = list(model.named_parameters())[::-1]
+        plain = optim.AdamW(backwards)
+        for value, (_, param) in enumerate(backwards):
+            param.grad = torch.full_like(param, float(value))
+        plain.step()
+        optimizer = ZeroRedundancyOptimizer(model.named_parameters(), optim.AdamW, comm, partition=partition)
+        optimizer.load_state_dict(plain.state_dict())
+        optimizer.consolidate_state_dict(to="all")
+        state = optimizer.state_dict()["state"]
+        for number, param in enumerate(model.parameters()):
+            assert torch.equal(state[number]["exp_avg"], plain.state[param]["exp_avg"])
+
+    virtual.run(on_rank, 2)
+
+
+def test_a_checkpoint_of_other_names_is_refused() -> None:
+    def on_rank(comm: Collectives) -> None:
+        saved = optim.AdamW([("up", nn.Parameter(torch.ones(3)))]).state_dict()
+        optimizer = ZeroRedundancyOptimizer([("down", nn.Parameter(torch.ones(3)))], optim.AdamW, comm)
+        with pytest.raises(ValueError, match="'down' is in one of them only"):
+            optimizer.load_state_dict(saved)
+
+    virtual.run(on_rank, 2)
+
+
+def bad_step(saved: dict[str, Any]) -> None:
+    saved["state"][0]["step"] = "abc"
+
+
+def no_average(saved: dict[str, Any]) -> None:
+    saved["state"][0]["exp_avg"] = 3
+
+
+def no_dict(saved: dict[str, Any]) -> None:
+    saved["state"][0] = 5
+
+
+def same_id_twice(saved: dict[str, Any]) -> None:
+    saved["param_groups"][0]["params"] = [0, 0]
+
+
+def no_groups(saved: dict[str, Any]) -> None:
+    saved["param_groups"] = None
+
+
+@pytest.mark.parametrize("damage", [bad_step, no_average, no_dict, same_id_twice, no_groups])
+def test_a_damaged_state_is_refused_by_all_and_changes_nothing(
+    damage: Callable[[dict[str, Any]], None],
+) -> None:
+    def on_rank(comm: Collectives) -> None:
+        optimizer = stepped(comm, nn.Linear(4, 2).parameters(), lr=0.01)
+        optimizer.consolidate_state_dict(to="all")
+        before = copy.deepcopy(optimizer.state_dict())
+        saved = copy.deepcopy(before)
+        saved["param_groups"][0]["lr"] = 123.0
+        damage(saved)
+        with pytest.raises(ValueError, match=r"checkpoint|state dict"):
+            optimizer.load_state_dict(saved)
+        optimizer.consolidate_state_dict(to="all")
+        assert_state_dicts_equal(optimizer.state_dict(), before)
+
+    virtual.run(on_rank, 2, timeout=10)
+
+
+def test_what_one_rank_refuses_no_rank_keeps() -> None:
+    def on_rank(comm: Collectives) -> None:
+        optimizer = stepped(comm, nn.Linear(4, 2).parameters(), lr=0.01)
+        optimizer.consolidate_state_dict(to="all")
+        before = copy.deepcopy(optimizer.state_dict())
+        saved = copy.deepcopy(before)
+        saved["param_groups"][0]["lr"] = 123.0
+        saved["state"][comm.rank]["exp_avg"].fill_(7.0)
+        if comm.rank == 1:
+            bad_step(saved)
+        with pytest.raises((ValueError, RuntimeError), match="'step' for parameter 0"):
+            optimizer.load_state_dict(saved)
+        optimizer.consolidate_state_dict(to="all")
+        assert_state_dicts_equal(optimizer.state_dict(), before)
+        assert optimizer.optim.param_groups[0]["lr"] == 0.01
+
+    virtual.run(on_rank, 2, timeout=10)
+
+
+class Factored(optim.AdamW):
+    """Keeps one second moment a row: a shape that the class it comes from does not have."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["step"] = torch.tensor(1.0)
+                self.state[param]["exp_avg_sq"] = param.grad.square().reshape(param.shape[0], -1).mean(1)
+
+
+def test_a_subclass_may_keep_state_of_another_shape() -> None:
+    def on_rank(comm: Collectives) -> None:
+        optimizer = stepped(comm, nn.Linear(4, 2).parameters(), Factored)
+        optimizer.consolidate_state_dict(to="all")
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert all(state["exp_avg_sq"].shape == (2,) for state in optimizer.state.values())
+
+    virtual.run(on_rank, 2)
+
+
+class Counting(optim.SGD):
+    """Keeps something for no parameter in particular."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["steps"] = {"done": 1}  # type: ignore[index]
+
+
+def test_state_that_belongs_to_no_parameter_is_refused_not_lost() -> None:
+    def on_rank(comm: Collectives) -> None:
+        optimizer = stepped(comm, nn.Linear(4, 2).parameters(), Counting)
+        with pytest.raises(TypeError, match="the state 'steps' for no parameter in particular"):
+            optimizer.consolidate_state_dict()
+
+    virtual.run(on_rank, 2, timeout=10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import subprocess
 import sys
@@ -937,15 +938,57 @@ def test_a_bucket_of_many_parameters_is_one_message() -> None:
         assert sum(call.nbytes for call in calls) == 4 * trainable
 
 
-def test_parameters_are_views_of_one_flat_tensor() -> None:
+@pytest.mark.parametrize(("partition", "tensors"), [("sorted_greedy", 3), ("even", 1)])
+def test_parameters_are_views_of_a_flat_tensor_an_owner_or_of_one_where_owners_share_them(
+    partition: str, tensors: int
+) -> None:
     def on_rank(comm: Collectives) -> int:
         model = Tangle()
-        zero(comm, model.parameters(), parameters_as_bucket_view=True)
+        zero(comm, model.parameters(), parameters_as_bucket_view=True, partition=partition)
         return len(
             {param.untyped_storage().data_ptr() for param in model.parameters() if param.requires_grad}
         )
 
-    assert virtual.run(on_rank, 3) == [1, 1, 1]
+    assert virtual.run(on_rank, 3) == [tensors] * 3
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_autograd_notices_on_every_rank_that_a_step_overwrote_what_it_saved(as_view: bool) -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = nn.Linear(3, 3)
+        optimizer = zero(comm, model.parameters(), optim.SGD, lr=0.1, parameters_as_bucket_view=as_view)
+        inputs = torch.ones(2, 3, requires_grad=True)
+        model(inputs).sum().backward()
+        later = model(inputs).sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            later.backward()
+
+    virtual.run(on_rank, 2)
+
+
+def test_a_parameter_that_changed_its_size_is_refused() -> None:
+    def resized(comm: Collectives) -> None:
+        model = nn.Linear(4, 2)
+        optimizer = zero(comm, model.parameters(), optim.SGD, lr=0.1)
+        model.weight.data = torch.zeros(3, 4)
+        optimizer.step()
+
+    each_rank_raises(resized, RuntimeError, r"parameter 0 had 8 elements and now has 12")
+
+
+def test_it_is_not_copied_or_pickled() -> None:
+    def on_rank(comm: Collectives) -> None:
+        optimizer = zero(comm, nn.Linear(4, 2).parameters(), optim.SGD, lr=0.1)
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copy.deepcopy(optimizer)
+
+    virtual.run(on_rank, 2)
+
+
+def test_a_process_group_that_is_none_is_told_apart_from_options() -> None:
+    with pytest.raises(TypeError, match=r"not 0\.001\. Options of the optimizer are passed by name"):
+        ZeroRedundancyOptimizer(nn.Linear(4, 2).parameters(), optim.SGD, 0.001)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)

@@ -7,6 +7,7 @@ after: writing the bucket writes the parameters, because they are the same memor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -59,6 +60,8 @@ def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> 
     """Move the parameters into flat tensors and return one message for each bucket.
 
     Values, shapes, strides and the Parameter objects stay as they are; only where the values live changes.
+    Parts of a flat tensor that no parameter crosses are allocated one by one, and what they replace is freed
+    on the way: with whole parameters, there is room for one owner's bucket twice, not for the whole model.
 
     Args:
         layout: made for `params`.
@@ -68,14 +71,22 @@ def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> 
     """
     messages = []
     for flat in layout.flats:
-        # Zeros, so that padding never shows uninitialised memory in a checkpoint or a sum.
-        tensor = torch.zeros(flat.numel, dtype=getattr(torch, flat.dtype), device=flat.device)
-        for index, offset in flat.offset_of_param.items():
-            param = params[index]
-            window = tensor.as_strided(param.size(), param.stride(), offset)
-            window.copy_(param)
-            param.data = window
-        messages += [Message(bucket.owner, tensor[bucket.start : bucket.stop]) for bucket in flat.buckets]
+        # A bucket that begins with the rest of a parameter must follow the one before it in memory.
+        starts = {0} | {bucket.start for bucket in flat.buckets if bucket.slices[0].start == 0}
+        for start, stop in pairwise([*sorted(starts), flat.numel]):
+            # Zeros, so that padding never shows uninitialised memory in a checkpoint or a sum.
+            tensor = torch.zeros(stop - start, dtype=getattr(torch, flat.dtype), device=flat.device)
+            for index, offset in flat.offset_of_param.items():
+                if start <= offset < stop:
+                    param = params[index]
+                    window = tensor.as_strided(param.size(), param.stride(), offset - start)
+                    window.copy_(param)
+                    param.data = window
+            messages += [
+                Message(bucket.owner, tensor[bucket.start - start : bucket.stop - start])
+                for bucket in flat.buckets
+                if start <= bucket.start < stop
+            ]
     return messages
 
 

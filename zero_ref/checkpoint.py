@@ -68,20 +68,26 @@ def consolidate(
     return {param: whole[param] for param in sorted(whole)} if receiving else None
 
 
-def pack(owned: Sequence[OwnedSlice], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> Packed:
+def pack(owned: Sequence[OwnedSlice], state: Mapping[Any, Mapping[Any, Any]]) -> Packed:
     """A table of contents of this rank's state, and for each line its tensor, 1-D, if it travels as one.
 
     Raises:
-        TypeError: the state holds something that is neither a tensor, a number, a text nor None.
+        TypeError: the state holds something that is neither a tensor, a number, a text nor None, or something
+            that belongs to no parameter.
     """
     contents: list[dict[str, Any]] = []
     tensors: list[torch.Tensor | None] = []
+    for stranger in [key for key in state if not isinstance(key, torch.Tensor)]:
+        raise TypeError(
+            f"the optimizer keeps the state {stranger!r} for no parameter in particular, so no rank owns it; "
+            "it cannot be checkpointed."
+        )
     for piece, _param, local in owned:
         for key, value in state.get(local, {}).items():
             entry: dict[str, Any] = {"param": piece.param, "key": key}
             tensor = None
             if not isinstance(value, torch.Tensor):
-                if not isinstance(value, (int, float, str, bool, type(None))):
+                if not isinstance(key, str) or not isinstance(value, (int, float, str, bool, type(None))):
                     raise TypeError(
                         f"the state {key!r} of parameter {piece.param} is a {type(value).__name__}; only "
                         "tensors, numbers, texts and None can be checkpointed."
@@ -110,11 +116,11 @@ def _place(whole: State, entry: Mapping[str, Any], param: torch.Tensor) -> torch
     if "value" in entry:
         # The slices of one parameter step together, so the first one's count is that of all.
         of_param.setdefault(
-            key, entry["value"] if dtype is None else torch.tensor(entry["value"], dtype=dtype)
+            key, entry["value"] if dtype is None else torch.tensor(entry["value"], dtype=dtype, device="cpu")
         )
         return None
     if "shape" in entry:
-        of_param[key] = torch.empty(entry["shape"], dtype=dtype)
+        of_param[key] = torch.empty(entry["shape"], dtype=dtype, device="cpu")
         return flat_view(of_param[key])
     if key not in of_param:
         of_param[key] = torch.empty_like(param, dtype=dtype, device="cpu", requires_grad=False)
@@ -218,8 +224,34 @@ def packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     for group in param_groups:
         numbers = list(range(first, first + len(group["params"])))
         first += len(numbers)
-        packed.append({**copy.deepcopy({**group, "params": []}), "params": numbers})
+        options = {key: value for key, value in group.items() if key != "params"}
+        packed.append({**copy.deepcopy(options), "params": numbers})
     return packed
+
+
+def saved_ids(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> list[Any]:
+    """For each of our parameters the id under which its state was saved: by name where both sides have names.
+
+    Raises:
+        ValueError: the names are not ours, or an id stands for two parameters.
+    """
+    ids: list[Any] = []
+    for index, (saved, ours) in enumerate(zip(state_dict["param_groups"], param_groups, strict=True)):
+        theirs, names = saved.get("param_names"), ours.get("param_names")
+        if theirs is None or names is None:
+            ids += saved["params"]
+            continue
+        if sorted(theirs) != sorted(names):
+            odd = sorted(set(theirs) ^ set(names))
+            raise ValueError(
+                f"the checkpoint's group {index} has other parameters than this optimizer's: {odd[0]!r} is "
+                f"in one of them only ({len(odd)} such names). Build the same model, then load again."
+            )
+        id_of_name = dict(zip(theirs, saved["params"], strict=True))
+        ids += [id_of_name[name] for name in names]
+    if len(set(ids)) != len(ids):
+        raise ValueError("the checkpoint's parameter groups name the same parameter twice; it is damaged.")
+    return ids
 
 
 def check_fits(
@@ -239,6 +271,16 @@ def check_fits(
             "Pass what optimizer.state_dict() returned, not the whole checkpoint."
         )
     saved_groups = state_dict["param_groups"]
+    if (
+        not isinstance(saved_groups, Sequence)
+        or not all(isinstance(group, Mapping) and "params" in group for group in saved_groups)
+        or not isinstance(state_dict["state"], Mapping)
+        or not all(isinstance(of_param, Mapping) for of_param in state_dict["state"].values())
+    ):
+        raise ValueError(
+            "the state dict's 'param_groups' must be a list of dicts with 'params', its 'state' a dict of "
+            "dicts; this one is damaged, or of another program."
+        )
     saved, ours = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in param_groups]
     if saved != ours:
         raise ValueError(
@@ -246,21 +288,24 @@ def check_fits(
             "Build the optimizer from the same parameter groups, in the same order, then load again."
         )
     digest = hashlib.sha256()
-    saved_ids = [id_ for group in saved_groups for id_ in group["params"]]
+    ids = saved_ids(state_dict, param_groups)
     for number, (id_, param, spec) in enumerate(
-        zip(saved_ids, params_of(param_groups), specs_of(param_groups), strict=True)
+        zip(ids, params_of(param_groups), specs_of(param_groups), strict=True)
     ):
         for key, value in state_dict["state"].get(id_, {}).items():
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
             if key in SCALARS:
-                fits = shape in (None, (), (1,))
+                fits = shape in ((), (1,)) or isinstance(value, (int, float))
+            elif key in SHAPED:  # SGD without momentum saves a momentum_buffer of None
+                fits = value is None or (shape == tuple(param.shape) and value.layout == torch.strided)
             else:
-                fits = key not in SHAPED or shape in (None, tuple(param.shape))
+                fits = True
             if elementwise and not fits:
+                what = f"has shape {shape}" if shape is not None else f"is {value!r}"
                 raise ValueError(
-                    f"the checkpoint's {key!r} for parameter {spec.name or number} has shape {shape}; the "
-                    f"parameter has {tuple(param.shape)}. The checkpoint is of another model, or of the same "
-                    "parameters in another order."
+                    f"the checkpoint's {key!r} for parameter {spec.name or number} {what}; the parameter has "
+                    f"{tuple(param.shape)}. The checkpoint is of another model, or of the same parameters in "
+                    "another order."
                 )
             digest.update(repr((number, key, shape, value if shape is None else value.dtype)).encode())
     options = [

@@ -109,9 +109,10 @@ class ProcessGroupCollectives(Observable):
                 f"global rank {dist.get_rank()} is not a member of the process group that it passed in. "
                 "Build the optimizer only on the group's ranks."
             )
-        on_gpu = dist.get_backend(group) == "nccl"
+        # A group may have a backend for each kind of device, as in "cpu:gloo,cuda:nccl".
+        on_cpu = "cpu:" in str(dist.get_backend_config(group))
         self.wire_device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+            torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
         )
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
@@ -145,11 +146,9 @@ class ProcessGroupCollectives(Observable):
 
 def as_collectives(process_group: dist.ProcessGroup | Collectives | None) -> Collectives:
     """What a user may pass as `process_group`: a torch group, None for the default one, or Collectives."""
-    # NON_GROUP_MEMBER is what new_group() gives to ranks outside the group; the constructor refuses it.
-    if process_group in (None, dist.GroupMember.NON_GROUP_MEMBER) or isinstance(
-        process_group, dist.ProcessGroup
-    ):
-        return ProcessGroupCollectives(process_group)  # type: ignore[arg-type]
+    # An int is what new_group() gives to ranks outside the group; the constructor refuses it.
+    if process_group is None or isinstance(process_group, (dist.ProcessGroup, int)):
+        return ProcessGroupCollectives(process_group)
     if not hasattr(process_group, "broadcast"):
         raise TypeError(
             f"process_group takes a process group, Collectives or None, not {process_group!r}. "
@@ -259,6 +258,6 @@ class _Explained:
         if isinstance(error, RuntimeError):
             raise RuntimeError(
                 f"{self.what} did not complete: {error}\nAnother rank has stopped, or makes other calls. "
-                "Look for the first error among the ranks; if there is none, for a call that only some of them "
-                "make, such as one inside `if rank == 0:`."
+                "Look for the first error among the ranks; if there is none, for a call that only some of "
+                "them make, such as one inside `if rank == 0:`."
             ) from error

@@ -32,10 +32,10 @@ from zero_ref.collectives import Collectives, agree, as_collectives
 from zero_ref.layout import lay_out
 from zero_ref.partition import ParamSpec, Partition, Strategy, plan_partition
 from zero_ref.shards import (
-    ELEMENTWISE,
     check_can_be_sharded,
     copy_options,
     facts_of,
+    is_elementwise,
     local_groups,
     options_of,
     own_slices,
@@ -99,7 +99,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._strategy = partition
-        self._consolidated: dict[str, Any] | None = None
+        self._consolidated: checkpoint.State | None = None
         self._messages: list[Message] = []
         self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
@@ -147,6 +147,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         copy_options(self.param_groups, self.optim.param_groups)
         loss = self._step_local(closure, **kwargs)
         broadcast_messages(self.collectives, self._messages)
+        # The network writes behind autograd's back: let it notice on every rank what it would on the owner.
+        torch.autograd.graph.increment_version(self._params)
         copy_options(self.optim.param_groups, self.param_groups)
         return loss
 
@@ -240,6 +242,12 @@ class ZeroRedundancyOptimizer(Optimizer):
                 for i, spec in enumerate(self._specs())
             ]
             agree(self.collectives, "change which parameters are trained", facts)
+        for number, param in enumerate(self._params):
+            if param.numel() != self.partition.numels[number]:
+                raise RuntimeError(
+                    f"rank {self.rank}: parameter {self._name(number)} had {self.partition.numels[number]} "
+                    f"elements and now has {param.numel()}. Build a new optimizer for a model of other sizes."
+                )
         for number, param, strides in self._cut:
             if param.stride() != strides:
                 raise RuntimeError(
@@ -326,6 +334,12 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be copied or pickled: it is tied to those of the other ranks. "
+            "Use consolidate_state_dict() and state_dict()."
+        )
+
     def consolidate_state_dict(self, to: int | Literal["all"] = 0) -> None:
         """Gather the optimizer state onto one rank, or onto all; then `state_dict()` returns it there.
 
@@ -351,9 +365,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             facts = error
         agree(self.collectives, "consolidate the optimizer state", facts)
         state = checkpoint.consolidate(self.collectives, to, self._params, packed)
-        self._consolidated = None
-        if state is not None:
-            self._consolidated = {"state": state, "param_groups": checkpoint.packed_groups(self.param_groups)}
+        self._consolidated = state
 
     def state_dict(self) -> dict[str, Any]:
         """The state that the unsharded optimizer would have, in its form: it loads there, and anywhere here.
@@ -361,6 +373,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         Raises:
             RuntimeError: it was not consolidated onto this rank since the last step.
         """
+        for before_hook in self._optimizer_state_dict_pre_hooks.values():
+            before_hook(self)
         if self._consolidated is None:
             raise RuntimeError(
                 f"rank {self.rank}: the optimizer state is spread over {self.world_size} ranks and has not "
@@ -368,7 +382,13 @@ class ZeroRedundancyOptimizer(Optimizer):
                 f"consolidate_state_dict(to={self.rank}) on all ranks, or state_dict() only on the rank that "
                 "the state was gathered to."
             )
-        return self._consolidated
+        state_dict: dict[str, Any] = {
+            "state": {param: dict(state) for param, state in self._consolidated.items()},
+            "param_groups": checkpoint.packed_groups(self.param_groups),
+        }
+        for after_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = after_hook(self, state_dict) or state_dict
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's shard of a whole optimizer's state.
@@ -384,30 +404,40 @@ class ZeroRedundancyOptimizer(Optimizer):
         Cost: one all-gather of 32 bytes.
         """
         self._rebuild_if_changed()
+        before = {"state": self.optim.state, "param_groups": self.optim.param_groups}
         facts: Sequence[str] | Exception
         try:
-            of_torch = isinstance(self.optim, tuple(ELEMENTWISE))
-            facts = checkpoint.check_fits(state_dict, self.param_groups, elementwise=of_torch)
+            for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = before_hook(self, state_dict) or state_dict
+            facts = checkpoint.check_fits(state_dict, self.param_groups, is_elementwise(type(self.optim)))
+            self._load_shard(state_dict)
         except Exception as error:
             facts = error
-        agree(self.collectives, "load the state dict", facts)
+        try:
+            agree(self.collectives, "load the state dict", facts)
+        except Exception:
+            self.optim.__setstate__(before)
+            raise
+        finally:
+            self.state = self.optim.state
+        copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
-        saved_ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
-        for ours, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            ours.update(copy.deepcopy(options_of(saved)))
-        copy_options(self.param_groups, self.optim.param_groups)
-        # The local optimizer's own loading puts each value on the device and in the dtype that it wants.
+        for after_hook in self._optimizer_load_state_dict_post_hooks.values():
+            after_hook(self)
+
+    def _load_shard(self, state_dict: dict[str, Any]) -> None:
+        """Load this rank's part into the local optimizer, which puts it on the device and dtype it wants."""
+        ids = checkpoint.saved_ids(state_dict, self.param_groups)
         numbers = {own.local: number for number, own in enumerate(self._owned)}
-        self.optim.load_state_dict(
+        groups = [
             {
-                "state": checkpoint.shard_of(state_dict["state"], saved_ids, self._owned),
-                "param_groups": [
-                    {**group, "params": [numbers[local] for local in group["params"]]}
-                    for group in self.optim.param_groups
-                ],
+                **copy.deepcopy({**options_of(ours), **options_of(saved)}),
+                "params": [numbers[local] for local in ours["params"]],
             }
-        )
-        self.state = self.optim.state
+            for ours, saved in zip(self.optim.param_groups, state_dict["param_groups"], strict=True)
+        ]
+        shard = checkpoint.shard_of(state_dict["state"], ids, self._owned)
+        self.optim.load_state_dict({"state": shard, "param_groups": groups})
 
     def _facts(self, partition: Partition, first: int = 0) -> list[str]:
         way = f"{type(self.optim).__name__}, parameters_as_bucket_view={self.parameters_as_bucket_view}"

@@ -110,6 +110,11 @@ def local_groups(param_groups: Sequence[ParamGroup], owned: Sequence[OwnedSlice]
     return groups
 
 
+def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
+    """It is one of torch's, or its author says so. A subclass of one of torch's may do anything."""
+    return optimizer_class in ELEMENTWISE or bool(getattr(optimizer_class, "elementwise", False))
+
+
 def check_can_be_sharded(
     optimizer_class: type[Optimizer],
     partition: Partition,
@@ -133,8 +138,7 @@ def check_can_be_sharded(
             "LBFGS computes one direction from all parameters together; on shards it would be another "
             "algorithm. Use an optimizer that updates each parameter by itself."
         )
-    elementwise = optimizer_class in ELEMENTWISE or getattr(optimizer_class, "elementwise", False)
-    if not partition.is_whole and not elementwise:
+    if not partition.is_whole and not is_elementwise(optimizer_class):
         raise ValueError(
             f"{optimizer_class.__name__} may look at a parameter's shape, and this partition splits "
             'parameters. Use partition="sorted_greedy", or, if it treats each element by itself, set '
@@ -174,11 +178,8 @@ def _check_memory_is_apart(names: Sequence[str], params: Sequence[torch.Tensor])
 
 def describe_options(group: ParamGroup) -> list[str]:
     """The options in words that are equal on two ranks where the options are: no addresses, no devices."""
-    options = {
-        key: value.tolist() if isinstance(value, torch.Tensor) else value
-        for key, value in options_of(group).items()
-    }
-    return [re.sub(r" at 0x[0-9a-fA-F]+", "", f"{key}={value!r}") for key, value in options.items()]
+    options = sorted(options_of(group).items())
+    return [re.sub(r" at 0x[0-9a-fA-F]+", "", f"{key}={_plain(value)!r}") for key, value in options]
 
 
 def facts_of(param_groups: Sequence[ParamGroup], partition: Partition, first: int = 0) -> list[str]:
@@ -199,6 +200,15 @@ def facts_of(param_groups: Sequence[ParamGroup], partition: Partition, first: in
         facts += [f"group {index}: {option}" for option in describe_options(group)]
     plan = repr(partition.slices_of_rank).encode()
     return [*facts, f"partition {hashlib.sha256(plan).hexdigest()[:12]}"]
+
+
+def _plain(value: Any) -> Any:
+    """The value with the numbers of its tensors in their place: a tensor prints its device, and rounds."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
 
 
 def _kind(value: object) -> str:

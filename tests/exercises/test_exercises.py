@@ -109,6 +109,21 @@ def test_exercise_cells_have_their_ids_and_tags(notebook: Path) -> None:
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_solutions_are_folded_in_jupyter_too(notebook: Path) -> None:
+    cells = [cell["metadata"] for cell in json.loads(notebook.read_text())["cells"]]
+    solutions = [metadata for metadata in cells if "solution" in metadata.get("tags", ())]
+    assert solutions
+    assert all(metadata.get("jupyter") == {"source_hidden": True} for metadata in solutions)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_code_is_as_narrow_as_a_page(notebook: Path) -> None:
+    code = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    lines = [line.rstrip("\n") for cell in code for line in cell["source"]]
+    assert [line for line in lines if len(line) > 86] == []
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_kept_without_outputs(notebook: Path) -> None:
     code = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
     assert [cell["id"] for cell in code if cell["outputs"] or cell["execution_count"] is not None] == []

@@ -92,7 +92,11 @@ WRONG = [
     ("ledger.table_1", each_stage_divides_one_part_alone, r"one part alone"),
     ("ledger.table_1", fp32_split, r"fp32 training, 4 \+ 4 \+ 8"),
     ("ledger.table_1", stage_2_only_from_stage_3_on, r"one part too few"),
-    ("ledger.table_1", whole_numbers, r"divide with /, not //"),
+    (
+        "ledger.table_1",
+        whole_numbers,
+        r"499 bytes; it should be 117,187,500 bytes.*with /, not //",
+    ),
     ("ledger.table_1", gigabytes, r"in gigabytes. Return bytes"),
     ("ledger.table_1", a_text, r"must return a number of bytes"),
     ("ledger.what_would_help", blames_the_largest_share, r"not what is largest now"),

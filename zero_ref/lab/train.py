@@ -167,7 +167,7 @@ def save_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Opti
                 part,
             )
             os.replace(part, path)
-        except OSError as error:
+        except Exception as error:  # torch.save raises RuntimeError where the disk is full
             failure = error
     agree(as_collectives(None), "write the checkpoint", failure or [])
 
@@ -187,7 +187,7 @@ def load_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Opti
         if saved["step"] > config.steps:
             raise ValueError(f"{path} was trained for {saved['step']} steps; {config.steps} were asked for.")
         facts = [f"step {saved['step']}"]
-    except (ValueError, OSError) as error:
+    except Exception as error:
         facts = error
     agree(as_collectives(None), "read the checkpoint", facts)
     model.load_state_dict(saved["model"])

@@ -37,10 +37,11 @@ def table_1(answer: Answer) -> str:
     given = {cell: _number(answer, *cell) for cell in table + others}
     for cell, theirs in given.items():
         right = ledger(*cell).total_bytes
-        source = "Table 1 has" if cell in table else "it should be"
+        source, is_, should_be = "Table 1 has", _in_print(theirs), _in_print(right)
+        if cell not in table or is_ == should_be:
+            source, is_, should_be = "it should be", _exactly(theirs), _exactly(right)
         assert math.isclose(theirs, right, rel_tol=1e-9), (
-            f"{call_text(answer.name, *cell)} is {_in_print(theirs)}; {source} {_in_print(right)}. "
-            + _mistake_in_table(given)
+            f"{call_text(answer.name, *cell)} is {is_}; {source} {should_be}. " + _mistake_in_table(given)
         )
     return f"all {len(table)} cells of Table 1, and {len(others)} more"
 
@@ -262,3 +263,7 @@ def _close(one: float, other: float) -> bool:
 
 def _in_print(nbytes: float) -> str:
     return format_bytes(nbytes) if nbytes >= 1000 else f"{nbytes:,.4g} bytes"
+
+
+def _exactly(nbytes: float) -> str:
+    return f"{nbytes:,.15g} bytes"

@@ -40,7 +40,7 @@ def loads(
     >>> from zero_ref.lab.plots import figure
     >>> from zero_ref.partition import sorted_greedy
     >>> fig, ax = figure(6, 3)
-    >>> _ = loads(sorted_greedy([6, 5, 4, 1], 2), ax, bytes_per_element=8)     # Adam's two moments in fp32
+    >>> _ = loads(sorted_greedy([6, 5, 4, 1], 2), ax, bytes_per_element=8)     # Adam's two means in fp32
 
     Args:
         partition: any number of ranks; above 64 one outline replaces the bars.
@@ -145,7 +145,7 @@ def balance_against_ranks(
         numels: elements per parameter, in registration order.
         world_sizes: numbers of ranks, rising.
         strategies: names in `zero_ref.partition.STRATEGIES`.
-        bytes_per_element: draw the fullest rank's bytes, this many an element (8: Adam's two moments in
+        bytes_per_element: draw the fullest rank's bytes, this many an element (8: Adam's two running means in
             fp32). Its load divided by the mean if None.
     Raises:
         ValueError: the model has no elements, a strategy is unknown.
