@@ -5,11 +5,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# To read the chapters, not to test them, so it is not in requirements.txt.
+JUPYTERLAB := 4.6.6
 
 SHELL       := bash
 MAKEFLAGS   += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types imports unit ranks notebooks book clean
+.PHONY: help install demo notebook test lint types imports unit ranks notebooks book clean
 # Notebooks and tests may start the environment's own programs, such as torchrun.
 export PATH := $(abspath $(BIN)):$(PATH)
 
@@ -37,6 +39,11 @@ $(STAMP): requirements.txt pyproject.toml
 
 demo: $(STAMP)  ## train the same model under DDP and three forms of ZeRO; pictures in demo-out/
 	@$(BIN)/zero-ref demo $(DEMO_ARGS)
+
+notebook: $(STAMP)  ## open the chapters in JupyterLab, installed into .venv the first time
+	@$(BIN)/python -c 'import jupyterlab' 2>/dev/null || \
+	    $(BIN)/python -m pip install --quiet --disable-pip-version-check jupyterlab==$(JUPYTERLAB)
+	@$(BIN)/jupyter lab notebooks
 
 test: $(STAMP)  ## everything below, in this order; stops at the first failure
 	@set -eu; began=$$SECONDS; \

@@ -350,7 +350,7 @@ def register_check(subparsers: Subparsers) -> None:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Print a line for each exercise; 1 if any failed."""
+    """Print for each exercise whether it passed, and what the check said; 1 if any failed."""
     check_notebook = need("zero_ref.lab.exercises.notebook").check_notebook
     try:
         results = check_notebook(arguments.notebook)
@@ -363,7 +363,10 @@ def run_check(arguments: argparse.Namespace) -> int:
     else:
         width = max(len(result.exercise) for result in results)
         for exercise, passed, message in results:
-            print(f"{'passed' if passed else 'FAILED'}  {exercise:<{width}}  {message.partition(chr(10))[0]}")
+            first, *rest = message.splitlines() or [""]
+            print(f"{'passed' if passed else 'FAILED'}  {exercise:<{width}}  {first}")
+            for line in rest:
+                print(f"        {line}")
     return 0 if all(result.passed for result in results) else 1
 
 

@@ -147,7 +147,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         copy_options(self.param_groups, self.optim.param_groups)
         loss = self._step_local(closure, **kwargs)
         broadcast_messages(self.collectives, self._messages)
-        # The network writes behind autograd's back: let it notice on every rank what it would on the owner.
+        # The network writes behind autograd's back: tell it, on every rank as on the owner.
         torch.autograd.graph.increment_version(self._params)
         copy_options(self.optim.param_groups, self.param_groups)
         return loss

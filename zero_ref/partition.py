@@ -211,7 +211,7 @@ def even(
 ) -> Partition:
     """Lay all parameters end to end and cut the range in `world_size` equal parts.
 
-    Each rank owns 1/N of the elements, whatever their shapes: the largest parameter no longer sets the
+    Each rank owns 1/N of the elements, to within `alignment`, whatever their shapes: the largest parameter no longer sets the
     floor. Cuts fall inside parameters, so this is right for optimizers that treat each element by itself
     (Adam, SGD), and wrong for those that look at a shape (Adafactor, Muon).
 

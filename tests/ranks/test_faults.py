@@ -56,7 +56,7 @@ CONSTRUCTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "names": ({"params": lambda model: model.named_parameters()}, "parameter scale"),
     "groups": ({"params": lambda model: [{"params": [p]} for p in model.parameters()]}, "group 1"),
     "lr": ({"lr": 0.5}, "lr=0.5"),
-    "option": ({"amsgrad": True}, "'amsgrad': True"),
+    "option": ({"amsgrad": True}, "amsgrad=True"),
     "partition": ({"partition": "even"}, "rank 2 has [partition"),
     "bucket view": ({"parameters_as_bucket_view": True}, "parameters_as_bucket_view=True"),
     "class": ({"optimizer_class": optim.Adam}, "rank 2 has [Adam,"),

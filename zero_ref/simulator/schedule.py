@@ -36,7 +36,7 @@ STRATEGIES: dict[str, StrategyPlan] = {
     "ddp": StrategyPlan(None, False, "every rank keeps the whole optimizer and sends no parameters"),
     "zero": StrategyPlan("sorted_greedy", False, "whole parameters to owners, one broadcast each"),
     "zero-bucket": StrategyPlan("sorted_greedy", True, "whole parameters to owners, one broadcast an owner"),
-    "zero-even": StrategyPlan("even", True, "an equal share of the elements each, one broadcast an owner"),
+    "zero-even": StrategyPlan("even", True, "1/N of the elements each, to within 64, one broadcast an owner"),
 }
 
 
@@ -114,7 +114,9 @@ def schedule(
     Raises:
         ValueError: the strategy or optimizer is unknown, the partition does not fit, or a partition is given
             for a strategy that has none.
-    Cost: DDP moves the gradients once, Ψ elements of payload; ZeRO adds the parameters, another Ψ.
+    Cost: the payload is Ψ elements of gradients, and under ZeRO another Ψ of parameters. On the wire the
+        all-reduce moves its payload twice and a broadcast once, so ZeRO as here sends 1.5 times what DDP does;
+        reducing to the owners instead would send no more than DDP.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}.")
