@@ -211,9 +211,9 @@ def even(
 ) -> Partition:
     """Lay all parameters end to end and cut the range in `world_size` equal parts.
 
-    Each rank owns 1/N of the elements, to within `alignment`, whatever their shapes: the largest parameter no longer sets the
-    floor. Cuts fall inside parameters, so this is right for optimizers that treat each element by itself
-    (Adam, SGD), and wrong for those that look at a shape (Adafactor, Muon).
+    Each rank owns 1/N of the elements, to within `alignment`, whatever their shapes: the largest parameter
+    no longer sets the floor. Cuts fall inside parameters, so this is right for optimizers that treat each
+    element by itself (Adam, SGD), and wrong for those that look at a shape (Adafactor, Muon).
 
     >>> even([6, 5, 4, 1], world_size=2, alignment=1).slices_of_rank     # doctest: +NORMALIZE_WHITESPACE
     ((Slice(param=0, start=0, stop=6), Slice(param=1, start=0, stop=2)),

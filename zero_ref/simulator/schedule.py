@@ -115,8 +115,8 @@ def schedule(
         ValueError: the strategy or optimizer is unknown, the partition does not fit, or a partition is given
             for a strategy that has none.
     Cost: the payload is Ψ elements of gradients, and under ZeRO another Ψ of parameters. On the wire the
-        all-reduce moves its payload twice and a broadcast once, so ZeRO as here sends 1.5 times what DDP does;
-        reducing to the owners instead would send no more than DDP.
+        all-reduce moves its payload twice and a broadcast once, so ZeRO as here sends 1.5 times what DDP
+        does; reducing to the owners instead would send no more than DDP.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}.")
