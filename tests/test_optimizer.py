@@ -1131,3 +1131,15 @@ def test_one_rank_with_wrong_parameters_makes_all_raise() -> None:
 
     messages = virtual.run(on_rank, 3, timeout=5)
     assert "rank 0: rank 2 could not construct the optimizer: TypeError" in messages[0]
+
+
+def test_parameters_that_ddp_puts_back_are_refused_as_bucket_views() -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = nn.Linear(3, 3)
+        for param in model.parameters():
+            param._fp_param = param.data  # type: ignore[attr-defined]  # as DDP(mixed_precision=...) does
+        with pytest.raises(ValueError, match="Construct the optimizer before it"):
+            zero(comm, model.parameters(), parameters_as_bucket_view=True)
+        zero(comm, model.parameters())
+
+    virtual.run(on_rank, 2)

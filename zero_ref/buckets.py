@@ -55,6 +55,22 @@ def flat_like(tensor: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return flat_view(tensor)
 
 
+def check_can_be_flattened(params: Sequence[torch.Tensor]) -> None:
+    """Refuse parameters whose memory somebody else puts back.
+
+    Raises:
+        ValueError: DistributedDataParallel(mixed_precision=...) remembers where its parameters lay and
+            returns them there in every iteration, so that a step on flat tensors would be lost.
+    """
+    for number, param in enumerate(params):
+        if hasattr(param, "_fp_param"):
+            raise ValueError(
+                f"parameter {number} belongs to a DistributedDataParallel(mixed_precision=...), which moves "
+                "it back to its old memory after each forward. Construct the optimizer before it, or without "
+                "parameters_as_bucket_view."
+            )
+
+
 @torch.no_grad()
 def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> list[Message]:
     """Move the parameters into flat tensors and return one message for each bucket.

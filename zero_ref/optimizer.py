@@ -24,6 +24,7 @@ from zero_ref import checkpoint
 from zero_ref.buckets import (
     Message,
     broadcast_messages,
+    check_can_be_flattened,
     flat_like,
     flatten_parameters,
     messages_by_parameter,
@@ -114,6 +115,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             super().__init__(params, defaults)
             self.partition = plan_partition(partition, self._specs(), self.world_size)
             check_can_be_sharded(optimizer_class, self.partition, self._params, self._specs())
+            if parameters_as_bucket_view:
+                check_can_be_flattened(self._params)
             self._owned = own_slices(self.partition.slices_of_rank[self.rank], self._params)
             self.optim: Optimizer = optimizer_class(local_groups(self.param_groups, self._owned), **defaults)
             self.defaults = self.optim.defaults
