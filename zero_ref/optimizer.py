@@ -25,7 +25,6 @@ from zero_ref.buckets import (
     Message,
     broadcast_messages,
     check_can_be_flattened,
-    flat_like,
     flatten_parameters,
     messages_by_parameter,
 )
@@ -33,6 +32,7 @@ from zero_ref.collectives import Collectives, agree, as_collectives
 from zero_ref.layout import lay_out
 from zero_ref.partition import ParamSpec, Partition, Strategy, plan_partition
 from zero_ref.shards import (
+    LentGradients,
     check_can_be_sharded,
     copy_options,
     facts_of,
@@ -102,7 +102,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._strategy = partition
         self._consolidated: checkpoint.State | None = None
         self._messages: list[Message] = []
-        self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
         # Whatever can go wrong by itself goes wrong before the first message, and then on all ranks alike.
         facts: Sequence[str] | Exception
@@ -157,47 +156,13 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _step_local(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         if closure is None:
-            self._lend_gradients()
+            self._gradients.lend()
         else:
-            kwargs["closure"] = self._lending(closure)
+            kwargs["closure"] = self._gradients.lent_after(closure)
         try:
             return self.optim.step(**kwargs)
         finally:
-            self._take_gradients_back()
-
-    def _lending(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def closure_then_lend() -> Any:
-            # The gradients of frozen parameters are back in place while the user's code runs.
-            self._take_gradients_back()
-            loss = closure()
-            self._lend_gradients()
-            return loss
-
-        return closure_then_lend
-
-    def _lend_gradients(self) -> None:
-        """Give each local tensor the gradient of its slice, and frozen parameters none."""
-        for number, param, _ in self._cut:  # every rank looks at all of them, so that all raise alike
-            if param.grad is not None and param.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"rank {self.rank}: parameter {self._name(number)} has a sparse gradient, which "
-                    'cannot be cut. Use a partition of whole parameters, such as "sorted_greedy".'
-                )
-        for piece, param, local in self._split:
-            local.grad = (
-                None if param.grad is None else flat_like(param.grad, param)[piece.start : piece.stop]
-            )
-        for param in self._frozen:
-            # A gradient left from before the parameter was frozen would move it on its owner alone.
-            self._withheld.append((param, param.grad))
-            param.grad = None
-
-    def _take_gradients_back(self) -> None:
-        for _, _, local in self._split:
-            local.grad = None  # else the slice would keep the whole gradient alive after zero_grad()
-        for param, grad in self._withheld:
-            param.grad = grad
-        self._withheld.clear()
+            self._gradients.take_back()
 
     # --------------------------------------------------------------------------- building what step uses
 
@@ -219,18 +184,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         ):
             group["params"] = local["params"]
         self.state = self.optim.state
-        # What a step has to look at: parameters with several owners, my slices that are not whole parameters,
-        # my whole parameters that are frozen. All three lists are empty in the usual case.
-        pieces_of_param = self.partition.pieces_of_param
-        self._cut = [
-            (number, param, param.stride())
-            for number, param in enumerate(params)
-            if len(pieces_of_param[number]) > 1
-        ]
-        self._split = [own for own in self._owned if own.local is not own.param and own.param.requires_grad]
-        self._frozen = [
-            own.param for own in self._owned if own.local is own.param and not own.param.requires_grad
-        ]
+        self._gradients = LentGradients(self.partition, self._owned, params, self._specs())
         self._built_for = self._fingerprint()
         self._log()
 
@@ -251,7 +205,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                     f"rank {self.rank}: parameter {self._name(number)} had {self.partition.numels[number]} "
                     f"elements and now has {param.numel()}. Build a new optimizer for a model of other sizes."
                 )
-        for number, param, strides in self._cut:
+        for number, param, strides in self._gradients.cut:
             if param.stride() != strides:
                 raise RuntimeError(
                     f"rank {self.rank}: parameter {self._name(number)} is split between ranks along its "

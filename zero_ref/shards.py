@@ -1,22 +1,23 @@
 """What a rank owns, as tensors: the bridge from a plan on integers to a local torch optimizer.
 
 `specs_of` reads from parameter groups what a plan may know; `own_slices` and `local_groups` turn a rank's
-slices into what the local optimizer updates; `check_can_be_sharded` and `facts_of` are what is verified,
-on each rank and between ranks, before anything is sent.
+slices into what the local optimizer updates, `LentGradients` into what it updates from;
+`check_can_be_sharded` and `facts_of` are what is verified, on each rank and between ranks, before anything
+is sent.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from zero_ref.buckets import flat_view
+from zero_ref.buckets import flat_like, flat_view
 from zero_ref.partition import ParamSpec, Partition, Slice
 
 ParamGroup = dict[str, Any]
@@ -108,6 +109,77 @@ def local_groups(param_groups: Sequence[ParamGroup], owned: Sequence[OwnedSlice]
     for own in owned:
         groups[group_of_param[own.piece.param]]["params"].append(own.local)
     return groups
+
+
+class LentGradients:
+    """Gives each local tensor the gradient of its slice for the time of a step, and frozen parameters none.
+
+    In the usual case, whole parameters that are all trained, there is nothing to do.
+
+    Args:
+        partition, params, specs: of all parameters.
+        owned: this rank's slices.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        owned: Sequence[OwnedSlice],
+        params: Sequence[torch.Tensor],
+        specs: Sequence[ParamSpec],
+    ) -> None:
+        self.specs = specs
+        self.cut = [
+            (number, param, param.stride())
+            for number, param in enumerate(params)
+            if len(partition.pieces_of_param[number]) > 1
+        ]
+        self.my_pieces = [own for own in owned if own.local is not own.param and own.param.requires_grad]
+        self.my_frozen = [
+            own.param for own in owned if own.local is own.param and not own.param.requires_grad
+        ]
+        self.withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def lend(self) -> None:
+        """Point the local tensors to their gradients.
+
+        Raises:
+            RuntimeError: a parameter that is split has a sparse gradient. Every rank looks at all of them, so
+                that all raise alike.
+        """
+        for number, param, _ in self.cut:
+            if param.grad is not None and param.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"parameter {self.specs[number].name or number} has a sparse gradient, which cannot be "
+                    'cut. Use a partition of whole parameters, such as "sorted_greedy".'
+                )
+        for piece, param, local in self.my_pieces:
+            local.grad = (
+                None if param.grad is None else flat_like(param.grad, param)[piece.start : piece.stop]
+            )
+        for param in self.my_frozen:
+            # A gradient left from before the parameter was frozen would move it on its owner alone.
+            self.withheld.append((param, param.grad))
+            param.grad = None
+
+    def take_back(self) -> None:
+        """Leave all gradients as they were before `lend`."""
+        for _, _, local in self.my_pieces:
+            local.grad = None  # else the slice would keep the whole gradient alive after zero_grad()
+        for param, grad in self.withheld:
+            param.grad = grad
+        self.withheld.clear()
+
+    def lent_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, which computes the gradients, followed by lending them."""
+
+        def closure_then_lend() -> Any:
+            self.take_back()  # while the user's code runs, all is as it left it
+            loss = closure()
+            self.lend()
+            return loss
+
+        return closure_then_lend
 
 
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
