@@ -139,7 +139,7 @@ class ProcessGroupCollectives(Observable):
 
     def _start(self, what: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
         work = _GroupWork(f"rank {self.rank} of {self.world_size}: {what}")
-        with work.explained():
+        with work:
             work.work = operation(*args, group=self.group, async_op=True, **kwargs)
         return work
 
@@ -233,24 +233,16 @@ def _irecv(tensor: torch.Tensor, *, group: Any, async_op: bool, group_src: int) 
 
 
 class _GroupWork:
-    """A torch Work that says, when it fails, which rank was waiting for what."""
+    """A torch Work that says, when it cannot be started or fails, which rank was to do what."""
 
+    # A context by itself and not by @contextmanager: this runs for every message of every step.
     def __init__(self, what: str) -> None:
         self.what = what
         self.work: Any = None
 
     def wait(self) -> object:
-        with self.explained():
+        with self:
             return self.work.wait()
-
-    def explained(self) -> _Explained:
-        return _Explained(self.what)
-
-
-class _Explained:
-    # A class and not @contextmanager: this runs for every message of every step.
-    def __init__(self, what: str) -> None:
-        self.what = what
 
     def __enter__(self) -> None: ...
 
