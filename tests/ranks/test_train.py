@@ -126,7 +126,7 @@ def test_a_truncated_checkpoint_is_refused_on_every_rank(tmp_path: Path) -> None
 def damaged_on_rank_1(config: TrainConfig, folder: str) -> None:
     path = Path(folder, f"{dist.get_rank()}.pt")
     path.write_bytes(Path(str(config.checkpoint)).read_bytes()[: 5000 if dist.get_rank() == 1 else None])
-    train(replace(config, checkpoint=str(path), resume=True))
+    train(replace(config, steps=config.steps + 2, checkpoint=str(path), resume=True))
 
 
 def test_a_checkpoint_damaged_for_one_rank_is_refused_by_all(tmp_path: Path) -> None:
@@ -142,8 +142,17 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
     larger = replace(config, model=GPTConfig(layers=3, heads=2, width=32, context=16), resume=True)
     with pytest.raises(ranks.RankError, match="holds a model of"):
         ranks.run(train, 2, larger)
-    with pytest.raises(ranks.RankError, match="was trained for 6 steps; 4 were asked for"):
-        ranks.run(train, 2, replace(config, steps=4, resume=True))
+
+
+@pytest.mark.parametrize("steps", [4, 6, 7])
+def test_a_run_that_has_too_little_left_to_do_says_how_many_steps_to_ask_for(
+    tmp_path: Path, steps: int
+) -> None:
+    config = replace(SMALL, checkpoint=str(tmp_path / "run.pt"))
+    ranks.run(train, 2, config)
+    with pytest.raises(ranks.RankError, match=f"6 steps; {steps} were asked for.* ask for 8 or more"):
+        ranks.run(train, 2, replace(config, steps=steps, resume=True))
+    assert len(ranks.run(train, 2, replace(config, steps=8, resume=True))[0].losses) == 2
 
 
 def test_an_interrupted_write_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:

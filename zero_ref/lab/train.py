@@ -184,8 +184,12 @@ def load_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Opti
         saved = read_checkpoint(path)
         if saved["config"] != asdict(config.model):
             raise ValueError(f"{path} holds a model of {saved['config']}, not of {asdict(config.model)}.")
-        if saved["step"] > config.steps:
-            raise ValueError(f"{path} was trained for {saved['step']} steps; {config.steps} were asked for.")
+        if saved["step"] + 2 > config.steps:
+            raise ValueError(
+                f"{path} was trained for {saved['step']} steps; {config.steps} were asked for. Steps count "
+                f"from the beginning: ask for {saved['step'] + 2} or more, since DDP builds its buckets in "
+                "the first."
+            )
         facts = [f"step {saved['step']}"]
     except Exception as error:
         facts = error
