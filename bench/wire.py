@@ -1,8 +1,10 @@
-"""Bytes that a step puts on the wire under each strategy, from the kernel's counters. Linux, as root:
+"""Bytes that a training iteration puts on the wire in each way, from the kernel's counters. Linux, as root:
 
     unshare --net .venv/bin/python bench/wire.py
 
-In a network namespace of its own, loopback carries nothing but the ranks' traffic.
+In a network namespace of its own, loopback carries nothing but the ranks' traffic. What is counted is a
+whole iteration, backward and step, of all ranks together: payload, TCP/IP headers, acknowledgements and the
+barriers around it. The model is large, so that these last are nothing beside it, and nothing is subtracted.
 """
 
 from __future__ import annotations
@@ -11,17 +13,59 @@ import fcntl
 import socket
 import statistics
 import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from zero_ref import (
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    reduce_to_owners,
+)
 from zero_ref.lab import meter, ranks
-from zero_ref.lab.config import TrainConfig
-from zero_ref.lab.model import GPT, batch, language_reference
-from zero_ref.lab.train import make_optimizer
-from zero_ref.simulator.schedule import STRATEGIES
 
 SIOCSIFFLAGS, IFF_UP_AND_RUNNING = 0x8914, 0x41
+
+WIDTH, DEPTH, BUCKET_MIB = 1024, 8, 4  # Ψ is 33.6 MB, in buckets of a layer each
+
+
+class Way(NamedTuple):
+    """A way to reduce gradients and to send new parameters.
+
+    Args:
+        predicted: bytes of all ranks, in (N-1)Ψ: 2 for an all-reduce, 1 for a reduction to owners, 1 for
+            broadcasts.
+        sharded: options of ZeroRedundancyOptimizer; None for the plain optimizer.
+        to_owners: gradients go to their owners only.
+        overlap: makes the hook that steps in backward, if one does.
+    """
+
+    predicted: int
+    sharded: dict[str, Any] | None = None
+    to_owners: bool = False
+    overlap: Callable[..., Any] | None = None
+
+
+EVEN: dict[str, Any] = {"partition": "even", "parameters_as_bucket_view": True}
+WAYS = {
+    "ddp, plain optimizer": Way(2),
+    "all-reduce, broadcast of parameters": Way(3, {}),
+    "all-reduce, broadcast of buckets": Way(3, {"parameters_as_bucket_view": True}),
+    "all-reduce, broadcast of even shards": Way(3, EVEN),
+    "all-reduce, overlapped": Way(3, {}, overlap=hook_with_zero_step),
+    "all-reduce, interleaved": Way(3, {}, overlap=hook_with_zero_step_interleaved),
+    "to owners, broadcast of parameters": Way(2, {}, to_owners=True),
+    "to owners, broadcast of even shards": Way(2, EVEN, to_owners=True),
+    "to owners, overlapped": Way(2, {}, to_owners=True, overlap=hook_with_zero_step),
+    "to owners, interleaved": Way(2, {}, to_owners=True, overlap=hook_with_zero_step_interleaved),
+    "to owners, interleaved, even": Way(2, EVEN, to_owners=True, overlap=hook_with_zero_step_interleaved),
+}
 
 
 def raise_loopback() -> None:
@@ -30,38 +74,46 @@ def raise_loopback() -> None:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", IFF_UP_AND_RUNNING))
 
 
-def bytes_of_a_step(strategy: str, steps: int = 8) -> tuple[float, int]:
-    """Median over steps of what all ranks together sent, and the bytes of the parameters."""
-    config = TrainConfig(strategy=strategy)
-    model = GPT(config.model)
-    ddp = DistributedDataParallel(model)
-    optimizer = make_optimizer(config, model)
-    text = language_reference().training
+def bytes_of_an_iteration(way: Way, iterations: int = 8) -> tuple[float, int]:
+    """Median over iterations of what all ranks together sent, and the bytes of the parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB)
+    if way.sharded is None:
+        optimizer: Any = torch.optim.AdamW(model.parameters())
+    else:
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, overlap_with_ddp=way.overlap is not None, **way.sharded
+        )
+        hook: Any = reduce_to_owners(optimizer) if way.to_owners else allreduce_hook
+        ddp.register_comm_hook(None, way.overlap(hook, ddp, optimizer) if way.overlap else hook)
     sent = []
-    for step in range(steps):
-        tokens, targets = batch(text, config.model, 2, seed=0, step=step, rank=dist.get_rank())
+    for _ in range(iterations):
+        inputs = torch.randn(2, WIDTH)
         dist.barrier()
         before = meter.wire_bytes() or 0
         dist.barrier()
         optimizer.zero_grad()
-        ddp(tokens, targets).backward()
+        ddp(inputs).square().mean().backward()
         optimizer.step()
         dist.barrier()
         sent.append((meter.wire_bytes() or 0) - before)
-    return statistics.median(sent), sum(param.nbytes for param in model.parameters())
+        dist.barrier()
+    return statistics.median(sent[2:]), sum(param.nbytes for param in model.parameters())  # buckets rebuilt
 
 
 def main() -> None:
-    """One line for each number of ranks and strategy: bytes, in parameters' bytes, and against DDP."""
+    """One line for each number of ranks and way: bytes, in (N-1)Ψ, and how far from the prediction."""
     raise_loopback()
+    print(f"{'ranks':>5}  {'way':<36} {'bytes':>13} {'(N-1)Ψ':>8} {'predicted':>9} {'deviation':>9}")
     for world_size in (2, 4):
-        ddp = 0.0
-        for strategy in STRATEGIES:
-            sent, parameters = ranks.run(bytes_of_a_step, world_size, strategy)[0]
-            ddp = ddp or sent
+        for name, way in WAYS.items():
+            sent, parameters = ranks.run(bytes_of_an_iteration, world_size, way)[0]
+            share = sent / ((world_size - 1) * parameters)
+            deviation = 100 * (share / way.predicted - 1)
             print(
-                f"{world_size} ranks  {strategy:<12} {sent:>12,.0f} B  {sent / parameters:6.3f} Ψ  "
-                f"{sent / ddp:.3f} x ddp"
+                f"{world_size:>5}  {name:<36} {sent:>13,.0f} {share:>8.4f} {way.predicted:>9} "
+                f"{deviation:>8.2f}%"
             )
 
 

@@ -1,1 +1,7 @@
 """Its presence puts this folder on `sys.path`, so that tests in subfolders can import `training` too."""
+
+from hypothesis import settings
+
+# No test is timed: on a busy machine Hypothesis would call an example slow that is not.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,15 @@ from zero_ref.buckets import (
     flat_view,
     flatten_parameters,
     messages_by_parameter,
+    messages_within,
+    start_broadcasts,
 )
+from zero_ref.calls import Call
 from zero_ref.collectives import Collectives
 from zero_ref.lab import virtual
+from zero_ref.lab.meter import recording
 from zero_ref.layout import lay_out
-from zero_ref.partition import Partition, even, plan_partition, sorted_greedy
+from zero_ref.partition import Partition, Slice, even, plan_partition, sorted_greedy
 from zero_ref.shards import specs_of
 
 
@@ -215,9 +220,50 @@ def test_broadcasting_brings_every_owners_values_to_all(bucketed: bool) -> None:
     assert virtual.run(on_rank, 2) == [expected] * 2
 
 
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_messages_within_bring_the_values_of_the_parameters_asked_for_and_no_others(bucketed: bool) -> None:
+    def on_rank(comm: Collectives) -> tuple[list[list[float]], list[Call]]:
+        params = [nn.Parameter(torch.full((n,), float(comm.rank))) for n in (6, 5, 4, 1)]
+        partition = sorted_greedy([6, 5, 4, 1], comm.world_size)
+        messages = flatten(params, partition) if bucketed else messages_by_parameter(partition, params)
+        with recording(comm) as calls:
+            broadcast_messages(comm, messages_within(messages, {0, 1, 3}))
+        return [param.tolist() for param in params], calls
+
+    for rank, (values, calls) in enumerate(virtual.run(on_rank, 2)):
+        assert values == [[0.0] * 6, [1.0] * 5, [float(rank)] * 4, [0.0]]
+        together = (
+            [Call("broadcast", 28, 0)] if bucketed else [Call("broadcast", 24, 0), Call("broadcast", 4, 0)]
+        )
+        assert calls == [*together, Call("broadcast", 20, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, None])
+def test_a_smaller_dtype_on_the_wire_rounds_the_copies_and_not_the_owners_values(dtype: Any) -> None:
+    third, numbers = torch.tensor([1 / 3, 1 / 7]), torch.tensor([3, 2**40])
+
+    def on_rank(comm: Collectives) -> tuple[torch.Tensor, torch.Tensor, list[Call]]:
+        floats, integers = third * (comm.rank == 1), numbers * (comm.rank == 1)
+        messages = [Message(1, floats, (Slice(0, 0, 2),)), Message(1, integers, (Slice(1, 0, 2),))]
+        with recording(comm) as calls:
+            works = start_broadcasts(comm, messages, dtype)
+            for work in works:
+                work.wait()
+        return floats, integers, calls
+
+    copied, owned = virtual.run(on_rank, 2)
+    itemsize = 4 if dtype is None else min(4, dtype.itemsize)  # float64 would only cost more
+    for floats, integers, calls in (copied, owned):
+        assert torch.equal(integers, numbers)
+        assert calls == [Call("broadcast", 2 * itemsize, 1), Call("broadcast", 16, 1)]
+        assert floats.dtype == torch.float32
+    assert torch.equal(owned[0], third)
+    assert torch.equal(copied[0], third if itemsize == 4 else third.to(dtype).float())
+
+
 def test_one_rank_sends_nothing() -> None:
     def on_rank(comm: Collectives) -> None:
         comm.observers.append(lambda call: pytest.fail(f"sent {call}"))
-        broadcast_messages(comm, [Message(0, torch.ones(3))])
+        broadcast_messages(comm, [Message(0, torch.ones(3), (Slice(0, 0, 3),))])
 
     virtual.run(on_rank, 1)

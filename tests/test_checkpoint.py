@@ -259,9 +259,7 @@ def test_only_the_ranks_asked_for_get_the_state(to: Any) -> None:
         optimizer.consolidate_state_dict(to=to)
         if to in ("all", comm.rank):
             return len(optimizer.state_dict()["state"]) == 10
-        with pytest.raises(
-            RuntimeError, match=rf"rank {comm.rank}: .*consolidate_state_dict\(to={comm.rank}\)"
-        ):
+        with pytest.raises(RuntimeError, match=rf"rank {comm.rank}: .*consolidate_state_dict\({comm.rank}\)"):
             optimizer.state_dict()
         return False
 
@@ -280,7 +278,7 @@ def test_it_goes_to_rank_0_unless_told_otherwise() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_state_dict_before_consolidating_and_after_a_change_says_what_to_call(world_size: int) -> None:
     def refused(optimizer: ZeroRedundancyOptimizer) -> None:
-        with pytest.raises(RuntimeError, match=r"Call consolidate_state_dict\(to=\d\) on all ranks"):
+        with pytest.raises(RuntimeError, match=r"Call consolidate_state_dict\(\d\) on all ranks"):
             optimizer.state_dict()
 
     def on_rank(comm: Collectives) -> None:

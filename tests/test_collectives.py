@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from zero_ref.calls import Call
-from zero_ref.collectives import Collectives, ProcessGroupCollectives, agree, as_collectives
+from zero_ref.collectives import (
+    Collectives,
+    ProcessGroupCollectives,
+    agree,
+    as_collectives,
+    broadcast_json,
+)
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer import ZeroRedundancyOptimizer
@@ -161,3 +167,52 @@ def test_ranks_about_to_do_different_things_are_told_what() -> None:
 def test_facts_may_hold_any_text() -> None:
     messages = agreeing(["größe: 4"], ["größe: 44 \n\x00"])
     assert "[größe: 44 \n\x00]" in messages[0]
+
+
+# ------------------------------------------------------------------------------------------- exchange, text
+
+
+def swap(comm: Collectives) -> tuple[list[Any], list[Call]]:
+    """Each rank sends two tensors to each other one, of sizes and dtypes that differ by pair."""
+    others = [rank for rank in range(comm.world_size) if rank != comm.rank]
+
+    def parcel(src: int, dst: int) -> list[torch.Tensor]:
+        return [
+            torch.full((1 + src, 2), 10.0 * src + dst),
+            torch.full((1 + dst,), src - dst, dtype=torch.int16),
+        ]
+
+    sends = [(dst, tensor) for dst in others for tensor in parcel(comm.rank, dst)]
+    recvs = [(src, torch.empty_like(tensor)) for src in others for tensor in parcel(src, comm.rank)]
+    with recording(comm) as calls:
+        comm.exchange(sends, recvs).wait()
+    expected = [tensor for src in others for tensor in parcel(src, comm.rank)]
+    assert all(torch.equal(tensor, wanted) for (_, tensor), wanted in zip(recvs, expected, strict=True))
+    return [tensor.tolist() for _, tensor in recvs], calls
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_an_exchange_brings_each_tensor_to_its_place_and_is_recorded_both_ways(world_size: int) -> None:
+    for rank, (received, calls) in enumerate(virtual.run(swap, world_size, timeout=10)):
+        assert len(received) == 2 * (world_size - 1)
+        others = [peer for peer in range(world_size) if peer != rank]
+        assert calls == [
+            *(
+                call
+                for dst in others
+                for call in (Call("send", 8 + 8 * rank, dst), Call("send", 2 + 2 * dst, dst))
+            ),
+            *(
+                call
+                for src in others
+                for call in (Call("recv", 8 + 8 * src, src), Call("recv", 2 + 2 * rank, src))
+            ),
+        ]
+
+
+def test_json_of_one_rank_reaches_all() -> None:
+    def on_rank(comm: Collectives) -> Any:
+        value = ["ü", {"lr": torch.tensor(0.5), "betas": (0.9, None)}] if comm.rank == 1 else "not sent"
+        return broadcast_json(comm, value, src=1)
+
+    assert virtual.run(on_rank, 3, timeout=10) == [["ü", {"lr": 0.5, "betas": [0.9, None]}]] * 3

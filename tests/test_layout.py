@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from zero_ref.layout import ITEMSIZE, Bucket, BucketLayout, Flat, lay_out
+from zero_ref.layout import ITEMSIZE, Bucket, BucketLayout, Flat, Run, lay_out, runs_within
 from zero_ref.partition import (
     ParamSpec,
     Partition,
@@ -224,3 +225,31 @@ def test_buckets_of_whole_parameters_begin_on_the_alignment(
 def test_an_even_layout_keeps_the_registration_order(params: list[ParamSpec], world_size: int) -> None:
     for flat in lay_out(plan_partition("even", params, world_size), params).flats:
         assert list(flat.offset_of_param) == sorted(flat.offset_of_param)
+
+
+# ------------------------------------------------------------------------------------------- runs
+
+
+def test_runs_join_what_lies_together_and_leave_out_the_rest() -> None:
+    slices = [Slice(0, 2, 6), Slice(1, 0, 3), Slice(2, 0, 0), Slice(3, 0, 5), Slice(4, 0, 1)]
+    assert runs_within(slices, {0, 1, 2, 4}) == [
+        Run(0, 7, (Slice(0, 2, 6), Slice(1, 0, 3))),
+        Run(12, 13, (Slice(4, 0, 1),)),
+    ]
+    assert runs_within(slices, {2}) == []
+    assert runs_within(slices, set()) == []
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.sets(st.integers(0, 11)))
+def test_runs_hold_exactly_the_elements_asked_for_in_order(numels: list[int], params: set[int]) -> None:
+    slices = [Slice(param, 0, numel) for param, numel in enumerate(numels)]
+    runs = runs_within(slices, params)
+    wanted = [piece for piece in slices if piece.param in params and piece.numel]
+    assert [piece for run in runs for piece in run.slices] == wanted
+    for run in runs:
+        first = run.slices[0].param
+        assert run.start == sum(numels[:first])
+        assert run.stop - run.start == sum(piece.numel for piece in run.slices)
+    assert all(before.stop < after.start for before, after in itertools.pairwise(runs)), (
+        "could be one message"
+    )

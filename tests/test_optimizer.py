@@ -20,20 +20,23 @@ from training import (
     PARTITIONS,
     WHOLE,
     Backward,
+    Snapshot,
     Tangle,
     assert_same,
     assert_trains_as_plain,
     fill_gradients,
     finished_partition,
+    run_script,
     snapshot,
 )
 
+from zero_ref.buckets import flat_view
 from zero_ref.calls import Call
 from zero_ref.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording, state_bytes
 from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.partition import Slice, from_lists
+from zero_ref.partition import Partition, Slice, from_lists
 
 WHOLE_MODES = [(partition, view) for partition in WHOLE for view in (False, True)]
 TWO_MODES: list[tuple[Any, bool]] = [("sorted_greedy", False), ("even", True)]
@@ -317,17 +320,80 @@ def test_an_option_that_is_an_object_does_not_make_ranks_disagree() -> None:
     virtual.run(on_rank, 2)
 
 
-def test_overlap_with_ddp_is_refused_clearly_on_all_ranks() -> None:
-    each_rank_raises(
-        lambda comm: zero(comm, Tangle().parameters(), overlap_with_ddp=True),
-        NotImplementedError,
-        "bucket_view",
-    )
+def test_overlap_with_ddp_without_a_hook_steps_as_ever() -> None:
+    def script(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        for step in range(3):
+            backward(step)
+            optimizer.step()
+            yield
+        assert optimizer.step(lambda: (backward(3), 5.0)[1]) == 5.0
+        yield
 
+    assert_trains_as_plain(script, modes=[("even", True)])
+
+    def on_rank(comm: Collectives) -> list[Snapshot]:
+        model = Tangle()
+        optimizer = zero(comm, model.parameters(), overlap_with_ddp=True)
+        return run_script(script, model, optimizer, comm.world_size, comm)
+
+    model = Tangle()
+    plain = run_script(script, model, optim.AdamW(model.parameters()), 2)
+    for ours in virtual.run(on_rank, 2, timeout=20):
+        assert_same(ours, plain, "overlap_with_ddp=True, no hook")
+
+
+def test_a_step_leaves_the_version_of_frozen_parameters_alone() -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = Tangle()
+        optimizer = zero(comm, model.parameters())
+        before = [param._version for param in model.parameters()]
+        fill_gradients(list(model.parameters()), 0, comm.world_size, comm)
+        optimizer.step()
+        for param, version in zip(model.parameters(), before, strict=True):
+            assert (param._version > version) == param.requires_grad
+
+    virtual.run(on_rank, 2, timeout=10)
+
+
+def test_overlap_with_ddp_on_one_rank_only_is_refused() -> None:
     def one_rank_asks(comm: Collectives) -> None:
         zero(comm, Tangle().parameters(), overlap_with_ddp=comm.rank == 0)
 
-    each_rank_raises(one_rank_asks, (NotImplementedError, RuntimeError), "overlap_with_ddp")  # type: ignore[arg-type]
+    each_rank_raises(one_rank_asks, ValueError, "overlap_with_ddp=True")
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
+def test_broadcast_dtype_rounds_what_others_own_and_nothing_else(partition: str, as_view: bool) -> None:
+    def on_rank(comm: Collectives) -> tuple[Partition, Snapshot, list[Call]]:
+        model = Tangle()
+        optimizer = zero(
+            comm, model.parameters(), optim.SGD, lr=0.1, partition=partition,
+            parameters_as_bucket_view=as_view, broadcast_dtype=torch.bfloat16,
+        )  # fmt: skip
+        fill_gradients(list(model.parameters()), 0, comm.world_size, comm)
+        with recording(comm) as calls:
+            optimizer.step()
+        return optimizer.partition, snapshot(model), calls
+
+    model = Tangle()
+    plain = optim.SGD(model.parameters(), lr=0.1)
+    fill_gradients(list(model.parameters()), 0, 2)
+    plain.step()
+    of_rank = virtual.run(on_rank, 2, timeout=20)
+    for rank, (plan, ours, calls) in enumerate(of_rank):
+        rounded = 0
+        for number, (our, exact) in enumerate(zip(ours, snapshot(model), strict=True)):
+            a, b = flat_view(our), flat_view(exact)
+            for piece, owner in plan.pieces_of_param[number]:
+                mine, full = a[piece.start : piece.stop], b[piece.start : piece.stop]
+                sent = owner != rank and list(model.parameters())[number].requires_grad
+                expected = full.bfloat16().float() if sent else full
+                assert torch.equal(mine, expected), (number, piece)
+                rounded += int((mine != full).sum())
+        assert rounded, "nothing was rounded"
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert sum(call.nbytes for call in calls) == 2 * trained
 
 
 def test_memory_that_cannot_be_sharded_is_refused() -> None:

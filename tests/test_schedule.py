@@ -15,9 +15,16 @@ from zero_ref.calls import Call
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import held_bytes, recording
 from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.partition import ParamSpec, from_lists
+from zero_ref.partition import ParamSpec, from_lists, plan_partition
+from zero_ref.simulator.ledger import nbytes_of
 from zero_ref.simulator.models import from_module, shapes, specs
-from zero_ref.simulator.schedule import STRATEGIES, ddp_buckets, schedule
+from zero_ref.simulator.schedule import (
+    STRATEGIES,
+    calls_of_rank,
+    ddp_buckets,
+    reductions_to_owners,
+    schedule,
+)
 
 MIB = 2**20
 
@@ -276,3 +283,89 @@ def test_the_optimizer_does_on_virtual_ranks_what_the_schedule_says(
         assert held.parameters == plan.parameter_bytes[rank]
         assert held.gradients == plan.gradient_bytes[rank]
         assert held.optimizer_state == plan.state_bytes[rank]
+
+
+# ------------------------------------------------------------------------------------ overlapped, to owners
+
+
+def test_reductions_to_owners_by_hand() -> None:
+    params = [ParamSpec(6), ParamSpec(5, "bfloat16"), ParamSpec(4), ParamSpec(2)]
+    plan = from_lists([6, 5, 4, 2], [[0], [1, 2], [3]])
+    assert reductions_to_owners(plan, params, 0, [2, 0]) == [
+        Call("send", 16, 1),
+        Call("recv", 24, 1),
+        Call("recv", 24, 2),
+    ]
+    assert reductions_to_owners(plan, params, 1, [1]) == [Call("recv", 10, 0), Call("recv", 10, 2)]
+    assert reductions_to_owners(plan, params, 2, [1]) == [Call("send", 10, 1)]
+
+
+modes = st.tuples(st.booleans(), st.booleans(), st.booleans())
+
+
+@given(
+    params_of_model,
+    st.integers(1, 6),
+    st.sampled_from(["sorted_greedy", "even"]),
+    modes,
+    st.integers(1, 10**6),
+)
+def test_an_iteration_moves_all_gradients_and_all_parameters_once(
+    params: list[ParamSpec], world_size: int, rule: str, mode: tuple[bool, bool, bool], cap: int
+) -> None:
+    plan = plan_partition(rule, params, world_size)
+    buckets = ddp_buckets(params, cap_bytes=cap)
+    flat, to_owners, interleaved = mode
+    calls_of = [
+        calls_of_rank(
+            plan, params, rank, buckets=buckets, flat=flat, to_owners=to_owners, interleaved=interleaved
+        )
+        for rank in range(world_size)
+    ]
+    psi = sum(nbytes_of(param) for param in params if param.trainable)
+    for calls in calls_of:
+        assert broadcasts(calls) == broadcasts(calls_of[0]), "broadcasts are the same on all ranks"
+        assert sum(call.nbytes for call in broadcasts(calls)) == (psi if world_size > 1 else 0)
+        reduced = sum(call.nbytes for call in calls if call.op == "all_reduce")
+        assert reduced == (0 if to_owners else psi)
+    sent = [
+        (src, call.peer, call.nbytes)
+        for src, calls in enumerate(calls_of)
+        for call in calls
+        if call.op == "send"
+    ]
+    received = [
+        (call.peer, dst, call.nbytes)
+        for dst, calls in enumerate(calls_of)
+        for call in calls
+        if call.op == "recv"
+    ]
+    assert sorted(sent) == sorted(received), "what is sent is received"
+    assert sum(nbytes for _, _, nbytes in sent) == (psi * (world_size - 1) if to_owners else 0)
+
+
+def test_interleaved_parameters_follow_the_next_reduction() -> None:
+    params = [ParamSpec(n) for n in (6, 5, 4, 1)]
+    plan, buckets = from_lists([6, 5, 4, 1], [[0, 3], [1, 2]]), [[3], [2], [1, 0]]
+    calls = calls_of_rank(plan, params, 0, buckets=buckets, flat=True, interleaved=True)
+    assert [(call.op, call.nbytes, call.peer) for call in calls] == [
+        ("all_reduce", 4, None),
+        ("all_reduce", 16, None),
+        ("broadcast", 4, 0),
+        ("all_reduce", 44, None),
+        ("broadcast", 16, 1),
+        ("broadcast", 24, 0),
+        ("broadcast", 20, 1),
+    ]
+    plain = calls_of_rank(plan, params, 0, buckets=buckets, flat=True)
+    assert [call[:2] for call in plain[3:]] == [("broadcast", 28), ("broadcast", 36)], "flat: one an owner"
+
+
+@pytest.mark.parametrize("strategy", ["zero", "zero-bucket", "zero-even"])
+def test_without_overlap_they_are_the_schedules_calls(strategy: str) -> None:
+    params = from_module(torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Linear(50, 7)))
+    plan = schedule(strategy, params, 3)
+    partition = plan_partition(str(STRATEGIES[strategy].partition), params, 3)
+    for rank in range(3):
+        calls = calls_of_rank(partition, params, rank, flat=STRATEGIES[strategy].buckets)
+        assert tuple(calls) == plan.calls

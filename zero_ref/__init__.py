@@ -10,8 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_ref.clip import clip_grad_norm_, get_total_norm
     from zero_ref.optimizer import ZeroRedundancyOptimizer
+    from zero_ref.oss import OSS
+    from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
     from zero_ref.partition import ParamSpec, Partition, Slice, even, registration_greedy, sorted_greedy
+    from zero_ref.reduction import reduce_to_owners
+    from zero_ref.sharded import PendingSave, load_sharded, save_sharded, save_sharded_async
 
 __version__ = "0.1.0"
 
@@ -23,10 +28,30 @@ __all__ = [
     "registration_greedy",
     "even",
     "ZeroRedundancyOptimizer",
+    "reduce_to_owners",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
+    "save_sharded",
+    "save_sharded_async",
+    "PendingSave",
+    "load_sharded",
+    "clip_grad_norm_",
+    "get_total_norm",
+    "OSS",
 ]
 
 _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.partition") | {
-    "ZeroRedundancyOptimizer": "zero_ref.optimizer"
+    "ZeroRedundancyOptimizer": "zero_ref.optimizer",
+    "reduce_to_owners": "zero_ref.reduction",
+    "hook_with_zero_step": "zero_ref.overlap",
+    "hook_with_zero_step_interleaved": "zero_ref.overlap",
+    "save_sharded": "zero_ref.sharded",
+    "save_sharded_async": "zero_ref.sharded",
+    "PendingSave": "zero_ref.sharded",
+    "load_sharded": "zero_ref.sharded",
+    "clip_grad_norm_": "zero_ref.clip",
+    "get_total_norm": "zero_ref.clip",
+    "OSS": "zero_ref.oss",
 }
 
 

@@ -6,15 +6,15 @@ after: writing the bucket writes the parameters, because they are the same memor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from zero_ref.collectives import Collectives
-from zero_ref.layout import BucketLayout
-from zero_ref.partition import Partition
+from zero_ref.collectives import Collectives, Work
+from zero_ref.layout import BucketLayout, runs_within
+from zero_ref.partition import Partition, Slice
 
 
 class Message(NamedTuple):
@@ -23,10 +23,12 @@ class Message(NamedTuple):
     Args:
         owner: the rank that sends it.
         tensor: (numel,), contiguous, sharing memory with the parameters.
+        slices: what it holds, end to end.
     """
 
     owner: int
     tensor: torch.Tensor
+    slices: tuple[Slice, ...]
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,7 +101,7 @@ def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> 
                     window.copy_(param)
                     param.data = window
             messages += [
-                Message(bucket.owner, tensor[bucket.start - start : bucket.stop - start])
+                Message(bucket.owner, tensor[bucket.start - start : bucket.stop - start], bucket.slices)
                 for bucket in flat.buckets
                 if start <= bucket.start < stop
             ]
@@ -109,22 +111,62 @@ def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> 
 def messages_by_parameter(partition: Partition, params: Sequence[torch.Tensor]) -> list[Message]:
     """One message for each trainable slice, owner by owner: what is sent where there are no buckets."""
     return [
-        Message(owner, flat_view(params[piece.param].detach())[piece.start : piece.stop])
+        Message(owner, flat_view(params[piece.param].detach())[piece.start : piece.stop], (piece,))
         for owner, slices in enumerate(partition.slices_of_rank)
         for piece in slices
         if piece.numel and params[piece.param].requires_grad
     ]
 
 
-def broadcast_messages(comm: Collectives, messages: Sequence[Message]) -> None:
-    """Send every message from its owner to all ranks.
+def messages_within(messages: Iterable[Message], params: Container[int]) -> list[Message]:
+    """Of these messages the part that concerns `params`, in as few messages as memory allows."""
+    return [
+        Message(message.owner, message.tensor[run.start : run.stop], run.slices)
+        for message in messages
+        for run in runs_within(message.slices, params)
+    ]
 
+
+def start_broadcasts(
+    comm: Collectives, messages: Iterable[Message], dtype: torch.dtype | None = None
+) -> list[Work]:
+    """Start to send every message from its owner to all ranks; they have arrived when all works are done.
+
+    Args:
+        dtype: what travels, where the parameters are of a larger floating-point dtype; None for theirs. The
+            owner keeps its values as they are, the others get rounded ones.
     Collective: all ranks of the group, with the same messages in the same order.
     Cost: each rank receives the elements that it does not own.
     """
     if comm.world_size == 1:
-        return
+        return []
+    return [_start_broadcast(comm, message, dtype) for message in messages]
+
+
+def _start_broadcast(comm: Collectives, message: Message, dtype: torch.dtype | None) -> Work:
+    tensor = message.tensor
+    if dtype is None or not tensor.is_floating_point() or tensor.itemsize <= dtype.itemsize:
+        return comm.broadcast(tensor, src=message.owner)
+    rounded = tensor.to(dtype) if message.owner == comm.rank else torch.empty_like(tensor, dtype=dtype)
+    work = comm.broadcast(rounded, src=message.owner)
+    return work if message.owner == comm.rank else _ThenCopy(work, rounded, tensor)
+
+
+class _ThenCopy:
+    """A broadcast under way into `source`, which belongs into `target`."""
+
+    def __init__(self, work: Work, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.work, self.source, self.target = work, source, target
+
+    def wait(self) -> object:
+        self.work.wait()
+        return self.target.copy_(self.source)
+
+
+def broadcast_messages(
+    comm: Collectives, messages: Sequence[Message], dtype: torch.dtype | None = None
+) -> None:
+    """As `start_broadcasts`, and return when all messages have arrived."""
     # Start every broadcast before waiting on one: they share the network.
-    works = [comm.broadcast(message.tensor, src=message.owner) for message in messages]
-    for work in works:
+    for work in start_broadcasts(comm, messages, dtype):
         work.wait()

@@ -20,7 +20,10 @@ from zero_ref.collectives import Collectives, Work
 from zero_ref.shards import OwnedSlice, describe_options, params_of, specs_of
 
 State = dict[int, dict[str, Any]]
+Line = tuple[dict[str, Any], torch.Tensor | None]
+"""A line of a table of contents, and its tensor, 1-D, if it travels as one."""
 Packed = tuple[list[dict[str, Any]], list[torch.Tensor | None]]
+"""A table of contents and its tensors."""
 
 
 # ------------------------------------------------------------------------------------------- shards to whole
@@ -51,14 +54,13 @@ def consolidate(
     receiving = to in ("all", comm.rank)
     whole: State = {}
     works: list[Work] = []
-    for owner in range(comm.world_size):
+    for owner in route.owners:
         mine = owner == comm.rank
-        if not (mine or receiving):
-            continue
         contents, tensors = packed if mine else ([], [])
         contents = route.contents(contents, owner)
         for index, entry in enumerate(contents):
-            place = _place(whole, entry, params[entry["param"]]) if receiving else None
+            number = entry["param"]
+            place = make_room(whole.setdefault(number, {}), entry, params[number]) if receiving else None
             tensor = tensors[index] if mine else None
             if place is not None and tensor is not None:
                 place.copy_(tensor)
@@ -69,62 +71,84 @@ def consolidate(
 
 
 def pack(owned: Sequence[OwnedSlice], state: Mapping[Any, Mapping[Any, Any]]) -> Packed:
-    """A table of contents of this rank's state, and for each line its tensor, 1-D, if it travels as one.
+    """A table of contents of this rank's state, and for each line its tensor, if it travels as one.
 
     Raises:
         TypeError: the state holds something that is neither a tensor, a number, a text nor None, or something
             that belongs to no parameter.
     """
-    contents: list[dict[str, Any]] = []
-    tensors: list[torch.Tensor | None] = []
+    check_belongs_to_parameters(state)
+    lines = [line for own in owned for line in pack_slice(own, state.get(own.local, {}))]
+    return [entry for entry, _ in lines], [tensor for _, tensor in lines]
+
+
+def check_belongs_to_parameters(state: Mapping[Any, Any]) -> None:
+    """Refuse state that no rank owns.
+
+    Raises:
+        TypeError: the state holds something that belongs to no parameter.
+    """
     for stranger in [key for key in state if not isinstance(key, torch.Tensor)]:
         raise TypeError(
             f"the optimizer keeps the state {stranger!r} for no parameter in particular, so no rank owns it; "
-            "it cannot be checkpointed."
+            "it can be neither checkpointed nor moved."
         )
-    for piece, _param, local in owned:
-        for key, value in state.get(local, {}).items():
-            entry: dict[str, Any] = {"param": piece.param, "key": key}
-            tensor = None
-            if not isinstance(value, torch.Tensor):
-                if not isinstance(key, str) or not isinstance(value, (int, float, str, bool, type(None))):
-                    raise TypeError(
-                        f"the state {key!r} of parameter {piece.param} is a {type(value).__name__}; only "
-                        "tensors, numbers, texts and None can be checkpointed."
-                    )
-                entry["value"] = value
-            elif value.ndim == 0 and not value.is_complex():
-                entry |= {"value": value.item(), "dtype": _name(value.dtype)}
+
+
+def pack_slice(own: OwnedSlice, of_slice: Mapping[Any, Any]) -> list[Line]:
+    """The lines of one slice's state; raises as `pack`. Tensors are views where memory allows."""
+    piece, _, local = own
+    lines: list[Line] = []
+    for key, value in of_slice.items():
+        entry: dict[str, Any] = {"param": piece.param, "key": key}
+        tensor = None
+        if not isinstance(value, torch.Tensor):
+            if not isinstance(key, str) or not isinstance(value, (int, float, str, bool, type(None))):
+                raise TypeError(
+                    f"the state {key!r} of parameter {piece.param} is a {type(value).__name__}; only "
+                    "tensors, numbers, texts and None can be checkpointed or moved."
+                )
+            entry["value"] = value
+        elif value.ndim == 0 and not value.is_complex():
+            entry |= {"value": value.item(), "dtype": _name(value.dtype)}
+        else:
+            follows_param = value.shape == local.shape
+            tensor = flat_like(value, local) if follows_param else value.contiguous().view(-1)
+            entry |= {"dtype": _name(value.dtype), "numel": tensor.numel()}
+            if follows_param:
+                entry |= {"start": piece.start, "stop": piece.stop}
             else:
-                follows_param = value.shape == local.shape
-                tensor = flat_like(value, local) if follows_param else value.contiguous().view(-1)
-                entry |= {"dtype": _name(value.dtype), "numel": tensor.numel()}
-                if follows_param:
-                    entry |= {"start": piece.start, "stop": piece.stop}
-                else:
-                    entry["shape"] = list(value.shape)
-            contents.append(entry)
-            tensors.append(tensor)
-    return contents, tensors
+                entry["shape"] = list(value.shape)
+        lines.append((entry, tensor))
+    return lines
 
 
-def _place(whole: State, entry: Mapping[str, Any], param: torch.Tensor) -> torch.Tensor | None:
-    """Make room for an entry in the whole state. Return where its elements go; None if it is a value."""
-    of_param = whole.setdefault(entry["param"], {})
+def make_room(
+    of_param: dict[str, Any], entry: Mapping[str, Any], like: torch.Tensor, first: int = 0
+) -> torch.Tensor | None:
+    """Make room for a line in a state, and give the place of its elements; None if it is a value.
+
+    Args:
+        of_param: the state of a parameter, or of a slice of it, so far.
+        entry: the line; what it makes lies on its "device", on the CPU if it has none.
+        like: the parameter or slice; state that follows it gets its shape and strides.
+        first: the number that the first element of `like` has in its parameter.
+    """
     key = entry["key"]
     dtype = getattr(torch, entry["dtype"]) if "dtype" in entry else None
+    device = entry.get("device", "cpu")
     if "value" in entry:
         # The slices of one parameter step together, so the first one's count is that of all.
         of_param.setdefault(
-            key, entry["value"] if dtype is None else torch.tensor(entry["value"], dtype=dtype, device="cpu")
+            key, entry["value"] if dtype is None else torch.tensor(entry["value"], dtype=dtype, device=device)
         )
         return None
     if "shape" in entry:
-        of_param[key] = torch.empty(entry["shape"], dtype=dtype, device="cpu")
+        of_param[key] = torch.empty(entry["shape"], dtype=dtype, device=device)
         return flat_view(of_param[key])
     if key not in of_param:
-        of_param[key] = torch.empty_like(param, dtype=dtype, device="cpu", requires_grad=False)
-    return flat_view(of_param[key])[entry["start"] : entry["stop"]]
+        of_param[key] = torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
+    return flat_view(of_param[key])[entry["start"] - first : entry["stop"] - first]
 
 
 class _ToOne:
@@ -132,12 +156,15 @@ class _ToOne:
 
     def __init__(self, comm: Collectives, to: int) -> None:
         self.comm, self.to = comm, to
+        # Whose state passes through this rank. Its own last: copied while that of the others arrives.
+        others = [rank for rank in range(comm.world_size) if rank != to] if comm.rank == to else []
+        self.owners = [*others, comm.rank]
 
     def contents(self, mine: list[dict[str, Any]], owner: int) -> list[dict[str, Any]]:
         if owner == self.to:
             return mine
         if owner == self.comm.rank:
-            text = _encode(mine, self.comm)
+            text = encode(mine, self.comm)
             self.comm.send(torch.tensor([text.numel()], device=self.comm.wire_device), self.to).wait()
             self.comm.send(text, self.to).wait()
             return mine
@@ -145,7 +172,7 @@ class _ToOne:
         self.comm.recv(length, owner).wait()
         text = torch.empty(int(length.item()), dtype=torch.uint8, device=self.comm.wire_device)
         self.comm.recv(text, owner).wait()
-        return _decode(text)
+        return decode(text)
 
     def start(
         self, tensor: torch.Tensor | None, place: torch.Tensor | None, owner: int, entry: Mapping[str, Any]
@@ -168,15 +195,16 @@ class _ToAll:
 
     def __init__(self, comm: Collectives) -> None:
         self.comm = comm
+        self.owners = range(comm.world_size)
 
     def contents(self, mine: list[dict[str, Any]], owner: int) -> list[dict[str, Any]]:
-        text = _encode(mine, self.comm)
+        text = encode(mine, self.comm)
         length = torch.tensor([text.numel()], device=self.comm.wire_device)
         self.comm.broadcast(length, owner).wait()
         if owner != self.comm.rank:
             text = torch.empty(int(length.item()), dtype=torch.uint8, device=self.comm.wire_device)
         self.comm.broadcast(text, owner).wait()
-        return _decode(text)
+        return decode(text)
 
     def start(
         self, tensor: torch.Tensor | None, place: torch.Tensor | None, owner: int, entry: Mapping[str, Any]
@@ -192,12 +220,14 @@ class _ToAll:
         return []
 
 
-def _encode(contents: list[dict[str, Any]], comm: Collectives) -> torch.Tensor:
+def encode(contents: Sequence[Any], comm: Collectives) -> torch.Tensor:
+    """A table of contents as bytes that travel: JSON, in a tensor on the wire's device."""
     return torch.frombuffer(bytearray(json.dumps(contents).encode()), dtype=torch.uint8).to(comm.wire_device)
 
 
-def _decode(text: torch.Tensor) -> list[dict[str, Any]]:
-    contents: list[dict[str, Any]] = json.loads(bytes(text.tolist()))
+def decode(text: torch.Tensor) -> list[Any]:
+    """The table of contents that `encode` made bytes of."""
+    contents: list[Any] = json.loads(bytes(text.tolist()))
     return contents
 
 

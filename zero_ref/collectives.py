@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,8 @@ import torch.distributed as dist
 from zero_ref.calls import Call
 
 Observer = Callable[[Call], None]
+ToPeer = tuple[int, torch.Tensor]
+"""A tensor on its way, after the rank at its other end."""
 
 
 class Work(Protocol):
@@ -68,6 +70,14 @@ class Collectives(Protocol):
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         """Overwrite `tensor` by what `src` sends next. Messages of a pair of ranks keep their order."""
+        ...
+
+    def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> Work:
+        """Send and receive several tensors, each paired with its other end, as one call.
+
+        Ranks that send to each other need this in place of `send` and `recv`, which on NCCL would each wait
+        for the other end. Messages of a pair of ranks keep their order; none may be empty, or to oneself.
+        """
         ...
 
 
@@ -137,11 +147,44 @@ class ProcessGroupCollectives(Observable):
         self.tell("recv", tensor, src)
         return self._start(f"receive from rank {src}", _irecv, _raw(tensor), group_src=src)
 
+    def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> Work:
+        for dst, tensor in sends:
+            self.tell("send", tensor, dst)
+        for src, tensor in recvs:
+            self.tell("recv", tensor, src)
+        if self.wire_device.type == "cpu":
+            # Receives first, so that Gloo can write what comes straight into its place.
+            works: list[Work] = [
+                *(
+                    self._start(f"receive from rank {peer}", _irecv, _raw(tensor), group_src=peer)
+                    for peer, tensor in recvs
+                ),
+                *(
+                    self._start(f"send to rank {peer}", _isend, _raw(tensor), group_dst=peer)
+                    for peer, tensor in sends
+                ),
+            ]
+            return AllOf(works)
+        peers = sorted({peer for peer, _ in (*sends, *recvs)})
+        return self._start(f"exchange with ranks {peers}", _batch, sends, recvs)
+
     def _start(self, what: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
         work = _GroupWork(f"rank {self.rank} of {self.world_size}: {what}")
         with work:
             work.work = operation(*args, group=self.group, async_op=True, **kwargs)
         return work
+
+
+class AllOf:
+    """Several calls under way, waited for as one."""
+
+    def __init__(self, works: Iterable[Work]) -> None:
+        self.works = list(works)
+
+    def wait(self) -> object:
+        for work in self.works:
+            work.wait()
+        return None
 
 
 def as_collectives(process_group: dist.ProcessGroup | Collectives | None) -> Collectives:
@@ -177,7 +220,10 @@ def agree(comm: Collectives, action: str, facts: Sequence[str] | Exception) -> N
     lines = [f"{type(facts).__name__}: {facts}"] if isinstance(facts, Exception) else list(facts)
     text = json.dumps([action, failed, lines]).encode()
     digest = hashlib.sha256(text).digest()[:24] + len(text).to_bytes(8, "big")
-    digests = [bytes(other.tolist()) for other in comm.all_gather(_as_bytes(digest, comm))]
+    try:
+        digests = [bytes(other.tolist()) for other in comm.all_gather(_as_bytes(digest, comm))]
+    except RuntimeError as error:
+        raise RuntimeError(f"rank {comm.rank} was to {action} with all others: {error}") from error
     if all(other == digest for other in digests) and not failed:
         return
 
@@ -196,6 +242,23 @@ def agree(comm: Collectives, action: str, facts: Sequence[str] | Exception) -> N
                 "All ranks must make the same calls in the same order."
             )
     raise ValueError(_disagreement(action, [lines for _, _, lines in said]))
+
+
+def broadcast_json(comm: Collectives, value: Any, src: int) -> Any:
+    """The `value` of rank `src`, which JSON can express; tensors without dimensions become numbers.
+
+    Collective: all ranks of the group.
+    Cost: two broadcasts, of 8 bytes and of the text.
+    """
+    text = torch.zeros(0, dtype=torch.uint8)
+    if comm.rank == src:
+        text = _as_bytes(json.dumps(value, default=torch.Tensor.item).encode(), comm)
+    length = torch.tensor([text.numel()], device=comm.wire_device)
+    comm.broadcast(length, src).wait()
+    if comm.rank != src:
+        text = torch.empty(int(length.item()), dtype=torch.uint8, device=comm.wire_device)
+    comm.broadcast(text, src).wait()
+    return json.loads(bytes(text.tolist()))
 
 
 def _disagreement(action: str, lines_of_rank: list[list[str]]) -> str:
@@ -230,6 +293,15 @@ def _isend(tensor: torch.Tensor, *, group: Any, async_op: bool, group_dst: int) 
 
 def _irecv(tensor: torch.Tensor, *, group: Any, async_op: bool, group_src: int) -> Any:
     return dist.irecv(tensor, group=group, group_src=group_src)
+
+
+def _batch(sends: Sequence[ToPeer], recvs: Sequence[ToPeer], *, group: Any, async_op: bool) -> Work:
+    # One launch for all: NCCL would finish a send that stands before a receive only when that peer receives.
+    ops = [
+        *(dist.P2POp(dist.isend, _raw(tensor), group=group, group_peer=dst) for dst, tensor in sends),
+        *(dist.P2POp(dist.irecv, _raw(tensor), group=group, group_peer=src) for src, tensor in recvs),
+    ]
+    return AllOf(dist.batch_isend_irecv(ops) if ops else [])
 
 
 class _GroupWork:

@@ -7,9 +7,10 @@ sent in one message instead of one for each parameter. Plain arithmetic, no torc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from zero_ref.partition import ParamSpec, Partition, Slice
 
@@ -144,6 +145,38 @@ def _flat(partition: Partition, members: list[int], device: str, dtype: str, ali
         offset_of_param,
         tuple(bucket for bucket in buckets if bucket.numel),
     )
+
+
+class Run(NamedTuple):
+    """Elements `start` to `stop` of a message, and the slices that lie there end to end."""
+
+    start: int
+    stop: int
+    slices: tuple[Slice, ...]
+
+
+def runs_within(slices: Iterable[Slice], params: Container[int]) -> list[Run]:
+    """Of slices that lie end to end, the runs that belong to `params`.
+
+    What the optimizer sends when only these parameters have new values, and what the simulator prices.
+
+    >>> [run[:2] for run in runs_within([Slice(0, 0, 6), Slice(3, 0, 1), Slice(5, 0, 4)], {0, 3})]
+    [(0, 7)]
+    >>> [run[:2] for run in runs_within([Slice(0, 0, 6), Slice(3, 0, 1), Slice(5, 0, 4)], {0, 5})]
+    [(0, 6), (7, 11)]
+    """
+    runs: list[Run] = []
+    start = 0
+    for piece in slices:
+        stop = start + piece.numel
+        if piece.param in params and piece.numel:
+            if runs and runs[-1].stop == start:
+                last = runs.pop()
+                runs.append(Run(last.start, stop, (*last.slices, piece)))
+            else:
+                runs.append(Run(start, stop, (piece,)))
+        start = stop
+    return runs
 
 
 def _round_up(numel: int, multiple: int) -> int:

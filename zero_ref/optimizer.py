@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from zero_ref import checkpoint
+from zero_ref import checkpoint, join
 from zero_ref.buckets import (
     Message,
     broadcast_messages,
@@ -29,8 +30,10 @@ from zero_ref.buckets import (
     messages_by_parameter,
 )
 from zero_ref.collectives import Collectives, agree, as_collectives
+from zero_ref.hooks import InBackward
 from zero_ref.layout import lay_out
 from zero_ref.partition import ParamSpec, Partition, Strategy, plan_partition
+from zero_ref.repartition import Handover
 from zero_ref.shards import (
     LentGradients,
     check_can_be_sharded,
@@ -47,7 +50,7 @@ from zero_ref.shards import (
 logger = logging.getLogger(__name__)
 
 
-class ZeroRedundancyOptimizer(Optimizer):
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Shards an optimizer over the ranks of a process group. A drop-in for torch's class of that name.
 
     It shares the updates, not the gradients: they must be averaged over the ranks before `step`, as
@@ -61,10 +64,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
         parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
             message for each owner, not one for each parameter.
-        overlap_with_ddp: not supported yet; use the hooks that will come with overlapping.
+        overlap_with_ddp: the update is made during backward, by `hook_with_zero_step` or
+            `hook_with_zero_step_interleaved` on the DistributedDataParallel model; see `overlap.py`. Without
+            a hook, and where backward did not reduce, `step` makes it as ever.
         partition: who owns what: "sorted_greedy" (torch's rule, the default), "registration_greedy"
             (FairScale's), "even" (1/N, to within 64 elements; for elementwise optimizers), a function, lists
             of parameter numbers for each rank, or a Partition.
+        broadcast_dtype: send new parameters in this dtype, such as torch.bfloat16, to halve what travels. The
+            owner keeps its values in full; the others get rounded ones, so ranks no longer hold the same.
         **defaults: passed to `optimizer_class`.
 
     Attributes:
@@ -82,6 +89,8 @@ class ZeroRedundancyOptimizer(Optimizer):
     Source: ZeRO stage 1, "P_os" (arXiv:1910.02054, section 5.1).
     """
 
+    _opt_called: bool  # learning-rate schedulers set and read it
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -91,14 +100,19 @@ class ZeroRedundancyOptimizer(Optimizer):
         overlap_with_ddp: bool = False,
         *,
         partition: Strategy = "sorted_greedy",
+        broadcast_dtype: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
+        Joinable.__init__(self)
         self.collectives = as_collectives(process_group)
         self.process_group = dist.group.WORLD if process_group is None else process_group
         self.rank = self.collectives.rank
         self.world_size = self.collectives.world_size
         self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
         self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.overlap_with_ddp = overlap_with_ddp
+        self.broadcast_dtype = broadcast_dtype
+        self._backward = InBackward()
         self._strategy = partition
         self._consolidated: checkpoint.State | None = None
         self._messages: list[Message] = []
@@ -106,12 +120,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         # Whatever can go wrong by itself goes wrong before the first message, and then on all ranks alike.
         facts: Sequence[str] | Exception
         try:
-            if overlap_with_ddp:
-                raise NotImplementedError(
-                    "overlap_with_ddp=True is not supported yet. Without it, step() after backward() gives "
-                    "the same parameters; parameters_as_bucket_view=True sends fewer, larger messages."
-                )
-            super().__init__(params, defaults)
+            Optimizer.__init__(self, params, defaults)
             self.partition = plan_partition(partition, self._specs(), self.world_size)
             check_can_be_sharded(optimizer_class, self.partition, self._params, self._specs())
             if parameters_as_bucket_view:
@@ -142,27 +151,65 @@ class ZeroRedundancyOptimizer(Optimizer):
             RuntimeError: another rank stopped, or makes other calls; says what this one waited for.
         Collective: all ranks of the group, once each iteration, after their gradients were reduced.
         Cost: each rank receives (N-1)/N of the trainable parameters, and sends its own 1/N to the others. The
-            first step after a change of `requires_grad` also makes one all-gather of 32 bytes.
+            first step after a change of `requires_grad` also makes one all-gather of 32 bytes. Nothing where
+            backward has made the update already (`overlap_with_ddp`).
         """
+        Join.notify_join_context(self)
+        self._backward.check_no_scaler(self)
+        if closure is not None and (self.overlap_with_ddp or self._join_config.enable):
+            closure = _evaluated(closure)  # its backward makes the update, or ranks without data shadow it
+        if self._backward.take_update(kwargs):
+            return closure and closure()
+        if self._join_config.enable:
+            join.lend_to_joined(self, active=True)
+        self._begin_update()
+        return self._make_update(closure, **kwargs)
+
+    def _begin_update(self) -> None:
+        """Take over what has changed since the last update: parameters, options."""
         self._consolidated = None
         self._rebuild_if_changed()
         copy_options(self.param_groups, self.optim.param_groups)
+
+    def _make_update(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """The update itself: each rank steps its shard, then all send what they own."""
         loss = self._step_local(closure, **kwargs)
-        broadcast_messages(self.collectives, self._messages)
-        # The network writes behind autograd's back: tell it, on every rank as on the owner.
-        torch.autograd.graph.increment_version(self._params)
-        copy_options(self.optim.param_groups, self.param_groups)
+        broadcast_messages(self.collectives, self._messages, self.broadcast_dtype)
+        self._end_update()
         return loss
 
-    def _step_local(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+    def _step_local(
+        self,
+        closure: Callable[[], Any] | None = None,
+        gradients: Mapping[int, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         if closure is None:
-            self._gradients.lend()
+            self._gradients.lend(gradients)
         else:
             kwargs["closure"] = self._gradients.lent_after(closure)
         try:
             return self.optim.step(**kwargs)
         finally:
             self._gradients.take_back()
+
+    def _end_update(self) -> None:
+        """Tell autograd and the user's groups."""
+        # The network writes behind autograd's back: tell it, on every rank as on the owner.
+        # Frozen parameters have not changed, and a backward under way may still need them.
+        torch.autograd.graph.increment_version([param for param in self._params if param.requires_grad])
+        copy_options(self.optim.param_groups, self.param_groups)
+        self._backward.take_gradients()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's optimizers: forget all gradients."""
+        super().zero_grad(set_to_none)
+        self._backward.forget_gradients()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # True makes torch.amp.GradScaler call step() on every rank, which then refuses on every rank.
+        return self._backward.refuses_scaler is not None
 
     # --------------------------------------------------------------------------- building what step uses
 
@@ -297,6 +344,56 @@ class ZeroRedundancyOptimizer(Optimizer):
             "Use consolidate_state_dict() and state_dict()."
         )
 
+    def repartition(self, partition: Strategy) -> None:
+        """Give elements to other owners in the middle of training, which goes on as if nothing had happened.
+
+        Only the state of what changes owner moves, from its old owner straight to the new one; slices that do
+        not change keep their very tensors. Options stay, and so does a state that was consolidated.
+
+        >>> optimizer.repartition("even")                                    # doctest: +SKIP
+
+        Args:
+            partition: as in the constructor. A rule also places the groups that are added later.
+        Raises:
+            TypeError, ValueError: the partition does not fit, or cannot work for this optimizer; something in
+                the state cannot be moved; the parts of a parameter were not stepped together.
+            RuntimeError: the last backward reduced gradients to their owners, and no step has used them yet;
+                another rank stopped. If one rank raises, or ranks pass different partitions, all raise and
+                the optimizer is as it was.
+        Collective: all ranks of the group.
+        Cost: each element that changes owner is sent once, with its state, and with its value where there is
+            a `broadcast_dtype`; a table of contents from each rank to each that it sends to; two all-gathers
+            of 32 bytes. While it lasts, the state of slices that change is held twice.
+        """
+        self._rebuild_if_changed()
+        facts: Sequence[str] | Exception
+        try:
+            if self._backward.owner_only:
+                raise RuntimeError(
+                    f"rank {self.rank}: the last backward reduced gradients to their owners, so new owners "
+                    "would not have them. Call step() or zero_grad() before repartition()."
+                )
+            new = plan_partition(partition, self._specs(), self.world_size)
+            check_can_be_sharded(type(self.optim), new, self._params, self._specs())
+            handover = Handover(
+                self.rank,
+                self.partition,
+                new,
+                self._params,
+                self._owned,
+                self.optim.state,
+                values=self.broadcast_dtype is not None,
+            )
+            facts = self._facts(new)
+        except Exception as error:
+            facts = error
+        agree(self.collectives, "repartition the optimizer", facts)
+        state = handover.exchange(self.collectives)
+        self.optim.state.clear()
+        self.optim.state.update(state)
+        self.partition, self._strategy, self._owned = new, partition, handover.owned
+        self._build()
+
     def consolidate_state_dict(self, to: int | Literal["all"] = 0) -> None:
         """Gather the optimizer state onto one rank, or onto all; then `state_dict()` returns it there.
 
@@ -336,7 +433,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             raise RuntimeError(
                 f"rank {self.rank}: the optimizer state is spread over {self.world_size} ranks and has not "
                 "been gathered on this one since the last step. Call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks, or state_dict() only on the rank that "
+                f"consolidate_state_dict({self.rank}) on all ranks, or state_dict() only on the rank that "
                 "the state was gathered to."
             )
         state_dict: dict[str, Any] = {
@@ -396,8 +493,29 @@ class ZeroRedundancyOptimizer(Optimizer):
         shard = checkpoint.shard_of(state_dict["state"], ids, self._owned)
         self.optim.load_state_dict({"state": shard, "param_groups": groups})
 
+    # ------------------------------------------------------------------------------------- uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch.distributed.algorithms.join.Join: a rank without data goes on updating its shard."""
+        return join.ShadowStep(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where Join counts the ranks that have data."""
+        return self.collectives.wire_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group whose ranks join."""
+        return self.process_group
+
+    # ----------------------------------------------------------------------------------- checks and logging
+
     def _facts(self, partition: Partition, first: int = 0) -> list[str]:
-        way = f"{type(self.optim).__name__}, parameters_as_bucket_view={self.parameters_as_bucket_view}"
+        way = (
+            f"{type(self.optim).__name__}, parameters_as_bucket_view={self.parameters_as_bucket_view}, "
+            f"overlap_with_ddp={self.overlap_with_ddp}, broadcast_dtype={self.broadcast_dtype}"
+        )
         return [way, *facts_of(self.param_groups, partition, first)]
 
     def _log(self) -> None:
@@ -422,3 +540,10 @@ class ZeroRedundancyOptimizer(Optimizer):
                 logger.info(
                     "rank %d owns %s of parameter %s", self.rank, own.piece, self._name(own.piece.param)
                 )
+
+
+def _evaluated(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """The closure's loss, computed now and once, in the form of a closure."""
+    with torch.enable_grad():
+        loss = closure()
+    return lambda: loss

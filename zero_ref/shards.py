@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -135,32 +135,44 @@ class LentGradients:
             if len(partition.pieces_of_param[number]) > 1
         ]
         self.my_pieces = [own for own in owned if own.local is not own.param and own.param.requires_grad]
-        self.my_frozen = [
-            own.param for own in owned if own.local is own.param and not own.param.requires_grad
-        ]
+        self.my_whole = [own for own in owned if own.local is own.param and own.param.requires_grad]
+        self.my_frozen = [own for own in owned if own.local is own.param and not own.param.requires_grad]
         self.withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
-    def lend(self) -> None:
+    def lend(self, gradients: Mapping[int, torch.Tensor] | None = None) -> None:
         """Point the local tensors to their gradients.
 
+        Args:
+            gradients: by parameter number, each in its parameter's shape and strides. The local step then
+                updates these parameters alone. None for what each parameter has in `.grad`.
         Raises:
             RuntimeError: a parameter that is split has a sparse gradient. Every rank looks at all of them, so
                 that all raise alike.
         """
+
+        def gradient_of(number: int, param: torch.Tensor) -> torch.Tensor | None:
+            return param.grad if gradients is None else gradients.get(number)
+
         for number, param, _ in self.cut:
-            if param.grad is not None and param.grad.layout != torch.strided:
+            grad = gradient_of(number, param)
+            if grad is not None and grad.layout != torch.strided:
                 raise RuntimeError(
                     f"parameter {self.specs[number].name or number} has a sparse gradient, which cannot be "
                     'cut. Use a partition of whole parameters, such as "sorted_greedy".'
                 )
         for piece, param, local in self.my_pieces:
-            local.grad = (
-                None if param.grad is None else flat_like(param.grad, param)[piece.start : piece.stop]
-            )
-        for param in self.my_frozen:
+            grad = gradient_of(piece.param, param)
+            local.grad = None if grad is None else flat_like(grad, param)[piece.start : piece.stop]
+        for own in self.my_frozen:
             # A gradient left from before the parameter was frozen would move it on its owner alone.
-            self.withheld.append((param, param.grad))
-            param.grad = None
+            self._replace(own.param, None)
+        if gradients is not None:
+            for own in self.my_whole:
+                self._replace(own.param, gradients.get(own.piece.param))
+
+    def _replace(self, param: torch.Tensor, grad: torch.Tensor | None) -> None:
+        self.withheld.append((param, param.grad))
+        param.grad = grad
 
     def take_back(self) -> None:
         """Leave all gradients as they were before `lend`."""

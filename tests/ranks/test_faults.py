@@ -58,6 +58,7 @@ CONSTRUCTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "lr": ({"lr": 0.5}, "lr=0.5"),
     "option": ({"amsgrad": True}, "amsgrad=True"),
     "partition": ({"partition": "even"}, "rank 2 has [partition"),
+    "overlap": ({"overlap_with_ddp": True}, "overlap_with_ddp=True"),
     "bucket view": ({"parameters_as_bucket_view": True}, "parameters_as_bucket_view=True"),
     "class": ({"optimizer_class": optim.Adam}, "rank 2 has [Adam,"),
 }
@@ -66,7 +67,6 @@ FAILURES: dict[str, dict[str, Any]] = {
     "ValueError": {"params": lambda model: []},
     "ValueError: Invalid learning rate: -1.0": {"lr": -1.0},
     "ValueError: unknown partition": {"partition": "by luck"},
-    "NotImplementedError: overlap_with_ddp": {"overlap_with_ddp": True},
     "ValueError: LBFGS": {"optimizer_class": optim.LBFGS},
 }
 
@@ -315,10 +315,59 @@ def freeze_differently(on_one: bool) -> str:
 def test_a_parameter_frozen_on_one_rank_only_ends_in_an_error_at_the_groups_timeout() -> None:
     # Without the check the ranks would broadcast different parameters: Gloo then aborts the process.
     first, second = run(freeze_differently, 2, True, timeout=20)
-    assert "RuntimeError: rank 0 of 2: all_gather did not complete" in first
+    assert "RuntimeError: rank 0 was to change which parameters are trained with all others: rank 0" in first
     assert "RuntimeError: rank 1 of 2: broadcast from rank 0 did not complete" in second
 
 
 def test_ranks_that_freeze_different_parameters_are_told() -> None:
     for message in run(freeze_differently, 2, False, timeout=20):
         assert "rank 1 has [parameter up.weight: requires_grad=True]" in message
+
+
+# ------------------------------------------------------------------------- calls that only some ranks make
+
+
+def new_group(optimizer: ZeroRedundancyOptimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+ALONE: dict[str, Callable[[ZeroRedundancyOptimizer], Any]] = {
+    "rank 0 was to add a parameter group with all others": new_group,
+    "rank 0 was to consolidate the optimizer state with": lambda optimizer: (
+        optimizer.consolidate_state_dict()
+    ),
+    "rank 0 of 3: broadcast from rank 0 did not": lambda optimizer: optimizer.step(),
+}
+
+
+def call_alone(calls: list[Callable[[ZeroRedundancyOptimizer], Any]], others_step: bool) -> list[str]:
+    """Rank 0 makes a call, and the others none, or a step."""
+    messages = []
+    for call in calls:
+        model = Tangle()
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, group)
+        for _ in train(model, optimizer, range(1)):
+            pass
+        if dist.get_rank() == 0:
+            messages.append(
+                caught(lambda call=call, optimizer=optimizer: (call(optimizer), optimizer.step()))
+            )
+        elif others_step:
+            messages.append(caught(optimizer.step))
+        dist.barrier()  # of the default group, which is patient
+    return messages
+
+
+@pytest.mark.parametrize("others_step", [False, True])
+def test_a_call_that_only_some_ranks_make_ends_in_an_error_that_names_it(others_step: bool) -> None:
+    texts = list(ALONE)[: 2 if others_step else 3]
+    first, *others = run(call_alone, 3, [ALONE[text] for text in texts], others_step, timeout=40)
+    for text, message in zip(texts, first, strict=True):
+        assert message.startswith(f"RuntimeError: {text}")
+        assert "did not complete" in message
+        assert "such as one inside `if rank == 0:`" in message
+    for messages in others:
+        assert len(messages) == (len(texts) if others_step else 0)
+        for message in messages:
+            assert "broadcast from rank 0 did not complete" in message

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,27 +45,34 @@ def recording(collectives: Collectives) -> Iterator[list[Call]]:
         collectives.observers.remove(calls.append)
 
 
-class DDPRecorder:
-    """Records the gradient all-reduces of a DistributedDataParallel model, in `calls`.
+def recording_all_reduce(calls: list[Call]) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:
+    """A DDP communication hook that all-reduces as DDP does by itself, and notes each bucket in `calls`.
 
-    DDP issues them from C++, out of sight of Python; a communication hook is asked before each one. The
-    hook then makes the same all-reduce, of gradients times 1/N for N ranks, that DDP makes by itself.
+    DDP issues its all-reduces from C++, out of sight of Python; a hook is asked before each one. Its state is
+    the process group, None for the default one.
+
+    >>> ddp.register_comm_hook(None, recording_all_reduce(calls))        # doctest: +SKIP
     """
+
+    # DDP refuses annotations other than its own classes, and typing knows no name for those.
+    def all_reduce(group, bucket):  # type: ignore[no-untyped-def]
+        flat: torch.Tensor = bucket.buffer()
+        calls.append(Call("all_reduce", flat.nbytes))
+        flat.mul_(1 / dist.get_world_size(group))  # as DDP does; dividing by 3 rounds otherwise
+        future: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(
+            flat, group=group, async_op=True
+        ).get_future()
+        return future.then(lambda reduced: reduced.value()[0])
+
+    return all_reduce
+
+
+class DDPRecorder:
+    """Records the gradient all-reduces of a DistributedDataParallel model, in `calls`."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.calls: list[Call] = []
-        self.group = ddp.process_group
-        ddp.register_comm_hook(None, self._on_bucket)
-
-    # DDP refuses annotations other than its own classes, and typing knows no name for those.
-    def _on_bucket(self, _, bucket):  # type: ignore[no-untyped-def]
-        flat: torch.Tensor = bucket.buffer()
-        self.calls.append(Call("all_reduce", flat.nbytes))
-        flat.mul_(1 / dist.get_world_size(self.group))  # as DDP does; dividing by 3 rounds otherwise
-        future: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(
-            flat, group=self.group, async_op=True
-        ).get_future()
-        return future.then(lambda reduced: reduced.value()[0])
+        ddp.register_comm_hook(ddp.process_group, recording_all_reduce(self.calls))
 
 
 def held_bytes(params: Iterable[torch.Tensor], optimizer: Optimizer) -> HeldBytes:

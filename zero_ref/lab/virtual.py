@@ -11,12 +11,12 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from zero_ref.collectives import Observable
+from zero_ref.collectives import Observable, ToPeer
 
 T = TypeVar("T")
 
@@ -84,6 +84,9 @@ class VirtualCollectives(Observable):
         self.world, self.rank, self.world_size = world, rank, world.size
         self.wire_device = torch.device("cpu")
 
+    def __repr__(self) -> str:
+        return f"virtual rank {self.rank} of {self.world_size}"
+
     def broadcast(self, tensor: torch.Tensor, src: int) -> _Done:
         self.tell("broadcast", tensor, src)
         return self._exchange(f"broadcast from rank {src}", tensor, lambda board: tensor.copy_(board[src]))
@@ -113,6 +116,13 @@ class VirtualCollectives(Observable):
                 f"virtual rank {self.rank} wants {_kind(tensor)} and rank {src} sent {_kind(received)}."
             )
         tensor.copy_(received)
+        return _Done()
+
+    def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> _Done:
+        for dst, tensor in sends:
+            self.send(tensor, dst)
+        for src, tensor in recvs:
+            self.recv(tensor, src)
         return _Done()
 
     def _take(self, src: int) -> torch.Tensor:

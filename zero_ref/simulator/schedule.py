@@ -6,12 +6,12 @@ must be equal, the same operations in the same order with the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from zero_ref.calls import Call
-from zero_ref.layout import BucketLayout, lay_out
-from zero_ref.partition import ParamSpec, Partition, Strategy, plan_partition
+from zero_ref.layout import BucketLayout, lay_out, runs_within
+from zero_ref.partition import ParamSpec, Partition, Slice, Strategy, plan_partition
 from zero_ref.simulator.ledger import StateRule, itemsize_of, nbytes_of, state_bytes_of_rank
 
 MIB = 2**20
@@ -147,6 +147,91 @@ def schedule(
         gradient_bytes=(gradient_bytes,) * world_size,
         state_bytes=state_bytes,
     )
+
+
+def calls_of_rank(
+    partition: Partition,
+    params: Sequence[ParamSpec],
+    rank: int,
+    *,
+    buckets: Sequence[Sequence[int]] | None = None,
+    flat: bool = False,
+    to_owners: bool = False,
+    interleaved: bool = False,
+) -> list[Call]:
+    """The calls of one rank in one iteration, gradients reduced and parameters sent, in order.
+
+    Interleaved, a bucket's new parameters follow the reduction of the bucket after it: they are stepped and
+    sent while autograd computes the gradients in between.
+
+    >>> params = [ParamSpec(n) for n in (600, 500, 400, 100)]
+    >>> from zero_ref.partition import sorted_greedy
+    >>> plan, buckets = sorted_greedy([600, 500, 400, 100], 2), [[3, 2], [1, 0]]
+    >>> [call[:2] for call in calls_of_rank(plan, params, 0, buckets=buckets, interleaved=True)]
+    [('all_reduce', 2000), ('all_reduce', 4400), ('broadcast', 400), ('broadcast', 1600),
+     ('broadcast', 2400), ('broadcast', 2000)]
+    >>> [call[:2] for call in calls_of_rank(plan, params, 0, buckets=buckets, to_owners=True)][:4]
+    [('send', 1600), ('recv', 400), ('send', 2000), ('recv', 2400)]
+
+    Args:
+        buckets: the parameters of each of DDP's gradient buckets; None for `ddp_buckets` with its defaults.
+        flat: parameters are views of flat tensors, so that what lies together is sent together.
+        to_owners: gradients are reduced to the owners only, pairwise; else all-reduced.
+    """
+    if buckets is None:
+        buckets = ddp_buckets(params)
+    messages = _messages(partition, params, flat)
+    calls: list[Call] = []
+    for index, bucket in enumerate(buckets):
+        calls += (
+            reductions_to_owners(partition, params, rank, bucket)
+            if to_owners
+            else _all_reduces(params, [bucket])
+        )
+        if interleaved and index:
+            calls += _broadcasts(messages, params, set(buckets[index - 1]))
+    left = buckets[-1:] if interleaved else buckets
+    calls += _broadcasts(messages, params, {number for bucket in left for number in bucket})
+    return [call for call in calls if partition.world_size > 1 or call.op == "all_reduce"]
+
+
+def reductions_to_owners(
+    partition: Partition, params: Sequence[ParamSpec], rank: int, bucket: Iterable[int]
+) -> list[Call]:
+    """What `rank` sends and receives so that each owner gets all ranks' gradients of a DDP bucket.
+
+    One message to each rank that owns some of it; if `rank` owns some itself, one from each other rank.
+    """
+    nbytes_of_rank = [0] * partition.world_size
+    for number in bucket:
+        for piece, owner in partition.pieces_of_param[number]:
+            nbytes_of_rank[owner] += piece.numel * itemsize_of(params[number].dtype)
+    peers = [peer for peer in range(partition.world_size) if peer != rank]
+    return [
+        *(Call("send", nbytes_of_rank[peer], peer) for peer in peers if nbytes_of_rank[peer]),
+        *(Call("recv", nbytes_of_rank[rank], peer) for peer in peers if nbytes_of_rank[rank]),
+    ]
+
+
+def _messages(
+    partition: Partition, params: Sequence[ParamSpec], flat: bool
+) -> list[tuple[int, tuple[Slice, ...]]]:
+    """The owner and the slices of each message of a step."""
+    if flat:
+        layout = lay_out(partition, params)
+        return [(bucket.owner, bucket.slices) for flat in layout.flats for bucket in flat.buckets]
+    return [(owner, (piece,)) for owner, slices in enumerate(partition.slices_of_rank) for piece in slices]
+
+
+def _broadcasts(
+    messages: Sequence[tuple[int, tuple[Slice, ...]]], params: Sequence[ParamSpec], members: Container[int]
+) -> list[Call]:
+    return [
+        Call("broadcast", (run.stop - run.start) * itemsize_of(params[run.slices[0].param].dtype), owner)
+        for owner, slices in messages
+        for run in runs_within(slices, members)
+        if params[run.slices[0].param].trainable
+    ]
 
 
 def broadcasts_of_slices(partition: Partition, params: Sequence[ParamSpec]) -> list[Call]:

@@ -32,7 +32,17 @@ from zero_ref.lab.ranks import RankError
 
 __all__ = ["check", "exercise", "exercises", "Answer", "ExerciseFailed", "StillTheStub"]
 
-CHAPTERS = ("ledger", "partition", "step")
+CHAPTERS = (
+    "ledger",
+    "partition",
+    "step",
+    "buckets",
+    "groups",
+    "overlap",
+    "checkpoint",
+    "clipping",
+    "join",
+)
 """The modules with graders. A new chapter adds its name."""
 
 

@@ -9,17 +9,26 @@ A plot decides nothing: partitions, bytes and losses are computed elsewhere and 
 draws into the Axes that it is given, whoever made it, and touches no global state; `figure` makes one that
 a notebook shows when it is the last line of a cell. Ranks have the same colour in every picture.
 
-Who owns what: `shard_map`, `loads`, `balance_against_ranks`, `step_diagram`.
-What it costs: `memory_by_rank`, `ledger_stages`.
+Who owns what: `shard_map`, `loads`, `balance_against_ranks`, `step_diagram`, `flat_layout`, `groups_grid`.
+What it costs: `memory_by_rank`, `ledger_stages`, `message_times`.
 What a run gave: `loss_curves`, `predicted_against_measured`.
+When it happens: `timeline`. What moves to other ranks: `reshard`.
+What clipping does: `norms_together`.
+Who still has data: `shadow_grid`.
 """
 
+from zero_ref.lab.plots._buckets import flat_layout, message_times
 from zero_ref.lab.plots._bytes import ledger_stages, memory_by_rank
+from zero_ref.lab.plots._groups import groups_grid
+from zero_ref.lab.plots._join import shadow_grid
 from zero_ref.lab.plots._loads import balance_against_ranks, loads
 from zero_ref.lab.plots._map import shard_map
+from zero_ref.lab.plots._norms import norms_together
+from zero_ref.lab.plots._reshard import reshard
 from zero_ref.lab.plots._runs import loss_curves, predicted_against_measured
 from zero_ref.lab.plots._step import step_diagram
 from zero_ref.lab.plots._style import Picture, figure, rank_colour, save, text_colour_on
+from zero_ref.lab.plots._timeline import timeline
 
 __all__ = [
     "figure",
@@ -29,10 +38,17 @@ __all__ = [
     "loads",
     "balance_against_ranks",
     "step_diagram",
+    "flat_layout",
+    "groups_grid",
     "memory_by_rank",
     "ledger_stages",
+    "message_times",
     "loss_curves",
     "predicted_against_measured",
+    "timeline",
+    "shadow_grid",
+    "reshard",
+    "norms_together",
     "rank_colour",
     "text_colour_on",
 ]

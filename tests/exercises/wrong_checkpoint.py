@@ -1,0 +1,251 @@
+"""Chapter 8: answers that a reader may give, each with a part of the message that must meet them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zero_ref.partition import Partition, Slice
+
+Table = dict[tuple[int, int], int]
+
+
+# ------------------------------------------------------------------------------ 8.1 which elements move
+
+
+def _overlaps(old: Partition, new: Partition) -> list[tuple[int, int, Slice]]:
+    return [
+        (src, dst, Slice(had.param, max(had.start, has.start), min(had.stop, has.stop)))
+        for src, of_src in enumerate(old.slices_of_rank)
+        for dst, of_dst in enumerate(new.slices_of_rank)
+        for had in of_src
+        for has in of_dst
+        if had.param == has.param and max(had.start, has.start) < min(had.stop, has.stop)
+    ]
+
+
+def only_what_moves(old: Partition, new: Partition) -> Table:
+    table: Table = {}
+    for src, dst, piece in _overlaps(old, new):
+        if src != dst:
+            table[src, dst] = table.get((src, dst), 0) + piece.numel
+    return table
+
+
+def new_owner_first(old: Partition, new: Partition) -> Table:
+    table: Table = {}
+    for src, dst, piece in _overlaps(old, new):
+        table[dst, src] = table.get((dst, src), 0) + piece.numel
+    return table
+
+
+def keeps_the_last_slice_only(old: Partition, new: Partition) -> Table:
+    return {(src, dst): piece.numel for src, dst, piece in _overlaps(old, new)}
+
+
+def forgets_the_parameter(old: Partition, new: Partition) -> Table:
+    table: Table = {}
+    for src, of_src in enumerate(old.slices_of_rank):
+        for dst, of_dst in enumerate(new.slices_of_rank):
+            for had in of_src:
+                for has in of_dst:
+                    numel = min(had.stop, has.stop) - max(had.start, has.start)
+                    table[src, dst] = table.get((src, dst), 0) + max(0, numel)
+    return table
+
+
+def looks_at_loads(old: Partition, new: Partition) -> Table:
+    """As if every rank owned one run of the flat range, in rank order."""
+    table: Table = {}
+    src = dst = 0
+    had, has = list(old.loads), list(new.loads)
+    while src < len(had) and dst < len(has):
+        numel = min(had[src], has[dst])
+        table[src, dst] = table.get((src, dst), 0) + numel
+        had[src] -= numel
+        has[dst] -= numel
+        src, dst = src + (had[src] == 0), dst + (numel > 0 and has[dst] == 0 and had[src] != 0)
+        while dst < len(has) and has[dst] == 0:
+            dst += 1
+    return table
+
+
+def lists_of_ranks(old: Partition, new: Partition) -> list[list[int]]:
+    return [[0] * new.world_size for _ in range(old.world_size)]
+
+
+# ------------------------------------------------------------------------------ 8.2 shards put together
+
+
+def _whole(partition: Partition, shapes: Any, shards: Any) -> dict[int, dict[str, torch.Tensor]]:
+    whole: dict[int, dict[str, torch.Tensor]] = {}
+    for shard in shards:
+        for piece, state in shard.items():
+            of_param = whole.setdefault(piece.param, {"step": state["step"].clone()})
+            for key in ("exp_avg", "exp_avg_sq"):
+                full = of_param.setdefault(key, torch.zeros(shapes[piece.param]))
+                full.view(-1)[piece.start : piece.stop] = state[key]
+    return whole
+
+
+def one_after_the_other(partition: Partition, shapes: Any, shards: Any) -> Any:
+    whole = _whole(partition, shapes, shards)
+    for param, of_param in whole.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            parts = [shard[piece][key] for shard in shards for piece in shard if piece.param == param]
+            of_param[key] = torch.cat(parts).view(shapes[param])
+    return whole
+
+
+def from_the_start_each(partition: Partition, shapes: Any, shards: Any) -> Any:
+    whole = _whole(partition, shapes, shards)
+    for shard in shards:
+        for piece, state in shard.items():
+            whole[piece.param]["exp_avg"].view(-1)[: piece.numel] = state["exp_avg"]
+    return whole
+
+
+def flat(partition: Partition, shapes: Any, shards: Any) -> Any:
+    return {
+        param: {key: value.flatten() if value.ndim else value for key, value in of_param.items()}
+        for param, of_param in _whole(partition, shapes, shards).items()
+    }
+
+
+def adds_up_the_steps(partition: Partition, shapes: Any, shards: Any) -> Any:
+    whole = _whole(partition, shapes, shards)
+    for param, of_param in whole.items():
+        of_param["step"] = sum(
+            shard[piece]["step"] for shard in shards for piece in shard if piece.param == param
+        )
+    return whole
+
+
+def zeros_for_the_unused(partition: Partition, shapes: Any, shards: Any) -> Any:
+    empty = {"step": torch.tensor(0.0)}
+    whole = _whole(partition, shapes, shards)
+    return {param: whole.get(param, empty) for param in range(len(shapes))}
+
+
+def only_rank_0(partition: Partition, shapes: Any, shards: Any) -> Any:
+    return _whole(partition, shapes, shards[:1])
+
+
+def keeps_the_shards_memory(partition: Partition, shapes: Any, shards: Any) -> Any:
+    whole = _whole(partition, shapes, shards)
+    for shard in shards:
+        for piece, state in shard.items():
+            if piece.numel == partition.numels[piece.param]:
+                whole[piece.param]["exp_avg"] = state["exp_avg"].view(shapes[piece.param])
+    return whole
+
+
+# ------------------------------------------------------------------------- 8.3 killed while it saves
+
+
+def _names(number: int, shards: list[bytes]) -> list[str]:
+    return [f"save-{number}/shard-{rank}-of-{len(shards)}" for rank in range(len(shards))]
+
+
+def _remove_all_but(disk: Any, names: list[str]) -> None:
+    for name in disk.names():
+        if name not in names:
+            disk.remove(name)
+
+
+def writes_in_place(disk: Any, number: int, shards: list[bytes]) -> None:
+    names = _names(number, shards)
+    for name, shard in zip(names, shards):
+        disk.write(name, shard)
+    _remove_all_but(disk, names)
+
+
+def removes_first(disk: Any, number: int, shards: list[bytes]) -> None:
+    names = _names(number, shards)
+    _remove_all_but(disk, names)
+    for name, shard in zip(names, shards):
+        disk.write("unfinished", shard)
+        disk.rename("unfinished", name)
+
+
+def never_removes(disk: Any, number: int, shards: list[bytes]) -> None:
+    for name, shard in zip(_names(number, shards), shards):
+        disk.write("unfinished", shard)
+        disk.rename("unfinished", name)
+
+
+def replaces_the_old_files(disk: Any, number: int, shards: list[bytes]) -> None:
+    for name, shard in zip(_names(number - 1, shards), shards):
+        disk.write("unfinished", shard)
+        disk.rename("unfinished", name)
+
+
+def starts_in_the_old_folder(disk: Any, number: int, shards: list[bytes]) -> None:
+    replaces_the_old_files(disk, number, shards)
+    never_removes(disk, number, shards)
+    _remove_all_but(disk, _names(number, shards))
+
+
+def forgets_what_killed_saves_leave(disk: Any, number: int, shards: list[bytes]) -> None:
+    older = [name for name in disk.names() if name.startswith(f"save-{number - 1}/")]
+    names = _names(number, shards)
+    for name, shard in zip(names, shards):
+        disk.write(f"{name}.unfinished", shard)
+        disk.rename(f"{name}.unfinished", name)
+    for name in older:
+        disk.remove(name)
+
+
+def mixes_up_the_ranks(disk: Any, number: int, shards: list[bytes]) -> None:
+    names = _names(number, shards)
+    for name, shard in zip(names, reversed(shards)):
+        disk.write("unfinished", shard)
+        disk.rename("unfinished", name)
+    _remove_all_but(disk, names)
+
+
+def never_renames(disk: Any, number: int, shards: list[bytes]) -> None:
+    for name, shard in zip(_names(number, shards), shards):
+        disk.write(f"{name}.unfinished", shard)
+
+
+def tidies_up_when_killed(disk: Any, number: int, shards: list[bytes]) -> None:
+    try:
+        writes_in_place(disk, number, shards)
+    except BaseException:
+        return
+
+
+WRONG = [
+    ("checkpoint.between", only_what_moves, r"List what stays too"),
+    ("checkpoint.between", new_owner_first, r"old owner comes first"),
+    ("checkpoint.between", keeps_the_last_slice_only, r"each has one pair"),
+    ("checkpoint.between", forgets_the_parameter, r"each has one pair"),
+    ("checkpoint.between", looks_at_loads, r"only in the same parameter"),
+    ("checkpoint.between", lists_of_ranks, r"must return a dict"),
+    ("checkpoint.consolidate", one_after_the_other, r"right elements in the wrong order.* its `start`"),
+    ("checkpoint.consolidate", from_the_start_each, r"wrong elements of 384"),
+    ("checkpoint.consolidate", flat, r"'exp_avg' has the shape \(384,\); its parameter has \(16, 24\)"),
+    ("checkpoint.consolidate", adds_up_the_steps, r"'step' is 4, after 2 steps"),
+    ("checkpoint.consolidate", zeros_for_the_unused, r"a parameter that never had a gradient has no state"),
+    ("checkpoint.consolidate", only_rank_0, r"parameter 1 is missing"),
+    ("checkpoint.consolidate", keeps_the_shards_memory, r"lies in the memory of a shard"),
+    ("checkpoint.save", writes_in_place, r"takes the half of shard 0 for the whole"),
+    ("checkpoint.save", removes_first, r"killed in write\(.* finds no complete save"),
+    ("checkpoint.save", never_removes, r"save number 10 there still are \['save-9/shard-0-of-1'\]"),
+    (
+        "checkpoint.save",
+        replaces_the_old_files,
+        r"after save number 10 the file 'save-10/shard-0-of-1' is missing",
+    ),
+    ("checkpoint.save", starts_in_the_old_folder, r"shards of two saves side by side"),
+    (
+        "checkpoint.save",
+        forgets_what_killed_saves_leave,
+        r"save number 11 there still are \['save-9/shard-0-of-1'",
+    ),
+    ("checkpoint.save", mixes_up_the_ranks, r"each in the file of its rank"),
+    ("checkpoint.save", never_renames, r"shard-0-of-1' is missing"),
+    ("checkpoint.save", tidies_up_when_killed, r"takes the half of shard 0 for the whole"),
+]

@@ -1,0 +1,221 @@
+"""Chapter 9: answers that a reader may give, each with a part of the message that must meet them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# --------------------------------------------------------------------------------------------- global_norm
+
+
+def _of_all(number: float, comm: Any) -> float:
+    total = torch.tensor([number])
+    comm.all_reduce(total).wait()
+    return total.item()
+
+
+def _own(gradients: list[torch.Tensor], p: float) -> float:
+    return torch.linalg.vector_norm(torch.cat([*gradients, torch.zeros(1)]), p).item()
+
+
+def of_this_rank_alone(gradients: Any, norm_type: float, comm: Any) -> float:
+    return _own(gradients, norm_type)
+
+
+def adds_norms(gradients: Any, norm_type: float, comm: Any) -> float:
+    return _of_all(_own(gradients, norm_type), comm)
+
+
+def adds_norms_of_slices(gradients: Any, norm_type: float, comm: Any) -> float:
+    return _of_all(sum(_own([gradient], norm_type) for gradient in gradients), comm)
+
+
+def takes_no_root(gradients: Any, norm_type: float, comm: Any) -> float:
+    return _of_all(_own(gradients, norm_type) ** norm_type, comm)
+
+
+def averages_the_norms(gradients: Any, norm_type: float, comm: Any) -> float:
+    powers = _of_all(_own(gradients, norm_type) ** norm_type, comm)
+    return float((powers / comm.world_size) ** (1 / norm_type))
+
+
+def forgets_infinity(gradients: Any, norm_type: float, comm: Any) -> float:
+    if norm_type == math.inf:
+        return _of_all(_own(gradients, norm_type), comm)
+    return float(_of_all(_own(gradients, norm_type) ** norm_type, comm) ** (1 / norm_type))
+
+
+def powers_of_infinity(gradients: Any, norm_type: float, comm: Any) -> float:
+    powers = sum((gradient.abs() ** norm_type).sum().item() for gradient in gradients)
+    total = _of_all(powers, comm)
+    return math.nan if norm_type == math.inf else float(total ** (1 / norm_type))
+
+
+def always_the_2_norm(gradients: Any, norm_type: float, comm: Any) -> float:
+    return math.sqrt(_of_all(_own(gradients, 2.0) ** 2, comm))
+
+
+def always_the_square_root(gradients: Any, norm_type: float, comm: Any) -> float:
+    if norm_type == math.inf:
+        norm_type = 2.0
+    return math.sqrt(_of_all(_own(gradients, norm_type) ** norm_type, comm))
+
+
+def ranks_with_nothing_return(gradients: Any, norm_type: float, comm: Any) -> float:
+    if not gradients:
+        return 0.0
+    places = torch.zeros(comm.world_size)
+    places[comm.rank] = _own(gradients, norm_type)
+    comm.all_reduce(places).wait()
+    return torch.linalg.vector_norm(places, norm_type).item()
+
+
+def one_call_for_each_slice(gradients: Any, norm_type: float, comm: Any) -> float:
+    if norm_type == math.inf:
+        return 0.0
+    total = sum(_of_all(_own([gradient], norm_type) ** norm_type, comm) for gradient in gradients)
+    return float(total ** (1 / norm_type))
+
+
+def stacks_nothing(gradients: Any, norm_type: float, comm: Any) -> float:
+    places = torch.zeros(comm.world_size)
+    norms = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients])
+    places[comm.rank] = torch.linalg.vector_norm(norms, norm_type)
+    comm.all_reduce(places).wait()
+    return torch.linalg.vector_norm(places, norm_type).item()
+
+
+def gathers_the_gradients(gradients: Any, norm_type: float, comm: Any) -> float:
+    mine = torch.zeros(1000)
+    own = torch.cat([*gradients, torch.zeros(1)])
+    mine[: len(own)] = own
+    return _own(comm.all_gather(mine), norm_type)
+
+
+def a_norm_for_each_rank(gradients: Any, norm_type: float, comm: Any) -> Any:
+    places = torch.zeros(comm.world_size + 1)
+    places[comm.rank] = _own(gradients, norm_type)
+    comm.all_reduce(places).wait()
+    return places
+
+
+def clips_on_the_way(gradients: Any, norm_type: float, comm: Any) -> float:
+    for gradient in gradients:
+        gradient.mul_(0.5)
+    return adds_norms(gradients, norm_type, comm)
+
+
+# ------------------------------------------------------------------------------------------------ may_step
+
+
+def _finite(gradients: Any) -> bool:
+    return all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def looks_at_its_own(gradients: Any, comm: Any) -> bool:
+    return _finite(gradients)
+
+
+def returns_as_soon_as_it_knows(gradients: Any, comm: Any) -> bool:
+    return _finite(gradients) and _of_all(0.0, comm) == 0
+
+
+def misses_nan(gradients: Any, comm: Any) -> bool:
+    return _of_all(float(any(bool(g.isinf().any()) for g in gradients)), comm) == 0
+
+
+def steps_unless_all_are_spoiled(gradients: Any, comm: Any) -> bool:
+    return _of_all(float(not _finite(gradients)), comm) < comm.world_size
+
+
+def adds_the_elements(gradients: Any, comm: Any) -> bool:
+    return math.isfinite(_of_all(sum((gradient.sum().item() for gradient in gradients), 0.0), comm))
+
+
+def rank_0_decides(gradients: Any, comm: Any) -> bool:
+    return _of_all(float(not _finite(gradients) and comm.rank == 0), comm) == 0
+
+
+def counts(gradients: Any, comm: Any) -> int:
+    return int(_of_all(float(not _finite(gradients)), comm))
+
+
+# ---------------------------------------------------------------------------------------------- sent_bytes
+
+
+def all_in_the_given_dtype(params: Any, dtype: Any, world_size: int) -> int:
+    sent = [param for param in params if param.requires_grad and world_size > 1]
+    return sum(param.numel() * (dtype or param.dtype).itemsize for param in sent)
+
+
+def by_size_alone(params: Any, dtype: Any, world_size: int) -> int:
+    sent = [param for param in params if param.requires_grad and world_size > 1]
+    sizes = [p.itemsize if dtype is None else min(p.itemsize, dtype.itemsize) for p in sent]
+    return sum(param.numel() * size for param, size in zip(sent, sizes))
+
+
+def in_memory(params: Any, dtype: Any, world_size: int) -> int:
+    return sum(param.nbytes for param in params)
+
+
+def half_of_it(params: Any, dtype: Any, world_size: int) -> float:
+    return sum(param.nbytes for param in params) / (1 if dtype is None else 2)
+
+
+def _smaller(param: Any, dtype: Any) -> int:
+    if dtype is None or not param.is_floating_point():
+        return int(param.nbytes)
+    return int(param.numel() * min(param.itemsize, dtype.itemsize))
+
+
+def frozen_too(params: Any, dtype: Any, world_size: int) -> int:
+    return sum(_smaller(param, dtype) for param in params)
+
+
+def to_itself(params: Any, dtype: Any, world_size: int) -> int:
+    return sum(_smaller(param, dtype) for param in params if param.requires_grad)
+
+
+def to_each_rank(params: Any, dtype: Any, world_size: int) -> int:
+    return to_itself(params, dtype, world_size) * (2 * world_size - 3)
+
+
+def a_list(params: Any, dtype: Any, world_size: int) -> Any:
+    return [_smaller(param, dtype) for param in params]
+
+
+WRONG: list[tuple[str, Callable[..., Any], str]] = [
+    ("clipping.global_norm", of_this_rank_alone, r"What do the others own\?"),
+    ("clipping.global_norm", adds_norms, r"sum of norms"),
+    ("clipping.global_norm", adds_norms_of_slices, r"sum of norms"),
+    ("clipping.global_norm", takes_no_root, r"p-th root"),
+    ("clipping.global_norm", averages_the_norms, r"divided by the number of ranks"),
+    ("clipping.global_norm", forgets_infinity, r"norm_type=inf .* sum of norms"),
+    ("clipping.global_norm", powers_of_infinity, r"the largest element counts"),
+    ("clipping.global_norm", always_the_2_norm, r"2-norm, whatever"),
+    ("clipping.global_norm", always_the_square_root, r"must be the p-th one, too"),
+    ("clipping.global_norm", ranks_with_nothing_return, r"same calls.*owns nothing"),
+    ("clipping.global_norm", one_call_for_each_slice, r"do not make the same calls"),
+    ("clipping.global_norm", stacks_nothing, r"raised RuntimeError: stack expects a non-empty"),
+    ("clipping.global_norm", gathers_the_gradients, r"Gradients stay where they are"),
+    ("clipping.global_norm", a_norm_for_each_rank, r"must return one number"),
+    ("clipping.global_norm", clips_on_the_way, r"only to look at them"),
+    ("clipping.may_step", looks_at_its_own, r"some step and some do not"),
+    ("clipping.may_step", returns_as_soon_as_it_knows, r"already found what it looked for"),
+    ("clipping.may_step", misses_nan, r"A NaN is not infinite"),
+    ("clipping.may_step", steps_unless_all_are_spoiled, r"on any rank, is enough"),
+    ("clipping.may_step", adds_the_elements, r"may overflow"),
+    ("clipping.may_step", rank_0_decides, r"on any rank, is enough"),
+    ("clipping.may_step", counts, r"must return True or False"),
+    ("clipping.sent_bytes", all_in_the_given_dtype, r"Only what becomes smaller"),
+    ("clipping.sent_bytes", by_size_alone, r"not floating-point"),
+    ("clipping.sent_bytes", in_memory, r"they travel in `dtype`"),
+    ("clipping.sent_bytes", half_of_it, r"Not each of them is halved"),
+    ("clipping.sent_bytes", frozen_too, r"nobody sends it"),
+    ("clipping.sent_bytes", to_itself, r"nobody to send to"),
+    ("clipping.sent_bytes", to_each_rank, r"travels once"),
+    ("clipping.sent_bytes", a_list, r"a number of bytes"),
+]

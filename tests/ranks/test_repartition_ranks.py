@@ -1,0 +1,184 @@
+"""Repartitions between real ranks: training goes on, also in a subgroup, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from training import Run, Snapshot, Tangle, assert_same, assert_state_dicts_equal, dealt, snapshot, train
+
+from zero_ref import collectives
+from zero_ref.lab.ranks import RankError, run, shutdown
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    yield
+    shutdown()
+
+
+def mixed_model() -> nn.Module:
+    model = Tangle()
+    model.up.to(torch.bfloat16)
+    model.conv.to(torch.float64)
+    model.down.weight.data = model.down.weight.data.to(torch.complex64)
+    return model
+
+
+def caught(function: Callable[[], Any]) -> str:
+    """What `function` raises, as 'Type: text'."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+TURNS: list[Any] = ["even", "sorted_greedy", dealt, "even", "registration_greedy"]
+
+
+def train_and_repartition(case: Run, as_view: bool, group: Any = None) -> tuple[list[Snapshot], Any]:
+    """A repartition before each step; at the end the whole state, on rank 1."""
+    model = case.model(None)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), case.optimizer_class, group, as_view, **case.options
+    )
+    trained = []
+    for step, partition in enumerate(TURNS):
+        optimizer.repartition(partition)
+        trained += [snapshot(model) for _ in train(model, optimizer, range(step, step + 1))]
+    optimizer.repartition("even")
+    optimizer.consolidate_state_dict(to=1)
+    return trained, optimizer.state_dict() if optimizer.rank == 1 else None
+
+
+def train_all(cases: list[Run], as_view: bool) -> list[tuple[list[Snapshot], Any]]:
+    return [train_and_repartition(case, as_view) for case in cases]
+
+
+# ------------------------------------------------------------------------------------------- it goes on
+
+
+@pytest.mark.parametrize(("world_size", "as_view"), [(2, True), (4, False)])
+def test_training_goes_on_bit_for_bit(world_size: int, as_view: bool) -> None:
+    cases = [Run(optim.AdamW, make_model=mixed_model), Run(optim.ASGD, t0=1.0)]
+    of_rank = run(train_all, world_size, cases, as_view, timeout=30)
+    for case, results in zip(cases, zip(*of_rank, strict=True), strict=True):
+        plain, end = case.plain(range(len(TURNS)))
+        for rank, (trained, _) in enumerate(results):
+            assert_same(trained, plain, f"rank {rank}")
+        assert_state_dicts_equal(results[1][1], end)
+
+
+def in_a_subgroup(case: Run) -> Any:
+    odd = dist.new_group([1, 3])
+    return train_and_repartition(case, True, odd) if dist.get_rank() % 2 else None
+
+
+def test_in_a_subgroup_ranks_count_within_it() -> None:
+    case = Run(optim.AdamW)
+    plain, end = case.plain(range(len(TURNS)))
+    _, first, _, second = run(in_a_subgroup, 4, case, timeout=30)
+    for trained, _ in (first, second):
+        assert_same(trained, plain, "in the subgroup")
+    assert_state_dicts_equal(second[1], end)
+
+
+# ------------------------------------------------------------------------------- ranks that differ, stop, die
+
+
+def ask_for_another() -> tuple[str, str, list[Snapshot]]:
+    """Rank 1 asks for another partition, then cannot ask at all; and training goes on."""
+    model = Tangle()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
+    trained = [snapshot(model) for _ in train(model, optimizer, range(2))]
+    first = caught(lambda: optimizer.repartition("even" if optimizer.rank == 1 else dealt))
+    second = caught(lambda: optimizer.repartition("by luck" if optimizer.rank == 1 else dealt))
+    return first, second, trained + [snapshot(model) for _ in train(model, optimizer, range(2, 4))]
+
+
+def test_a_rank_that_asks_for_something_else_makes_all_raise() -> None:
+    plain, _ = Run(optim.AdamW).plain(range(4))
+    for rank, (first, second, trained) in enumerate(run(ask_for_another, 4, timeout=20)):
+        assert first.startswith(
+            "ValueError: ranks disagree, so none can repartition the optimizer: rank 1 has [part"
+        )
+        assert "unknown partition 'by luck'" in second
+        assert rank == 1 or second.startswith(
+            f"RuntimeError: rank {rank}: rank 1 could not repartition the optimizer"
+        )
+        assert_same(trained, plain, "after both were refused")
+
+
+def stop() -> None:
+    time.sleep(4)  # twice the others' patience
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hand_out(happening: Callable[[], None], at_send: int, seconds: float) -> str:
+    """Rank 1 owns all, and something happens to it before its n-th send. What the others' calls raise."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    model = Tangle()
+    everything = [[], list(range(len(list(model.parameters())))), [], []]
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, group, partition=everything)
+    for _ in train(model, optimizer, range(1)):
+        pass
+    sent = itertools.count()
+    send = collectives._isend
+
+    def send_or_stop(*args: Any, **kwargs: Any) -> Any:
+        if next(sent) == at_send:
+            happening()
+        return send(*args, **kwargs)
+
+    before, start = optimizer.partition, time.monotonic()
+    with mock.patch.object(collectives, "_isend", send_or_stop):
+        message = caught(lambda: optimizer.repartition("even"))
+    assert time.monotonic() - start < seconds + 4
+    if optimizer.rank != 1:
+        assert optimizer.partition is before
+        assert not optimizer.state, "not all has arrived, so nothing counts"
+    if happening is die:
+        raise ValueError(message)
+    return message
+
+
+# Three ranks get a length each, then a table, then the state.
+AT_SEND = {"the tables": 4, "the state": 9}
+
+
+@pytest.mark.parametrize("at_send", AT_SEND.values(), ids=list(AT_SEND))
+def test_a_rank_that_stops_in_the_middle_is_waited_for_until_the_groups_timeout(at_send: int) -> None:
+    first, _, third, fourth = run(hand_out, 4, stop, at_send, 2.0, timeout=25)
+    for rank, message in ((0, first), (2, third), (3, fourth)):
+        assert re.search(rf"rank {rank} of 4: (receive from rank 1|all_gather) did not complete", message)
+        assert "Another rank has stopped, or makes other calls" in message
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
+def test_a_rank_that_is_killed_in_the_middle_ends_the_others_at_once() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        run(hand_out, 4, die, AT_SEND["the state"], 60.0, timeout=90)
+    assert time.monotonic() - start < 30, "long before the time-out"
+    assert error.value.rank == 1
+    assert "SIGKILL" in error.value.summary
+    for rank in (0, 2, 3):
+        assert f"rank {rank} of 4: receive from rank 1 did not complete" in str(error.value)

@@ -1,0 +1,234 @@
+"""Uneven inputs: ranks that have run out of data go on updating what they own.
+
+torch's `Join` context lets each rank leave its training loop when its data end. Whoever has left shadows the
+calls of the others: DDP takes part in their reductions with gradients of zero, and an optimizer that owns a
+shard must go on stepping it.
+
+    with Join([ddp, zero]):
+        for batch in batches_of_this_rank:
+            loss_of(ddp, batch).backward()
+            zero.step()
+
+But a rank that makes no backward of its own has no gradients, and its learning rate stands still. So, inside
+`Join`, every step begins with a question: who has left? If somebody has, a rank that still trains sends them
+the gradients of what they own, and its options. `ShadowStep` is one such step on a rank that has left.
+
+A shadow is made for each forward of the DDP model, so a rank with data must step after each: gradients
+cannot be accumulated over several forwards, and torch.amp.GradScaler must not skip a step. When all have
+left, DDP gives every rank the parameters of one: with `broadcast_dtype`, owners' full precision ends there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+from zero_ref.buckets import flat_like
+from zero_ref.collectives import ToPeer, broadcast_json
+from zero_ref.partition import Slice
+from zero_ref.shards import describe_options, options_of
+
+if TYPE_CHECKING:
+    from zero_ref.optimizer import ZeroRedundancyOptimizer
+
+Kind = list[int] | None
+"""Of a gradient: None where it is dense; [entries, sparse dimensions] where it is sparse."""
+
+
+class ShadowStep(JoinHook):
+    """What an optimizer does on a rank that has left its loop, once for each step of the others.
+
+    When all have left, it takes over the options of those who stayed longest. A scheduler that steps in every
+    iteration is nonetheless behind on the others: give it the state of one that is not.
+
+    Raises:
+        ValueError: the update is made in backward and depends on which parameters were used in it, which a
+            rank without a backward cannot know.
+    """
+
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        if zero._backward.late:
+            raise ValueError(
+                "overlap_with_ddp=True cannot be joined where DistributedDataParallel has "
+                "find_unused_parameters=True or static_graph=True: a rank without data does not learn which "
+                "parameters were used. Construct either without it."
+            )
+        self.zero = zero
+
+    def main_hook(self) -> None:
+        """Step this rank's shard as if it still had data."""
+        zero = self.zero
+        zero._opt_called = True  # a scheduler that steps once an epoch warns where step() was never called
+        if zero._backward.take_update({}):
+            return  # DDP's own shadow has run the hook that steps
+        owner_only = zero._backward.owner_only
+        try:
+            gradients = lend_to_joined(zero, active=False)
+            zero._begin_update()
+            zero._make_update(gradients=gradients)
+        except RuntimeError as error:
+            error.add_note(
+                "This rank has run out of data, and makes one step for each forward of the others. If none "
+                "has stopped, one did not step, or not in the order in which Join lists the optimizers."
+            )
+            raise
+        if owner_only:
+            # DDP's shadow has put them there; in a backward to come they would count once more.
+            for own in zero._owned:
+                own.param.grad = None
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take over the options of a rank that had data to the end."""
+        share_options(self.zero, active=is_last_joiner)
+
+
+def lend_to_joined(zero: ZeroRedundancyOptimizer, active: bool) -> dict[int, torch.Tensor]:
+    """Give ranks without data the gradients and options that they need to step what they own.
+
+    Args:
+        active: this rank still has data.
+    Returns:
+        On a rank without data: for each parameter of which it owns a part, and that has a gradient elsewhere,
+        a gradient in the parameter's shape and strides, right in that part. The `.grad` of the parameters
+        stays as the loop has left it. On other ranks nothing.
+    Raises:
+        ValueError: on all ranks, if ranks that have data have different options.
+    Collective: all ranks of the group.
+    Cost: one all-gather of 8 bytes. If ranks have left, a broadcast of the options, and each of them
+        receives the gradients of the elements that it owns.
+    """
+    has_data = _who_has_data(zero, active)
+    if all(has_data):
+        return {}
+    source = has_data.index(True)
+    kinds = _share(zero, source, active)
+    if zero._backward.owner_only:  # the reduction has left each owner its gradients
+        own = {piece.param: param.grad for piece, param, _ in zero._owned if not active}
+        return {number: grad for number, grad in own.items() if grad is not None and number in kinds}
+    if not active:
+        return _borrowed(zero, source, kinds)
+    if zero.rank == source:
+        joined = [rank for rank, stays in enumerate(has_data) if not stays]
+        zero.collectives.exchange([lent for rank in joined for lent in _lent_to(zero, rank)], []).wait()
+    return {}
+
+
+def share_options(zero: ZeroRedundancyOptimizer, active: bool) -> None:
+    """Bring the options to ranks without data; as `lend_to_joined`, without the gradients."""
+    has_data = _who_has_data(zero, active)
+    if not all(has_data):
+        _share(zero, has_data.index(True), active)
+
+
+def _who_has_data(zero: ZeroRedundancyOptimizer, active: bool) -> list[bool]:
+    """Whether each rank has data. Those that do must also have the same options."""
+    comm = zero.collectives
+    options = [line for group in zero.param_groups for line in describe_options(group)]
+    digest = int.from_bytes(hashlib.sha256("\n".join(options).encode()).digest()[:7])
+    word = torch.tensor([2 * digest + active], device=comm.wire_device)
+    words: list[int] = torch.cat(comm.all_gather(word)).tolist()
+    staying = [rank for rank, other in enumerate(words) if other % 2]
+    for rank in staying:
+        if words[rank] != words[staying[0]]:
+            raise ValueError(
+                f"rank {comm.rank}: ranks {staying[0]} and {rank} have different options; here they are "
+                f"{', '.join(options)}. A scheduler that steps in every iteration falls behind on a rank "
+                "that runs out of data: before the next epoch load into it, on all ranks, the state_dict() "
+                "of the scheduler of a rank that had the most."
+            )
+    return [other % 2 == 1 for other in words]
+
+
+def _share(zero: ZeroRedundancyOptimizer, source: int, active: bool) -> dict[int, Kind]:
+    """Take over, where this rank has left, what rank `source` sets. Return what gradients it has."""
+    kinds: Any = [
+        [number, _kind_of(param.grad)]
+        for number, param in enumerate(zero._params)
+        if param.requires_grad and param.grad is not None
+    ]
+    if zero._backward.owner_only:  # then those of other owners have been released
+        kinds = [[number, None] for number in sorted(zero._backward.used)]
+    trained = [param.requires_grad for param in zero._params]
+    options = [
+        {key: value for key, value in options_of(group).items() if _is_plain(value)}
+        for group in zero.param_groups
+    ]
+    kinds, trained, options = broadcast_json(zero.collectives, [kinds, trained, options], source)
+    if not active:
+        for param, is_trained in zip(zero._params, trained, strict=True):
+            param.requires_grad_(is_trained)
+        for group, theirs in zip(zero.param_groups, options, strict=True):
+            group.update({key: _adopted(group.get(key), value) for key, value in theirs.items()})
+    return dict(kinds)
+
+
+def _kind_of(grad: torch.Tensor) -> Kind:
+    if grad.layout == torch.strided:
+        return None
+    return [grad._nnz(), grad.sparse_dim()]
+
+
+def _is_plain(value: Any) -> bool:
+    """It can travel as JSON."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _adopted(ours: Any, theirs: Any) -> Any:
+    """`theirs`, as it came by JSON, in the form of `ours`: a learning rate may be a tensor."""
+    if isinstance(ours, torch.Tensor):
+        return ours.fill_(theirs)
+    if isinstance(ours, (tuple, list)):
+        return type(ours)(map(_adopted, ours, theirs))
+    return theirs
+
+
+def _lent_to(zero: ZeroRedundancyOptimizer, rank: int) -> list[ToPeer]:
+    """The gradients of what `rank` owns, on their way to it."""
+    tensors: list[torch.Tensor] = []
+    for piece in zero.partition.slices_of_rank[rank]:
+        param = zero._params[piece.param]
+        if param.requires_grad and param.grad is not None:
+            tensors += _parts(param.grad, piece, param)
+    return [(rank, tensor.to(zero.collectives.wire_device)) for tensor in tensors]
+
+
+def _borrowed(zero: ZeroRedundancyOptimizer, source: int, kinds: dict[int, Kind]) -> dict[int, torch.Tensor]:
+    """Receive what `_lent_to` sends to this rank."""
+    gradients: dict[int, torch.Tensor] = {}
+    places: list[torch.Tensor] = []
+    for piece, param, _ in zero._owned:
+        if piece.param in kinds:
+            gradient = gradients.setdefault(piece.param, _blank(param, kinds[piece.param]))
+            places += _parts(gradient, piece, param)
+    received = [place.to(zero.collectives.wire_device) for place in places]  # or the place itself, if there
+    zero.collectives.exchange([], [(source, tensor) for tensor in received]).wait()
+    for place, tensor in zip(places, received, strict=True):
+        if tensor is not place:
+            place.copy_(tensor)
+    return gradients
+
+
+def _blank(param: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """A gradient for `param` to be filled."""
+    if kind is None:
+        return torch.zeros_like(param)
+    entries, dimensions = kind
+    indices = torch.zeros(dimensions, entries, dtype=torch.int64, device=param.device)
+    values = param.new_zeros(entries, *param.shape[dimensions:])
+    return torch.sparse_coo_tensor(indices, values, size=param.shape, check_invariants=False)
+
+
+def _parts(grad: torch.Tensor, piece: Slice, param: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that make up a slice of a gradient; a sparse one is not cut."""
+    if grad.layout == torch.strided:
+        parts = [flat_like(grad, param)[piece.start : piece.stop]]
+    else:
+        parts = [grad._indices().contiguous(), grad._values().contiguous()]
+    return [part for part in parts if part.numel()]

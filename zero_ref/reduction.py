@@ -1,0 +1,285 @@
+"""Gradients of one DDP bucket, summed over the ranks: onto all of them, or only onto the owners.
+
+DDP hands its buckets to a communication hook as their gradients become ready, last layers first. The usual
+hook all-reduces a bucket, so that every rank has every averaged gradient. But only the owner of an element
+updates it. `reduce_to_owners` sends each rank's gradients to their owners and nowhere else: half of the
+all-reduce, and what a rank does not own can be released. That is the second stage of ZeRO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from zero_ref.buckets import flat_view
+from zero_ref.collectives import AllOf, Collectives, ToPeer, Work
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+
+Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+"""A DDP communication hook: its state and a `dist.GradBucket` in, the reduced bucket to come out."""
+
+
+class Reduction(Protocol):
+    """The reduction of one bucket, under way.
+
+    Args:
+        params: of the bucket, in its order.
+        future: what DDP waits for.
+    """
+
+    params: list[torch.Tensor]
+    future: torch.futures.Future[torch.Tensor]
+
+    def wait(self) -> torch.Tensor:
+        """The bucket's gradients end to end, once they are averaged: all of them, or this rank's share."""
+        ...
+
+
+def gradients_in(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of a bucket, each in its parameter's shape and strides, sharing the bucket's memory.
+
+    DDP lays a gradient out as its parameter lies in memory; `GradBucket.gradients()` reads it as if it were
+    contiguous, which mixes up the elements of a channels_last weight.
+    """
+    flat = flat.to(params[0].dtype)  # torch's fp16_compress_wrapper leaves it in 16 bits
+    if flat.layout != torch.strided:
+        return [flat]  # a sparse gradient has a bucket to itself
+    gradients = []
+    start = 0
+    for param in params:
+        stop = start + param.numel()
+        gradients.append(flat[start:stop].as_strided(param.size(), param.stride()))
+        start = stop
+    return gradients
+
+
+def in_backward() -> bool:
+    """Autograd is running a backward in this thread. A rank that has left a Join loop shadows it without."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Call `action` when DDP has put the reduced gradients into their places; at once outside of backward."""
+    if not in_backward():
+        action()
+        return
+    engine = torch.autograd.Variable._execution_engine
+    # DDP queues its own end of backward after it has called the last hook, so queue from a queued call.
+    engine.queue_callback(lambda: engine.queue_callback(action))
+
+
+class ByHook:
+    """What a user's hook, such as torch's `allreduce_hook`, has under way."""
+
+    def __init__(self, comm: Collectives, hook: Hook, state: Any, bucket: Any) -> None:
+        self.what = f"rank {comm.rank} of {comm.world_size}: the reduction of DDP's bucket {bucket.index()}"
+        self.params: list[torch.Tensor] = bucket.parameters()
+        self.future = hook(state, bucket)
+
+    def wait(self) -> torch.Tensor:
+        try:
+            return self.future.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.what} did not complete: {error}") from error
+
+
+class ToOwners:
+    """The exchange in which each rank receives all ranks' gradients of what it owns, and adds them up.
+
+    Args:
+        flat: (numel,), the bucket: this rank's own gradients.
+        runs_of_rank: for each rank the runs of `flat` that it owns.
+    Cost: sends (N-1)/N of the bucket and receives as much; memory for what is received.
+    """
+
+    def __init__(
+        self,
+        comm: Collectives,
+        flat: torch.Tensor,
+        params: list[torch.Tensor],
+        runs_of_rank: Sequence[Sequence[slice]],
+    ) -> None:
+        self.flat, self.params, self.runs = flat, params, runs_of_rank[comm.rank]
+        flat.mul_(1 / comm.world_size)  # as DDP does, before the sum, where float16 could overflow
+        peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
+        sends: list[ToPeer] = [
+            (peer, _packed(flat, runs_of_rank[peer]).to(comm.wire_device))
+            for peer in peers
+            if runs_of_rank[peer]
+        ]
+        mine = _packed(flat, self.runs).to(comm.wire_device)
+        received = {peer: torch.empty_like(mine) for peer in peers if self.runs}
+        self.sent = [tensor for _, tensor in sends]
+        # In the order of ranks, so that the sum is the same whoever owns it.
+        self.shares = [received.get(rank, mine) for rank in range(comm.world_size)]
+        self.work: Work = comm.exchange(sends, list(received.items()))
+        on_gpu: list[int | str | torch.device] | None = [flat.device] if flat.device.type == "cuda" else None
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on_gpu)
+
+    def wait(self) -> torch.Tensor:
+        if not self.future.done():
+            self.work.wait()
+            total, *others = self.shares
+            for other in others:
+                total.add_(other)
+            _unpack(total.to(self.flat.device), self.flat, self.runs)
+            self._let_go()
+            self.future.set_result(self.flat)
+        return self.flat
+
+    def _let_go(self) -> None:
+        for tensor in (*self.shares, *self.sent):
+            if tensor.is_cuda:
+                # Made on backward's stream and perhaps used on another, which has to be done before the
+                # memory is given away again.
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        self.shares, self.sent, self.work = [], [], AllOf([])
+
+
+def _packed(flat: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
+    """These runs as one tensor: the memory itself where there is only one."""
+    return flat[runs[0]] if len(runs) == 1 else torch.cat([flat[run] for run in runs] or [flat[:0]])
+
+
+def _unpack(packed: torch.Tensor, flat: torch.Tensor, runs: Sequence[slice]) -> None:
+    for run, values in zip(runs, packed.split([run.stop - run.start for run in runs]), strict=True):
+        if values.data_ptr() != flat[run].data_ptr():
+            flat[run] = values
+
+
+def reduce_to_owners(zero: ZeroRedundancyOptimizer, *, scaled: bool = False) -> Hook:
+    """A DDP communication hook after which each rank has the gradients of what it owns, and no others.
+
+    >>> ddp.register_comm_hook(None, reduce_to_owners(zero))                 # doctest: +SKIP
+
+    With the parameter broadcasts of a step, 2Ψ elements travel in an iteration of a model with Ψ parameters,
+    as in plain data parallelism; all-reduced gradients and broadcasts are 3Ψ. After backward `.grad` is None
+    for parameters of which this rank owns nothing, and zero in the parts that others own of a split one.
+    DDP's flat buckets stay, so construct it without `gradient_as_bucket_view` to see memory fall. No rank can
+    do by itself what needs all gradients: clip with `zero_ref.clip_grad_norm_`, and call `zero.zero_grad()`
+    in every iteration, for what is left on owners would be averaged once more.
+
+    Args:
+        zero: over the same ranks as DDP. It must have all parameters that DDP reduces.
+        scaled: for use with torch.amp.GradScaler, which looks for infinite gradients on each rank by itself:
+            tell all ranks if one is found. Without, such a scaler is refused in `zero.step`.
+    Raises:
+        RuntimeError: (in backward) the reduced gradients of an earlier backward are still there, so they
+            would be averaged twice: zero them after each step. Accumulate under `ddp.no_sync()`.
+        ValueError: (in backward) DDP reduces a parameter that the optimizer does not have, or a sparse
+            gradient.
+    Collective: all ranks, in backward.
+    Cost: each rank sends (N-1)/N of its gradients and receives N-1 shares of its own; `scaled` adds an
+        all-reduce of 4 bytes.
+    Source: ZeRO stage 2, "P_os+g" (arXiv:1910.02054, section 5.2).
+    """
+    return OwnerReduction(zero, scaled).on_bucket
+
+
+class OwnerReduction:
+    """The state of `reduce_to_owners` over the buckets of a backward."""
+
+    def __init__(self, zero: ZeroRedundancyOptimizer, scaled: bool) -> None:
+        self.zero = zero
+        self.scaled = scaled
+
+    # DDP refuses annotations other than its own classes, and typing knows no name for those.
+    def on_bucket(self, _, bucket):  # type: ignore[no-untyped-def]
+        """Start to reduce a bucket, and add up the one before it, whose parts have had time to arrive."""
+        reduction = self.start(bucket)
+        for earlier in self.zero._backward.under_way[:-1]:
+            earlier.wait()
+        if bucket.is_last():
+            reduction.wait()
+            if not in_backward():
+                self.keep_own_gradients()
+            after_backward(self.release_others)
+        return reduction.future
+
+    def start(self, bucket: Any) -> ToOwners:
+        """Send the bucket's gradients on their way."""
+        zero = self.zero
+        flat, params = bucket.buffer(), bucket.parameters()
+        if flat.layout != torch.strided:
+            raise ValueError("reduce_to_owners takes dense gradients; use allreduce_hook for sparse ones.")
+        if bucket.index() == 0:
+            memory = flat.untyped_storage().data_ptr()
+            gradients = [param.grad for param in params if param.grad is not None]
+            are_views = any(grad.untyped_storage().data_ptr() == memory for grad in gradients)
+            if in_backward():
+                zero._backward.check_zeroed(params, are_views)
+            zero._backward.begin()
+            zero._rebuild_if_changed()
+        number_of_param = {param: number for number, param in enumerate(zero._params)}
+        runs_of_rank: list[list[slice]] = [[] for _ in range(zero.world_size)]
+        start = 0
+        for param in params:
+            if param not in number_of_param:
+                raise ValueError(
+                    f"DDP reduces a parameter of shape {tuple(param.shape)} that the optimizer does not "
+                    "have, so it has no owner. Give the optimizer all parameters of the model."
+                )
+            for piece, owner in zero.partition.pieces_of_param[number_of_param[param]]:
+                _append(runs_of_rank[owner], start + piece.start, start + piece.stop)
+            start += param.numel()
+        reduction = ToOwners(zero.collectives, flat, params, runs_of_rank)
+        zero._backward.under_way.append(reduction)
+        return reduction
+
+    def keep_own_gradients(self) -> None:
+        """Put the gradients in their places, where DDP does not: this rank only shadows a backward."""
+        for reduction in self.zero._backward.under_way:
+            for param, grad in zip(
+                reduction.params, gradients_in(reduction.flat, reduction.params), strict=True
+            ):
+                param.grad = grad.clone()
+
+    @torch.no_grad()
+    def release_others(self) -> None:
+        """Forget the gradients of what other ranks own."""
+        zero = self.zero
+        used = (number for number, param in enumerate(zero._params) if param.grad is not None)
+        zero._backward.used = frozenset(used)
+        kept = {
+            own.param
+            for own in zero._owned
+            if own.param.requires_grad and (own.piece.numel or own.local is own.param)
+        }
+        for param in zero._params:
+            if param not in kept:
+                param.grad = None
+        for number, param, _ in zero._gradients.cut:
+            for piece, owner in zero.partition.pieces_of_param[number]:
+                if param.grad is not None and owner != zero.rank:
+                    flat_view(param.grad)[piece.start : piece.stop] = 0
+        zero._backward.end()
+        zero._backward.keep(kept)
+        zero._backward.shows_infinities = self.scaled
+        if self.scaled:
+            self._share_infinities(kept)
+
+    def _share_infinities(self, kept: set[torch.Tensor]) -> None:
+        """Give GradScaler something to find on every rank if there is something to find on one."""
+        comm = self.zero.collectives
+        own = [param.grad for param in kept if param.grad is not None and param.numel()]
+        others = [p for p in self.zero._params if p.requires_grad and p.numel() and p not in kept]
+        if not own and others:
+            # GradScaler wants to see a gradient: of something that this rank does not step.
+            smallest = min(others, key=torch.Tensor.numel)
+            smallest.grad = torch.zeros_like(smallest)
+            own = [smallest.grad]
+        finite = all(bool(grad.norm(torch.inf).isfinite()) for grad in own)
+        found = torch.tensor([0.0 if finite else 1.0], device=comm.wire_device)
+        comm.all_reduce(found).wait()
+        if found.item():
+            flat_view(own[0])[:1] = torch.nan
+
+
+def _append(runs: list[slice], start: int, stop: int) -> None:
+    if stop == start:
+        return
+    if runs and runs[-1].stop == start:
+        start = runs.pop().start
+    runs.append(slice(start, stop))

@@ -1,0 +1,281 @@
+"""A live optimizer's state on its way to new owners: what `ZeroRedundancyOptimizer.repartition` is made of.
+
+`moves.py` says which elements go from whom to whom. Each rank packs what leaves it, tells each rank that it
+sends to what will come, and makes room for what comes to it; only when all ranks have room does anything
+move. Parameters are on every rank already and stay.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+import torch
+
+from zero_ref.buckets import flat_view
+from zero_ref.checkpoint import (
+    Line,
+    check_belongs_to_parameters,
+    decode,
+    encode,
+    make_room,
+    pack_slice,
+)
+from zero_ref.collectives import Collectives, ToPeer, agree
+from zero_ref.moves import Move, moves
+from zero_ref.partition import Partition
+from zero_ref.shards import OwnedSlice, own_slices
+
+SliceState = dict[str, Any]
+Contents = dict[Move, list[dict[str, Any]]]
+"""For each move what it brings, as lines of a table of contents."""
+Tensors = dict[Move, list[torch.Tensor | None]]
+"""For each move the tensors that it takes along, or the places where they go; None for lines without."""
+
+
+class Handover:
+    """One rank's part in a repartition: planned and packed when it is made, without communication.
+
+    Args:
+        rank: this one.
+        old, new: the partitions, the same ones on all ranks.
+        params: in registration order.
+        owned: this rank's slices in `old`.
+        state: of the local optimizer. It is not changed.
+        values: take along the parameters' elements too, as only their owner has them in full.
+    Attributes:
+        planned: the moves that begin or end here.
+        owned: this rank's slices in `new`.
+    Raises:
+        TypeError: the state holds something that is neither a tensor, a number, a text nor None, or something
+            that belongs to no parameter.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        old: Partition,
+        new: Partition,
+        params: Sequence[torch.Tensor],
+        owned: Sequence[OwnedSlice],
+        state: Mapping[Any, SliceState],
+        values: bool = False,
+    ) -> None:
+        check_belongs_to_parameters(state)
+        self.planned = moves_of_rank(rank, old, new)
+        self.leaving = _pack(rank, self.planned, owned, state)
+        self.owned = own_slices(new.slices_of_rank[rank], params)
+        self._params = params if values else []
+        self._staying = {own.piece: state[own.local] for own in owned if own.local in state}
+
+    @torch.no_grad()
+    def exchange(self, comm: Collectives) -> dict[torch.Tensor, SliceState]:
+        """Make the moves, and give the state of the slices that this rank owns from now on.
+
+        Returns:
+            By the local tensors of `owned`, as an optimizer keeps it. Slices that did not change have their
+            very tensors; slices without state, as they were never stepped, are left out.
+        Raises:
+            ValueError: the parts of a parameter have not been stepped together, so they make no whole. If one
+                rank raises, all raise, and nothing has moved.
+            RuntimeError: another rank stopped.
+        Collective: all ranks of the group.
+        Cost: each element that changes owner travels once, with all its state, from its old owner to the new
+            one; between two ranks also a table of contents; one all-gather of 32 bytes. While it lasts, the
+            state of slices that change is held twice, as it was and as it becomes.
+        """
+        contents = _exchange_contents(comm, self.planned, self.leaving)
+        facts: Sequence[str] | Exception = []
+        try:
+            state, places = _make_room(comm.rank, self.planned, contents, self.owned)
+        except Exception as error:
+            facts = error
+        agree(comm, "take over the optimizer state", facts)
+        tensors = {move: [tensor for _, tensor in lines] for move, lines in self.leaving.items()}
+        if self._params:
+            for move in self.planned:
+                if move.src != move.dst:
+                    ends = tensors if move.src == comm.rank else places
+                    ends[move].append(_values(move, self._params))
+        _exchange_tensors(comm, self.planned, tensors, places)
+        torch.autograd.graph.increment_version(self._params)
+        for own in self.owned:
+            if own.local not in state and own.piece in self._staying:
+                state[own.local] = self._staying[own.piece]
+        return {local: of_slice for local, of_slice in state.items() if of_slice}
+
+
+def moves_of_rank(rank: int, old: Partition, new: Partition) -> list[Move]:
+    """What `rank` hands over and what it gets, also from itself where a slice is cut otherwise.
+
+    A slice that is the same in both partitions is left out: its state stays untouched.
+
+    >>> from zero_ref.partition import Slice, from_lists
+    >>> old = from_lists([9, 5], [[0, 1], []])
+    >>> new = from_lists([9, 5], [[Slice(0, 0, 6), 1], [Slice(0, 6, 9)]])
+    >>> for piece, src, dst in moves_of_rank(0, old, new):
+    ...     print(f"{piece} from {src} to {dst}")
+    Slice(param=0, start=0, stop=6) from 0 to 0
+    Slice(param=0, start=6, stop=9) from 0 to 1
+    """
+    unchanged = set(old.slices_of_rank[rank]) & set(new.slices_of_rank[rank])
+    return [
+        move
+        for move in moves(old, new, staying=True)
+        if rank in (move.src, move.dst) and not (move.src == move.dst and move.piece in unchanged)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- packing
+
+
+def _pack(
+    rank: int, planned: Sequence[Move], owned: Sequence[OwnedSlice], state: Mapping[Any, SliceState]
+) -> dict[Move, list[Line]]:
+    """For each move that begins here its lines; their tensors are views of the state where memory allows."""
+    packed: dict[Move, list[Line]] = {}
+    for own, parts in _by_slice([move for move in planned if move.src == rank], owned):
+        lines = _with_devices(own, state.get(own.local, {}))
+        packed |= {move: [_narrowed(line, move, own) for line in lines] for move in parts}
+    return packed
+
+
+def _by_slice(of_moves: Sequence[Move], owned: Sequence[OwnedSlice]) -> list[tuple[OwnedSlice, list[Move]]]:
+    """The slices that take part in these moves, each with its own."""
+    of_param: dict[int, list[Move]] = {}
+    for move in of_moves:
+        of_param.setdefault(move.piece.param, []).append(move)
+    slices = []
+    for own in owned:
+        _, start, stop = own.piece
+        moving = of_param.get(own.piece.param, [])
+        parts = [move for move in moving if start <= move.piece.start and move.piece.stop <= stop]
+        if parts:
+            slices.append((own, parts))
+    return slices
+
+
+def _with_devices(own: OwnedSlice, of_slice: SliceState) -> list[Line]:
+    """The lines of a slice's state, which also say where its tensors lie."""
+    lines = pack_slice(own, of_slice)
+    for value, (entry, _) in zip(of_slice.values(), lines, strict=True):
+        if isinstance(value, torch.Tensor):
+            # What is cuda:0 here may be cuda:1 there.
+            with_param = value.device == own.param.device
+            entry["device"] = "parameter" if with_param else str(value.device)
+    return lines
+
+
+def _narrowed(line: Line, move: Move, own: OwnedSlice) -> Line:
+    """The part of a line that belongs to the move; what a slice has only once goes with each part."""
+    entry, tensor = line
+    if tensor is None or "start" not in entry:
+        return line
+    _, start, stop = move.piece
+    part = tensor[start - own.piece.start : stop - own.piece.start]
+    return {**entry, "start": start, "stop": stop, "numel": stop - start}, part
+
+
+# ---------------------------------------------------------------------------------------------- exchanging
+
+
+def _exchange_contents(
+    comm: Collectives, planned: Sequence[Move], leaving: Mapping[Move, Sequence[Line]]
+) -> Contents:
+    """For each move that ends here, what it brings: between each two ranks a length, then a table."""
+    tables: dict[int, list[list[dict[str, Any]]]] = {}
+    coming: dict[int, list[Move]] = {}
+    contents: Contents = {}
+    for move in planned:
+        if move.src != comm.rank:
+            coming.setdefault(move.src, []).append(move)
+            continue
+        entries = [entry for entry, _ in leaving[move]]
+        if move.dst == comm.rank:
+            contents[move] = entries
+        else:
+            tables.setdefault(move.dst, []).append(entries)
+
+    texts: list[ToPeer] = [(peer, encode(table, comm)) for peer, table in tables.items()]
+    numels = [(peer, torch.tensor([text.numel()], device=comm.wire_device)) for peer, text in texts]
+    numels_coming = [(peer, torch.empty(1, dtype=torch.int64, device=comm.wire_device)) for peer in coming]
+    comm.exchange(numels, numels_coming).wait()
+    texts_coming = [
+        (peer, torch.empty(int(numel.item()), dtype=torch.uint8, device=comm.wire_device))
+        for peer, numel in numels_coming
+    ]
+    comm.exchange(texts, texts_coming).wait()
+    for peer, text in texts_coming:
+        contents |= zip(coming[peer], decode(text), strict=True)
+    return contents
+
+
+def _make_room(
+    rank: int, planned: Sequence[Move], contents: Contents, owned: Sequence[OwnedSlice]
+) -> tuple[dict[torch.Tensor, SliceState], Tensors]:
+    """Room for the state of each slice that changes, by its local tensor, and where each move's part goes."""
+    state: dict[torch.Tensor, SliceState] = {}
+    places: Tensors = {}
+    for own, parts in _by_slice([move for move in planned if move.dst == rank], owned):
+        _check_stepped_together(rank, parts, contents)
+        of_slice = state[own.local] = {}
+        for move in parts:
+            places[move] = [
+                make_room(of_slice, _on_device(entry, own), own.local, own.piece.start)
+                for entry in contents[move]
+            ]
+    return state, places
+
+
+def _on_device(entry: dict[str, Any], own: OwnedSlice) -> dict[str, Any]:
+    return {**entry, "device": own.param.device} if entry.get("device") == "parameter" else entry
+
+
+def _check_stepped_together(rank: int, parts: Sequence[Move], contents: Contents) -> None:
+    def kinds(move: Move) -> set[str]:
+        place = ("start", "stop", "numel")
+        return {
+            json.dumps({key: entry[key] for key in entry if key not in place}) for entry in contents[move]
+        }
+
+    first = parts[0]
+    for other in parts[1:]:
+        differing = kinds(first) ^ kinds(other)
+        if differing:
+            raise ValueError(
+                f"rank {rank} is to own elements of parameter {first.piece.param} that ranks {first.src} and "
+                f"{other.src} have, and only one of these has the state {min(differing)}. The parts of a "
+                "parameter must be stepped together: give it a gradient on all ranks or on none."
+            )
+
+
+def _values(move: Move, params: Sequence[torch.Tensor]) -> torch.Tensor:
+    param, start, stop = move.piece
+    return flat_view(params[param].detach())[start:stop]
+
+
+def _exchange_tensors(comm: Collectives, planned: Sequence[Move], leaving: Tensors, places: Tensors) -> None:
+    sends: list[ToPeer] = []
+    recvs: list[ToPeer] = []
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for move in planned:  # one order on all ranks: messages of a pair of ranks keep theirs
+        if move.src == move.dst:
+            for tensor, place in zip(leaving[move], places[move], strict=True):
+                if tensor is not None and place is not None:
+                    place.copy_(tensor)
+        elif move.src == comm.rank:
+            sends += [(move.dst, t.to(comm.wire_device)) for t in leaving[move] if _travels(t)]
+        else:
+            for place in filter(_travels, places[move]):
+                landing = place.to(comm.wire_device)
+                recvs.append((move.src, landing))
+                staged.append((place, landing))
+    comm.exchange(sends, recvs).wait()
+    for place, landing in staged:
+        if landing is not place:
+            place.copy_(landing)
+
+
+def _travels(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return tensor is not None and tensor.numel() > 0

@@ -1,0 +1,216 @@
+"""When things happen in one iteration: what a rank computes, what the network carries, what is hidden.
+
+DDP hands over its gradient buckets one by one while backward goes on. `simulate` follows one rank through
+them as the optimizer's own code does, wait for wait, given how long each part takes. What comes out is drawn
+by `lab.plots.timeline`, and a measured iteration can be written down in the same form and laid beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+WAYS: dict[str, str] = {
+    "plain": "DDP reduces during backward; then optimizer.step() updates and sends",
+    "after_backward": "hook_with_zero_step: updates too may hide behind later reductions; then all is sent",
+    "interleaved": "hook_with_zero_step_interleaved: a bucket is updated and sent while backward goes on",
+}
+
+
+class BucketTimes(NamedTuple):
+    """How long each part of the work on one gradient bucket takes on one rank, if nothing holds it up.
+
+    Args:
+        backward_ms: from the bucket before until this one's gradients are complete.
+        reduce_ms: the reduction of its gradients over the ranks.
+        step_ms: the local step on what this rank owns of it.
+        broadcast_ms: all owners' messages with its new parameters.
+    """
+
+    backward_ms: float
+    reduce_ms: float
+    step_ms: float
+    broadcast_ms: float
+
+
+class Event(NamedTuple):
+    """One thing that happened, from `start_ms` to `stop_ms` after the beginning of backward.
+
+    Args:
+        lane: "compute" or "network"; "side stream" for what a GPU computes beside backward.
+        label: "backward", "reduce", "step" or "broadcast".
+        bucket: which, from 0 in the order in which gradients become ready; None for all of them together.
+    """
+
+    lane: str
+    label: str
+    bucket: int | None
+    start_ms: float
+    stop_ms: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of one iteration on one rank, simulated or measured; those of a lane in their order."""
+
+    events: tuple[Event, ...]
+
+    def on(self, lane: str) -> list[Event]:
+        """The events of one lane."""
+        return [event for event in self.events if event.lane == lane]
+
+    @property
+    def lanes(self) -> list[str]:
+        """The lanes in which something happened, in the order of their first events."""
+        return list(dict.fromkeys(event.lane for event in self.events))
+
+    @property
+    def makespan_ms(self) -> float:
+        """From the beginning of backward until all is done."""
+        return max(event.stop_ms for event in self.events)
+
+    @property
+    def serial_ms(self) -> float:
+        """What it would take if one thing were done after another: the sum of all durations."""
+        return sum(event.stop_ms - event.start_ms for event in self.events)
+
+    @property
+    def exposed_ms(self) -> float:
+        """Exposed communication: how long the network works while this rank computes nothing."""
+        return covered_ms(self.events) - covered_ms(event for event in self.events if event.lane != "network")
+
+
+def covered_ms(events: Iterable[Event]) -> float:
+    """The time in which at least one of `events` goes on.
+
+    >>> covered_ms([Event("compute", "backward", 0, 0, 5), Event("network", "reduce", 0, 3, 9)])
+    9.0
+    """
+    total, covered_until = 0.0, float("-inf")
+    for start, stop in sorted((event.start_ms, event.stop_ms) for event in events):
+        total += max(0.0, stop - max(start, covered_until))
+        covered_until = max(covered_until, stop)
+    return total
+
+
+def simulate(buckets: Sequence[BucketTimes], way: str, *, side_stream: bool = False) -> Timeline:
+    """One iteration on one rank, in the order in which the optimizer's code computes, starts and waits.
+
+    The network makes one call after another, in the order in which they were started. The thread that runs
+    backward starts them, and makes the updates too: while it waits for a reduction, backward stands still.
+
+    >>> buckets = [BucketTimes(backward_ms=4, reduce_ms=3, step_ms=1, broadcast_ms=1.5)] * 4
+    >>> {way: simulate(buckets, way).makespan_ms for way in WAYS}
+    {'plain': 29.0, 'after_backward': 26.0, 'interleaved': 24.0}
+    >>> simulate(buckets, "interleaved").exposed_ms, simulate(buckets, "plain").serial_ms
+    (4.0, 38.0)
+
+    Args:
+        buckets: in the order in which their gradients become ready: the last layers first.
+        way: one of WAYS.
+        side_stream: an interleaved update waits and steps beside backward, as it does on a GPU. Both then
+            have the whole device, which is optimistic.
+    Raises:
+        ValueError: there are no buckets, a time is negative, or the way is unknown.
+    Source: `OverlappedStep.on_bucket` in zero_ref/overlap.py. The order of the calls is that of
+        `schedule.calls_of_rank`.
+    """
+    _check(buckets, way)
+    free_ms = {"compute": 0.0, "network": 0.0, "side stream": 0.0}
+    events: list[Event] = []
+
+    def do(
+        lane: str, label: str, bucket: int | None, duration_ms: float, not_before_ms: float = 0.0
+    ) -> float:
+        start_ms = max(free_ms[lane], not_before_ms)
+        free_ms[lane] = start_ms + duration_ms
+        events.append(Event(lane, label, bucket, start_ms, free_ms[lane]))
+        return free_ms[lane]
+
+    def finish(bucket: int) -> None:
+        """Wait for a bucket's reduction, then step and, if interleaved, send it."""
+        times = buckets[bucket]
+        stepped_ms = do(updating, "step", bucket, times.step_ms, not_before_ms=reduced_ms[bucket])
+        if interleaved:
+            do("network", "broadcast", bucket, times.broadcast_ms, not_before_ms=stepped_ms)
+
+    interleaved = way == "interleaved"
+    updating = "side stream" if interleaved and side_stream else "compute"
+    reduced_ms: list[float] = []
+    for bucket, times in enumerate(buckets):
+        ready_ms = do("compute", "backward", bucket, times.backward_ms)
+        reduced_ms.append(do("network", "reduce", bucket, times.reduce_ms, not_before_ms=ready_ms))
+        if interleaved and bucket:
+            finish(bucket - 1)
+    if interleaved:
+        finish(len(buckets) - 1)
+        return Timeline(tuple(events))
+
+    if way == "plain":
+        do("compute", "step", None, sum(times.step_ms for times in buckets), not_before_ms=reduced_ms[-1])
+    else:
+        for bucket in range(len(buckets)):
+            finish(bucket)
+    # Owner by owner, not bucket by bucket: one event for all.
+    sent_ms = sum(times.broadcast_ms for times in buckets)
+    do("network", "broadcast", None, sent_ms, not_before_ms=free_ms["compute"])
+    return Timeline(tuple(events))
+
+
+def bucket_times(
+    nbytes: float,
+    bucket_bytes: float,
+    *,
+    world_size: int,
+    latency_ms: float,
+    gb_per_s: float,
+    backward_ms: float,
+    step_ms: float = 0.0,
+) -> list[BucketTimes]:
+    """What each bucket takes if backward completes gradients at a steady pace, and a link is all there is.
+
+    A call takes the link's latency, and then the time of its bytes: an all-reduce sends 2(N-1)/N of its
+    payload from each rank, a broadcast all of it.
+
+    >>> bucket_times(50e6, 25e6, world_size=2, latency_ms=1, gb_per_s=5, backward_ms=20)
+    [BucketTimes(backward_ms=10.0, reduce_ms=6.0, step_ms=0.0, broadcast_ms=6.0),
+     BucketTimes(backward_ms=10.0, reduce_ms=6.0, step_ms=0.0, broadcast_ms=6.0)]
+
+    Args:
+        nbytes: of all gradients, and as many of parameters.
+        bucket_bytes: of each bucket; what is left over makes one more.
+        gb_per_s: 10^9 bytes a second that a rank can send.
+        backward_ms, step_ms: of the whole model; a bucket has its share by bytes.
+    Raises:
+        ValueError: a size or the bandwidth is not positive, or there is no rank.
+    Source: the bus bandwidths of nccl-tests (doc/PERFORMANCE.md).
+    """
+    if min(nbytes, bucket_bytes, gb_per_s) <= 0 or world_size < 1:
+        raise ValueError(
+            f"{nbytes:g} bytes in buckets of {bucket_bytes:g} on {world_size} ranks at {gb_per_s:g} GB/s: "
+            "each must be positive."
+        )
+    whole, rest = divmod(nbytes, bucket_bytes)
+    times = []
+    for size in [bucket_bytes] * int(whole) + [rest] * (rest >= 1):
+        sending_ms = size / (gb_per_s * 1e6)
+        times.append(
+            BucketTimes(
+                backward_ms=backward_ms * size / nbytes,
+                reduce_ms=latency_ms + 2 * (world_size - 1) / world_size * sending_ms,
+                step_ms=step_ms * size / nbytes,
+                broadcast_ms=latency_ms + sending_ms,
+            )
+        )
+    return times
+
+
+def _check(buckets: Sequence[BucketTimes], way: str) -> None:
+    if way not in WAYS:
+        raise ValueError(f"unknown way {way!r}; choose one of {', '.join(WAYS)}.")
+    if not buckets:
+        raise ValueError("there are no buckets: a backward has at least one.")
+    for bucket, times in enumerate(buckets):
+        if min(times) < 0:
+            raise ValueError(f"bucket {bucket} has a negative time: {times}.")
