@@ -16,7 +16,7 @@ class Call(NamedTuple):
     Call(op='broadcast', nbytes=4096, peer=0)
 
     Args:
-        op: "broadcast", "all_reduce", "all_gather", "send" or "recv".
+        op: "broadcast", "all_reduce", "all_gather", "reduce_scatter", "send" or "recv".
         nbytes: payload in bytes: the size of the tensor that this rank passes in. What travels on the
             wire is a multiple of it that depends on the operation and the number of ranks.
         peer: the source of a broadcast, the other end of a send or recv; None where all ranks are alike.
