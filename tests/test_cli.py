@@ -12,6 +12,8 @@ import pytest
 
 import zero_ref
 from zero_ref import cli
+from zero_ref.cli._common import need
+from zero_ref.cli.plan import plan_of, print_plan
 from zero_ref.simulator.models import shapes, specs
 from zero_ref.simulator.schedule import schedule
 
@@ -78,7 +80,7 @@ def test_plan_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_table_stays_within_its_width(capsys: pytest.CaptureFixture[str], width: int) -> None:
     pytest.importorskip("rich")
-    cli.print_plan(cli.plan_of("gpt2", 500, "even", "float32", "Adam"), width=width)
+    print_plan(plan_of("gpt2", 500, "even", "float32", "Adam"), width=width)
     printed = capsys.readouterr().out.splitlines()
     assert all(len(line.rstrip()) <= width for line in printed)
     bars = next(line for line in printed if line.startswith("elements by rank"))
@@ -125,7 +127,7 @@ def test_without_rich_it_says_which_extra_to_install(
 
 def test_a_broken_module_of_ours_is_not_called_missing() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"zero_ref\.nothing"):
-        cli.need("zero_ref.nothing")
+        need("zero_ref.nothing")
 
 
 def run_bare(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:

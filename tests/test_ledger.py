@@ -17,8 +17,10 @@ from zero_ref.simulator.ledger import (
     MIXED_16,
     STATE_RULES,
     UNITS,
+    Convention,
     Ledger,
     StateRule,
+    convention_named,
     format_bytes,
     itemsize_of,
     ledger,
@@ -109,6 +111,16 @@ def test_a_convention_is_named_by_its_bytes_and_says_what_it_counts() -> None:
         assert convention.summary
 
 
+def test_what_is_not_a_moment_is_a_master_copy() -> None:
+    assert [convention.master for convention in CONVENTIONS.values()] == [4, 0, 4, 8]
+    assert Convention(2, 2, 6, moment=1).master == 4  # 8-bit Adam
+
+
+def test_a_convention_may_be_named() -> None:
+    assert ledger(100, 4, 1, "fp32-16") == ledger(100, 4, 1, FP32_16)
+    assert convention_named(MIXED_16) is MIXED_16
+
+
 @pytest.mark.parametrize(
     ("nbytes", "options", "printed"),
     [
@@ -159,6 +171,11 @@ def test_the_worst_rank_of_whole_parameters_holds_more_than_the_formula_says() -
         (lambda: ledger(-1, 1, 0), "at least 0 parameters, got -1"),
         (lambda: ledger(1, 0, 0), "world_size must be at least 1 rank, got 0"),
         (lambda: ledger(1, 1, 4), "a ZeRO stage is 0 .* got 4"),
+        (lambda: ledger(1, 1, 1, "16"), "unknown convention '16'; choose mixed-16, .* or pass a Convention"),
+        (
+            lambda: Convention(2, 2, 4).master,
+            "4 bytes for the optimizer leave no room for Adam's two moments",
+        ),
         (lambda: format_bytes(1, "Gb"), "unknown unit 'Gb'; choose one of auto, B, kB"),
         (lambda: nbytes_of(ParamSpec(1, "float31")), "unknown dtype 'float31'; known are"),
         (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -19,9 +21,11 @@ from zero_ref.lab import virtual
 from zero_ref.lab.meter import (
     DDPRecorder,
     HeldBytes,
+    bytes_sent_by,
     gather_from_ranks,
     held_bytes,
     recording,
+    sent_bytes,
     state_bytes,
     wire_bytes,
 )
@@ -124,20 +128,34 @@ def test_state_that_is_no_tensor_has_no_bytes() -> None:
 # ------------------------------------------------------------------------------------------ wire, other ranks
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters are Linux's")
-def test_wire_bytes_reads_the_kernels_counter_of_what_was_sent() -> None:
-    before = wire_bytes()
-    assert before is not None
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters are Linux's")
+
+
+@contextlib.contextmanager
+def connection(address: str = "127.0.0.1") -> Iterator[tuple[socket.socket, socket.socket]]:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as here,
+        socket.create_server((address, 0), family=family) as server,
+        socket.create_connection(server.getsockname()[:2]) as here,
     ):
         there, _ = server.accept()
         with there:
-            here.sendall(bytes(200_000))
-            received = 0
-            while received < 200_000:
-                received += len(there.recv(200_000))
+            yield here, there
+
+
+def send(here: socket.socket, there: socket.socket, nbytes: int) -> None:
+    here.sendall(bytes(nbytes))
+    received = 0
+    while received < nbytes:
+        received += len(there.recv(nbytes))
+
+
+@on_linux
+def test_wire_bytes_reads_the_kernels_counter_of_what_was_sent() -> None:
+    before = wire_bytes()
+    assert before is not None
+    with connection() as (here, there):
+        send(here, there, 200_000)
     after = wire_bytes()
     assert after is not None
     assert after - before >= 200_000
@@ -145,6 +163,71 @@ def test_wire_bytes_reads_the_kernels_counter_of_what_was_sent() -> None:
 
 def test_wire_bytes_is_none_without_counters() -> None:
     assert wire_bytes("no-such-interface") is None
+
+
+@on_linux
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_sent_bytes_counts_what_this_process_wrote_and_nothing_else(address: str) -> None:
+    if address == "::1" and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    with connection(address) as (here, there):
+        before = sent_bytes()
+        assert before is not None
+        send(here, there, 200_000)
+        assert sent_bytes() == before + 200_000  # to the byte: no headers
+        send(there, here, 1)
+        assert sent_bytes() == before + 200_001
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+@on_linux
+def test_sent_bytes_counts_a_connection_once_and_leaves_it_open() -> None:
+    open_before = len(os.listdir("/proc/self/fd"))
+    with connection() as (here, there), here.dup():
+        before = sent_bytes()
+        assert before is not None
+        send(here, there, 5_000)
+        assert sent_bytes() == before + 5_000
+        send(here, there, 1)
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+@on_linux
+def test_sockets_that_are_not_tcp_and_connections_that_are_closed_do_not_count() -> None:
+    before = sent_bytes()
+    one, other = socket.socketpair()
+    with one, other, socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+        one.sendall(b"12345")
+        datagrams.sendto(b"12345", ("127.0.0.1", 9))
+        assert sent_bytes() == before
+    with connection() as (here, there):
+        send(here, there, 5_000)
+    assert sent_bytes() == before
+
+
+def test_without_the_kernels_counters_there_is_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert sent_bytes() is None
+
+
+@on_linux
+def test_a_kernel_that_tells_too_little_gives_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_ref.lab.meter._TCP_INFO_BYTES", 1000)
+    with connection():
+        assert sent_bytes() is None
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_call_is_made_once_to_connect_and_once_to_count() -> None:
+    calls: list[int] = []
+    sent = bytes_sent_by(lambda: calls.append(1))
+    assert len(calls) == 2
+    assert sent == (0 if sys.platform == "linux" else None)  # a rank that is alone has no connection
 
 
 @pytest.mark.usefixtures("group_of_one")

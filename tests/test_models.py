@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from torch import nn
 
 from zero_ref.partition import ParamSpec, plan_partition
-from zero_ref.simulator.models import MODELS, ParamShape, from_module, ready_order, shapes, specs
+from zero_ref.simulator.models import (
+    GPT2,
+    MLP,
+    MODELS,
+    TRANSFORMERS,
+    Llama,
+    ParamShape,
+    blocks,
+    from_config,
+    from_module,
+    ready_order,
+    shapes,
+    specs,
+)
 
 # ----------------------------------------------------------------------------------------------- example
 
@@ -20,7 +36,10 @@ from zero_ref.simulator.models import MODELS, ParamShape, from_module, ready_ord
         ("gpt2-medium", 354_823_168, 24 * 12 + 4, 50257 * 1024),
         ("gpt2-large", 774_030_080, 36 * 12 + 4, 50257 * 1280),
         ("gpt2-xl", 1_557_611_200, 48 * 12 + 4, 50257 * 1600),
+        # The Llama 3 counts are those of the safetensors that Meta published; a block has 9 tensors.
         ("llama3-8b", 8_030_261_248, 291, 525_336_576),
+        ("llama3-70b", 70_553_706_496, 80 * 9 + 3, 128256 * 8192),
+        ("llama3-405b", 405_853_388_800, 126 * 9 + 3, 128256 * 16384),
     ],
 )
 def test_published_counts(name: str, elements: int, tensors: int, largest: int) -> None:
@@ -28,6 +47,54 @@ def test_published_counts(name: str, elements: int, tensors: int, largest: int) 
     assert sum(param.numel for param in listed) == elements
     assert len(listed) == tensors
     assert max(param.numel for param in listed) == largest
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "printed"),
+    [
+        (
+            "gpt3-175b",
+            1e9,
+            "174.6",
+        ),  # "175B", Brown et al. (arXiv:2005.14165, table 2.1): 174,600M in table D.1
+        ("zero-7.5b", 1e9, "7.5"),  # Megatron-LM (arXiv:2104.04473, table 1): 7.5 billion
+        ("zero-1t", 1e9, "1008.0"),  # ibid.: 1008.0 billion
+        ("zero-128b", 1e9, "128"),  # ZeRO (arXiv:1910.02054, table 1): 128B, to the billion
+    ],
+)
+def test_published_counts_to_their_printed_digits(name: str, unit: float, printed: str) -> None:
+    digits = len(printed.partition(".")[2])
+    assert f"{sum(param.numel for param in shapes(name)) / unit:.{digits}f}" == printed
+
+
+@pytest.mark.parametrize("name", ["zero-7.5b", "zero-1t", "gpt3-175b"])
+def test_the_counts_are_those_of_megatrons_formula(name: str) -> None:
+    # arXiv:2104.04473, equation 2: 12 l h^2 (1 + 13/(12 h) + (V + s)/(12 l h)), without the last norm's 2 h.
+    model = TRANSFORMERS[name]
+    h, depth = model.width, model.depth
+    formula = 12 * depth * h**2 + 13 * depth * h + (model.vocabulary + model.positions) * h
+    assert sum(param.numel for param in shapes(name)) == formula + 2 * h
+
+
+def test_no_other_depth_comes_nearer_to_128_billion() -> None:
+    def miss(depth: int) -> int:
+        model = GPT2(width=8192, depth=depth, heads=64, vocabulary=51200, positions=2048)
+        return abs(sum(param.numel for param in model.shapes()) - 128 * 10**9)
+
+    assert min(range(150, 170), key=miss) == TRANSFORMERS["zero-128b"].depth
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_heads_divide_the_width_and_every_block_is_counted(name: str) -> None:
+    model = TRANSFORMERS[name]
+    assert model.width % model.heads == 0
+    assert len(blocks(model.shapes())) == 1 + model.depth
+    assert MODELS[name] is model
+
+
+def test_the_gpt2_heads_are_the_published_ones() -> None:
+    names = ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-175b"]
+    assert [TRANSFORMERS[name].heads for name in names] == [12, 16, 20, 25, 96]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -44,6 +111,112 @@ def test_parameters_come_in_registration_order() -> None:
     llama = shapes("llama3-8b")
     assert llama[2] == ParamShape("model.layers.0.self_attn.k_proj.weight", (1024, 4096))
     assert llama[-1].name == "lm_head.weight"
+
+
+def test_blocks_are_the_units_of_stage_3() -> None:
+    units = blocks(shapes("llama3-8b"))
+    named = shapes("llama3-8b")
+    assert [named[i].name for i in units[0]] == [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ]
+    assert [len(unit) for unit in units[1:]] == [9] * 32
+    assert {named[i].name.split(".")[2] for i in units[11]} == {"10"}
+    assert blocks(specs(named)) == units
+
+
+def test_blocks_go_by_the_first_number_and_by_what_stands_before_it() -> None:
+    names = ["encoder.0.mlp.1.weight", "encoder.0.mlp.2.weight", "decoder.0.weight", "norm2.weight", ""]
+    assert blocks([ParamSpec(1, name=name) for name in names]) == [[3, 4], [0, 1], [2]]
+    assert blocks([]) == [[]]
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    # As published: openai-community/gpt2, meta-llama/Meta-Llama-3-8B, mistralai/Mistral-7B-v0.1.
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_inner": None,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    },
+    "llama": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+    },
+    "mistral": {
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "vocab_size": 32000,
+    },
+}
+
+
+def test_a_configuration_gives_the_preset() -> None:
+    assert from_config(CONFIGS["gpt2"]) == MODELS["gpt2"]
+    assert from_config(CONFIGS["llama"]) == MODELS["llama3-8b"]
+    mistral = from_config(CONFIGS["mistral"])
+    assert sum(param.numel for param in mistral.shapes()) == 7_241_732_096  # its safetensors'
+
+
+def test_what_a_configuration_may_leave_out() -> None:
+    llama = {
+        key: value
+        for key, value in CONFIGS["llama"].items()
+        if key not in ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
+    }
+    assert from_config(llama) == Llama(4096, 32, 14336, 32, 32, 128256, positions=2048)
+    tied = from_config(llama | {"tie_word_embeddings": True, "head_dim": 64, "num_key_value_heads": None})
+    assert tied.shapes()[1] == ParamShape("model.layers.0.self_attn.q_proj.weight", (32 * 64, 4096))
+    assert tied.shapes()[4] == ParamShape("model.layers.0.self_attn.o_proj.weight", (4096, 32 * 64))
+    assert tied.shapes()[-1].name == "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (
+            "gpt2",
+            {"model_type": "bert"},
+            "model_type 'bert' is not known; known are 'gpt2', 'llama' and 'mis",
+        ),
+        ("gpt2", {"model_type": None}, "model_type None is not known"),
+        ("gpt2", {"n_embd": None, "n_layer": 0}, "needs n_embd, .*; n_embd is missing, n_layer is 0"),
+        ("gpt2", {"n_layer": True}, "n_layer is True"),
+        ("gpt2", {"n_head": 7}, "n_embd 768 is no multiple of n_head 7"),
+        ("gpt2", {"n_inner": 1000}, "n_inner 1000 changes the parameters .* accepted: 3072"),
+        ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings False changes"),
+        ("llama", {"hidden_size": "4096"}, "integers of at least 1; hidden_size is '4096'"),
+        ("llama", {"vocab_size": -1}, "vocab_size is -1"),
+        (
+            "llama",
+            {"num_key_value_heads": 5},
+            "num_attention_heads 32 is no multiple of num_key_value_heads 5",
+        ),
+        ("llama", {"num_attention_heads": 24}, "hidden_size 4096 is no multiple of num_attention_heads 24"),
+        ("llama", {"attention_bias": True}, "attention_bias True changes the parameters"),
+        ("mistral", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
+    ],
+)
+def test_a_configuration_without_sizes_is_refused(kind: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_config(CONFIGS[kind] | changes)
 
 
 def test_an_unknown_model_is_answered_with_the_choices() -> None:
@@ -65,7 +238,27 @@ def test_specs_are_trainable_parameters_of_one_group() -> None:
     ]
 
 
+# ---------------------------------------------------------------------------------------------- property
+
+
+@given(st.lists(st.text("ab01.", max_size=8), max_size=12))
+def test_every_parameter_is_in_one_unit_and_units_keep_the_order(names: list[str]) -> None:
+    units = blocks([ParamSpec(1, name=name) for name in names])
+    assert sorted(index for unit in units for index in unit) == list(range(len(names)))
+    assert all(unit == sorted(unit) for unit in units)
+    first_of_unit = [unit[0] for unit in units[1:]]
+    assert first_of_unit == sorted(first_of_unit)
+
+
 # ------------------------------------------------------------------------------------------------ parity
+
+
+def test_the_mlp_is_torchs_sequential() -> None:
+    module = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    assert specs(shapes("mlp-tiny")) == from_module(module)
+    assert [param.shape for param in MLP((64, 256, 256, 10)).shapes()] == [
+        tuple(param.shape) for param in module.parameters()
+    ]
 
 
 def test_a_module_is_read_as_it_is() -> None:

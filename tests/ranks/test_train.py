@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.cli import main
 from zero_ref.lab import meter, ranks
-from zero_ref.lab.config import GPTConfig, TrainConfig
+from zero_ref.lab.config import TRAINED, GPTConfig, TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.train import make_optimizer, outcome, predict, train
-from zero_ref.simulator.schedule import STRATEGIES
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(180)]
 
@@ -35,7 +34,7 @@ def final_loss(config: TrainConfig, world_size: int) -> float:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_call_and_byte_is_as_predicted(world_size: int) -> None:
     losses = set()
-    for strategy in STRATEGIES:
+    for strategy in TRAINED:
         config = replace(SMALL, strategy=strategy)
         result = outcome(config, predict(config, world_size), ranks.run(train, world_size, config))
         assert result.as_predicted, result
@@ -92,7 +91,7 @@ def test_a_run_resumed_under_another_strategy_ends_as_if_never_stopped(
     file = str(tmp_path / "deeper" / "run.pt")
     if ranks_then == 2:
         ranks.run(train, 2, replace(SMALL, strategy=saved_under, steps=3, checkpoint=file))
-        for strategy in STRATEGIES:
+        for strategy in TRAINED:
             resumed = replace(SMALL, strategy=strategy, checkpoint=file, resume=True)
             ranks.run(train, 2, replace(SMALL, strategy=saved_under, steps=3, checkpoint=file))
             assert final_loss(resumed, 2) == unbroken
@@ -181,11 +180,11 @@ def test_the_command_compares_strategies_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out.json"
-    names = [word for strategy in STRATEGIES for word in ("--strategy", strategy)]
+    names = [word for strategy in TRAINED for word in ("--strategy", strategy)]
     assert main(["train", "--ranks", "2", *names, *small_arguments(), "--json", str(file)]) == 0
     assert "predicted | measured" in capsys.readouterr().out
     strategies = json.loads(file.read_text())["strategies"]
-    assert list(strategies) == list(STRATEGIES)
+    assert list(strategies) == list(TRAINED)
     for result in strategies.values():
         for quantity in ("state_bytes_max", "collectives", "payload_bytes"):
             assert result[quantity]["predicted"] == result[quantity]["measured"] > 0

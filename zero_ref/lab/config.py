@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from zero_ref.simulator.schedule import STRATEGIES
 
+TRAINED = ("ddp", "zero", "zero-bucket", "zero-even")
+"""The strategies of `simulator.schedule.STRATEGIES` that the main job can be trained under."""
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -27,7 +30,7 @@ class TrainConfig:
     """What to train and how.
 
     Args:
-        strategy: "ddp", or a ZeRO strategy of `simulator.schedule.STRATEGIES`.
+        strategy: one of TRAINED.
         steps: iterations in all, those before a resumed checkpoint included.
         batch_size: passages on each rank.
         warmup_steps: over these the learning rate rises from 0.
@@ -47,8 +50,11 @@ class TrainConfig:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"unknown strategy {self.strategy!r}; choose one of {', '.join(STRATEGIES)}.")
+        if self.strategy not in TRAINED:
+            only = " is simulated only" if self.strategy in STRATEGIES else ""
+            raise ValueError(
+                f"cannot train under {self.strategy!r}{only}; choose one of {', '.join(TRAINED)}."
+            )
         for name in ("steps", "batch_size", "warmup_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")

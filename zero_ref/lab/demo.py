@@ -11,12 +11,11 @@ from rich.console import Console
 
 from zero_ref.lab import plots, ranks
 from zero_ref.lab.compare import ROW_NAMES, Run, as_json, compare, environment, problems, table
-from zero_ref.lab.config import TrainConfig
+from zero_ref.lab.config import TRAINED, TrainConfig
 from zero_ref.lab.model import GPT
 from zero_ref.lab.report import Check, Exhibit, write_report
 from zero_ref.partition import plan_partition
 from zero_ref.simulator.models import from_module
-from zero_ref.simulator.schedule import STRATEGIES
 
 
 def run_demo(folder: Path, config: TrainConfig, world_size: int, console: Console) -> int:
@@ -30,7 +29,7 @@ def run_demo(folder: Path, config: TrainConfig, world_size: int, console: Consol
         f"A GPT of {total:,} parameters learns Python's language reference on {world_size} ranks "
         f"({ranks.choose_backend(world_size)}), {config.steps} steps under each strategy.\n"
     )
-    runs = compare(list(STRATEGIES), config, world_size, console)
+    runs = compare(list(TRAINED), config, world_size, console)
     outcomes = [run.outcome for run in runs]
     console.print()
     console.print(table(outcomes))

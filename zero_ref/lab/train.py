@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_ref.calls import Call
 from zero_ref.collectives import agree, as_collectives
 from zero_ref.lab import meter
-from zero_ref.lab.config import TrainConfig, add_training_arguments, config_from
+from zero_ref.lab.config import TRAINED, TrainConfig, add_training_arguments, config_from
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.ranks import device
 from zero_ref.optimizer import ZeroRedundancyOptimizer
@@ -317,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="torchrun -m zero_ref.lab.train", description=__doc__.split("\n")[0]
     )
     add_training_arguments(parser)
-    parser.add_argument("--strategy", default="zero-bucket", choices=list(STRATEGIES))
+    parser.add_argument("--strategy", default="zero-bucket", choices=list(TRAINED))
     args = parser.parse_args(argv)
     if "RANK" not in os.environ:
         print(

@@ -20,6 +20,12 @@ def _check_name(what: str, name: str, known: Sequence[str]) -> None:
         raise ValueError(f"unknown {what} {name!r}; choose one of {', '.join(known)}.")
 
 
+def _check_number(what: str, value: float, *, above: bool) -> None:
+    """Finite, and above 0 or at least 0."""
+    if not (math.isfinite(value) and (value > 0 if above else value >= 0)):
+        raise ValueError(f"{what} must be {'above 0' if above else '0 or more'}, got {value:g}.")
+
+
 # ------------------------------------------------------------------------------- what the network has to do
 
 
@@ -38,7 +44,7 @@ class Traffic(NamedTuple):
 
 
 ALGORITHMS = ("auto", "ring", "tree")
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "exchange", "send")
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "exchange", "send")
 BACKENDS = ("nccl", "gloo")
 
 
@@ -54,8 +60,9 @@ def traffic(
     """What a collective over `world_size` ranks makes the network do.
 
     On one rank there is nothing to do. A ring passes N parts around: each rank sends (N-1)/N of the payload,
-    an all-reduce twice. A tree needs fewer rounds, about log2 N, for as many bytes. Gloo differs: its
-    reduce-scatter is an all-reduce inside, and its broadcast hands the whole payload down a binomial tree.
+    an all-reduce twice. A tree needs fewer rounds, up and down about log2 N each, and its inner ranks carry
+    more. Gloo differs: its reduce-scatter is an all-reduce inside, and its broadcast hands the whole payload
+    down a binomial tree.
 
     >>> traffic("all_reduce", 100, 4)
     Traffic(rounds=6, busiest_bytes=150.0, total_bytes=600.0)
@@ -69,22 +76,26 @@ def traffic(
         nbytes: the payload: the whole tensor. For all_gather what each rank has at the end, for
             reduce_scatter what each rank has before.
         backend: one of BACKENDS.
-        algorithm: "ring" or "tree", for NCCL's all-reduce and broadcast.
+        algorithm: "ring" or "tree", for NCCL's all-reduce; whatever else there is has one algorithm only.
         shares: for an exchange, the bytes of the payload that each owner owns: it receives them from every
-            other rank. Even shares on all ranks if None.
+            other rank. They add up to the payload; ranks beyond the last of them own nothing. Even shares
+            on all ranks if None.
     Raises:
-        ValueError: an operation, backend or algorithm that is unknown, a negative payload, or no rank.
-    Source: bus bandwidths of nccl-tests (doc/PERFORMANCE.md); rounds as in NCCL's own tuning model
-        (src/graph/tuning.cc); Gloo's bytes were counted by the kernel, see chapter 2 and bench/wire.py.
+        ValueError: an operation, backend or algorithm that is unknown, a negative payload, no rank, or
+            shares that are not the payload's.
+    Source: bus bandwidths of nccl-tests (doc/PERFORMANCE.md); rounds of a ring, and which operations have a
+        tree, as in NCCL's own tuning model (src/graph/tuning.cc); Gloo's bytes are counted on each rank's
+        connections by tests/ranks/test_wire.py and in chapter 2.
     """
     _check_name("operation", op, OPERATIONS)
     _check_name("backend", backend, BACKENDS)
     if algorithm not in ("ring", "tree"):
         raise ValueError(f"unknown algorithm {algorithm!r}; choose ring or tree.")
-    if nbytes < 0:
-        raise ValueError(f"a payload cannot have {nbytes:g} bytes.")
+    _check_number("a payload's bytes", nbytes, above=False)
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
+    if shares is not None:
+        _check_shares(shares, nbytes, world_size)
     n, s = world_size, float(nbytes)
     if n == 1 or s == 0:
         return Traffic(0, 0.0, 0.0)
@@ -92,18 +103,31 @@ def traffic(
     if op == "send":
         return Traffic(1, s, s)
     if op == "exchange":
-        owned = [float(share) for share in shares or [s / n] * n]
+        owned = [s / n] * n if shares is None else shares
         sent = s - (min(owned) if len(owned) == n else 0.0)  # by the rank that owns least of it
-        return Traffic(1, max(sent, max(owned) * (n - 1)), s * (n - 1))
+        return Traffic(1, float(max(sent, max(owned) * (n - 1))), s * (n - 1))
     if op == "all_reduce" or (op == "reduce_scatter" and backend == "gloo"):
         if algorithm == "tree" and backend == "nccl":
             return Traffic(2 * levels, 2 * s, 2 * (n - 1) * s)
         return Traffic(2 * (n - 1), 2 * part, 2 * (n - 1) * s)
     if op in ("reduce_scatter", "all_gather"):
         return Traffic(n - 1, part, (n - 1) * s)
-    if backend == "gloo":  # broadcast: the source sends the whole payload once for each level
+    if op == "reduce" and backend == "gloo":  # a reduce-scatter around the ring, then all parts to one rank
+        return Traffic(2 * (n - 1), max(s, part), (n - 1) * s + part)
+    if op == "broadcast" and backend == "gloo":  # the source sends the whole payload once for each level
         return Traffic(levels, levels * s, (n - 1) * s)
-    return Traffic(levels if algorithm == "tree" else n - 1, s, (n - 1) * s)
+    return Traffic(n - 1, s, (n - 1) * s)
+
+
+def _check_shares(shares: Sequence[float], nbytes: float, world_size: int) -> None:
+    for share in shares:
+        _check_number("a share's bytes", share, above=False)
+    if len(shares) > world_size:
+        raise ValueError(f"{len(shares)} shares for {world_size} ranks: give one for each owner at most.")
+    if not math.isclose(sum(shares), nbytes, rel_tol=1e-9):
+        raise ValueError(
+            f"the shares add up to {sum(shares):g} bytes, the payload has {nbytes:g}: each has one owner."
+        )
 
 
 # ---------------------------------------------------------------------------------------- what there is
@@ -124,10 +148,8 @@ class Link:
     gb_per_s: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.latency_us) and self.latency_us >= 0):
-            raise ValueError(f"a latency must be 0 microseconds or more, got {self.latency_us:g}.")
-        if not (math.isfinite(self.gb_per_s) and self.gb_per_s > 0):
-            raise ValueError(f"a bandwidth must be above 0 GB/s, got {self.gb_per_s:g}.")
+        _check_number("a link's latency_us", self.latency_us, above=False)
+        _check_number("a link's gb_per_s", self.gb_per_s, above=True)
 
     def ms(self, rounds: float, nbytes: float) -> float:
         """How long so many messages, one after another, and so many bytes take.
@@ -147,6 +169,11 @@ class Device:
         reached: the share of `tflops` that training reaches.
         memory_gb: 10^9 bytes of memory; None where it is not known.
         memory_gb_per_s: 10^9 bytes a second that it reads or writes: what an optimizer step is made of.
+        overhead_us: microseconds of forward and backward for each parameter tensor, beside its operations.
+            Of weight for small models; 0 in the presets, since only a measurement tells.
+        update_overhead_us: the same of an optimizer step.
+    Raises:
+        ValueError: a figure that is not above 0, or `reached` above 1.
     """
 
     name: str
@@ -154,23 +181,36 @@ class Device:
     reached: float
     memory_gb: float | None
     memory_gb_per_s: float
+    overhead_us: float = 0.0
+    update_overhead_us: float = 0.0
 
     def __post_init__(self) -> None:
-        for what in ("tflops", "memory_gb_per_s"):
-            if not getattr(self, what) > 0:
-                raise ValueError(f"{self.name}: {what} must be above 0, got {getattr(self, what):g}.")
+        _check_number(f"{self.name}: tflops", self.tflops, above=True)
+        _check_number(f"{self.name}: memory_gb_per_s", self.memory_gb_per_s, above=True)
+        _check_number(f"{self.name}: overhead_us", self.overhead_us, above=False)
+        _check_number(f"{self.name}: update_overhead_us", self.update_overhead_us, above=False)
+        if self.memory_gb is not None:
+            _check_number(f"{self.name}: memory_gb", self.memory_gb, above=True)
         if not 0 < self.reached <= 1:
             raise ValueError(
                 f"{self.name}: reached is a share of the peak, above 0 up to 1, got {self.reached:g}."
             )
 
-    def compute_ms(self, flops: float) -> float:
-        """How long so many floating-point operations take."""
-        return flops / (self.tflops * self.reached * 1e9)
+    def compute_ms(self, flops: float, tensors: float = 0) -> float:
+        """How long so many floating-point operations take, in forward and backward of so many tensors.
 
-    def touch_ms(self, nbytes: float) -> float:
-        """How long it takes to read or write so many bytes."""
-        return nbytes / (self.memory_gb_per_s * 1e6)
+        >>> cluster("a100-ib").device.compute_ms(312e12 * 0.45)
+        1000.0
+        """
+        return tensors * self.overhead_us / 1e3 + flops / (self.tflops * self.reached * 1e9)
+
+    def touch_ms(self, nbytes: float, tensors: float = 0) -> float:
+        """How long it takes to read or write so many bytes, in an update of so many tensors.
+
+        >>> cluster("a100-ib").device.touch_ms(2039e9)
+        1000.0
+        """
+        return tensors * self.update_overhead_us / 1e3 + nbytes / (self.memory_gb_per_s * 1e6)
 
 
 @dataclass(frozen=True)
@@ -179,7 +219,7 @@ class Cluster:
 
     >>> h100 = cluster("h100-ib")
     >>> round(h100.ms("all_reduce", 1e9, 8), 2), round(h100.ms("all_reduce", 1e9, 64), 2)
-    (3.93, 5.08)
+    (3.93, 5.1)
 
     Args:
         device: of each rank.
@@ -192,6 +232,9 @@ class Cluster:
         overlaps: a rank computes and sends at once. False where both need the same processor cores.
         link_of_op: measured links of single operations, which take the place of `within`.
         source: where the figures come from.
+    Raises:
+        ValueError: an unknown backend or operation, a node without ranks.
+        TypeError: a number of ranks that is not whole, or a yes or no that is something else.
     """
 
     name: str
@@ -202,18 +245,27 @@ class Cluster:
     backend: str = "nccl"
     shared: bool = False
     overlaps: bool = True
-    link_of_op: Mapping[str, Link] = field(default_factory=dict)
+    link_of_op: Mapping[str, Link] = field(default_factory=dict, hash=False)
     source: str = ""
 
     def __post_init__(self) -> None:
         _check_name("backend", self.backend, BACKENDS)
+        if not isinstance(self.ranks_per_node, int):
+            raise TypeError(f"ranks_per_node must be a whole number, got {self.ranks_per_node!r}.")
         if self.ranks_per_node < 1:
-            raise ValueError(f"a node has at least 1 rank, got {self.ranks_per_node}.")
+            raise ValueError(f"a node has at least 1 rank, got ranks_per_node={self.ranks_per_node}.")
+        for what in ("shared", "overlaps"):
+            if not isinstance(getattr(self, what), bool):
+                raise TypeError(f"{what} must be True or False, got {getattr(self, what)!r}.")
         for op in self.link_of_op:
             _check_name("operation", op, OPERATIONS)
 
     def nodes(self, world_size: int) -> int:
-        """How many nodes so many ranks fill."""
+        """How many nodes so many ranks fill.
+
+        >>> cluster("h100-ib").nodes(8), cluster("h100-ib").nodes(9)
+        (1, 2)
+        """
         return -(-world_size // self.ranks_per_node)
 
     def ms(
@@ -229,39 +281,58 @@ class Cluster:
 
         Over several nodes a ring's bytes leave a node through all of its ranks' links to the outside at once,
         so the slower of one rank's inner link and a node's outer links together sets the pace. Of an
-        exchange, each rank's own bytes pass its own outer link.
+        exchange, each rank's own bytes pass its own outer link. A send then goes to another node.
+
+        >>> h100 = cluster("h100-ib")
+        >>> {name: round(h100.ms("all_reduce", 1e3, 1024, algorithm=name), 3) for name in ALGORITHMS}
+        {'auto': 0.182, 'ring': 7.928, 'tree': 0.182}
 
         Args: as `traffic`, and
             algorithm: "auto" takes the faster of ring and tree, as NCCL tries to.
         Raises:
             ValueError: as `traffic`.
+        Source: latencies of rings and trees as in NCCL's tuning model (src/graph/tuning.cc).
         """
         _check_name("algorithm", algorithm, ALGORITHMS)
         if algorithm == "auto":
-            both = (
-                ("ring", "tree")
-                if self.backend == "nccl" and op in ("all_reduce", "broadcast")
-                else ("ring",)
-            )
-            return min(self.ms(op, nbytes, world_size, algorithm=one, shares=shares) for one in both)
+            has_tree = self.backend == "nccl" and op == "all_reduce"
+            choice = ("ring", "tree") if has_tree else ("ring",)
+            return min(self.ms(op, nbytes, world_size, algorithm=one, shares=shares) for one in choice)
         load = traffic(op, nbytes, world_size, backend=self.backend, algorithm=algorithm, shares=shares)
         within = self.link_of_op.get(op, self.within)
         nodes = self.nodes(world_size)
-        if nodes == 1:
-            return within.ms(load.rounds, load.total_bytes if self.shared else load.busiest_bytes)
+        inside_bytes = load.total_bytes / nodes if self.shared else load.busiest_bytes
         if op in ("exchange", "send"):
+            if nodes == 1:
+                return within.ms(load.rounds, inside_bytes)
             outside = 1.0 if op == "send" else (world_size - self.ranks_per_node) / (world_size - 1)
             return max(
-                within.ms(load.rounds, load.busiest_bytes * (1 - outside)),
+                within.ms(load.rounds, inside_bytes * (1 - outside)),
                 self.between.ms(load.rounds, load.busiest_bytes * outside),
             )
-        # Of the hops of a ring one leaves each node; a tree crosses nodes first, then spreads within them.
-        crossing = nodes / world_size
-        if algorithm == "tree" or (op == "broadcast" and self.backend == "gloo"):
-            crossing = math.ceil(math.log2(nodes)) / math.ceil(math.log2(world_size))
-        pace = min(within.gb_per_s, self.between.gb_per_s * self.ranks_per_node)
-        latency_us = crossing * self.between.latency_us + (1 - crossing) * within.latency_us
-        return Link(latency_us, pace).ms(load.rounds, load.busiest_bytes)
+        hops_inside, hops_outside = self._hops(op, load.rounds, world_size, algorithm)
+        inside_ms = within.ms(hops_inside, inside_bytes)
+        if nodes == 1:
+            return inside_ms
+        node = Link(self.between.latency_us, self.between.gb_per_s * self.ranks_per_node)
+        return max(
+            inside_ms + node.ms(hops_outside, 0),
+            within.ms(hops_inside, 0) + node.ms(hops_outside, load.busiest_bytes),
+        )
+
+    def _hops(self, op: str, rounds: int, world_size: int, algorithm: str) -> tuple[float, float]:
+        """How many of the messages that follow one another stay in a node, and how many leave one."""
+        nodes = self.nodes(world_size)
+        if rounds and algorithm == "tree" and self.backend == "nccl" and op == "all_reduce":
+            # NCCL's tree joins the nodes; the ranks of a node are a chain. Up and down again.
+            return 2 * (min(world_size, self.ranks_per_node) - 1), 2 * math.ceil(math.log2(nodes))
+        if not rounds or nodes == 1:
+            return rounds, 0
+        if op == "broadcast" and self.backend == "gloo":  # a tree that crosses nodes first
+            outside = math.ceil(math.log2(nodes))
+            return rounds - outside, outside
+        outside_share = nodes / world_size  # of the hops of a ring one leaves each node
+        return rounds * (1 - outside_share), rounds * outside_share
 
     def with_links(self, *, latency: float = 1.0, bandwidth: float = 1.0) -> Cluster:
         """The same cluster with every link's latency and bandwidth multiplied.
@@ -331,8 +402,8 @@ CLUSTERS: dict[str, Cluster] = {
             within=Link(_NVLINK_US, 450),
             between=Link(_FABRIC_US, 50),
             source="NVIDIA H100 SXM data sheet: 989 TFLOPS dense bf16, 80 GB, 3.35 TB/s, NVLink 900 GB/s "
-            "both ways together; DGX H100: 400 Gb/s InfiniBand for each GPU. Share of the peak: 38 to 43% in the "
-            "Llama 3 report (arXiv:2407.21783, table 4).",
+            "both ways together; DGX H100: 400 Gb/s InfiniBand for each GPU. Share of the peak: 38 to 43% in "
+            "the Llama 3 report (arXiv:2407.21783, table 4).",
         ),
         Cluster(
             "a100-ib",
@@ -341,8 +412,8 @@ CLUSTERS: dict[str, Cluster] = {
             within=Link(_NVLINK_US, 300),
             between=Link(_FABRIC_US, 25),
             source="NVIDIA A100 80 GB SXM data sheet: 312 TFLOPS dense bf16, 80 GB, 2,039 GB/s, NVLink 600 "
-            "GB/s both ways together; DGX A100: 200 Gb/s InfiniBand for each GPU. Share of the peak: 44 to 52% "
-            "in Narayanan et al. (arXiv:2104.04473, table 1).",
+            "GB/s both ways together; DGX A100: 200 Gb/s InfiniBand for each GPU. Share of the peak: 44 to "
+            "52% in Narayanan et al. (arXiv:2104.04473, table 1).",
         ),
         Cluster(
             "v100-ib",
@@ -351,8 +422,8 @@ CLUSTERS: dict[str, Cluster] = {
             within=Link(_NVLINK_US, 150),
             between=Link(_FABRIC_US, 6.25),
             source="The ZeRO paper's cluster (arXiv:1910.02054, section 10): DGX-2 nodes of 16 V100, 800 "
-            "Gb/s between nodes, over 30% of the peak. NVIDIA V100 SXM3 data sheet: 125 TFLOPS, 32 GB, 900 GB/s, "
-            "NVLink 300 GB/s both ways together.",
+            "Gb/s between nodes, over 30% of the peak. NVIDIA V100 SXM3 data sheet: 125 TFLOPS, 32 GB, 900 "
+            "GB/s, NVLink 300 GB/s both ways together.",
         ),
         Cluster(
             "a100-ethernet",

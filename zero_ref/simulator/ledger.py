@@ -2,7 +2,8 @@
 
 `ledger` is the formula of the ZeRO paper: every part that a stage shards is divided by the number of ranks.
 `state_bytes_of_rank` is what really lies on each rank once somebody decided who owns which elements; the
-difference between the two is what a partition loses. `format_bytes` prints either.
+difference between the two is what a partition loses. `format_bytes` prints either. What else lies on a rank
+is in `activations` and `memory`.
 """
 
 from __future__ import annotations
@@ -23,21 +24,40 @@ class Convention:
 
     >>> MIXED_16.total, MIXED_16.summary
     (16, 'fp16 or bf16 parameters and gradients; fp32 copy, momentum and variance')
+    >>> MIXED_16.master, FP32_16.master
+    (4, 0)
 
     Args:
         params, grads: of the copies that the forward and backward passes use.
-        optimizer: everything that only the optimizer needs, which is what stage 1 shards.
+        optimizer: everything that only the optimizer needs, which is what stage 1 shards. Adam's, with its
+            two moments.
         summary: what is counted, in words.
+        moment: of each of those two moments.
     """
 
     params: int
     grads: int
     optimizer: int
     summary: str = ""
+    moment: int = 4
 
     @property
     def total(self) -> int:
         return self.params + self.grads + self.optimizer
+
+    @property
+    def master(self) -> int:
+        """What of `optimizer` is copies of parameters and gradients: all but the two moments.
+
+        Raises:
+            ValueError: the two moments alone are more than `optimizer`.
+        """
+        if self.optimizer < 2 * self.moment:
+            raise ValueError(
+                f"{self.optimizer} bytes for the optimizer leave no room for Adam's two moments of "
+                f"{self.moment} bytes each: count them in `optimizer`, or pass a smaller `moment`."
+            )
+        return self.optimizer - 2 * self.moment
 
 
 MIXED_16 = Convention(2, 2, 12, "fp16 or bf16 parameters and gradients; fp32 copy, momentum and variance")
@@ -61,6 +81,24 @@ CONVENTIONS = {
 """The counts found in the field. A table of bytes that does not say which one it uses cannot be checked."""
 
 
+def convention_named(convention: str | Convention) -> Convention:
+    """A convention by its name in CONVENTIONS.
+
+    >>> convention_named("both-grads-20").total
+    20
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if isinstance(convention, Convention):
+        return convention
+    if convention not in CONVENTIONS:
+        raise ValueError(
+            f"unknown convention {convention!r}; choose {', '.join(CONVENTIONS)}, or pass a Convention."
+        )
+    return CONVENTIONS[convention]
+
+
 @dataclass(frozen=True)
 class Ledger:
     """Bytes on one rank, on average over the ranks."""
@@ -74,12 +112,12 @@ class Ledger:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-def ledger(numel: int, world_size: int, stage: int, convention: Convention = MIXED_16) -> Ledger:
+def ledger(numel: int, world_size: int, stage: int, convention: str | Convention = MIXED_16) -> Ledger:
     """What one of `world_size` ranks holds at a ZeRO stage, if the sharded parts divide evenly.
 
     Stage 0 is plain data parallelism: everything on every rank. Stage 1 divides the optimizer's bytes by
     the number of ranks, stage 2 the gradients' too, stage 3 the parameters' too. Activations, buffers for
-    communication and fragmentation come on top; they are not counted.
+    communication and fragmentation come on top; they are not counted (`memory` counts the first two).
 
     >>> books = ledger(7_500_000_000, world_size=64, stage=1)
     >>> format_bytes(books.total_bytes, "GB", digits=1), format_bytes(books.optimizer_bytes, "GB", digits=1)
@@ -87,8 +125,10 @@ def ledger(numel: int, world_size: int, stage: int, convention: Convention = MIX
 
     Args:
         numel: parameters of the model.
+        convention: one of CONVENTIONS by its name, or any.
     Raises:
-        ValueError: `numel` is negative, `world_size` is below 1, or `stage` is not 0 to 3.
+        ValueError: `numel` is negative, `world_size` is below 1, `stage` is not 0 to 3, or no convention has
+            the name.
     Source:
         ZeRO (arXiv:1910.02054), sections 3.1 and 5, figure 1 and table 1: with K the optimizer's bytes,
         P_os = 4 + K/N, P_os+g = 2 + (2+K)/N, P_os+g+p = (4+K)/N bytes a parameter.
@@ -97,13 +137,19 @@ def ledger(numel: int, world_size: int, stage: int, convention: Convention = MIX
         raise ValueError(f"a model has at least 0 parameters, got {numel}.")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"a ZeRO stage is 0 (nothing sharded), 1, 2 or 3; got {stage!r}.")
+    check_stage(stage)
+    convention = convention_named(convention)
     return Ledger(
         parameter_bytes=numel * convention.params / (world_size if stage >= 3 else 1),
         gradient_bytes=numel * convention.grads / (world_size if stage >= 2 else 1),
         optimizer_bytes=numel * convention.optimizer / (world_size if stage >= 1 else 1),
     )
+
+
+def check_stage(stage: int) -> None:
+    """Raise a ValueError for what is no stage of ZeRO."""
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"a ZeRO stage is 0 (nothing sharded), 1, 2 or 3; got {stage!r}.")
 
 
 # ----------------------------------------------------------------------------- exactly, for a partition
@@ -196,6 +242,15 @@ def state_rule(optimizer: str | StateRule) -> StateRule:
     return STATE_RULES[optimizer]
 
 
+def check_fits(partition: Partition, params: Sequence[ParamSpec]) -> None:
+    """Raise a ValueError if a partition was made for other parameters."""
+    if tuple(param.numel for param in params) != partition.numels:
+        raise ValueError(
+            f"the partition is for {len(partition.numels)} parameters of {sum(partition.numels):,} elements; "
+            f"got {len(params)} of {sum(param.numel for param in params):,}."
+        )
+
+
 def state_bytes_of_rank(
     partition: Partition, params: Sequence[ParamSpec], optimizer: str | StateRule = "AdamW"
 ) -> tuple[int, ...]:
@@ -219,11 +274,7 @@ def state_bytes_of_rank(
         ValueError: the optimizer is unknown, or `params` is not what `partition` was made for.
     """
     rule = state_rule(optimizer)
-    if tuple(param.numel for param in params) != partition.numels:
-        raise ValueError(
-            f"the partition is for {len(partition.numels)} parameters of {sum(partition.numels):,} elements; "
-            f"got {len(params)} of {sum(param.numel for param in params):,}."
-        )
+    check_fits(partition, params)
     return tuple(
         sum(
             rule.nbytes(piece.numel, itemsize_of(params[piece.param].dtype))

@@ -1,15 +1,17 @@
-"""Parameter shapes: of published models by name, or of a module at hand.
+"""Parameter shapes: of published models by name, of a configuration, or of a module at hand.
 
 A model's memory and messages follow from its parameters' shapes, in registration order; no weights are
 needed. To add a model of a family below, add a line to MODELS. To add a family, write a frozen dataclass of
-its dimensions with a method `shapes`, in the order in which its module registers the parameters.
+its dimensions with a method `shapes`, in the order in which its module registers the parameters; a family of
+transformers has the attributes of `Transformer` too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 from zero_ref.partition import ParamSpec
@@ -37,16 +39,42 @@ class Architecture(Protocol):
         """All parameters, in registration order; one that is used twice (a tied head) is listed once."""
 
 
+class Transformer(Architecture, Protocol):
+    """An architecture with what its activations and operations are counted from, beside its shapes."""
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's hidden state."""
+
+    @property
+    def depth(self) -> int:
+        """Blocks."""
+
+    @property
+    def heads(self) -> int:
+        """Query heads of the attention in each block."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that there are, each with a row in the embedding."""
+
+    @property
+    def positions(self) -> int:
+        """Tokens in a sequence, at most."""
+
+
 @dataclass(frozen=True)
 class GPT2:
     """GPT-2: learned positions, LayerNorm, biases, an output head that is the token embedding.
 
-    Names, order and shapes are those of transformers' GPT2LMHeadModel, whose linear layers keep their
-    weights as (inputs, outputs). Source: Radford et al., 2019; the `openai-community/gpt2*` configurations.
+    GPT-3 and Megatron-LM's GPT models have the same parameters. Names, order and shapes are those of
+    transformers' GPT2LMHeadModel, whose linear layers keep their weights as (inputs, outputs).
+    Source: Radford et al., 2019; the `openai-community/gpt2*` configurations.
     """
 
     width: int
     depth: int
+    heads: int
     vocabulary: int = 50257
     positions: int = 1024
 
@@ -75,6 +103,12 @@ class Llama:
 
     Names, order and shapes are those of transformers' LlamaForCausalLM, (outputs, inputs).
     Source: Touvron et al. (arXiv:2302.13971); Llama 3: arXiv:2407.21783 and its published configurations.
+
+    Args:
+        hidden: width of the gated MLP.
+        positions: 8,192 is what Llama 3 was first trained with (section 3.4.1). No parameter depends on it.
+        head_dim: elements of a head; 0 for `width / heads`.
+        tied: the output head is the token embedding.
     """
 
     width: int
@@ -83,38 +117,83 @@ class Llama:
     heads: int
     key_value_heads: int
     vocabulary: int
+    positions: int = 8192
+    head_dim: int = 0
+    tied: bool = False
 
     def shapes(self) -> tuple[ParamShape, ...]:
         d, hidden = self.width, self.hidden
-        key_value = d // self.heads * self.key_value_heads
+        head_dim = self.head_dim or d // self.heads
+        query, key_value = head_dim * self.heads, head_dim * self.key_value_heads
         listed = [ParamShape("model.embed_tokens.weight", (self.vocabulary, d))]
         for i in range(self.depth):
             block = f"model.layers.{i}"
             listed += [
-                ParamShape(f"{block}.self_attn.q_proj.weight", (d, d)),
+                ParamShape(f"{block}.self_attn.q_proj.weight", (query, d)),
                 ParamShape(f"{block}.self_attn.k_proj.weight", (key_value, d)),
                 ParamShape(f"{block}.self_attn.v_proj.weight", (key_value, d)),
-                ParamShape(f"{block}.self_attn.o_proj.weight", (d, d)),
+                ParamShape(f"{block}.self_attn.o_proj.weight", (d, query)),
                 ParamShape(f"{block}.mlp.gate_proj.weight", (hidden, d)),
                 ParamShape(f"{block}.mlp.up_proj.weight", (hidden, d)),
                 ParamShape(f"{block}.mlp.down_proj.weight", (d, hidden)),
                 ParamShape(f"{block}.input_layernorm.weight", (d,)),
                 ParamShape(f"{block}.post_attention_layernorm.weight", (d,)),
             ]
-        return (
-            *listed,
-            ParamShape("model.norm.weight", (d,)),
-            ParamShape("lm_head.weight", (self.vocabulary, d)),
+        listed.append(ParamShape("model.norm.weight", (d,)))
+        if not self.tied:
+            listed.append(ParamShape("lm_head.weight", (self.vocabulary, d)))
+        return tuple(listed)
+
+
+@dataclass(frozen=True)
+class MLP:
+    """Linear layers with a function between them, named as in an nn.Sequential: layer, function, layer.
+
+    >>> [(param.name, param.shape) for param in MLP((3, 8, 2)).shapes()]
+    [('0.weight', (8, 3)), ('0.bias', (8,)), ('2.weight', (2, 8)), ('2.bias', (2,))]
+
+    Args:
+        widths: inputs of the first layer, then outputs of each.
+    """
+
+    widths: tuple[int, ...]
+
+    def shapes(self) -> tuple[ParamShape, ...]:
+        return tuple(
+            param
+            for layer, (inputs, outputs) in enumerate(pairwise(self.widths))
+            for param in (
+                ParamShape(f"{2 * layer}.weight", (outputs, inputs)),
+                ParamShape(f"{2 * layer}.bias", (outputs,)),
+            )
         )
 
 
-MODELS: dict[str, Architecture] = {
-    "gpt2": GPT2(width=768, depth=12),
-    "gpt2-medium": GPT2(width=1024, depth=24),
-    "gpt2-large": GPT2(width=1280, depth=36),
-    "gpt2-xl": GPT2(width=1600, depth=48),
+TRANSFORMERS: dict[str, Transformer] = {
+    "gpt2": GPT2(width=768, depth=12, heads=12),
+    "gpt2-medium": GPT2(width=1024, depth=24, heads=16),
+    "gpt2-large": GPT2(width=1280, depth=36, heads=20),
+    "gpt2-xl": GPT2(width=1600, depth=48, heads=25),
     "llama3-8b": Llama(width=4096, depth=32, hidden=14336, heads=32, key_value_heads=8, vocabulary=128256),
+    "llama3-70b": Llama(width=8192, depth=80, hidden=28672, heads=64, key_value_heads=8, vocabulary=128256),
+    "llama3-405b": Llama(
+        width=16384, depth=126, hidden=53248, heads=128, key_value_heads=8, vocabulary=128256
+    ),
+    "gpt3-175b": GPT2(width=12288, depth=96, heads=96, positions=2048),
+    "zero-7.5b": GPT2(width=4096, depth=36, heads=32, vocabulary=51200, positions=2048),
+    "zero-128b": GPT2(width=8192, depth=158, heads=64, vocabulary=51200, positions=2048),
+    "zero-1t": GPT2(width=25600, depth=128, heads=160, vocabulary=51200, positions=2048),
 }
+"""The presets whose activations can be counted too.
+
+GPT-3's dimensions are those of Brown et al. (arXiv:2005.14165, table 2.1). `zero-*` are the three sizes of
+the ZeRO paper's Table 1 (arXiv:1910.02054), which gives numbers of parameters and no shapes. 7.5B and 1T have
+the shapes of Megatron-LM's models of these sizes (arXiv:2104.04473, table 1). No published model has 128B:
+ours is 8,192 wide, the width of the ZeRO paper's runs of 100B and more, and as deep as comes nearest to 128B.
+"""
+
+MODELS: dict[str, Architecture] = {**TRANSFORMERS, "mlp-tiny": MLP((64, 256, 256, 10))}
+"""All presets: those of TRANSFORMERS, and an MLP of 85,002 parameters to try things on."""
 
 
 def shapes(name: str) -> tuple[ParamShape, ...]:
@@ -139,6 +218,138 @@ def specs(shapes: Iterable[ParamShape], dtype: str = "float32") -> list[ParamSpe
     [ParamSpec(numel=6, dtype='bfloat16', device='cpu', group=0, trainable=True, name='weight')]
     """
     return [ParamSpec(param.numel, dtype, name=param.name) for param in shapes]
+
+
+class Named(Protocol):
+    """A ParamShape or a ParamSpec."""
+
+    @property
+    def name(self) -> str:
+        """As in `named_parameters()`."""
+
+
+def blocks(params: Iterable[Named]) -> list[list[int]]:
+    """The units in which stage 3 gathers parameters: what lies outside every block, then block by block.
+
+    A block is what has a number in its name: `transformer.h.3.mlp.c_fc.weight` belongs to `transformer.h.3`,
+    and the first number counts. Embeddings, the last norm and the head have none; they make the root unit.
+
+    >>> units = blocks(shapes("gpt2"))
+    >>> len(units), units[0], units[1][:3], units[12][-1]
+    (13, [0, 1, 146, 147], [2, 3, 4], 145)
+
+    Args:
+        params: in registration order.
+    Returns:
+        Numbers of parameters. The first list is the root's, which is empty if every name has a number; if
+        none has, all are in it.
+    Source: the groups of torch.distributed.fsdp.fully_shard, called on each block and last on the model.
+    """
+    root: list[int] = []
+    units: dict[tuple[str, ...], list[int]] = {}
+    for index, param in enumerate(params):
+        path = param.name.split(".")
+        number = next((place for place, part in enumerate(path) if part.isdecimal()), None)
+        unit = root if number is None else units.setdefault(tuple(path[: number + 1]), [])
+        unit.append(index)
+    return [root, *units.values()]
+
+
+# -------------------------------------------------------------------------------------- a configuration
+
+_GPT2_KEYS = {
+    "width": "n_embd",
+    "depth": "n_layer",
+    "heads": "n_head",
+    "vocabulary": "vocab_size",
+    "positions": "n_positions",
+}
+_LLAMA_KEYS = {
+    "width": "hidden_size",
+    "depth": "num_hidden_layers",
+    "hidden": "intermediate_size",
+    "heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "vocabulary": "vocab_size",
+    "positions": "max_position_embeddings",
+}
+
+
+def from_config(config: Mapping[str, Any]) -> GPT2 | Llama:
+    """The architecture that a Hugging Face configuration describes, as read from its `config.json`.
+
+    >>> sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 10, "n_positions": 4}
+    >>> from_config({"model_type": "gpt2", **sizes})
+    GPT2(width=8, depth=1, heads=2, vocabulary=10, positions=4)
+
+    Args:
+        config: with `model_type` "gpt2", "llama" or "mistral" (whose parameters are Llama's), and its sizes.
+            What may be absent is then what transformers takes: `head_dim`, `tie_word_embeddings`,
+            `max_position_embeddings` and, of Llama, `num_key_value_heads`.
+    Raises:
+        ValueError: the model type is another, a size is missing or not a positive integer, sizes do not
+            divide, or an option adds parameters that are not counted here, such as biases.
+    Source: GPT2Config, LlamaConfig and MistralConfig of transformers.
+    """
+    kind = config.get("model_type")
+    if kind == "gpt2":
+        sizes = _sizes(config, _GPT2_KEYS)
+        accepted = {"n_inner": 4 * sizes["width"], "tie_word_embeddings": True, "add_cross_attention": False}
+        _refuse_other(config, accepted)
+        _divides(config, "n_head", "n_embd")
+        return GPT2(**sizes)
+    if kind not in ("llama", "mistral"):
+        raise ValueError(
+            f"model_type {kind!r} is not known; known are 'gpt2', 'llama' and 'mistral'. "
+            "Of any other model, take the parameters from the module itself: from_module."
+        )
+    _refuse_other(config, {"attention_bias": False, "mlp_bias": False})
+    defaults = {
+        "num_key_value_heads": config.get("num_attention_heads") if kind == "llama" else None,
+        "max_position_embeddings": 2048 if kind == "llama" else 131072,
+    }
+    if config.get("head_dim") is None:
+        keys = _LLAMA_KEYS
+    else:
+        keys = _LLAMA_KEYS | {"head_dim": "head_dim"}
+    # Where transformers' own classes write null, they mean the default.
+    full = {**config, **{key: value for key, value in defaults.items() if config.get(key) is None}}
+    sizes = _sizes(full, keys)
+    if "head_dim" not in sizes:
+        _divides(full, "num_attention_heads", "hidden_size")
+    _divides(full, "num_key_value_heads", "num_attention_heads")
+    return Llama(**sizes, tied=bool(config.get("tie_word_embeddings")))
+
+
+def _sizes(config: Mapping[str, Any], key_of_size: Mapping[str, str]) -> dict[str, int]:
+    """The sizes under their names here."""
+    found = {size: config.get(key) for size, key in key_of_size.items()}
+    wrong = [
+        f"{key_of_size[size]} is " + ("missing" if value is None else f"{value!r}")
+        for size, value in found.items()
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1
+    ]
+    if wrong:
+        raise ValueError(
+            f"a configuration of model_type {config['model_type']!r} needs "
+            f"{', '.join(key_of_size.values())}, integers of at least 1; {', '.join(wrong)}."
+        )
+    return {size: int(value) for size, value in found.items() if value is not None}
+
+
+def _divides(config: Mapping[str, Any], part: str, whole: str) -> None:
+    if config[whole] % config[part]:
+        raise ValueError(f"{whole} {config[whole]} is no multiple of {part} {config[part]}.")
+
+
+def _refuse_other(config: Mapping[str, Any], accepted: Mapping[str, Any]) -> None:
+    """Refuse what would change the parameters in a way that `shapes` does not know."""
+    for key, value in accepted.items():
+        if config.get(key) not in (None, value):
+            raise ValueError(
+                f"{key} {config[key]!r} changes the parameters in a way that is not counted here; accepted: "
+                f"{value!r}. Take the parameters from the module itself: from_module."
+            )
 
 
 # ------------------------------------------------------------------------------------- a module at hand

@@ -1,18 +1,29 @@
 """What a strategy sends in one training iteration, call by call, and what it keeps on each rank.
 
 A prediction to be held against a measurement: `lab.meter` records the calls of a real run, and the two lists
-must be equal, the same operations in the same order with the same bytes.
+must be equal, the same operations in the same order with the same bytes. `play` says how long it takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_ref.calls import Call
-from zero_ref.layout import BucketLayout, lay_out, runs_within
-from zero_ref.partition import ParamSpec, Partition, Slice, Strategy, plan_partition
-from zero_ref.simulator.ledger import StateRule, itemsize_of, nbytes_of, state_bytes_of_rank
+from zero_ref.layout import BucketLayout, lay_out
+from zero_ref.partition import ParamSpec, Partition, Strategy, plan_partition
+from zero_ref.simulator.cluster import traffic
+from zero_ref.simulator.ledger import StateRule, itemsize_of, nbytes_of, state_bytes_of_rank, state_rule
+from zero_ref.simulator.operations import (
+    Operation,
+    Unit,
+    broadcasts_of,
+    data_parallel,
+    local_sgd,
+    messages_of,
+    owned_bytes,
+    stage_3,
+)
 
 MIB = 2**20
 
@@ -25,45 +36,78 @@ class StrategyPlan:
         partition: the name of its partition; None where every rank keeps the whole optimizer.
         buckets: send one message for each bucket of a BucketLayout, not one for each owned slice.
         summary: in words.
+        stage: of ZeRO: what is sharded. 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+        to_owners: gradients are reduced to their owners only.
     """
 
     partition: str | None
     buckets: bool
     summary: str
+    stage: int = 1
+    to_owners: bool = False
 
 
 STRATEGIES: dict[str, StrategyPlan] = {
-    "ddp": StrategyPlan(None, False, "every rank keeps the whole optimizer and sends no parameters"),
+    "ddp": StrategyPlan(None, False, "every rank keeps the whole optimizer and sends no parameters", 0),
     "zero": StrategyPlan("sorted_greedy", False, "whole parameters to owners, one broadcast each"),
     "zero-bucket": StrategyPlan("sorted_greedy", True, "whole parameters to owners, one broadcast an owner"),
     "zero-even": StrategyPlan("even", True, "1/N of the elements each, to within 64, one broadcast an owner"),
+    "zero-2": StrategyPlan("even", True, "as zero-even, gradients reduced to their owners only", 2, True),
+    "zero-3": StrategyPlan(None, False, "1/N of each parameter, gathered block by block before use", 3),
+    "local-sgd": StrategyPlan(None, False, "every rank for itself, parameters averaged once a period", 0),
 }
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One iteration in the steady state: the calls, in order, and what each rank holds.
+    """One iteration in the steady state: what happens, in order, and what each rank holds.
 
     Args:
-        calls: as every rank issues them; all ranks make the same calls.
-        parameter_bytes, gradient_bytes, state_bytes: one entry for each rank. Padding of flat tensors counts
-            as parameters; state is the optimizer's, from its first step on.
+        operations: computing and calls, in the order of the program, which is the same on all ranks.
+        world_size: ranks.
+        parameter_bytes, gradient_bytes, state_bytes: one entry for each rank, held between iterations.
+            Padding of flat tensors counts as parameters; state is the optimizer's, from its first step on.
+        iterations: that `operations` are: 1, or the period of local SGD.
     """
 
-    calls: tuple[Call, ...]
+    operations: tuple[Operation, ...]
+    world_size: int
     parameter_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
     state_bytes: tuple[int, ...]
+    iterations: int = 1
+
+    def calls_of(self, rank: int) -> tuple[Call, ...]:
+        """The calls of one rank, in order."""
+        return tuple(call for one in self.operations for call in one.calls_of(rank, self.world_size))
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls of rank 0. All ranks make the same, but for messages to single ranks ("send", "recv")."""
+        return self.calls_of(0)
 
     @property
     def collectives(self) -> int:
-        """How many calls a rank makes."""
+        """How many calls rank 0 makes."""
         return len(self.calls)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the tensors that a rank passes to its calls; wire bytes depend on the operation."""
+        """Bytes of the tensors that rank 0 passes to its calls; wire bytes depend on the operation."""
         return sum(call.nbytes for call in self.calls)
+
+    def wire_bytes(self, backend: str = "nccl") -> int:
+        """Bytes that all ranks send, together, as `cluster.traffic` counts them for a backend.
+
+        >>> params = [ParamSpec(1024)]
+        >>> [schedule(name, params, world_size=4).wire_bytes() for name in ("ddp", "zero-even", "zero-2")]
+        [24576, 36864, 24576]
+        """
+        return sum(
+            round(traffic(one.op, one.nbytes, self.world_size, backend=backend).total_bytes)
+            for one in self.operations
+            if one.op
+        )
 
     @property
     def parameter_bytes_max(self) -> int:
@@ -86,6 +130,15 @@ def schedule(
     *,
     ddp_buckets: Sequence[Sequence[int]] | None = None,
     partition: Strategy | None = None,
+    to_owners: bool | None = None,
+    way: str = "plain",
+    side_stream: bool = False,
+    native: bool = False,
+    blocks: Sequence[Sequence[int]] | None = None,
+    rows: Sequence[int] | None = None,
+    prefetch: int = 1,
+    period: int = 8,
+    activation_bytes: int = 0,
 ) -> Schedule:
     """Predict one steady-state iteration of a model under DDP and a strategy.
 
@@ -111,42 +164,143 @@ def schedule(
             None for the function `ddp_buckets` with its defaults.
         partition: who owns what, in place of the strategy's own rule: anything that the optimizer's
             `partition=` takes.
+        to_owners: reduce gradients to their owners only, and release the rest; None for what the strategy
+            does.
+        way: when updates are made and sent, one of `operations.WAYS`.
+        side_stream: an interleaved update is made beside backward, as on a GPU.
+        native: not the calls of this package but those of a library that has NCCL's own collectives: one
+            reduce for each owner of a bucket, one all-gather for all shards. Under stage 1 and 2.
+        blocks: for zero-3 the parameters of each unit that is gathered together, the root's first
+            (`models.blocks`); None for one unit of all.
+        rows: for zero-3 the first dimension of each parameter, along which it is cut; None for `numel`.
+        prefetch: for zero-3, how many units ahead parameters are gathered.
+        period: for local-sgd, iterations from one average to the next.
+        activation_bytes: that forward leaves for backward on each rank; only `play` looks at them.
     Raises:
-        ValueError: the strategy or optimizer is unknown, the partition does not fit, or a partition is given
-            for a strategy that has none.
+        ValueError: the strategy, way or optimizer is unknown, the partition does not fit, or an option is
+            given to a strategy that has no use for it.
     Cost: the payload is Ψ elements of gradients, and under ZeRO another Ψ of parameters. On the wire the
-        all-reduce moves its payload twice and a broadcast once, so ZeRO as here sends 1.5 times what DDP
-        does; reducing to the owners instead would send no more than DDP.
+        all-reduce moves its payload twice and a broadcast once, so stage 1 sends 1.5 times what DDP does;
+        reduced to their owners, as in stage 2, gradients move once, and it is no more than DDP. Stage 3
+        gathers parameters twice: 1.5 times again.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}.")
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
     plan = STRATEGIES[strategy]
-    reductions = _all_reduces(params, ddp_buckets)
+    _check_options(strategy, plan, partition, to_owners, way)
+    if plan.stage == 3:
+        return _stage_3(params, world_size, optimizer, blocks, rows, prefetch, activation_bytes)
+    buckets = _default_buckets(params) if ddp_buckets is None else ddp_buckets
     parameter_bytes = sum(nbytes_of(param) for param in params)
-    gradient_bytes = sum(nbytes_of(param) for param in params if param.trainable)
+    gradient_bytes = (sum(nbytes_of(param) for param in params if param.trainable),) * world_size
 
     if plan.partition is None:
-        if partition is not None:
-            raise ValueError(f"strategy {strategy!r} shards nothing, so it takes no partition=.")
         all_on_one = plan_partition("sorted_greedy", params, world_size=1)
-        broadcasts: list[Call] = []
         state_bytes = state_bytes_of_rank(all_on_one, params, optimizer) * world_size
-    else:
-        owned = plan_partition(plan.partition if partition is None else partition, params, world_size)
-        state_bytes = state_bytes_of_rank(owned, params, optimizer)
-        if plan.buckets:
-            layout = lay_out(owned, params)
-            broadcasts = broadcasts_of_buckets(layout)
-            parameter_bytes += sum(flat.padding * flat.itemsize for flat in layout.flats)
-        else:
-            broadcasts = broadcasts_of_slices(owned, params)
+        alone = strategy == "local-sgd"
+        return Schedule(
+            local_sgd(params, buckets, period, activation_bytes=activation_bytes)
+            if alone
+            else data_parallel(params, world_size, None, buckets, activation_bytes=activation_bytes),
+            world_size,
+            (parameter_bytes,) * world_size,
+            gradient_bytes,
+            state_bytes,
+            iterations=period if alone else 1,
+        )
 
+    owned = plan_partition(plan.partition if partition is None else partition, params, world_size)
+    to_owners = plan.to_owners if to_owners is None else to_owners
+    if plan.buckets:
+        parameter_bytes += sum(flat.padding * flat.itemsize for flat in lay_out(owned, params).flats)
     return Schedule(
-        calls=(*reductions, *(broadcasts if world_size > 1 else ())),
-        parameter_bytes=(parameter_bytes,) * world_size,
-        gradient_bytes=(gradient_bytes,) * world_size,
-        state_bytes=state_bytes,
+        data_parallel(
+            params,
+            world_size,
+            owned,
+            buckets,
+            flat=plan.buckets,
+            to_owners=to_owners,
+            way=way,
+            side_stream=side_stream,
+            native=native,
+            activation_bytes=activation_bytes,
+        ),
+        world_size,
+        (parameter_bytes,) * world_size,
+        owned_bytes(owned, params) if to_owners else gradient_bytes,
+        state_bytes_of_rank(owned, params, optimizer),
     )
+
+
+def _check_options(
+    strategy: str, plan: StrategyPlan, partition: Strategy | None, to_owners: bool | None, way: str
+) -> None:
+    if plan.partition is not None:
+        return
+    if partition is not None:
+        raise ValueError(f"strategy {strategy!r} shards nothing by parameter, so it takes no partition=.")
+    if to_owners:
+        raise ValueError(f"strategy {strategy!r} has no owners to reduce gradients to.")
+    if way != "plain":
+        raise ValueError(f"strategy {strategy!r} updates after backward: it takes way='plain', not {way!r}.")
+
+
+def _stage_3(
+    params: Sequence[ParamSpec],
+    world_size: int,
+    optimizer: str | StateRule,
+    blocks: Sequence[Sequence[int]] | None,
+    rows: Sequence[int] | None,
+    prefetch: int,
+    activation_bytes: int,
+) -> Schedule:
+    """Each parameter cut in N along its first dimension, as torch's `fully_shard` does."""
+    blocks = [range(len(params))] if blocks is None else blocks
+    rows = [param.numel for param in params] if rows is None else rows
+    if sorted(number for block in blocks for number in block) != list(range(len(params))):
+        raise ValueError(f"blocks must list each of the {len(params)} parameters once.")
+    if len(rows) != len(params) or any(param.numel % max(row, 1) for param, row in zip(params, rows)):
+        raise ValueError(f"rows takes the first dimension of each of the {len(params)} parameters.")
+    rule = state_rule(optimizer)
+    # Of each parameter every rank has as many rows as the fullest; the last ranks' are partly padding.
+    chunks = [-(-row // world_size) for row in rows]
+    wide = [param.numel // max(row, 1) for param, row in zip(params, rows)]
+    padded = [chunk * width * itemsize_of(param.dtype) for param, chunk, width in zip(params, chunks, wide)]
+
+    def unit(block: Sequence[int], kept: bool) -> Unit:
+        trained = [number for number in block if params[number].trainable]
+        return Unit(
+            sum(params[number].numel for number in block),
+            world_size * sum(padded[number] for number in block),
+            world_size * sum(padded[number] for number in trained),
+            kept,
+        )
+
+    units = [unit(block, kept=not place) for place, block in enumerate(blocks) if block]
+    trained = [number for number, param in enumerate(params) if param.trainable]
+    shards = [0] * world_size
+    state_bytes = [0] * world_size
+    for number, param in enumerate(params):
+        whole, rest = divmod(rows[number], chunks[number]) if chunks[number] else (0, 0)
+        for rank in range(world_size):
+            numel = wide[number] * (chunks[number] if rank < whole else rest if rank == whole else 0)
+            shards[rank] += numel if param.trainable else 0
+            if param.trainable or rule.for_frozen:
+                state_bytes[rank] += rule.nbytes(numel, itemsize_of(param.dtype))
+    return Schedule(
+        stage_3(units, world_size, shards, prefetch=prefetch, activation_bytes=activation_bytes),
+        world_size,
+        (sum(padded),) * world_size,
+        (sum(padded[number] for number in trained),) * world_size,
+        tuple(state_bytes),
+    )
+
+
+def _default_buckets(params: Sequence[ParamSpec]) -> list[list[int]]:
+    return ddp_buckets(params)  # by another name, since an argument of `schedule` has this one
 
 
 def calls_of_rank(
@@ -178,60 +332,16 @@ def calls_of_rank(
         flat: parameters are views of flat tensors, so that what lies together is sent together.
         to_owners: gradients are reduced to the owners only, pairwise; else all-reduced.
     """
-    if buckets is None:
-        buckets = ddp_buckets(params)
-    messages = _messages(partition, params, flat)
-    calls: list[Call] = []
-    for index, bucket in enumerate(buckets):
-        calls += (
-            reductions_to_owners(partition, params, rank, bucket)
-            if to_owners
-            else _all_reduces(params, [bucket])
-        )
-        if interleaved and index:
-            calls += _broadcasts(messages, params, set(buckets[index - 1]))
-    left = buckets[-1:] if interleaved else buckets
-    calls += _broadcasts(messages, params, {number for bucket in left for number in bucket})
-    return [call for call in calls if partition.world_size > 1 or call.op == "all_reduce"]
-
-
-def reductions_to_owners(
-    partition: Partition, params: Sequence[ParamSpec], rank: int, bucket: Iterable[int]
-) -> list[Call]:
-    """What `rank` sends and receives so that each owner gets all ranks' gradients of a DDP bucket.
-
-    One message to each rank that owns some of it; if `rank` owns some itself, one from each other rank.
-    """
-    nbytes_of_rank = [0] * partition.world_size
-    for number in bucket:
-        for piece, owner in partition.pieces_of_param[number]:
-            nbytes_of_rank[owner] += piece.numel * itemsize_of(params[number].dtype)
-    peers = [peer for peer in range(partition.world_size) if peer != rank]
-    return [
-        *(Call("send", nbytes_of_rank[peer], peer) for peer in peers if nbytes_of_rank[peer]),
-        *(Call("recv", nbytes_of_rank[rank], peer) for peer in peers if nbytes_of_rank[rank]),
-    ]
-
-
-def _messages(
-    partition: Partition, params: Sequence[ParamSpec], flat: bool
-) -> list[tuple[int, tuple[Slice, ...]]]:
-    """The owner and the slices of each message of a step."""
-    if flat:
-        layout = lay_out(partition, params)
-        return [(bucket.owner, bucket.slices) for flat in layout.flats for bucket in flat.buckets]
-    return [(owner, (piece,)) for owner, slices in enumerate(partition.slices_of_rank) for piece in slices]
-
-
-def _broadcasts(
-    messages: Sequence[tuple[int, tuple[Slice, ...]]], params: Sequence[ParamSpec], members: Container[int]
-) -> list[Call]:
-    return [
-        Call("broadcast", (run.stop - run.start) * itemsize_of(params[run.slices[0].param].dtype), owner)
-        for owner, slices in messages
-        for run in runs_within(slices, members)
-        if params[run.slices[0].param].trainable
-    ]
+    operations = data_parallel(
+        params,
+        partition.world_size,
+        partition,
+        ddp_buckets(params) if buckets is None else buckets,
+        flat=flat,
+        to_owners=to_owners,
+        way="interleaved" if interleaved else "plain",
+    )
+    return [call for one in operations for call in one.calls_of(rank, partition.world_size)]
 
 
 def broadcasts_of_slices(partition: Partition, params: Sequence[ParamSpec]) -> list[Call]:
@@ -241,12 +351,7 @@ def broadcasts_of_slices(partition: Partition, params: Sequence[ParamSpec]) -> l
     >>> broadcasts_of_slices(sorted_greedy([6, 5], 2), [ParamSpec(6), ParamSpec(5, trainable=False)])
     [Call(op='broadcast', nbytes=24, peer=0)]
     """
-    return [
-        Call("broadcast", piece.numel * itemsize_of(params[piece.param].dtype), owner)
-        for owner, slices in enumerate(partition.slices_of_rank)
-        for piece in slices
-        if piece.numel and params[piece.param].trainable
-    ]
+    return broadcasts_of(messages_of(partition, params, flat=False), params, range(len(params)))
 
 
 def broadcasts_of_buckets(layout: BucketLayout) -> list[Call]:
@@ -320,10 +425,3 @@ def ddp_buckets(
             room_of_kind[kind] = later_cap
     # What is left comes last. Of several kinds the one met last is first: the order of DDP's hash map in C++.
     return closed + [bucket for bucket in reversed(open_of_kind.values()) if bucket]
-
-
-def _all_reduces(params: Sequence[ParamSpec], buckets: Sequence[Sequence[int]] | None) -> list[Call]:
-    return [
-        Call("all_reduce", sum(nbytes_of(params[index]) for index in bucket))
-        for bucket in (ddp_buckets(params) if buckets is None else buckets)
-    ]

@@ -11,11 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-WAYS: dict[str, str] = {
-    "plain": "DDP reduces during backward; then optimizer.step() updates and sends",
-    "after_backward": "hook_with_zero_step: updates too may hide behind later reductions; then all is sent",
-    "interleaved": "hook_with_zero_step_interleaved: a bucket is updated and sent while backward goes on",
-}
+from zero_ref.simulator.operations import COMPUTE, NETWORK, SIDE_STREAM, WAYS, order
 
 
 class BucketTimes(NamedTuple):
@@ -35,12 +31,13 @@ class BucketTimes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One thing that happened, from `start_ms` to `stop_ms` after the beginning of backward.
+    """One thing that happened, from `start_ms` to `stop_ms` after the beginning.
 
     Args:
         lane: "compute" or "network"; "side stream" for what a GPU computes beside backward.
-        label: "backward", "reduce", "step" or "broadcast".
-        bucket: which, from 0 in the order in which gradients become ready; None for all of them together.
+        label: as of an `operations.Operation`: "backward", "reduce", "step", "broadcast" and so on.
+        bucket: which, from 0 in the order in which gradients become ready, or which block; None for all of
+            them together.
     """
 
     lane: str
@@ -67,8 +64,13 @@ class Timeline:
 
     @property
     def makespan_ms(self) -> float:
-        """From the beginning of backward until all is done."""
-        return max(event.stop_ms for event in self.events)
+        """From the beginning until all is done."""
+        return max((event.stop_ms for event in self.events), default=0.0)
+
+    @property
+    def idle_ms(self) -> float:
+        """How long this rank computes nothing."""
+        return self.makespan_ms - covered_ms(event for event in self.events if event.lane != NETWORK)
 
     @property
     def serial_ms(self) -> float:
@@ -117,44 +119,21 @@ def simulate(buckets: Sequence[BucketTimes], way: str, *, side_stream: bool = Fa
         `schedule.calls_of_rank`.
     """
     _check(buckets, way)
-    free_ms = {"compute": 0.0, "network": 0.0, "side stream": 0.0}
+    updating = SIDE_STREAM if way == "interleaved" and side_stream else COMPUTE
+    lane_of = {"backward": COMPUTE, "step": updating, "reduce": NETWORK, "broadcast": NETWORK}
+    needed = {"reduce": "backward", "step": "reduce", "broadcast": "step"}
+    of_all_together = {"plain": ("step", "broadcast"), "after_backward": ("broadcast",)}.get(way, ())
+    free_ms: dict[str, float] = {}
+    end_ms: dict[tuple[str, int], float] = {}
     events: list[Event] = []
-
-    def do(
-        lane: str, label: str, bucket: int | None, duration_ms: float, not_before_ms: float = 0.0
-    ) -> float:
-        start_ms = max(free_ms[lane], not_before_ms)
-        free_ms[lane] = start_ms + duration_ms
-        events.append(Event(lane, label, bucket, start_ms, free_ms[lane]))
-        return free_ms[lane]
-
-    def finish(bucket: int) -> None:
-        """Wait for a bucket's reduction, then step and, if interleaved, send it."""
-        times = buckets[bucket]
-        stepped_ms = do(updating, "step", bucket, times.step_ms, not_before_ms=reduced_ms[bucket])
-        if interleaved:
-            do("network", "broadcast", bucket, times.broadcast_ms, not_before_ms=stepped_ms)
-
-    interleaved = way == "interleaved"
-    updating = "side stream" if interleaved and side_stream else "compute"
-    reduced_ms: list[float] = []
-    for bucket, times in enumerate(buckets):
-        ready_ms = do("compute", "backward", bucket, times.backward_ms)
-        reduced_ms.append(do("network", "reduce", bucket, times.reduce_ms, not_before_ms=ready_ms))
-        if interleaved and bucket:
-            finish(bucket - 1)
-    if interleaved:
-        finish(len(buckets) - 1)
-        return Timeline(tuple(events))
-
-    if way == "plain":
-        do("compute", "step", None, sum(times.step_ms for times in buckets), not_before_ms=reduced_ms[-1])
-    else:
-        for bucket in range(len(buckets)):
-            finish(bucket)
-    # Owner by owner, not bucket by bucket: one event for all.
-    sent_ms = sum(times.broadcast_ms for times in buckets)
-    do("network", "broadcast", None, sent_ms, not_before_ms=free_ms["compute"])
+    for label, parts in order(len(buckets), way):
+        lane = lane_of[label]
+        ready_ms = end_ms[needed[label], parts[-1]] if label in needed else 0.0
+        start_ms = max(free_ms.get(lane, 0.0), ready_ms)
+        free_ms[lane] = start_ms + sum(getattr(buckets[part], f"{label}_ms") for part in parts)
+        part = None if label in of_all_together else parts[0]
+        events.append(Event(lane, label, part, start_ms, free_ms[lane]))
+        end_ms.update({(label, part): free_ms[lane] for part in parts})
     return Timeline(tuple(events))
 
 

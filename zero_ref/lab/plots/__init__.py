@@ -11,6 +11,7 @@ a notebook shows when it is the last line of a cell. Ranks have the same colour 
 
 Who owns what: `shard_map`, `loads`, `balance_against_ranks`, `step_diagram`, `flat_layout`, `groups_grid`.
 What it costs: `memory_by_rank`, `ledger_stages`, `message_times`.
+What a collective costs: `ring_rounds`, `bytes_on_wire`, `time_against_bytes`.
 What a run gave: `loss_curves`, `predicted_against_measured`.
 When it happens: `timeline`. What moves to other ranks: `reshard`.
 What clipping does: `norms_together`.
@@ -29,6 +30,7 @@ from zero_ref.lab.plots._runs import loss_curves, predicted_against_measured
 from zero_ref.lab.plots._step import step_diagram
 from zero_ref.lab.plots._style import Picture, figure, rank_colour, save, text_colour_on
 from zero_ref.lab.plots._timeline import timeline
+from zero_ref.lab.plots._wire import bytes_on_wire, ring_rounds, time_against_bytes
 
 __all__ = [
     "figure",
@@ -43,6 +45,9 @@ __all__ = [
     "memory_by_rank",
     "ledger_stages",
     "message_times",
+    "ring_rounds",
+    "bytes_on_wire",
+    "time_against_bytes",
     "loss_curves",
     "predicted_against_measured",
     "timeline",

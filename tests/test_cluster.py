@@ -1,0 +1,442 @@
+"""Clusters: what collectives make the network do, how long links take for it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from zero_ref.simulator.cluster import (
+    ALGORITHMS,
+    BACKENDS,
+    CLUSTERS,
+    OPERATIONS,
+    Cluster,
+    Device,
+    Link,
+    Traffic,
+    cluster,
+    traffic,
+)
+
+ops, backends, presets = (
+    st.sampled_from(OPERATIONS),
+    st.sampled_from(BACKENDS),
+    st.sampled_from(list(CLUSTERS)),
+)
+algorithms = st.sampled_from(ALGORITHMS)
+payloads = st.integers(0, 10**12).map(float)
+world_sizes = st.integers(1, 2048)
+slower = st.floats(1, 100)
+
+# Sums of floats in another order may round otherwise; time must not fall by more than that.
+ROUNDING = 1 - 1e-12
+
+CPU = Device("a core", tflops=0.1, reached=0.5, memory_gb=None, memory_gb_per_s=8)
+TOY = Cluster("toy", CPU, ranks_per_node=4, within=Link(10, 1), between=Link(100, 0.125))
+"""Round numbers: 1 MB takes 1 ms within a node; a node's four links to the outside take 2 ms for it."""
+
+
+def ms(op: str, nbytes: float, world_size: int, on: Cluster = TOY, **how: Any) -> float:
+    return on.ms(op, nbytes, world_size, **how)
+
+
+# ------------------------------------------------------------------------------------- traffic, by hand
+
+
+@pytest.mark.parametrize(
+    ("op", "nccl", "gloo"),
+    [
+        ("all_reduce", (6, 180, 720), (6, 180, 720)),
+        ("reduce_scatter", (3, 90, 360), (6, 180, 720)),  # on Gloo an all-reduce inside
+        ("all_gather", (3, 90, 360), (3, 90, 360)),
+        ("broadcast", (3, 120, 360), (2, 240, 360)),  # on Gloo the source sends it whole, twice
+        ("exchange", (1, 90, 360), (1, 90, 360)),
+        ("send", (1, 120, 120), (1, 120, 120)),
+    ],
+)
+def test_the_traffic_of_120_bytes_on_four_ranks(op: str, nccl: Traffic, gloo: Traffic) -> None:
+    assert traffic(op, 120, 4, backend="nccl") == nccl
+    assert traffic(op, 120, 4, backend="gloo") == gloo
+
+
+def test_every_operation_has_an_example_above() -> None:
+    (marks,) = test_the_traffic_of_120_bytes_on_four_ranks.pytestmark  # type: ignore[attr-defined]
+    assert tuple(op for op, *_ in marks.args[1]) == OPERATIONS
+
+
+def test_a_tree_takes_fewer_rounds_and_its_inner_ranks_carry_more() -> None:
+    assert traffic("all_reduce", 120, 8, algorithm="ring") == (14, 210, 1680)
+    assert traffic("all_reduce", 120, 8, algorithm="tree") == (6, 240, 1680)
+    assert traffic("all_reduce", 120, 5, algorithm="tree").rounds == 6  # a third level for the fifth rank
+
+
+def test_only_the_all_reduce_of_nccl_has_a_tree() -> None:
+    for op in OPERATIONS:
+        for backend in BACKENDS:
+            ring, tree = (traffic(op, 120, 8, backend=backend, algorithm=name) for name in ("ring", "tree"))
+            assert (ring != tree) == (op == "all_reduce" and backend == "nccl")
+
+
+@pytest.mark.parametrize(("world_size", "times"), [(2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (8, 3)])
+def test_a_broadcast_of_gloo_leaves_its_source_once_for_each_level(world_size: int, times: int) -> None:
+    assert traffic("broadcast", 120, world_size, backend="gloo").busiest_bytes == 120 * times
+
+
+@pytest.mark.parametrize(
+    ("shares", "busiest"),
+    [
+        (None, 90),
+        ([30, 30, 30, 30], 90),
+        ([120], 360),  # the only owner receives it from three others
+        ([60, 30, 30, 0], 180),
+        ([48, 36, 36, 0], 144),
+        ([0, 0, 0, 120], 360),
+        ([30, 30, 60], 180),
+    ],
+)
+def test_an_exchange_is_as_slow_as_its_fullest_owner(shares: list[float] | None, busiest: float) -> None:
+    assert traffic("exchange", 120, 4, shares=shares) == (1, busiest, 360)
+
+
+def test_who_owns_nothing_sends_everything() -> None:
+    assert traffic("exchange", 120, 2, shares=[60, 60]).busiest_bytes == 60
+    assert (
+        traffic("exchange", 120, 3, shares=[60, 60, 0]).busiest_bytes == 120
+    )  # sent by one, received by two
+    assert traffic("exchange", 120, 3, shares=[50, 50, 20]).busiest_bytes == 100
+
+
+# ------------------------------------------------------------------------------------- traffic, for all
+
+
+def sent_by_each_rank(
+    op: str, backend: str, n: int, shares: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """What each rank sends and receives, rank by rank, of an exchange or where all ranks are alike."""
+    total = sum(shares)
+    if op == "exchange":
+        return [total - own for own in shares], [own * (n - 1) for own in shares]
+    times = 2 if op == "all_reduce" or (op == "reduce_scatter" and backend == "gloo") else 1
+    return [times * total * (n - 1) / n] * n, [times * total * (n - 1) / n] * n
+
+
+@given(
+    st.sampled_from(["all_reduce", "reduce_scatter", "all_gather", "exchange"]),
+    backends,
+    st.lists(st.integers(0, 10**9).map(float), min_size=2, max_size=64),
+)
+def test_bytes_are_conserved(op: str, backend: str, shares: list[float]) -> None:
+    n = len(shares)
+    sent, received = sent_by_each_rank(op, backend, n, shares)
+    assert math.isclose(sum(sent), sum(received))
+    found = traffic(op, sum(shares), n, backend=backend, shares=shares if op == "exchange" else None)
+    assert math.isclose(found.total_bytes, sum(sent))
+    assert math.isclose(found.busiest_bytes, max(*sent, *received))
+
+
+@given(ops, backends, st.sampled_from(["ring", "tree"]), payloads, world_sizes)
+def test_the_busiest_rank_carries_its_share_at_least_and_all_of_it_at_most(
+    op: str, backend: str, algorithm: str, nbytes: float, world_size: int
+) -> None:
+    found = traffic(op, nbytes, world_size, backend=backend, algorithm=algorithm)
+    assert found.total_bytes / world_size <= found.busiest_bytes * (1 + 1e-9)
+    assert found.busiest_bytes <= found.total_bytes * (1 + 1e-9)
+    assert (found.rounds == 0) == (found.total_bytes == 0)
+
+
+# nccl-tests, doc/PERFORMANCE.md: what an operation's time is multiplied by to find the bus bandwidth.
+BUS_FACTORS = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "exchange": lambda n: (n - 1) / n,  # an all-to-all
+    "broadcast": lambda n: 1,
+    "send": lambda n: 1,
+}
+
+
+@given(ops, st.integers(2, 2048))
+def test_the_busiest_rank_of_nccl_carries_the_bus_factor_of_nccl_tests(op: str, world_size: int) -> None:
+    found = traffic(op, 1e9, world_size, backend="nccl")
+    assert math.isclose(found.busiest_bytes, 1e9 * BUS_FACTORS[op](world_size))
+
+
+@given(backends, payloads, world_sizes)
+def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce_but_not_on_gloo(
+    backend: str, nbytes: float, world_size: int
+) -> None:
+    def total(op: str) -> float:
+        return traffic(op, nbytes, world_size, backend=backend).total_bytes
+
+    parts = total("reduce_scatter") + total("all_gather")
+    assert math.isclose(parts, total("all_reduce") * (1.5 if backend == "gloo" else 1))
+
+
+# --------------------------------------------------------------------------------------- times, by hand
+
+
+@pytest.mark.parametrize(
+    ("op", "world_size", "expected"),
+    [
+        ("all_reduce", 2, 2 * 0.01 + 1),
+        ("all_reduce", 4, 6 * 0.01 + 1.5),
+        ("reduce_scatter", 4, 3 * 0.01 + 0.75),
+        ("broadcast", 4, 3 * 0.01 + 1),
+        ("exchange", 4, 0.01 + 0.75),
+        ("send", 4, 0.01 + 1),
+        # Two nodes: 2 of the 8 hops of a ring leave a node, and a node's links carry 0.5 GB/s.
+        ("all_gather", 8, 7 * (0.25 * 0.1 + 0.75 * 0.01) + 0.875 / 0.5),
+        # 4 of 7 messages go to the other node: 0.5 MB through one rank's 0.125 GB/s.
+        ("exchange", 8, 0.1 + 0.5 / 0.125),
+        ("send", 8, 0.1 + 1 / 0.125),
+    ],
+)
+def test_the_time_of_a_megabyte(op: str, world_size: int, expected: float) -> None:
+    assert ms(op, 1e6, world_size, algorithm="ring") == pytest.approx(expected)
+
+
+def test_a_tree_over_nodes_is_a_chain_within_them() -> None:
+    # 4 nodes of 4: down a chain of 3 messages and across 2 levels, there and back.
+    tree = 2 * (3 * 0.01 + 2 * 0.1) + 2 / 0.5
+    assert ms("all_reduce", 1e6, 16, algorithm="tree") == pytest.approx(tree)
+
+
+def test_auto_takes_the_tree_for_few_bytes_and_the_ring_for_many() -> None:
+    for nbytes, faster in ((1e3, "tree"), (1e9, "ring")):
+        assert ms("all_reduce", nbytes, 16) == ms("all_reduce", nbytes, 16, algorithm=faster)
+    assert ms("all_reduce", 1e3, 16, algorithm="ring") > ms("all_reduce", 1e3, 16, algorithm="tree")
+
+
+def test_gloo_knows_no_tree_for_an_all_reduce() -> None:
+    gloo = replace(TOY, backend="gloo")
+    assert len({ms("all_reduce", 1e3, 16, gloo, algorithm=name) for name in ALGORITHMS}) == 1
+
+
+def test_gloos_broadcast_over_nodes_is_a_tree() -> None:
+    gloo = replace(TOY, backend="gloo")
+    # 16 ranks on 4 nodes: of 4 levels 2 cross nodes; the source sends 4 MB.
+    assert ms("broadcast", 1e6, 16, gloo) == pytest.approx(2 * 0.01 + 2 * 0.1 + 4 / 0.5)
+
+
+def test_ranks_that_share_a_link_take_the_time_of_all_their_bytes() -> None:
+    shared = replace(TOY, shared=True)
+    assert ms("all_reduce", 1e6, 4, shared) == pytest.approx(6 * 0.01 + 6)
+    assert ms("exchange", 1e6, 4, shared) == pytest.approx(0.01 + 3)
+    # On two nodes each carries half of 7 MB inside, in 3.5 ms, and 0.875 MB at 0.5 GB/s to the outside.
+    assert ms("all_gather", 1e6, 8, shared) == pytest.approx(7 * (0.25 * 0.1 + 0.75 * 0.01) + 3.5)
+
+
+def test_a_measured_link_takes_the_place_of_the_common_one_for_its_operation_only() -> None:
+    measured = replace(TOY, link_of_op={"broadcast": Link(20, 0.5)})
+    assert ms("broadcast", 1e6, 2, measured) == pytest.approx(0.02 + 2)
+    assert ms("all_gather", 1e6, 2, measured) == ms("all_gather", 1e6, 2)
+
+
+def test_a_device_computes_at_the_share_that_training_reaches() -> None:
+    assert CPU.compute_ms(1e9) == pytest.approx(20)
+    assert CPU.touch_ms(8e6) == pytest.approx(1)
+
+
+# --------------------------------------------------------------------------------------- times, for all
+
+
+@given(presets, ops, algorithms, payloads, world_sizes, slower, slower)
+def test_time_never_falls_when_links_get_slower(
+    name: str, op: str, algorithm: str, nbytes: float, world_size: int, latency: float, narrower: float
+) -> None:
+    fast = cluster(name)
+    before = fast.ms(op, nbytes, world_size, algorithm=algorithm)
+    for slow in (
+        fast.with_links(latency=latency),
+        fast.with_links(bandwidth=1 / narrower),
+        fast.with_links(latency=latency, bandwidth=1 / narrower),
+    ):
+        assert slow.ms(op, nbytes, world_size, algorithm=algorithm) >= before * ROUNDING
+
+
+@given(
+    presets,
+    ops,
+    algorithms,
+    payloads,
+    world_sizes,
+    slower,
+    st.sampled_from(["within", "between"]),
+    st.booleans(),
+)
+def test_time_never_falls_when_one_link_gets_slower(
+    name: str, op: str, algorithm: str, nbytes: float, world_size: int, by: float, which: str, shared: bool
+) -> None:
+    fast = replace(cluster(name), ranks_per_node=4, shared=shared)
+    link: Link = getattr(fast, which)
+    before = fast.ms(op, nbytes, world_size, algorithm=algorithm)
+    for worse in (Link(link.latency_us * by, link.gb_per_s), Link(link.latency_us, link.gb_per_s / by)):
+        slow = replace(fast, **{which: worse})  # type: ignore[arg-type]
+        assert slow.ms(op, nbytes, world_size, algorithm=algorithm) >= before * ROUNDING
+
+
+@given(presets, ops, algorithms, payloads, payloads, world_sizes)
+def test_more_bytes_never_take_less_time(
+    name: str, op: str, algorithm: str, one: float, other: float, world_size: int
+) -> None:
+    here = cluster(name)
+    few, many = (here.ms(op, size, world_size, algorithm=algorithm) for size in sorted((one, other)))
+    assert 0 <= few <= many
+
+
+@given(presets, ops, algorithms, payloads)
+def test_one_rank_costs_nothing(name: str, op: str, algorithm: str, nbytes: float) -> None:
+    assert cluster(name).ms(op, nbytes, 1, algorithm=algorithm) == 0
+    assert traffic(op, nbytes, 1) == Traffic(0, 0, 0)
+
+
+@given(presets, ops, world_sizes)
+def test_nothing_to_send_costs_nothing(name: str, op: str, world_size: int) -> None:
+    assert cluster(name).ms(op, 0, world_size) == 0
+
+
+@given(presets, ops, payloads, world_sizes)
+def test_auto_is_never_slower_than_either_algorithm(
+    name: str, op: str, nbytes: float, world_size: int
+) -> None:
+    auto, ring, tree = (cluster(name).ms(op, nbytes, world_size, algorithm=each) for each in ALGORITHMS)
+    assert auto == min(ring, tree)
+
+
+# ------------------------------------------------------------------------------------------ presets, JSON
+
+
+def test_every_preset_says_where_its_figures_come_from_and_goes_by_its_name() -> None:
+    for name, preset in CLUSTERS.items():
+        assert cluster(name) is preset
+        assert preset.name == name
+        assert preset.source
+
+
+@given(
+    presets,
+    st.dictionaries(ops, st.builds(Link, st.floats(0, 1e6), st.floats(1e-3, 1e6)), max_size=3),
+    st.booleans(),
+)
+def test_a_cluster_comes_back_from_json(name: str, links: dict[str, Link], overlaps: bool) -> None:
+    there = replace(cluster(name), link_of_op=links, overlaps=overlaps)
+    back = Cluster.from_json(there.to_json())
+    assert back == there
+    assert hash(back) == hash(there)
+
+
+def test_json_may_leave_out_what_has_a_default() -> None:
+    values = json.loads(TOY.to_json())
+    for name in ("backend", "shared", "overlaps", "link_of_op", "source"):
+        del values[name]
+    assert Cluster.from_json(json.dumps(values)) == TOY
+
+
+def test_scaling_links_scales_the_measured_ones_too() -> None:
+    measured = replace(TOY, link_of_op={"send": Link(5, 2)})
+    scaled = measured.with_links(latency=2, bandwidth=0.5)
+    assert (scaled.within, scaled.between) == (Link(20, 0.5), Link(200, 0.0625))
+    assert scaled.link_of_op == {"send": Link(10, 1)}
+    assert measured.link_of_op == {"send": Link(5, 2)}
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+
+
+def shared_out(shares: list[float]) -> Traffic:
+    return traffic("exchange", 120, 4, shares=shares)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cluster("h200"), r"unknown cluster 'h200'; choose one of h100-ib, .*, loopback"),
+        (lambda: traffic("reduce", 1, 2), r"unknown operation 'reduce'; choose one of all_reduce, .*, send"),
+        (lambda: traffic("send", 1, 2, backend="mpi"), r"unknown backend 'mpi'; choose one of nccl, gloo"),
+        (lambda: traffic("send", 1, 2, algorithm="auto"), r"unknown algorithm 'auto'; choose ring or tree"),
+        (
+            lambda: ms("send", 1, 2, algorithm="star"),
+            r"unknown algorithm 'star'; choose one of auto, ring, tree",
+        ),
+        (lambda: ms("gather", 1, 2), r"unknown operation 'gather'"),
+        (lambda: replace(TOY, backend="mpi"), r"unknown backend 'mpi'"),
+        (lambda: replace(TOY, link_of_op={"reduce": TOY.within}), r"unknown operation 'reduce'"),
+        (lambda: traffic("send", -1, 2), r"a payload's bytes must be 0 or more, got -1"),
+        (lambda: traffic("send", math.nan, 2), r"a payload's bytes must be 0 or more, got nan"),
+        (lambda: traffic("send", math.inf, 2), r"a payload's bytes must be 0 or more, got inf"),
+        (lambda: traffic("send", 1, 0), r"world_size must be at least 1 rank, got 0"),
+        (lambda: ms("send", 1, -1), r"world_size must be at least 1 rank, got -1"),
+        (lambda: shared_out([60, 90, -30]), r"a share's bytes must be 0 or more, got -30"),
+        (lambda: shared_out([24] * 5), r"5 shares for 4 ranks: give one for each owner at most"),
+        (lambda: shared_out([60, 30]), r"add up to 90 bytes, the payload has 120: each has one owner"),
+        (lambda: shared_out([]), r"add up to 0 bytes"),
+        (lambda: Link(-1, 1), r"latency_us must be 0 or more, got -1"),
+        (lambda: Link(math.nan, 1), r"latency_us must be 0 or more, got nan"),
+        (lambda: Link(1, 0), r"gb_per_s must be above 0, got 0"),
+        (lambda: Link(1, -5), r"gb_per_s must be above 0, got -5"),
+        (lambda: TOY.with_links(bandwidth=-1), r"gb_per_s must be above 0"),
+        (lambda: TOY.with_links(latency=-1), r"latency_us must be 0 or more"),
+        (lambda: replace(TOY, ranks_per_node=0), r"a node has at least 1 rank, got ranks_per_node=0"),
+        (lambda: replace(CPU, tflops=0), r"a core: tflops must be above 0, got 0"),
+        (lambda: replace(CPU, memory_gb_per_s=-1), r"a core: memory_gb_per_s must be above 0"),
+        (lambda: replace(CPU, memory_gb=0), r"a core: memory_gb must be above 0"),
+        (
+            lambda: replace(CPU, reached=1.5),
+            r"a core: reached is a share of the peak, above 0 up to 1, got 1.5",
+        ),
+        (lambda: replace(CPU, reached=0), r"reached is a share"),
+    ],
+)
+def test_a_mistake_hears_what_is_accepted(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks_per_node": 8.5}, r"ranks_per_node must be a whole number, got 8.5"),
+        ({"shared": "no"}, r"shared must be True or False, got 'no'"),
+        ({"overlaps": 1}, r"overlaps must be True or False, got 1"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        replace(TOY, **change)
+
+
+def edited(**change: Any) -> str:
+    values = {**json.loads(TOY.to_json()), **change}
+    return json.dumps({key: value for key, value in values.items() if value != "left out"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"this is no cluster: JSONDecodeError"),
+        ("{name: toy}", r"this is no cluster: JSONDecodeError"),
+        ("[]", r"It takes JSON with name, device, ranks_per_node, within and between"),
+        ("3", r"this is no cluster: TypeError"),
+        (edited(within="left out"), r"this is no cluster: KeyError: 'within'"),
+        (edited(name="left out"), r"name"),
+        (edited(nodes=3), r"unexpected keyword argument 'nodes'"),
+        (edited(within={"latency_us": 1}), r"gb_per_s"),
+        (edited(within={"latency_us": "1", "gb_per_s": 1}), r"this is no cluster: TypeError"),
+        (edited(within=None), r"this is no cluster: TypeError"),
+        (edited(link_of_op=[1]), r"this is no cluster: AttributeError"),
+        (edited(shared="false"), r"shared must be True or False, got 'false'"),
+        (edited(ranks_per_node="8"), r"ranks_per_node must be a whole number"),
+        (edited(between={"latency_us": 1, "gb_per_s": -5}), r"gb_per_s must be above 0, got -5"),
+        (edited(backend="mpi"), r"unknown backend 'mpi'; choose one of nccl, gloo"),
+        (edited(link_of_op={"reduce": {"latency_us": 1, "gb_per_s": 1}}), r"unknown operation 'reduce'"),
+    ],
+)
+def test_json_that_is_no_cluster_hears_why(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Cluster.from_json(text)

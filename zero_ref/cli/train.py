@@ -1,0 +1,96 @@
+"""`zero-ref train` and `zero-ref demo`: a small GPT on real ranks, each run beside its prediction."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from zero_ref.cli._common import CommandError, Subparsers, need, positive
+from zero_ref.lab.config import TRAINED, TrainConfig, add_training_arguments, config_from
+
+
+def register_train(subparsers: Subparsers) -> None:
+    """Add `zero-ref train`."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a small GPT on real ranks under one or more strategies, each beside its prediction",
+        description="Train a small GPT on this machine: NCCL if there is a GPU for each rank, else Gloo. "
+        "Under torchrun, on any number of machines: torchrun ... -m zero_ref.lab.train",
+    )
+    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        choices=list(TRAINED),
+        help="give it several times to compare (default: zero-bucket)",
+    )
+    add_training_arguments(parser)
+    parser.add_argument("--json", metavar="FILE", help="write what was predicted and measured here")
+    parser.set_defaults(run=run_train)
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """Train, print the table, and write JSON if asked to; 1 if a prediction or a loss is off."""
+    strategies = list(dict.fromkeys(arguments.strategy or ["zero-bucket"]))
+    config = training_config(arguments, strategies[0])
+    if len(strategies) > 1 and config.checkpoint:
+        raise CommandError("--checkpoint is one file: give one --strategy with it.")
+    console = need("rich.console").Console(highlight=False)
+    compare = need("zero_ref.lab.compare")
+    try:
+        outcomes = [run.outcome for run in compare.compare(strategies, config, arguments.ranks, console)]
+    except need("zero_ref.lab.ranks").RankError as error:
+        raise CommandError(str(error), code=1) from None
+    console.print(compare.table(outcomes))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            file.write(json.dumps(compare.as_json(outcomes, config), indent=2) + "\n")
+    problems = compare.problems(outcomes)
+    for problem in problems:
+        print(f"zero-ref: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def register_demo(subparsers: Subparsers) -> None:
+    """Add `zero-ref demo`."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="train the same small GPT under every strategy; a table, pictures and a page",
+        description="Train the same small GPT from the same seed under DDP and three forms of ZeRO.",
+    )
+    parser.add_argument("--ranks", type=positive, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument("--out", default="demo-out", metavar="FOLDER", help="default: %(default)s")
+    add_training_arguments(parser)
+    parser.set_defaults(run=run_demo, steps=120)
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """Run the demo; 1 if a prediction or a loss is off."""
+    config = training_config(arguments, "ddp")
+    if config.checkpoint:
+        raise CommandError("the demo writes no checkpoint; use `zero-ref train --checkpoint FILE`.")
+    console = need("rich.console").Console(highlight=False)
+    demo = need("zero_ref.lab.demo")
+    try:
+        return int(demo.run_demo(Path(arguments.out), config, arguments.ranks, console))
+    except need("zero_ref.lab.ranks").RankError as error:
+        raise CommandError(str(error), code=1) from None
+
+
+def training_config(arguments: argparse.Namespace, strategy: str) -> TrainConfig:
+    """The options as a TrainConfig.
+
+    Raises:
+        CommandError: a value makes no sense; DDP builds its buckets in the first step, so the prediction
+            holds from the second on, and one step is refused.
+    """
+    if arguments.steps < 2:
+        raise CommandError(
+            f"--steps must be at least 2, got {arguments.steps}: the first builds DDP's buckets."
+        )
+    try:
+        return config_from(arguments, strategy)
+    except ValueError as error:
+        raise CommandError(str(error)) from None

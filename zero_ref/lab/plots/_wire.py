@@ -1,0 +1,292 @@
+"""What collectives cost: the rounds of a ring, bytes on the wire against ranks, time against bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import ScaledTranslation
+
+from zero_ref.lab.plots._numbers import short, short_bytes
+from zero_ref.lab.plots._style import (
+    ALARM,
+    FAINT,
+    INK,
+    MUTED,
+    PAPER,
+    SERIES_COLOURS,
+    SMALL_PT,
+    bare,
+    colour_key,
+    in_style,
+    text_colour_on,
+    tint,
+)
+
+SHAPES = ("o", "s", "D", "^", "v", "p", "h", "*")
+SIZES_PT = (17.0, 12.0, 7.5, 4.0)
+"""Largest first: where several marks lie on one point, each is seen around the next."""
+
+OFF_THE_LINE = 0.05
+"""A measurement this much away from its line is marked: headers of packets are far below it."""
+
+
+# -------------------------------------------------------------------------------------------------- a ring
+
+
+def ring_states(world_size: int) -> list[list[list[int]]]:
+    """How many ranks' parts are summed up in each chunk: after each round, on each rank, of each chunk.
+
+    >>> ring_states(2)
+    [[[1, 1], [1, 1]], [[1, 2], [2, 1]], [[2, 2], [2, 2]]]
+    """
+    n = world_size
+    states = [[[1] * n for _ in range(n)]]
+    for number in range(2 * (n - 1)):
+        before, after = states[-1], [list(of_rank) for of_rank in states[-1]]
+        for rank in range(n):
+            chunk = _received(number, rank, n)
+            sent = before[(rank - 1) % n][chunk]
+            after[rank][chunk] = before[rank][chunk] + sent if number < n - 1 else sent
+        states.append(after)
+    return states
+
+
+def _received(number: int, rank: int, world_size: int) -> int:
+    """The chunk that a rank receives in a round, counted from 0: in both halves one lower each time."""
+    return (rank - 1 - number) % world_size
+
+
+@in_style
+def ring_rounds(world_size: int, ax: Axes) -> Axes:
+    """An all-reduce on a ring, round by round: what each rank has of each chunk.
+
+    A number says of how many ranks a chunk holds the sum. Framed is what has just come from the rank above,
+    on the first rank from the last one.
+
+    >>> from zero_ref.lab.plots import figure
+    >>> fig, ax = figure(6, 3)
+    >>> _ = ring_rounds(3, ax)
+
+    Args:
+        world_size: 2 to 4 ranks; more would be too small to read.
+    Raises:
+        ValueError: another number of ranks.
+    """
+    if not 2 <= world_size <= 4:
+        raise ValueError(f"{world_size} ranks: a ring is drawn for 2 to 4.")
+    n, colour = world_size, SERIES_COLOURS[0]
+    states = ring_states(n)
+    width, height, cell = 0.84 / n, 0.62, 0.84
+    for column, state in enumerate(states):
+        for rank, parts in enumerate(state):
+            for chunk, count in enumerate(parts):
+                fill = tint(colour, (count / n) ** 1.5)
+                left = column + chunk * width
+                box = Rectangle((left, rank), width, height, facecolor=fill, edgecolor=PAPER, linewidth=1)
+                box.set_label(f"round {column}, rank {rank}, chunk {chunk}: {count}")
+                ax.add_patch(box)
+                ax.text(
+                    left + width / 2,
+                    rank + height / 2,
+                    str(count),
+                    ha="center",
+                    va="center_baseline",
+                    color=text_colour_on(fill),
+                    fontsize=SMALL_PT,
+                )
+            if column:
+                left = column + _received(column - 1, rank, n) * width
+                frame = Rectangle(
+                    (left, rank), width, height, fill=False, edgecolor=SERIES_COLOURS[1], linewidth=2.4
+                )
+                frame.set_label("received")
+                ax.add_patch(frame)
+    for first, name in ((1, "reduce-scatter"), (n, "all-gather")):
+        last = first + n - 2 + cell
+        ax.plot([first, last], [-0.34, -0.34], color=MUTED, linewidth=1.2)
+        ax.text((first + last) / 2, -0.44, name, ha="center", va="bottom", color=INK, fontsize=SMALL_PT)
+    ax.set_xlim(-0.05, len(states) - 1 + cell + 0.05)
+    ax.set_ylim(n - 1 + height + 0.12, -0.8)
+    bare(ax, keep=())
+    names = ["before", *(f"round {number}" if n < 4 else str(number) for number in range(1, len(states)))]
+    ax.set_xticks([column + cell / 2 for column in range(len(states))], names)
+    ax.set_yticks([rank + height / 2 for rank in range(n)], [f"rank {rank}" for rank in range(n)])
+    return ax
+
+
+# ------------------------------------------------------------------------------------------ bytes on the wire
+
+
+@in_style
+def bytes_on_wire(
+    lines: Mapping[str, Callable[[int], float]],
+    line_of_op: Mapping[str, str],
+    measured: Mapping[str, Mapping[int, float]],
+    ax: Axes,
+) -> Axes:
+    """Bytes on the wire over the payload, against the number of ranks: lines are theory, marks measurements.
+
+    A mark away from the line where theory has its operation stands out, with a dotted line from there.
+
+    >>> from zero_ref.lab.plots import figure
+    >>> fig, ax = figure(6, 3.4)
+    >>> lines = {"2 (N - 1)": lambda n: 2 * (n - 1), "N - 1": lambda n: n - 1}
+    >>> of_op = {"all_reduce": "2 (N - 1)", "broadcast": "N - 1"}
+    >>> _ = bytes_on_wire(lines, of_op, {"all_reduce": {2: 2.0, 4: 6.0}, "broadcast": {2: 1.0}}, ax)
+
+    Args:
+        lines: name of a line -> its height for a number of ranks.
+        line_of_op: operation -> the line on which theory has it; at most 4 on one, 8 in all.
+        measured: operation -> number of ranks -> bytes of all ranks over the payload. May be empty.
+    Raises:
+        ValueError: more operations than there are marks, or one whose line is unknown.
+    """
+    if len(line_of_op) > len(SHAPES):
+        raise ValueError(f"{len(line_of_op)} operations: there are marks for {len(SHAPES)}.")
+    sizes: dict[str, float] = {}
+    for name in lines:
+        on_it = [op for op, line in line_of_op.items() if line == name]
+        if len(on_it) > len(SIZES_PT):
+            raise ValueError(
+                f"{len(on_it)} operations on the line {name!r}: at most {len(SIZES_PT)} are seen."
+            )
+        sizes |= dict(zip(on_it, SIZES_PT))
+    styles = {op: (shape, sizes[op]) for shape, op in zip(SHAPES, line_of_op) if op in sizes}
+    unknown = [op for op in (*line_of_op, *measured) if op not in styles]
+    if unknown:
+        raise ValueError(f"no line for {unknown[0]!r}: give one of {', '.join(lines)} in line_of_op.")
+
+    most = max([8, *(n for of_op in measured.values() for n in of_op)])
+    colours = dict(zip(lines, SERIES_COLOURS))
+    off = set()
+    for name, height in lines.items():
+        ranks = range(1, most + 1)
+        ax.plot(ranks, [height(n) for n in ranks], color=colours[name], linewidth=1.8, label=name)
+    for op, of_op in measured.items():
+        for n, found in of_op.items():
+            expected = lines[line_of_op[op]](n)
+            wrong = abs(found - expected) > OFF_THE_LINE * expected
+            if wrong:
+                off.add(op)
+                ax.plot(
+                    [n, n], [expected, found], color=ALARM, linewidth=1.4, linestyle=":", label=f"off: {op}"
+                )
+            ax.plot([n], [found], **_mark(styles[op], ALARM if wrong else INK), label=op)
+    tallest = max(height(most) for height in lines.values())
+    for name, height in lines.items():
+        ax.text(1.05 * most, height(most), name, va="center", color=colours[name], clip_on=False)
+    ax.set_xlim(0.8, 1.03 * most)
+    ax.set_ylim(0, 1.1 * tallest)
+    bare(ax, keep=("bottom",))
+    ax.grid(axis="y", color=FAINT, linewidth=0.6)
+    ax.set_xticks(sorted({1, 2, 4, most, *(n for of_op in measured.values() for n in of_op)}))
+    ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} ×"))
+    ax.set_xlabel("ranks N")
+    ax.set_title("Bytes on the wire, as multiples of the payload", pad=8 if not measured else 48)
+    if measured:
+        _mark_key(ax, {op: _mark(styles[op], ALARM if op in off else INK) for op in measured})
+    return ax
+
+
+def _mark(style: tuple[str, float], colour: str) -> dict[str, Any]:
+    shape, size = style
+    return {
+        "linestyle": "none",
+        "marker": shape,
+        "ms": size,
+        "markeredgewidth": 1.6,
+        "markeredgecolor": colour,
+        "markerfacecolor": colour if size == SIZES_PT[-1] else "none",
+    }
+
+
+def _mark_key(ax: Axes, marks: Mapping[str, dict[str, Any]]) -> None:
+    """A mark for each operation, in two rows above the Axes."""
+    ax.legend(
+        handles=[
+            Line2D([], [], **(mark | {"ms": min(mark["ms"], 10)}), label=op) for op, mark in marks.items()
+        ],
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        bbox_transform=ax.transAxes + ScaledTranslation(0, 5 / 72, ax.figure.dpi_scale_trans),
+        ncols=3,
+        borderpad=0,
+        borderaxespad=0,
+        handletextpad=0.3,
+        columnspacing=1.4,
+    )
+
+
+# ----------------------------------------------------------------------------------------- time against bytes
+
+
+@in_style
+def time_against_bytes(
+    curves: Mapping[str, Mapping[float, float]], ax: Axes, *, turns: Mapping[str, float]
+) -> Axes:
+    """How long a collective takes against its payload: flat where latency rules, rising where bandwidth does.
+
+    Both axes are logarithmic. A dot marks the payload for which both take the same time.
+
+    >>> from zero_ref.lab.plots import figure
+    >>> fig, ax = figure(6, 3.4)
+    >>> sizes = [10.0**power for power in range(3, 10)]
+    >>> slow = {size: 0.1 + size / 1e6 for size in sizes}
+    >>> _ = time_against_bytes({"slow": slow}, ax, turns={"slow": 1e5})
+
+    Args:
+        curves: name -> payload in bytes -> milliseconds, at least two of each.
+        turns: name -> the payload of the dot.
+    Raises:
+        ValueError: a curve has no point or one, or a size or time that no logarithm has; or a dot no curve.
+    """
+    for name, curve in curves.items():
+        if len(curve) < 2 or min(*curve, *curve.values()) <= 0:
+            raise ValueError(f"{name}: give two payloads or more, and sizes and times above 0.")
+    if turns.keys() - curves.keys():
+        raise ValueError(f"a dot for {min(turns.keys() - curves.keys())!r}, which is no curve.")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    colours = dict(zip(curves, SERIES_COLOURS))
+    for name, curve in curves.items():
+        ax.plot(list(curve), list(curve.values()), color=colours[name], linewidth=2.2, label=name)
+        if name in turns:
+            at = _interpolated(curve, turns[name])
+            ax.plot([turns[name]], [at], "o", color=colours[name], markeredgecolor=PAPER, ms=9, label="turn")
+            ax.annotate(
+                short_bytes(turns[name]),
+                (turns[name], at),
+                xytext=(0, 10),
+                textcoords="offset points",
+                ha="right",
+                color=colours[name],
+                fontsize=SMALL_PT,
+            )
+    bare(ax, keep=("bottom",))
+    ax.grid(axis="y", color=FAINT, linewidth=0.6)
+    ax.xaxis.set_major_locator(LogLocator(base=1000))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} ms"))
+    ax.set_xlabel("payload")
+    colour_key(ax, colours)
+    return ax
+
+
+def _interpolated(curve: Mapping[float, float], at: float) -> float:
+    """The height of a curve between two of its points, on logarithmic axes; at its end outside of them."""
+    points = [(math.log(size), math.log(ms)) for size, ms in sorted(curve.items())]
+    x = math.log(at)
+    for (left, low), (right, high) in pairwise(points):
+        if left <= x <= right:
+            return math.exp(low + (high - low) * (x - left) / (right - left))
+    return math.exp(points[0][1] if x < points[0][0] else points[-1][1])

@@ -1,0 +1,427 @@
+"""From measured times to a Cluster of the machine at hand, with bounds on how wrong it is.
+
+Everything that is timed costs so much for each call and so much for each byte or operation: a collective its
+rounds and its bytes, forward and backward their tensors and their floating-point operations, an optimizer
+step its tensors and its bytes. So one fit serves all, `fit`. `calibrate` fits on every other size, predicts
+the sizes in between, and keeps both times: these errors are the ones to trust, and the intervals of single
+parameters say how well the times tell them apart. `lab.benchmark` takes the times.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zero_ref.simulator.cluster import OPERATIONS, Cluster, Device, Link, traffic
+
+ADAMW_BYTES = 28
+"""What AdamW moves for each fp32 element: it reads gradient, parameter and two moments, and writes three."""
+
+WORK: dict[str, str] = {
+    "train": "forward and backward, in floating-point operations",
+    "update": "a local optimizer step, in bytes read and written",
+}
+
+
+def training_flops(numel: int, tokens: int, *, layers: int, width: int, context: int) -> float:
+    """Floating-point operations of forward and backward of a transformer.
+
+    A token costs each parameter one multiplication and one addition forward, and twice that backward.
+    Attention adds its two products over the context. A tied token embedding counts once, as output head.
+
+    >>> training_flops(810_496, 8 * 64, layers=4, width=128, context=64) / 1e9
+    2.691170304
+
+    Source: appendix B of PaLM (arXiv:2204.02311), which counts 6 N + 12 L H Q T for each token.
+    """
+    return tokens * (6.0 * numel + 12.0 * layers * width * context)
+
+
+# --------------------------------------------------------------------------------------- what was measured
+
+
+class Sample(NamedTuple):
+    """One timed piece of work as `fit` sees it.
+
+    Args:
+        calls: rounds of messages, or tensors: what there is a fixed cost for.
+        amount: bytes or floating-point operations.
+        ms: how long it took.
+    """
+
+    calls: float
+    amount: float
+    ms: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One collective, timed once.
+
+    Args:
+        op: an operation of `cluster.OPERATIONS`.
+        nbytes: the payload, as `cluster.traffic` counts it.
+        ms: of the slowest rank.
+    Raises:
+        ValueError: an unknown operation, a time or a payload that is not positive, or no two ranks.
+    """
+
+    op: str
+    nbytes: int
+    world_size: int
+    ms: float
+
+    def __post_init__(self) -> None:
+        if self.op not in OPERATIONS:
+            raise ValueError(f"unknown operation {self.op!r}; choose one of {', '.join(OPERATIONS)}.")
+        if self.nbytes <= 0:
+            raise ValueError(f"{self.op}: a payload to measure has at least 1 byte, got {self.nbytes}.")
+        if self.world_size < 2:
+            raise ValueError(
+                f"{self.op}: a single rank sends nothing; measure 2 or more, not {self.world_size}."
+            )
+        _check_ms(self.op, self.ms)
+
+    def sample(self, backend: str = "gloo") -> Sample:
+        """What a Cluster charges for it: all bytes on the wire where ranks share a machine's loopback."""
+        load = traffic(self.op, self.nbytes, self.world_size, backend=backend)
+        return Sample(load.rounds, load.total_bytes if backend == "gloo" else load.busiest_bytes, self.ms)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A piece of computing, timed once, while every rank did the same.
+
+    Args:
+        kind: one of WORK.
+        tensors: parameter tensors that were trained or updated.
+        amount: floating-point operations of "train", bytes of "update".
+        ms: of the slowest rank.
+    Raises:
+        ValueError: an unknown kind, or a number that is not positive.
+    """
+
+    kind: str
+    tensors: int
+    amount: float
+    ms: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in WORK:
+            raise ValueError(f"unknown kind of work {self.kind!r}; choose one of {', '.join(WORK)}.")
+        if self.tensors < 1 or not (math.isfinite(self.amount) and self.amount > 0):
+            raise ValueError(
+                f"{self.kind}: work has at least 1 tensor and an amount above 0, got {self.tensors} and "
+                f"{self.amount:g}."
+            )
+        _check_ms(self.kind, self.ms)
+
+    def sample(self) -> Sample:
+        return Sample(self.tensors, self.amount, self.ms)
+
+
+def _check_ms(what: str, ms: float) -> None:
+    if not (math.isfinite(ms) and ms > 0):
+        raise ValueError(f"{what}: a measured time is above 0 ms, got {ms:g}.")
+
+
+# ------------------------------------------------------------------------------------------------ the fit
+
+
+class Interval(NamedTuple):
+    """Where a parameter lies in nine of ten resamplings; `high` is infinite where nothing bounds it."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fixed cost for each call and a rate, with how well they are known.
+
+    Args:
+        what: an operation, or a kind of WORK.
+        overhead_us: microseconds for each call, or tensor.
+        giga_per_s: 10^9 bytes, or floating-point operations, a second.
+        errors: predicted over measured, less 1, for each size that was fitted: smallest size first.
+    """
+
+    what: str
+    overhead_us: float
+    overhead_us_interval: Interval
+    giga_per_s: float
+    giga_per_s_interval: Interval
+    errors: tuple[float, ...]
+
+    @property
+    def link(self) -> Link:
+        """Of a collective: what a Cluster takes."""
+        return Link(self.overhead_us, self.giga_per_s)
+
+    def ms(self, calls: float, amount: float) -> float:
+        """How long so much work takes."""
+        return self.link.ms(calls, amount)
+
+
+def fit(what: str, samples: Iterable[Sample], *, resamples: int = 200, seed: int = 0) -> Fit:
+    """The cost of a call and the rate that explain the times best.
+
+    Of each size the median counts, and each size counts alike: what is made small is the sum of relative
+    errors, not of their squares, so that neither one slow size nor the largest decides. No cost is negative.
+
+    >>> exact = [Sample(1, nbytes, Link(50, 2).ms(1, nbytes)) for nbytes in (1e3, 1e5, 1e7)]
+    >>> fitted = fit("broadcast", exact)
+    >>> round(fitted.overhead_us, 6), round(fitted.giga_per_s, 6), max(fitted.errors) < 1e-9
+    (50.0, 2.0, True)
+
+    Args:
+        what: to be named in the result and in errors.
+        resamples: how often the intervals' bootstrap draws anew: repeats of each size, and misses of the fit.
+        seed: of these draws.
+    Raises:
+        ValueError: there are not two sizes with different amounts for each call, or larger sizes take no
+            longer, so that there is no rate.
+    """
+    times_of_size: dict[tuple[float, float], list[float]] = {}
+    for calls, amount, ms in samples:
+        times_of_size.setdefault((calls, amount), []).append(ms)
+    sizes = sorted(times_of_size, key=lambda size: size[::-1])
+    if len({amount / calls for calls, amount in sizes}) < 2:
+        raise ValueError(
+            f"{what}: {len(sizes)} sizes cannot tell the cost of a call from that of its contents: measure at "
+            "least two that differ in bytes, or operations, for each call."
+        )
+    repeats = [times_of_size[size] for size in sizes]
+    medians = [statistics.median(times) for times in repeats]
+    per_call, per_unit = _least_relative_errors(sizes, medians)
+    if per_unit <= 0:
+        raise ValueError(
+            f"{what}: {sizes[-1][1]:g} took no longer than {sizes[0][1]:g}, so there is no rate. Measure "
+            "larger sizes, more often."
+        )
+    predicted = [per_call * calls + per_unit * amount for calls, amount in sizes]
+    misses = [ms / foreseen for ms, foreseen in zip(medians, predicted)]
+
+    draw = random.Random(seed)
+    drawn = [
+        _least_relative_errors(
+            sizes,
+            [statistics.median(draw.choices(times, k=len(times))) * draw.choice(misses) for times in repeats],
+        )
+        for _ in range(resamples)
+    ]
+    overheads_us = [1e3 * call for call, _ in drawn]
+    rates = [_rate(unit) for _, unit in drawn]
+    return Fit(
+        what,
+        1e3 * per_call,
+        _interval(overheads_us, 1e3 * per_call),
+        _rate(per_unit),
+        _interval(rates, _rate(per_unit)),
+        tuple(1 / miss - 1 for miss in misses),
+    )
+
+
+def _rate(ms_per_unit: float) -> float:
+    return 1 / (1e6 * ms_per_unit) if ms_per_unit > 0 else math.inf
+
+
+def _interval(values: Sequence[float], estimate: float) -> Interval:
+    ordered = sorted([*values, estimate])
+    cut = len(ordered) // 20
+    return Interval(min(ordered[cut], estimate), max(ordered[-1 - cut], estimate))
+
+
+def _least_relative_errors(sizes: Sequence[tuple[float, float]], ms: Sequence[float]) -> tuple[float, float]:
+    """Milliseconds for each call and for each unit, none negative, with the least sum of relative errors.
+
+    By least squares again and again, each size weighted by the inverse of its last error.
+    """
+    largest = max(amount for _, amount in sizes)  # of order 1, or the squares of bytes drown the calls
+    rows = [(calls / time, amount / largest / time) for (calls, amount), time in zip(sizes, ms)]
+    weights = [1.0] * len(rows)
+    per_call = per_unit = 0.0
+    for _ in range(40):
+        cc = sum(w * c * c for w, (c, _) in zip(weights, rows))
+        cu = sum(w * c * u for w, (c, u) in zip(weights, rows))
+        uu = sum(w * u * u for w, (_, u) in zip(weights, rows))
+        c1 = sum(w * c for w, (c, _) in zip(weights, rows))
+        u1 = sum(w * u for w, (_, u) in zip(weights, rows))
+        determinant = cc * uu - cu * cu
+        if determinant > 0:
+            per_call = (c1 * uu - u1 * cu) / determinant
+            per_unit = (u1 * cc - c1 * cu) / determinant
+        if determinant <= 0 or per_call < 0:
+            per_call, per_unit = 0.0, u1 / uu
+        elif per_unit < 0:
+            per_call, per_unit = c1 / cc, 0.0
+        # Errors below a thousandth weigh alike: a size that is met exactly must not become infinitely heavy.
+        weights = [1 / max(abs(per_call * c + per_unit * u - 1), 1e-3) for c, u in rows]
+    return per_call, per_unit / largest
+
+
+# ------------------------------------------------------------------------------------------- the machine
+
+
+class Prediction(NamedTuple):
+    """A size that was kept out of the fit.
+
+    Args:
+        size: payload bytes of an operation; floating-point operations, or bytes, of work.
+        measured_ms: the median.
+    """
+
+    what: str
+    size: float
+    predicted_ms: float
+    measured_ms: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted_ms / self.measured_ms - 1
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A machine as measured.
+
+    Args:
+        fits: one for each operation, then one for each kind of WORK.
+        held_out: predictions of the sizes that no fit has seen.
+    """
+
+    cluster: Cluster
+    fits: tuple[Fit, ...]
+    held_out: tuple[Prediction, ...]
+
+    def error_bound(self, what: str, share: float = 1.0) -> float:
+        """The relative error that `share` of the held-out sizes stay within; the worst by default.
+
+        Raises:
+            ValueError: no size of it was held out, or the share is not within 0 and 1.
+        """
+        errors = sorted(abs(prediction.error) for prediction in self.held_out if prediction.what == what)
+        if not errors or not 0 < share <= 1:
+            raise ValueError(f"{len(errors)} sizes of {what!r} were held out, share is {share:g}.")
+        return errors[math.ceil(share * len(errors)) - 1]
+
+
+def fit_links(
+    measurements: Iterable[Measurement], *, backend: str = "gloo", resamples: int = 200, seed: int = 0
+) -> dict[str, Fit]:
+    """One fit for each operation that was measured. Args, Raises: as `fit`."""
+    samples_of_op: dict[str, list[Sample]] = {}
+    for measurement in measurements:
+        samples_of_op.setdefault(measurement.op, []).append(measurement.sample(backend))
+    if not samples_of_op:
+        raise ValueError("no collective was measured: there is nothing to fit.")
+    return {op: fit(op, samples, resamples=resamples, seed=seed) for op, samples in samples_of_op.items()}
+
+
+def fit_device(
+    works: Iterable[Work], name: str = "this machine", *, resamples: int = 200, seed: int = 0
+) -> tuple[Device, dict[str, Fit]]:
+    """What a rank computes with, while all ranks compute; and the fit of each kind of WORK.
+
+    Raises:
+        ValueError: as `fit`; or a kind of work was not measured.
+    """
+    samples_of_kind: dict[str, list[Sample]] = {kind: [] for kind in WORK}
+    for work in works:
+        samples_of_kind[work.kind].append(work.sample())
+    for kind, samples in samples_of_kind.items():
+        if not samples:
+            raise ValueError(f"no {kind!r} was measured ({WORK[kind]}): a device needs {' and '.join(WORK)}.")
+    fits = {
+        kind: fit(kind, samples, resamples=resamples, seed=seed) for kind, samples in samples_of_kind.items()
+    }
+    train, update = fits["train"], fits["update"]
+    device = Device(
+        name,
+        tflops=train.giga_per_s / 1e3,
+        reached=1.0,  # what was measured is what training reached
+        memory_gb=None,
+        memory_gb_per_s=update.giga_per_s,
+        overhead_us=train.overhead_us,
+        update_overhead_us=update.overhead_us,
+    )
+    return device, fits
+
+
+def calibrate(
+    measurements: Sequence[Measurement],
+    works: Sequence[Work],
+    *,
+    name: str = "this machine",
+    backend: str = "gloo",
+    source: str = "",
+    resamples: int = 200,
+    seed: int = 0,
+) -> Calibration:
+    """Fit on every other size, smallest and largest among them if their number is odd; predict the others.
+
+    Args:
+        measurements, works: at least three sizes of each operation and of each kind of work, repeats welcome.
+        name: of the cluster.
+        backend: "gloo" for processes of one machine, which share its loopback and its cores, so that they do
+            not send while they compute; else "nccl".
+        source: what to say of where the figures come from.
+    Raises:
+        ValueError: too few sizes, or as `fit`.
+    """
+    used, kept_out = _alternate([(m.op, float(m.nbytes), m) for m in measurements])
+    used_works, works_out = _alternate([(work.kind, work.amount, work) for work in works])
+    links = fit_links(used, backend=backend, resamples=resamples, seed=seed)
+    device, fits_of_work = fit_device(used_works, name, resamples=resamples, seed=seed)
+    plain = next(links[op].link for op in ("exchange", "broadcast", *links) if op in links)
+    cluster = Cluster(
+        name,
+        device,
+        ranks_per_node=_RANKS_OF_A_MACHINE,
+        within=plain,
+        between=plain,
+        backend=backend,
+        shared=backend == "gloo",
+        overlaps=backend != "gloo",
+        link_of_op={op: fitted.link for op, fitted in links.items()},
+        source=source,
+    )
+    held_out = [
+        Prediction(m.op, m.nbytes, cluster.ms(m.op, m.nbytes, m.world_size), m.ms) for m in kept_out
+    ] + [
+        Prediction(work.kind, work.amount, fits_of_work[work.kind].ms(work.tensors, work.amount), work.ms)
+        for work in works_out
+    ]
+    return Calibration(cluster, (*links.values(), *fits_of_work.values()), _medians(held_out))
+
+
+# What is measured is one machine, so no number of ranks leads to a second one.
+_RANKS_OF_A_MACHINE = 4096
+
+
+def _alternate(named: Sequence[tuple[str, float, T]]) -> tuple[list[T], list[T]]:
+    """Those of every other size, by name, from the smallest on; and the others."""
+    held_out: set[tuple[str, float]] = set()
+    for what in {what for what, _, _ in named}:
+        sizes = sorted({size for name, size, _ in named if name == what})
+        if len(sizes) < 3:
+            raise ValueError(
+                f"{what}: {len(sizes)} sizes; it takes 3 or more to fit some and predict others."
+            )
+        held_out |= {(what, size) for size in sizes[1::2]}
+    return (
+        [value for what, size, value in named if (what, size) not in held_out],
+        [value for what, size, value in named if (what, size) in held_out],
+    )
+
+
+def _medians(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
+    times: dict[tuple[str, float, float], list[float]] = {}
+    for what, size, predicted_ms, measured_ms in predictions:
+        times.setdefault((what, size, predicted_ms), []).append(measured_ms)
+    return tuple(Prediction(*key, statistics.median(ms)) for key, ms in times.items())

@@ -1,0 +1,286 @@
+"""Everything that lies on a rank, item by item: on average by the formula, and exactly for a partition.
+
+`ledger` counts what a stage divides. Here come the parts that it leaves out: buffers, activations, scalars,
+padding. `shortfall` explains a rank's total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zero_ref.layout import lay_out
+from zero_ref.partition import ParamSpec, Partition
+from zero_ref.simulator.ledger import (
+    UNITS,
+    Convention,
+    StateRule,
+    check_fits,
+    check_stage,
+    convention_named,
+    itemsize_of,
+    state_rule,
+)
+from zero_ref.simulator.models import blocks
+
+FIRST_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
+"""The ZeRO stage from which each part of the model's state is divided among the ranks."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a run keeps its model, as far as memory is concerned.
+
+    >>> Recipe(stage=2).convention
+    'mixed-16'
+
+    Args:
+        stage: of ZeRO. 0 is plain data parallelism; at 0 and 1 DDP reduces the gradients.
+        convention: bytes an element; one of `ledger.CONVENTIONS` by its name, or any. None for what
+            torch.optim keeps by itself: gradients and moments in each parameter's own dtype, no master copy.
+        optimizer: a name in `ledger.STATE_RULES`, or a rule. Its tensors take the place of the two moments
+            that the convention counts.
+        gradient_as_bucket_view: DDP's. False, which is its default, costs a second copy of the gradients.
+        bucket_bytes: of the buffer for what travels at stages 1 and 2; 0 if it is sent from where it lies.
+        gathered_units: how many units of `models.blocks` are whole at one time at stage 3: the one that is
+            computed, and those that are fetched ahead.
+        flat: trainable parameters lie in the flat tensors of `layout.lay_out`, at stages 1 and 2. New
+            parameters are then sent from there.
+        activation_bytes: of one rank, such as `activations.activation_bytes` gives.
+    Raises:
+        ValueError: a stage, name or number is not accepted.
+    """
+
+    stage: int
+    convention: str | Convention | None = "mixed-16"
+    optimizer: str | StateRule = "AdamW"
+    gradient_as_bucket_view: bool = False
+    bucket_bytes: int = 25 * UNITS["MiB"]
+    gathered_units: int = 2
+    flat: bool = False
+    activation_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        check_stage(self.stage)
+        state_rule(self.optimizer)
+        if self.convention is not None:
+            _ = convention_named(self.convention).master
+        for name, least in (("bucket_bytes", 0), ("activation_bytes", 0), ("gathered_units", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        if self.flat and self.stage not in (1, 2):
+            raise ValueError(f"flat tensors are for stages 1 and 2; stage {self.stage} keeps none.")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank, each item at its largest.
+
+    Not all are at their largest at one time: activations are gone when new parameters travel. So the total
+    is a bound, and it leaves out what an allocator rounds up and what libraries keep for themselves.
+
+    Args:
+        master_bytes: fp32 copies of parameters, and of gradients where the convention counts them.
+        moment_bytes: what else the optimizer keeps for each element.
+        scalar_bytes: what it keeps for each tensor, such as `step`.
+        padding_bytes: elements of flat tensors that belong to no parameter.
+        gradient_bucket_bytes: DDP's buckets, where they are a second copy of the gradients.
+        communication_bytes: what is on its way: a bucket of new parameters at stage 1, of those or of
+            gradients at stage 2; at stage 3 the gathered units, and the largest unit's whole gradients.
+    """
+
+    parameter_bytes: float
+    gradient_bytes: float
+    master_bytes: float
+    moment_bytes: float
+    scalar_bytes: float
+    padding_bytes: float
+    gradient_bucket_bytes: float
+    communication_bytes: float
+    activation_bytes: float
+
+    @property
+    def items(self) -> dict[str, float]:
+        """Bytes by what they hold, to be listed or drawn."""
+        return {
+            "parameters": self.parameter_bytes,
+            "gradients": self.gradient_bytes,
+            "master copies": self.master_bytes,
+            "moments": self.moment_bytes,
+            "scalars": self.scalar_bytes,
+            "padding": self.padding_bytes,
+            "gradient buckets": self.gradient_bucket_bytes,
+            "communication": self.communication_bytes,
+            "activations": self.activation_bytes,
+        }
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.items.values())
+
+
+def average_memory(params: Sequence[ParamSpec], world_size: int, recipe: Recipe) -> Memory:
+    """What a rank holds if everything that the stage divides divides evenly. Padding is not counted.
+
+    >>> from zero_ref.simulator.ledger import format_bytes
+    >>> from zero_ref.simulator.models import shapes, specs
+    >>> memory = average_memory(specs(shapes("llama3-70b")), 512, Recipe(stage=3))
+    >>> {item: format_bytes(nbytes, "GB") for item, nbytes in memory.items.items() if nbytes > 1e6}
+    {'parameters': '0.28 GB', 'gradients': '0.28 GB', 'master copies': '0.55 GB', 'moments': '1.10 GB',
+     'communication': '10.12 GB'}
+
+    Args:
+        params: in registration order; names tell the units of stage 3.
+    Raises:
+        ValueError: `world_size` is below 1.
+    Source: ZeRO (arXiv:1910.02054), table 1, for parameters, gradients, master copies and moments; DDP's
+        `gradient_as_bucket_view`; torch.distributed.fsdp for what stage 3 gathers.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
+    whole = whole_bytes(params, recipe)
+    ranks = {part: world_size if recipe.stage >= first else 1 for part, first in FIRST_STAGE.items()}
+    return Memory(
+        parameter_bytes=whole.params / ranks["parameters"],
+        gradient_bytes=whole.grads / ranks["gradients"],
+        master_bytes=whole.master / ranks["optimizer"],
+        moment_bytes=whole.moments / ranks["optimizer"],
+        scalar_bytes=whole.scalars / ranks["optimizer"],
+        padding_bytes=0,
+        gradient_bucket_bytes=_gradient_bucket_bytes(whole, recipe),
+        communication_bytes=_communication_bytes(params, world_size, recipe),
+        activation_bytes=recipe.activation_bytes,
+    )
+
+
+def memory_of_ranks(partition: Partition, params: Sequence[ParamSpec], recipe: Recipe) -> tuple[Memory, ...]:
+    """What lies on each rank of a partition: whole bytes, and the fullest rank can be seen.
+
+    >>> from zero_ref.partition import sorted_greedy
+    >>> params = [ParamSpec(1000), ParamSpec(24)]
+    >>> recipe = Recipe(stage=1, convention=None, gradient_as_bucket_view=True, bucket_bytes=0)
+    >>> for memory in memory_of_ranks(sorted_greedy([1000, 24], 2), params, recipe):
+    ...     print(memory.parameter_bytes, memory.gradient_bytes, memory.moment_bytes, memory.scalar_bytes)
+    4096 4096 8000 4
+    4096 4096 192 4
+
+    Args:
+        partition: who owns what of the part that the stage divides. At stage 0 only its ranks are counted.
+        params: in registration order, the ones that `partition` was made for.
+    Raises:
+        ValueError: `params` is not what `partition` was made for.
+    """
+    check_fits(partition, params)
+    whole = whole_bytes(params, recipe)
+    cost_of_param = costs(params, recipe)
+    on_every_rank = {
+        "padding_bytes": _padding_bytes(partition, params, recipe),
+        "gradient_bucket_bytes": _gradient_bucket_bytes(whole, recipe),
+        "communication_bytes": _communication_bytes(params, partition.world_size, recipe),
+        "activation_bytes": recipe.activation_bytes,
+    }
+    memories = []
+    for slices in partition.slices_of_rank:
+        owned = _total((piece.numel, cost_of_param[piece.param]) for piece in slices)
+        held = {part: owned if recipe.stage >= first else whole for part, first in FIRST_STAGE.items()}
+        memories.append(
+            Memory(
+                parameter_bytes=held["parameters"].params,
+                gradient_bytes=held["gradients"].grads,
+                master_bytes=held["optimizer"].master,
+                moment_bytes=held["optimizer"].moments,
+                scalar_bytes=held["optimizer"].scalars,
+                **on_every_rank,
+            )
+        )
+    return tuple(memories)
+
+
+# ------------------------------------------------------------------------------------ of one parameter
+
+
+class StateBytes(NamedTuple):
+    """Bytes of a model's state, or of one element of it. `scalars` is then for each tensor."""
+
+    params: int
+    grads: int
+    master: int
+    moments: int
+    scalars: int
+
+
+def costs(params: Sequence[ParamSpec], recipe: Recipe) -> list[StateBytes]:
+    """What one element of each parameter costs. A frozen one has no gradient and no master copy.
+
+    >>> costs([ParamSpec(10), ParamSpec(3, trainable=False)], Recipe(stage=1))
+    [StateBytes(params=2, grads=2, master=4, moments=8, scalars=4),
+     StateBytes(params=2, grads=0, master=0, moments=0, scalars=0)]
+    """
+    rule = state_rule(recipe.optimizer)
+    convention = None if recipe.convention is None else convention_named(recipe.convention)
+    listed = []
+    for param in params:
+        if convention is None:
+            own = itemsize_of(param.dtype)
+            element, gradient, master, moment = own, own, 0, own
+        else:
+            element, gradient = convention.params, convention.grads
+            master, moment = convention.master, convention.moment
+        has_state = param.trainable or rule.for_frozen
+        listed.append(
+            StateBytes(
+                params=element,
+                grads=gradient * param.trainable,
+                master=master * param.trainable,
+                moments=rule.tensors * moment * has_state,
+                scalars=rule.scalar_bytes * has_state,
+            )
+        )
+    return listed
+
+
+def whole_bytes(params: Sequence[ParamSpec], recipe: Recipe) -> StateBytes:
+    """The state of the whole model, divided by nobody."""
+    return _total((param.numel, cost) for param, cost in zip(params, costs(params, recipe), strict=True))
+
+
+def _total(pieces: Iterable[tuple[int, StateBytes]]) -> StateBytes:
+    """Of pieces of parameters: how many elements, and the cost of one."""
+    totals = [0, 0, 0, 0, 0]
+    for numel, cost in pieces:
+        for part, nbytes in enumerate(cost[:4]):
+            totals[part] += numel * nbytes
+        totals[4] += cost.scalars
+    return StateBytes(*totals)
+
+
+# ------------------------------------------------------------------------------------------------ on top
+
+
+def _gradient_bucket_bytes(whole: StateBytes, recipe: Recipe) -> int:
+    return whole.grads if recipe.stage <= 1 and not recipe.gradient_as_bucket_view else 0
+
+
+def _communication_bytes(params: Sequence[ParamSpec], world_size: int, recipe: Recipe) -> int:
+    if world_size == 1 or recipe.stage == 0:  # DDP reduces in its buckets
+        return 0
+    cost_of_param = costs(params, recipe)
+    if recipe.stage == 3:
+        units = [_total((params[i].numel, cost_of_param[i]) for i in unit) for unit in blocks(params)]
+        gathered = sorted((unit.params for unit in units), reverse=True)[: recipe.gathered_units]
+        return sum(gathered) + max(unit.grads for unit in units)
+    trainable = [i for i, param in enumerate(params) if param.trainable]
+    sent = 0 if recipe.flat else sum(params[i].numel * cost_of_param[i].params for i in trainable)
+    reduced = whole_bytes(params, recipe).grads if recipe.stage == 2 else 0
+    return min(recipe.bucket_bytes, max(sent, reduced))
+
+
+def _padding_bytes(partition: Partition, params: Sequence[ParamSpec], recipe: Recipe) -> int:
+    if not recipe.flat:
+        return 0
+    convention = recipe.convention
+    return sum(
+        flat.padding * (flat.itemsize if convention is None else convention_named(convention).params)
+        for flat in lay_out(partition, params).flats
+    )

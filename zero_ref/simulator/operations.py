@@ -1,0 +1,415 @@
+"""One iteration as ordered operations: what is computed, what is sent, what each waits for.
+
+`schedule` chooses a strategy's builder here, `play` gives the operations a length in time. Both lanes of a
+rank, computing and the network, work through their operations in the order of the list; beyond that an
+operation waits for those in `after`. Elements and bytes only: no clock, no link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from zero_ref.calls import Call
+from zero_ref.layout import lay_out, runs_within
+from zero_ref.partition import ParamSpec, Partition, Slice
+from zero_ref.simulator.ledger import itemsize_of, nbytes_of
+
+WAYS: dict[str, str] = {
+    "plain": "DDP reduces during backward; then optimizer.step() updates and sends",
+    "after_backward": "hook_with_zero_step: updates too may hide behind later reductions; then all is sent",
+    "interleaved": "hook_with_zero_step_interleaved: a bucket is updated and sent while backward goes on",
+}
+
+NETWORK = "network"
+COMPUTE = "compute"
+SIDE_STREAM = "side stream"
+
+
+class Operation(NamedTuple):
+    """One thing that happens in an iteration, on all ranks.
+
+    Args:
+        label: "forward", "backward", "step"; "reduce", "broadcast", "gather", "average" on the network.
+        lane: COMPUTE or NETWORK; SIDE_STREAM for what a GPU computes beside backward.
+        part: the gradient bucket, block or iteration that it is about; None for all.
+        after: positions in the list of operations that must be over before this one begins.
+        numel: elements that each rank computes on, unless `shares` says who computes on how many.
+        op: what is asked of the network, an operation of `cluster.OPERATIONS`; "" for computing.
+        nbytes: its payload.
+        owner: the source of a broadcast.
+        shares: for a step (rank, elements that it updates), for gradients that are reduced to their owners
+            (owner, bytes that it owns).
+        takes: bytes of memory that a rank needs from its beginning on.
+        gives: bytes of memory that a rank gives back at its end; of gradients with `shares`, all but its own.
+    """
+
+    label: str
+    lane: str
+    part: int | None = None
+    after: tuple[int, ...] = ()
+    numel: int = 0
+    op: str = ""
+    nbytes: int = 0
+    owner: int | None = None
+    shares: tuple[tuple[int, int], ...] | None = None
+    takes: int = 0
+    gives: int = 0
+
+    def calls_of(self, rank: int, world_size: int) -> list[Call]:
+        """What one rank asks of the network: nothing when it computes, several messages of an exchange.
+
+        >>> gradients = Operation("reduce", NETWORK, op="exchange", nbytes=30, shares=((0, 10), (2, 20)))
+        >>> [tuple(call) for call in gradients.calls_of(0, world_size=3)]
+        [('send', 20, 2), ('recv', 10, 1), ('recv', 10, 2)]
+        """
+        if not self.op:
+            return []
+        if self.op != "exchange":
+            return [Call(self.op, self.nbytes, self.owner)]
+        shares = self.shares or ()
+        return [
+            *(Call("send", nbytes, owner) for owner, nbytes in shares if owner != rank),
+            *(
+                Call("recv", nbytes, peer)
+                for owner, nbytes in shares
+                if owner == rank
+                for peer in range(world_size)
+                if peer != rank
+            ),
+        ]
+
+
+def order(parts: int, way: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """In which order the optimizer's code reaches backward, reduce, step and broadcast, and of which parts.
+
+    >>> [f"{label} {parts}" for label, parts in order(2, "interleaved")]     # doctest: +NORMALIZE_WHITESPACE
+    ['backward (0,)', 'reduce (0,)', 'backward (1,)', 'reduce (1,)',
+     'step (0,)', 'broadcast (0,)', 'step (1,)', 'broadcast (1,)']
+
+    Raises:
+        ValueError: the way is not one of WAYS.
+    Source: `OverlappedStep.on_bucket` in zero_ref/overlap.py, and `step` in zero_ref/optimizer.py.
+    """
+    if way not in WAYS:
+        raise ValueError(f"unknown way {way!r}; choose one of {', '.join(WAYS)}.")
+    for part in range(parts):
+        yield "backward", (part,)
+        yield "reduce", (part,)
+        if way == "interleaved" and part:
+            yield "step", (part - 1,)
+            yield "broadcast", (part - 1,)
+    everything = tuple(range(parts))
+    if way == "interleaved":
+        yield "step", everything[-1:]
+        yield "broadcast", everything[-1:]
+    else:
+        steps = [everything] if way == "plain" else [(part,) for part in everything]
+        yield from (("step", parts_of_step) for parts_of_step in steps)
+        yield "broadcast", everything
+
+
+# --------------------------------------------------------------------------- data parallel, ZeRO stage 1, 2
+
+
+def data_parallel(
+    params: Sequence[ParamSpec],
+    world_size: int,
+    partition: Partition | None,
+    buckets: Sequence[Sequence[int]],
+    *,
+    flat: bool = False,
+    to_owners: bool = False,
+    way: str = "plain",
+    side_stream: bool = False,
+    native: bool = False,
+    activation_bytes: int = 0,
+) -> tuple[Operation, ...]:
+    """DDP's gradient buckets reduced behind backward, the update, and the new parameters sent.
+
+    Args:
+        partition: who owns what; None where every rank updates everything and nothing is sent.
+        buckets: the parameters of each of DDP's gradient buckets, in the order of their reductions.
+        flat: parameters are views of flat tensors, so that what lies together is sent together.
+        to_owners: gradients are reduced to the owners only, pairwise, and the rest is released; else they are
+            all-reduced.
+        way: one of WAYS.
+        side_stream: an interleaved update is made beside backward, as on a GPU.
+        native: not this package's messages but a GPU library's: gradients by one reduce for each owner, and
+            what all ranks send after backward by one all-gather.
+        activation_bytes: that forward leaves for backward, on each rank.
+    """
+    messages = [] if partition is None or world_size == 1 else messages_of(partition, params, flat)
+    numels = [sum(params[number].numel for number in bucket) for bucket in buckets]
+    sizes = [sum(nbytes_of(params[number]) for number in bucket) for bucket in buckets]
+    freed = shared_out(activation_bytes, numels)
+    trainable = [number for number, param in enumerate(params) if param.trainable]
+    updating = SIDE_STREAM if way == "interleaved" and side_stream else COMPUTE
+
+    listed = [Operation("forward", COMPUTE, numel=sum(param.numel for param in params), takes=sum(freed))]
+    at: dict[tuple[str, int], int] = {}  # where the last operation of this label and bucket stands
+    for label, parts in order(len(buckets), way):
+        # step() updates all that can be trained, also what is in none of the buckets that were given.
+        members = trainable if way == "plain" else [number for part in parts for number in buckets[part]]
+        part = parts[0] if len(parts) == 1 and (way != "plain" or label in ("backward", "reduce")) else None
+        needs = {"reduce": "backward", "step": "reduce", "broadcast": "step"}.get(label)
+        after = (at[needs, parts[-1]],) if needs and parts else ()
+        if label == "backward":
+            numel, size, gives = numels[parts[0]], sizes[parts[0]], freed[parts[0]]
+            listed.append(Operation(label, COMPUTE, part, numel=numel, takes=size, gives=gives))
+        elif label == "reduce":
+            size = sizes[parts[0]]
+            reduce = Operation(label, NETWORK, part, after, op="all_reduce", nbytes=size)
+            owned = _bytes_of_owners(partition, params, buckets[parts[0]]) if partition and to_owners else ()
+            if owned and native:
+                listed += [
+                    reduce._replace(
+                        op="reduce", nbytes=nbytes, owner=owner, shares=((owner, nbytes),), gives=nbytes
+                    )
+                    for owner, nbytes in owned
+                ]
+            elif owned:
+                listed.append(reduce._replace(op="exchange", shares=owned, gives=size))
+            else:
+                listed.append(reduce)
+        elif label == "step":
+            numel = sum(params[number].numel for number in members)
+            shares = None if partition is None else _numels_of_owners(partition, members)
+            listed.append(Operation(label, updating, part, after, numel=numel, shares=shares))
+        else:
+            calls = broadcasts_of(messages, params, frozenset(members))
+            if native and part is None and calls:
+                calls = [Call("all_gather", sum(call.nbytes for call in calls))]
+            listed += [
+                Operation(label, NETWORK, part, after, op=op, nbytes=size, owner=owner)
+                for op, size, owner in calls
+            ]
+        at.update({(label, one): len(listed) - 1 for one in parts})
+    return tuple(listed)
+
+
+def messages_of(
+    partition: Partition, params: Sequence[ParamSpec], flat: bool
+) -> list[tuple[int, tuple[Slice, ...]]]:
+    """The owner and the slices of each message of a step: a bucket, or one slice."""
+    if flat:
+        layout = lay_out(partition, params)
+        return [(bucket.owner, bucket.slices) for flat in layout.flats for bucket in flat.buckets]
+    return [(owner, (piece,)) for owner, slices in enumerate(partition.slices_of_rank) for piece in slices]
+
+
+def broadcasts_of(
+    messages: Iterable[tuple[int, tuple[Slice, ...]]], params: Sequence[ParamSpec], members: Container[int]
+) -> list[Call]:
+    """One broadcast for each run of elements in a message that belongs to trainable `members`."""
+    return [
+        Call("broadcast", (run.stop - run.start) * itemsize_of(params[run.slices[0].param].dtype), owner)
+        for owner, slices in messages
+        for run in runs_within(slices, members)
+        if params[run.slices[0].param].trainable
+    ]
+
+
+def owned_bytes(partition: Partition, params: Sequence[ParamSpec]) -> tuple[int, ...]:
+    """Bytes of the trainable parameters that each rank owns, and so of the gradients that it needs."""
+    trainable = [number for number, param in enumerate(params) if param.trainable]
+    of_rank = dict(_bytes_of_owners(partition, params, trainable))
+    return tuple(of_rank.get(rank, 0) for rank in range(partition.world_size))
+
+
+def _bytes_of_owners(
+    partition: Partition, params: Sequence[ParamSpec], bucket: Iterable[int]
+) -> tuple[tuple[int, int], ...]:
+    nbytes_of_rank: dict[int, int] = {}
+    for number in bucket:
+        for piece, owner in partition.pieces_of_param[number]:
+            nbytes = piece.numel * itemsize_of(params[number].dtype)
+            nbytes_of_rank[owner] = nbytes_of_rank.get(owner, 0) + nbytes
+    return _sorted_shares(nbytes_of_rank)
+
+
+def _numels_of_owners(partition: Partition, members: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    numel_of_rank: dict[int, int] = {}
+    for number in members:
+        for piece, owner in partition.pieces_of_param[number]:
+            numel_of_rank[owner] = numel_of_rank.get(owner, 0) + piece.numel
+    return _sorted_shares(numel_of_rank)
+
+
+def _sorted_shares(of_rank: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted((rank, amount) for rank, amount in of_rank.items() if amount))
+
+
+# ------------------------------------------------------------------------------------------------- stage 3
+
+
+class Unit(NamedTuple):
+    """Parameters that stage 3 gathers together.
+
+    Args:
+        numel: their elements, of which a rank computes with all.
+        gathered_bytes: of the whole unit, padded so that each rank has as much of it.
+        reduced_bytes: of its gradients, padded in the same way; frozen parameters have none.
+        kept: not freed between its forward and its backward: the root's parameters, which both ends need.
+    """
+
+    numel: int
+    gathered_bytes: int
+    reduced_bytes: int
+    kept: bool = False
+
+
+def stage_3(
+    units: Sequence[Unit],
+    world_size: int,
+    shards: Sequence[int],
+    *,
+    prefetch: int = 1,
+    activation_bytes: int = 0,
+) -> tuple[Operation, ...]:
+    """Parameters gathered before use, in forward and again in backward; gradients reduced to shards.
+
+    Before a unit computes, the units up to `prefetch` places further on are asked for. So in backward the
+    next unit's parameters come before this unit's gradients: the network does first what is needed first.
+
+    >>> units = [Unit(8, 16, 16, kept=True), Unit(10, 20, 20), Unit(10, 20, 20)]
+    >>> [f"{one.label} {one.part}" for one in stage_3(units, 2, shards=[14, 14]) if one.op]
+    ['gather 0', 'gather 1', 'gather 2', 'gather 2', 'gather 1', 'reduce 2', 'reduce 1', 'reduce 0']
+
+    Args:
+        units: in the order of forward; backward takes them in the reverse.
+        shards: elements that each rank updates.
+        prefetch: how many units ahead; 0 gathers a unit when it is needed, and nothing hides the wait.
+        activation_bytes: that forward leaves for backward, on each rank.
+    Raises:
+        ValueError: `prefetch` is negative.
+    Source: ZeRO (arXiv:1910.02054), section 5.3. The order is that of torch's `fully_shard`, as recorded in
+        tests/ranks/test_stage_3.py.
+    """
+    if prefetch < 0:
+        raise ValueError(f"prefetch counts units, 0 or more; got {prefetch}.")
+    freed = shared_out(activation_bytes, [unit.numel for unit in units])
+    listed: list[Operation] = []
+    at: dict[tuple[str, int], int] = {}  # where the last operation of this label and unit stands
+    computed: tuple[int, ...] = ()  # where the last computation stands
+
+    def add(operation: Operation, part: int) -> None:
+        at[operation.label, part] = len(listed)
+        listed.append(operation)
+
+    for label in ("forward", "backward"):
+        sequence = list(range(len(units)) if label == "forward" else reversed(range(len(units))))
+        to_gather = [
+            part for part in sequence if world_size > 1 and not (label == "backward" and units[part].kept)
+        ]
+        for position, part in enumerate(sequence):
+            unit = units[part]
+            while to_gather and to_gather[0] in sequence[: position + prefetch + 1]:
+                ahead = to_gather.pop(0)
+                size = units[ahead].gathered_bytes
+                add(
+                    Operation("gather", NETWORK, ahead, computed, op="all_gather", nbytes=size, takes=size),
+                    ahead,
+                )
+            gathered = (at["gather", part],) if world_size > 1 else ()
+            held = unit.gathered_bytes if world_size > 1 else 0
+            computed = (len(listed),)
+            if label == "forward":
+                gives = 0 if unit.kept else held
+                add(
+                    Operation(
+                        label, COMPUTE, part, gathered, numel=unit.numel, takes=freed[part], gives=gives
+                    ),
+                    part,
+                )
+                continue
+            gives = held + freed[part]
+            add(
+                Operation(label, COMPUTE, part, gathered, unit.numel, takes=unit.reduced_bytes, gives=gives),
+                part,
+            )
+            if world_size > 1 and unit.reduced_bytes:
+                size = unit.reduced_bytes
+                gives = size - size // world_size
+                add(
+                    Operation(
+                        "reduce", NETWORK, part, computed, op="reduce_scatter", nbytes=size, gives=gives
+                    ),
+                    part,
+                )
+    reduced = max((place for (label, _), place in at.items() if label == "reduce"), default=None)
+    listed.append(
+        Operation(
+            "step",
+            COMPUTE,
+            None,
+            () if reduced is None else (reduced,),
+            numel=sum(shards),
+            shares=tuple(enumerate(shards)),
+        )
+    )
+    return tuple(listed)
+
+
+# ------------------------------------------------------------------------------------------------ local SGD
+
+
+def local_sgd(
+    params: Sequence[ParamSpec],
+    buckets: Sequence[Sequence[int]],
+    period: int,
+    *,
+    activation_bytes: int = 0,
+) -> tuple[Operation, ...]:
+    """`period` iterations in which nothing is sent, and then the average of all ranks' parameters.
+
+    >>> [one.label for one in local_sgd([ParamSpec(4)], [[0]], period=2)]    # doctest: +NORMALIZE_WHITESPACE
+    ['forward', 'backward', 'step', 'forward', 'backward', 'step', 'average']
+
+    Args:
+        buckets: as `data_parallel`; backward is listed bucket by bucket.
+        period: iterations from one average to the next, H.
+    Raises:
+        ValueError: the period is below 1.
+    Source: post-local SGD (Lin et al., arXiv:1808.07217), as torch's PostLocalSGDOptimizer with a
+        PeriodicModelAverager once warm-up is over, each rank a subgroup of its own.
+    """
+    if period < 1:
+        raise ValueError(f"a period has at least 1 iteration, got {period}.")
+    numels = [sum(params[number].numel for number in bucket) for bucket in buckets]
+    nbytes = [sum(nbytes_of(params[number]) for number in bucket) for bucket in buckets]
+    freed = shared_out(activation_bytes, numels)
+    listed: list[Operation] = []
+    for _ in range(period):
+        listed.append(
+            Operation("forward", COMPUTE, numel=sum(param.numel for param in params), takes=sum(freed))
+        )
+        listed += [
+            Operation("backward", COMPUTE, part, numel=numels[part], takes=nbytes[part], gives=freed[part])
+            for part in range(len(buckets))
+        ]
+        listed.append(Operation("step", COMPUTE, numel=sum(numels), gives=sum(nbytes)))
+    of_kind: dict[tuple[str, str], int] = {}
+    for param in params:
+        kind = param.device, param.dtype
+        of_kind[kind] = of_kind.get(kind, 0) + nbytes_of(param)
+    after = (len(listed) - 1,)
+    listed += [
+        Operation("average", NETWORK, None, after, op="all_reduce", nbytes=size) for size in of_kind.values()
+    ]
+    return tuple(listed)
+
+
+def shared_out(amount: int, weights: Sequence[int]) -> list[int]:
+    """A whole number cut in proportion to `weights`, nothing lost to rounding; all 0 if no weight is.
+
+    >>> shared_out(10, [1, 1, 1])
+    [3, 3, 4]
+    """
+    total, done, given = sum(weights), 0, 0
+    parts = []
+    for weight in weights:
+        done += weight
+        parts.append(amount * done // total - given if total else 0)
+        given += parts[-1]
+    return parts

@@ -1,0 +1,329 @@
+"""A schedule played on a cluster: when each operation happens, what waits for what, memory over time.
+
+`price` gives each operation its length. `play` then lets every rank go through its operations in order: each
+rank has a lane for computing, the network is one lane that all share, since a collective needs all ranks. So
+a late rank makes all others wait, and whoever waits shows it. No random event unless asked for, with a seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from zero_ref.simulator.cluster import Cluster, Device
+from zero_ref.simulator.operations import COMPUTE, NETWORK, Operation
+from zero_ref.simulator.schedule import Schedule
+from zero_ref.simulator.timeline import Event, Timeline
+
+# ------------------------------------------------------------------------------------------ how long it takes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank computes in an iteration, for its own part of the batch.
+
+    Args:
+        tokens: of the rank's own part.
+        recompute: activations are computed again in backward (checkpointing): a forward more.
+        step_bytes: what an optimizer step reads and writes for each element that it updates. AdamW: value,
+            gradient, two moments read, value and moments written, 4 bytes each; a mixed-precision step that
+            reads 16-bit gradients and writes 16-bit parameters beside them comes to 28 too.
+    Raises:
+        ValueError: a negative number of tokens or bytes.
+    """
+
+    tokens: int
+    recompute: bool = False
+    step_bytes: float = 28.0
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0 or self.step_bytes < 0:
+            raise ValueError(
+                f"tokens and step_bytes must be 0 or more, got {self.tokens} and {self.step_bytes:g}."
+            )
+
+    def compute_ms(self, operation: Operation, numel: int, device: Device) -> float:
+        """How long a device computes on so many elements.
+
+        A forward takes 2 floating-point operations for each parameter and token, a backward twice that, and
+        a forward more if activations were not kept. Attention comes on top and is left out: at a sequence s
+        and width h it adds s / 6h.
+        """
+        if operation.label == "step":
+            return device.touch_ms(self.step_bytes * numel)
+        passes = 1 if operation.label == "forward" else 3 if self.recompute else 2
+        return device.compute_ms(2.0 * passes * numel * self.tokens)
+
+
+class Price(NamedTuple):
+    """Milliseconds of an operation: on every rank, and on the ranks for which it is something else."""
+
+    ms: float
+    of_rank: Mapping[int, float] = {}
+
+
+def price(plan: Schedule, cluster: Cluster, work: Work) -> list[Price]:
+    """How long each operation of a schedule takes, if nothing holds it up.
+
+    >>> from zero_ref.partition import ParamSpec
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> from zero_ref.simulator.schedule import schedule
+    >>> plan = schedule("ddp", [ParamSpec(10**9, "bfloat16")], world_size=64)
+    >>> prices = price(plan, cluster("h100-ib"), Work(tokens=4096))
+    >>> [(one.label, round(cost.ms, 1)) for one, cost in zip(plan.operations, prices)]
+    [('forward', 20.7), ('backward', 41.4), ('reduce', 10.1), ('step', 8.4)]
+    """
+    prices = []
+    for one in plan.operations:
+        if one.lane == NETWORK:
+            shares = None if one.op != "exchange" else [nbytes for _, nbytes in one.shares or ()]
+            prices.append(Price(cluster.ms(one.op, one.nbytes, plan.world_size, shares=shares)))
+        elif one.shares is None:
+            prices.append(Price(work.compute_ms(one, one.numel, cluster.device)))
+        else:
+            of_rank = {rank: work.compute_ms(one, numel, cluster.device) for rank, numel in one.shares}
+            prices.append(Price(0.0, of_rank))
+    return prices
+
+
+# ------------------------------------------------------------------------------------------------ play
+
+
+class Wait(NamedTuple):
+    """A stretch of the critical path: an operation whose end decides when the next one begins.
+
+    Args:
+        operation: its place in the schedule.
+        rank: the one that was last; None for the network.
+    """
+
+    operation: int
+    rank: int | None
+    start_ms: float
+    stop_ms: float
+
+
+@dataclass(frozen=True)
+class Played:
+    """What `play` found: for all ranks the end of each operation, and any rank's timeline on request.
+
+    Args:
+        begin_ms, end_ms: of each operation; of computing, those of the rank that ends last.
+        last_rank: that rank; None for the network.
+    """
+
+    plan: Schedule
+    prices: Sequence[Price]
+    overlaps: bool
+    slow: Mapping[int, float]
+    jitter: float
+    seed: int
+    begin_ms: Sequence[float] = field(repr=False)
+    end_ms: Sequence[float] = field(repr=False)
+    last_rank: Sequence[int | None] = field(repr=False)
+
+    @cached_property
+    def makespan_ms(self) -> float:
+        """From the beginning of the schedule until the last rank has done everything."""
+        return max(self.end_ms, default=0.0)
+
+    @property
+    def iteration_ms(self) -> float:
+        """The same for one iteration: local SGD's schedule is of several."""
+        return self.makespan_ms / self.plan.iterations
+
+    def timeline(self, rank: int = 0) -> Timeline:
+        """The events of one rank.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < self.plan.world_size:
+            raise ValueError(f"there are ranks 0 to {self.plan.world_size - 1}, and no rank {rank}.")
+        return Timeline(
+            tuple(
+                Event(one.lane, one.label, one.part, start, stop)
+                for one, start, stop in self._of_rank(rank)
+                if one.lane == NETWORK or one.shares is None or stop > start
+            )
+        )
+
+    def _of_rank(self, rank: int) -> Iterator[tuple[Operation, float, float]]:
+        """Each operation as one rank sees it: the ends of the network's are known, its own follow."""
+        free_ms: dict[str, float] = {}
+        pace = _Pace(rank, self.slow, self.jitter, self.seed)
+        for place, (one, cost) in enumerate(zip(self.plan.operations, self.prices)):
+            if one.lane == NETWORK:
+                yield one, self.begin_ms[place], self.end_ms[place]
+                if not self.overlaps:
+                    free_ms[COMPUTE] = self.end_ms[place]
+                continue
+            waits = max((self.end_ms[before] for before in one.after), default=0.0)
+            start = max(free_ms.get(one.lane, 0.0), waits)
+            free_ms[one.lane] = start + pace.of(one) * cost.of_rank.get(rank, cost.ms)
+            yield one, start, free_ms[one.lane]
+
+    def memory(self, rank: int = 0, held_bytes: int | None = None) -> list[tuple[float, int]]:
+        """Bytes that a rank holds, each time they change: (milliseconds, bytes from then on).
+
+        Args:
+            held_bytes: at the beginning; None for the rank's parameters and optimizer state.
+        """
+        if held_bytes is None:
+            held_bytes = self.plan.parameter_bytes[rank] + self.plan.state_bytes[rank]
+        changes: dict[float, int] = {0.0: 0}
+        for one, start, stop in self._of_rank(rank):
+            own = dict(one.shares or ()).get(rank, 0) if one.op else 0
+            changes[start] = changes.get(start, 0) + one.takes
+            changes[stop] = changes.get(stop, 0) - one.gives + own
+        curve = []
+        for moment in sorted(changes):
+            held_bytes += changes[moment]
+            curve.append((moment, held_bytes))
+        return curve
+
+    @cached_property
+    def critical_path(self) -> tuple[Wait, ...]:
+        """The chain of operations that decides the makespan, the first one first.
+
+        Each begins when the one before it ends. To make the iteration faster something on this path has to
+        become shorter; what is not on it may even take a little longer.
+        """
+        times: dict[int | None, list[tuple[float, float]]] = {None: list(zip(self.begin_ms, self.end_ms))}
+
+        def on(rank: int | None) -> list[tuple[float, float]]:
+            if rank not in times:
+                times[rank] = [(start, stop) for _, start, stop in self._of_rank(rank or 0)]
+            return times[rank]
+
+        previous = self._previous_in_lane()
+        path: list[Wait] = []
+        place = max(range(len(self.end_ms)), key=lambda i: self.end_ms[i], default=None)
+        rank = None if place is None else self.last_rank[place]
+        while place is not None:
+            path.append(Wait(place, rank, *on(rank)[place]))
+            # What let it begin: the end of what it waited for, or of what came before in its own lane.
+            ends = [
+                (self.end_ms[before], before, self.last_rank[before])
+                for before in self.plan.operations[place].after
+            ]
+            if (earlier := previous[place]) is not None:
+                same = self.last_rank[earlier] if rank is None or self.last_rank[earlier] is None else rank
+                ends.append((on(same)[earlier][1], earlier, same))
+            _, place, rank = max(ends, key=lambda one: one[:2], default=(0.0, None, None))
+        return tuple(reversed([wait for wait in path if wait.stop_ms > wait.start_ms]))
+
+    def _previous_in_lane(self) -> list[int | None]:
+        """For each operation the one before it in its lane. Where nothing overlaps, all is one lane."""
+        latest: dict[str, int] = {}
+        previous = []
+        for place, one in enumerate(self.plan.operations):
+            lane = one.lane if self.overlaps else COMPUTE
+            previous.append(latest.get(lane))
+            latest[lane] = place
+        return previous
+
+    def critical_ms(self) -> dict[str, float]:
+        """The critical path by what is done: how much of the makespan each label is to blame for."""
+        shares: dict[str, float] = {}
+        for wait in self.critical_path:
+            label = self.plan.operations[wait.operation].label
+            shares[label] = shares.get(label, 0.0) + wait.stop_ms - wait.start_ms
+        return shares
+
+
+def play(
+    plan: Schedule,
+    cluster: Cluster,
+    work: Work,
+    *,
+    slow: Mapping[int, float] | None = None,
+    jitter: float = 0.0,
+    seed: int = 0,
+) -> Played:
+    """Play a schedule on a cluster.
+
+    >>> from zero_ref.partition import ParamSpec
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> from zero_ref.simulator.schedule import schedule
+    >>> plan = schedule("ddp", [ParamSpec(10**8, "bfloat16")] * 4, world_size=64)
+    >>> played = play(plan, cluster("h100-ib"), Work(tokens=4096))
+    >>> round(played.makespan_ms, 1), round(played.timeline().exposed_ms, 1)
+    (29.3, 1.1)
+    >>> round(play(plan, cluster("h100-ib"), Work(4096), slow={7: 1.5}).makespan_ms, 1)     # one slow rank
+    43.4
+
+    Args:
+        slow: for a rank, how many times as long it computes.
+        jitter: standard deviation of each computation's length, as a share of it.
+        seed: of the jitter.
+    Raises:
+        ValueError: a jitter that is negative, or a slow rank that does not exist or is not above 0.
+    """
+    slow = dict(slow or {})
+    for rank, factor in slow.items():
+        if not 0 <= rank < plan.world_size or factor <= 0:
+            raise ValueError(
+                f"slow takes ranks 0 to {plan.world_size - 1} and factors above 0; got {factor:g} for {rank}."
+            )
+    if jitter < 0:
+        raise ValueError(f"jitter is a share of each computation's length, 0 or more; got {jitter:g}.")
+    prices = price(plan, cluster, work)
+    ranks = range(plan.world_size)
+    paces = [_Pace(rank, slow, jitter, seed) for rank in ranks]
+    alike = not slow and not jitter
+    free_ms: dict[str, list[float]] = {}  # of each computing lane, on each rank
+    network_ms = 0.0
+    begin_ms: list[float] = []
+    end_ms: list[float] = []
+    last_rank: list[int | None] = []
+    for one, cost in zip(plan.operations, prices):
+        waits = max((end_ms[before] for before in one.after), default=0.0)
+        if one.lane == NETWORK:
+            start = max(network_ms, waits)
+            if not cluster.overlaps:
+                start = max(start, max(free_ms.get(COMPUTE, [0.0])))
+            network_ms = start + cost.ms
+            if not cluster.overlaps:
+                free_ms[COMPUTE] = [network_ms] * plan.world_size
+            begin_ms.append(start)
+            end_ms.append(network_ms)
+            last_rank.append(None)
+            continue
+        before_ms = free_ms.get(one.lane) or [0.0] * plan.world_size
+        started = [ms if ms > waits else waits for ms in before_ms]
+        if cost.of_rank or not alike:
+            lengths = (
+                [cost.of_rank.get(rank, cost.ms) for rank in ranks]
+                if cost.of_rank
+                else [cost.ms] * len(ranks)
+            )
+            if not alike:
+                lengths = [pace.of(one) * ms for pace, ms in zip(paces, lengths)]
+            ended = [start + ms for start, ms in zip(started, lengths)]
+        else:
+            ended = [start + cost.ms for start in started]
+        free_ms[one.lane] = ended
+        latest = max(ended)
+        rank = ended.index(latest)
+        begin_ms.append(started[rank])
+        end_ms.append(latest)
+        last_rank.append(rank)
+    return Played(plan, prices, cluster.overlaps, slow, jitter, seed, begin_ms, end_ms, last_rank)
+
+
+class _Pace:
+    """How many times as long a rank takes for each operation, in their order: the same on each replay."""
+
+    def __init__(self, rank: int, slow: Mapping[int, float], jitter: float, seed: int) -> None:
+        self.factor = slow.get(rank, 1.0)
+        self.jitter = jitter
+        self.random = random.Random(f"{seed}/{rank}") if jitter else None
+
+    def of(self, operation: Operation) -> float:
+        if self.random is None:
+            return self.factor
+        return self.factor * max(0.0, self.random.gauss(1.0, self.jitter))

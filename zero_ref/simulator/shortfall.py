@@ -1,0 +1,166 @@
+"""Why a rank holds more than 1/N of what one rank alone would: an ideal share, and reasons for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zero_ref.partition import ParamSpec, Partition
+from zero_ref.simulator.ledger import format_bytes, state_rule
+from zero_ref.simulator.memory import (
+    FIRST_STAGE,
+    Memory,
+    Recipe,
+    StateBytes,
+    costs,
+    memory_of_ranks,
+    whole_bytes,
+)
+
+
+class Reason(NamedTuple):
+    """Bytes of one rank that an equal share of the model's state does not explain.
+
+    Args:
+        name: "parameters", "gradients" or "optimizer", which the stage does not divide; "largest tensor",
+            "uneven", "scalars", "padding", "gradient buckets", "communication" or "activations".
+        sentence: what causes them, and where something can be done, what.
+    """
+
+    name: str
+    nbytes: int
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """A rank's bytes, explained: an ideal share, and the reasons for the rest.
+
+    Args:
+        ideal_bytes: 1/N of all parameters, gradients, master copies and moments, in whole bytes.
+        reasons: in the order in which `Reason` names them; those without bytes are left out.
+    """
+
+    rank: int
+    ideal_bytes: int
+    reasons: tuple[Reason, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """What lies on the rank."""
+        return self.ideal_bytes + sum(reason.nbytes for reason in self.reasons)
+
+
+def why_not_smaller(
+    partition: Partition, params: Sequence[ParamSpec], recipe: Recipe, *, rank: int | None = None
+) -> Shortfall:
+    """Why a rank holds more than 1/N of what one rank alone would.
+
+    >>> from zero_ref.partition import sorted_greedy
+    >>> params = [ParamSpec(1000, name="embedding"), ParamSpec(24, name="head")]
+    >>> why = why_not_smaller(sorted_greedy([1000, 24], 2), params, Recipe(stage=1, bucket_bytes=0))
+    >>> why.rank, why.ideal_bytes, why.total_bytes
+    (0, 8192, 18148)
+    >>> for name, nbytes, sentence in why.reasons:
+    ...     print(f"{nbytes:5} {name}: {sentence}")
+     1024 parameters: stage 1 keeps all of them on every rank; stage 3 divides them.
+     1024 gradients: stage 1 keeps all of them on every rank; stage 2 divides them.
+     5856 largest tensor: embedding is not cut, and takes 12.00 kB where a share is 6.14 kB; cut it.
+        4 scalars: the optimizer keeps 4 bytes for each tensor, however small.
+     2048 gradient buckets: DDP keeps a second copy of gradients; gradient_as_bucket_view=True saves it.
+
+    Args: as `memory_of_ranks`, and
+        rank: None for the fullest (ties: the lowest).
+    Returns:
+        `total_bytes` is exactly that of `memory_of_ranks`. Only "uneven" can be negative, for a rank that
+        owns less than its share.
+    Raises:
+        ValueError: `params` is not what `partition` was made for, or there is no such rank.
+    """
+    memories = memory_of_ranks(partition, params, recipe)
+    if rank is None:
+        rank = max(range(len(memories)), key=lambda r: memories[r].total_bytes)
+    if not 0 <= rank < len(memories):
+        raise ValueError(f"there is no rank {rank}; ranks are 0 to {len(memories) - 1}.")
+    whole = whole_bytes(params, recipe)
+    whole_of_part = {part: _of_parts(whole, [part]) for part in FIRST_STAGE}
+    share_of_part = {part: nbytes // partition.world_size for part, nbytes in whole_of_part.items()}
+    divided = [part for part, first in FIRST_STAGE.items() if recipe.stage >= first]
+    reasons = [
+        Reason(
+            part,
+            whole_of_part[part] - share_of_part[part],
+            f"stage {recipe.stage} keeps all of them on every rank; stage {FIRST_STAGE[part]} divides them.",
+        )
+        for part in whole_of_part
+        if part not in divided
+    ]
+    if divided:
+        share = sum(share_of_part[part] for part in divided)
+        reasons += _of_the_partition(partition, params, recipe, divided, share, rank)
+    reasons += _on_top(memories[rank], recipe)
+    return Shortfall(rank, sum(share_of_part.values()), tuple(reason for reason in reasons if reason.nbytes))
+
+
+def _of_the_partition(
+    partition: Partition,
+    params: Sequence[ParamSpec],
+    recipe: Recipe,
+    divided: Sequence[str],
+    share: int,
+    rank: int,
+) -> list[Reason]:
+    """What this rank owns beyond its share of the parts that are divided."""
+    cost_of_param = costs(params, recipe)
+    owned = [
+        (piece.numel * _of_parts(cost_of_param[piece.param], divided), piece.param)
+        for piece in partition.slices_of_rank[rank]
+    ]
+    excess = sum(nbytes for nbytes, _ in owned) - share
+    if not partition.is_whole:
+        cut = "shares are rounded, and cuts fall where the partition puts them, not at 1/N to the byte."
+        return [Reason("uneven", excess, cut)]
+    uneven = "parameters that are not cut do not pack into equal parts, and shares are rounded."
+    nbytes, largest = max(owned, default=(0, 0))
+    if nbytes <= share:
+        return [Reason("uneven", excess, uneven)]
+    name = params[largest].name or f"parameter {largest}"
+    return [
+        Reason(
+            "largest tensor",
+            nbytes - share,
+            f"{name} is not cut, and takes {format_bytes(nbytes)} where a share is "
+            f"{format_bytes(share)}; cut it.",
+        ),
+        Reason("uneven", excess - (nbytes - share), uneven),
+    ]
+
+
+def _of_parts(state: StateBytes, parts: Sequence[str]) -> int:
+    """Bytes of these parts of the model's state."""
+    bytes_of_part = {
+        "parameters": state.params,
+        "gradients": state.grads,
+        "optimizer": state.master + state.moments,
+    }
+    return sum(bytes_of_part[part] for part in parts)
+
+
+def _on_top(memory: Memory, recipe: Recipe) -> list[Reason]:
+    """What no share of the model's state is counted for."""
+    scalar_bytes = state_rule(recipe.optimizer).scalar_bytes
+    what_travels = {
+        0: "",
+        1: "a bucket of new parameters is on its way.",
+        2: "a bucket of gradients or of new parameters is on its way.",
+        3: f"up to {recipe.gathered_units} units are whole while they are used, and one unit's gradients.",
+    }
+    sentences = {
+        "scalars": f"the optimizer keeps {scalar_bytes} bytes for each tensor, however small.",
+        "padding": "in flat tensors each owner's run begins at a multiple of some elements.",
+        "gradient buckets": "DDP keeps a second copy of gradients; gradient_as_bucket_view=True saves it.",
+        "communication": what_travels[recipe.stage],
+        "activations": "they grow with the batch and the sequence; no stage divides them.",
+    }
+    return [Reason(item, int(memory.items[item]), sentence) for item, sentence in sentences.items()]
