@@ -20,6 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref import (
@@ -40,16 +46,21 @@ class Way(NamedTuple):
 
     Args:
         predicted: bytes of all ranks, in (N-1)Ψ: 2 for an all-reduce, 1 for a reduction to owners, 1 for
-            broadcasts.
+            broadcasts, 1 for an all-gather, 2 for a reduce-scatter, which Gloo makes by an all-reduce.
         sharded: options of ZeroRedundancyOptimizer; None for the plain optimizer.
         to_owners: gradients go to their owners only.
         overlap: makes the hook that steps in backward, if one does.
+        stage_3: parameters are sharded too, by torch's `fully_shard` on each layer.
+        period: every rank trains by itself, and parameters are averaged once in so many iterations, by torch's
+            post-local SGD. Then all of them together are counted.
     """
 
     predicted: int
     sharded: dict[str, Any] | None = None
     to_owners: bool = False
     overlap: Callable[..., Any] | None = None
+    stage_3: bool = False
+    period: int = 1
 
 
 EVEN: dict[str, Any] = {"partition": "even", "parameters_as_bucket_view": True}
@@ -65,6 +76,8 @@ WAYS = {
     "to owners, overlapped": Way(2, {}, to_owners=True, overlap=hook_with_zero_step),
     "to owners, interleaved": Way(2, {}, to_owners=True, overlap=hook_with_zero_step_interleaved),
     "to owners, interleaved, even": Way(2, EVEN, to_owners=True, overlap=hook_with_zero_step_interleaved),
+    "stage 3, fully_shard": Way(4, stage_3=True),
+    "local SGD, a period of 4": Way(2, period=4),
 }
 
 
@@ -74,11 +87,18 @@ def raise_loopback() -> None:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", IFF_UP_AND_RUNNING))
 
 
-def bytes_of_an_iteration(way: Way, iterations: int = 8) -> tuple[float, int]:
-    """Median over iterations of what all ranks together sent, and the bytes of the parameters."""
+def training(way: Way) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+    """A model, and an iteration of its training."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB)
+    wrapped: Any = model
+    averager = None
+    if way.stage_3:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB)
     if way.sharded is None:
         optimizer: Any = torch.optim.AdamW(model.parameters())
     else:
@@ -86,16 +106,34 @@ def bytes_of_an_iteration(way: Way, iterations: int = 8) -> tuple[float, int]:
             model.parameters(), torch.optim.AdamW, overlap_with_ddp=way.overlap is not None, **way.sharded
         )
         hook: Any = reduce_to_owners(optimizer) if way.to_owners else allreduce_hook
-        ddp.register_comm_hook(None, way.overlap(hook, ddp, optimizer) if way.overlap else hook)
+        wrapped.register_comm_hook(None, way.overlap(hook, wrapped, optimizer) if way.overlap else hook)
+    if way.period > 1:
+        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+        state = PostLocalSGDState(None, alone, way.period, post_local_gradient_allreduce=False)
+        wrapped.register_comm_hook(state, post_localSGD_hook)
+        averager = PeriodicModelAverager(way.period, warmup_steps=way.period)
+
+    def iterate(inputs: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        wrapped(inputs).square().mean().backward()
+        optimizer.step()
+        if averager is not None:
+            averager.average_parameters(model.parameters())
+
+    return model, iterate
+
+
+def bytes_of_an_iteration(way: Way, iterations: int = 8) -> tuple[float, int]:
+    """Median over iterations, or periods, of what all ranks together sent, and the bytes of the parameters."""
+    model, iterate = training(way)
     sent = []
     for _ in range(iterations):
         inputs = torch.randn(2, WIDTH)
         dist.barrier()
         before = meter.wire_bytes() or 0
         dist.barrier()
-        optimizer.zero_grad()
-        ddp(inputs).square().mean().backward()
-        optimizer.step()
+        for _ in range(way.period):
+            iterate(inputs)
         dist.barrier()
         sent.append((meter.wire_bytes() or 0) - before)
         dist.barrier()

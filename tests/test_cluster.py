@@ -56,6 +56,7 @@ def ms(op: str, nbytes: float, world_size: int, on: Cluster = TOY, **how: Any) -
         ("reduce_scatter", (3, 90, 360), (6, 180, 720)),  # on Gloo an all-reduce inside
         ("all_gather", (3, 90, 360), (3, 90, 360)),
         ("broadcast", (3, 120, 360), (2, 240, 360)),  # on Gloo the source sends it whole, twice
+        ("reduce", (3, 120, 360), (4, 180, 450)),  # on Gloo a reduce-scatter, then its parts to one rank
         ("exchange", (1, 90, 360), (1, 90, 360)),
         ("send", (1, 120, 120), (1, 120, 120)),
     ],
@@ -157,6 +158,7 @@ BUS_FACTORS = {
     "all_gather": lambda n: (n - 1) / n,
     "exchange": lambda n: (n - 1) / n,  # an all-to-all
     "broadcast": lambda n: 1,
+    "reduce": lambda n: 1,
     "send": lambda n: 1,
 }
 
@@ -232,6 +234,11 @@ def test_ranks_that_share_a_link_take_the_time_of_all_their_bytes() -> None:
     assert ms("all_gather", 1e6, 8, shared) == pytest.approx(7 * (0.25 * 0.1 + 0.75 * 0.01) + 3.5)
 
 
+def test_an_exchange_takes_as_long_as_its_fullest_owner_needs() -> None:
+    assert ms("exchange", 1e6, 4, shares=[1e6]) == pytest.approx(0.01 + 3)
+    assert ms("exchange", 1e6, 8, shares=[1e6]) == pytest.approx(0.1 + 4 / 0.125)  # 4 of 7 from other nodes
+
+
 def test_a_measured_link_takes_the_place_of_the_common_one_for_its_operation_only() -> None:
     measured = replace(TOY, link_of_op={"broadcast": Link(20, 0.5)})
     assert ms("broadcast", 1e6, 2, measured) == pytest.approx(0.02 + 2)
@@ -241,6 +248,12 @@ def test_a_measured_link_takes_the_place_of_the_common_one_for_its_operation_onl
 def test_a_device_computes_at_the_share_that_training_reaches() -> None:
     assert CPU.compute_ms(1e9) == pytest.approx(20)
     assert CPU.touch_ms(8e6) == pytest.approx(1)
+
+
+def test_each_tensor_of_a_small_model_costs_a_device_something_beside_its_elements() -> None:
+    slow = replace(CPU, overhead_us=50, update_overhead_us=5)
+    assert slow.compute_ms(1e9, tensors=100) == pytest.approx(20 + 5)
+    assert slow.touch_ms(8e6, tensors=100) == pytest.approx(1 + 0.5)
 
 
 # --------------------------------------------------------------------------------------- times, for all
@@ -357,7 +370,7 @@ def shared_out(shares: list[float]) -> Traffic:
     ("call", "message"),
     [
         (lambda: cluster("h200"), r"unknown cluster 'h200'; choose one of h100-ib, .*, loopback"),
-        (lambda: traffic("reduce", 1, 2), r"unknown operation 'reduce'; choose one of all_reduce, .*, send"),
+        (lambda: traffic("gather", 1, 2), r"unknown operation 'gather'; choose one of all_reduce, .*, send"),
         (lambda: traffic("send", 1, 2, backend="mpi"), r"unknown backend 'mpi'; choose one of nccl, gloo"),
         (lambda: traffic("send", 1, 2, algorithm="auto"), r"unknown algorithm 'auto'; choose ring or tree"),
         (
@@ -366,7 +379,7 @@ def shared_out(shares: list[float]) -> Traffic:
         ),
         (lambda: ms("gather", 1, 2), r"unknown operation 'gather'"),
         (lambda: replace(TOY, backend="mpi"), r"unknown backend 'mpi'"),
-        (lambda: replace(TOY, link_of_op={"reduce": TOY.within}), r"unknown operation 'reduce'"),
+        (lambda: replace(TOY, link_of_op={"gather": TOY.within}), r"unknown operation 'gather'"),
         (lambda: traffic("send", -1, 2), r"a payload's bytes must be 0 or more, got -1"),
         (lambda: traffic("send", math.nan, 2), r"a payload's bytes must be 0 or more, got nan"),
         (lambda: traffic("send", math.inf, 2), r"a payload's bytes must be 0 or more, got inf"),
@@ -385,6 +398,8 @@ def shared_out(shares: list[float]) -> Traffic:
         (lambda: replace(TOY, ranks_per_node=0), r"a node has at least 1 rank, got ranks_per_node=0"),
         (lambda: replace(CPU, tflops=0), r"a core: tflops must be above 0, got 0"),
         (lambda: replace(CPU, memory_gb_per_s=-1), r"a core: memory_gb_per_s must be above 0"),
+        (lambda: replace(CPU, overhead_us=-1), r"a core: overhead_us must be 0 or more"),
+        (lambda: replace(CPU, update_overhead_us=-1), r"a core: update_overhead_us must be 0 or more"),
         (lambda: replace(CPU, memory_gb=0), r"a core: memory_gb must be above 0"),
         (
             lambda: replace(CPU, reached=1.5),
@@ -434,7 +449,7 @@ def edited(**change: Any) -> str:
         (edited(ranks_per_node="8"), r"ranks_per_node must be a whole number"),
         (edited(between={"latency_us": 1, "gb_per_s": -5}), r"gb_per_s must be above 0, got -5"),
         (edited(backend="mpi"), r"unknown backend 'mpi'; choose one of nccl, gloo"),
-        (edited(link_of_op={"reduce": {"latency_us": 1, "gb_per_s": 1}}), r"unknown operation 'reduce'"),
+        (edited(link_of_op={"gather": {"latency_us": 1, "gb_per_s": 1}}), r"unknown operation 'gather'"),
     ],
 )
 def test_json_that_is_no_cluster_hears_why(text: str, message: str) -> None:

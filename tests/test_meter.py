@@ -222,6 +222,15 @@ def test_a_kernel_that_tells_too_little_gives_no_count(monkeypatch: pytest.Monke
         assert sent_bytes() is None
 
 
+@on_linux
+def test_what_was_sent_a_second_time_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = bytes(200) + (5_000).to_bytes(8, sys.byteorder) + (1_400).to_bytes(8, sys.byteorder)
+    with connection() as (here, there):
+        monkeypatch.setattr(os, "listdir", lambda _: [str(here.fileno()), str(there.fileno())])
+        monkeypatch.setattr(socket.socket, "getsockopt", lambda *_: counters)
+        assert sent_bytes() == 2 * (5_000 - 1_400)
+
+
 @pytest.mark.usefixtures("group_of_one")
 def test_a_call_is_made_once_to_connect_and_once_to_count() -> None:
     calls: list[int] = []

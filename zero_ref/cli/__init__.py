@@ -14,14 +14,18 @@ from collections.abc import Callable, Sequence
 
 from zero_ref import __version__
 from zero_ref.cli._common import CommandError, Subparsers
+from zero_ref.cli.calibrate import register_calibrate
 from zero_ref.cli.check import register_check
 from zero_ref.cli.plan import register_plan
+from zero_ref.cli.simulate import register_simulate
 from zero_ref.cli.train import register_demo, register_train
 
 COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
     register_plan,
+    register_simulate,
     register_train,
     register_demo,
+    register_calibrate,
     register_check,
 )
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.collectives import Collectives, Work as Pending, as_collectives
-from zero_ref.lab import meter, ranks
+from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.simulator.calibrate import ADAMW_BYTES, Measurement, Work, training_flops
@@ -50,12 +52,18 @@ class Effort:
     rounds: int
 
 
-def _training(widths: Sequence[int], batch_sizes: Sequence[int]) -> tuple[TrainingSize, ...]:
-    return tuple(TrainingSize(GPTConfig(width=width), size) for width in widths for size in batch_sizes)
+def _training(widths: Sequence[int]) -> tuple[TrainingSize, ...]:
+    """Few and many passages for each width; then half as many layers, to tell tensors from operations."""
+    deep = [TrainingSize(GPTConfig(width=width), size) for width in widths for size in (2, 8)]
+    return (*deep, *(TrainingSize(GPTConfig(layers=2, width=width), 4) for width in (96, widths[-1])))
 
 
-FULL = Effort(tuple(KIB * 4**power for power in range(9)), _training((64, 128, 192, 256), (2, 8)), rounds=15)
-QUICK = Effort(tuple(KIB * 4**power for power in range(8)), _training((64, 128, 192), (2, 8)), rounds=7)
+def _payloads(largest: int) -> tuple[int, ...]:
+    return tuple(itertools.takewhile(lambda size: size <= largest, (KIB * 4**power for power in range(20))))
+
+
+FULL = Effort(_payloads(64 * MIB), _training((64, 128, 192, 256)), rounds=15)
+QUICK = Effort(_payloads(16 * MIB), _training((64, 128, 192)), rounds=7)
 
 
 class Times(NamedTuple):
@@ -86,7 +94,7 @@ def time_collectives(nbytes: Sequence[int], rounds: int, ops: Sequence[str] = OP
 
     Collective: all ranks of the default group, with equal arguments.
     Returns:
-        The same on all ranks: of each time, that of the slowest rank.
+        The same on all ranks. Of calls that were started together, each has its share of the time.
     """
     comm = as_collectives(None)
     starts = {(op, size): _starter(op, size, comm) for size in nbytes for op in ops}
@@ -94,7 +102,7 @@ def time_collectives(nbytes: Sequence[int], rounds: int, ops: Sequence[str] = OP
     for number in range(rounds + 1):
         for (op, size), start in starts.items():
             calls = _burst(op, size)
-            ms = _slowest(lambda start=start, calls=calls: _all(start(turn) for turn in range(calls))) / calls
+            ms = _joint_ms(partial(_start_then_wait, start, calls)) / calls
             if number:
                 timed.append(Measurement(op, size, comm.world_size, ms))
     return timed
@@ -102,7 +110,7 @@ def time_collectives(nbytes: Sequence[int], rounds: int, ops: Sequence[str] = OP
 
 def _burst(op: str, nbytes: int) -> int:
     """How many calls to start at once: an optimizer starts all its broadcasts before it waits for one."""
-    return max(1, min(16, 4 * MIB // nbytes)) if op == "broadcast" else 1
+    return max(1, min(64, 4 * MIB // nbytes)) if op == "broadcast" else 1
 
 
 def _starter(op: str, nbytes: int, comm: Collectives) -> Callable[[int], Pending]:
@@ -112,7 +120,7 @@ def _starter(op: str, nbytes: int, comm: Collectives) -> Callable[[int], Pending
     whole = torch.ones(part * world_size, device=ranks.device())
     if op == "broadcast":
         wholes = [torch.ones_like(whole) for _ in range(_burst(op, nbytes))]
-        return lambda turn: comm.broadcast(wholes[turn], turn % world_size)
+        return lambda turn: comm.broadcast(wholes[turn], turn * world_size // len(wholes))  # owner by owner
     if op == "all_reduce":
         return lambda _: comm.all_reduce(whole)
     if op == "exchange":
@@ -128,27 +136,34 @@ def _starter(op: str, nbytes: int, comm: Collectives) -> Callable[[int], Pending
     return lambda _: scatter(part_of_whole, whole, async_op=True)
 
 
-def _all(pending: Any) -> None:
-    for work in list(pending):
-        work.wait()
+def _start_then_wait(start: Callable[[int], Pending], calls: int) -> None:
+    for pending in [start(turn) for turn in range(calls)]:
+        pending.wait()
 
 
-def _slowest(do: Callable[[], object]) -> float:
-    """Milliseconds that `do` takes on the rank where it takes longest. Collective: all ranks.
+def _joint_ms(do: Callable[[], object]) -> float:
+    """Milliseconds from when the last rank begins `do` until the last one is done. Collective: all ranks.
 
-    Ranks compute a little first: cores that rested a moment ago, or ranks that stand in a barrier, would
-    answer sooner than those of a training step.
+    Not what one rank sees: that has the wait for a late rank in it, which is not the network's. The ranks
+    are processes of one machine, so they read the same clock.
     """
-    square = torch.ones(192, 192, device=ranks.device())
+    device = ranks.device()
+    square = torch.ones(192, 192, device=device)
     dist.barrier()
-    for _ in range(8):
+    for _ in range(8):  # a core that has just rested, or waited in a barrier, answers sooner than in training
         square @ square
-    into_ms: list[float] = []
-    with meter.timing(into_ms):
-        do()
-    slowest_ms = torch.tensor(into_ms, dtype=torch.float64, device=ranks.device())
-    dist.all_reduce(slowest_ms, op=dist.ReduceOp.MAX)
-    return float(slowest_ms.item())
+    start = _now()
+    do()
+    last = torch.tensor([start, _now()], dtype=torch.float64, device=device)
+    dist.all_reduce(last, op=dist.ReduceOp.MAX)
+    last_start, last_end = last.tolist()
+    return 1e3 * (last_end - last_start)
+
+
+def _now() -> float:
+    if ranks.device().type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 # ----------------------------------------------------------------------------------------------- computing
@@ -159,7 +174,7 @@ def time_training(sizes: Sequence[TrainingSize], rounds: int) -> list[Work]:
 
     Collective: all ranks of the default group, with equal arguments: all compute at once.
     Returns:
-        The same on all ranks: of each time, that of the slowest rank.
+        The same on all ranks.
     """
     text, rank = language_reference().training, dist.get_rank()
     timed: list[Work] = []
@@ -168,7 +183,7 @@ def time_training(sizes: Sequence[TrainingSize], rounds: int) -> list[Work]:
         tokens, targets = batch(text, run.size.model, run.size.batch_size, seed=0, step=number, rank=rank)
         run.optimizer.zero_grad()
         run.tokens, run.targets = tokens.to(ranks.device()), targets.to(ranks.device())
-        train_ms, update_ms = _slowest(run.forward_and_backward), _slowest(run.optimizer.step)
+        train_ms, update_ms = _joint_ms(run.forward_and_backward), _joint_ms(run.optimizer.step)
         if number > 1:
             timed.append(Work("train", run.tensors, run.flops, train_ms))
             timed.append(Work("update", run.tensors, run.numel * ADAMW_BYTES, update_ms))
@@ -206,7 +221,7 @@ def flops_of(config: GPTConfig, batch_size: int) -> float:
     """Floating-point operations of forward and backward of the lab's GPT on one rank.
 
     >>> flops_of(GPTConfig(), 8) / 1e9
-    2.8...
+    2.76430848
     """
     with torch.device("meta"):
         numel = sum(param.numel() for param in GPT(config).parameters())

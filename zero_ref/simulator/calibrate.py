@@ -14,9 +14,11 @@ import random
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from zero_ref.simulator.cluster import OPERATIONS, Cluster, Device, Link, traffic
+
+T = TypeVar("T")
 
 ADAMW_BYTES = 28
 """What AdamW moves for each fp32 element: it reads gradient, parameter and two moments, and writes three."""
@@ -129,6 +131,20 @@ def _check_ms(what: str, ms: float) -> None:
         raise ValueError(f"{what}: a measured time is above 0 ms, got {ms:g}.")
 
 
+def undisturbed_ms(times_ms: Sequence[float]) -> float:
+    """The time that repeats agree on: their lower quartile.
+
+    Whatever else runs on a machine makes a repeat longer, never shorter. A median would move once it touches
+    half of the repeats; the shortest time would be a lucky one.
+
+    >>> undisturbed_ms([1.0, 1.25, 1.5, 8.0, 400.0])
+    1.25
+    """
+    if len(times_ms) == 1:
+        return times_ms[0]
+    return statistics.quantiles(times_ms, n=4, method="inclusive")[0]
+
+
 # ------------------------------------------------------------------------------------------------ the fit
 
 
@@ -170,8 +186,9 @@ class Fit:
 def fit(what: str, samples: Iterable[Sample], *, resamples: int = 200, seed: int = 0) -> Fit:
     """The cost of a call and the rate that explain the times best.
 
-    Of each size the median counts, and each size counts alike: what is made small is the sum of relative
-    errors, not of their squares, so that neither one slow size nor the largest decides. No cost is negative.
+    Of each size `undisturbed_ms` counts, and each size counts alike: what is made small is the sum of
+    relative errors, not of their squares, so that neither one slow size nor the largest decides. No cost is
+    negative.
 
     >>> exact = [Sample(1, nbytes, Link(50, 2).ms(1, nbytes)) for nbytes in (1e3, 1e5, 1e7)]
     >>> fitted = fit("broadcast", exact)
@@ -192,25 +209,25 @@ def fit(what: str, samples: Iterable[Sample], *, resamples: int = 200, seed: int
     sizes = sorted(times_of_size, key=lambda size: size[::-1])
     if len({amount / calls for calls, amount in sizes}) < 2:
         raise ValueError(
-            f"{what}: {len(sizes)} sizes cannot tell the cost of a call from that of its contents: measure at "
-            "least two that differ in bytes, or operations, for each call."
+            f"{what}: {len(sizes)} size(s) cannot tell the cost of a call from that of its contents: measure "
+            "at least two that differ in bytes, or operations, for each call."
         )
     repeats = [times_of_size[size] for size in sizes]
-    medians = [statistics.median(times) for times in repeats]
-    per_call, per_unit = _least_relative_errors(sizes, medians)
+    measured = [undisturbed_ms(times) for times in repeats]
+    per_call, per_unit = _least_relative_errors(sizes, measured)
     if per_unit <= 0:
         raise ValueError(
             f"{what}: {sizes[-1][1]:g} took no longer than {sizes[0][1]:g}, so there is no rate. Measure "
             "larger sizes, more often."
         )
     predicted = [per_call * calls + per_unit * amount for calls, amount in sizes]
-    misses = [ms / foreseen for ms, foreseen in zip(medians, predicted)]
+    misses = [ms / foreseen for ms, foreseen in zip(measured, predicted)]
 
     draw = random.Random(seed)
     drawn = [
         _least_relative_errors(
             sizes,
-            [statistics.median(draw.choices(times, k=len(times))) * draw.choice(misses) for times in repeats],
+            [undisturbed_ms(draw.choices(times, k=len(times))) * draw.choice(misses) for times in repeats],
         )
         for _ in range(resamples)
     ]
@@ -272,7 +289,7 @@ class Prediction(NamedTuple):
 
     Args:
         size: payload bytes of an operation; floating-point operations, or bytes, of work.
-        measured_ms: the median.
+        measured_ms: as `undisturbed_ms` of the repeats.
     """
 
     what: str
@@ -363,7 +380,7 @@ def calibrate(
     resamples: int = 200,
     seed: int = 0,
 ) -> Calibration:
-    """Fit on every other size, smallest and largest among them if their number is odd; predict the others.
+    """Fit on every other size, the smallest and the largest among them, and predict the others.
 
     Args:
         measurements, works: at least three sizes of each operation and of each kind of work, repeats welcome.
@@ -397,7 +414,7 @@ def calibrate(
         Prediction(work.kind, work.amount, fits_of_work[work.kind].ms(work.tensors, work.amount), work.ms)
         for work in works_out
     ]
-    return Calibration(cluster, (*links.values(), *fits_of_work.values()), _medians(held_out))
+    return Calibration(cluster, (*links.values(), *fits_of_work.values()), _of_repeats(held_out))
 
 
 # What is measured is one machine, so no number of ranks leads to a second one.
@@ -405,7 +422,7 @@ _RANKS_OF_A_MACHINE = 4096
 
 
 def _alternate(named: Sequence[tuple[str, float, T]]) -> tuple[list[T], list[T]]:
-    """Those of every other size, by name, from the smallest on; and the others."""
+    """Those to fit, and those of every other size between the smallest and the largest, for each name."""
     held_out: set[tuple[str, float]] = set()
     for what in {what for what, _, _ in named}:
         sizes = sorted({size for name, size, _ in named if name == what})
@@ -413,15 +430,15 @@ def _alternate(named: Sequence[tuple[str, float, T]]) -> tuple[list[T], list[T]]
             raise ValueError(
                 f"{what}: {len(sizes)} sizes; it takes 3 or more to fit some and predict others."
             )
-        held_out |= {(what, size) for size in sizes[1::2]}
+        held_out |= {(what, size) for size in sizes[1:-1:2]}
     return (
         [value for what, size, value in named if (what, size) not in held_out],
         [value for what, size, value in named if (what, size) in held_out],
     )
 
 
-def _medians(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
+def _of_repeats(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
     times: dict[tuple[str, float, float], list[float]] = {}
     for what, size, predicted_ms, measured_ms in predictions:
         times.setdefault((what, size, predicted_ms), []).append(measured_ms)
-    return tuple(Prediction(*key, statistics.median(ms)) for key, ms in times.items())
+    return tuple(Prediction(*key, undisturbed_ms(ms)) for key, ms in times.items())

@@ -61,8 +61,8 @@ def traffic(
 
     On one rank there is nothing to do. A ring passes N parts around: each rank sends (N-1)/N of the payload,
     an all-reduce twice. A tree needs fewer rounds, up and down about log2 N each, and its inner ranks carry
-    more. Gloo differs: its reduce-scatter is an all-reduce inside, and its broadcast hands the whole payload
-    down a binomial tree.
+    more. Gloo differs: its reduce-scatter is an all-reduce inside, its broadcast hands the whole payload down
+    a binomial tree, and its reduce is a reduce-scatter whose parts then go to one rank.
 
     >>> traffic("all_reduce", 100, 4)
     Traffic(rounds=6, busiest_bytes=150.0, total_bytes=600.0)
@@ -112,8 +112,8 @@ def traffic(
         return Traffic(2 * (n - 1), 2 * part, 2 * (n - 1) * s)
     if op in ("reduce_scatter", "all_gather"):
         return Traffic(n - 1, part, (n - 1) * s)
-    if op == "reduce" and backend == "gloo":  # a reduce-scatter around the ring, then all parts to one rank
-        return Traffic(2 * (n - 1), max(s, part), (n - 1) * s + part)
+    if op == "reduce" and backend == "gloo":  # a reduce-scatter on a ring; then all send their parts to one
+        return Traffic(n, 2 * part, (n - 1) * s + part)
     if op == "broadcast" and backend == "gloo":  # the source sends the whole payload once for each level
         return Traffic(levels, levels * s, (n - 1) * s)
     return Traffic(n - 1, s, (n - 1) * s)

@@ -7,7 +7,7 @@ operation waits for those in `after`. Elements and bytes only: no clock, no link
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from zero_ref.calls import Call
@@ -363,6 +363,9 @@ def local_sgd(
 ) -> tuple[Operation, ...]:
     """`period` iterations in which nothing is sent, and then the average of all ranks' parameters.
 
+    torch lays all that is trained end to end in one tensor, of the widest dtype among them, and all-reduces
+    that. Frozen parameters are equal on all ranks anyway.
+
     >>> [one.label for one in local_sgd([ParamSpec(4)], [[0]], period=2)]    # doctest: +NORMALIZE_WHITESPACE
     ['forward', 'backward', 'step', 'forward', 'backward', 'step', 'average']
 
@@ -380,7 +383,7 @@ def local_sgd(
     nbytes = [sum(nbytes_of(params[number]) for number in bucket) for bucket in buckets]
     freed = shared_out(activation_bytes, numels)
     listed: list[Operation] = []
-    for _ in range(period):
+    for iteration in range(period):
         listed.append(
             Operation("forward", COMPUTE, numel=sum(param.numel for param in params), takes=sum(freed))
         )
@@ -388,16 +391,19 @@ def local_sgd(
             Operation("backward", COMPUTE, part, numel=numels[part], takes=nbytes[part], gives=freed[part])
             for part in range(len(buckets))
         ]
-        listed.append(Operation("step", COMPUTE, numel=sum(numels), gives=sum(nbytes)))
-    of_kind: dict[tuple[str, str], int] = {}
-    for param in params:
-        kind = param.device, param.dtype
-        of_kind[kind] = of_kind.get(kind, 0) + nbytes_of(param)
-    after = (len(listed) - 1,)
-    listed += [
-        Operation("average", NETWORK, None, after, op="all_reduce", nbytes=size) for size in of_kind.values()
-    ]
+        # The gradients are freed before the next forward; those of the last iteration are still there.
+        gives = sum(nbytes) if iteration < period - 1 else 0
+        listed.append(Operation("step", COMPUTE, numel=sum(numels), gives=gives))
+    trained = [param for param in params if param.trainable]
+    size = sum(param.numel for param in trained) * _promoted_itemsize({param.dtype for param in trained})
+    listed.append(Operation("average", NETWORK, None, (len(listed) - 1,), op="all_reduce", nbytes=size))
     return tuple(listed)
+
+
+def _promoted_itemsize(dtypes: Collection[str]) -> int:
+    """Of the dtype that takes them all, where torch puts tensors of several dtypes into one."""
+    widest = max(map(itemsize_of, dtypes), default=0)
+    return 4 if widest == 2 and len(dtypes) > 1 else widest  # of float16 and bfloat16 neither takes the other
 
 
 def shared_out(amount: int, weights: Sequence[int]) -> list[int]:

@@ -145,7 +145,7 @@ class Played:
             raise ValueError(f"there are ranks 0 to {self.plan.world_size - 1}, and no rank {rank}.")
         return Timeline(
             tuple(
-                Event(one.lane, one.label, one.part, start, stop)
+                Event(self._lane_of(one), one.label, one.part, start, stop)
                 for one, start, stop in self._of_rank(rank)
                 if one.lane == NETWORK or one.shares is None or stop > start
             )
@@ -162,9 +162,14 @@ class Played:
                     free_ms[COMPUTE] = self.end_ms[place]
                 continue
             waits = max((self.end_ms[before] for before in one.after), default=0.0)
-            start = max(free_ms.get(one.lane, 0.0), waits)
-            free_ms[one.lane] = start + pace.of(one) * cost.of_rank.get(rank, cost.ms)
-            yield one, start, free_ms[one.lane]
+            lane = self._lane_of(one)
+            start = max(free_ms.get(lane, 0.0), waits)
+            free_ms[lane] = start + pace.of(one) * cost.of_rank.get(rank, cost.ms)
+            yield one, start, free_ms[lane]
+
+    def _lane_of(self, one: Operation) -> str:
+        """Where nothing overlaps, nothing is computed beside backward either."""
+        return COMPUTE if one.lane != NETWORK and not self.overlaps else one.lane
 
     def memory(self, rank: int = 0, held_bytes: int | None = None) -> list[tuple[float, int]]:
         """Bytes that a rank holds, each time they change: (milliseconds, bytes from then on).
@@ -293,7 +298,8 @@ def play(
             end_ms.append(network_ms)
             last_rank.append(None)
             continue
-        before_ms = free_ms.get(one.lane) or [0.0] * plan.world_size
+        lane = one.lane if cluster.overlaps else COMPUTE
+        before_ms = free_ms.get(lane) or [0.0] * plan.world_size
         started = [ms if ms > waits else waits for ms in before_ms]
         if cost.of_rank or not alike:
             lengths = (
@@ -306,7 +312,7 @@ def play(
             ended = [start + ms for start, ms in zip(started, lengths)]
         else:
             ended = [start + cost.ms for start in started]
-        free_ms[one.lane] = ended
+        free_ms[lane] = ended
         latest = max(ended)
         rank = ended.index(latest)
         begin_ms.append(started[rank])

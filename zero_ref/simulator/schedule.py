@@ -67,6 +67,8 @@ class Schedule:
         world_size: ranks.
         parameter_bytes, gradient_bytes, state_bytes: one entry for each rank, held between iterations.
             Padding of flat tensors counts as parameters; state is the optimizer's, from its first step on.
+            Of gradients that are reduced to their owners, what a rank owns: this package keeps those of a
+            parameter that is cut whole on each of its owners, and none after an overlapped update.
         iterations: that `operations` are: 1, or the period of local SGD.
     """
 
@@ -262,7 +264,10 @@ def _stage_3(
     rows = [param.numel for param in params] if rows is None else rows
     if sorted(number for block in blocks for number in block) != list(range(len(params))):
         raise ValueError(f"blocks must list each of the {len(params)} parameters once.")
-    if len(rows) != len(params) or any(param.numel % max(row, 1) for param, row in zip(params, rows)):
+    fits = (
+        row > 0 and param.numel % row == 0 if param.numel else row >= 0 for param, row in zip(params, rows)
+    )
+    if len(rows) != len(params) or not all(fits):
         raise ValueError(f"rows takes the first dimension of each of the {len(params)} parameters.")
     rule = state_rule(optimizer)
     # Of each parameter every rank has as many rows as the fullest; the last ranks' are partly padding.

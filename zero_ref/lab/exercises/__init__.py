@@ -34,6 +34,7 @@ __all__ = ["check", "exercise", "exercises", "Answer", "ExerciseFailed", "StillT
 
 CHAPTERS = (
     "ledger",
+    "collectives",
     "partition",
     "step",
     "buckets",
@@ -42,6 +43,8 @@ CHAPTERS = (
     "checkpoint",
     "clipping",
     "join",
+    "stages",
+    "scale",
 )
 """The modules with graders. A new chapter adds its name."""
 

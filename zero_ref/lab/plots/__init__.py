@@ -14,6 +14,8 @@ What it costs: `memory_by_rank`, `ledger_stages`, `message_times`.
 What a collective costs: `ring_rounds`, `bytes_on_wire`, `time_against_bytes`.
 What a run gave: `loss_curves`, `predicted_against_measured`.
 When it happens: `timeline`. What moves to other ranks: `reshard`.
+What a simulation says: `memory_curve`, `step_time_against_ranks`, `volume_against_ranks`,
+`memory_against_ranks`, `memory_items`. How far it can be trusted: `scatter`, `sensitivity`.
 What clipping does: `norms_together`.
 Who still has data: `shadow_grid`.
 """
@@ -22,18 +24,22 @@ from zero_ref.lab.plots._buckets import flat_layout, message_times
 from zero_ref.lab.plots._bytes import ledger_stages, memory_by_rank
 from zero_ref.lab.plots._groups import groups_grid
 from zero_ref.lab.plots._join import shadow_grid
+from zero_ref.lab.plots._judged import scatter, sensitivity
 from zero_ref.lab.plots._loads import balance_against_ranks, loads
 from zero_ref.lab.plots._map import shard_map
 from zero_ref.lab.plots._norms import norms_together
 from zero_ref.lab.plots._reshard import reshard
 from zero_ref.lab.plots._runs import loss_curves, predicted_against_measured
+from zero_ref.lab.plots._simulated import StepParts, memory_curve, step_parts, step_time_against_ranks
 from zero_ref.lab.plots._step import step_diagram
 from zero_ref.lab.plots._style import Picture, figure, rank_colour, save, text_colour_on
 from zero_ref.lab.plots._timeline import timeline
+from zero_ref.lab.plots._volume import memory_against_ranks, memory_items, panels, volume_against_ranks
 from zero_ref.lab.plots._wire import bytes_on_wire, ring_rounds, time_against_bytes
 
 __all__ = [
     "figure",
+    "panels",
     "save",
     "Picture",
     "shard_map",
@@ -51,6 +57,15 @@ __all__ = [
     "loss_curves",
     "predicted_against_measured",
     "timeline",
+    "memory_curve",
+    "StepParts",
+    "step_parts",
+    "step_time_against_ranks",
+    "volume_against_ranks",
+    "memory_against_ranks",
+    "memory_items",
+    "scatter",
+    "sensitivity",
     "shadow_grid",
     "reshard",
     "norms_together",

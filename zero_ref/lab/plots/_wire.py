@@ -115,8 +115,9 @@ def ring_rounds(world_size: int, ax: Axes) -> Axes:
     ax.set_xlim(-0.05, len(states) - 1 + cell + 0.05)
     ax.set_ylim(n - 1 + height + 0.12, -0.8)
     bare(ax, keep=())
-    names = ["before", *(f"round {number}" if n < 4 else str(number) for number in range(1, len(states)))]
+    names = ["before", *(str(number) for number in range(1, len(states)))]
     ax.set_xticks([column + cell / 2 for column in range(len(states))], names)
+    ax.set_xlabel("after each round")
     ax.set_yticks([rank + height / 2 for rank in range(n)], [f"rank {rank}" for rank in range(n)])
     return ax
 
@@ -253,6 +254,9 @@ def time_against_bytes(
             raise ValueError(f"{name}: give two payloads or more, and sizes and times above 0.")
     if turns.keys() - curves.keys():
         raise ValueError(f"a dot for {min(turns.keys() - curves.keys())!r}, which is no curve.")
+    for name, nbytes in turns.items():
+        if nbytes <= 0:
+            raise ValueError(f"{name}: the payload of a dot must be above 0, got {nbytes:g}.")
     ax.set_xscale("log")
     ax.set_yscale("log")
     colours = dict(zip(curves, SERIES_COLOURS))

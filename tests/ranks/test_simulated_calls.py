@@ -1,0 +1,316 @@
+"""Every strategy on real ranks: calls, state and bytes on the wire of an iteration, beside their schedule."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_ref.calls import Call
+from zero_ref.lab import ranks
+from zero_ref.lab.config import GPTConfig
+from zero_ref.lab.meter import HeldBytes, held_bytes, recording_all_reduce, sent_bytes
+from zero_ref.lab.model import GPT
+from zero_ref.lab.stage_3 import recording_stage_3
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+from zero_ref.partition import ParamSpec, plan_partition
+from zero_ref.reduction import reduce_to_owners
+from zero_ref.simulator.ledger import nbytes_of
+from zero_ref.simulator.models import from_module, ready_order
+from zero_ref.simulator.schedule import MIB, STRATEGIES, Schedule, ddp_buckets, schedule
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    yield
+    ranks.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------ the models
+
+
+class Mixture(nn.Module):
+    """A few layers of random kinds and sizes, some frozen, maybe of several dtypes. The seed says which."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        rng = random.Random(seed)
+        dtypes = [torch.float32] if seed % 2 else [torch.float32, torch.float64, torch.bfloat16]
+        widths = [rng.randint(1, 40) for _ in range(rng.randint(2, 7))]
+        self.layers = nn.ModuleList()
+        for inputs, outputs in itertools.pairwise(widths):
+            dtype = rng.choice(dtypes)
+            self.layers.append(nn.Linear(inputs, outputs, bias=rng.random() < 0.7, dtype=dtype))
+            if rng.random() < 0.3:
+                self.layers.append(nn.LayerNorm(outputs, dtype=dtype))
+        self.scale = nn.Parameter(torch.ones(())) if rng.random() < 0.5 else None
+        for param in rng.sample(list(self.parameters()), len(list(self.parameters())) // 4):
+            param.requires_grad_(False)
+        self.inputs = widths[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(next(layer.parameters()).dtype))
+        return x.float().square().mean() * (1.0 if self.scale is None else self.scale)
+
+
+class Case(NamedTuple):
+    """A model, and DDP's `bucket_cap_mb` for it; None for its default."""
+
+    make: Callable[[], nn.Module]
+    cap_mb: float | None
+
+    def loss(self, model: Any) -> torch.Tensor:
+        module = model.module if isinstance(model, DistributedDataParallel) else model
+        if isinstance(module, GPT):
+            tokens = torch.arange(64).view(1, 64)
+            return model(tokens, tokens)  # type: ignore[no-any-return]
+        return model(torch.ones(2, module.inputs))  # type: ignore[no-any-return]
+
+    def wrap(self, model: nn.Module) -> Any:
+        return DistributedDataParallel(
+            model, **({} if self.cap_mb is None else {"bucket_cap_mb": self.cap_mb})
+        )
+
+
+CASES = {
+    "demo": Case(functools.partial(GPT, GPTConfig()), None),
+    **{
+        f"mixture-{seed}": Case(
+            functools.partial(Mixture, seed), random.Random(seed).choice([None, 0.01, 0.002, 0.0003])
+        )
+        for seed in range(20)
+    },
+}
+
+# --------------------------------------------------------------------------------------------- the strategies
+
+
+class Run(NamedTuple):
+    """A strategy, whether gradients are reduced to owners only, and when updates are made."""
+
+    strategy: str
+    to_owners: bool
+    way: str
+
+    def foreseen(self, name: str, world_size: int) -> Schedule:
+        params, buckets = foreseen_buckets(name)
+        return schedule(
+            self.strategy, params, world_size, ddp_buckets=buckets, to_owners=self.to_owners, way=self.way
+        )
+
+
+@functools.cache
+def foreseen_buckets(name: str) -> tuple[list[ParamSpec], list[list[int]]]:
+    """Made in one process, from shapes and the order in which one backward goes."""
+    case = CASES[name]
+    model = case.make()
+    params = from_module(model)
+    order = ready_order(model, lambda: case.loss(model).backward())
+    return params, ddp_buckets(params, order, None if case.cap_mb is None else int(case.cap_mb * MIB))
+
+
+HOOKS = {"after_backward": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}
+RUNS = [
+    Run("ddp", False, "plain"),
+    *itertools.starmap(
+        Run,
+        itertools.product(["zero", "zero-bucket", "zero-even"], [False, True], ["plain", *HOOKS]),
+    ),
+    Run("zero-2", True, "plain"),
+]
+
+
+class Seen(NamedTuple):
+    calls: list[Call]
+    held: HeldBytes
+    sent_bytes: int | None
+
+
+def recorded(case: Case, run: Run) -> Seen:
+    """On a rank: the second iteration, from which on DDP has its final buckets. Of the demo two more."""
+    model = case.make()
+    ddp = case.wrap(model)
+    calls: list[Call] = []
+    reduce = recording_all_reduce(calls)
+    plan = STRATEGIES[run.strategy]
+    if plan.partition is None:
+        optimizer: Any = torch.optim.AdamW(model.parameters())
+        ddp.register_comm_hook(None, reduce)
+    else:
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(),
+            torch.optim.AdamW,
+            overlap_with_ddp=run.way in HOOKS,
+            partition=plan.partition,
+            parameters_as_bucket_view=plan.buckets,
+        )
+        optimizer.collectives.observers.append(calls.append)
+        hook = reduce_to_owners(optimizer) if run.to_owners else reduce
+        ddp.register_comm_hook(None, HOOKS[run.way](hook, ddp, optimizer) if run.way in HOOKS else hook)
+
+    def iterate() -> None:
+        calls.clear()
+        optimizer.zero_grad()
+        case.loss(ddp).backward()
+        optimizer.step()
+
+    iterate()
+    iterate()
+    sent = sent_in(iterate) if isinstance(model, GPT) else None
+    return Seen(calls, held_bytes(model.parameters(), optimizer), sent)
+
+
+ITERATIONS = 2
+
+
+def sent_in(iterate: Callable[[], None]) -> int | None:
+    """What this rank sends in some iterations. As `bytes_sent_by`: barriers keep others' out of the count."""
+    dist.barrier()
+    before = sent_bytes()
+    for _ in range(ITERATIONS):
+        iterate()
+    dist.barrier()
+    after = sent_bytes()
+    dist.barrier()
+    return None if before is None or after is None else after - before
+
+
+def all_recorded() -> dict[tuple[str, Run], Seen]:
+    return {(name, run): recorded(case, run) for name, case in CASES.items() for run in RUNS}
+
+
+OfRanks = list[dict[tuple[str, Run], Seen]]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def of_ranks(request: pytest.FixtureRequest) -> OfRanks:
+    return ranks.run(all_recorded, request.param, timeout=120, backend="gloo")
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.strategy}-{run.to_owners}-{run.way}")
+def test_each_ranks_calls_and_state_are_those_of_the_schedule(of_ranks: OfRanks, run: Run) -> None:
+    for name in CASES:
+        plan = run.foreseen(name, len(of_ranks))
+        for rank, seen in enumerate(of_ranks):
+            assert seen[name, run].calls == list(plan.calls_of(rank)), (name, rank)
+            assert seen[name, run].held.optimizer_state == plan.state_bytes[rank], (name, rank)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.strategy}-{run.to_owners}-{run.way}")
+def test_each_rank_holds_the_parameters_and_gradients_of_the_schedule(of_ranks: OfRanks, run: Run) -> None:
+    for name in CASES:
+        plan = run.foreseen(name, len(of_ranks))
+        for rank, seen in enumerate(of_ranks):
+            held = seen[name, run].held
+            assert held.parameters == plan.parameter_bytes[rank], (name, rank)
+            if not run.to_owners:
+                assert held.gradients == plan.gradient_bytes[rank], (name, rank)
+            elif run.way != "plain":
+                assert held.gradients == 0, "used up and freed before backward returns"
+            else:
+                assert held.gradients == whole_gradients(run, name, len(of_ranks))[rank], (name, rank)
+                assert held.gradients >= plan.gradient_bytes[rank], "what it owns"
+
+
+def whole_gradients(run: Run, name: str, world_size: int) -> list[int]:
+    """Bytes of the gradients of which a rank owns a piece. Of a parameter that is cut, each owner has all."""
+    params, _ = foreseen_buckets(name)
+    partition = plan_partition(str(STRATEGIES[run.strategy].partition), params, world_size)
+    return [
+        sum(
+            nbytes_of(params[number])
+            for number in {piece.param for piece in slices}
+            if params[number].trainable
+        )
+        for slices in partition.slices_of_rank
+    ]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.strategy}-{run.to_owners}-{run.way}")
+def test_bytes_on_the_wire_are_those_of_the_schedule(of_ranks: OfRanks, run: Run) -> None:
+    if sys.platform != "linux":
+        pytest.skip("the kernel's counters are Linux's")
+    sent = sum(seen["demo", run].sent_bytes or 0 for seen in of_ranks)
+    # Beside 3.2 MB of parameters the headers of Gloo's messages and three barriers are some kilobytes.
+    foreseen = ITERATIONS * run.foreseen("demo", len(of_ranks)).wire_bytes("gloo")
+    assert sent == pytest.approx(foreseen, rel=0.01)
+
+
+def test_the_models_are_of_many_kinds() -> None:
+    models = {name: case.make() for name, case in CASES.items()}
+    plans = [Run("ddp", False, "plain").foreseen(name, 2) for name in CASES]
+    assert len({plan.collectives for plan in plans}) > 4, "DDP's buckets: one, or many"
+    kinds = [{param.dtype for param in model.parameters()} for model in models.values()]
+    assert max(map(len, kinds)) == 3
+    assert any(not param.requires_grad for model in models.values() for param in model.parameters())
+    assert min(len(list(model.parameters())) for model in models.values()) < 4, "fewer than ranks"
+
+
+# ------------------------------------------------------------------------------------------- post-local SGD
+
+WARM_UP, PERIOD = 2, 3
+
+
+def local_sgd(case: Case) -> Seen:
+    """On a rank: torch's own post-local SGD, the second period after the warm-up."""
+    model = case.make()
+    ddp = case.wrap(model)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    state = PostLocalSGDState(None, alone, WARM_UP, post_local_gradient_allreduce=False)
+    ddp.register_comm_hook(state, post_localSGD_hook)
+    optimizer = torch.optim.AdamW(model.parameters())
+    averager = PeriodicModelAverager(PERIOD, warmup_steps=WARM_UP)
+
+    def iterate() -> None:
+        optimizer.zero_grad()
+        case.loss(ddp).backward()
+        optimizer.step()
+        averager.average_parameters(model.parameters())
+
+    def period() -> None:
+        for _ in range(PERIOD):
+            iterate()
+
+    for _ in range(WARM_UP):
+        iterate()
+    period()
+    with recording_stage_3() as calls:  # it sees whoever calls torch.distributed's all_reduce
+        period()
+    held = held_bytes(model.parameters(), optimizer)
+    return Seen(calls, held, sent_in(period) if isinstance(model, GPT) else None)
+
+
+def all_local_sgd() -> dict[str, Seen]:
+    return {name: local_sgd(case) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_local_sgd_averages_all_that_is_trained_once_a_period(world_size: int) -> None:
+    of_ranks = ranks.run(all_local_sgd, world_size, timeout=60, backend="gloo")
+    for name in CASES:
+        params, _ = foreseen_buckets(name)
+        plan = schedule("local-sgd", params, world_size, period=PERIOD)
+        for rank, seen in enumerate(of_ranks):
+            assert seen[name].calls == list(plan.calls_of(rank)), name
+            assert seen[name].held.optimizer_state == plan.state_bytes[rank], name
+        if name == "demo" and sys.platform == "linux":
+            sent = sum(seen["demo"].sent_bytes or 0 for seen in of_ranks)
+            assert sent == pytest.approx(ITERATIONS * plan.wire_bytes("gloo"), rel=0.01)

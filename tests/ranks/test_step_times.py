@@ -1,0 +1,62 @@
+"""Whole iterations on real ranks beside their prediction: calls and bytes are equal; times are only there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zero_ref.lab.benchmark import Effort, TrainingSize
+from zero_ref.lab.config import TRAINED, GPTConfig, TrainConfig
+from zero_ref.lab.step_times import Trial, compare_steps, predict_step, take_turns
+from zero_ref.simulator.calibrate import ADAMW_BYTES
+from zero_ref.simulator.cluster import cluster
+
+SMALL = GPTConfig(layers=1, heads=2, width=16, context=8)
+CONFIGS = [TrainConfig(strategy, batch_size=size, model=SMALL) for strategy in TRAINED for size in (1, 2)]
+LOOPBACK = cluster("loopback")
+
+
+@pytest.fixture(scope="module")
+def trial() -> Trial:
+    effort = Effort((1024, 4096, 16384), (TrainingSize(SMALL, 1),), rounds=1)
+    return take_turns(CONFIGS, effort, 2, turns=2, timeout=60)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_each_turn_adds_its_times(trial: Trial) -> None:
+    assert len(trial.times.collectives) == 2 * 2 * 3, "two turns of two operations at three sizes"
+    assert {work.kind for work in trial.times.works} == {"train", "update"}
+    assert [[len(one.spans) for one in rank] for rank in trial.of_ranks] == [[2] * len(CONFIGS)] * 2
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_calls_and_bytes_are_as_planned_and_a_wrong_plan_is_noticed(trial: Trial) -> None:
+    compared = compare_steps(CONFIGS, LOOPBACK, trial.of_ranks)
+    assert [one.config for one in compared] == CONFIGS
+    assert all(one.as_planned for one in compared)
+    assert all(len(one.repeats_ms) == 2 and one.measured_ms > 0 for one in compared)
+    others = CONFIGS[2:] + CONFIGS[:2]  # each under the strategy of another
+    assert not any(one.as_planned for one in compare_steps(others, LOOPBACK, trial.of_ranks))
+
+
+def test_an_iteration_is_the_sum_of_its_parts_where_nothing_overlaps() -> None:
+    plain = predict_step(CONFIGS[0], LOOPBACK, 2)
+    assert plain.ms == pytest.approx(plain.played.timeline().serial_ms)
+    device = replace(LOOPBACK.device, overhead_us=100, update_overhead_us=10)
+    ddp, zero = (
+        predict_step(TrainConfig(strategy, batch_size=1, model=SMALL), replace(LOOPBACK, device=device), 2)
+        for strategy in ("ddp", "zero")
+    )
+    tensors = 2 + 12 + 2  # embeddings, a block, the last norm
+    assert ddp.ms == pytest.approx(plain.ms + tensors * 0.110)
+    assert tensors * 0.105 <= zero.overhead_ms < ddp.overhead_ms, "the update of half of the tensors or more"
+
+
+def test_an_update_moves_the_bytes_that_the_calibration_counted() -> None:
+    ddp = predict_step(CONFIGS[0], LOOPBACK, 2)
+    step_ms = ddp.played.critical_ms()["step"]
+    numel = ddp.plan.parameter_bytes[0] // 4
+    assert step_ms == pytest.approx(LOOPBACK.device.touch_ms(ADAMW_BYTES * numel))

@@ -1,0 +1,120 @@
+"""`zero-ref calibrate`, its measurements replaced by those of an imaginary machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zero_ref import cli
+from zero_ref.cli.calibrate import print_calibration
+from zero_ref.lab import benchmark, ranks
+from zero_ref.simulator.calibrate import Measurement, Work, calibrate
+from zero_ref.simulator.cluster import Cluster, Link, cluster
+
+MACHINE = replace(cluster("loopback"), within=Link(200, 2))
+TENSORS_AND_AMOUNTS = [(28, 1e8), (52, 8e8), (28, 9e8), (52, 6e9), (100, 8e9)]
+
+
+def imaginary(world_size: int, effort: benchmark.Effort = benchmark.FULL) -> benchmark.Times:
+    """What MACHINE would take: 80 us a tensor and 70 G/s."""
+    collectives = [
+        Measurement(op, nbytes, world_size, MACHINE.ms(op, nbytes, world_size))
+        for op in benchmark.OPS
+        for nbytes in effort.nbytes
+    ]
+    works = [
+        Work(kind, tensors, amount, Link(80, 70).ms(tensors, amount))
+        for kind in ("train", "update")
+        for tensors, amount in TENSORS_AND_AMOUNTS
+    ]
+    return benchmark.Times(collectives, works)
+
+
+@pytest.fixture
+def on_an_imaginary_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "measure", imaginary)
+    monkeypatch.setattr(ranks, "choose_backend", lambda world_size: "gloo")
+
+
+@pytest.mark.usefixtures("on_an_imaginary_machine")
+def test_the_table_and_the_file_say_what_the_machine_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("rich")
+    file = tmp_path / "cluster.json"
+    assert cli.main(["calibrate", "--ranks", "4", "--out", str(file)]) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "this machine, 4 ranks, gloo" in rows
+    assert "broadcast 200 (200-200) 2.00 (2.00-2.00) 0% 0%" in rows
+    assert "train 80.0 (80.0-80.0) 70.0 (70.0-70.0) 0% 0%" in rows
+    assert f"written: {file}" in rows
+    written = Cluster.from_json(file.read_text())
+    assert written.ms("all_gather", 1e6, 4) == pytest.approx(MACHINE.ms("all_gather", 1e6, 4))
+    assert "--ranks 4" in written.source
+    assert "load average" in written.source
+
+
+@pytest.mark.usefixtures("on_an_imaginary_machine")
+def test_calibration_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["calibrate", "--quick", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert Cluster.from_json(json.dumps(printed["cluster"])).device.tflops == pytest.approx(0.07)
+    assert [each["what"] for each in printed["fits"]] == [*benchmark.OPS, "train", "update"]
+    held_out = {each["size"] for each in printed["held_out"] if each["what"] == "exchange"}
+    assert held_out == set(benchmark.QUICK.nbytes[1:-1:2])
+    assert max(abs(each["error"]) for each in printed["held_out"]) < 2e-3
+
+
+def test_what_nothing_bounds_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    times = imaginary(2)
+    found = calibrate(times.collectives, times.works)
+    unbounded = replace(found.fits[0], giga_per_s_interval=(1.0, float("inf")))
+    printed = cli.calibrate.as_json(replace(found, fits=(unbounded,)))
+    assert printed["fits"][0]["giga_per_s_interval"] == [1.0, None]
+    json.dumps(printed, allow_nan=False)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_table_stays_within_its_width(capsys: pytest.CaptureFixture[str], width: int) -> None:
+    pytest.importorskip("rich")
+    times = imaginary(2)
+    slow = [replace(each, ms=each.ms * 20 + 50) for each in times.collectives]
+    print_calibration(calibrate(slow, times.works), 2, width=width)
+    printed = capsys.readouterr().out
+    assert all(len(line.rstrip()) <= width for line in printed.splitlines())
+    assert "…" not in printed
+
+
+@pytest.mark.usefixtures("on_an_imaginary_machine")
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--ranks", "1"], "--ranks must be at least 2: a single rank sends nothing."),
+        (["--out", "no/such/folder/cluster.json"], "there is no such folder"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], answer: str
+) -> None:
+    monkeypatch.setattr(benchmark, "measure", lambda *_: pytest.fail("it measured"))
+    assert cli.main(["calibrate", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert answer in printed.err
+
+
+@pytest.mark.usefixtures("on_an_imaginary_machine")
+def test_times_that_make_no_sense_are_not_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def shrinking(world_size: int, effort: benchmark.Effort) -> benchmark.Times:
+        times = imaginary(world_size, effort)
+        return times._replace(collectives=[replace(each, ms=1 / each.nbytes) for each in times.collectives])
+
+    monkeypatch.setattr(benchmark, "measure", shrinking)
+    assert cli.main(["calibrate", "--out", str(tmp_path / "cluster.json")]) == 1
+    assert "nothing is written: all_reduce" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,260 @@
+"""`zero-ref simulate`: the numbers are the simulator's, mistakes are answered, nothing heavy is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zero_ref
+from zero_ref import cli
+from zero_ref.cli.simulate import print_runs
+from zero_ref.simulator.cluster import CLUSTERS, cluster
+from zero_ref.simulator.models import MODELS
+from zero_ref.simulator.scenario import Scenario
+from zero_ref.simulator.schedule import STRATEGIES
+from zero_ref.simulator.trace import timelines_of
+
+SIMULATE = ["simulate", "--model", "gpt2", "--ranks", "8"]
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 131072,
+}
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert cli.main([*words, "--json"]) == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
+
+
+# ----------------------------------------------------------------------------------------------- example
+
+
+def test_the_numbers_are_those_of_the_scenario(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--strategy", "zero-even", "--compare", "ddp", "--compare", "zero-3", "--cluster", "a100-ib"]
+    printed = as_json(capsys, *SIMULATE, *words)
+    assert list(printed["strategies"]) == ["zero-even", "ddp", "zero-3"]
+    assert (printed["elements"], printed["ranks"], printed["device_memory_bytes"]) == (124439808, 8, 80e9)
+    scenario = Scenario(MODELS["gpt2"], cluster("a100-ib"), 8)
+    for strategy, values in printed["strategies"].items():
+        run = scenario.run(strategy)
+        assert values["iteration_ms"] == run.iteration_ms
+        assert values["memory_total_bytes"] == sum(values["memory_bytes"].values())
+        assert values["memory_total_bytes"] == max(values["memory_total_bytes_of_rank"])
+        assert values["memory_total_bytes_of_rank"][values["fullest_rank"]] == values["memory_total_bytes"]
+        assert values["fits"] is True
+        assert values["sent_bytes_per_rank"] == run.sent_bytes
+        assert values["calls"] == len(run.plan.calls_of(run.fullest))
+        assert sum(values["critical_path_ms"].values()) == pytest.approx(run.iteration_ms)
+        assert min(values["iteration_ms_if"].values()) < run.iteration_ms
+        assert values["tokens_per_second"] == pytest.approx(8 * 1024 / run.iteration_ms * 1e3)
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["--batch", "3", "--sequence", "100"], {"batch": 3, "sequence": 100}),
+        (["--dtype", "float32", "--optimizer", "SGD"], {"dtype": "float32", "optimizer": "SGD"}),
+        (["--overlap", "after-backward"], {"way": "after_backward"}),
+        (["--overlap", "interleaved", "--native"], {"way": "interleaved", "native": True}),
+        (["--bucket-mib", "0.5"], {"bucket_bytes": 2**19}),
+        (["--checkpointing", "full"], {"checkpointing": "full"}),
+        (["--compare", "zero-3", "--prefetch", "0"], {"prefetch": 0}),
+        (["--compare", "local-sgd", "--period", "3"], {"period": 3}),
+    ],
+)
+def test_every_option_reaches_the_simulator(
+    capsys: pytest.CaptureFixture[str], words: list[str], options: dict[str, Any]
+) -> None:
+    printed = as_json(capsys, *SIMULATE, *words)["strategies"]
+    usual = as_json(capsys, *SIMULATE, *(["--compare", words[1]] if "--compare" in words else []))
+    for strategy, values in printed.items():
+        run = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8, **options).run(strategy)
+        assert values["iteration_ms"] == run.iteration_ms
+        assert values["memory_bytes"] == run.memory.items
+    assert printed != usual["strategies"]
+
+
+def test_stragglers_and_jitter_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--straggler", "3:1.5", "--straggler", "4:2", "--jitter", "0.1", "--seed", "7"]
+    printed = as_json(capsys, *SIMULATE, *words)["strategies"]["zero-even"]
+    scenario = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8)
+    run = scenario.run("zero-even", slow={3: 1.5, 4: 2.0}, jitter=0.1, seed=7)
+    assert printed["iteration_ms"] == run.iteration_ms > 1.5 * scenario.run("zero-even").iteration_ms
+
+
+def test_a_configuration_in_place_of_a_preset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    printed = as_json(capsys, "simulate", "--config", str(path), "--ranks", "2")
+    # Two embeddings, and in each block four square matrices, three of the MLP and two norms; a last norm.
+    assert printed["elements"] == 2 * 6400 + 2 * (4 * 4096 + 3 * 8192 + 128) + 64
+    assert printed["sequence"] == 8192, "not the 131,072 of its context"
+
+
+def test_a_cluster_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(cluster("rtx4090-10gbe").to_json())
+    mine, preset = (as_json(capsys, *SIMULATE, "--cluster", name) for name in (str(path), "rtx4090-10gbe"))
+    assert mine == preset
+
+
+@pytest.mark.parametrize("name", list(CLUSTERS))
+def test_every_strategy_on_every_cluster(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    others = [word for strategy in STRATEGIES for word in ("--compare", strategy)]
+    words = ["simulate", "--model", "mlp-tiny", "--ranks", "5", "--cluster", name, *others]
+    assert set(as_json(capsys, *words)["strategies"]) == set(STRATEGIES)
+
+
+def test_the_trace_has_rank_0_the_fullest_rank_and_stragglers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "t.json"
+    words = ["--compare", "ddp", "--straggler", "5:2", "--trace", str(path)]
+    printed = as_json(capsys, *SIMULATE, *words)["strategies"]
+    fullest = printed["zero-even"]["fullest_rank"]
+    trace = json.loads(path.read_text())
+    lines = timelines_of(trace)
+    of_zero = [f"zero-even, rank {rank}" for rank in sorted({0, fullest, 5})]
+    assert list(lines) == [*of_zero, "ddp, rank 0", "ddp, rank 5"]
+    assert lines["ddp, rank 5"].makespan_ms == pytest.approx(printed["ddp"]["iteration_ms"], abs=1e-5)
+    # Memory begins with what is held between iterations, and forward's activations on top.
+    scenario = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8)
+    memory = scenario.run("ddp").memory
+    first = next(e for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == len(of_zero) + 1)
+    assert first["args"]["bytes"] == memory.total_bytes - memory.gradient_bytes
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    words = ["simulate", "--model", "llama3-8b", "--ranks", "8", "--strategy", "zero-3", "--compare", "ddp"]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    rows = [" ".join(line.split()) for line in printed.splitlines()]
+    assert rows[0] == "llama3-8b on 8 ranks of h100-ib (H100 80 GB)"
+    assert "8,030,261,248 bfloat16 parameters, AdamW; on each rank 1 x 8,192 tokens" in rows
+    assert "one iteration zero-3 ddp" in rows
+    assert "memory on rank 0 rank 0" in rows
+    assert "parameters 2.01 GB 16.06 GB" in rows
+    assert "moments 8.03 GB 64.24 GB" in rows
+    assert "in 80 GB fits does not fit" in rows
+    assert "sent a rank 40.32 GB 28.11 GB" in rows
+    assert any(row.startswith("faster under zero-3: computing twice as fast -") for row in rows)
+    assert any("attention, up to 27% more" in row for row in rows)
+    order = [
+        row.split()[0] for row in rows if row.split() and row.split()[0] in ("forward", "gather", "step")
+    ]
+    assert order == ["forward", "gather", "step"]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_table_stays_within_its_width(capsys: pytest.CaptureFixture[str], width: int) -> None:
+    pytest.importorskip("rich")
+    scenario = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8)
+    print_runs("gpt2", scenario, [scenario.run(name) for name in ("zero", "zero-2", "ddp")], width=width)
+    printed = capsys.readouterr().out.splitlines()
+    assert all(len(line.rstrip()) <= width for line in printed)
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+
+
+def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
+    """What is printed on standard error by a command that ends with code 2."""
+    try:
+        code: Any = cli.main(words)
+    except SystemExit as ended:
+        code = ended.code
+    printed = capsys.readouterr()
+    assert code == 2
+    assert printed.out == ""
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "answers"),
+    [
+        (["simulate", "--ranks", "2"], ["one of the arguments --model --config is required"]),
+        ([*SIMULATE, "--config", "x"], ["--config: not allowed with argument --model"]),
+        (["simulate", "--model", "gpt5", "--ranks", "2"], ["gpt5", "gpt2", "llama3-8b"]),
+        (["simulate", "--model", "gpt2", "--ranks", "0"], ["--ranks: it must be at least 1, got 0"]),
+        ([*SIMULATE, "--cluster", "h200"], ["--cluster h200: choose one of h100-ib", "calibrate --out"]),
+        ([*SIMULATE, "--strategy", "zero-4"], ["zero-4", "zero-even", "local-sgd"]),
+        ([*SIMULATE, "--dtype", "int8"], ["int8", "bfloat16", "float32"]),
+        ([*SIMULATE, "--overlap", "all"], ["'all'", "plain", "after-backward", "interleaved"]),
+        ([*SIMULATE, "--straggler", "8:2"], ["--straggler 8: there are ranks 0 to 7"]),
+        ([*SIMULATE, "--straggler", "2"], ["'2' is no RANK:FACTOR, such as 3:1.5"]),
+        ([*SIMULATE, "--straggler", "1.5:2"], ["must be a whole number, got 1.5"]),
+        ([*SIMULATE, "--straggler", "2:0"], ["it must be above 0, got 0"]),
+        ([*SIMULATE, "--straggler", "2:fast"], ["'fast' is not a number"]),
+        ([*SIMULATE, "--jitter", "-1"], ["--jitter: it must be 0 or more, got -1"]),
+        ([*SIMULATE, "--jitter", "nan"], ["--jitter: it must be finite, got nan"]),
+        ([*SIMULATE, "--bucket-mib", "0"], ["--bucket-mib: it must be above 0, got 0"]),
+        ([*SIMULATE, "--strategy", "ddp", "--native"], ["--native means nothing to ddp", "zero-even"]),
+        ([*SIMULATE, "--strategy", "ddp", "--overlap", "interleaved"], ["--overlap means nothing to ddp"]),
+        ([*SIMULATE, "--prefetch", "2"], ["--prefetch means nothing to zero-even; it is for zero-3"]),
+        ([*SIMULATE, "--period", "2"], ["--period means nothing to zero-even; it is for local-sgd"]),
+        (
+            [*SIMULATE, "--trace", "/no/such/folder/t.json"],
+            ["--trace /no/such/folder/t.json cannot be written"],
+        ),
+    ],
+)
+def test_a_mistake_ends_with_code_2_and_says_what_is_accepted(
+    capsys: pytest.CaptureFixture[str], words: list[str], answers: list[str]
+) -> None:
+    said = refused(capsys, words)
+    for answer in answers:
+        assert answer in said
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "must hold an object"),
+        ('{"model_type": "llama"}', "hidden_size is missing"),
+        ('{"model_type": "bert"}', "model_type 'bert' is not known; known are 'gpt2', 'llama'"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_configuration_that_says_too_little_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, answer: str
+) -> None:
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    said = refused(capsys, ["simulate", "--config", str(path), "--ranks", "2"])
+    assert f"--config {path}" in said
+    assert answer in said
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"), [("{}", "this is no cluster"), ('{"device": 3}', "this is no cluster")]
+)
+def test_a_file_that_is_no_cluster_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, answer: str
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    said = refused(capsys, [*SIMULATE, "--cluster", str(path)])
+    assert f"--cluster {path}: {answer}" in said
+
+
+def test_json_needs_neither_torch_nor_extras(tmp_path: Path) -> None:
+    root = Path(zero_ref.__file__).parents[1]
+    script = f"import sys; sys.path.insert(0, {str(root)!r}); from zero_ref.cli import main; sys.exit(main())"
+    command = [sys.executable, "-I", "-S", "-c", script, *SIMULATE, "--trace", str(tmp_path / "t"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["elements"] == 124439808

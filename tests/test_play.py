@@ -1,0 +1,445 @@
+"""A schedule played on a cluster: by hand on tiny ones, by property on any, and what is late or missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+import zero_ref
+from zero_ref.partition import ParamSpec
+from zero_ref.simulator.cluster import Cluster, Device, Link, cluster
+from zero_ref.simulator.models import blocks, shapes, specs
+from zero_ref.simulator.operations import COMPUTE, NETWORK, SIDE_STREAM, WAYS
+from zero_ref.simulator.play import Played, Work, play
+from zero_ref.simulator.schedule import STRATEGIES, Schedule, schedule
+from zero_ref.simulator.timeline import Timeline
+
+# An element takes 1 ms forward, 2 ms backward, 1 ms to update. A message takes half a millisecond, and 1 ms
+# for each element of 4 bytes.
+BY_HAND = Cluster(
+    "by hand",
+    Device("by hand", tflops=1, reached=1, memory_gb=None, memory_gb_per_s=1),
+    ranks_per_node=2,
+    within=Link(latency_us=500, gb_per_s=4e-6),
+    between=Link(latency_us=500, gb_per_s=4e-6),
+)
+WORK = Work(tokens=500_000_000, step_bytes=1e6)
+PARAMS = [ParamSpec(2), ParamSpec(1), ParamSpec(3)]
+BUCKETS = [[2], [1], [0]]
+# sorted_greedy: rank 0 owns parameter 2, rank 1 owns parameters 0 and 1, three elements each.
+
+
+def by_hand(strategy: str, *, overlaps: bool = True, slow: Any = None, **options: Any) -> Played:
+    plan = schedule(strategy, PARAMS, 2, ddp_buckets=BUCKETS, **options)
+    return play(plan, replace(BY_HAND, overlaps=overlaps), WORK, slow=slow)
+
+
+def marks(timeline: Timeline, lane: str) -> list[tuple[str, int | None, float, float]]:
+    return [
+        (one.label, one.bucket, round(one.start_ms, 9), round(one.stop_ms, 9)) for one in timeline.on(lane)
+    ]
+
+
+# ----------------------------------------------------------------------------------------------- example
+
+
+def test_ddp_by_hand() -> None:
+    played = by_hand("ddp")
+    for rank in range(2):
+        assert marks(played.timeline(rank), COMPUTE) == [
+            ("forward", None, 0, 6),
+            ("backward", 0, 6, 12),
+            ("backward", 1, 12, 14),
+            ("backward", 2, 14, 18),
+            ("step", None, 21, 27),
+        ]
+        # An all-reduce on two ranks: two messages, and 2(N-1)/N = 1 times the payload.
+        assert marks(played.timeline(rank), NETWORK) == [
+            ("reduce", 0, 12, 16),
+            ("reduce", 1, 16, 18),  # ready at 14, and the network is busy
+            ("reduce", 2, 18, 21),
+        ]
+    assert played.makespan_ms == played.iteration_ms == pytest.approx(27)
+    assert played.timeline().exposed_ms == pytest.approx(3)
+    assert played.timeline().idle_ms == pytest.approx(3)
+
+
+def test_sharded_after_backward_by_hand() -> None:
+    played = by_hand("zero")
+    assert marks(played.timeline(0), COMPUTE)[-1] == ("step", None, 21, 24)
+    assert marks(played.timeline(1), NETWORK)[3:] == [
+        ("broadcast", None, 24, 27.5),
+        ("broadcast", None, 27.5, 30),
+        ("broadcast", None, 30, 31.5),
+    ]
+
+
+def test_interleaved_by_hand() -> None:
+    played = by_hand("zero", way="interleaved")
+    assert marks(played.timeline(0), COMPUTE) == [
+        ("forward", None, 0, 6),
+        ("backward", 0, 6, 12),
+        ("backward", 1, 12, 14),
+        ("step", 0, 16, 19),  # once bucket 0 is reduced; backward waits for the update
+        ("backward", 2, 19, 23),
+    ]
+    assert marks(played.timeline(1), COMPUTE)[3:] == [
+        ("backward", 2, 16, 20),  # it owns nothing of bucket 0, but waits for its reduction too
+        ("step", 1, 20, 21),
+        ("step", 2, 26, 28),
+    ]
+    assert marks(played.timeline(1), NETWORK) == [
+        ("reduce", 0, 12, 16),
+        ("reduce", 1, 16, 18),
+        ("broadcast", 0, 19, 22.5),
+        ("reduce", 2, 23, 26),
+        ("broadcast", 1, 26, 27.5),
+        ("broadcast", 2, 28, 30.5),
+    ]
+    assert played.makespan_ms == pytest.approx(30.5)
+
+
+def test_a_side_stream_updates_beside_backward() -> None:
+    timeline = by_hand("zero", way="interleaved", side_stream=True).timeline(0)
+    assert marks(timeline, COMPUTE)[3:] == [("backward", 2, 14, 18)]
+    assert marks(timeline, SIDE_STREAM) == [("step", 0, 16, 19)]
+    # Bucket 0 is sent before bucket 2 is reduced: the calls keep their order.
+    assert marks(timeline, NETWORK)[2:4] == [("broadcast", 0, 19, 22.5), ("reduce", 2, 22.5, 25.5)]
+
+
+def test_to_owners_by_hand() -> None:
+    played = by_hand("zero", to_owners=True)
+    # One message, and what the busiest rank sends or receives: here all that the other one has.
+    assert marks(played.timeline(0), NETWORK)[:3] == [
+        ("reduce", 0, 12, 15.5),
+        ("reduce", 1, 15.5, 17),
+        ("reduce", 2, 18, 20.5),
+    ]
+
+
+def test_stage_3_by_hand() -> None:
+    params = [ParamSpec(2), ParamSpec(4), ParamSpec(4)]
+    plan = schedule("zero-3", params, 2, blocks=[[0], [1], [2]])
+    timeline = play(plan, BY_HAND, WORK).timeline()
+    assert marks(timeline, COMPUTE) == [
+        ("forward", 0, 1.5, 3.5),
+        ("forward", 1, 4, 8),
+        ("forward", 2, 8, 12),
+        ("backward", 2, 14.5, 22.5),
+        ("backward", 1, 22.5, 30.5),
+        ("backward", 0, 30.5, 34.5),
+        ("step", None, 36, 41),
+    ]
+    assert marks(timeline, NETWORK) == [
+        ("gather", 0, 0, 1.5),  # one message, half of the unit
+        ("gather", 1, 1.5, 4),
+        ("gather", 2, 4, 6.5),  # when unit 0 is computed, so that unit 1 hides it
+        ("gather", 2, 12, 14.5),
+        ("gather", 1, 14.5, 17),
+        ("reduce", 2, 22.5, 25),
+        ("reduce", 1, 30.5, 33),
+        ("reduce", 0, 34.5, 36),
+    ]
+
+
+def test_without_prefetch_nothing_hides_a_gather() -> None:
+    params = [ParamSpec(4)] * 3
+    played = [
+        play(schedule("zero-3", params, 2, blocks=[[0], [1], [2]], prefetch=depth), BY_HAND, WORK)
+        for depth in (0, 1, 2)
+    ]
+    exposed = [one.timeline().exposed_ms for one in played]
+    assert exposed[0] > exposed[1] >= exposed[2]
+    # Five gathers of 2.5 ms, the first reduction, behind which the next gather waits, and the last one.
+    assert exposed[0] == pytest.approx(7 * 2.5)
+
+
+def test_local_sgd_averages_once_a_period() -> None:
+    played = by_hand("local-sgd", period=3)
+    iteration_ms = 6 + 12 + 6
+    assert marks(played.timeline(), NETWORK) == [("average", None, 72, 79)]
+    assert played.makespan_ms == pytest.approx(3 * iteration_ms + 7)
+    assert played.iteration_ms == pytest.approx(iteration_ms + 7 / 3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("side_stream", [False, True])
+def test_where_nothing_overlaps_one_thing_happens_after_another(way: str, side_stream: bool) -> None:
+    played = by_hand("zero", overlaps=False, way=way, side_stream=side_stream)
+    for rank in range(2):
+        events = sorted(played.timeline(rank).events, key=lambda event: event.start_ms)
+        assert all(before.stop_ms <= after.start_ms for before, after in pairwise(events))
+        assert SIDE_STREAM not in played.timeline(rank).lanes
+    # Forward, backward, reductions, broadcasts; and updates, which the ranks make at once, 3 ms each, unless
+    # calls between them make one wait for the other.
+    updates = {"plain": 3, "after_backward": 3, "interleaved": 6}[way]
+    assert played.makespan_ms == pytest.approx(6 + 12 + 9 + updates + 7.5)
+
+
+def test_ddp_on_processors_that_also_send_takes_the_sum() -> None:
+    assert by_hand("ddp", overlaps=False).makespan_ms == pytest.approx(6 + 12 + 9 + 6)
+
+
+# --------------------------------------------------------------------------------------------- stragglers
+
+
+def test_everyone_waits_for_a_slow_rank() -> None:
+    played = by_hand("ddp", slow={1: 2.0})
+    assert marks(played.timeline(1), NETWORK) == marks(played.timeline(0), NETWORK)
+    assert marks(played.timeline(1), COMPUTE)[:2] == [("forward", None, 0, 12), ("backward", 0, 12, 24)]
+    assert marks(played.timeline(0), COMPUTE)[3:] == [("backward", 2, 14, 18), ("step", None, 39, 45)]
+    assert marks(played.timeline(0), NETWORK) == [
+        ("reduce", 0, 24, 28),
+        ("reduce", 1, 28, 30),
+        ("reduce", 2, 36, 39),
+    ]
+    assert played.makespan_ms == pytest.approx(39 + 12)
+    assert played.timeline(0).idle_ms == pytest.approx(45 - 24)
+    assert played.timeline(1).idle_ms == pytest.approx(3)
+    assert {wait.rank for wait in played.critical_path} == {1, None}, "nothing is up to the fast rank"
+
+
+def test_jitter_is_the_same_for_the_same_seed_and_only_then() -> None:
+    plan = schedule("zero-even", PARAMS * 50, 4)
+
+    def played(seed: int, jitter: float = 0.2) -> Played:
+        return play(plan, BY_HAND, WORK, jitter=jitter, seed=seed)
+
+    assert played(1).end_ms == played(1).end_ms
+    assert played(1).timeline(3) == played(1).timeline(3)
+    assert played(1).end_ms != played(2).end_ms
+    assert played(1).timeline(2).on(COMPUTE) != played(1).timeline(3).on(COMPUTE), "each rank has its own"
+    assert played(1, jitter=0.0).end_ms == play(plan, BY_HAND, WORK).end_ms
+
+
+# ------------------------------------------------------------------------------------------------ property
+
+H100 = cluster("h100-ib")
+LOOPBACK = cluster("loopback")
+
+params_of_model = st.lists(
+    st.builds(
+        lambda numel, dtype, trainable: ParamSpec(numel, dtype, trainable=trainable),
+        st.integers(0, 10**5),
+        st.sampled_from(["float32", "bfloat16"]),
+        st.sampled_from([True, True, True, False]),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn, max_ranks: int = 5) -> Schedule:
+    """Any strategy with any options, on a few ranks."""
+    strategy = draw(st.sampled_from(list(STRATEGIES)))
+    params = draw(params_of_model)
+    options: dict[str, Any] = {"activation_bytes": draw(st.integers(0, 1000))}
+    if STRATEGIES[strategy].partition:
+        options |= {
+            "to_owners": draw(st.booleans()),
+            "way": draw(st.sampled_from(list(WAYS))),
+            "side_stream": draw(st.booleans()),
+            "native": draw(st.booleans()),
+        }
+    elif strategy == "zero-3":
+        cut = draw(st.integers(0, len(params)))
+        rest = [[number] for number in range(cut, len(params))]
+        options |= {"blocks": [list(range(cut)), *rest], "prefetch": draw(st.integers(0, 3))}
+    elif strategy == "local-sgd":
+        options["period"] = draw(st.integers(1, 4))
+    if strategy != "zero-3":
+        trainable = [number for number, param in enumerate(params) if param.trainable]
+        options["ddp_buckets"] = [[number] for number in reversed(trainable)]
+    return schedule(strategy, params, draw(st.integers(1, max_ranks)), **options)
+
+
+clusters = st.builds(
+    lambda chosen, per_node: replace(chosen, ranks_per_node=per_node),
+    st.sampled_from([H100, LOOPBACK, BY_HAND]),
+    st.integers(1, 5),
+)
+works = st.builds(Work, st.integers(0, 10**6), st.booleans())
+
+
+@st.composite
+def plays(draw: st.DrawFn) -> Played:
+    plan = draw(plans())
+    slow = draw(st.dictionaries(st.integers(0, plan.world_size - 1), st.floats(0.5, 3), max_size=2))
+    jitter = draw(st.sampled_from([0.0, 0.3]))
+    return play(plan, draw(clusters), draw(works), slow=slow, jitter=jitter, seed=draw(st.integers(0, 9)))
+
+
+@given(plans(), clusters, works, st.floats(1, 10), st.floats(0.1, 1))
+def test_time_never_falls_when_a_link_gets_slower(
+    plan: Schedule, chosen: Cluster, work: Work, latency: float, bandwidth: float
+) -> None:
+    before = play(plan, chosen, work)
+    after = play(plan, chosen.with_links(latency=latency, bandwidth=bandwidth), work)
+    # Each end is a maximum of sums of times that are no smaller; a division may round one down.
+    assert all(late >= early * (1 - 1e-12) for early, late in zip(before.end_ms, after.end_ms, strict=True))
+
+
+@given(plans(), clusters, works)
+def test_time_never_falls_when_a_rank_gets_slower(plan: Schedule, chosen: Cluster, work: Work) -> None:
+    before, after = play(plan, chosen, work), play(plan, chosen, work, slow={plan.world_size - 1: 1.5})
+    assert all(late >= early for early, late in zip(before.end_ms, after.end_ms, strict=True))
+
+
+@given(plans(max_ranks=1), clusters, works)
+def test_one_rank_costs_no_communication(plan: Schedule, chosen: Cluster, work: Work) -> None:
+    assert plan.wire_bytes("nccl") == plan.wire_bytes("gloo") == 0
+    timeline = play(plan, chosen, work).timeline()
+    assert timeline.exposed_ms == 0
+    assert all(event.start_ms == event.stop_ms for event in timeline.on(NETWORK))
+    assert timeline.idle_ms == pytest.approx(0)
+
+
+@given(plays())
+def test_memory_is_never_negative_and_ends_with_what_is_kept(played: Played) -> None:
+    plan = played.plan
+    for rank in range(plan.world_size):
+        curve = played.memory(rank)
+        kept = plan.parameter_bytes[rank] + plan.state_bytes[rank]
+        assert min(held for _, held in curve) >= kept
+        assert curve[-1][1] == kept + plan.gradient_bytes[rank]
+        assert [moment for moment, _ in curve] == sorted({moment for moment, _ in curve})
+        assert played.memory(rank, held_bytes=0)[-1][1] == plan.gradient_bytes[rank]
+
+
+@given(plays())
+def test_every_ranks_own_timeline_agrees_with_what_all_ranks_saw(played: Played) -> None:
+    ends = []
+    for rank in range(played.plan.world_size):
+        timeline = played.timeline(rank)
+        ends.append(timeline.makespan_ms)
+        lanes = timeline.lanes if played.overlaps else ["all"]
+        for lane in lanes:
+            events = list(timeline.events) if lane == "all" else timeline.on(lane)
+            ordered = sorted(events, key=lambda event: (event.start_ms, event.stop_ms))
+            assert all(a.stop_ms <= b.start_ms for a, b in pairwise(ordered)), "a lane does one thing at once"
+    assert max(ends) == played.makespan_ms
+
+
+@given(plays())
+def test_an_operation_waits_for_what_it_needs(played: Played) -> None:
+    operations = played.plan.operations
+    for place, one in enumerate(operations):
+        assert all(before < place for before in one.after)
+        assert all(played.end_ms[before] <= played.begin_ms[place] for before in one.after)
+        if one.op:
+            begins, ends = played.begin_ms[place], played.end_ms[place]
+            assert ends - begins == pytest.approx(played.prices[place].ms, rel=1e-6, abs=1e-9 * ends)
+
+
+@given(plays())
+def test_the_critical_path_has_no_gap_and_adds_up_to_the_makespan(played: Played) -> None:
+    path = played.critical_path
+    if not path:
+        assert played.makespan_ms == 0
+        return
+    assert path[0].start_ms == 0
+    assert path[-1].stop_ms == played.makespan_ms
+    assert all(before.stop_ms == after.start_ms for before, after in pairwise(path))
+    assert sum(played.critical_ms().values()) == pytest.approx(played.makespan_ms)
+    for wait in path:
+        one = played.plan.operations[wait.operation]
+        assert (wait.rank is None) == (one.lane == NETWORK)
+
+
+# ---------------------------------------------------------------------------------------- large, and wrong
+
+
+def trillion(strategy: str, world_size: int = 1024, **options: Any) -> Played:
+    listed = shapes("zero-1t")
+    if strategy == "zero-3":
+        options |= {"blocks": blocks(listed), "rows": [param.shape[0] for param in listed]}
+    plan = schedule(strategy, specs(listed, "bfloat16"), world_size, native=strategy == "zero-2", **options)
+    return play(plan, H100, Work(2048, recompute=True))
+
+
+def test_a_trillion_parameters_on_1024_ranks() -> None:
+    ddp, even, stage_2, stage_3 = map(trillion, ("ddp", "zero-even", "zero-2", "zero-3"))
+    psi = sum(param.numel for param in shapes("zero-1t"))
+    computing_ms = H100.device.compute_ms(8.0 * psi * 2048)
+    for played in (ddp, even, stage_2, stage_3):
+        assert played.makespan_ms > computing_ms
+        assert sum(played.critical_ms().values()) == pytest.approx(played.makespan_ms)
+    # A ring on 128 nodes of 8 links passes on 2(N-1)/N of 2 TB for the gradients, half of that for stage 2.
+    node_ms = 2 * psi / (8 * 50e6)
+    assert ddp.makespan_ms > 2 * node_ms * 1023 / 1024
+    assert stage_2.makespan_ms < even.makespan_ms
+    assert ddp.plan.state_bytes[0] > 1000 * stage_3.plan.state_bytes[0] > 900 * ddp.plan.state_bytes[0] / 1024
+    assert max(held for _, held in stage_3.memory()) < max(held for _, held in ddp.memory()) / 50
+
+
+MISTAKES = {
+    "no ranks": (lambda: schedule("ddp", PARAMS, 0), "at least 1 rank, got 0"),
+    "strategy": (
+        lambda: schedule("zero-4", PARAMS, 2),
+        "unknown strategy 'zero-4'; choose one of ddp, zero,",
+    ),
+    "way": (lambda: schedule("zero", PARAMS, 2, way="late"), "unknown way 'late'; choose one of plain, "),
+    "way of ddp": (lambda: schedule("ddp", PARAMS, 2, way="interleaved"), "'ddp' updates after backward"),
+    "owners of ddp": (lambda: schedule("ddp", PARAMS, 2, to_owners=True), "'ddp' has no owners"),
+    "owners of stage 3": (lambda: schedule("zero-3", PARAMS, 2, to_owners=True), "'zero-3' has no owners"),
+    "missed by blocks": (
+        lambda: schedule("zero-3", PARAMS, 2, blocks=[[0], [1]]),
+        "each of the 3 parameters",
+    ),
+    "twice in blocks": (
+        lambda: schedule("zero-3", PARAMS, 2, blocks=[[0, 1], [1, 2]]),
+        "the 3 parameters once",
+    ),
+    "too few rows": (lambda: schedule("zero-3", PARAMS, 2, rows=[2, 1]), "first dimension of each of the 3"),
+    "rows that do not fit": (lambda: schedule("zero-3", PARAMS, 2, rows=[2, 1, 2]), "first dimension"),
+    "no rows": (lambda: schedule("zero-3", PARAMS, 2, rows=[2, 1, 0]), "first dimension"),
+    "prefetch": (
+        lambda: schedule("zero-3", PARAMS, 2, prefetch=-1),
+        "prefetch counts units, 0 or more; got -1",
+    ),
+    "period": (lambda: schedule("local-sgd", PARAMS, 2, period=0), "at least 1 iteration, got 0"),
+    "jitter": (lambda: play(schedule("ddp", PARAMS, 2), H100, WORK, jitter=-0.1), "0 or more; got -0.1"),
+    "slow rank": (lambda: by_hand("ddp", slow={2: 1.5}), "ranks 0 to 1 and factors above 0; got 1.5 for 2"),
+    "slow by nothing": (lambda: by_hand("ddp", slow={1: 0.0}), "factors above 0; got 0 for 1"),
+    "tokens": (lambda: Work(-1), "must be 0 or more, got -1"),
+    "no such rank": (lambda: by_hand("ddp").timeline(2), "ranks 0 to 1, and no rank 2"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_named(mistake: str) -> None:
+    call, message = MISTAKES[mistake]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+ALONE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from zero_ref.simulator import activations, calibrate, cluster, ledger, memory, models, schedule, shortfall
+from zero_ref.simulator.play import Work, play
+plan = schedule.schedule("zero-even", models.specs(models.shapes("gpt2"), "bfloat16"), world_size=16)
+print(play(plan, cluster.cluster("h100-ib"), Work(tokens=4096)).makespan_ms)
+print(sorted(name for name in ("torch", "numpy", "matplotlib", "rich") if name in sys.modules))
+"""
+
+
+def test_a_simulation_needs_the_standard_library_only() -> None:
+    root = str(Path(zero_ref.__file__).parents[1])
+    # -I and -S: no site-packages, no environment, no user's folder; so the package's own path comes along.
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", ALONE, root], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    makespan, loaded = done.stdout.splitlines()
+    plan = schedule("zero-even", specs(shapes("gpt2"), "bfloat16"), world_size=16)
+    assert float(makespan) == play(plan, H100, Work(tokens=4096)).makespan_ms
+    assert loaded == "[]"

@@ -1,0 +1,409 @@
+"""Pictures of simulations show their numbers: curves, bars, what is too much, what changes a conclusion."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import to_hex
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from pictures import Plot, assert_readable, assert_repeatable, drawn, written
+
+from zero_ref.lab import plots
+from zero_ref.lab.plots._judged import _RoomyLabels
+from zero_ref.lab.plots._simulated import STEP_COLOURS
+from zero_ref.lab.plots._style import ALARM, PAPER, PART_COLOURS
+from zero_ref.lab.plots._timeline import COLOURS, COLOURS_OF_MORE, flowed_together
+from zero_ref.lab.plots._volume import ITEM_COLOURS
+from zero_ref.partition import ParamSpec
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.play import Played, Work, play
+from zero_ref.simulator.schedule import schedule
+from zero_ref.simulator.sensitivity import Setting, Variation
+from zero_ref.simulator.timeline import Event, Timeline
+
+H100 = cluster("h100-ib")
+PARAMS = [ParamSpec(10**7, "bfloat16", name=f"h.{i}.w") for i in range(8)]
+
+
+def played(strategy: str, world_size: int = 16, **options: object) -> Played:
+    blocks = {"blocks": [[i] for i in range(8)]} if strategy == "zero-3" else {}
+    return play(schedule(strategy, PARAMS, world_size, **blocks), H100, Work(4096), **options)  # type: ignore[arg-type]
+
+
+def lines_of(ax: Axes, label: str) -> list[Line2D]:
+    return [line for line in ax.lines if line.get_label() == label]
+
+
+def boxes(ax: Axes, label: str) -> list[Rectangle]:
+    bars = [bar for container in ax.containers if container.get_label() == label for bar in container]
+    return [bar for bar in bars if isinstance(bar, Rectangle)]
+
+
+# -------------------------------------------------------------------------------------- timelines of plays
+
+
+def many(count: int, labels: tuple[str, ...] = ("reduce", "broadcast")) -> Timeline:
+    """So many network calls of 1 ms, one after another, while nothing is computed."""
+    calls = [Event("network", labels[i % len(labels)], i, float(i), i + 1.0) for i in range(count)]
+    return Timeline((*calls, Event("compute", "step", None, float(count), count + 300.0)))
+
+
+def test_what_is_gathered_or_averaged_has_the_colour_of_parameters() -> None:
+    assert COLOURS_OF_MORE["gather"] == COLOURS_OF_MORE["average"] == PART_COLOURS["parameters"]
+    assert COLOURS_OF_MORE["forward"] not in COLOURS.values()
+
+
+def test_the_key_names_what_is_there_and_words_of_one_colour_together() -> None:
+    ax = drawn(
+        lambda ax: plots.timeline({"ddp": played("ddp").timeline(), "3": played("zero-3").timeline()}, ax), 5
+    )
+    legend = ax.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "forward",
+        "backward",
+        "step",
+        "reduce",
+        "gather",
+    ]
+    assert ax.get_xlabel() == "ms since the beginning of the iteration"
+
+
+def test_computing_is_above_the_network_though_stage_3_begins_with_a_message() -> None:
+    timeline = played("zero-3").timeline()
+    assert timeline.lanes[0] == "network"
+    ax = drawn(lambda ax: plots.timeline({"3": timeline}, ax))
+    lanes = sorted((tick, text.get_text()) for tick, text in zip(ax.get_yticks(), ax.get_yticklabels()))
+    assert [lane for _, lane in lanes] == ["compute", "network"]
+
+
+def test_a_lane_of_many_short_events_is_a_few_pieces_that_take_as_long() -> None:
+    ax = drawn(lambda ax: plots.timeline({"many": many(5000)}, ax))
+    pieces = [one for one in ax.collections if isinstance(one, PolyCollection)]
+    assert {one.get_label() for one in pieces} == {"network: reduce, many", "network: broadcast, many"}
+    for one in pieces:
+        edges = [path.vertices[:, 0] for path in one.get_paths()]
+        assert len(edges) < 1000
+        assert sum(max(xs) - min(xs) for xs in edges) == pytest.approx(2500)
+    assert len([patch for patch in ax.patches if isinstance(patch, Rectangle)]) == 1  # the step
+    ax = drawn(lambda ax: plots.timeline({"many": many(5000, ("reduce",))}, ax))
+    (one,) = [one for one in ax.collections if isinstance(one, PolyCollection)]
+    assert len(one.get_paths()) == 1
+
+
+def test_long_events_among_many_keep_their_bars() -> None:
+    ax = drawn(lambda ax: plots.timeline({"many": many(120)}, ax))
+    labels = {patch.get_label() for patch in ax.patches}
+    assert {"compute: step all"} <= labels
+    assert "network: reduce 0" not in labels
+    ax = drawn(lambda ax: plots.timeline({"few": many(100)}, ax))
+    assert "network: reduce 0" in {patch.get_label() for patch in ax.patches}
+
+
+def test_a_bar_too_thin_for_a_border_has_none() -> None:
+    found = {
+        patch.get_label(): patch
+        for patch in drawn(lambda ax: plots.timeline({"few": many(4)}, ax)).patches
+        if isinstance(patch, Rectangle)
+    }
+    assert to_hex(found["compute: step all"].get_edgecolor()).upper() == PAPER
+    thin = found["network: reduce 0"]
+    assert to_hex(thin.get_edgecolor()) == to_hex(thin.get_facecolor())
+
+
+def test_many_exposed_pieces_are_one_artist_of_the_same_length() -> None:
+    computing = [Event("compute", "backward", i, 2.0 * i, 2 * i + 1.5) for i in range(300)]
+    sending = [Event("network", "reduce", i, 2.0 * i + 1, 2 * i + 2) for i in range(300)]
+    timeline = Timeline(tuple(event for pair in zip(computing, sending) for event in pair))
+    ax = drawn(lambda ax: plots.timeline({"many": timeline}, ax))
+    (underline,) = [one for one in ax.collections if isinstance(one, LineCollection)]
+    pieces = [segment[:, 0] for segment in underline.get_segments()]
+    assert sum(stop - start for start, stop in pieces) == pytest.approx(timeline.exposed_ms) == 150
+    assert not lines_of(ax, "exposed")
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(1, 9), st.sampled_from("abc")), min_size=1, max_size=30
+    ),
+    st.integers(1, 60),
+)
+def test_events_that_flow_together_keep_their_time_and_nearly_their_place(
+    steps: list[tuple[int, int, str]], cell: int
+) -> None:
+    events: list[Event] = []
+    for gap, length, label in steps:
+        start = (events[-1].stop_ms if events else 0.0) + gap
+        events.append(Event("network", label, 0, start, start + length))
+    pieces = flowed_together(events, float(cell))
+    for label, of_label in pieces.items():
+        wanted = sum(event.stop_ms - event.start_ms for event in events if event.label == label)
+        assert sum(stop - start for start, stop in of_label) == pytest.approx(wanted)
+        for start, stop in of_label:  # each end is in a cell with something of this label
+            ours = [event for event in events if event.label == label]
+            assert min(abs(start - event.start_ms) for event in ours) <= cell or any(
+                event.start_ms <= start <= event.stop_ms for event in ours
+            )
+            assert events[0].start_ms <= start < stop <= events[-1].stop_ms + 1e-9
+    together = sorted(piece for of_label in pieces.values() for piece in of_label)
+    assert all(earlier[1] <= later[0] + 1e-9 for earlier, later in pairwise(together))
+
+
+# --------------------------------------------------------------------------------------------- memory curve
+
+
+def test_a_memory_curve_is_the_plays_own_and_its_peak_is_marked_and_written() -> None:
+    curve = played("ddp").memory()
+    ax = drawn(lambda ax: plots.memory_curve({"ddp": curve}, ax))
+    (line,) = lines_of(ax, "ddp")
+    assert list(zip(line.get_xdata(), line.get_ydata())) == curve
+    assert line.get_drawstyle() == "steps-post"
+    (peak,) = lines_of(ax, "peak")
+    assert peak.get_ydata()[0] == max(nbytes for _, nbytes in curve) == 640_000_032
+    assert "peak 640 MB" in written(ax)
+
+
+def test_the_devices_memory_is_a_line_unless_it_is_far_above() -> None:
+    def picture(device_bytes: float) -> Axes:
+        return drawn(
+            lambda ax: plots.memory_curve({"one": [(0, 100), (5, 200)]}, ax, device_bytes=device_bytes)
+        )
+
+    ax = picture(500)
+    assert [line.get_ydata()[0] for line in lines_of(ax, "device")] == [500]
+    assert "the device's 500 B" in written(ax)
+    assert ax.get_ylim()[1] > 500
+    ax = picture(80e9)
+    assert not lines_of(ax, "device")
+    assert ax.get_title(loc="left") == "Bytes on a rank (the device has 80 GB)"
+
+
+# ------------------------------------------------------------------------------------------------ step time
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero-even", "zero-3", "local-sgd"])
+def test_the_parts_of_a_step_add_up_to_the_iteration(strategy: str) -> None:
+    one = played(strategy, slow={3: 1.5})
+    for rank in (0, 3):
+        parts = plots.step_parts(one, rank)
+        assert sum(parts) == pytest.approx(one.iteration_ms)
+        assert min(parts) >= 0
+    assert plots.step_parts(one).waiting_ms > plots.step_parts(one, rank=3).waiting_ms
+
+
+def test_a_step_is_a_bar_of_its_parts() -> None:
+    parts = {
+        "ddp": {8: (40.0, 2.0, 0.0), 64: (40.0, 9.0, 3.0)},
+        "zero": {8: (33.0, 3.0, 0.0), 64: (32.0, 12.0, 1.0)},
+    }
+    ax = drawn(lambda ax: plots.step_time_against_ranks(parts, ax), height=4)
+    computing, exposed = boxes(ax, "computing"), boxes(ax, "exposed communication")
+    assert [bar.get_width() for bar in computing] == [40, 33, 40, 32]
+    assert [(bar.get_x(), bar.get_width()) for bar in exposed] == [(40, 2), (33, 3), (40, 9), (32, 12)]
+    assert to_hex(exposed[0].get_facecolor()).upper() == STEP_COLOURS["exposed communication"] == ALARM
+    assert {"8 ranks", "64 ranks", "42 ms", "52 ms", "ddp", "zero"} <= set(written(ax))
+
+
+# ---------------------------------------------------------------------------------------- volume and memory
+
+
+def test_volume_is_drawn_in_models_and_curves_that_end_alike_share_a_number() -> None:
+    volumes = {
+        "ddp": {n: 2 * (n - 1) / n for n in (1, 8, 1024)},
+        "stage 2": {n: 2 * (n - 1) / n for n in (1, 8, 1024)},
+        "stage 3": {n: 3 * (n - 1) / n for n in (1, 8, 1024)},
+    }
+    ax = drawn(lambda ax: plots.volume_against_ranks(volumes, ax))
+    for name, curve in volumes.items():
+        (line,) = lines_of(ax, name)
+        assert list(zip(line.get_xdata(), line.get_ydata())) == list(curve.items())
+    texts = [text.get_text() for text in ax.texts]
+    assert texts == ["2 Ψ", "ddp", "stage 2", "3 Ψ", "stage 3"]
+    widths = [lines_of(ax, name)[0].get_linewidth() for name in volumes]
+    assert widths == sorted(widths, reverse=True)  # the one below is wider, so both are seen
+
+
+def test_memory_against_ranks_has_the_devices_line_inside() -> None:
+    ax = drawn(lambda ax: plots.memory_against_ranks({"ddp": {1: 120e9, 64: 120e9}}, ax, device_bytes=8e9))
+    assert [line.get_ydata()[0] for line in lines_of(ax, "device")] == [8e9]
+    assert ax.get_ylim()[0] < 8e9 < 120e9 < ax.get_ylim()[1]
+    assert "120 GB" in written(ax)
+
+
+def test_panels_stand_below_each_other() -> None:
+    fig, (upper, lower) = plots.panels([2, 3])
+    fig.draw_without_rendering()
+    assert fig.get_size_inches().tolist() == [6, 5]
+    assert upper.get_position().y0 > lower.get_position().y1
+
+
+def test_items_are_stacked_and_what_has_no_colour_is_other() -> None:
+    items = {
+        "stage 0": {"parameters": 10.0, "moments": 50.0, "scalars": 3.0, "padding": 2.0},
+        "stage 1": {"parameters": 10.0, "moments": 5.0},
+    }
+    ax = drawn(lambda ax: plots.memory_items(items, ax, device_bytes=40, chosen="stage 1"))
+    assert [bar.get_width() for bar in boxes(ax, "parameters")] == [10, 10]
+    assert [bar.get_x() for bar in boxes(ax, "moments")] == [10, 10]
+    assert [(bar.get_x(), bar.get_width()) for bar in boxes(ax, "other")] == [(60, 5)]
+    totals = {text.get_text(): text for text in ax.texts}
+    assert totals["65 B"].get_color() == ALARM  # more than the device has
+    assert totals["15 B ◂"].get_color() != ALARM
+    assert totals["15 B ◂"].get_weight() == "bold"
+    assert [line.get_xdata()[0] for line in lines_of(ax, "device")] == [40]
+    assert not lines_of(drawn(lambda ax: plots.memory_items(items, ax, device_bytes=1e6)), "device")
+
+
+def test_what_is_sharded_has_the_same_colour_as_in_the_other_pictures_of_memory() -> None:
+    assert ITEM_COLOURS["parameters"] == PART_COLOURS["parameters"]
+    assert ITEM_COLOURS["gradients"] == PART_COLOURS["gradients"]
+    assert ITEM_COLOURS["moments"] == PART_COLOURS["optimizer state"]
+    assert len(set(ITEM_COLOURS.values())) == len(ITEM_COLOURS)
+
+
+# ------------------------------------------------------------------------------------------------- judgement
+
+ROWS = [
+    ("all_reduce", "1 MB", 1.0, 1.1),
+    ("all_reduce", "64 MB", 40.0, 32.0),  # 25% too much: still close
+    ("broadcast", "1 kB", 0.1, 0.2),
+]
+
+
+def test_a_scatter_counts_what_is_close_and_rings_what_is_not() -> None:
+    ax = drawn(lambda ax: plots.scatter(ROWS, ax), height=4.5)
+    assert ax.get_title(loc="left") == "2 of 3 predictions within 25% of their measurement"
+    ringed = [line.get_label() for line in ax.lines if line.get_markeredgecolor() == ALARM]
+    assert ringed == ["broadcast: 1 kB"]
+    (point,) = lines_of(ax, "all_reduce: 64 MB")
+    assert (point.get_xdata()[0], point.get_ydata()[0]) == (32, 40)
+    colours = {line.get_label(): line.get_color() for line in ax.lines}
+    assert colours["all_reduce: 1 MB"] == colours["all_reduce: 64 MB"] != colours["broadcast: 1 kB"]
+    stricter = drawn(lambda ax: plots.scatter(ROWS, ax, band=0.1))
+    assert stricter.get_title(loc="left") == "1 of 3 predictions within 10% of their measurement"
+
+
+def test_where_names_would_lie_on_each_other_what_is_far_off_is_named() -> None:
+    crowd = [("send", f"a long name {i}", 1.24 + i / 5000, 1.0) for i in range(20)]
+    crowd.append(("send", "this one is off", 1.26, 1.0))
+    ax = drawn(lambda ax: plots.scatter(crowd, ax))
+    (labels,) = ax.findobj(_RoomyLabels)
+    assert "this one is off" in labels.shown
+    assert len(labels.shown) < len(crowd)
+
+
+def variation(factor: str, scale: float, first_ms: float, second_ms: float, usual: str = "A") -> Variation:
+    winner = "A" if first_ms < second_ms else "B"
+    return Variation(factor, scale, Setting(H100, 8), first_ms, second_ms, winner, winner != usual)
+
+
+def test_a_factor_that_changes_the_winner_is_red_and_others_are_not() -> None:
+    found = [variation("latency", s, 10, 11 + s / 100) for s in (0.5, 1, 2)]
+    found += [variation("ranks", s, 10, 11.01 * s) for s in (0.5, 1, 2)]
+    ax = drawn(lambda ax: plots.sensitivity(found, ax))
+    assert ax.get_title(loc="left") == "1 of 2 factors would change which is faster"
+    labels = {label.get_text(): label.get_color() for label in ax.get_yticklabels()}
+    assert list(labels) == ["ranks", "latency"]  # the one that matters more first
+    assert labels["ranks"] == ALARM != labels["latency"]
+    (point,) = lines_of(ax, "ranks 0.5")
+    assert (point.get_xdata()[0], point.get_color()) == (pytest.approx(0.5505), ALARM)
+    assert ALARM not in {lines_of(ax, f"latency {scale}")[0].get_color() for scale in (0.5, 1, 2)}
+    (as_it_is,) = lines_of(ax, "ranks 1")
+    assert (as_it_is.get_marker(), as_it_is.get_color() == ALARM) == ("D", False)
+
+
+def test_a_conclusion_that_nothing_changes_is_said_to_stand() -> None:
+    ax = drawn(lambda ax: plots.sensitivity([variation("latency", s, 10, 11) for s in (0.5, 1)], ax))
+    assert ax.get_title(loc="left") == "None would change that A is faster"
+
+
+# ---------------------------------------------------------------------------------------------- every picture
+
+
+@pytest.mark.parametrize(
+    ("plot", "message"),
+    [
+        (lambda ax: plots.memory_curve({}, ax), "give 1 to 6 curves"),
+        (lambda ax: plots.memory_curve({"one": []}, ax), "a point or more"),
+        (lambda ax: plots.volume_against_ranks({}, ax), "give 1 to 6 curves"),
+        (lambda ax: plots.volume_against_ranks({str(i): {1: 1} for i in range(7)}, ax), "give 1 to 6 curves"),
+        (lambda ax: plots.memory_against_ranks({"one": {1: 0}}, ax), "above 0"),
+        (lambda ax: plots.step_time_against_ranks({}, ax), "same numbers of ranks"),
+        (
+            lambda ax: plots.step_time_against_ranks({"a": {1: (1, 0, 0)}, "b": {2: (1, 0, 0)}}, ax),
+            "same numbers",
+        ),
+        (lambda ax: plots.memory_items({"a": {}}, ax, chosen="b"), "none named 'b'"),
+        (lambda ax: plots.scatter([], ax), "1 to 6 kinds"),
+        (lambda ax: plots.scatter(ROWS, ax, band=1.5), "between 0 and 1"),
+        (lambda ax: plots.scatter([("send", "1 B", 0.0, 1.0)], ax), "send 1 B: 0 and 1 ms"),
+        (lambda ax: plots.sensitivity([], ax), "one or more"),
+        (lambda ax: plots.sensitivity([variation("latency", 1, 0, 1)], ax), "above 0"),
+        (lambda ax: plots.panels([]), "at least one panel"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(plot: Plot, message: str) -> None:
+    _, ax = plots.figure()
+    with pytest.raises(ValueError, match=message):
+        plot(ax)
+
+
+CURVES = {name: played(name).memory() for name in ("ddp", "zero-even", "zero-2", "zero-3")}
+VOLUMES = {f"stage {stage}": {2**i: 2.0 + (stage > 2) for i in range(11)} for stage in range(4)}
+HELD = {
+    f"stage {stage}": dict.fromkeys((*list(ITEM_COLOURS)[:-1], "scalars"), 1e9 * (4 - stage))
+    for stage in range(4)
+}
+FACTORS = ("latency", "bandwidth between nodes", "ranks", "memory bandwidth")
+PICTURES: dict[str, Plot] = {
+    "plays": lambda ax: plots.timeline(
+        {name: played(name).timeline() for name in ("ddp", "zero-3", "local-sgd")}, ax
+    ),
+    "many bars": lambda ax: plots.timeline({"many": many(3000)}, ax),
+    "memory curves": lambda ax: plots.memory_curve(CURVES, ax, device_bytes=1e9),
+    "flat memory": lambda ax: plots.memory_curve({"none": [(0.0, 0)]}, ax),
+    "step time": lambda ax: plots.step_time_against_ranks(
+        {name: {n: plots.step_parts(played(name, n)) for n in (1, 8)} for name in ("ddp", "zero-2")}, ax
+    ),
+    "volumes": lambda ax: plots.volume_against_ranks(VOLUMES, ax),
+    "memories": lambda ax: plots.memory_against_ranks(
+        {f"stage {stage}": {2**i: 1e11 / 2 ** (i * stage / 3) for i in range(11)} for stage in range(4)},
+        ax,
+        device_bytes=80e9,
+    ),
+    "odd ranks": lambda ax: plots.memory_against_ranks(
+        {"one": dict.fromkeys((1, 2, 3, 5, 6, 7, 900, 950, 1000), 1e9)}, ax
+    ),
+    "one number of ranks": lambda ax: plots.volume_against_ranks({"ddp": {8: 1.75}}, ax),
+    "items": lambda ax: plots.memory_items(HELD, ax, device_bytes=80e9, chosen="stage 2"),
+    "scatter": lambda ax: plots.scatter(ROWS, ax),
+    "one point": lambda ax: plots.scatter(ROWS[:1], ax),
+    "sensitivity": lambda ax: plots.sensitivity(
+        [variation(name, s, 10, 10.5 + i * s) for i, name in enumerate(FACTORS) for s in (0.5, 1, 2)], ax
+    ),
+    "changed": lambda ax: plots.sensitivity(
+        [variation(name, s, 10, (10.5 + i) * s, "B") for i, name in enumerate(FACTORS) for s in (0.5, 1, 2)],
+        ax,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_picture_of_a_simulation_has_the_same_bytes_every_time_and_warns_of_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    assert_repeatable(PICTURES[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_all_text_of_a_simulations_picture_is_inside_and_none_lies_on_another(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_readable(PICTURES[name], monkeypatch, height=5)

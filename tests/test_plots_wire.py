@@ -1,0 +1,220 @@
+"""The pictures of what collectives cost: a ring's rounds, bytes on the wire, time against bytes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from pictures import Plot, assert_readable, assert_repeatable, drawn, written
+
+from zero_ref.lab import plots
+from zero_ref.lab.plots._style import ALARM, INK
+from zero_ref.lab.plots._wire import ring_states
+from zero_ref.simulator.cluster import traffic
+
+# ------------------------------------------------------------------------------------------------- a ring
+
+
+def test_the_rounds_of_three_ranks_by_hand():
+    assert ring_states(3) == [
+        [[1, 1, 1], [1, 1, 1], [1, 1, 1]],
+        [[1, 1, 2], [2, 1, 1], [1, 2, 1]],
+        [[1, 3, 2], [2, 1, 3], [3, 2, 1]],
+        [[3, 3, 2], [2, 3, 3], [3, 2, 3]],
+        [[3, 3, 3], [3, 3, 3], [3, 3, 3]],
+    ]
+
+
+@given(st.integers(2, 24))
+def test_a_ring_takes_as_many_rounds_as_traffic_says_and_ends_with_every_sum(world_size):
+    states = ring_states(world_size)
+    assert len(states) - 1 == traffic("all_reduce", 1, world_size).rounds
+    halfway = states[world_size - 1]
+    assert all(of_rank.count(world_size) == 1 for of_rank in halfway)
+    assert sorted(of_rank.index(world_size) for of_rank in halfway) == list(range(world_size))
+    assert states[-1] == [[world_size] * world_size] * world_size
+    for before, after in pairwise(states):  # one chunk a rank and round
+        for was, is_now in zip(before, after):
+            assert sum(a != b for a, b in zip(was, is_now)) == 1
+
+
+def patches(ax: Axes, label: str) -> list[Rectangle]:
+    return [patch for patch in ax.patches if isinstance(patch, Rectangle) and label in str(patch.get_label())]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_drawn_numbers_are_the_rings_and_each_round_frames_a_chunk_of_each_rank(world_size):
+    ax = drawn(lambda ax: plots.ring_rounds(world_size, ax))
+    states = ring_states(world_size)
+    for number, state in enumerate(states):
+        for rank, chunks in enumerate(state):
+            for chunk, count in enumerate(chunks):
+                assert len(patches(ax, f"round {number}, rank {rank}, chunk {chunk}: {count}")) == 1
+    frames = patches(ax, "received")
+    assert len(frames) == (len(states) - 1) * world_size
+    filled = {(box.get_x(), box.get_y()) for box in patches(ax, "chunk")}
+    assert {(frame.get_x(), frame.get_y()) for frame in frames} <= filled
+    assert {"reduce-scatter", "all-gather", "before", "rank 0"} <= set(written(ax))
+
+
+@pytest.mark.parametrize("world_size", [1, 5])
+def test_a_ring_that_is_too_small_or_too_large_is_refused(world_size):
+    with pytest.raises(ValueError, match=f"{world_size} ranks: a ring is drawn for 2 to 4"):
+        plots.ring_rounds(world_size, plots.figure()[1])
+
+
+# --------------------------------------------------------------------------------------- bytes on the wire
+
+LINES = {"2 (N - 1)": lambda n: 2 * (n - 1), "N - 1": lambda n: n - 1}
+OPS = ("all_reduce", "broadcast", "all_gather", "exchange", "reduce_scatter")
+LINE_OF_OP = {op: "2 (N - 1)" if op == "all_reduce" else "N - 1" for op in OPS}
+GLOO = {op: {n: 1.003 * traffic(op, 1, n, backend="gloo").total_bytes for n in (2, 4, 8)} for op in OPS}
+
+
+def gloo(ax: Axes) -> Axes:
+    return plots.bytes_on_wire(LINES, LINE_OF_OP, GLOO, ax)
+
+
+def lines(ax: Axes, label: str) -> list[Line2D]:
+    return [line for line in ax.lines if line.get_label() == label]
+
+
+def points(ax: Axes, label: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for line in lines(ax, label) for x, y in zip(*line.get_data())]
+
+
+def test_marks_lie_where_they_were_measured_and_lines_where_theory_is():
+    ax = drawn(gloo)
+    for op in OPS:
+        assert points(ax, op) == list(GLOO[op].items())
+    for name, height in LINES.items():
+        assert points(ax, name) == [(n, height(n)) for n in range(1, 9)]
+    assert set(OPS) <= set(written(ax))
+
+
+def test_what_is_off_its_line_stands_out_and_nothing_else():
+    ax = drawn(gloo)
+    for op in OPS:
+        expected = ALARM if op == "reduce_scatter" else INK
+        for mark in lines(ax, op):
+            assert to_hex(mark.get_markeredgecolor()).upper() == expected
+    assert points(ax, "off: reduce_scatter") == [
+        (n, y) for n, times in GLOO["reduce_scatter"].items() for y in (n - 1, times)
+    ]
+    assert [op for op in OPS if lines(ax, f"off: {op}")] == ["reduce_scatter"]
+
+
+def test_marks_on_one_point_differ_in_size_and_all_marks_in_shape():
+    ax = drawn(gloo)
+    marks = {op: lines(ax, op)[0] for op in OPS}
+    assert len({mark.get_marker() for mark in marks.values()}) == len(OPS)
+    for of_point in (("all_reduce", "reduce_scatter"), ("broadcast", "all_gather", "exchange")):
+        assert len({marks[op].get_markersize() for op in of_point}) == len(of_point)
+
+
+def test_without_measurements_there_are_the_lines_alone():
+    ax = drawn(lambda ax: plots.bytes_on_wire(LINES, LINE_OF_OP, {}, ax))
+    assert {line.get_label() for line in ax.lines} == set(LINES)
+    ax = drawn(lambda ax: plots.bytes_on_wire(LINES, LINE_OF_OP, {op: {} for op in OPS}, ax))
+    assert {line.get_label() for line in ax.lines} == set(LINES)
+
+
+@pytest.mark.parametrize(
+    ("line_of_op", "measured", "message"),
+    [
+        ({"reduce": "N"}, {}, r"no line for 'reduce': give one of 2 \(N - 1\), N - 1"),
+        ({}, {"send": {2: 1.0}}, "no line for 'send'"),
+        (dict.fromkeys("abcde", "N - 1"), {}, "5 operations on the line 'N - 1': at most 4"),
+        ({str(number): "N - 1" for number in range(9)}, {}, "9 operations: there are marks for 8"),
+    ],
+)
+def test_operations_without_a_line_or_a_mark_are_refused(line_of_op, measured, message):
+    with pytest.raises(ValueError, match=message):
+        plots.bytes_on_wire(LINES, line_of_op, measured, plots.figure()[1])
+
+
+# -------------------------------------------------------------------------------------- time against bytes
+
+SIZES = [10.0**power for power in range(3, 11)]
+
+
+def line_of_time(latency_ms: float, ms_per_byte: float) -> dict[float, float]:
+    return {size: latency_ms + ms_per_byte * size for size in SIZES}
+
+
+CURVES = {"slow": line_of_time(1.0, 1e-6), "fast": line_of_time(0.04, 4e-9), "far": line_of_time(0.5, 5e-9)}
+
+
+def times(ax: Axes) -> Axes:
+    return plots.time_against_bytes(CURVES, ax, turns={"slow": 1e6, "fast": 1e7, "far": 1e8})
+
+
+def test_curves_are_drawn_as_given_and_dots_lie_on_them():
+    ax = drawn(times)
+    for name, curve in CURVES.items():
+        assert points(ax, name) == list(curve.items())
+    assert dict(points(ax, "turn")) == pytest.approx({1e6: 2.0, 1e7: 0.08, 1e8: 1.0})
+    assert {"1 MB", "10 MB", "100 MB", "slow", "fast", "far"} <= set(written(ax))
+
+
+@settings(max_examples=20)
+@given(st.floats(1e2, 1e11))
+def test_a_dot_between_two_points_lies_between_their_heights(turn):
+    _, ax = plots.figure(6, 3)
+    plots.time_against_bytes({"slow": CURVES["slow"]}, ax, turns={"slow": turn})
+    ((x, y),) = points(ax, "turn")
+    assert x == turn
+    nearest = sorted(SIZES, key=lambda size: abs(size - min(max(turn, SIZES[0]), SIZES[-1])))
+    below = max([size for size in SIZES if size <= turn], default=nearest[0])
+    above = min([size for size in SIZES if size >= turn], default=nearest[0])
+    assert CURVES["slow"][below] * 0.999 <= y <= CURVES["slow"][above] * 1.001
+
+
+@pytest.mark.parametrize(
+    ("curves", "turns", "message"),
+    [
+        ({"a": {1e3: 1.0}}, {}, "a: give two payloads or more"),
+        ({"a": {}}, {}, "a: give two payloads or more"),
+        ({"a": {0.0: 1.0, 1e3: 1.0}}, {}, "sizes and times above 0"),
+        ({"a": {1.0: 1.0, 1e3: 0.0}}, {}, "sizes and times above 0"),
+        ({"a": CURVES["slow"]}, {"b": 1e6}, "a dot for 'b', which is no curve"),
+        ({"a": CURVES["slow"]}, {"a": 0.0}, "a: the payload of a dot must be above 0"),
+    ],
+)
+def test_what_has_no_logarithm_is_refused(curves: Any, turns: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plots.time_against_bytes(curves, plots.figure()[1], turns=turns)
+
+
+# -------------------------------------------------------------------------------------------- all pictures
+
+PICTURES: dict[str, Plot] = {
+    "ring of 2": lambda ax: plots.ring_rounds(2, ax),
+    "ring of 3": lambda ax: plots.ring_rounds(3, ax),
+    "ring of 4": lambda ax: plots.ring_rounds(4, ax),
+    "gloo": gloo,
+    "theory alone": lambda ax: plots.bytes_on_wire(LINES, LINE_OF_OP, {}, ax),
+    "sixteen ranks": lambda ax: plots.bytes_on_wire(LINES, LINE_OF_OP, {"broadcast": {16: 15.0}}, ax),
+    "times": times,
+    "one curve": lambda ax: plots.time_against_bytes({"slow": CURVES["slow"]}, ax, turns={}),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_has_the_same_bytes_every_time_and_warns_of_nothing(name: str, tmp_path: Path) -> None:
+    assert_repeatable(PICTURES[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("height", [2.9, 4.2])
+def test_all_text_is_inside_the_picture_and_none_lies_on_another(
+    name: str, height: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_readable(PICTURES[name], monkeypatch, height=height)

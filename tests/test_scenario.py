@@ -1,0 +1,170 @@
+"""Scenarios: by hand where it can be done, and against the parts that they are put together from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from zero_ref.simulator.activations import activation_bytes, head_bytes
+from zero_ref.simulator.cluster import CLUSTERS, Cluster, Device, Link, cluster
+from zero_ref.simulator.models import MLP, MODELS, TRANSFORMERS, Llama
+from zero_ref.simulator.scenario import DTYPES, Scenario
+from zero_ref.simulator.schedule import STRATEGIES
+
+H100 = cluster("h100-ib")
+SMALL = Llama(width=64, depth=2, hidden=160, heads=4, key_value_heads=2, vocabulary=100, positions=16)
+# 10^9 operations and 10^6 bytes a millisecond.
+PLAIN = Cluster(
+    "plain",
+    Device("plain", tflops=1, reached=1, memory_gb=1e-3, memory_gb_per_s=1),
+    ranks_per_node=64,
+    within=Link(0, 1),
+    between=Link(0, 1),
+)
+
+
+# ----------------------------------------------------------------------------------------------- example
+
+
+@pytest.mark.parametrize(("dtype", "each"), [("bfloat16", [2, 2, 4, 8]), ("float32", [4, 4, 0, 8])])
+def test_bytes_of_adamw_by_dtype(dtype: str, each: list[int]) -> None:
+    memory = Scenario(MLP((10, 10)), H100, 4, dtype=dtype).run("ddp").memory
+    held = [memory.parameter_bytes, memory.gradient_bytes, memory.master_bytes, memory.moment_bytes]
+    assert held == [110 * nbytes for nbytes in each]
+    assert memory.total_bytes == 16 * 110 + 2 * 4, "and a step counter for the weight and for the bias"
+
+
+def test_one_rank_does_nothing_but_compute() -> None:
+    run = Scenario(MLP((1000, 1000)), PLAIN, 1, batch=100).run("ddp")
+    # 1,001,000 parameters: 6 x 100 operations each, and 28 bytes each.
+    assert run.iteration_ms == pytest.approx(0.6006 + 28.028)
+    assert run.utilisation == pytest.approx(0.6006 / (0.6006 + 28.028))
+    assert run.tokens_per_second == pytest.approx(100_000 / (0.6006 + 28.028))
+    assert (run.sent_bytes, run.exposed_ms, run.idle_ms) == (0, 0, 0)
+    assert run.fits is False, "16 MB are more than 1 MB"
+
+
+def test_what_is_sent_is_counted_by_the_rank_and_the_iteration() -> None:
+    scenario = Scenario(MLP((1000, 1000)), PLAIN, 4, period=5)
+    nbytes = 2 * 1_001_000
+    assert scenario.run("ddp").sent_bytes == 2 * 3 / 4 * nbytes
+    assert scenario.run("zero-even").sent_bytes == 3 * 3 / 4 * nbytes
+    assert scenario.run("zero-2").sent_bytes == 2 * 3 / 4 * nbytes
+    assert scenario.run("local-sgd").sent_bytes == 2 * 3 / 4 * nbytes / 5
+    assert scenario.run("local-sgd").calls == 1 / 5
+
+
+def test_the_fullest_rank_need_not_be_the_first() -> None:
+    # Weights of 100, 90 and 90 elements: the first to rank 0, the two others to rank 1.
+    run = Scenario(MLP((10, 10, 9, 10)), H100, 2).run("zero")
+    totals = [memory.total_bytes for memory in run.memories]
+    assert run.fullest == 1
+    assert totals[1] > totals[0]
+    assert run.memory == run.memories[1]
+
+
+def test_a_sequence_is_the_model_s_but_not_too_long() -> None:
+    assert Scenario(TRANSFORMERS["gpt2"], H100, 1, batch=3).tokens == 3 * 1024
+    assert Scenario(replace(SMALL, positions=131072), H100, 1).tokens == 8192
+    assert Scenario(replace(SMALL, positions=131072), H100, 1, sequence=131072).tokens == 131072
+    assert Scenario(MODELS["mlp-tiny"], H100, 1, batch=7).tokens == 7
+
+
+def test_activations_are_those_of_the_formula() -> None:
+    scenario = Scenario(SMALL, H100, 1, batch=2)
+    outside = head_bytes(SMALL, 2)
+    for way, flash in (("none", False), ("selective", True), ("full", True)):
+        inside = activation_bytes(SMALL, 2, checkpointing=way, flash_attention=flash)
+        assert replace(scenario, checkpointing=way).activation_bytes == inside + outside
+        twice = replace(scenario, checkpointing=way, dtype="float32")
+        assert twice.activation_bytes == 2 * inside + outside
+    assert Scenario(MODELS["mlp-tiny"], H100, 1).activation_bytes == 0
+    assert [replace(scenario, checkpointing=way).work.recompute for way in ("selective", "full")] == [
+        False,
+        True,
+    ]
+
+
+def test_an_optimizer_step_touches_what_its_rule_keeps() -> None:
+    touched = {
+        name: Scenario(SMALL, H100, 1, optimizer=name).work.step_bytes for name in ("SGD", "Adagrad", "AdamW")
+    }
+    assert touched == {"SGD": 12, "Adagrad": 20, "AdamW": 28}
+
+
+def test_memory_that_is_not_known_is_not_judged() -> None:
+    assert Scenario(SMALL, cluster("loopback"), 2).run("ddp").fits is None
+    assert Scenario(SMALL, H100, 2).run("ddp").fits is True
+
+
+def test_the_averager_of_local_sgd_copies_the_model() -> None:
+    memory = Scenario(SMALL, H100, 2).run("local-sgd").memory
+    assert memory.communication_bytes == memory.parameter_bytes
+    assert Scenario(SMALL, H100, 1).run("local-sgd").memory.communication_bytes == 0
+
+
+def test_a_slow_rank_makes_the_others_idle() -> None:
+    scenario = Scenario(SMALL, PLAIN, 4)
+    usual, slow = scenario.run("ddp"), scenario.run("ddp", slow={2: 3.0})
+    assert slow.iteration_ms > 2 * usual.iteration_ms
+    assert slow.fullest == 0
+    assert slow.idle_ms > 2 * usual.iteration_ms - usual.idle_ms
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ({"dtype": "int8"}, "unknown dtype 'int8'; choose one of bfloat16"),
+        ({"batch": 0}, "batch and sequence must be at least 1, got 0"),
+        ({"sequence": 0}, "must be at least 1, got 1 and 0"),
+    ],
+)
+def test_a_mistake_is_refused(options: dict[str, object], answer: str) -> None:
+    with pytest.raises(ValueError, match=answer):
+        Scenario(SMALL, H100, 2, **options)  # type: ignore[arg-type]
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown strategy 'zero-4'; choose one of ddp"):
+        Scenario(SMALL, H100, 2).run("zero-4")
+
+
+# ----------------------------------------------------------------------------------------------- property
+
+scenarios = st.builds(
+    Scenario,
+    st.just(SMALL),
+    st.sampled_from(list(CLUSTERS.values())),
+    st.integers(1, 12),
+    batch=st.integers(1, 3),
+    dtype=st.sampled_from(list(DTYPES)),
+    optimizer=st.sampled_from(["AdamW", "SGD", "Adagrad"]),
+    way=st.sampled_from(["plain", "interleaved"]),
+    checkpointing=st.sampled_from(["none", "selective", "full"]),
+    native=st.booleans(),
+)
+
+
+@settings(max_examples=60)
+@given(scenarios, st.sampled_from(list(STRATEGIES)))
+def test_the_parts_agree(scenario: Scenario, strategy: str) -> None:
+    run = scenario.run(strategy)
+    assert len(run.memories) == scenario.world_size
+    assert run.memory.total_bytes == max(memory.total_bytes for memory in run.memories)
+    # What is divided is all there: of each item all ranks together have at least one copy.
+    whole = scenario.run("ddp").memory
+    for item in ("master copies", "moments", "parameters", "gradients"):
+        together = sum(memory.items[item] for memory in run.memories)
+        assert together >= whole.items[item] * (1 - 1e-9)
+    if STRATEGIES[strategy].stage == 3:
+        masters = sum(memory.master_bytes for memory in run.memories)
+        assert masters == pytest.approx(whole.master_bytes)
+    # All times are of one iteration, and what is exposed is idle.
+    assert 0 <= run.exposed_ms <= run.idle_ms * (1 + 1e-9) + 1e-12
+    assert run.idle_ms <= run.iteration_ms
+    assert sum(run.what_if.critical_ms.values()) == pytest.approx(run.iteration_ms)
+    assert 0 < run.utilisation <= scenario.cluster.device.reached
+    if scenario.world_size == 1:
+        assert run.sent_bytes == 0

@@ -1,0 +1,419 @@
+"""`zero-ref simulate`: what a run would hold, send and take, before anything is rented."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_ref.cli._common import CommandError, Subparsers, need, positive
+from zero_ref.simulator.activations import CHECKPOINTING
+from zero_ref.simulator.cluster import CLUSTERS, Cluster
+from zero_ref.simulator.ledger import STATE_RULES, format_bytes
+from zero_ref.simulator.models import MODELS, Architecture, from_config
+from zero_ref.simulator.operations import WAYS
+from zero_ref.simulator.scenario import DTYPES, Run, Scenario
+from zero_ref.simulator.schedule import MIB, STRATEGIES
+from zero_ref.simulator.trace import write_trace
+
+BETTER = {
+    "latency": "half the latency",
+    "bandwidth within nodes": "twice the bandwidth within nodes",
+    "bandwidth between nodes": "twice the bandwidth between nodes",
+    "compute": "computing twice as fast",
+    "memory bandwidth": "twice the memory bandwidth",
+}
+
+LABELS = ("forward", "gather", "backward", "reduce", "step", "broadcast", "average")
+"""Of operations, in the order in which they are printed."""
+
+USED_BY: dict[str, tuple[str, ...]] = {
+    "overlap": tuple(name for name, plan in STRATEGIES.items() if plan.partition),
+    "native": tuple(name for name, plan in STRATEGIES.items() if plan.partition),
+    "bucket_mib": tuple(name for name, plan in STRATEGIES.items() if plan.stage < 3),
+    "prefetch": tuple(name for name, plan in STRATEGIES.items() if plan.stage == 3),
+    "period": ("local-sgd",),
+}
+"""Options, and the strategies that have a use for them."""
+
+
+def register_simulate(subparsers: Subparsers) -> None:
+    """Add `zero-ref simulate`."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="memory, traffic and time of a run, on a cluster that you do not have",
+        description="Simulate one training iteration under one or several strategies: nothing is allocated "
+        "or sent. Memory, exposed communication and idle time are those of the rank that holds most; the "
+        "parts of the time are those of the critical path. MFU is model FLOPs utilisation: 6 operations for "
+        "each parameter and token, of what the device can do.",
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", choices=list(MODELS), metavar="NAME", help=", ".join(MODELS))
+    model.add_argument("--config", metavar="FILE", help="a config.json of Hugging Face, in place of --model")
+    parser.add_argument("--ranks", required=True, type=positive, metavar="N", help="how many ranks")
+    parser.add_argument(
+        "--cluster",
+        default="h100-ib",
+        metavar="NAME|FILE",
+        help=", ".join(CLUSTERS) + ", or what `zero-ref calibrate --out FILE` wrote (default: %(default)s)",
+    )
+    strategies = ", ".join(f"{name}: {plan.summary}" for name, plan in STRATEGIES.items())
+    parser.add_argument(
+        "--strategy", default="zero-even", choices=list(STRATEGIES), metavar="NAME", help=strategies
+    )
+    parser.add_argument(
+        "--compare",
+        action="append",
+        default=[],
+        choices=list(STRATEGIES),
+        metavar="NAME",
+        help="another strategy beside it; may be given several times",
+    )
+    parser.add_argument(
+        "--batch", type=positive, default=1, metavar="B", help="sequences a rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sequence", type=positive, metavar="S", help="tokens in each (default: the model's, 8192 at most)"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=list(DTYPES),
+        metavar="DTYPE",
+        help="of parameters and gradients: " + ", ".join(DTYPES) + ". Of 16 bits the optimizer keeps a copy "
+        "in 32 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="AdamW",
+        choices=list(STATE_RULES),
+        metavar="NAME",
+        help=", ".join(STATE_RULES) + " (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--overlap",
+        type=lambda way: way.replace("_", "-"),
+        choices=[way.replace("_", "-") for way in WAYS],
+        metavar="WAY",
+        help=", ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
+    )
+    parser.add_argument(
+        "--bucket-mib", type=_above_0, metavar="MIB", help="of DDP's buckets (default: 25, the first 1)"
+    )
+    parser.add_argument(
+        "--checkpointing",
+        default="selective",
+        choices=list(CHECKPOINTING),
+        metavar="WHAT",
+        help=", ".join(f"{name}: {what}" for name, what in CHECKPOINTING.items()) + " (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--native",
+        action="store_true",
+        default=None,
+        help="one reduce for each owner and one all-gather, in place of this package's messages",
+    )
+    parser.add_argument("--prefetch", type=_whole, metavar="UNITS", help="of zero-3 (default: 1)")
+    parser.add_argument("--period", type=positive, metavar="H", help="of local-sgd (default: 8)")
+    parser.add_argument(
+        "--straggler",
+        action="append",
+        default=[],
+        type=_straggler,
+        metavar="RANK:FACTOR",
+        help="this rank takes FACTOR times as long to compute; may be given several times",
+    )
+    parser.add_argument(
+        "--jitter",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="standard deviation of each computation's length, as a share of it (default: 0)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the jitter (default: 0)")
+    parser.add_argument("--trace", metavar="FILE", help="write timelines here, for https://ui.perfetto.dev")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run_simulate)
+
+
+def run_simulate(arguments: argparse.Namespace) -> int:
+    """Simulate, write the trace if asked to, and print."""
+    if not arguments.json:
+        need("rich")  # before the work, not after it
+    strategies = list(dict.fromkeys([arguments.strategy, *arguments.compare]))
+    _check_used(arguments, strategies)
+    try:
+        scenario = scenario_of(arguments)
+        slow = _slow(arguments.straggler, arguments.ranks)
+        runs = [
+            scenario.run(strategy, slow=slow, jitter=arguments.jitter, seed=arguments.seed)
+            for strategy in strategies
+        ]
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    if arguments.trace:
+        _write_trace(arguments.trace, runs)
+    named = arguments.model or arguments.config
+    if arguments.json:
+        print(json.dumps(as_json(named, scenario, runs), indent=2))
+    else:
+        print_runs(named, scenario, runs)
+        if arguments.trace:
+            print(f"\n{arguments.trace}: open it at https://ui.perfetto.dev")
+    return 0
+
+
+def scenario_of(arguments: argparse.Namespace) -> Scenario:
+    """What the options say, each with its default."""
+    return Scenario(
+        MODELS[arguments.model] if arguments.model else _architecture(arguments.config),
+        _cluster(arguments.cluster),
+        arguments.ranks,
+        batch=arguments.batch,
+        sequence=arguments.sequence,
+        dtype=arguments.dtype,
+        optimizer=arguments.optimizer,
+        way=(arguments.overlap or "plain").replace("-", "_"),
+        bucket_bytes=None if arguments.bucket_mib is None else math.ceil(arguments.bucket_mib * MIB),
+        checkpointing=arguments.checkpointing,
+        native=bool(arguments.native),
+        prefetch=1 if arguments.prefetch is None else arguments.prefetch,
+        period=arguments.period or 8,
+    )
+
+
+# ------------------------------------------------------------------------------------- what was passed in
+
+
+def _cluster(name: str) -> Cluster:
+    if name in CLUSTERS:
+        return CLUSTERS[name]
+    if not Path(name).is_file():
+        raise CommandError(
+            f"--cluster {name}: choose one of {', '.join(CLUSTERS)}, or a file that "
+            "`zero-ref calibrate --out FILE` wrote."
+        )
+    try:
+        return Cluster.from_json(_read("--cluster", name))
+    except ValueError as error:
+        raise CommandError(f"--cluster {name}: {error}") from None
+
+
+def _architecture(path: str) -> Architecture:
+    try:
+        config = json.loads(_read("--config", path))
+    except json.JSONDecodeError as error:
+        raise CommandError(f"--config {path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise CommandError(f"--config {path} must hold an object with model_type and sizes.")
+    try:
+        return from_config(config)
+    except ValueError as error:
+        raise CommandError(f"--config {path}: {error}") from None
+
+
+def _read(option: str, path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{option} {path} cannot be read: {error}") from None
+
+
+def _write_trace(path: str, runs: Sequence[Run]) -> None:
+    """Rank 0, the fullest rank and the stragglers of each strategy."""
+    timelines, memory = {}, {}
+    for run in runs:
+        for rank in sorted({0, run.fullest, *run.played.slow}):
+            title = f"{run.strategy}, rank {rank}"
+            timelines[title] = run.played.timeline(rank)
+            held = run.memories[rank]
+            held_bytes = held.total_bytes - held.gradient_bytes - held.communication_bytes
+            memory[title] = run.played.memory(rank, round(held_bytes - held.activation_bytes))
+    try:
+        write_trace(path, timelines, memory)
+    except OSError as error:
+        raise CommandError(f"--trace {path} cannot be written: {error}") from None
+
+
+def _check_used(arguments: argparse.Namespace, strategies: Sequence[str]) -> None:
+    for option, used_by in USED_BY.items():
+        if getattr(arguments, option) not in (None, "plain") and not set(used_by) & set(strategies):
+            raise CommandError(
+                f"--{option.replace('_', '-')} means nothing to {', '.join(strategies)}; it is for "
+                f"{', '.join(used_by)}."
+            )
+
+
+def _slow(stragglers: Sequence[tuple[int, float]], ranks: int) -> dict[int, float]:
+    for rank, _ in stragglers:
+        if rank >= ranks:
+            raise CommandError(f"--straggler {rank}: there are ranks 0 to {ranks - 1}.")
+    return dict(stragglers)
+
+
+def _straggler(text: str) -> tuple[int, float]:
+    rank, _, factor = text.partition(":")
+    try:
+        return _whole(rank), _above_0(factor)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no RANK:FACTOR, such as 3:1.5: {error}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"it must be finite, got {text}")
+    return number
+
+
+def _above_0(text: str) -> float:
+    number = _number(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"it must be above 0, got {text}")
+    return number
+
+
+def _share(text: str) -> float:
+    number = _number(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"it must be 0 or more, got {text}")
+    return number
+
+
+def _whole(text: str) -> int:
+    number = _share(text)
+    if number != int(number):
+        raise argparse.ArgumentTypeError(f"it must be a whole number, got {text}")
+    return int(number)
+
+
+# -------------------------------------------------------------------------------------------- what comes out
+
+
+def as_json(named: str, scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
+    """What `zero-ref simulate --json` prints: plain numbers, bytes and milliseconds of one iteration."""
+    device = scenario.cluster.device
+    return {
+        "model": named,
+        "elements": scenario.numel,
+        "tensors": len(scenario.params),
+        "ranks": scenario.world_size,
+        "cluster": scenario.cluster.name,
+        "device": device.name,
+        "device_memory_bytes": None if device.memory_gb is None else device.memory_gb * 1e9,
+        "batch": scenario.batch,
+        "sequence": scenario.tokens_of_sequence,
+        "dtype": scenario.dtype,
+        "optimizer": scenario.optimizer,
+        "overlap": scenario.way,
+        "checkpointing": scenario.checkpointing,
+        "attention_left_out": scenario.attention_share,
+        "strategies": {run.strategy: _run_as_json(run) for run in runs},
+    }
+
+
+def _run_as_json(run: Run) -> dict[str, Any]:
+    return {
+        "fullest_rank": run.fullest,
+        "memory_bytes": run.memory.items,
+        "memory_total_bytes": run.memory.total_bytes,
+        "memory_total_bytes_of_rank": [memory.total_bytes for memory in run.memories],
+        "fits": run.fits,
+        "sent_bytes_per_rank": run.sent_bytes,
+        "calls": run.calls,
+        "iteration_ms": run.iteration_ms,
+        "exposed_communication_ms": run.exposed_ms,
+        "idle_ms": run.idle_ms,
+        "critical_path_ms": dict(run.what_if.critical_ms),
+        "iteration_ms_if": {BETTER[name]: ms for name, ms in run.what_if.improved_ms.items()},
+        "tokens_per_second": run.tokens_per_second,
+        "model_flops_utilisation": run.utilisation,
+    }
+
+
+def print_runs(named: str, scenario: Scenario, runs: Sequence[Run], width: int | None = None) -> None:
+    """The same for people, on standard output.
+
+    Args:
+        width: columns; None for those of the terminal.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=width, highlight=False)
+    ranks = f"{scenario.world_size:,} rank{'' if scenario.world_size == 1 else 's'}"
+    cluster = scenario.cluster
+    console.print(f"[bold]{named} on {ranks} of {cluster.name}[/] ({cluster.device.name})")
+    console.print(
+        f"{scenario.numel:,} {scenario.dtype} parameters, {scenario.optimizer}; on each rank "
+        f"{scenario.batch:,} x {scenario.tokens_of_sequence:,} tokens\n"
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("one iteration")
+    for run in runs:
+        table.add_column(run.strategy, justify="right")
+    for label, values, style in _rows(runs):
+        table.add_row(label, *values, style=style)
+    console.print(table)
+
+    console.print()
+    for run in runs:
+        console.print(f"faster under {run.strategy}: {_savings(run)}")
+    share = scenario.attention_share
+    if share:
+        console.print(f"not counted: attention, up to {share:.0%} more to compute; allocator and libraries")
+
+
+Row = tuple[str, list[str], str]
+"""A label, a value for each strategy, and a style."""
+
+
+def _rows(runs: Sequence[Run]) -> list[Row]:
+    def row(label: str, value: Callable[[Run], str], style: str = "") -> Row:
+        return label, [value(run) for run in runs], style
+
+    rows = [row("memory on", lambda run: f"rank {run.fullest:,}", "bold")]
+    for item in runs[0].memory.items:
+        if any(run.memory.items[item] >= 1e3 for run in runs):
+            rows.append(row(f"  {item}", lambda run, item=item: _bytes(run.memory.items[item])))  # type: ignore[misc]
+    rows.append(row("  together", lambda run: _bytes(run.memory.total_bytes), "bold"))
+    memory_gb = runs[0].scenario.cluster.device.memory_gb
+    if memory_gb is not None:
+        fits = {True: "fits", False: "does not fit", None: ""}
+        rows.append(row(f"  in {memory_gb:g} GB", lambda run: fits[run.fits]))
+    rows.append(row("network", lambda run: "", "bold"))
+    rows.append(row("  sent a rank", lambda run: _bytes(run.sent_bytes)))
+    rows.append(row("  calls", lambda run: f"{run.calls:,.4g}" if run.calls < 10 else f"{run.calls:,.0f}"))
+    rows.append(row("  exposed", lambda run: _ms(run.exposed_ms)))
+    rows.append(row("time", lambda run: _ms(run.iteration_ms), "bold"))
+    spent = {label for run in runs for label in run.what_if.critical_ms}
+    for label in sorted(spent, key=LABELS.index):
+        rows.append(row(f"  {label}", lambda run, label=label: _ms(run.what_if.critical_ms.get(label, 0))))  # type: ignore[misc]
+    rows.append(row("idle", lambda run: _ms(run.idle_ms)))
+    rows.append(row("tokens a second", lambda run: f"{run.tokens_per_second:,.0f}"))
+    rows.append(row("MFU", lambda run: f"{run.utilisation:.1%}"))
+    return rows
+
+
+def _savings(run: Run) -> str:
+    """What would help, the best first; below a hundredth of the iteration it is not worth a word."""
+    saved = {
+        name: 1 - ms / run.iteration_ms if run.iteration_ms else 0.0
+        for name, ms in run.what_if.improved_ms.items()
+    }
+    helping = sorted((name for name in saved if saved[name] >= 0.01), key=lambda name: -saved[name])
+    return ", ".join(f"{BETTER[name]} -{saved[name]:.0%}" for name in helping) or "nothing alone"
+
+
+def _bytes(nbytes: float) -> str:
+    return format_bytes(round(nbytes)) if nbytes else "-"
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:,.0f} ms" if ms >= 1000 else f"{ms:.1f} ms" if ms else "-"

@@ -1,0 +1,185 @@
+"""What a simulated iteration gives: memory over time, and the time of a step as ranks are added."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from zero_ref.lab.plots._ends import end_labels, level
+from zero_ref.lab.plots._numbers import short, short_bytes
+from zero_ref.lab.plots._style import (
+    ALARM,
+    FAINT,
+    INK,
+    MUTED,
+    SERIES_COLOURS,
+    SMALL_PT,
+    bare,
+    colour_key,
+    in_style,
+)
+from zero_ref.simulator.play import Played
+
+FAR = 3.0
+"""A level this many times above all that is drawn would press it flat: it is named, not drawn."""
+
+STEP_COLOURS = {"computing": "#8A94A6", "exposed communication": ALARM, "waiting": "#E5D8B8"}
+
+
+@in_style
+def memory_curve(
+    curves: Mapping[str, Sequence[tuple[float, float]]], ax: Axes, *, device_bytes: float | None = None
+) -> Axes:
+    """Bytes that a rank holds, moment by moment, and where each curve has its peak.
+
+    >>> from zero_ref.lab.plots import figure
+    >>> from zero_ref.partition import ParamSpec
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> from zero_ref.simulator.play import Work, play
+    >>> from zero_ref.simulator.schedule import schedule
+    >>> params = [ParamSpec(10**8, "bfloat16")] * 4
+    >>> plans = {name: schedule(name, params, 8, native=True) for name in ("ddp", "zero-2")}
+    >>> plays = {name: play(plan, cluster("h100-ib"), Work(4096)) for name, plan in plans.items()}
+    >>> fig, ax = figure(6, 3)
+    >>> _ = memory_curve({name: one.memory() for name, one in plays.items()}, ax, device_bytes=80e9)
+
+    Args:
+        curves: name -> (milliseconds, bytes from then on), as `Played.memory(rank)` gives them.
+        device_bytes: of the device's memory, drawn as a line; far above all curves it is only named.
+    Raises:
+        ValueError: there is no curve, more than 6, or one without a point.
+    """
+    _check(curves, {name: len(curve) for name, curve in curves.items()})
+    colours = dict(zip(curves, SERIES_COLOURS))
+    peaks = {name: max(nbytes for _, nbytes in curve) for name, curve in curves.items()}
+    top = max(peaks.values()) or 1.0
+    far = device_bytes is not None and device_bytes > FAR * top
+    drawn_top = top if far or device_bytes is None else max(top, device_bytes)
+    for index, (name, curve) in enumerate(curves.items()):
+        width = 1.8 + 2.4 * (len(curves) - 1 - index) / len(curves)  # curves that coincide are both seen
+        times, nbytes = zip(*curve)
+        ax.plot(
+            times,
+            nbytes,
+            drawstyle="steps-post",
+            color=colours[name],
+            linewidth=width,
+            solid_joinstyle="miter",
+            label=name,
+        )
+        at = next(ms for ms, held in curve if held == peaks[name])
+        ax.plot([at], [peaks[name]], "o", color=colours[name], ms=width + 4, clip_on=False, label="peak")
+    end_ms = max(curve[-1][0] for curve in curves.values())
+    ax.set_xlim(0, 1.01 * end_ms or 1.0)
+    ax.set_ylim(0, 1.12 * drawn_top)
+    if device_bytes is not None and not far:
+        level(ax, device_bytes, f"the device's {short_bytes(device_bytes)}")
+    bare(ax, keep=("bottom",))
+    ax.grid(axis="y", color=FAINT, linewidth=0.6)
+    ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
+    ax.set_xlabel("ms since the beginning of the iteration")
+    end_labels(ax, peaks, colours, lambda nbytes: f"peak {short_bytes(nbytes)}")
+    far_above = f" (the device has {short_bytes(device_bytes or 0)})" if far else ""
+    ax.set_title(f"Bytes on a rank{far_above}")
+    return ax
+
+
+class StepParts(NamedTuple):
+    """Where the time of an iteration goes, on one rank.
+
+    Args:
+        computing_ms: this rank computes, whatever the network does.
+        exposed_ms: it does not, and the network works.
+        waiting_ms: neither: another rank is late.
+    """
+
+    computing_ms: float
+    exposed_ms: float
+    waiting_ms: float
+
+
+def step_parts(played: Played, rank: int = 0) -> StepParts:
+    """Where the time of an iteration goes; the three add up to `played.iteration_ms`.
+
+    >>> from zero_ref.partition import ParamSpec
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> from zero_ref.simulator.play import Work, play
+    >>> from zero_ref.simulator.schedule import schedule
+    >>> plan = schedule("ddp", [ParamSpec(10**8, "bfloat16")] * 4, world_size=64)
+    >>> late = play(plan, cluster("h100-ib"), Work(4096), slow={7: 1.5})
+    >>> [round(ms, 1) for ms in step_parts(late)], [round(ms, 1) for ms in step_parts(late, rank=7)]
+    ([28.2, 3.3, 11.9], [42.3, 1.1, 0.0])
+
+    Raises:
+        ValueError: there is no such rank.
+    """
+    timeline = played.timeline(rank)
+    computing_ms = timeline.makespan_ms - timeline.idle_ms
+    exposed_ms = timeline.exposed_ms
+    waiting_ms = max(0.0, played.makespan_ms - computing_ms - exposed_ms)
+    return StepParts(*(ms / played.plan.iterations for ms in (computing_ms, exposed_ms, waiting_ms)))
+
+
+@in_style
+def step_time_against_ranks(parts: Mapping[str, Mapping[int, tuple[float, float, float]]], ax: Axes) -> Axes:
+    """The time of an iteration, strategy by strategy, as ranks are added: what of it is computing.
+
+    >>> from zero_ref.lab.plots import figure
+    >>> fig, ax = figure(6, 3)
+    >>> ddp = {8: (40.0, 2.0, 0.0), 64: (40.0, 9.0, 0.0)}
+    >>> zero = {8: (33.0, 3.0, 0.0), 64: (32.0, 12.0, 1.0)}
+    >>> _ = step_time_against_ranks({"ddp": ddp, "zero-even": zero}, ax)
+
+    Args:
+        parts: strategy -> number of ranks -> (computing, exposed communication, waiting) in milliseconds, as
+            `step_parts` gives them. A figure needs 0.3 inches for each bar, and 1 more.
+    Raises:
+        ValueError: there is no strategy, or the strategies have different numbers of ranks.
+    """
+    counts = {name: tuple(of_name) for name, of_name in parts.items()}
+    if len(set(counts.values())) != 1 or () in counts.values():
+        raise ValueError(f"each strategy needs the same numbers of ranks, at least one; got {counts}.")
+    longest = max(sum(one) for of_name in parts.values() for one in of_name.values()) or 1.0
+    place = 0.0
+    ticks: dict[float, str] = {}
+    for world_size in next(iter(counts.values())):
+        ax.text(0, place, f"{world_size:,} rank{'s' if world_size > 1 else ''}", va="center", color=INK)
+        for name, of_name in parts.items():
+            place += 0.9
+            end = 0.0
+            for (part, colour), ms in zip(STEP_COLOURS.items(), of_name[world_size]):
+                ax.barh(place, ms, 0.72, left=end, color=colour, label=part)
+                end += ms
+            ax.annotate(
+                f"{short(end)} ms",
+                (end, place),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=SMALL_PT,
+                color=INK,
+            )
+            ticks[place] = name
+        place += 1.25
+    bare(ax, keep=())
+    ax.set_xlim(0, 1.18 * longest)
+    ax.set_ylim(place - 0.7, -0.5)
+    ax.set_xticks([])
+    ax.set_yticks(list(ticks), list(ticks.values()))
+    ax.tick_params(axis="y", labelcolor=MUTED)
+    colour_key(ax, STEP_COLOURS)
+    ax.set_title("Time of an iteration", pad=30)
+    return ax
+
+
+def _check(curves: Mapping[str, object], points: Mapping[str, int]) -> None:
+    if not 0 < len(curves) <= len(SERIES_COLOURS) or min(points.values()) < 1:
+        raise ValueError(
+            f"give 1 to {len(SERIES_COLOURS)} curves with a point or more each; got points {dict(points)}."
+        )

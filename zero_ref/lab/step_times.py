@@ -1,0 +1,261 @@
+"""How long a whole iteration takes: predicted from a calibrated cluster, and measured on real ranks.
+
+`calibrate` fits collectives and computing one by one and never sees an iteration. Here all of it comes
+together, for the main job's GPT at sizes that no fit was made with: what `predict_ms` says before, `measure`
+finds on the ranks, with calls and bytes beside the times.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_ref.calls import Call
+from zero_ref.lab import meter, ranks
+from zero_ref.lab.benchmark import Effort, Times, flops_of, time_collectives, time_training
+from zero_ref.lab.config import TrainConfig
+from zero_ref.lab.model import GPT, batch, language_reference
+from zero_ref.lab.ranks import device
+from zero_ref.lab.train import make_optimizer, predict
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.partition import plan_partition
+from zero_ref.simulator.calibrate import undisturbed_ms
+from zero_ref.simulator.cluster import Cluster
+from zero_ref.simulator.models import from_module
+from zero_ref.simulator.play import Played, Work, play
+from zero_ref.simulator.schedule import STRATEGIES, Schedule
+
+FIRST_ITERATIONS = 3
+"""Not timed: DDP builds its buckets anew after the first, the optimizer makes its state, memory is fresh."""
+
+
+# -------------------------------------------------------------------------------------------- predicted
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """An iteration before it is made.
+
+    Args:
+        played: its schedule on the cluster, by operations and bytes.
+        overhead_ms: what each tensor costs beside them: `overhead_us` of the device in forward and backward,
+            `update_overhead_us` in the update. Of weight on small models.
+    """
+
+    plan: Schedule
+    played: Played
+    overhead_ms: float
+
+    @property
+    def ms(self) -> float:
+        """Of the whole iteration. Where computing and sending overlap this is a little too long."""
+        return self.played.makespan_ms + self.overhead_ms
+
+
+def predict_step(config: TrainConfig, cluster: Cluster, world_size: int) -> Predicted:
+    """What an iteration of the main job will send, hold and take.
+
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> small = predict_step(TrainConfig("zero-even", batch_size=2), cluster("loopback"), world_size=2)
+    >>> large = predict_step(TrainConfig("zero-even", batch_size=8), cluster("loopback"), world_size=2)
+    >>> small.plan.payload_bytes == large.plan.payload_bytes, small.ms < large.ms
+    (True, True)
+
+    Args:
+        config: strategy, model and batch size count.
+        cluster: such as `simulator.calibrate.calibrate` returns.
+    """
+    plan = predict(config, world_size)
+    with torch.device("meta"):
+        params = from_module(GPT(config.model))
+    numel = sum(param.numel for param in params)
+    # Tokens that make as many operations without attention as there are with it: the calibration counts both.
+    tokens = round(flops_of(config.model, config.batch_size) / (6 * numel))
+    rule = STRATEGIES[config.strategy].partition
+    owned = (
+        [len(params)]
+        if rule is None
+        else [len(slices) for slices in plan_partition(rule, params, world_size).slices_of_rank]
+    )
+    computing = cluster.device
+    return Predicted(
+        plan,
+        play(plan, cluster, Work(tokens)),
+        computing.compute_ms(0, tensors=len(params)) + computing.touch_ms(0, tensors=max(owned)),
+    )
+
+
+# --------------------------------------------------------------------------------------------- measured
+
+
+class Iterations(NamedTuple):
+    """What one rank saw of one configuration.
+
+    Args:
+        calls: of the last iteration.
+        held: bytes kept after it.
+        spans: seconds at which each timed iteration began and ended, from clearing gradients to new
+            parameters; making the batch is left out.
+    """
+
+    calls: list[Call]
+    held: meter.HeldBytes
+    spans: list[tuple[float, float]]
+
+
+def measure(configs: Sequence[TrainConfig], rounds: int) -> list[Iterations]:
+    """Train each configuration for some iterations, all in turn, so that a busy moment meets each of them.
+
+    Collective: all ranks of the default group, with equal arguments.
+    """
+    runs = [_Run(config) for config in configs]
+    for number, run in itertools.product(range(FIRST_ITERATIONS + rounds), runs):
+        run.iterate(number, timed=number >= FIRST_ITERATIONS)
+    return [
+        Iterations(run.calls, meter.held_bytes(run.model.parameters(), run.optimizer), run.spans)
+        for run in runs
+    ]
+
+
+class _Run:
+    """A training loop that can be left after any iteration, and taken up again."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.model = GPT(config.model, config.seed).to(device())
+        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self.optimizer = make_optimizer(config, self.model)
+        self.calls: list[Call] = []
+        self.spans: list[tuple[float, float]] = []
+        self.ddp.register_comm_hook(self.ddp.process_group, meter.recording_all_reduce(self.calls))
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.collectives.observers.append(self.calls.append)
+
+    def iterate(self, number: int, *, timed: bool) -> None:
+        config, rank = self.config, dist.get_rank()
+        text = language_reference().training
+        tokens, targets = batch(
+            text, config.model, config.batch_size, seed=config.seed, step=number, rank=rank
+        )
+        tokens, targets = tokens.to(device()), targets.to(device())
+        self.calls.clear()
+        dist.barrier()
+        begun = _now()
+        self.optimizer.zero_grad()
+        self.ddp(tokens, targets).backward()
+        self.optimizer.step()
+        if timed:
+            self.spans.append((begun, _now()))
+
+
+def _now() -> float:
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+OPS = ("all_reduce", "broadcast")
+"""What the main job's strategies send."""
+
+
+class Trial(NamedTuple):
+    """Pieces and whole iterations, timed in turns.
+
+    Args:
+        times: of collectives and computing, to calibrate with.
+        of_ranks: what `measure` found on each rank.
+    """
+
+    times: Times
+    of_ranks: list[list[Iterations]]
+
+
+def take_turns(
+    configs: Sequence[TrainConfig], effort: Effort, world_size: int, *, turns: int = 2, timeout: float = 300.0
+) -> Trial:
+    """Time what a calibration needs, then whole iterations, and again: a machine's mood then meets both.
+
+    Args:
+        effort: of each turn, for pieces and for iterations.
+        timeout: seconds, of each part of a turn.
+    Raises:
+        RankError: a rank failed.
+    """
+    trial = Trial(Times([], []), [[] for _ in range(world_size)])
+    for turn in range(turns):
+        sent = ranks.run(time_collectives, world_size, effort.nbytes, effort.rounds, OPS, timeout=timeout)
+        trained = ranks.run(time_training, world_size, effort.training, effort.rounds, timeout=timeout)
+        trial.times.collectives.extend(sent[0])
+        trial.times.works.extend(trained[0])
+        iterated = ranks.run(measure, world_size, configs, effort.rounds, timeout=timeout)
+        for so_far, seen in zip(trial.of_ranks, iterated):
+            spans = [one.spans for one in so_far] if turn else [[] for _ in seen]
+            so_far[:] = [one._replace(spans=past + one.spans) for past, one in zip(spans, seen)]
+    return trial
+
+
+# ------------------------------------------------------------------------------------- one beside the other
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """An iteration as predicted and as measured.
+
+    Args:
+        predicted_ms, measured_ms: measured is `undisturbed_ms` of the iterations, as in the calibration.
+        repeats_ms: of each iteration, from when the last rank began until the last was done. Ranks are
+            processes of one machine, so they read the same clock.
+        as_planned: on every rank the calls, in their order and with their bytes, and the bytes that it holds
+            are those of the schedule.
+    """
+
+    config: TrainConfig
+    predicted_ms: float
+    measured_ms: float
+    repeats_ms: tuple[float, ...]
+    as_planned: bool
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted_ms / self.measured_ms - 1
+
+
+def compare_steps(
+    configs: Sequence[TrainConfig], cluster: Cluster, of_ranks: Sequence[Sequence[Iterations]]
+) -> list[StepTime]:
+    """Set what `predict_step` says beside what `measure` found.
+
+    Args:
+        of_ranks: what `measure(configs, ...)` returned on each rank.
+    """
+    world_size = len(of_ranks)
+    compared = []
+    for config, iterations in zip(configs, zip(*of_ranks, strict=True), strict=True):
+        predicted = predict_step(config, cluster, world_size)
+        repeats_ms = [
+            1e3 * (max(end for _, end in spans) - max(begin for begin, _ in spans))
+            for spans in zip(*(rank.spans for rank in iterations), strict=True)
+        ]
+        compared.append(
+            StepTime(
+                config,
+                predicted.ms,
+                undisturbed_ms(repeats_ms),
+                tuple(repeats_ms),
+                all(_as_planned(predicted.plan, rank, seen) for rank, seen in enumerate(iterations)),
+            )
+        )
+    return compared
+
+
+def _as_planned(plan: Schedule, rank: int, seen: Iterations) -> bool:
+    planned = meter.HeldBytes(plan.parameter_bytes[rank], plan.gradient_bytes[rank], plan.state_bytes[rank])
+    return tuple(seen.calls) == plan.calls_of(rank) and seen.held == planned
