@@ -17,7 +17,7 @@ from zero_ref.lab import plots, ranks
 from zero_ref.lab.benchmark import Effort, TrainingSize
 from zero_ref.lab.config import TRAINED, GPTConfig, TrainConfig
 from zero_ref.lab.step_times import StepTime, compare_steps, take_turns
-from zero_ref.simulator.calibrate import calibrate
+from zero_ref.simulator.calibrate import Interval, calibrate
 
 KIB = 2**10
 CALIBRATED = Effort(
@@ -57,12 +57,13 @@ def main() -> None:
     calibration = calibrate(*trial.times)
     for fitted in calibration.fits:
         print(
-            f"{fitted.what:<11} {fitted.overhead_us:7.1f} us {fitted.overhead_us_interval} "
-            f"{fitted.giga_per_s:7.2f} G/s {fitted.giga_per_s_interval}, pieces held out: median "
-            f"{calibration.error_bound(fitted.what, 0.5):.0%}, worst {calibration.error_bound(fitted.what):.0%}"
+            f"{fitted.what:<11} {fitted.overhead_us:6.0f} us {_text(fitted.overhead_us_interval)} "
+            f"{fitted.giga_per_s:6.2f} G/s {_text(fitted.giga_per_s_interval)}, pieces held out: median "
+            f"{calibration.error_bound(fitted.what, 0.5):.0%}, "
+            f"worst {calibration.error_bound(fitted.what):.0%}"
         )
     compared = compare_steps(HELD_OUT, calibration.cluster, trial.of_ranks)
-    print(f"{'layers':>6} {'width':>5} {'batch':>5}  {'strategy':<12} {'predicted':>9} {'measured':>8} error")
+    print("layers width batch  strategy     predicted measured error")
     for one in compared:
         model = one.config.model
         print(
@@ -75,14 +76,20 @@ def main() -> None:
     print(
         f"{sum(error <= 0.25 for error in errors)} of {len(errors)} within 25%, median error "
         f"{statistics.median(errors):.0%}, worst {max(errors):.0%}; against the median of the repeats "
-        f"{sum(error <= 0.25 for error in medians)} of {len(medians)}, median {statistics.median(medians):.0%}"
+        f"{sum(error <= 0.25 for error in medians)} of {len(medians)}, median "
+        f"{statistics.median(medians):.0%}"
     )
     if arguments.pictures:
         arguments.pictures.mkdir(parents=True, exist_ok=True)
         draw(compared, arguments.pictures / f"step_times_{arguments.ranks}.png")
 
 
+def _text(interval: Interval) -> str:
+    return f"({interval.low:.3g} to {interval.high:.3g})"
+
+
 def draw(compared: list[StepTime], path: Path) -> None:
+    """The scatter, a name for each size."""
     fig, ax = plots.figure(6, 5)
     plots.scatter(
         [

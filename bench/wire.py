@@ -51,7 +51,7 @@ class Way(NamedTuple):
         to_owners: gradients go to their owners only.
         overlap: makes the hook that steps in backward, if one does.
         stage_3: parameters are sharded too, by torch's `fully_shard` on each layer.
-        period: every rank trains by itself, and parameters are averaged once in so many iterations, by torch's
+        period: each rank trains by itself, and parameters are averaged once in so many iterations, by torch's
             post-local SGD. Then all of them together are counted.
     """
 
@@ -124,7 +124,7 @@ def training(way: Way) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
 
 
 def bytes_of_an_iteration(way: Way, iterations: int = 8) -> tuple[float, int]:
-    """Median over iterations, or periods, of what all ranks together sent, and the bytes of the parameters."""
+    """Median over iterations, or periods, of what all ranks sent together, and bytes of the parameters."""
     model, iterate = training(way)
     sent = []
     for _ in range(iterations):

@@ -12,7 +12,7 @@ import pytest
 
 import zero_ref
 from zero_ref import cli
-from zero_ref.cli.simulate import print_runs
+from zero_ref.cli._simulated import print_runs
 from zero_ref.simulator.cluster import CLUSTERS, cluster
 from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.scenario import Scenario
@@ -157,11 +157,23 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert order == ["forward", "gather", "step"]
 
 
-@pytest.mark.parametrize("width", [80, 200])
-def test_a_table_stays_within_its_width(capsys: pytest.CaptureFixture[str], width: int) -> None:
+def test_the_table_says_where_one_rank_receives_from_all(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    said = []
+    for words in (["--strategy", "zero-2"], ["--strategy", "zero-2", "--native"], []):
+        assert cli.main([*SIMULATE, *words]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        said.append("zero-2: an owner receives each gradient from 7 ranks" in printed)
+    assert said == [True, False, False]
+
+
+@pytest.mark.parametrize(("width", "strategies"), [(80, ["zero", "zero-2", "ddp"]), (200, list(STRATEGIES))])
+def test_a_table_stays_within_its_width(
+    capsys: pytest.CaptureFixture[str], width: int, strategies: list[str]
+) -> None:
     pytest.importorskip("rich")
     scenario = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8)
-    print_runs("gpt2", scenario, [scenario.run(name) for name in ("zero", "zero-2", "ddp")], width=width)
+    print_runs("gpt2", scenario, [scenario.run(strategy) for strategy in strategies], width=width)
     printed = capsys.readouterr().out.splitlines()
     assert all(len(line.rstrip()) <= width for line in printed)
 

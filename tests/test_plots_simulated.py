@@ -291,8 +291,8 @@ def test_a_scatter_counts_what_is_close_and_rings_what_is_not() -> None:
 
 
 def test_where_names_would_lie_on_each_other_what_is_far_off_is_named() -> None:
-    crowd = [("send", f"a long name {i}", 1.24 + i / 5000, 1.0) for i in range(20)]
-    crowd.append(("send", "this one is off", 1.26, 1.0))
+    crowd = [("send", f"a long name {i}", 1.249, 1.0) for i in range(20)]
+    crowd.append(("send", "this one is off", 1.251, 1.0))
     ax = drawn(lambda ax: plots.scatter(crowd, ax))
     (labels,) = ax.findobj(_RoomyLabels)
     assert "this one is off" in labels.shown

@@ -168,6 +168,48 @@ def test_gpt2_xl_on_64_ranks() -> None:
     assert schedule("zero-even", params, 64).state_bytes_max < 194_710_000
 
 
+def test_stage_2_keeps_the_gradients_that_a_rank_owns() -> None:
+    params = [ParamSpec(1024), ParamSpec(1024)]
+    plan = schedule("zero-2", params, world_size=4)
+    assert plan.gradient_bytes == (4 * 512,) * 4
+    assert plan.state_bytes == schedule("zero-even", params, world_size=4).state_bytes
+    assert [call for call in plan.calls_of(1) if call.op == "send"] == [
+        Call("send", 2048, peer) for peer in (0, 2, 3)
+    ]
+    assert plan.operations == schedule("zero-even", params, world_size=4, to_owners=True).operations
+
+
+def test_stage_3_cuts_each_parameter_along_its_rows_and_pads_the_last_ranks() -> None:
+    # (5, 3) on 4 ranks: 2, 2, 1 and 0 rows, each rank with memory for 2; (2,): 1, 1, 0, 0.
+    params = [ParamSpec(15), ParamSpec(2)]
+    plan = schedule("zero-3", params, world_size=4, rows=[5, 2], blocks=[[1], [0]])
+    assert plan.parameter_bytes == plan.gradient_bytes == (4 * (6 + 1),) * 4
+    assert plan.state_bytes == tuple(8 * numel + 2 * 4 for numel in (7, 7, 3, 0))
+    assert plan.calls == (
+        Call("all_gather", 16),
+        Call("all_gather", 96),
+        Call("all_gather", 96),
+        Call("reduce_scatter", 96),
+        Call("reduce_scatter", 16),
+    )
+
+
+def test_stage_3_of_frozen_parameters_gathers_them_and_reduces_nothing() -> None:
+    plan = schedule("zero-3", [ParamSpec(8), ParamSpec(8, trainable=False)], 2, blocks=[[0], [1]])
+    assert [call.op for call in plan.calls].count("reduce_scatter") == 1
+    assert (plan.parameter_bytes, plan.gradient_bytes) == ((32, 32), (16, 16))
+
+
+def test_local_sgd_sends_parameters_once_a_period_and_shards_nothing() -> None:
+    params = [ParamSpec(600), ParamSpec(400, trainable=False)]
+    plan = schedule("local-sgd", params, world_size=4, period=5)
+    assert plan.calls == (Call("all_reduce", 2400),)
+    assert plan.iterations == 5
+    ddp = schedule("ddp", params, world_size=4)
+    assert (plan.parameter_bytes, plan.gradient_bytes) == (ddp.parameter_bytes, ddp.gradient_bytes)
+    assert plan.state_bytes == ddp.state_bytes
+
+
 # ---------------------------------------------------------------------------------------------- property
 
 

@@ -95,6 +95,14 @@ def test_the_winner_changes_where_the_step_is_cheaper_than_its_broadcasts() -> N
     assert found[0].ratio == found[0].second_ms / found[0].first_ms
 
 
+def test_each_time_is_that_of_its_own_setting() -> None:
+    work = Work(1000)
+    found = sensitivity(make, ("ddp", "zero-even"), Setting(PLAIN, 4, 10**6), work)
+    for one in found:
+        alone = [play(make(name, one.setting), one.setting.cluster, work) for name in ("ddp", "zero-even")]
+        assert [one.first_ms, one.second_ms] == [played.iteration_ms for played in alone]
+
+
 def test_without_work_or_network_neither_wins() -> None:
     factors = [factor for factor in FACTORS if factor != "ranks"]
     idle = Work(0, step_bytes=0)

@@ -67,6 +67,8 @@ def test_calls_that_overlap_lie_on_threads_of_their_own() -> None:
     network = Timeline(tuple(Event("network", "reduce", i, *span) for i, span in enumerate(spans)))
     assert [bar["tid"] for bar in bars({"measured": network})] == [1300, 1301, 1302, 1301, 1300]
     assert timelines_of(trace({"measured": network})) == {"measured": network}
+    by_half_a_microsecond = (Event("network", "reduce", 0, 0, 1), Event("network", "reduce", 1, 0.9995, 2))
+    assert [bar["tid"] for bar in bars({"": Timeline(by_half_a_microsecond)})] == [1300, 1301]
 
 
 def test_memory_is_drawn_as_a_counter_of_its_process() -> None:

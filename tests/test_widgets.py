@@ -43,11 +43,22 @@ CHANGES = {
 
 
 def words(picture: Picture) -> set[str]:
-    picture.draw_without_rendering()
-    texts = [
-        text for ax in picture.axes for text in (ax.title, ax.xaxis.label, *ax.texts, *ax.get_yticklabels())
-    ]
+    """What is written; numbers in bars only when drawn."""
+    texts = [text for ax in picture.axes for text in (ax.xaxis.label, *ax.texts)]
     return {text.get_text() for text in texts} | {ax.get_title(loc="left") for ax in picture.axes}
+
+
+def shown(picture: Picture) -> list[object]:
+    """What is written and where things lie: equal for equal pictures, and much faster than drawing them."""
+    found: list[object] = [sorted(words(picture))]
+    for ax in picture.axes:
+        found += [(line.get_label(), line.get_xydata().tolist()) for line in ax.lines]
+        found += [
+            (patch.get_label(), patch.get_path().vertices.tolist(), patch.get_extents().bounds)
+            for patch in ax.patches
+        ]
+        found += [[path.vertices.tolist() for path in one.get_paths()] for one in ax.collections]
+    return found
 
 
 @pytest.mark.parametrize("kind", EXPLORERS)
@@ -63,12 +74,12 @@ def test_a_control_for_each_thing_that_can_change(kind: str) -> None:
 )
 def test_each_control_changes_the_picture(kind: str, control: str) -> None:
     explorer = EXPLORERS[kind]()
-    if control in ("native", "way", "bucket_mb"):  # of a model with more than one bucket
-        explorer.controls["model"].value = "gpt2"
-    before = explorer.picture._repr_svg_()
+    if control in ("native", "way", "bucket_mb"):
+        explorer.controls["model"].value = "gpt2"  # which has more than one bucket
+    before = shown(explorer.picture)
     assert explorer.controls[control].value != CHANGES[kind][control]
     explorer.controls[control].value = CHANGES[kind][control]
-    assert explorer.picture._repr_svg_() != before
+    assert shown(explorer.picture) != before
     assert not explorer.controls[control].disabled
 
 
@@ -91,9 +102,9 @@ def test_the_memory_explorer_marks_its_stage_and_what_does_not_fit() -> None:
 
 def test_the_overlap_explorer_says_what_is_exposed_and_what_is_critical() -> None:
     explorer = overlap_explorer("gpt2", "rtx4090-10gbe", "zero-2", ranks=64)
-    shown = words(explorer.picture)
-    assert len([word for word in shown if word.endswith("ms exposed")]) == 2
-    assert any("critical path of zero-2: " in word and "reduce" in word for word in shown)
+    said = words(explorer.picture)
+    assert len([word for word in said if word.endswith("ms exposed")]) == 2
+    assert any("critical path of zero-2: " in word and "reduce" in word for word in said)
     explorer.controls["ranks"].value = 1
     assert "0 ms exposed" in words(explorer.picture)
 
@@ -111,6 +122,11 @@ def test_what_a_strategy_has_no_use_for_is_greyed_out(strategy: str, useless: li
     explorer = overlap_explorer("mlp-tiny", ranks=4)
     explorer.controls["strategy"].value = strategy
     assert [name for name, control in explorer.controls.items() if control.disabled] == useless
+
+
+@pytest.mark.parametrize("kind", EXPLORERS)
+def test_the_same_values_draw_the_same_picture(kind: str) -> None:
+    assert shown(EXPLORERS[kind]().picture) == shown(EXPLORERS[kind]().picture)
 
 
 def test_a_slider_draws_when_it_is_let_go() -> None:
@@ -132,10 +148,10 @@ def test_the_picture_is_an_output_of_its_own_that_each_change_replaces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     handles: list[Handle] = []
-    shown: list[object] = []
+    displayed: list[object] = []
 
     def display(what: object, display_id: bool = False) -> Handle | None:
-        shown.append(what)
+        displayed.append(what)
         if display_id:
             handles.append(Handle())
         return handles[-1] if display_id else None
@@ -144,10 +160,10 @@ def test_the_picture_is_an_output_of_its_own_that_each_change_replaces(
     explorer = partition_explorer("mlp-tiny", ranks=4)
     for _ in range(2):  # in two cells
         explorer._ipython_display_()
-    assert shown == [explorer.widget, explorer.picture] * 2
+    assert displayed == [explorer.widget, explorer.picture] * 2
     explorer.controls["ranks"].value = 8
     assert [handle.updates for handle in handles] == [[explorer.picture]] * 2
-    assert explorer.picture not in shown
+    assert explorer.picture not in displayed
     assert explorer.picture._repr_svg_().lstrip().startswith("<?xml")
 
 

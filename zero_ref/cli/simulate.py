@@ -5,30 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from zero_ref.cli._common import CommandError, Subparsers, need, positive
+from zero_ref.cli._simulated import as_json, print_runs
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS, Cluster
-from zero_ref.simulator.ledger import STATE_RULES, format_bytes
+from zero_ref.simulator.ledger import STATE_RULES
 from zero_ref.simulator.models import MODELS, Architecture, from_config
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.scenario import DTYPES, Run, Scenario
 from zero_ref.simulator.schedule import MIB, STRATEGIES
 from zero_ref.simulator.trace import write_trace
-
-BETTER = {
-    "latency": "half the latency",
-    "bandwidth within nodes": "twice the bandwidth within nodes",
-    "bandwidth between nodes": "twice the bandwidth between nodes",
-    "compute": "computing twice as fast",
-    "memory bandwidth": "twice the memory bandwidth",
-}
-
-LABELS = ("forward", "gather", "backward", "reduce", "step", "broadcast", "average")
-"""Of operations, in the order in which they are printed."""
 
 USED_BY: dict[str, tuple[str, ...]] = {
     "overlap": tuple(name for name, plan in STRATEGIES.items() if plan.partition),
@@ -60,9 +49,13 @@ def register_simulate(subparsers: Subparsers) -> None:
         metavar="NAME|FILE",
         help=", ".join(CLUSTERS) + ", or what `zero-ref calibrate --out FILE` wrote (default: %(default)s)",
     )
-    strategies = ", ".join(f"{name}: {plan.summary}" for name, plan in STRATEGIES.items())
+    strategies = "; ".join(f"{name}: {plan.summary}" for name, plan in STRATEGIES.items())
     parser.add_argument(
-        "--strategy", default="zero-even", choices=list(STRATEGIES), metavar="NAME", help=strategies
+        "--strategy",
+        default="zero-even",
+        choices=list(STRATEGIES),
+        metavar="NAME",
+        help=strategies + " (default: %(default)s)",
     )
     parser.add_argument(
         "--compare",
@@ -98,7 +91,7 @@ def register_simulate(subparsers: Subparsers) -> None:
         type=lambda way: way.replace("_", "-"),
         choices=[way.replace("_", "-") for way in WAYS],
         metavar="WAY",
-        help=", ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
+        help="; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
     )
     parser.add_argument(
         "--bucket-mib", type=_above_0, metavar="MIB", help="of DDP's buckets (default: 25, the first 1)"
@@ -108,7 +101,7 @@ def register_simulate(subparsers: Subparsers) -> None:
         default="selective",
         choices=list(CHECKPOINTING),
         metavar="WHAT",
-        help=", ".join(f"{name}: {what}" for name, what in CHECKPOINTING.items()) + " (default: %(default)s)",
+        help="; ".join(f"{name}: {what}" for name, what in CHECKPOINTING.items()) + " (default: %(default)s)",
     )
     parser.add_argument(
         "--native",
@@ -291,129 +284,3 @@ def _whole(text: str) -> int:
     if number != int(number):
         raise argparse.ArgumentTypeError(f"it must be a whole number, got {text}")
     return int(number)
-
-
-# -------------------------------------------------------------------------------------------- what comes out
-
-
-def as_json(named: str, scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
-    """What `zero-ref simulate --json` prints: plain numbers, bytes and milliseconds of one iteration."""
-    device = scenario.cluster.device
-    return {
-        "model": named,
-        "elements": scenario.numel,
-        "tensors": len(scenario.params),
-        "ranks": scenario.world_size,
-        "cluster": scenario.cluster.name,
-        "device": device.name,
-        "device_memory_bytes": None if device.memory_gb is None else device.memory_gb * 1e9,
-        "batch": scenario.batch,
-        "sequence": scenario.tokens_of_sequence,
-        "dtype": scenario.dtype,
-        "optimizer": scenario.optimizer,
-        "overlap": scenario.way,
-        "checkpointing": scenario.checkpointing,
-        "attention_left_out": scenario.attention_share,
-        "strategies": {run.strategy: _run_as_json(run) for run in runs},
-    }
-
-
-def _run_as_json(run: Run) -> dict[str, Any]:
-    return {
-        "fullest_rank": run.fullest,
-        "memory_bytes": run.memory.items,
-        "memory_total_bytes": run.memory.total_bytes,
-        "memory_total_bytes_of_rank": [memory.total_bytes for memory in run.memories],
-        "fits": run.fits,
-        "sent_bytes_per_rank": run.sent_bytes,
-        "calls": run.calls,
-        "iteration_ms": run.iteration_ms,
-        "exposed_communication_ms": run.exposed_ms,
-        "idle_ms": run.idle_ms,
-        "critical_path_ms": dict(run.what_if.critical_ms),
-        "iteration_ms_if": {BETTER[name]: ms for name, ms in run.what_if.improved_ms.items()},
-        "tokens_per_second": run.tokens_per_second,
-        "model_flops_utilisation": run.utilisation,
-    }
-
-
-def print_runs(named: str, scenario: Scenario, runs: Sequence[Run], width: int | None = None) -> None:
-    """The same for people, on standard output.
-
-    Args:
-        width: columns; None for those of the terminal.
-    """
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=width, highlight=False)
-    ranks = f"{scenario.world_size:,} rank{'' if scenario.world_size == 1 else 's'}"
-    cluster = scenario.cluster
-    console.print(f"[bold]{named} on {ranks} of {cluster.name}[/] ({cluster.device.name})")
-    console.print(
-        f"{scenario.numel:,} {scenario.dtype} parameters, {scenario.optimizer}; on each rank "
-        f"{scenario.batch:,} x {scenario.tokens_of_sequence:,} tokens\n"
-    )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("one iteration")
-    for run in runs:
-        table.add_column(run.strategy, justify="right")
-    for label, values, style in _rows(runs):
-        table.add_row(label, *values, style=style)
-    console.print(table)
-
-    console.print()
-    for run in runs:
-        console.print(f"faster under {run.strategy}: {_savings(run)}")
-    share = scenario.attention_share
-    if share:
-        console.print(f"not counted: attention, up to {share:.0%} more to compute; allocator and libraries")
-
-
-Row = tuple[str, list[str], str]
-"""A label, a value for each strategy, and a style."""
-
-
-def _rows(runs: Sequence[Run]) -> list[Row]:
-    def row(label: str, value: Callable[[Run], str], style: str = "") -> Row:
-        return label, [value(run) for run in runs], style
-
-    rows = [row("memory on", lambda run: f"rank {run.fullest:,}", "bold")]
-    for item in runs[0].memory.items:
-        if any(run.memory.items[item] >= 1e3 for run in runs):
-            rows.append(row(f"  {item}", lambda run, item=item: _bytes(run.memory.items[item])))  # type: ignore[misc]
-    rows.append(row("  together", lambda run: _bytes(run.memory.total_bytes), "bold"))
-    memory_gb = runs[0].scenario.cluster.device.memory_gb
-    if memory_gb is not None:
-        fits = {True: "fits", False: "does not fit", None: ""}
-        rows.append(row(f"  in {memory_gb:g} GB", lambda run: fits[run.fits]))
-    rows.append(row("network", lambda run: "", "bold"))
-    rows.append(row("  sent a rank", lambda run: _bytes(run.sent_bytes)))
-    rows.append(row("  calls", lambda run: f"{run.calls:,.4g}" if run.calls < 10 else f"{run.calls:,.0f}"))
-    rows.append(row("  exposed", lambda run: _ms(run.exposed_ms)))
-    rows.append(row("time", lambda run: _ms(run.iteration_ms), "bold"))
-    spent = {label for run in runs for label in run.what_if.critical_ms}
-    for label in sorted(spent, key=LABELS.index):
-        rows.append(row(f"  {label}", lambda run, label=label: _ms(run.what_if.critical_ms.get(label, 0))))  # type: ignore[misc]
-    rows.append(row("idle", lambda run: _ms(run.idle_ms)))
-    rows.append(row("tokens a second", lambda run: f"{run.tokens_per_second:,.0f}"))
-    rows.append(row("MFU", lambda run: f"{run.utilisation:.1%}"))
-    return rows
-
-
-def _savings(run: Run) -> str:
-    """What would help, the best first; below a hundredth of the iteration it is not worth a word."""
-    saved = {
-        name: 1 - ms / run.iteration_ms if run.iteration_ms else 0.0
-        for name, ms in run.what_if.improved_ms.items()
-    }
-    helping = sorted((name for name in saved if saved[name] >= 0.01), key=lambda name: -saved[name])
-    return ", ".join(f"{BETTER[name]} -{saved[name]:.0%}" for name in helping) or "nothing alone"
-
-
-def _bytes(nbytes: float) -> str:
-    return format_bytes(round(nbytes)) if nbytes else "-"
-
-
-def _ms(ms: float) -> str:
-    return f"{ms:,.0f} ms" if ms >= 1000 else f"{ms:.1f} ms" if ms else "-"

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -72,7 +73,7 @@ def predict_step(config: TrainConfig, cluster: Cluster, world_size: int) -> Pred
         config: strategy, model and batch size count.
         cluster: such as `simulator.calibrate.calibrate` returns.
     """
-    plan = predict(config, world_size)
+    plan = _plan(replace(config, batch_size=1), world_size)
     with torch.device("meta"):
         params = from_module(GPT(config.model))
     numel = sum(param.numel for param in params)
@@ -90,6 +91,12 @@ def predict_step(config: TrainConfig, cluster: Cluster, world_size: int) -> Pred
         play(plan, cluster, Work(tokens)),
         computing.compute_ms(0, tensors=len(params)) + computing.touch_ms(0, tensors=max(owned)),
     )
+
+
+@lru_cache(maxsize=64)
+def _plan(config: TrainConfig, world_size: int) -> Schedule:
+    """A plan takes a backward pass to find the order of gradients, and is asked for more than once."""
+    return predict(config, world_size)
 
 
 # --------------------------------------------------------------------------------------------- measured

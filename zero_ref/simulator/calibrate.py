@@ -254,9 +254,10 @@ def _interval(values: Sequence[float], estimate: float) -> Interval:
 
 
 def _least_relative_errors(sizes: Sequence[tuple[float, float]], ms: Sequence[float]) -> tuple[float, float]:
-    """Milliseconds for each call and for each unit, none negative, with the least sum of relative errors.
+    """Milliseconds for each call, not negative, and for each unit, with the least sum of relative errors.
 
-    By least squares again and again, each size weighted by the inverse of its last error.
+    Times that shrink as sizes grow give a negative one for each unit. By least squares again and again, each
+    size weighted by the inverse of its last error.
     """
     largest = max(amount for _, amount in sizes)  # of order 1, or the squares of bytes drown the calls
     rows = [(calls / time, amount / largest / time) for (calls, amount), time in zip(sizes, ms)]
@@ -274,8 +275,6 @@ def _least_relative_errors(sizes: Sequence[tuple[float, float]], ms: Sequence[fl
             per_unit = (u1 * cc - c1 * cu) / determinant
         if determinant <= 0 or per_call < 0:
             per_call, per_unit = 0.0, u1 / uu
-        elif per_unit < 0:
-            per_call, per_unit = c1 / cc, 0.0
         # Errors below a thousandth weigh alike: a size that is met exactly must not become infinitely heavy.
         weights = [1 / max(abs(per_call * c + per_unit * u - 1), 1e-3) for c, u in rows]
     return per_call, per_unit / largest

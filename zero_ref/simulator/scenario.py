@@ -96,7 +96,7 @@ class Scenario:
     def params(self) -> list[ParamSpec]:
         return specs(self.shapes, self.dtype)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(param.numel for param in self.params)
 
