@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings, strategies as st
 
 from zero_ref.simulator.calibrate import (
     WORK,
+    Computation,
     Measurement,
     Sample,
-    Work,
     calibrate,
     fit,
     fit_device,
@@ -39,10 +39,10 @@ def measured(link: Link, world_size: int = 2, ops: Iterable[str] = OPERATIONS) -
     ]
 
 
-def worked(train: Link, update: Link) -> list[Work]:
-    """Work on a device with a cost for each tensor and a rate, written as links."""
+def worked(train: Link, update: Link) -> list[Computation]:
+    """Computation on a device with a cost for each tensor and a rate, written as links."""
     return [
-        Work(kind, tensors, amount, link.ms(tensors, amount))
+        Computation(kind, tensors, amount, link.ms(tensors, amount))
         for kind, link in (("train", train), ("update", update))
         for tensors, amount in MODELS
     ]
@@ -210,7 +210,7 @@ def test_a_measurement_that_makes_no_sense_is_refused(
 )
 def test_work_that_makes_no_sense_is_refused(values: tuple[str, int, float, float], answer: str) -> None:
     with pytest.raises(ValueError, match=answer):
-        Work(*values)
+        Computation(*values)
 
 
 def test_too_little_to_fit_says_what_to_measure() -> None:

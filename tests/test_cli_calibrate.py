@@ -11,7 +11,7 @@ import pytest
 from zero_ref import cli
 from zero_ref.cli.calibrate import print_calibration
 from zero_ref.lab import benchmark, ranks
-from zero_ref.simulator.calibrate import Measurement, Work, calibrate
+from zero_ref.simulator.calibrate import Computation, Measurement, calibrate
 from zero_ref.simulator.cluster import Cluster, Link, cluster
 
 MACHINE = replace(cluster("loopback"), within=Link(200, 2))
@@ -26,7 +26,7 @@ def imaginary(world_size: int, effort: benchmark.Effort = benchmark.FULL) -> ben
         for nbytes in effort.nbytes
     ]
     works = [
-        Work(kind, tensors, amount, Link(80, 70).ms(tensors, amount))
+        Computation(kind, tensors, amount, Link(80, 70).ms(tensors, amount))
         for kind in ("train", "update")
         for tensors, amount in TENSORS_AND_AMOUNTS
     ]

@@ -7,7 +7,7 @@ import pytest
 from zero_ref.lab import benchmark, ranks
 from zero_ref.lab.benchmark import Effort, TrainingSize
 from zero_ref.lab.config import GPTConfig
-from zero_ref.simulator.calibrate import Measurement, Work
+from zero_ref.simulator.calibrate import Computation, Measurement
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
 
@@ -29,7 +29,7 @@ def test_everything_is_timed_as_often_as_asked(world_size: int) -> None:
     assert all(each.ms > 0 for each in (*times.collectives, *times.works))
 
 
-def both(sizes: list[TrainingSize]) -> tuple[list[Measurement], list[Work]]:
+def both(sizes: list[TrainingSize]) -> tuple[list[Measurement], list[Computation]]:
     return benchmark.time_collectives([1024], rounds=1), benchmark.time_training(sizes, rounds=1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from zero_ref.simulator.ledger import format_bytes
@@ -37,7 +38,7 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[Run]) -> dict[str, An
         "optimizer": scenario.optimizer,
         "overlap": scenario.way,
         "checkpointing": scenario.checkpointing,
-        "attention_left_out": scenario.attention_share,
+        "attention_share": scenario.attention_share,
         "strategies": {run.strategy: _run_as_json(run) for run in runs},
     }
 
@@ -95,9 +96,16 @@ def print_runs(named: str, scenario: Scenario, runs: Sequence[Run], width: int |
             f"{', '.join(pairwise)}: an owner receives each gradient from {scenario.world_size - 1:,} ranks, "
             "one message from each; --native has a ring do it, as a GPU library would"
         )
-    share = scenario.attention_share
-    if share:
-        console.print(f"not counted: attention, up to {share:.0%} more to compute; allocator and libraries")
+    leaner = replace(scenario, checkpointing="full").activation_bytes
+    kept = scenario.activation_bytes
+    if leaner < kept and any(run.fits is False and kept > run.memory.total_bytes / 3 for run in runs):
+        console.print(
+            f"--checkpointing full keeps {format_bytes(leaner)} of activations, not {format_bytes(kept)}, "
+            "and computes a forward more"
+        )
+    if share := scenario.attention_share:
+        console.print(f"attention adds {share:.0%} to what the parameters' products take")
+    console.print("not counted: what the allocator and libraries keep, other jobs' traffic")
 
 
 Row = tuple[str, list[str], str]

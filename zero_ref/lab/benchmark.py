@@ -23,7 +23,7 @@ from zero_ref.collectives import Collectives, Work as Pending, as_collectives
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT, batch, language_reference
-from zero_ref.simulator.calibrate import ADAMW_BYTES, Measurement, Work, training_flops
+from zero_ref.simulator.calibrate import ADAMW_BYTES, Computation, Measurement, training_flops
 
 KIB, MIB = 2**10, 2**20
 
@@ -70,7 +70,7 @@ class Times(NamedTuple):
     """Everything that was timed."""
 
     collectives: list[Measurement]
-    works: list[Work]
+    works: list[Computation]
 
 
 def measure(world_size: int, effort: Effort = FULL, *, timeout: float = 600.0) -> Times:
@@ -169,7 +169,7 @@ def _now() -> float:
 # ----------------------------------------------------------------------------------------------- computing
 
 
-def time_training(sizes: Sequence[TrainingSize], rounds: int) -> list[Work]:
+def time_training(sizes: Sequence[TrainingSize], rounds: int) -> list[Computation]:
     """Time forward and backward under DDP, nothing sent; and AdamW's step. `rounds` times for each size.
 
     Collective: all ranks of the default group, with equal arguments: all compute at once.
@@ -177,7 +177,7 @@ def time_training(sizes: Sequence[TrainingSize], rounds: int) -> list[Work]:
         The same on all ranks.
     """
     text, rank = language_reference().training, dist.get_rank()
-    timed: list[Work] = []
+    timed: list[Computation] = []
     runs = [_TrainingRun(size) for size in sizes]
     for number, run in itertools.product(range(rounds + 2), runs):  # DDP builds its buckets in the first two
         tokens, targets = batch(text, run.size.model, run.size.batch_size, seed=0, step=number, rank=rank)
@@ -185,8 +185,8 @@ def time_training(sizes: Sequence[TrainingSize], rounds: int) -> list[Work]:
         run.tokens, run.targets = tokens.to(ranks.device()), targets.to(ranks.device())
         train_ms, update_ms = _joint_ms(run.forward_and_backward), _joint_ms(run.optimizer.step)
         if number > 1:
-            timed.append(Work("train", run.tensors, run.flops, train_ms))
-            timed.append(Work("update", run.tensors, run.numel * ADAMW_BYTES, update_ms))
+            timed.append(Computation("train", run.tensors, run.flops, train_ms))
+            timed.append(Computation("update", run.tensors, run.numel * ADAMW_BYTES, update_ms))
     return timed
 
 

@@ -8,6 +8,7 @@ finds on the ranks, with calls and bytes beside the times.
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,6 @@ from zero_ref.lab.ranks import device
 from zero_ref.lab.train import make_optimizer, predict
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.partition import plan_partition
-from zero_ref.simulator.calibrate import undisturbed_ms
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.models import from_module
 from zero_ref.simulator.play import Played, Work, play
@@ -216,7 +216,7 @@ class StepTime:
     """An iteration as predicted and as measured.
 
     Args:
-        predicted_ms, measured_ms: measured is `undisturbed_ms` of the iterations, as in the calibration.
+        predicted_ms, measured_ms: measured is the median of `repeats_ms`.
         repeats_ms: of each iteration, from when the last rank began until the last was done. Ranks are
             processes of one machine, so they read the same clock.
         as_planned: on every rank the calls, in their order and with their bytes, and the bytes that it holds
@@ -255,7 +255,7 @@ def compare_steps(
             StepTime(
                 config,
                 predicted.ms,
-                undisturbed_ms(repeats_ms),
+                statistics.median(repeats_ms),
                 tuple(repeats_ms),
                 all(_as_planned(predicted.plan, rank, seen) for rank, seen in enumerate(iterations)),
             )

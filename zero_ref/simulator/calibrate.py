@@ -95,7 +95,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Work:
+class Computation:
     """A piece of computing, timed once, while every rank did the same.
 
     Args:
@@ -340,7 +340,7 @@ def fit_links(
 
 
 def fit_device(
-    works: Iterable[Work], name: str = "this machine", *, resamples: int = 200, seed: int = 0
+    works: Iterable[Computation], name: str = "this machine", *, resamples: int = 200, seed: int = 0
 ) -> tuple[Device, dict[str, Fit]]:
     """What a rank computes with, while all ranks compute; and the fit of each kind of WORK.
 
@@ -371,7 +371,7 @@ def fit_device(
 
 def calibrate(
     measurements: Sequence[Measurement],
-    works: Sequence[Work],
+    works: Sequence[Computation],
     *,
     name: str = "this machine",
     backend: str = "gloo",

@@ -28,6 +28,7 @@ class Work:
     Args:
         tokens: of the rank's own part.
         recompute: activations are computed again in backward (checkpointing): a forward more.
+        attention_share: what attention adds to the operations of forward and backward, as a share of them.
         step_bytes: what an optimizer step reads and writes for each element that it updates. AdamW: value,
             gradient, two moments read, value and moments written, 4 bytes each; a mixed-precision step that
             reads 16-bit gradients and writes 16-bit parameters beside them comes to 28 too.
@@ -38,6 +39,7 @@ class Work:
     tokens: int
     recompute: bool = False
     step_bytes: float = 28.0
+    attention_share: float = 0.0
 
     def __post_init__(self) -> None:
         if self.tokens < 0 or self.step_bytes < 0:
@@ -49,13 +51,12 @@ class Work:
         """How long a device computes on so many elements.
 
         A forward takes 2 floating-point operations for each parameter and token, a backward twice that, and
-        a forward more if activations were not kept. Attention comes on top and is left out: at a sequence s
-        and width h it adds s / 6h.
+        a forward more if activations were not kept. Attention's products over the sequence come on top.
         """
         if operation.label == "step":
             return device.touch_ms(self.step_bytes * numel)
         passes = 1 if operation.label == "forward" else 3 if self.recompute else 2
-        return device.compute_ms(2.0 * passes * numel * self.tokens)
+        return device.compute_ms(2.0 * passes * numel * self.tokens * (1 + self.attention_share))
 
 
 class Price(NamedTuple):

@@ -120,7 +120,7 @@ class Scenario:
 
     @property
     def attention_share(self) -> float:
-        """What attention would add to the time of forward and backward, where it is left out.
+        """What attention adds to the operations of forward and backward, as a share of the parameters'.
 
         >>> from zero_ref.simulator.cluster import cluster
         >>> from zero_ref.simulator.models import MODELS
@@ -138,7 +138,12 @@ class Scenario:
     def work(self) -> Work:
         """A step reads value, gradient and state, and writes value and state, 4 bytes an element each."""
         step_bytes = 12 + 8 * state_rule(self.optimizer).tensors
-        return Work(self.tokens, recompute=self.checkpointing == "full", step_bytes=step_bytes)
+        return Work(
+            self.tokens,
+            recompute=self.checkpointing == "full",
+            step_bytes=step_bytes,
+            attention_share=self.attention_share,
+        )
 
     def schedule(self, strategy: str) -> Schedule:
         """The strategy's iteration. Options that it has no use for are not passed on."""
@@ -291,11 +296,10 @@ class Run:
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs utilisation: 6 operations for each parameter and token, of what the device can do.
-
-        Attention is left out, as in `Work`; what checkpointing computes again is no use and does not count.
+        """Model FLOPs utilisation: 6 operations for each parameter and token, and attention's, of what the
+        device can do. What checkpointing computes again is no use and does not count.
         """
-        operations = 6 * self.scenario.numel * self.scenario.tokens
+        operations = 6 * self.scenario.numel * self.scenario.tokens * (1 + self.scenario.attention_share)
         return operations / (self.iteration_ms * self.scenario.cluster.device.tflops * 1e9)
 
     def _an_iteration(self, amount: float) -> float:

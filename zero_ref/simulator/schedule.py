@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 
 from zero_ref.calls import Call
 from zero_ref.layout import BucketLayout, lay_out
@@ -286,21 +287,26 @@ def _stage_3(
 
     units = [unit(block, kept=not place) for place, block in enumerate(blocks) if block]
     trained = [number for number, param in enumerate(params) if param.trainable]
-    shards = [0] * world_size
-    state_bytes = [0] * world_size
+    # The first ranks have full chunks, one the rest, all others nothing: note where that changes, then add up.
+    shard_changes, state_changes = [0] * (world_size + 2), [0] * (world_size + 2)
     for number, param in enumerate(params):
-        whole, rest = divmod(rows[number], chunks[number]) if chunks[number] else (0, 0)
-        for rank in range(world_size):
-            numel = wide[number] * (chunks[number] if rank < whole else rest if rank == whole else 0)
-            shards[rank] += numel if param.trainable else 0
+        full_ranks, rest = divmod(rows[number], chunks[number]) if chunks[number] else (0, 0)
+        full, part = chunks[number] * wide[number], rest * wide[number]
+        for rank, change in ((0, full), (full_ranks, part - full), (full_ranks + 1, -part)):
+            if param.trainable:
+                shard_changes[rank] += change
             if param.trainable or rule.for_frozen:
-                state_bytes[rank] += rule.nbytes(numel, itemsize_of(param.dtype))
+                state_changes[rank] += rule.tensors * change * itemsize_of(param.dtype)
+        if param.trainable or rule.for_frozen:
+            state_changes[0] += rule.scalar_bytes  # on every rank, also where it has no rows
+    shards = list(accumulate(shard_changes))[:world_size]
+    state_bytes = accumulate(state_changes)
     return Schedule(
         stage_3(units, world_size, shards, prefetch=prefetch, activation_bytes=activation_bytes),
         world_size,
         (sum(padded),) * world_size,
         (sum(padded[number] for number in trained),) * world_size,
-        tuple(state_bytes),
+        tuple(islice(state_bytes, world_size)),
     )
 
 
