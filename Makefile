@@ -79,6 +79,7 @@ book: $(STAMP)  ## write the book to _build/html; a warning is an error
 	$(call step,book,\
 	    rm -rf _build; \
 	    $(BIN)/python book/vendor.py; \
+	    $(BIN)/python book/execute.py; \
 	    $(BIN)/jupyter-book build . -W -n --keep-going --all --quiet; \
 	    $(BIN)/python book/check_pages.py _build/html)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from zero_ref.lab import ranks
 from zero_ref.lab.benchmark import Effort, TrainingSize
 from zero_ref.lab.config import TRAINED, GPTConfig, TrainConfig
 from zero_ref.lab.step_times import Trial, compare_steps, predict_step, take_turns
@@ -18,28 +19,29 @@ LOOPBACK = cluster("loopback")
 
 
 @pytest.fixture(scope="module")
-def trial() -> Trial:
-    effort = Effort((1024, 4096, 16384), (TrainingSize(SMALL, 1),), rounds=1)
-    return take_turns(CONFIGS, effort, 2, turns=2, timeout=60)
+def trials() -> list[Trial]:
+    effort = Effort((1024, 4096, 16384), (TrainingSize(SMALL, 1),), rounds=2)
+    return ranks.run(take_turns, 2, CONFIGS, effort)
 
 
 @pytest.mark.ranks
 @pytest.mark.timeout(120)
-def test_each_turn_adds_its_times(trial: Trial) -> None:
-    assert len(trial.times.collectives) == 2 * 2 * 3, "two turns of two operations at three sizes"
-    assert {work.kind for work in trial.times.works} == {"train", "update"}
-    assert [[len(one.spans) for one in rank] for rank in trial.of_ranks] == [[2] * len(CONFIGS)] * 2
+def test_each_turn_adds_a_time_of_every_piece_and_of_every_iteration(trials: list[Trial]) -> None:
+    times = trials[0].times
+    assert len(times.collectives) == 2 * 2 * 3, "two turns of two operations at three sizes"
+    assert [work.kind for work in times.works] == ["train", "update"] * 2
+    assert [[len(one.spans) for one in trial.iterations] for trial in trials] == [[2] * len(CONFIGS)] * 2
 
 
 @pytest.mark.ranks
 @pytest.mark.timeout(120)
-def test_calls_and_bytes_are_as_planned_and_a_wrong_plan_is_noticed(trial: Trial) -> None:
-    compared = compare_steps(CONFIGS, LOOPBACK, trial.of_ranks)
+def test_calls_and_bytes_are_as_planned_and_a_wrong_plan_is_noticed(trials: list[Trial]) -> None:
+    compared = compare_steps(CONFIGS, LOOPBACK, trials)
     assert [one.config for one in compared] == CONFIGS
     assert all(one.as_planned for one in compared)
     assert all(len(one.repeats_ms) == 2 and one.measured_ms > 0 for one in compared)
     others = CONFIGS[2:] + CONFIGS[:2]  # each under the strategy of another
-    assert not any(one.as_planned for one in compare_steps(others, LOOPBACK, trial.of_ranks))
+    assert not any(one.as_planned for one in compare_steps(others, LOOPBACK, trials))
 
 
 def test_an_iteration_is_the_sum_of_its_parts_where_nothing_overlaps() -> None:

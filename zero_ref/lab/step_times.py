@@ -1,14 +1,12 @@
 """How long a whole iteration takes: predicted from a calibrated cluster, and measured on real ranks.
 
 `calibrate` fits collectives and computing one by one and never sees an iteration. Here all of it comes
-together, for the main job's GPT at sizes that no fit was made with: what `predict_ms` says before, `measure`
-finds on the ranks, with calls and bytes beside the times.
+together, for the main job's GPT at sizes that no fit was made with: what `predict_step` says before, and what
+`take_turns` finds on the ranks, calls and bytes beside the times.
 """
 
 from __future__ import annotations
 
-import itertools
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.calls import Call
-from zero_ref.lab import meter, ranks
+from zero_ref.lab import meter
 from zero_ref.lab.benchmark import Effort, Times, flops_of, time_collectives, time_training
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
@@ -28,6 +26,7 @@ from zero_ref.lab.ranks import device
 from zero_ref.lab.train import make_optimizer, predict
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.partition import plan_partition
+from zero_ref.simulator.calibrate import undisturbed_ms
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.models import from_module
 from zero_ref.simulator.play import Played, Work, play
@@ -117,18 +116,48 @@ class Iterations(NamedTuple):
     spans: list[tuple[float, float]]
 
 
-def measure(configs: Sequence[TrainConfig], rounds: int) -> list[Iterations]:
-    """Train each configuration for some iterations, all in turn, so that a busy moment meets each of them.
+OPS = ("all_reduce", "broadcast")
+"""What the main job's strategies send."""
+
+
+class Trial(NamedTuple):
+    """Pieces and whole iterations, timed in turns.
+
+    Args:
+        times: of collectives and computing, to calibrate with: the same on all ranks.
+        iterations: of each configuration.
+    """
+
+    times: Times
+    iterations: list[Iterations]
+
+
+def take_turns(configs: Sequence[TrainConfig], effort: Effort) -> Trial:
+    """Time each piece that a calibration needs once, then an iteration of each configuration, and again.
+
+    In turns, because a machine does other things too: what slows it down then meets both alike.
 
     Collective: all ranks of the default group, with equal arguments.
+    Args:
+        configs: to train. The pieces' models had better be others.
+        effort: the pieces; `rounds` is the number of turns.
     """
     runs = [_Run(config) for config in configs]
-    for number, run in itertools.product(range(FIRST_ITERATIONS + rounds), runs):
-        run.iterate(number, timed=number >= FIRST_ITERATIONS)
-    return [
-        Iterations(run.calls, meter.held_bytes(run.model.parameters(), run.optimizer), run.spans)
-        for run in runs
-    ]
+    times = Times([], [])
+    for number in range(FIRST_ITERATIONS + effort.rounds):
+        timed = number >= FIRST_ITERATIONS
+        if timed:
+            times.collectives.extend(time_collectives(effort.nbytes, 1, OPS))
+            times.works.extend(time_training(effort.training, 1))
+        for run in runs:
+            run.iterate(number, timed=timed)
+    return Trial(
+        times,
+        [
+            Iterations(run.calls, meter.held_bytes(run.model.parameters(), run.optimizer), run.spans)
+            for run in runs
+        ],
+    )
 
 
 class _Run:
@@ -168,46 +197,6 @@ def _now() -> float:
     return time.perf_counter()
 
 
-OPS = ("all_reduce", "broadcast")
-"""What the main job's strategies send."""
-
-
-class Trial(NamedTuple):
-    """Pieces and whole iterations, timed in turns.
-
-    Args:
-        times: of collectives and computing, to calibrate with.
-        of_ranks: what `measure` found on each rank.
-    """
-
-    times: Times
-    of_ranks: list[list[Iterations]]
-
-
-def take_turns(
-    configs: Sequence[TrainConfig], effort: Effort, world_size: int, *, turns: int = 2, timeout: float = 300.0
-) -> Trial:
-    """Time what a calibration needs, then whole iterations, and again: a machine's mood then meets both.
-
-    Args:
-        effort: of each turn, for pieces and for iterations.
-        timeout: seconds, of each part of a turn.
-    Raises:
-        RankError: a rank failed.
-    """
-    trial = Trial(Times([], []), [[] for _ in range(world_size)])
-    for turn in range(turns):
-        sent = ranks.run(time_collectives, world_size, effort.nbytes, effort.rounds, OPS, timeout=timeout)
-        trained = ranks.run(time_training, world_size, effort.training, effort.rounds, timeout=timeout)
-        trial.times.collectives.extend(sent[0])
-        trial.times.works.extend(trained[0])
-        iterated = ranks.run(measure, world_size, configs, effort.rounds, timeout=timeout)
-        for so_far, seen in zip(trial.of_ranks, iterated):
-            spans = [one.spans for one in so_far] if turn else [[] for _ in seen]
-            so_far[:] = [one._replace(spans=past + one.spans) for past, one in zip(spans, seen)]
-    return trial
-
-
 # ------------------------------------------------------------------------------------- one beside the other
 
 
@@ -216,7 +205,7 @@ class StepTime:
     """An iteration as predicted and as measured.
 
     Args:
-        predicted_ms, measured_ms: measured is the median of `repeats_ms`.
+        predicted_ms, measured_ms: measured is `undisturbed_ms` of the repeats, as in the calibration.
         repeats_ms: of each iteration, from when the last rank began until the last was done. Ranks are
             processes of one machine, so they read the same clock.
         as_planned: on every rank the calls, in their order and with their bytes, and the bytes that it holds
@@ -236,16 +225,16 @@ class StepTime:
 
 
 def compare_steps(
-    configs: Sequence[TrainConfig], cluster: Cluster, of_ranks: Sequence[Sequence[Iterations]]
+    configs: Sequence[TrainConfig], cluster: Cluster, trials: Sequence[Trial]
 ) -> list[StepTime]:
-    """Set what `predict_step` says beside what `measure` found.
+    """Set what `predict_step` says beside what was measured.
 
     Args:
-        of_ranks: what `measure(configs, ...)` returned on each rank.
+        trials: what `take_turns(configs, ...)` returned on each rank.
     """
-    world_size = len(of_ranks)
+    world_size = len(trials)
     compared = []
-    for config, iterations in zip(configs, zip(*of_ranks, strict=True), strict=True):
+    for config, iterations in zip(configs, zip(*(trial.iterations for trial in trials)), strict=True):
         predicted = predict_step(config, cluster, world_size)
         repeats_ms = [
             1e3 * (max(end for _, end in spans) - max(begin for begin, _ in spans))
@@ -255,7 +244,7 @@ def compare_steps(
             StepTime(
                 config,
                 predicted.ms,
-                statistics.median(repeats_ms),
+                undisturbed_ms(repeats_ms),
                 tuple(repeats_ms),
                 all(_as_planned(predicted.plan, rank, seen) for rank, seen in enumerate(iterations)),
             )

@@ -287,7 +287,7 @@ def _stage_3(
 
     units = [unit(block, kept=not place) for place, block in enumerate(blocks) if block]
     trained = [number for number, param in enumerate(params) if param.trainable]
-    # The first ranks have full chunks, one the rest, all others nothing: note where that changes, then add up.
+    # The first ranks have full chunks, one the rest, the others nothing: note where that changes, then add up.
     shard_changes, state_changes = [0] * (world_size + 2), [0] * (world_size + 2)
     for number, param in enumerate(params):
         full_ranks, rest = divmod(rows[number], chunks[number]) if chunks[number] else (0, 0)

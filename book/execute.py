@@ -1,0 +1,44 @@
+"""Run the notebooks of the table of contents, as many at a time as there are cores, for the book to show.
+
+    python book/execute.py
+
+jupyter-book would run them one after another. It takes from its cache what is there, so they are run before
+it starts, into that cache. The cache knows a notebook by its cells and not by the package that they import,
+so `make book` empties it first.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import yaml
+from jupyter_cache import get_cache
+from jupyter_cache.executors import load_executor
+
+CACHE = "_build/.jupyter_cache"  # where jupyter-book looks
+
+
+def main() -> int:
+    """Execute and cache; 1 if a notebook failed, with its traceback."""
+    root = Path(__file__).resolve().parent.parent
+    toc = yaml.safe_load((root / "_toc.yml").read_text())
+    timeout = yaml.safe_load((root / "_config.yml").read_text())["execute"]["timeout"]
+    pages = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
+    cache = get_cache(root / CACHE)
+    for page in pages:
+        notebook = root / f"{page}.ipynb"
+        if notebook.exists():
+            cache.add_nb_to_project(str(notebook))
+    logger = logging.getLogger("execute")
+    logger.setLevel(logging.ERROR)  # what fails is told below
+    result = load_executor("local-parallel", cache, logger=logger).run_and_cache(timeout=timeout)
+    failed = [*result.excepted, *result.errored]
+    for uri in failed:
+        print(f"{uri} failed:\n{cache.get_project_record(uri).traceback}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
