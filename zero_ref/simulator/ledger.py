@@ -166,14 +166,16 @@ class StateRule:
         tensors: how many tensors of the parameter's own size and dtype.
         scalar_bytes: of the zero-dimensional tensors beside them, such as `step`; float32 each.
         for_frozen: it keeps them for frozen parameters too, which it never updates.
+        itemsize: bytes of an element of those tensors; None for the parameter's own dtype, as torch.optim has.
     """
 
     tensors: int
     scalar_bytes: int
     for_frozen: bool = False
+    itemsize: int | None = None
 
     def nbytes(self, numel: int, itemsize: int) -> int:
-        return self.tensors * numel * itemsize + self.scalar_bytes
+        return self.tensors * numel * (self.itemsize or itemsize) + self.scalar_bytes
 
 
 STATE_RULES: dict[str, StateRule] = {
@@ -199,6 +201,9 @@ STATE_RULES: dict[str, StateRule] = {
 Counted from torch's own optimizers after a step (tests/test_ledger.py). The scalars are float32 unless
 torch's default dtype is float64.
 """
+
+MIXED_ADAMW = StateRule(3, 4, itemsize=4)
+"""Adam beside 16-bit parameters: an fp32 copy of the parameter, momentum and variance, as MIXED_16 counts."""
 
 _ITEMSIZE = ITEMSIZE | {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 # Integers cannot be trained, but a frozen parameter may hold them (quantised weights).

@@ -296,7 +296,7 @@ def _stage_3(
             if param.trainable:
                 shard_changes[rank] += change
             if param.trainable or rule.for_frozen:
-                state_changes[rank] += rule.tensors * change * itemsize_of(param.dtype)
+                state_changes[rank] += rule.nbytes(change, itemsize_of(param.dtype)) - rule.scalar_bytes
         if param.trainable or rule.for_frozen:
             state_changes[0] += rule.scalar_bytes  # on every rank, also where it has no rows
     shards = list(accumulate(shard_changes))[:world_size]
