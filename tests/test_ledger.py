@@ -15,6 +15,7 @@ from zero_ref.simulator.ledger import (
     FP32_16,
     FP32_GRADS_18,
     MIXED_16,
+    MIXED_ADAMW,
     STATE_RULES,
     UNITS,
     Convention,
@@ -154,6 +155,12 @@ def test_state_by_rank_by_hand() -> None:
     assert state_bytes_of_rank(partition, params) == (2 * 40 + 4, 2 * 6 + 4, 0)
     assert state_bytes_of_rank(partition, params, "SGD+momentum") == (40, 6, 0)
     assert state_bytes_of_rank(partition, params, StateRule(tensors=0, scalar_bytes=1)) == (1, 1, 0)
+
+
+def test_a_rule_may_keep_its_tensors_in_a_dtype_of_its_own() -> None:
+    assert StateRule(2, 4).nbytes(10, itemsize=2) == 2 * 10 * 2 + 4
+    assert StateRule(2, 4, itemsize=4).nbytes(10, itemsize=2) == 2 * 10 * 4 + 4
+    assert MIXED_ADAMW.nbytes(10, itemsize=2) == 10 * MIXED_16.optimizer + 4
 
 
 def test_the_worst_rank_of_whole_parameters_holds_more_than_the_formula_says() -> None:

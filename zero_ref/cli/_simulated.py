@@ -15,6 +15,7 @@ BETTER = {
     "bandwidth between nodes": "twice the bandwidth between nodes",
     "compute": "computing twice as fast",
     "memory bandwidth": "twice the memory bandwidth",
+    "even pace": "no rank slower than the others",
 }
 
 LABELS = ("forward", "gather", "backward", "reduce", "step", "broadcast", "average")
@@ -94,7 +95,7 @@ def print_runs(named: str, scenario: Scenario, runs: Sequence[Run], width: int |
     if pairwise and scenario.world_size > 2:
         console.print(
             f"{', '.join(pairwise)}: an owner receives each gradient from {scenario.world_size - 1:,} ranks, "
-            "one message from each; --native has a ring do it, as a GPU library would"
+            "one message from each; with --messages library a ring does it"
         )
     leaner = replace(scenario, checkpointing="full").activation_bytes
     kept = scenario.activation_bytes
@@ -105,7 +106,11 @@ def print_runs(named: str, scenario: Scenario, runs: Sequence[Run], width: int |
         )
     if share := scenario.attention_share:
         console.print(f"attention adds {share:.0%} to what the parameters' products take")
-    console.print("not counted: what the allocator and libraries keep, other jobs' traffic")
+    device = cluster.device
+    console.print(
+        f"supposed: products at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at their full rate"
+    )
+    console.print("not counted: starting kernels, the allocator, what libraries keep, other jobs' traffic")
 
 
 Row = tuple[str, list[str], str]

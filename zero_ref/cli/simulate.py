@@ -21,7 +21,7 @@ from zero_ref.simulator.trace import write_trace
 
 USED_BY: dict[str, tuple[str, ...]] = {
     "overlap": tuple(name for name, plan in STRATEGIES.items() if plan.partition),
-    "native": tuple(name for name, plan in STRATEGIES.items() if plan.partition),
+    "messages": tuple(name for name, plan in STRATEGIES.items() if plan.partition),
     "bucket_mib": tuple(name for name, plan in STRATEGIES.items() if plan.stage < 3),
     "prefetch": tuple(name for name, plan in STRATEGIES.items() if plan.stage == 3),
     "period": ("local-sgd",),
@@ -104,10 +104,11 @@ def register_simulate(subparsers: Subparsers) -> None:
         help="; ".join(f"{name}: {what}" for name, what in CHECKPOINTING.items()) + " (default: %(default)s)",
     )
     parser.add_argument(
-        "--native",
-        action="store_true",
-        default=None,
-        help="one reduce for each owner and one all-gather, in place of this package's messages",
+        "--messages",
+        choices=["package", "library"],
+        metavar="WHOSE",
+        help="package: this one's, gradients straight to their owners, a broadcast from each; library: one "
+        "reduce for each owner and one all-gather (default: library where the backend is NCCL)",
     )
     parser.add_argument("--prefetch", type=_whole, metavar="UNITS", help="of zero-3 (default: 1)")
     parser.add_argument("--period", type=positive, metavar="H", help="of local-sgd (default: 8)")
@@ -124,7 +125,7 @@ def register_simulate(subparsers: Subparsers) -> None:
         type=_share,
         default=0.0,
         metavar="SHARE",
-        help="standard deviation of each computation's length, as a share of it (default: 0)",
+        help="standard deviation of the ranks' computing times, as a share of them (default: 0)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the jitter (default: 0)")
     parser.add_argument("--trace", metavar="FILE", help="write timelines here, for https://ui.perfetto.dev")
@@ -172,7 +173,7 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
         way=(arguments.overlap or "plain").replace("-", "_"),
         bucket_bytes=None if arguments.bucket_mib is None else math.ceil(arguments.bucket_mib * MIB),
         checkpointing=arguments.checkpointing,
-        native=bool(arguments.native),
+        native=None if arguments.messages is None else arguments.messages == "library",
         prefetch=1 if arguments.prefetch is None else arguments.prefetch,
         period=arguments.period or 8,
     )
@@ -222,9 +223,7 @@ def _write_trace(path: str, runs: Sequence[Run]) -> None:
         for rank in sorted({0, run.fullest, *run.played.slow}):
             title = f"{run.strategy}, rank {rank}"
             timelines[title] = run.played.timeline(rank)
-            held = run.memories[rank]
-            held_bytes = held.total_bytes - held.gradient_bytes - held.communication_bytes
-            memory[title] = run.played.memory(rank, round(held_bytes - held.activation_bytes))
+            memory[title] = run.memory_curve(rank)
     try:
         write_trace(path, timelines, memory)
     except OSError as error:

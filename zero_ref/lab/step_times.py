@@ -25,12 +25,11 @@ from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.ranks import device
 from zero_ref.lab.train import make_optimizer, predict
 from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.partition import plan_partition
 from zero_ref.simulator.calibrate import undisturbed_ms
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.models import from_module
 from zero_ref.simulator.play import Played, Work, play
-from zero_ref.simulator.schedule import STRATEGIES, Schedule
+from zero_ref.simulator.schedule import Schedule
 
 FIRST_ITERATIONS = 3
 """Not timed: DDP builds its buckets anew after the first, the optimizer makes its state, memory is fresh."""
@@ -39,24 +38,16 @@ FIRST_ITERATIONS = 3
 # -------------------------------------------------------------------------------------------- predicted
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """An iteration before it is made.
-
-    Args:
-        played: its schedule on the cluster, by operations and bytes.
-        overhead_ms: what each tensor costs beside them: `overhead_us` of the device in forward and backward,
-            `update_overhead_us` in the update. Of weight on small models.
-    """
+class Predicted(NamedTuple):
+    """An iteration before it is made: its schedule, and that schedule played on a cluster."""
 
     plan: Schedule
     played: Played
-    overhead_ms: float
 
     @property
     def ms(self) -> float:
-        """Of the whole iteration. Where computing and sending overlap this is a little too long."""
-        return self.played.makespan_ms + self.overhead_ms
+        """Of the whole iteration."""
+        return self.played.iteration_ms
 
 
 def predict_step(config: TrainConfig, cluster: Cluster, world_size: int) -> Predicted:
@@ -76,20 +67,9 @@ def predict_step(config: TrainConfig, cluster: Cluster, world_size: int) -> Pred
     with torch.device("meta"):
         params = from_module(GPT(config.model))
     numel = sum(param.numel for param in params)
-    # Tokens that make as many operations without attention as there are with it: the calibration counts both.
-    tokens = round(flops_of(config.model, config.batch_size) / (6 * numel))
-    rule = STRATEGIES[config.strategy].partition
-    owned = (
-        [len(params)]
-        if rule is None
-        else [len(slices) for slices in plan_partition(rule, params, world_size).slices_of_rank]
-    )
-    computing = cluster.device
-    return Predicted(
-        plan,
-        play(plan, cluster, Work(tokens)),
-        computing.compute_ms(0, tensors=len(params)) + computing.touch_ms(0, tensors=max(owned)),
-    )
+    tokens = config.batch_size * config.model.context
+    attention_share = flops_of(config.model, config.batch_size) / (6 * numel * tokens) - 1
+    return Predicted(plan, play(plan, cluster, Work(tokens, attention_share=attention_share)))
 
 
 @lru_cache(maxsize=64)

@@ -7,6 +7,13 @@ Standard library only, so it runs where torch is not installed, and inside a web
 - `activations`: what the forward pass keeps for the backward pass, with and without checkpointing;
 - `memory`: everything that lies on a rank, item by item, on average and exactly for a partition;
 - `shortfall`: why that is more than 1/N of what one rank alone would hold;
-- `schedule`: what a strategy sends in one iteration, call by call;
-- `timeline`: when each part of an iteration happens, and what hides behind what.
+- `operations`: one iteration in order: what is computed, what is sent, what waits for what;
+- `schedule`: the iteration of a strategy, its calls one by one, and what each rank holds;
+- `timeline`: when each part of an iteration happens on a rank, and what hides behind what;
+- `cluster`: links and devices, and what each collective costs on them;
+- `play`: a schedule on a cluster: times, memory over time, the critical path, slow ranks;
+- `trace`: timelines as a file that Perfetto shows;
+- `sensitivity`: which circumstance changes the conclusion, and what would make an iteration faster;
+- `calibrate`: from measured times to a cluster, with bounds on the error;
+- `scenario`: all of it together, from a model's name to memory, traffic and time.
 """

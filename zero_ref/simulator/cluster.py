@@ -166,7 +166,7 @@ class Device:
 
     Args:
         tflops: 10^12 operations a second that it can do at most on the dtype that the model is trained in.
-        reached: the share of `tflops` that training reaches.
+        reached: the share of `tflops` that the model's products are supposed to reach.
         memory_gb: 10^9 bytes of memory; None where it is not known.
         memory_gb_per_s: 10^9 bytes a second that it reads or writes: what an optimizer step is made of.
         overhead_us: microseconds of forward and backward for each parameter tensor, beside its operations.
@@ -276,12 +276,14 @@ class Cluster:
         *,
         algorithm: str = "auto",
         shares: Sequence[float] | None = None,
+        follows: bool = False,
     ) -> float:
         """How long a collective takes, if all ranks call it together and the network is free.
 
         Over several nodes a ring's bytes leave a node through all of its ranks' links to the outside at once,
-        so the slower of one rank's inner link and a node's outer links together sets the pace. Of an
-        exchange, each rank's own bytes pass its own outer link. A send then goes to another node.
+        so the slower of one rank's inner link and a node's outer links together sets the pace; a last node
+        that is not full has fewer of these. Of an exchange, each rank's own bytes pass its own outer link. A
+        send then goes to another node.
 
         >>> h100 = cluster("h100-ib")
         >>> {name: round(h100.ms("all_reduce", 1e3, 1024, algorithm=name), 3) for name in ALGORITHMS}
@@ -289,23 +291,33 @@ class Cluster:
 
         Args: as `traffic`, and
             algorithm: "auto" takes the faster of ring and tree, as NCCL tries to.
+            follows: right behind a call of the same kind. Around NCCL's rings a broadcast or reduce then does
+                not wait until the one before has reached the last rank: it adds its bytes and one round.
+                That is reasoned, not measured.
         Raises:
             ValueError: as `traffic`.
-        Source: latencies of rings and trees as in NCCL's tuning model (src/graph/tuning.cc).
+        Source: a ring through all nodes crosses from each node to the next once; the tree is that of NCCL's
+            tuning model (src/graph/tuning.cc).
         """
         _check_name("algorithm", algorithm, ALGORITHMS)
         if algorithm == "auto":
             has_tree = self.backend == "nccl" and op == "all_reduce"
             choice = ("ring", "tree") if has_tree else ("ring",)
-            return min(self.ms(op, nbytes, world_size, algorithm=one, shares=shares) for one in choice)
+            return min(
+                self.ms(op, nbytes, world_size, algorithm=one, shares=shares, follows=follows)
+                for one in choice
+            )
         load = traffic(op, nbytes, world_size, backend=self.backend, algorithm=algorithm, shares=shares)
+        if follows and self.backend == "nccl" and op in ("broadcast", "reduce"):
+            load = load._replace(rounds=min(load.rounds, 1))
         within = self.link_of_op.get(op, self.within)
         nodes = self.nodes(world_size)
         inside_bytes = load.total_bytes / nodes if self.shared else load.busiest_bytes
+        in_last_node = world_size - (nodes - 1) * self.ranks_per_node
         if op in ("exchange", "send"):
             if nodes == 1:
                 return within.ms(load.rounds, inside_bytes)
-            outside = 1.0 if op == "send" else (world_size - self.ranks_per_node) / (world_size - 1)
+            outside = 1.0 if op == "send" else (world_size - in_last_node) / (world_size - 1)
             return max(
                 within.ms(load.rounds, inside_bytes * (1 - outside)),
                 self.between.ms(load.rounds, load.busiest_bytes * outside),
@@ -314,7 +326,7 @@ class Cluster:
         inside_ms = within.ms(hops_inside, inside_bytes)
         if nodes == 1:
             return inside_ms
-        node = Link(self.between.latency_us, self.between.gb_per_s * self.ranks_per_node)
+        node = Link(self.between.latency_us, self.between.gb_per_s * in_last_node)
         return max(
             inside_ms + node.ms(hops_outside, 0),
             within.ms(hops_inside, 0) + node.ms(hops_outside, load.busiest_bytes),
@@ -382,6 +394,8 @@ class Cluster:
 
 # ------------------------------------------------------------------------------------------- the presets
 
+# Published shares of the peak are of whole runs, so some waiting is in them already: a time made of them and
+# of communication on top is a little too long.
 V100 = Device("V100 32 GB", tflops=125, reached=0.35, memory_gb=32, memory_gb_per_s=900)
 A100 = Device("A100 80 GB", tflops=312, reached=0.45, memory_gb=80, memory_gb_per_s=2039)
 H100 = Device("H100 80 GB", tflops=989, reached=0.40, memory_gb=80, memory_gb_per_s=3350)
@@ -431,16 +445,18 @@ CLUSTERS: dict[str, Cluster] = {
             ranks_per_node=8,
             within=Link(_NVLINK_US, 300),
             between=Link(_ETHERNET_US, 6.25),
-            source="As a100-ib, with 400 Gb/s of Ethernet for a node's 8 GPUs together, as AWS p4d.24xlarge.",
+            source="As a100-ib, with 400 Gb/s of Ethernet for a node's 8 GPUs together: AWS p4de.24xlarge.",
         ),
         Cluster(
             "rtx4090-10gbe",
             RTX4090,
             ranks_per_node=4,
-            within=Link(_PCIE_US, 32),
+            within=Link(_PCIE_US, 16),
             between=Link(_ETHERNET_US, 0.3125),
             source="NVIDIA Ada whitepaper: 165 TFLOPS dense bf16 with fp32 sums, 24 GB, 1,008 GB/s; PCIe 4.0 "
-            "x16, 32 GB/s each way; 10 Gb/s Ethernet for a workstation's four GPUs together.",
+            "x16 has 32 GB/s each way, of which we suppose half: these cards reach each other through "
+            "the host's memory; 10 Gb/s Ethernet for a workstation's four GPUs together. Share of the peak: "
+            "supposed.",
         ),
         Cluster(
             "loopback",

@@ -166,7 +166,7 @@ class StateRule:
         tensors: how many tensors of the parameter's own size and dtype.
         scalar_bytes: of the zero-dimensional tensors beside them, such as `step`; float32 each.
         for_frozen: it keeps them for frozen parameters too, which it never updates.
-        itemsize: bytes of an element of those tensors; None for the parameter's own dtype, as torch.optim has.
+        itemsize: bytes of an element of those tensors; None for the parameter's own dtype, as torch.optim.
     """
 
     tensors: int

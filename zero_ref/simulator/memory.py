@@ -43,10 +43,12 @@ class Recipe:
             that the convention counts.
         gradient_as_bucket_view: DDP's. False, which is its default, costs a second copy of the gradients.
         bucket_bytes: of the buffer for what travels at stages 1 and 2; 0 if it is sent from where it lies.
-        gathered_units: how many units of `models.blocks` are whole at one time at stage 3: the one that is
-            computed, and those that are fetched ahead.
+        gathered_units: how many blocks of `models.blocks` are whole at one time at stage 3, beside the root:
+            the one that is computed, and those that are fetched ahead.
         flat: trainable parameters lie in the flat tensors of `layout.lay_out`, at stages 1 and 2. New
             parameters are then sent from there.
+        buckets_stay: DDP's buckets are not given back at stage 2, as under this package's `reduce_to_owners`,
+            which releases gradients and not the buckets that they were reduced from.
         activation_bytes: of one rank, such as `activations.activation_bytes` gives.
     Raises:
         ValueError: a stage, name or number is not accepted.
@@ -59,6 +61,7 @@ class Recipe:
     bucket_bytes: int = 25 * UNITS["MiB"]
     gathered_units: int = 2
     flat: bool = False
+    buckets_stay: bool = False
     activation_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -128,7 +131,7 @@ def average_memory(params: Sequence[ParamSpec], world_size: int, recipe: Recipe)
     >>> memory = average_memory(specs(shapes("llama3-70b")), 512, Recipe(stage=3))
     >>> {item: format_bytes(nbytes, "GB") for item, nbytes in memory.items.items() if nbytes > 1e6}
     {'parameters': '0.28 GB', 'gradients': '0.28 GB', 'master copies': '0.55 GB', 'moments': '1.10 GB',
-     'communication': '10.12 GB'}
+     'communication': '11.83 GB'}
 
     Args:
         params: in registration order; names tell the units of stage 3.
@@ -259,7 +262,9 @@ def _total(pieces: Iterable[tuple[int, StateBytes]]) -> StateBytes:
 
 
 def _gradient_bucket_bytes(whole: StateBytes, recipe: Recipe) -> int:
-    return whole.grads if recipe.stage <= 1 and not recipe.gradient_as_bucket_view else 0
+    if recipe.stage == 2:
+        return whole.grads if recipe.buckets_stay else 0
+    return whole.grads if recipe.stage < 2 and not recipe.gradient_as_bucket_view else 0
 
 
 def _communication_bytes(params: Sequence[ParamSpec], world_size: int, recipe: Recipe) -> int:
@@ -268,8 +273,9 @@ def _communication_bytes(params: Sequence[ParamSpec], world_size: int, recipe: R
     cost_of_param = costs(params, recipe)
     if recipe.stage == 3:
         units = [_total((params[i].numel, cost_of_param[i]) for i in unit) for unit in blocks(params)]
-        gathered = sorted((unit.params for unit in units), reverse=True)[: recipe.gathered_units]
-        return sum(gathered) + max(unit.grads for unit in units)
+        root, *others = units
+        gathered = sorted((unit.params for unit in others), reverse=True)[: recipe.gathered_units]
+        return root.params + sum(gathered) + max(unit.grads for unit in units)
     trainable = [i for i, param in enumerate(params) if param.trainable]
     sent = 0 if recipe.flat else sum(params[i].numel * cost_of_param[i].params for i in trainable)
     reduced = whole_bytes(params, recipe).grads if recipe.stage == 2 else 0

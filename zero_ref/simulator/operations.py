@@ -35,6 +35,7 @@ class Operation(NamedTuple):
         part: the gradient bucket, block or iteration that it is about; None for all.
         after: positions in the list of operations that must be over before this one begins.
         numel: elements that each rank computes on, unless `shares` says who computes on how many.
+        tensors: parameters that they are of; of a step, on the rank that updates most.
         op: what is asked of the network, an operation of `cluster.OPERATIONS`; "" for computing.
         nbytes: its payload.
         owner: the source of a broadcast.
@@ -55,6 +56,7 @@ class Operation(NamedTuple):
     shares: tuple[tuple[int, int], ...] | None = None
     takes: int = 0
     gives: int = 0
+    tensors: int = 0
 
     def calls_of(self, rank: int, world_size: int) -> list[Call]:
         """What one rank asks of the network: nothing when it computes, several messages of an exchange.
@@ -146,7 +148,8 @@ def data_parallel(
     trainable = [number for number, param in enumerate(params) if param.trainable]
     updating = SIDE_STREAM if way == "interleaved" and side_stream else COMPUTE
 
-    listed = [Operation("forward", COMPUTE, numel=sum(param.numel for param in params), takes=sum(freed))]
+    elements = sum(param.numel for param in params)
+    listed = [Operation("forward", COMPUTE, numel=elements, tensors=len(params), takes=sum(freed))]
     at: dict[tuple[str, int], int] = {}  # where the last operation of this label and bucket stands
     for label, parts in order(len(buckets), way):
         # step() updates all that can be trained, also what is in none of the buckets that were given.
@@ -156,26 +159,33 @@ def data_parallel(
         after = (at[needs, parts[-1]],) if needs and parts else ()
         if label == "backward":
             numel, size, gives = numels[parts[0]], sizes[parts[0]], freed[parts[0]]
-            listed.append(Operation(label, COMPUTE, part, numel=numel, takes=size, gives=gives))
+            tensors = len(buckets[parts[0]])
+            listed.append(
+                Operation(label, COMPUTE, part, numel=numel, tensors=tensors, takes=size, gives=gives)
+            )
         elif label == "reduce":
             size = sizes[parts[0]]
             reduce = Operation(label, NETWORK, part, after, op="all_reduce", nbytes=size)
-            owned = _bytes_of_owners(partition, params, buckets[parts[0]]) if partition and to_owners else ()
-            if owned and native:
+            if partition is None or not to_owners:
+                listed.append(reduce)
+            elif native:
                 listed += [
                     reduce._replace(
                         op="reduce", nbytes=nbytes, owner=owner, shares=((owner, nbytes),), gives=nbytes
                     )
-                    for owner, nbytes in owned
+                    for owner, nbytes in _bytes_of_owners(partition, params, buckets[parts[0]])
                 ]
-            elif owned:
-                listed.append(reduce._replace(op="exchange", shares=owned, gives=size))
             else:
-                listed.append(reduce)
+                owned = _bytes_of_owners(partition, params, buckets[parts[0]])
+                listed.append(reduce._replace(op="exchange", shares=owned, gives=size))
         elif label == "step":
             numel = sum(params[number].numel for number in members)
-            shares = None if partition is None else _numels_of_owners(partition, members)
-            listed.append(Operation(label, updating, part, after, numel=numel, shares=shares))
+            shares, tensors = None, len(members)
+            if partition is not None:
+                shares, tensors = _owned_of(partition, members)
+            listed.append(
+                Operation(label, updating, part, after, numel=numel, shares=shares, tensors=tensors)
+            )
         else:
             calls = broadcasts_of(messages, params, frozenset(members))
             if native and part is None and calls:
@@ -228,12 +238,15 @@ def _bytes_of_owners(
     return _sorted_shares(nbytes_of_rank)
 
 
-def _numels_of_owners(partition: Partition, members: Iterable[int]) -> tuple[tuple[int, int], ...]:
+def _owned_of(partition: Partition, members: Iterable[int]) -> tuple[tuple[tuple[int, int], ...], int]:
+    """The elements that each owner updates, and of how many parameters the one that has most."""
     numel_of_rank: dict[int, int] = {}
+    pieces_of_rank: dict[int, int] = {}
     for number in members:
         for piece, owner in partition.pieces_of_param[number]:
             numel_of_rank[owner] = numel_of_rank.get(owner, 0) + piece.numel
-    return _sorted_shares(numel_of_rank)
+            pieces_of_rank[owner] = pieces_of_rank.get(owner, 0) + 1
+    return _sorted_shares(numel_of_rank), max(pieces_of_rank.values(), default=0)
 
 
 def _sorted_shares(of_rank: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
@@ -251,12 +264,14 @@ class Unit(NamedTuple):
         gathered_bytes: of the whole unit, padded so that each rank has as much of it.
         reduced_bytes: of its gradients, padded in the same way; frozen parameters have none.
         kept: not freed between its forward and its backward: the root's parameters, which both ends need.
+        tensors: how many parameters.
     """
 
     numel: int
     gathered_bytes: int
     reduced_bytes: int
     kept: bool = False
+    tensors: int = 0
 
 
 def stage_3(
@@ -304,6 +319,7 @@ def stage_3(
         ]
         for position, part in enumerate(sequence):
             unit = units[part]
+            compute = Operation(label, COMPUTE, part, numel=unit.numel, tensors=unit.tensors)
             while to_gather and to_gather[0] in sequence[: position + prefetch + 1]:
                 ahead = to_gather.pop(0)
                 size = units[ahead].gathered_bytes
@@ -316,18 +332,10 @@ def stage_3(
             computed = (len(listed),)
             if label == "forward":
                 gives = 0 if unit.kept else held
-                add(
-                    Operation(
-                        label, COMPUTE, part, gathered, numel=unit.numel, takes=freed[part], gives=gives
-                    ),
-                    part,
-                )
+                add(compute._replace(after=gathered, takes=freed[part], gives=gives), part)
                 continue
             gives = held + freed[part]
-            add(
-                Operation(label, COMPUTE, part, gathered, unit.numel, takes=unit.reduced_bytes, gives=gives),
-                part,
-            )
+            add(compute._replace(after=gathered, takes=unit.reduced_bytes, gives=gives), part)
             if world_size > 1 and unit.reduced_bytes:
                 size = unit.reduced_bytes
                 gives = size - size // world_size
@@ -346,6 +354,7 @@ def stage_3(
             () if reduced is None else (reduced,),
             numel=sum(shards),
             shares=tuple(enumerate(shards)),
+            tensors=sum(unit.tensors for unit in units if unit.reduced_bytes),
         )
     )
     return tuple(listed)
@@ -384,16 +393,25 @@ def local_sgd(
     freed = shared_out(activation_bytes, numels)
     listed: list[Operation] = []
     for iteration in range(period):
-        listed.append(
-            Operation("forward", COMPUTE, numel=sum(param.numel for param in params), takes=sum(freed))
-        )
+        elements = sum(param.numel for param in params)
+        listed.append(Operation("forward", COMPUTE, numel=elements, tensors=len(params), takes=sum(freed)))
         listed += [
-            Operation("backward", COMPUTE, part, numel=numels[part], takes=nbytes[part], gives=freed[part])
-            for part in range(len(buckets))
+            Operation(
+                "backward",
+                COMPUTE,
+                part,
+                (),
+                numels[part],
+                takes=size,
+                gives=freed[part],
+                tensors=len(bucket),
+            )
+            for part, (bucket, size) in enumerate(zip(buckets, nbytes))
         ]
         # The gradients are freed before the next forward; those of the last iteration are still there.
         gives = sum(nbytes) if iteration < period - 1 else 0
-        listed.append(Operation("step", COMPUTE, numel=sum(numels), gives=gives))
+        tensors = sum(len(bucket) for bucket in buckets)
+        listed.append(Operation("step", COMPUTE, numel=sum(numels), tensors=tensors, gives=gives))
     trained = [param for param in params if param.trainable]
     size = sum(param.numel for param in trained) * _promoted_itemsize({param.dtype for param in trained})
     listed.append(Operation("average", NETWORK, None, (len(listed) - 1,), op="all_reduce", nbytes=size))

@@ -7,6 +7,7 @@ a late rank makes all others wait, and whoever waits shows it. No random event u
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,10 +43,9 @@ class Work:
     attention_share: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.tokens < 0 or self.step_bytes < 0:
-            raise ValueError(
-                f"tokens and step_bytes must be 0 or more, got {self.tokens} and {self.step_bytes:g}."
-            )
+        for name in ("tokens", "step_bytes", "attention_share"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}.")
 
     def compute_ms(self, operation: Operation, numel: int, device: Device) -> float:
         """How long a device computes on so many elements.
@@ -54,9 +54,10 @@ class Work:
         a forward more if activations were not kept. Attention's products over the sequence come on top.
         """
         if operation.label == "step":
-            return device.touch_ms(self.step_bytes * numel)
+            return device.touch_ms(self.step_bytes * numel, operation.tensors)
         passes = 1 if operation.label == "forward" else 3 if self.recompute else 2
-        return device.compute_ms(2.0 * passes * numel * self.tokens * (1 + self.attention_share))
+        flops = 2.0 * passes * numel * self.tokens * (1 + self.attention_share)
+        return device.compute_ms(flops, operation.tensors * passes / 3)
 
 
 class Price(NamedTuple):
@@ -78,10 +79,14 @@ def price(plan: Schedule, cluster: Cluster, work: Work) -> list[Price]:
     [('forward', 20.7), ('backward', 41.4), ('reduce', 10.1), ('step', 8.4)]
     """
     prices = []
+    previous: Operation | None = None  # on the network
     for one in plan.operations:
         if one.lane == NETWORK:
             shares = None if one.op != "exchange" else [nbytes for _, nbytes in one.shares or ()]
-            prices.append(Price(cluster.ms(one.op, one.nbytes, plan.world_size, shares=shares)))
+            follows = previous is not None and (previous.op, previous.after) == (one.op, one.after)
+            ms = cluster.ms(one.op, one.nbytes, plan.world_size, shares=shares or None, follows=follows)
+            prices.append(Price(ms))
+            previous = one
         elif one.shares is None:
             prices.append(Price(work.compute_ms(one, one.numel, cluster.device)))
         else:
@@ -112,6 +117,7 @@ class Played:
     """What `play` found: for all ranks the end of each operation, and any rank's timeline on request.
 
     Args:
+        pace: how many times as long each rank computes.
         begin_ms, end_ms: of each operation; of computing, those of the rank that ends last.
         last_rank: that rank; None for the network.
     """
@@ -122,6 +128,7 @@ class Played:
     slow: Mapping[int, float]
     jitter: float
     seed: int
+    pace: Sequence[float] = field(repr=False)
     begin_ms: Sequence[float] = field(repr=False)
     end_ms: Sequence[float] = field(repr=False)
     last_rank: Sequence[int | None] = field(repr=False)
@@ -155,7 +162,6 @@ class Played:
     def _of_rank(self, rank: int) -> Iterator[tuple[Operation, float, float]]:
         """Each operation as one rank sees it: the ends of the network's are known, its own follow."""
         free_ms: dict[str, float] = {}
-        pace = _Pace(rank, self.slow, self.jitter, self.seed)
         for place, (one, cost) in enumerate(zip(self.plan.operations, self.prices)):
             if one.lane == NETWORK:
                 yield one, self.begin_ms[place], self.end_ms[place]
@@ -165,26 +171,34 @@ class Played:
             waits = max((self.end_ms[before] for before in one.after), default=0.0)
             lane = self._lane_of(one)
             start = max(free_ms.get(lane, 0.0), waits)
-            free_ms[lane] = start + pace.of(one) * cost.of_rank.get(rank, cost.ms)
+            free_ms[lane] = start + self.pace[rank] * cost.of_rank.get(rank, cost.ms)
             yield one, start, free_ms[lane]
 
     def _lane_of(self, one: Operation) -> str:
         """Where nothing overlaps, nothing is computed beside backward either."""
         return COMPUTE if one.lane != NETWORK and not self.overlaps else one.lane
 
-    def memory(self, rank: int = 0, held_bytes: int | None = None) -> list[tuple[float, int]]:
+    def memory(
+        self, rank: int = 0, held_bytes: int | None = None, *, gradients_stay: bool = False
+    ) -> list[tuple[float, int]]:
         """Bytes that a rank holds, each time they change: (milliseconds, bytes from then on).
 
         Args:
             held_bytes: at the beginning; None for the rank's parameters and optimizer state.
+            gradients_stay: they lie in DDP's buckets for good, so `held_bytes` has them and nothing of them
+                is taken in backward or given back.
         """
         if held_bytes is None:
             held_bytes = self.plan.parameter_bytes[rank] + self.plan.state_bytes[rank]
+            held_bytes += self.plan.gradient_bytes[rank] if gradients_stay else 0
         changes: dict[float, int] = {0.0: 0}
         for one, start, stop in self._of_rank(rank):
+            of_gradients = one.label in ("reduce", "step")
+            takes = 0 if gradients_stay and one.label == "backward" else one.takes
             own = dict(one.shares or ()).get(rank, 0) if one.op else 0
-            changes[start] = changes.get(start, 0) + one.takes
-            changes[stop] = changes.get(stop, 0) - one.gives + own
+            gives = 0 if gradients_stay and of_gradients else one.gives - own
+            changes[start] = changes.get(start, 0) + takes
+            changes[stop] = changes.get(stop, 0) - gives
         curve = []
         for moment in sorted(changes):
             held_bytes += changes[moment]
@@ -264,22 +278,23 @@ def play(
 
     Args:
         slow: for a rank, how many times as long it computes.
-        jitter: standard deviation of each computation's length, as a share of it.
+        jitter: standard deviation of the ranks' computing times, as a share of them: each rank draws once.
         seed: of the jitter.
     Raises:
         ValueError: a jitter that is negative, or a slow rank that does not exist or is not above 0.
     """
     slow = dict(slow or {})
     for rank, factor in slow.items():
-        if not 0 <= rank < plan.world_size or factor <= 0:
+        if rank not in range(plan.world_size) or not (math.isfinite(factor) and factor > 0):
             raise ValueError(
                 f"slow takes ranks 0 to {plan.world_size - 1} and factors above 0; got {factor:g} for {rank}."
             )
-    if jitter < 0:
-        raise ValueError(f"jitter is a share of each computation's length, 0 or more; got {jitter:g}.")
+    if not (math.isfinite(jitter) and jitter >= 0):
+        raise ValueError(f"jitter is a share of each rank's computing time, 0 or more; got {jitter:g}.")
     prices = price(plan, cluster, work)
     ranks = range(plan.world_size)
-    paces = [_Pace(rank, slow, jitter, seed) for rank in ranks]
+    draw = random.Random(seed)
+    pace = [slow.get(rank, 1.0) * max(0.0, draw.gauss(1.0, jitter)) for rank in ranks]
     alike = not slow and not jitter
     free_ms: dict[str, list[float]] = {}  # of each computing lane, on each rank
     network_ms = 0.0
@@ -309,7 +324,7 @@ def play(
                 else [cost.ms] * len(ranks)
             )
             if not alike:
-                lengths = [pace.of(one) * ms for pace, ms in zip(paces, lengths)]
+                lengths = [factor * ms for factor, ms in zip(pace, lengths)]
             ended = [start + ms for start, ms in zip(started, lengths)]
         else:
             ended = [start + cost.ms for start in started]
@@ -319,18 +334,4 @@ def play(
         begin_ms.append(started[rank])
         end_ms.append(latest)
         last_rank.append(rank)
-    return Played(plan, prices, cluster.overlaps, slow, jitter, seed, begin_ms, end_ms, last_rank)
-
-
-class _Pace:
-    """How many times as long a rank takes for each operation, in their order: the same on each replay."""
-
-    def __init__(self, rank: int, slow: Mapping[int, float], jitter: float, seed: int) -> None:
-        self.factor = slow.get(rank, 1.0)
-        self.jitter = jitter
-        self.random = random.Random(f"{seed}/{rank}") if jitter else None
-
-    def of(self, operation: Operation) -> float:
-        if self.random is None:
-            return self.factor
-        return self.factor * max(0.0, self.random.gauss(1.0, self.jitter))
+    return Played(plan, prices, cluster.overlaps, slow, jitter, seed, pace, begin_ms, end_ms, last_rank)

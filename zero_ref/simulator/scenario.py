@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from zero_ref.partition import ParamSpec, plan_partition
-from zero_ref.simulator.activations import activation_bytes, head_bytes
+from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
 from zero_ref.simulator.cluster import Cluster
-from zero_ref.simulator.ledger import state_rule
+from zero_ref.simulator.ledger import StateRule, nbytes_of, state_rule
 from zero_ref.simulator.memory import Memory, Recipe, average_memory, memory_of_ranks
 from zero_ref.simulator.models import GPT2, Architecture, Llama, ParamShape, blocks, specs
+from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.play import Played, Work, play
-from zero_ref.simulator.schedule import MIB, STRATEGIES, Schedule, ddp_buckets, schedule
+from zero_ref.simulator.schedule import STRATEGIES, Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
 from zero_ref.simulator.timeline import Timeline
 
@@ -38,7 +39,7 @@ class Scenario:
     >>> scenario = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), world_size=64)
     >>> run = scenario.run("zero-3")
     >>> round(run.iteration_ms), round(run.memory.total_bytes / 1e9, 1), run.fits
-    (1011, 47.5, True)
+    (1278, 48.0, True)
 
     Args:
         batch: sequences that a rank computes in one go.
@@ -49,7 +50,9 @@ class Scenario:
         bucket_bytes: of DDP's gradient buckets; None for 25 MiB after a first of 1 MiB, as DDP.
         checkpointing: one of `activations.CHECKPOINTING`. Attention scores are kept under "none" only: else
             attention is supposed to be flash attention, which PyTorch takes by itself.
-        native, prefetch, period: as `schedule`.
+        native: as `schedule`; None for the calls of a library where the backend is NCCL, and for this
+            package's own on Gloo.
+        prefetch, period: as `schedule`.
     Raises:
         ValueError: the batch or sequence is below 1, or the dtype is unknown. (In methods) as `schedule`,
             `Recipe` and `play`.
@@ -65,13 +68,21 @@ class Scenario:
     way: str = "plain"
     bucket_bytes: int | None = None
     checkpointing: str = "selective"
-    native: bool = False
+    native: bool | None = None
     prefetch: int = 1
     period: int = 8
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}.")
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be at least 1 rank, got {self.world_size}.")
+        if self.way not in WAYS:
+            raise ValueError(f"unknown way {self.way!r}; choose one of {', '.join(WAYS)}.")
+        if self.checkpointing not in CHECKPOINTING:
+            raise ValueError(
+                f"unknown checkpointing {self.checkpointing!r}; choose one of {', '.join(CHECKPOINTING)}."
+            )
         if self.batch < 1 or self.tokens_of_sequence < 1:
             raise ValueError(
                 f"batch and sequence must be at least 1, got {self.batch} and {self.tokens_of_sequence}."
@@ -145,6 +156,23 @@ class Scenario:
             attention_share=self.attention_share,
         )
 
+    @property
+    def library_calls(self) -> bool:
+        """Whether stages 1 and 2 make a GPU library's calls, not this package's."""
+        return self.cluster.backend == "nccl" if self.native is None else self.native
+
+    @cached_property
+    def buckets(self) -> list[list[int]]:
+        """Of DDP's gradients."""
+        return ddp_buckets(self.params, cap_bytes=self.bucket_bytes)
+
+    @property
+    def state(self) -> StateRule:
+        """Of the optimizer: beside 16-bit parameters in float32, with a copy of them."""
+        rule = state_rule(self.optimizer)
+        mixed = DTYPES[self.dtype] == 2
+        return replace(rule, tensors=rule.tensors + 1, itemsize=4) if mixed else rule
+
     def schedule(self, strategy: str) -> Schedule:
         """The strategy's iteration. Options that it has no use for are not passed on."""
         has_owners = strategy in STRATEGIES and STRATEGIES[strategy].partition is not None
@@ -152,11 +180,11 @@ class Scenario:
             strategy,
             self.params,
             self.world_size,
-            self.optimizer,
-            ddp_buckets=ddp_buckets(self.params, cap_bytes=self.bucket_bytes),
+            self.state,
+            ddp_buckets=self.buckets,
             way=self.way if has_owners else "plain",
             side_stream=self.cluster.backend == "nccl",
-            native=self.native,
+            native=self.library_calls,
             blocks=blocks(self.params),
             rows=[param.shape[0] for param in self.shapes],
             prefetch=self.prefetch,
@@ -172,9 +200,13 @@ class Scenario:
             convention="mixed-16" if DTYPES[self.dtype] == 2 else None,
             optimizer=self.optimizer,
             gradient_as_bucket_view=True,
-            bucket_bytes=25 * MIB if self.bucket_bytes is None else self.bucket_bytes,
+            bucket_bytes=max(
+                (sum(nbytes_of(self.params[number]) for number in bucket) for bucket in self.buckets),
+                default=0,
+            ),
             gathered_units=1 + self.prefetch,
             flat=plan.buckets,
+            buckets_stay=not self.library_calls,
             activation_bytes=self.activation_bytes,
         )
 
@@ -238,6 +270,16 @@ class Run:
     @property
     def memory(self) -> Memory:
         return self.memories[self.fullest]
+
+    def memory_curve(self, rank: int) -> list[tuple[float, int]]:
+        """What a rank holds over time, as `Played.memory`. DDP keeps its buckets; a library's stage 2 none."""
+        held = self.memories[rank]
+        stage = STRATEGIES[self.strategy].stage
+        stay = stage < 2 or (stage == 2 and not self.scenario.library_calls)
+        comes_and_goes = held.communication_bytes + held.activation_bytes
+        if not stay:
+            comes_and_goes += held.gradient_bytes
+        return self.played.memory(rank, round(held.total_bytes - comes_and_goes), gradients_stay=stay)
 
     @property
     def fits(self) -> bool | None:

@@ -180,8 +180,9 @@ def schedule(
         period: for local-sgd, iterations from one average to the next.
         activation_bytes: that forward leaves for backward on each rank; only `play` looks at them.
     Raises:
-        ValueError: the strategy, way or optimizer is unknown, the partition does not fit, or an option is
-            given to a strategy that has no use for it.
+        ValueError: the strategy, way or optimizer is unknown, the partition does not fit, or a partition,
+            owners or a way are asked of a strategy that has none. Other options that a strategy has no use
+            for are ignored.
     Cost: the payload is Ψ elements of gradients, and under ZeRO another Ψ of parameters. On the wire the
         all-reduce moves its payload twice and a broadcast once, so stage 1 sends 1.5 times what DDP does;
         reduced to their owners, as in stage 2, gradients move once, and it is no more than DDP. Stage 3
@@ -283,11 +284,12 @@ def _stage_3(
             world_size * sum(padded[number] for number in block),
             world_size * sum(padded[number] for number in trained),
             kept,
+            len(block),
         )
 
     units = [unit(block, kept=not place) for place, block in enumerate(blocks) if block]
     trained = [number for number, param in enumerate(params) if param.trainable]
-    # The first ranks have full chunks, one the rest, the others nothing: note where that changes, then add up.
+    # The first ranks have full chunks, one the rest, others nothing: note where that changes, then add up.
     shard_changes, state_changes = [0] * (world_size + 2), [0] * (world_size + 2)
     for number, param in enumerate(params):
         full_ranks, rest = divmod(rows[number], chunks[number]) if chunks[number] else (0, 0)

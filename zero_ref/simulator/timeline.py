@@ -170,6 +170,11 @@ def bucket_times(
             f"{nbytes:g} bytes in buckets of {bucket_bytes:g} on {world_size} ranks at {gb_per_s:g} GB/s: "
             "each must be positive."
         )
+    if min(latency_ms, backward_ms, step_ms) < 0:
+        raise ValueError(
+            f"a latency of {latency_ms:g} ms, backward of {backward_ms:g} ms, step of {step_ms:g} ms: none can be "
+            "negative."
+        )
     whole, rest = divmod(nbytes, bucket_bytes)
     times = []
     for size in [bucket_bytes] * int(whole) + [rest] * (rest >= 1):
