@@ -105,6 +105,19 @@ def as_many_as_the_most(payload: int, n: int, sent: dict[str, int]) -> list[str]
     return [op for op in sent if sent[op] >= 1.5 * (n - 1) * payload and n > 1]
 
 
+def never_the_all_reduce(payload: int, n: int, sent: dict[str, int]) -> list[str]:
+    return [op for op in _off(payload, n, sent) if op != "all_reduce"]
+
+
+def only_the_double(payload: int, n: int, sent: dict[str, int]) -> list[str]:
+    theory = {op: traffic(op, payload, n).total_bytes for op in sent}
+    return [op for op in sent if sent[op] > 1.95 * theory[op] or sent[op] < 0.6 * theory[op]]
+
+
+def only_too_many(payload: int, n: int, sent: dict[str, int]) -> list[str]:
+    return [op for op in sent if sent[op] > 1.05 * traffic(op, payload, n).total_bytes]
+
+
 def divides_by_nothing(payload: int, n: int, sent: dict[str, int]) -> list[str]:
     return [op for op in sent if sent[op] / traffic(op, payload, n).total_bytes > 1.05]
 
@@ -170,8 +183,15 @@ WRONG = [
     (
         "collectives.find_the_impostor",
         only_ever_the_reduce_scatter,
-        r"'all_gather' sends twice what it needs",
+        r"'all_gather' sends 2.01 times what it needs",
     ),
+    (
+        "collectives.find_the_impostor",
+        never_the_all_reduce,
+        r"'all_reduce' sends 2.01 times what it needs",
+    ),
+    ("collectives.find_the_impostor", only_the_double, r"'all_gather' sends 1.08 times what it needs"),
+    ("collectives.find_the_impostor", only_too_many, r"'broadcast' sends 0.50 times what it needs"),
     ("collectives.find_the_impostor", as_many_as_the_most, r"'all_reduce' sends what its name promises"),
     ("collectives.find_the_impostor", divides_by_nothing, r"raised ZeroDivisionError"),
     ("collectives.find_the_impostor", a_sentence, r"must return a list of operations"),

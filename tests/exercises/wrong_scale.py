@@ -66,7 +66,7 @@ def stage_1(job: Job) -> Design:
 
 
 def forgets_activations(job: Job) -> Design:
-    return Design(1024, "zero-3", "none")
+    return Design(2048, "zero-3", "none")
 
 
 def no_prefetch(job: Job) -> Design:

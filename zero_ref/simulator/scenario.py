@@ -272,7 +272,7 @@ class Run:
         return self.memories[self.fullest]
 
     def memory_curve(self, rank: int) -> list[tuple[float, int]]:
-        """What a rank holds over time, as `Played.memory`. DDP keeps its buckets; a library's stage 2 none."""
+        """What a rank holds over time, as `Played.memory`. DDP keeps buckets; a library's stage 2 none."""
         held = self.memories[rank]
         stage = STRATEGIES[self.strategy].stage
         stay = stage < 2 or (stage == 2 and not self.scenario.library_calls)

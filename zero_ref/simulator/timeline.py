@@ -172,8 +172,8 @@ def bucket_times(
         )
     if min(latency_ms, backward_ms, step_ms) < 0:
         raise ValueError(
-            f"a latency of {latency_ms:g} ms, backward of {backward_ms:g} ms, step of {step_ms:g} ms: none can be "
-            "negative."
+            f"a latency of {latency_ms:g} ms, backward of {backward_ms:g} ms, step of {step_ms:g} ms: none "
+            "can be negative."
         )
     whole, rest = divmod(nbytes, bucket_bytes)
     times = []
