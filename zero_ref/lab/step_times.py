@@ -130,6 +130,8 @@ def take_turns(configs: Sequence[TrainConfig], effort: Effort) -> Trial:
             times.collectives.extend(time_collectives(effort.nbytes, 1, OPS))
             times.works.extend(time_training(effort.training, 1))
         for run in runs:
+            if timed:  # a training loop's own memory is warm, and here another model was just trained
+                run.iterate(number, timed=False)
             run.iterate(number, timed=timed)
     return Trial(
         times,

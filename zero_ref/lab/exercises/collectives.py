@@ -188,8 +188,8 @@ LIBRARIES = [
     _Library(1, {"all_reduce": 0, "reduce_scatter": 0}),
     _Library(4, {"all_reduce": 12, "reduce_scatter": 3.09, "all_gather": 3.24, "broadcast": 1.5}),
 ]
-"""Gloo's on 2, 4 and 8 ranks, an honest one, others that pretend elsewhere, a rank that is alone, and one that
-is off in every way."""
+"""Gloo's on 2, 4 and 8 ranks, an honest one, others that pretend elsewhere, a rank that is alone, and one
+that is off in every way."""
 
 OVERHEAD = 1.004
 """What the network adds to each packet."""
@@ -244,8 +244,8 @@ def _mistake(
         )
     needed = traffic(missed, 1, world_size).total_bytes
     return (
-        f"{missed!r} sends {sent[missed] / payload / needed:.2f} times what it needs, and that is more than 5% "
-        "off. A reduce-scatter is not the only one that may pretend."
+        f"{missed!r} sends {sent[missed] / payload / needed:.2f} times what it needs, and that is more "
+        "than 5% off. A reduce-scatter is not the only one that may pretend."
     )
 
 
