@@ -210,7 +210,7 @@ def test_a_wrong_prediction_fails_the_command(
 
     def wrong(config: TrainConfig, world_size: int) -> object:
         plan = right(config, world_size)
-        return replace(plan, calls=plan.calls[:-1])
+        return replace(plan, operations=plan.operations[:-1])
 
     monkeypatch.setattr(compare, "predict", wrong)
     assert main(["train", "--ranks", "2", *small_arguments()]) == 1

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero_ref.cli._common import Subparsers, need, positive
-from zero_ref.layout import ITEMSIZE
+from zero_ref.layout import ITEMSIZE, lay_out
 from zero_ref.partition import STRATEGIES as PARTITIONS, plan_partition
 from zero_ref.simulator.ledger import STATE_RULES, format_bytes, state_bytes_of_rank
 from zero_ref.simulator.models import MODELS, shapes, specs
-from zero_ref.simulator.schedule import schedule
+from zero_ref.simulator.schedule import broadcasts_of_buckets, broadcasts_of_slices
 
 
 def register_plan(subparsers: Subparsers) -> None:
@@ -78,8 +78,10 @@ def plan_of(model: str, ranks: int, partition: str, dtype: str, optimizer: str) 
     fullest, emptiest = by_load.index(max(by_load)), by_load.index(min(by_load))
     largest = max(shapes_of_model, key=lambda param: param.numel)
 
-    def messages(strategy: str) -> int:
-        return schedule(strategy, params, ranks, optimizer, ddp_buckets=[], partition=owned).collectives
+    as_parameters, as_buckets = (
+        broadcasts_of_slices(owned, params),
+        broadcasts_of_buckets(lay_out(owned, params)),
+    )
 
     return {
         "model": model,
@@ -96,7 +98,10 @@ def plan_of(model: str, ranks: int, partition: str, dtype: str, optimizer: str) 
         "unsharded": {"elements": elements, "state_bytes": unsharded_bytes},
         "max_over_mean": owned.loads[fullest] / (elements / ranks),
         "ranks_that_own_nothing": owned.loads.count(0),
-        "messages_per_step": {"parameters": messages("zero"), "buckets": messages("zero-bucket")},
+        "messages_per_step": {
+            "parameters": len(as_parameters) if ranks > 1 else 0,
+            "buckets": len(as_buckets) if ranks > 1 else 0,
+        },
         "elements_of_rank": owned.loads,
     }
 

@@ -145,15 +145,13 @@ def data_parallel(
     numels = [sum(params[number].numel for number in bucket) for bucket in buckets]
     sizes = [sum(nbytes_of(params[number]) for number in bucket) for bucket in buckets]
     freed = shared_out(activation_bytes, numels)
-    trainable = [number for number, param in enumerate(params) if param.trainable]
     updating = SIDE_STREAM if way == "interleaved" and side_stream else COMPUTE
 
     elements = sum(param.numel for param in params)
     listed = [Operation("forward", COMPUTE, numel=elements, tensors=len(params), takes=sum(freed))]
     at: dict[tuple[str, int], int] = {}  # where the last operation of this label and bucket stands
     for label, parts in order(len(buckets), way):
-        # step() updates all that can be trained, also what is in none of the buckets that were given.
-        members = trainable if way == "plain" else [number for part in parts for number in buckets[part]]
+        members = [number for part in parts for number in buckets[part]]
         part = parts[0] if len(parts) == 1 and (way != "plain" or label in ("backward", "reduce")) else None
         needs = {"reduce": "backward", "step": "reduce", "broadcast": "step"}.get(label)
         after = (at[needs, parts[-1]],) if needs and parts else ()

@@ -344,11 +344,12 @@ def largest_number_that_helps(answer: Answer) -> str:
         if chosen > right:
             raise AssertionError(
                 f"{call}: {times[chosen]:.1f} ms an iteration, and {right:,} ranks take {times[right]:.1f} "
-                "ms. There is hardly anything left to compute, and each message passes through more ranks."
+                "ms. The last doubling saved less than a tenth: there is hardly anything left to "
+                "compute, and each message passes through more ranks."
             )
         raise AssertionError(
             f"{call}: {times[chosen]:.1f} ms an iteration. Twice as many ranks take {times[2 * chosen]:.1f} "
-            "ms, so adding GPUs still helps, though they wait for the network more and more."
+            "ms, at least a tenth less, so adding GPUs still helps, though they wait more and more."
         )
     return ", ".join(f"{model} on {name}" for model, name, _ in CASES)
 
@@ -363,6 +364,6 @@ def _step_ms(params: Sequence[ParamSpec], machines: Cluster, n: int, tokens: int
 
 def _last_that_helps(times: dict[int, float]) -> int:
     best = 1
-    while 2 * best in times and times[2 * best] < times[best]:
+    while 2 * best in times and times[2 * best] <= 0.9 * times[best]:
         best *= 2
     return best
