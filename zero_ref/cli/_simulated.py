@@ -51,6 +51,7 @@ def _run_as_json(run: Run) -> dict[str, Any]:
         "memory_total_bytes": run.memory.total_bytes,
         "memory_total_bytes_of_rank": [memory.total_bytes for memory in run.memories],
         "fits": run.fits,
+        "why_not_smaller": _why(run),
         "sent_bytes_per_rank": run.sent_bytes,
         "calls": run.calls,
         "iteration_ms": run.iteration_ms,
@@ -63,11 +64,22 @@ def _run_as_json(run: Run) -> dict[str, Any]:
     }
 
 
-def print_runs(named: str, scenario: Scenario, runs: Sequence[Run], width: int | None = None) -> None:
+def _why(run: Run) -> dict[str, Any] | None:
+    shortfall = run.shortfall
+    if shortfall is None:
+        return None
+    reasons = {reason.name: reason.nbytes for reason in shortfall.reasons}
+    return {"ideal_bytes": shortfall.ideal_bytes, "reasons_bytes": reasons}
+
+
+def print_runs(
+    named: str, scenario: Scenario, runs: Sequence[Run], width: int | None = None, *, why: bool = False
+) -> None:
     """The same for people, on standard output.
 
     Args:
         width: columns; None for those of the terminal.
+        why: also why the fullest rank holds more than 1/N.
     """
     from rich.console import Console
     from rich.table import Table
@@ -89,6 +101,13 @@ def print_runs(named: str, scenario: Scenario, runs: Sequence[Run], width: int |
     console.print(table)
 
     console.print()
+    for run in runs if why else ():
+        if (shortfall := run.shortfall) is not None:
+            ideal = format_bytes(shortfall.ideal_bytes)
+            console.print(f"{run.strategy}, rank {shortfall.rank}: 1/N of it all would be {ideal}; besides")
+            for reason in shortfall.reasons:
+                console.print(f"  {format_bytes(reason.nbytes)} {reason.name}: {reason.sentence}")
+            console.print()
     for run in runs:
         console.print(f"faster under {run.strategy}: {_savings(run)}")
     pairwise = [run.strategy for run in runs if any(one.op == "exchange" for one in run.plan.operations)]

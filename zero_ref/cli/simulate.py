@@ -128,6 +128,9 @@ def register_simulate(subparsers: Subparsers) -> None:
         help="standard deviation of the ranks' computing times, as a share of them (default: 0)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the jitter (default: 0)")
+    parser.add_argument(
+        "--why", action="store_true", help="say why the fullest rank holds more than 1/N, item by item"
+    )
     parser.add_argument("--trace", metavar="FILE", help="write timelines here, for https://ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run_simulate)
@@ -154,7 +157,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json(named, scenario, runs), indent=2))
     else:
-        print_runs(named, scenario, runs)
+        print_runs(named, scenario, runs, why=arguments.why)
         if arguments.trace:
             print(f"\n{arguments.trace}: open it at https://ui.perfetto.dev")
     return 0

@@ -39,8 +39,9 @@ class IterationRecorder:
     """Times what a rank does in an iteration; each `with` adds one to `timelines`.
 
     It registers DDP's communication hook, which can be done only once for a model. An iteration is one
-    forward and one backward through DDP, and one step. Leave out the first two: DDP has one bucket in the
-    first, and makes its buckets anew before the second.
+    forward and one backward through DDP, and one step; entered after forward, it has no forward event. What
+    a hook does before it starts its call, such as dividing gradients, counts as part of the call. Leave out
+    the first two iterations: DDP has one bucket in the first, and makes its buckets anew before the second.
 
     >>> recorder = IterationRecorder(ddp, zero, overlap=hook_with_zero_step_interleaved)    # doctest: +SKIP
     >>> recorder = IterationRecorder(ddp, zero, reduce=reduce_to_owners(zero))              # doctest: +SKIP

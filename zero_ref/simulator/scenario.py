@@ -20,6 +20,7 @@ from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.play import Played, Work, play
 from zero_ref.simulator.schedule import STRATEGIES, Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
+from zero_ref.simulator.shortfall import Shortfall, why_not_smaller
 from zero_ref.simulator.timeline import Timeline
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -289,6 +290,16 @@ class Run:
         """
         device = self.scenario.cluster.device
         return None if device.memory_gb is None else self.memory.total_bytes <= device.memory_gb * 1e9
+
+    @property
+    def shortfall(self) -> Shortfall | None:
+        """Why the fullest rank holds more than 1/N of it all; None for a strategy without owners."""
+        rule = STRATEGIES[self.strategy].partition
+        if rule is None:
+            return None
+        params = self.scenario.params
+        owned = plan_partition(rule, params, self.plan.world_size)
+        return why_not_smaller(owned, params, self.scenario.recipe(self.strategy), rank=self.fullest)
 
     @property
     def sent_bytes(self) -> float:
