@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,24 @@ def test_a_table_stays_within_its_width(
     print_runs("gpt2", scenario, [scenario.run(strategy) for strategy in strategies], width=width)
     printed = capsys.readouterr().out.splitlines()
     assert all(len(line.rstrip()) <= width for line in printed)
+
+
+def test_of_a_calibrated_machine_it_says_where_the_times_are_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("rich")
+    path = tmp_path / "machine.json"
+    path.write_text(
+        replace(cluster("loopback"), name="this machine", source="calibrated on 2 ranks").to_json()
+    )
+    printed = {}
+    for name in ("loopback", str(path)):
+        assert cli.main(["simulate", "--model", "gpt2", "--ranks", "2", "--cluster", name]) == 0
+        printed[name] = " ".join(capsys.readouterr().out.split())
+    assert (
+        "times from: calibrated on 2 ranks. They hold for the number of ranks measured" in printed[str(path)]
+    )
+    assert "supposed: products at 50% of 0.1 TFLOPS" in printed["loopback"]
 
 
 def test_asked_why_it_names_what_adds_up_to_the_fullest_rank(capsys: pytest.CaptureFixture[str]) -> None:

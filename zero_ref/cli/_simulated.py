@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.scenario import Run, Scenario
 
@@ -126,9 +127,12 @@ def print_runs(
     if share := scenario.attention_share:
         console.print(f"attention adds {share:.0%} to what the parameters' products take")
     device = cluster.device
-    console.print(
-        f"supposed: products at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at their full rate"
-    )
+    if cluster.name in CLUSTERS:
+        console.print(
+            f"supposed: products at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at full rate"
+        )
+    else:
+        console.print(f"times from: {cluster.source}. They hold for the number of ranks measured there.")
     console.print("not counted: starting kernels, the allocator, what libraries keep, other jobs' traffic")
 
 
