@@ -292,9 +292,8 @@ def play(
     if not (math.isfinite(jitter) and jitter >= 0):
         raise ValueError(f"jitter is a share of each rank's computing time, 0 or more; got {jitter:g}.")
     prices = price(plan, cluster, work)
-    ranks = range(plan.world_size)
     draw = random.Random(seed)
-    pace = [slow.get(rank, 1.0) * max(0.0, draw.gauss(1.0, jitter)) for rank in ranks]
+    pace = [slow.get(rank, 1.0) * max(0.0, draw.gauss(1.0, jitter)) for rank in range(plan.world_size)]
     alike = not slow and not jitter
     free_ms: dict[str, list[float]] = {}  # of each computing lane, on each rank
     network_ms = 0.0
@@ -318,14 +317,10 @@ def play(
         before_ms = free_ms.get(lane) or [0.0] * plan.world_size
         started = [ms if ms > waits else waits for ms in before_ms]
         if cost.of_rank or not alike:
-            lengths = (
-                [cost.of_rank.get(rank, cost.ms) for rank in ranks]
-                if cost.of_rank
-                else [cost.ms] * len(ranks)
-            )
-            if not alike:
-                lengths = [factor * ms for factor, ms in zip(pace, lengths)]
-            ended = [start + ms for start, ms in zip(started, lengths)]
+            ended = [
+                start + factor * cost.of_rank.get(rank, cost.ms)
+                for rank, (start, factor) in enumerate(zip(started, pace))
+            ]
         else:
             ended = [start + cost.ms for start in started]
         free_ms[lane] = ended
