@@ -1,0 +1,178 @@
+"""When ranks that train by themselves come together: the schedule of local SGD.
+
+One value says it to all who need to know: the hook asks it which gradients to reduce, the averager when to
+average and over which ranks, the simulator what is sent, the plots where the steps are. So they cannot
+disagree. Like `partition.py` it is arithmetic on integers: no tensor, no rank, no network.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class Level(NamedTuple):
+    """An average that is taken once in a while.
+
+    Args:
+        period: steps from one to the next, H.
+        group_size: over how many ranks: 0 to 3, 4 to 7 and so on for a size of 4; None for all of them.
+    """
+
+    period: int
+    group_size: int | None = None
+
+
+@dataclass(frozen=True)
+class AveragingSchedule:
+    """At which steps gradients are averaged, at which steps parameters, and over which ranks.
+
+    Steps are counted from 0. Before `warmup_steps` every step averages gradients over all ranks, as DDP does.
+    From then on gradients are averaged within a gradient group at most, and a step may end with an average of
+    the parameters. Where several levels are due the widest alone is taken.
+
+    >>> flat = AveragingSchedule.periodic(3, warmup_steps=2)
+    >>> [step for step in range(10) if flat.level(step)]
+    [2, 5, 8]
+    >>> nodes = AveragingSchedule.hierarchical({2: 8, 4: 64})
+    >>> [nodes.level(step) and nodes.level(step).group_size for step in range(5)]
+    [64, None, 8, None, 64]
+
+    Args:
+        levels: from the one of the smallest groups, taken most often, to that of all ranks.
+        warmup_steps: how many steps come before local training.
+        origin: the step from which periods are counted: a level is due where it is a multiple of the period
+            away. torch's flat averager counts from the end of the warm-up, its hierarchical one from step 0.
+        gradient_group: after the warm-up gradients are averaged over so many ranks, such as those of a
+            machine; 1 for none but one's own.
+    Raises:
+        TypeError: a number is not whole.
+        ValueError: there is no level, a number is too small, levels are not in order, or groups do not nest.
+    Source: post-local SGD (Lin et al., arXiv:1808.07217); with several levels their section 5, hierarchical
+        local SGD.
+    """
+
+    levels: tuple[Level, ...]
+    warmup_steps: int = 0
+    origin: int = 0
+    gradient_group: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise ValueError("a schedule of local SGD needs at least one level: ranks must meet some time.")
+        least = {"warmup_steps": 0, "origin": 0, "gradient_group": 1}
+        _check_at_least([(name, getattr(self, name), least[name]) for name in least])
+        for level in self.levels:
+            _check_at_least([("period", level.period, 1)])
+            if level.group_size is not None:
+                _check_at_least([("group_size", level.group_size, 1)])
+        if any(level.group_size is None for level in self.levels[:-1]):
+            raise ValueError("only the last level averages over all ranks: group_size=None comes last.")
+        for small, wide in pairwise(self.levels):
+            wider = wide.group_size is None or (small.group_size or 0) < wide.group_size
+            if not (wider and small.period < wide.period):
+                raise ValueError(
+                    f"levels go from small groups averaged often to wide ones averaged seldom, and {small} "
+                    f"stands before {wide}."
+                )
+        sizes = self.group_sizes
+        for inner, outer in pairwise(sizes):
+            if outer % inner:
+                raise ValueError(
+                    f"groups must nest, and one of {outer} ranks cannot be made of groups of {inner}."
+                )
+
+    @classmethod
+    def periodic(cls, period: int, *, warmup_steps: int = 0, gradient_group: int = 1) -> AveragingSchedule:
+        """An average of all ranks every `period` steps, the first of them after step `warmup_steps`."""
+        return cls((Level(period),), warmup_steps, warmup_steps, gradient_group)
+
+    @classmethod
+    def hierarchical(
+        cls, size_of_period: Mapping[int, int], *, warmup_steps: int = 0, gradient_group: int = 1
+    ) -> AveragingSchedule:
+        """Averages within groups, and seldom over all ranks: {period: ranks in a group}, all ranks last."""
+        levels = tuple(Level(period, size) for period, size in size_of_period.items())
+        return cls(levels, warmup_steps, gradient_group=gradient_group)
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Of the groups that this schedule names, each size once, ascending; 1 is no group."""
+        named = {self.gradient_group, *(level.group_size for level in self.levels)}
+        return sorted(size for size in named if size is not None and size > 1)
+
+    @property
+    def cycle(self) -> int:
+        """Steps after which everything comes again."""
+        return math.lcm(*(level.period for level in self.levels))
+
+    @property
+    def steady(self) -> range:
+        """The steps of the first cycle that begins with all ranks equal: the last of them averages over all.
+
+        >>> AveragingSchedule.periodic(3, warmup_steps=2).steady
+        range(3, 6)
+        """
+        cycles = max(0, math.ceil((self.warmup_steps - self.origin) / self.cycle))
+        first = self.origin + cycles * self.cycle + 1
+        return range(first, first + self.cycle)
+
+    def is_local(self, step: int) -> bool:
+        """The warm-up is over."""
+        return step >= self.warmup_steps
+
+    def level(self, step: int) -> Level | None:
+        """What this step averages when it has updated the parameters; None for nothing."""
+        if not self.is_local(step):
+            return None
+        due = [level for level in self.levels if (step - self.origin) % level.period == 0]
+        return due[-1] if due else None
+
+    def agreeing(self, step: int, world_size: int) -> int:
+        """How many ranks have the same parameters after a step, in groups of consecutive ranks.
+
+        They do if they had at the beginning: ranks that see the same gradients, or have just been averaged.
+
+        >>> schedule = AveragingSchedule.hierarchical({2: 4, 4: 8}, warmup_steps=2, gradient_group=2)
+        >>> [schedule.agreeing(step, world_size=8) for step in range(6)]
+        [8, 8, 4, 2, 8, 2]
+
+        Raises:
+            ValueError: the schedule is none for so many ranks.
+        """
+        self.check_fits(world_size)
+        if not self.is_local(step):
+            return world_size
+        level = self.level(step)
+        averaged = 1 if level is None else level.group_size or world_size
+        return max(averaged, self.gradient_group)
+
+    def check_fits(self, world_size: int) -> None:
+        """Return if the groups can be made of so many ranks.
+
+        Raises:
+            ValueError: they cannot, or the last level is not over all of them.
+        """
+        last = self.levels[-1].group_size
+        if last is not None and last != world_size:
+            raise ValueError(
+                f"the last level averages over {last} ranks and there are {world_size}: ranks of different "
+                f"groups would never meet. Give {world_size} as the last group size."
+            )
+        for size in self.group_sizes:
+            if world_size % size:
+                raise ValueError(f"{world_size} ranks cannot be divided into groups of {size}.")
+
+
+def _check_at_least(numbers: list[tuple[str, int, int]]) -> None:
+    for name, number, least in numbers:
+        try:
+            operator.index(number)
+        except TypeError:
+            raise TypeError(f"{name} must be a whole number, got {number!r}.") from None
+        if number < least:
+            raise ValueError(f"{name} must be at least {least}, got {number}.")

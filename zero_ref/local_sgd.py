@@ -1,0 +1,507 @@
+"""Local SGD: ranks train by themselves and average their parameters once in a while.
+
+    averager = PeriodicModelAverager(period=4, warmup_steps=100)
+    ddp.register_comm_hook(PostLocalSGDState.following(averager), post_localSGD_hook)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), averager)
+
+Three parts share one `AveragingSchedule` and one count of steps. The hook decides what becomes of gradients:
+over all ranks during the warm-up, then within a group or not at all. The optimizer takes its local step. The
+averager then brings parameters together, where the schedule says so. Interfaces are torch's, so each part
+also works with torch's other parts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+
+from zero_ref.averaging import AveragingSchedule
+from zero_ref.collectives import Collectives, ProcessGroupCollectives, agree, as_collectives
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+
+# ----------------------------------------------------------------------------------------------- averagers
+
+
+class Averager(Protocol):
+    """What PostLocalSGDOptimizer asks of an averager. Those of torch have it too."""
+
+    step: int
+
+    def average_parameters(self, params: Any) -> None:
+        """Called once after each step."""
+
+
+class ModelAverager:
+    """Averages the parameters of all ranks, or of groups of them, at the steps that a schedule names.
+
+    >>> averager = ModelAverager(AveragingSchedule.periodic(4, gradient_group=8))         # doctest: +SKIP
+    >>> averager.average_parameters(model.parameters())     # after each step             # doctest: +SKIP
+
+    Args:
+        schedule: when, and over whom.
+        process_group: the ranks that train together; None is the default group. A `Collectives` works too,
+            where the schedule has no smaller groups.
+        timeout: of calls in the groups that are made here; None for torch's default of new groups, which is
+            not that of `process_group`.
+
+    Attributes:
+        step: steps so far; the hook reads it too.
+        collectives: the way to all ranks; append to its `observers` to see every call. `group_of` has those
+            of smaller groups.
+
+    Raises:
+        ValueError: the schedule is none for so many ranks, or ranks pass different ones. All raise.
+
+    Collective: all ranks of the group construct it together.
+    Cost: one all-gather of 32 bytes, and a new group for each size that the schedule names.
+    """
+
+    def __init__(
+        self,
+        schedule: AveragingSchedule,
+        process_group: dist.ProcessGroup | Collectives | None = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.step = 0
+        self.collectives = as_collectives(process_group)
+        self.process_group = dist.group.WORLD if process_group is None else process_group
+        world_size = self.collectives.world_size
+        self.group_of: dict[int | None, Collectives] = {None: self.collectives, world_size: self.collectives}
+        smaller = [size for size in schedule.group_sizes if size < world_size]
+        facts: list[str] | Exception = [repr(schedule)]
+        try:
+            schedule.check_fits(world_size)
+            if smaller and not isinstance(self.collectives, ProcessGroupCollectives):
+                raise TypeError(
+                    f"groups of {smaller[0]} ranks are made of a process group, not of {process_group!r}. "
+                    "Average over all ranks, or pass a process group."
+                )
+        except (TypeError, ValueError) as error:
+            facts = error
+        agree(self.collectives, "construct the averager", facts)
+        for size in smaller:
+            self.group_of[size] = ProcessGroupCollectives(_consecutive(self.collectives, size, timeout))
+
+    @property
+    def period(self) -> int:
+        """Steps from one average of all ranks to the next, at most."""
+        return self.schedule.levels[-1].period
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps in which gradients are averaged over all ranks, and parameters are not."""
+        return self.schedule.warmup_steps
+
+    def average_parameters(self, params: Iterable[Any]) -> None:
+        """Count a step, and if one is due give every rank the average of the group's parameters.
+
+        Returns with equal parameters on all ranks of the group that was averaged. Frozen parameters are left
+        alone: they have not changed.
+
+        Args:
+            params: those of the model, in an order that all ranks share, or the groups of an optimizer.
+        Raises:
+            ValueError: ranks average different parameters. All raise.
+            RuntimeError: ranks have not made the same number of steps, which all say; or another rank
+                stopped.
+        Collective: at the steps of the schedule all ranks of a group, at others none.
+        Cost: one all-gather of 32 bytes, and one all-reduce of all parameters, in the dtype that takes them
+            all; memory for as much. One for each device, if they are on several.
+        """
+        level = self.schedule.level(self.step)
+        if level is not None:
+            _average(self.group_of[level.group_size], _trainable(params), self.step)
+        self.step += 1
+
+
+class PeriodicModelAverager(ModelAverager):
+    """Averages over all ranks every `period` steps. A drop-in for torch's class of that name.
+
+    >>> PeriodicModelAverager(period=4, warmup_steps=100)                                 # doctest: +SKIP
+
+    Args:
+        period: steps from one average to the next, H. With 1 as much is sent as by DDP, which hides it.
+        warmup_steps: how many steps come first in which gradients are averaged.
+        process_group, timeout: as ModelAverager.
+        gradient_group: as AveragingSchedule.
+    Raises, Collective, Cost: as ModelAverager.
+    """
+
+    def __init__(
+        self,
+        period: int,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | Collectives | None = None,
+        *,
+        gradient_group: int = 1,
+        timeout: timedelta | None = None,
+    ) -> None:
+        schedule = AveragingSchedule.periodic(
+            period, warmup_steps=warmup_steps, gradient_group=gradient_group
+        )
+        _warn_of_period_1(schedule)
+        super().__init__(schedule, process_group, timeout=timeout)
+
+
+class HierarchicalModelAverager(ModelAverager):
+    """Averages within groups of several sizes, the wider the less often. A drop-in for torch's class.
+
+    >>> HierarchicalModelAverager({4: 8, 16: 64}, warmup_steps=100)                       # doctest: +SKIP
+
+    Args:
+        period_group_size_dict: {period: ranks in a group}, from small groups averaged often to all ranks.
+            Periods are counted from step 0, not from the end of the warm-up.
+        warmup_steps, process_group, timeout: as PeriodicModelAverager.
+        gradient_group: as AveragingSchedule.
+    Raises, Collective, Cost: as ModelAverager.
+    """
+
+    def __init__(
+        self,
+        period_group_size_dict: Mapping[int, int] | None = None,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        gradient_group: int = 1,
+        timeout: timedelta | None = None,
+    ) -> None:
+        schedule = AveragingSchedule.hierarchical(
+            period_group_size_dict or {}, warmup_steps=warmup_steps, gradient_group=gradient_group
+        )
+        _warn_of_period_1(schedule)
+        super().__init__(schedule, process_group, timeout=timeout)
+
+
+def _warn_of_period_1(schedule: AveragingSchedule) -> None:
+    if schedule.levels[-1].period == 1:
+        warnings.warn(
+            "with a period of 1 all parameters are averaged after every step: as much is sent as by "
+            "DistributedDataParallel, which hides it behind backward. Use that alone, or a longer period.",
+            stacklevel=3,
+        )
+
+
+def _consecutive(world: Collectives, size: int, timeout: timedelta | None) -> Any:
+    """The process group of the `size` consecutive ranks of `world` that this rank is one of."""
+    assert isinstance(world, ProcessGroupCollectives)
+    members = dist.get_process_group_ranks(world.group or dist.group.WORLD)
+    first = world.rank - world.rank % size
+    # Only its members make a group: ranks outside of `world` need not take part.
+    return dist.new_group(members[first : first + size], timeout=timeout, use_local_synchronization=True)
+
+
+def _trainable(params: Iterable[Any]) -> list[torch.Tensor]:
+    listed = (
+        param for entry in params for param in (entry["params"] if isinstance(entry, dict) else [entry])
+    )
+    return [param for param in listed if param.requires_grad]
+
+
+@torch.no_grad()
+def _average(comm: Collectives, params: list[torch.Tensor], step: int) -> None:
+    if comm.world_size == 1:
+        return
+    facts = [f"parameter {number}: {tuple(p.shape)} {p.dtype}" for number, p in enumerate(params)]
+    agree(comm, f"average the parameters after its step {step}", facts)
+    for device in dict.fromkeys(param.device for param in params):
+        here = [param for param in params if param.device == device]
+        flat = torch.cat([param.reshape(-1) for param in here])
+        # Divided before they are added up: the sum of many 16-bit numbers might have no room.
+        flat /= comm.world_size
+        comm.all_reduce(flat).wait()
+        means = flat.split([param.numel() for param in here])
+        for param, mean in zip(here, means):
+            param.copy_(mean.view_as(param))  # in place: it may be a view of a flat bucket
+
+
+# ------------------------------------------------------------------------------------------------- the hook
+
+
+class PostLocalSGDState:
+    """Over which ranks `post_localSGD_hook` averages gradients, and until when. As torch's PostLocalSGDState.
+
+    `PostLocalSGDState.following(averager)` takes both from an averager's schedule, and the step from its
+    count. Given as numbers, as here, they must be the averager's by your own care, also after a restart: the
+    count begins at 0 then, and with it the warm-up.
+
+    Args:
+        process_group: all ranks; None is the default group.
+        subgroup: this rank's group after the warm-up; None for the ranks of this machine's GPUs, if gradients
+            are averaged then. Make it with `torch.distributed.new_subgroups` where there are none.
+        start_localSGD_iter: steps until then.
+        post_local_gradient_allreduce: whether gradients are averaged after the warm-up, within `subgroup`.
+    Raises:
+        ValueError: `start_localSGD_iter` is below 0, or there is no subgroup and no GPU.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        subgroup: dist.ProcessGroup | None,
+        start_localSGD_iter: int,
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:
+        if start_localSGD_iter < 0:
+            raise ValueError(f"start_localSGD_iter must be at least 0, got {start_localSGD_iter}.")
+        if post_local_gradient_allreduce and subgroup is None:
+            if not torch.cuda.is_available():
+                raise ValueError(
+                    "there is no GPU to tell which ranks share a machine: pass "
+                    "subgroup=torch.distributed.new_subgroups(ranks)[0], or "
+                    "post_local_gradient_allreduce=False to average no gradients after the warm-up."
+                )
+            subgroup = dist.new_subgroups()[0]
+        self.process_group = process_group
+        self.subgroup = subgroup
+        self.start_localSGD_iter = start_localSGD_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self._averager: ModelAverager | None = None
+        self._iter = 0
+
+    @classmethod
+    def following(cls, averager: ModelAverager) -> PostLocalSGDState:
+        """The state that goes with an averager: its ranks, its groups, its warm-up, its count of steps.
+
+        Raises:
+            TypeError: the averager is none of this package's, which alone have a schedule.
+        """
+        if not isinstance(averager, ModelAverager):
+            raise TypeError(
+                f"a {type(averager).__name__} has no schedule to follow. Use zero_ref's averagers, or give "
+                "PostLocalSGDState the numbers that you gave this one."
+            )
+        size = averager.schedule.gradient_group
+        within = averager.group_of[size].group if size > 1 else None  # type: ignore[attr-defined]
+        all_ranks = averager.collectives.group  # type: ignore[attr-defined]
+        state = cls(all_ranks, within, averager.warmup_steps, post_local_gradient_allreduce=size > 1)
+        state._averager = averager
+        return state
+
+    @property
+    def iter(self) -> int:
+        """Steps so far."""
+        return self._iter if self._averager is None else self._averager.step
+
+    @iter.setter
+    def iter(self, steps: int) -> None:
+        self._iter = steps
+
+    def maybe_increase_iter(self, bucket: Any) -> None:
+        """Count a step at the last bucket of its backward, if no averager counts them."""
+        if bucket.is_last():
+            self._iter += 1
+
+
+# DDP refuses annotations other than its own classes, and typing knows no name for those.
+def post_localSGD_hook(state, bucket):  # type: ignore[no-untyped-def]
+    """A DDP communication hook: gradients of all ranks during the warm-up, then of the subgroup or none.
+
+    >>> ddp.register_comm_hook(PostLocalSGDState.following(averager), post_localSGD_hook)  # doctest: +SKIP
+
+    Args:
+        state: a PostLocalSGDState, this package's or torch's.
+    Collective: all ranks of the group that is due, in backward.
+    Cost: an all-reduce of the bucket, or nothing.
+    """
+    if state.iter < state.start_localSGD_iter:
+        state.maybe_increase_iter(bucket)
+        return allreduce_hook(state.process_group, bucket)
+    if state.post_local_gradient_allreduce:
+        return allreduce_hook(state.subgroup, bucket)
+    unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    unchanged.set_result(bucket.buffer())
+    return unchanged
+
+
+# -------------------------------------------------------------------------------------------- the optimizer
+
+
+class PostLocalSGDOptimizer(Optimizer, Joinable):
+    """Takes a local step, then lets the averager bring the parameters together. A drop-in for torch's class.
+
+    It neither reduces gradients nor decides when to average: the hook of DDP and the averager do. Its groups
+    and its state are the local optimizer's own.
+
+    >>> optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), averager)
+    ... # doctest: +SKIP
+
+    The local optimizers of ranks come to hold different state, such as momentum, and a checkpoint has that of
+    the rank which writes it. Save after a step at which all ranks agree, and the parameters are everybody's.
+
+    Under `Join` a rank without data still takes part in the averages, with the parameters that it has.
+
+    Args:
+        optim: the local optimizer. A ZeroRedundancyOptimizer shares updates among its ranks, so it must be of
+            a group whose ranks see the same gradients after the warm-up too: the hook's subgroup.
+        averager: of this package or of torch.
+    Raises:
+        TypeError: either is something else.
+        ValueError: the ranks of a ZeroRedundancyOptimizer are all that the averager averages.
+    Source: post-local SGD (Lin et al., arXiv:1808.07217).
+    """
+
+    def __init__(self, optim: Optimizer, averager: Averager) -> None:
+        Joinable.__init__(self)
+        if not isinstance(optim, Optimizer):
+            raise TypeError(f"optim must be an optimizer, not {optim!r}.")
+        if not callable(getattr(averager, "average_parameters", None)) or not hasattr(averager, "step"):
+            raise TypeError(f"averager must be one of zero_ref or torch, not {averager!r}.")
+        # All that an Optimizer has but state and groups, which stay the local optimizer's.
+        Optimizer.__setstate__(self, {"defaults": optim.defaults})
+        self.optim = optim
+        self.averager = averager
+        self._gradients_checked = False
+        if isinstance(optim, ZeroRedundancyOptimizer):
+            _check_shards_within(optim, averager)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the local optimizer, also after it has loaded others."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the local optimizer."""
+        return self.optim.state
+
+    def __repr__(self) -> str:
+        return f"PostLocalSGDOptimizer({self.optim!r}, step {self.averager.step})"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take the local step, then average the parameters if that is due.
+
+        Returns:
+            What the local optimizer's `step` returns.
+        Raises:
+            RuntimeError, ValueError: as the averager; gradients differ on the ranks of a
+                ZeroRedundancyOptimizer, on the first step after the warm-up.
+        Collective: as the averager: all ranks of the group, at the same steps.
+        Cost: as the averager. With a ZeroRedundancyOptimizer as its `step`, and once 32 bytes more.
+        """
+        Join.notify_join_context(self)
+        if isinstance(self.optim, ZeroRedundancyOptimizer):
+            self.optim._backward.check_no_scaler(self)
+            self._check_gradients_shared(self.optim)
+        loss = self._step_local(closure)
+        self.averager.average_parameters(self.param_groups)
+        return loss
+
+    def _step_local(self, closure: Callable[[], Any] | None) -> Any:
+        # With `_step_supports_amp_scaling` a torch.amp.GradScaler leaves its verdict here.
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and found_inf.item():
+            return None
+        if scale is not None:
+            gradients = [p.grad for p in _trainable(self.param_groups) if p.grad is not None]
+            torch._foreach_div_(gradients, scale.to(gradients[0].device))
+        return self.optim.step(closure) if closure is not None else self.optim.step()
+
+    # True makes a torch.amp.GradScaler call step() even if gradients are infinite: a rank that leaves out its
+    # update must still come to the average, or the others would wait for it.
+    _step_supports_amp_scaling = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the local optimizer."""
+        self.optim.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the local optimizer. The next average has the new parameters too."""
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the local optimizer, and the averager's count of steps under "step"."""
+        return {**self.optim.state_dict(), "step": self.averager.step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the local optimizer's state and the averager's count, which a hook that follows it reads too.
+
+        Warns if there is no count, as in the state of the local optimizer alone, and starts at 0.
+
+        Collective: as the local optimizer's; all ranks must load the same count.
+        """
+        self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
+        if "step" not in state_dict:
+            warnings.warn(
+                "this state dict has no count of the averager's steps: it starts at 0, with the warm-up.",
+                stacklevel=2,
+            )
+        self.averager.step = state_dict.get("step", 0)
+
+    # -------------------------------------------------------------------------------------- uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch.distributed.algorithms.join.Join: a rank without data goes on taking part in averages.
+
+        Raises:
+            ValueError: the local optimizer is a ZeroRedundancyOptimizer, whose updates need every rank.
+        """
+        if isinstance(self.optim, ZeroRedundancyOptimizer):
+            raise ValueError(
+                "PostLocalSGDOptimizer cannot join around a ZeroRedundancyOptimizer, whose ranks must all "
+                "make every update. Give all ranks equally many batches."
+            )
+        return _ShadowAverage(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where Join counts the ranks that have data."""
+        return next(param.device for group in self.param_groups for param in group["params"])
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group whose ranks join."""
+        return getattr(self.averager, "process_group", None) or dist.group.WORLD
+
+    # -------------------------------------------------------------------------- a sharded local optimizer
+
+    def _check_gradients_shared(self, zero: ZeroRedundancyOptimizer) -> None:
+        """On the first local step: ranks that share updates must have been given the same gradients."""
+        if self._gradients_checked or self.averager.step < getattr(self.averager, "warmup_steps", 0):
+            return
+        self._gradients_checked = True
+        facts = list(_sums_of_gradients(zero.param_groups))
+        try:
+            agree(zero.collectives, "share the update of the same gradients", facts)
+        except ValueError as error:
+            raise ValueError(
+                f"rank {zero.rank}: after the warm-up the {zero.world_size} ranks of this "
+                "ZeroRedundancyOptimizer have different gradients, so each parameter would be trained on its "
+                "owner's data alone. Average gradients over these ranks: with a schedule of "
+                f"gradient_group={zero.world_size}, or this group as the hook's subgroup."
+            ) from error
+
+
+class _ShadowAverage(JoinHook):
+    def __init__(self, optimizer: PostLocalSGDOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self.optimizer.averager.average_parameters(self.optimizer.param_groups)
+
+
+def _check_shards_within(zero: ZeroRedundancyOptimizer, averager: Averager) -> None:
+    group = getattr(averager, "process_group", None)
+    world_size = as_collectives(group).world_size
+    if 1 < world_size <= zero.world_size:
+        raise ValueError(
+            f"this ZeroRedundancyOptimizer sends the parameters of their owners to all {zero.world_size} "
+            f"ranks after every step, and the averager is to average these {world_size}: none would train by "
+            "itself. Shard over a group of fewer ranks, such as those of a machine, and average gradients "
+            "within it."
+        )
+
+
+def _sums_of_gradients(param_groups: list[dict[str, Any]]) -> Iterator[str]:
+    for number, param in enumerate(_trainable(param_groups)):
+        total = None if param.grad is None else param.grad.double().sum().item()
+        yield f"gradient of parameter {number}: sum {total}"
