@@ -91,7 +91,7 @@ clean:  ## remove what was built; .venv stays
 # -S leaves site-packages out, so an import of anything but the standard library fails.
 define STANDARD_LIBRARY_ONLY
 import importlib, pkgutil, sys
-names = ["zero_ref.partition", "zero_ref.layout", "zero_ref.moves", "zero_ref.calls", "zero_ref.simulator"]
+names = ["zero_ref.partition", "zero_ref.layout", "zero_ref.moves", "zero_ref.calls", "zero_ref.averaging", "zero_ref.simulator"]
 for name in names:
     module = importlib.import_module(name)
     names += [m.name for m in pkgutil.iter_modules(getattr(module, "__path__", []), name + ".")]

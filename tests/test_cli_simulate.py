@@ -72,6 +72,7 @@ def test_the_numbers_are_those_of_the_scenario(capsys: pytest.CaptureFixture[str
         (["--checkpointing", "full"], {"checkpointing": "full"}),
         (["--compare", "zero-3", "--prefetch", "0"], {"prefetch": 0}),
         (["--compare", "local-sgd", "--period", "3"], {"period": 3}),
+        (["--compare", "local-sgd", "--gradient-group", "4"], {"gradient_group": 4}),
     ],
 )
 def test_every_option_reaches_the_simulator(
@@ -168,6 +169,21 @@ def test_the_table_says_where_one_rank_receives_from_all(capsys: pytest.CaptureF
     assert said == [True, False, False]
 
 
+def test_the_table_says_who_meets_how_often_under_local_sgd(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    said = []
+    for words in ([], ["--period", "1"], ["--period", "4", "--gradient-group", "2"]):
+        assert cli.main([*SIMULATE, "--strategy", "local-sgd", *words]) == 0
+        said += [line for line in capsys.readouterr().out.splitlines() if line.startswith("local-sgd: ")]
+    assert said == [
+        "local-sgd: parameters averaged every 8 steps, gradients never",
+        "local-sgd: parameters averaged every step, gradients never",
+        "local-sgd: parameters averaged every 4 steps, gradients every step among 2 ranks",
+    ]
+    assert cli.main(SIMULATE) == 0
+    assert "averaged" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("width", "strategies"), [(80, ["zero", "zero-2", "ddp"]), (200, list(STRATEGIES))])
 def test_a_table_stays_within_its_width(
     capsys: pytest.CaptureFixture[str], width: int, strategies: list[str]
@@ -251,6 +267,11 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
         ([*SIMULATE, "--strategy", "ddp", "--overlap", "interleaved"], ["--overlap means nothing to ddp"]),
         ([*SIMULATE, "--prefetch", "2"], ["--prefetch means nothing to zero-even; it is for zero-3"]),
         ([*SIMULATE, "--period", "2"], ["--period means nothing to zero-even; it is for local-sgd"]),
+        ([*SIMULATE, "--gradient-group", "2"], ["--gradient-group means nothing to zero-even"]),
+        (
+            [*SIMULATE, "--strategy", "local-sgd", "--gradient-group", "3"],
+            ["8 ranks cannot be divided into groups of 3"],
+        ),
         (
             [*SIMULATE, "--trace", "/no/such/folder/t.json"],
             ["--trace /no/such/folder/t.json cannot be written"],

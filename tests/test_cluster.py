@@ -234,6 +234,31 @@ def test_ranks_that_share_a_link_take_the_time_of_all_their_bytes() -> None:
     assert ms("all_gather", 1e6, 8, shared) == pytest.approx(7 * (0.25 * 0.1 + 0.75 * 0.01) + 3.5)
 
 
+def test_groups_that_fit_a_node_take_no_longer_than_one_of_them() -> None:
+    for ranks in (2, 4):
+        assert ms("all_reduce", 1e6, 64, ranks=ranks) == ms("all_reduce", 1e6, ranks)
+    assert ms("all_reduce", 1e6, 64, ranks=1) == 0
+    assert ms("all_reduce", 1e6, 64, ranks=64) == ms("all_reduce", 1e6, 64)
+    assert ms("all_gather", 1e6, 64, ranks=8) == ms("all_gather", 1e6, 8), "each has two nodes to itself"
+
+
+def test_groups_that_share_a_link_take_the_time_of_all_their_bytes() -> None:
+    shared = replace(TOY, shared=True)
+    # Two pairs in a node, and each sends 2 MB for its all-reduce.
+    assert ms("all_reduce", 1e6, 4, shared, ranks=2) == pytest.approx(2 * 0.01 + 2 * 2)
+    assert ms("all_reduce", 1e6, 16, shared, ranks=2) == ms("all_reduce", 1e6, 4, shared, ranks=2)
+
+
+def test_a_group_on_parts_of_nodes_has_the_links_of_its_own_ranks() -> None:
+    # Of 4 groups of 3 on 3 nodes of 4, the second lies on nodes 0 and 1, with 1 and 2 ranks.
+    two_of_three_hops = 2 * (2 / 3 * 0.1 + 1 / 3 * 0.01)
+    expected = two_of_three_hops + (2 / 3) / 0.125
+    assert ms("all_gather", 1e6, 12, ranks=3) == pytest.approx(expected)
+    # Groups of 6: the first has a whole node and 2 ranks of the next, the second the reverse.
+    expected = 5 * (2 / 6 * 0.1 + 4 / 6 * 0.01) + (5 / 6) / (2 * 0.125)
+    assert ms("all_gather", 1e6, 12, ranks=6) == pytest.approx(expected)
+
+
 def test_an_exchange_takes_as_long_as_its_fullest_owner_needs() -> None:
     assert ms("exchange", 1e6, 4, shares=[1e6]) == pytest.approx(0.01 + 3)
     assert ms("exchange", 1e6, 8, shares=[1e6]) == pytest.approx(0.1 + 4 / 0.125)  # 4 of 7 from other nodes
@@ -257,6 +282,15 @@ def test_each_tensor_of_a_small_model_costs_a_device_something_beside_its_elemen
 
 
 # --------------------------------------------------------------------------------------- times, for all
+
+
+@given(ops, payloads, st.integers(1, 12), st.integers(1, 12), presets, st.integers(1, 9), st.booleans())
+def test_groups_never_take_less_than_one_of_them_alone(
+    op: str, nbytes: float, ranks: int, groups: int, name: str, per_node: int, shared: bool
+) -> None:
+    chosen = replace(cluster(name), ranks_per_node=per_node, shared=shared)
+    together = chosen.ms(op, nbytes, ranks * groups, ranks=ranks)
+    assert together >= chosen.ms(op, nbytes, ranks) * ROUNDING
 
 
 @given(presets, ops, algorithms, payloads, world_sizes, slower, slower)
@@ -389,6 +423,8 @@ def shared_out(shares: list[float]) -> Traffic:
         (lambda: shared_out([24] * 5), r"5 shares for 4 ranks: give one for each owner at most"),
         (lambda: shared_out([60, 30]), r"add up to 90 bytes, the payload has 120: each has one owner"),
         (lambda: shared_out([]), r"add up to 0 bytes"),
+        (lambda: ms("broadcast", 1, 8, ranks=3), r"8 ranks cannot be divided into groups of 3"),
+        (lambda: ms("broadcast", 1, 8, ranks=0), r"8 ranks cannot be divided into groups of 0"),
         (lambda: Link(-1, 1), r"latency_us must be 0 or more, got -1"),
         (lambda: Link(math.nan, 1), r"latency_us must be 0 or more, got nan"),
         (lambda: Link(1, 0), r"gb_per_s must be above 0, got 0"),

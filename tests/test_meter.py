@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.calls import Call
-from zero_ref.collectives import Collectives
+from zero_ref.collectives import Collectives, ProcessGroupCollectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import (
     DDPRecorder,
@@ -25,6 +26,7 @@ from zero_ref.lab.meter import (
     gather_from_ranks,
     held_bytes,
     recording,
+    recording_distributed,
     sent_bytes,
     state_bytes,
     wire_bytes,
@@ -66,6 +68,28 @@ def test_recording_stops_where_an_error_leaves_it() -> None:
         assert comm.observers == []
 
     virtual.run(on_rank, 1)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_what_anyone_asks_of_torch_distributed_is_seen() -> None:
+    comm = ProcessGroupCollectives()
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    ddp.register_comm_hook(None, allreduce_hook)
+    with recording_distributed() as calls:
+        comm.all_gather(torch.zeros(32, dtype=torch.uint8))
+        comm.all_reduce(torch.zeros(3)).wait()
+        ddp(torch.ones(1, 2)).sum().backward()
+        dist.all_gather(tensor=torch.zeros(5), tensor_list=[torch.zeros(5)])
+    comm.all_reduce(torch.zeros(3)).wait()  # unseen: the context is over
+    gather, reduce = "all_gather", "all_reduce"
+    assert calls == [Call(gather, 32), Call(reduce, 12), Call(reduce, 12), Call(gather, 20)]
+
+
+def test_torch_is_left_as_it_was_also_by_an_error() -> None:
+    before = dist.all_reduce, dist.all_gather
+    with pytest.raises(KeyError), recording_distributed():
+        raise KeyError(dist.all_reduce)
+    assert before == (dist.all_reduce, dist.all_gather)
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from zero_ref.averaging import AveragingSchedule, Level
 from zero_ref.calls import Call
 from zero_ref.partition import ParamSpec, Slice, from_lists, plan_partition
 from zero_ref.simulator.ledger import nbytes_of
@@ -139,9 +140,10 @@ def test_stage_3_on_one_rank_gathers_nothing_and_keeps_its_gradients() -> None:
 
 def test_local_sgd_averages_what_is_trained_in_one_tensor() -> None:
     params = [ParamSpec(10, "bfloat16"), ParamSpec(5, "float32"), ParamSpec(7, trainable=False)]
-    operations = local_sgd(params, [[1], [0]], period=2)
+    operations = local_sgd(params, [[1], [0]], AveragingSchedule.periodic(2), world_size=4)
     assert [one for one in operations if one.lane == NETWORK] == [
-        Operation("average", NETWORK, None, (7,), op="all_reduce", nbytes=15 * 4)
+        Operation("agree", NETWORK, None, (7,), op="all_gather", nbytes=4 * 32, passed=32),
+        Operation("average", NETWORK, None, (8,), op="all_reduce", nbytes=15 * 4),
     ]
     frees = [one.gives for one in operations if one.label == "step"]
     assert frees == [40, 0], "the last gradients are there until the next forward"
@@ -158,7 +160,54 @@ def test_local_sgd_averages_what_is_trained_in_one_tensor() -> None:
 )
 def test_local_sgd_averages_in_the_dtype_that_takes_all(dtypes: list[str], itemsize: int) -> None:
     params = [ParamSpec(3, dtype) for dtype in dtypes]
-    assert local_sgd(params, [[1], [0]], period=1)[-1].nbytes == 6 * itemsize
+    assert local_sgd(params, [[1], [0]], AveragingSchedule.periodic(1), 2)[-1].nbytes == 6 * itemsize
+
+
+def test_local_sgd_averages_once_for_each_device() -> None:
+    params = [ParamSpec(3), ParamSpec(4, "float64", device="cuda"), ParamSpec(5)]
+    operations = local_sgd(params, [[0], [1], [2]], AveragingSchedule.periodic(1), 2)
+    assert [one.nbytes for one in operations if one.label == "average"] == [8 * 4, 4 * 8]
+    assert [one.label for one in operations].count("agree") == 1
+
+
+def test_local_sgd_waits_for_what_it_computes_with() -> None:
+    averaging = AveragingSchedule.periodic(2, warmup_steps=1, gradient_group=2)
+    operations = local_sgd(PARAMS, [[3, 2], [1, 0]], averaging, 4, range(3))
+    names = brief(operations)
+    of_step = ["forward", "backward 0", "reduce 0", "backward 1", "reduce 1", "step"]
+    # The warm-up lasts for step 0, so step 1 averages, and step 3 would.
+    assert names == [*of_step, *of_step, "agree", "average", *of_step]
+    waits_of = [[names[before] for before in one.after] for one in operations]
+    assert waits_of[2:6] == [["backward 0"], [], ["backward 1"], ["reduce 1"]]
+    assert waits_of[12:15] == [["step"], ["agree"], ["average"]], "the next forward is with the average"
+    assert [place for place, one in enumerate(operations) if one.label == "reduce" and one.ranks] == [
+        *(8, 10, 16, 18)
+    ]
+    assert [one.gives for one in operations if one.label == "step"] == [64, 64, 0]
+
+
+def test_local_sgd_calls_the_ranks_of_the_level() -> None:
+    averaging = AveragingSchedule.hierarchical({1: 2, 2: 4, 4: 8}, gradient_group=2)
+    operations = local_sgd(PARAMS, [[0, 1, 2, 3]], averaging, 8)
+    called = [(one.label, one.ranks, one.nbytes) for one in operations if one.op]
+    groups = [(one[1], one[2]) for one in called if one[0] == "agree"]
+    assert groups == [(2, 64), (4, 128), (2, 64), (None, 256)], "32 bytes of each rank"
+    assert [one[1] for one in called if one[0] == "average"] == [2, 4, 2, None]
+    assert [one[1] for one in called if one[0] == "reduce"] == [2] * 4
+
+
+def test_a_group_of_one_calls_nobody() -> None:
+    levels = Level(1, 1), Level(3)
+    assert brief(local_sgd(PARAMS, [[0]], AveragingSchedule(levels), 4, range(1, 4))) == [
+        *("forward", "backward 0", "step") * 3,
+        *("agree", "average"),
+    ]
+    alone = local_sgd(PARAMS, [[0]], AveragingSchedule.periodic(1, warmup_steps=1), 1, range(2))
+    assert [one.label for one in alone if one.op] == ["reduce"], "as DDP of one rank, in the warm-up"
+
+
+def of_steps(steps: range) -> tuple[Operation, ...]:
+    return local_sgd(PARAMS, BUCKETS, AveragingSchedule.periodic(2), 2, steps)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +218,13 @@ def test_local_sgd_averages_in_the_dtype_that_takes_all(dtypes: list[str], items
             "unknown way 'soon'; choose one of plain, after_backward, interleaved",
         ),
         (lambda: stage_3([Unit(2, 8, 8)], 2, [1, 1], prefetch=-1), "prefetch counts units"),
-        (lambda: local_sgd(PARAMS, BUCKETS, period=0), "at least 1 iteration, got 0"),
+        (lambda: of_steps(range(0)), r"counted from 0, as in range\(8\); got range\(0, 0\)"),
+        (lambda: of_steps(range(-1, 3)), r"got range\(-1, 3\)"),
+        (lambda: of_steps(range(0, 8, 2)), r"steps follow one another .* got range\(0, 8, 2\)"),
+        (
+            lambda: local_sgd(PARAMS, BUCKETS, AveragingSchedule.periodic(1, gradient_group=3), 4),
+            "4 ranks cannot be divided into groups of 3",
+        ),
     ],
 )
 def test_mistakes_are_named(call: Any, message: str) -> None:
@@ -260,14 +315,87 @@ def test_stage_1_sends_2_psi_to_owners_and_3_psi_with_all_reduces(
     assert wire(strategy, way=way, to_owners=True) == 2 * rest
     if backend == "nccl":
         assert wire(strategy, way=way, to_owners=True, native=native) == 2 * rest
-        assert wire("local-sgd", period=3) == (
-            2 * (world_size - 1) * sum(p.numel for p in params if p.trainable) * widest(params)
-        )
+    averaged = 2 * (world_size - 1) * averaged_bytes(params)
+    assert wire("local-sgd", period=3) == averaged + 32 * world_size * (world_size - 1)
 
 
-def widest(params: Sequence[ParamSpec]) -> int:
-    sizes = {nbytes_of(ParamSpec(1, param.dtype)) for param in params if param.trainable}
-    return max(sizes, default=0)
+def averaged_bytes(params: Sequence[ParamSpec]) -> int:
+    """Of all that is trained, in the widest dtype among it."""
+    trained = [param for param in params if param.trainable]
+    widest = max((nbytes_of(ParamSpec(1, param.dtype)) for param in trained), default=0)
+    return widest * sum(param.numel for param in trained)
+
+
+@st.composite
+def averagings(draw: st.DrawFn) -> tuple[AveragingSchedule, int]:
+    """Any schedule, and ranks that it fits."""
+    gradient_group = draw(st.sampled_from([1, 1, 2, 3]))
+    sizes = [gradient_group * draw(st.sampled_from([1, 2, 3]))]
+    sizes += [sizes[-1] * factor for factor in draw(st.lists(st.sampled_from([2, 3]), max_size=1))]
+    periods = draw(st.lists(st.integers(1, 4), min_size=len(sizes), max_size=len(sizes), unique=True))
+    levels = [Level(*one) for one in zip(sorted(periods), sizes, strict=True)]
+    if draw(st.booleans()):
+        levels[-1] = levels[-1]._replace(group_size=None)
+    warmup_steps, origin = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    return AveragingSchedule(tuple(levels), warmup_steps, origin, gradient_group), sizes[-1]
+
+
+@given(params_of_model, averagings(), st.sampled_from(["nccl", "gloo"]), st.booleans())
+def test_a_cycle_of_local_sgd_sends_what_its_averages_and_gradient_groups_take(
+    params: list[ParamSpec], fitting: tuple[AveragingSchedule, int], backend: str, warm_up_too: bool
+) -> None:
+    averaging, world_size = fitting
+    steps = range(averaging.steady.stop) if warm_up_too else averaging.steady
+    plan = schedule("local-sgd", params, world_size, averaging=averaging, steps=steps)
+    assert plan.iterations == len(steps)
+    # A group of g sends 2 (g - 1) of a tensor to all-reduce it, and there are N / g groups.
+    expected = 0
+    for step in steps:
+        local = averaging.is_local(step)
+        group = averaging.gradient_group if local else world_size
+        expected += 2 * (group - 1) * (world_size // group) * psi_of(params)
+        level = averaging.level(step)
+        group = 1 if level is None else level.group_size or world_size
+        expected += (2 * averaged_bytes(params) + 32 * group) * (group - 1) * (world_size // group)
+    assert plan.wire_bytes(backend) == expected
+
+
+@given(params_of_model, ranks, st.integers(1, 8), st.sampled_from([1, 2, 3]))
+def test_a_longer_period_never_sends_more_in_an_iteration(
+    params: list[ParamSpec], groups: int, period: int, gradient_group: int
+) -> None:
+    def of(period: int) -> tuple[int, int]:
+        averaging = AveragingSchedule.periodic(period, gradient_group=gradient_group)
+        plan = schedule("local-sgd", params, groups * gradient_group, averaging=averaging)
+        return plan.wire_bytes(), plan.iterations
+
+    (sent, steps), (sent_longer, steps_longer) = of(period), of(period + 1)
+    assert sent_longer * steps <= sent * steps_longer
+
+
+@given(params_of_model, ranks, st.integers(0, 100))
+def test_a_step_of_the_warm_up_is_a_step_of_ddp(
+    params: list[ParamSpec], world_size: int, activation_bytes: int
+) -> None:
+    buckets = one_bucket_each(params)
+    averaging = AveragingSchedule.periodic(3, warmup_steps=2)
+    of_ddp = data_parallel(params, world_size, None, buckets, activation_bytes=activation_bytes)
+    for step in (0, 1):
+        steps = range(step, step + 1)
+        of_step = local_sgd(params, buckets, averaging, world_size, steps, activation_bytes=activation_bytes)
+        assert of_step == of_ddp
+
+
+@given(params_of_model, ranks, st.integers(1, 5))
+def test_without_a_gradient_group_nothing_is_sent_until_the_average(
+    params: list[ParamSpec], world_size: int, period: int
+) -> None:
+    operations = local_sgd(params, one_bucket_each(params), AveragingSchedule.periodic(period), world_size)
+    calls = [one for one in operations if one.op]
+    trained = any(param.trainable for param in params)
+    expected = ["agree", "average"] if trained else ["agree"]
+    assert [one.label for one in calls] == (expected if world_size > 1 else [])
+    assert list(operations[len(operations) - len(calls) :]) == calls
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.integers(2, 6), st.integers(0, 3))

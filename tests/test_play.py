@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import zero_ref
+from zero_ref.averaging import AveragingSchedule
 from zero_ref.partition import ParamSpec
 from zero_ref.simulator.cluster import Cluster, Device, Link, cluster
 from zero_ref.simulator.models import blocks, shapes, specs
@@ -164,9 +165,43 @@ def test_without_prefetch_nothing_hides_a_gather() -> None:
 def test_local_sgd_averages_once_a_period() -> None:
     played = by_hand("local-sgd", period=3)
     iteration_ms = 6 + 12 + 6
-    assert marks(played.timeline(), NETWORK) == [("average", None, 72, 79)]
-    assert played.makespan_ms == pytest.approx(3 * iteration_ms + 7)
-    assert played.iteration_ms == pytest.approx(iteration_ms + 7 / 3)
+    # The agreement is of 32 bytes of each rank, 8 elements: a round of half a millisecond.
+    assert marks(played.timeline(), NETWORK) == [("agree", None, 72, 80.5), ("average", None, 80.5, 87.5)]
+    assert played.makespan_ms == pytest.approx(3 * iteration_ms + 8.5 + 7)
+    assert played.iteration_ms == pytest.approx(iteration_ms + 15.5 / 3)
+
+
+def test_local_sgd_meets_in_the_warm_up_and_then_at_its_averages() -> None:
+    played = by_hand("local-sgd", averaging=AveragingSchedule.periodic(2, warmup_steps=1), steps=range(4))
+    of_ddp = by_hand("ddp")
+    warm_up_ms, step_ms = of_ddp.makespan_ms, 6 + 12 + 6
+    averaged_ms = warm_up_ms + step_ms + 15.5
+    assert marks(played.timeline(), NETWORK) == [
+        *marks(of_ddp.timeline(), NETWORK),
+        ("agree", None, averaged_ms - 15.5, averaged_ms - 7),
+        ("average", None, averaged_ms - 7, averaged_ms),
+        ("agree", None, averaged_ms + 2 * step_ms, averaged_ms + 2 * step_ms + 8.5),
+        ("average", None, averaged_ms + 2 * step_ms + 8.5, averaged_ms + 2 * step_ms + 15.5),
+    ]
+    forwards = [start for label, _, start, _ in marks(played.timeline(), COMPUTE) if label == "forward"]
+    assert forwards == [0, warm_up_ms, averaged_ms, averaged_ms + step_ms], (
+        "with the average, once it is there"
+    )
+    assert set(played.critical_ms()) == {"forward", "backward", "reduce", "step", "agree", "average"}
+    assert sum(played.critical_ms().values()) == pytest.approx(played.makespan_ms)
+
+
+def test_groups_within_a_node_reduce_over_its_links() -> None:
+    slow_outside = replace(BY_HAND, between=Link(latency_us=500, gb_per_s=4e-8))
+    averaging = AveragingSchedule.periodic(2, gradient_group=2)
+
+    def reductions(world_size: int) -> list[float]:
+        plan = schedule("local-sgd", PARAMS, world_size, ddp_buckets=BUCKETS, averaging=averaging)
+        events = play(plan, slow_outside, WORK).timeline().on(NETWORK)
+        return [round(one.stop_ms - one.start_ms, 9) for one in events if one.label == "reduce"]
+
+    # Elements of 1 ms each, and two rounds of half a millisecond; with four ranks too, on two nodes.
+    assert reductions(2) == reductions(4) == [3 + 1, 1 + 1, 2 + 1] * 2
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -240,7 +275,7 @@ params_of_model = st.lists(
 def plans(draw: st.DrawFn, max_ranks: int = 5) -> Schedule:
     """Any strategy with any options, on a few ranks."""
     strategy = draw(st.sampled_from(list(STRATEGIES)))
-    params = draw(params_of_model)
+    params, world_size = draw(params_of_model), draw(st.integers(1, max_ranks))
     options: dict[str, Any] = {"activation_bytes": draw(st.integers(0, 1000))}
     if STRATEGIES[strategy].partition:
         options |= {
@@ -254,11 +289,16 @@ def plans(draw: st.DrawFn, max_ranks: int = 5) -> Schedule:
         rest = [[number] for number in range(cut, len(params))]
         options |= {"blocks": [list(range(cut)), *rest], "prefetch": draw(st.integers(0, 3))}
     elif strategy == "local-sgd":
-        options["period"] = draw(st.integers(1, 4))
+        period, warmup_steps = draw(st.integers(1, 4)), draw(st.integers(0, 2))
+        groups = [size for size in (1, 2, 3) if world_size % size == 0]
+        options["averaging"] = AveragingSchedule.periodic(
+            period, warmup_steps=warmup_steps, gradient_group=draw(st.sampled_from(groups))
+        )
+        options["steps"] = range(draw(st.integers(0, 2)), draw(st.integers(3, 6)))
     if strategy != "zero-3":
         trainable = [number for number, param in enumerate(params) if param.trainable]
         options["ddp_buckets"] = [[number] for number in reversed(trainable)]
-    return schedule(strategy, params, draw(st.integers(1, max_ranks)), **options)
+    return schedule(strategy, params, world_size, **options)
 
 
 clusters = st.builds(
@@ -405,7 +445,7 @@ MISTAKES = {
         lambda: schedule("zero-3", PARAMS, 2, prefetch=-1),
         "prefetch counts units, 0 or more; got -1",
     ),
-    "period": (lambda: schedule("local-sgd", PARAMS, 2, period=0), "at least 1 iteration, got 0"),
+    "period": (lambda: schedule("local-sgd", PARAMS, 2, period=0), "period must be at least 1, got 0"),
     "jitter": (lambda: play(schedule("ddp", PARAMS, 2), H100, WORK, jitter=-0.1), "0 or more; got -0.1"),
     "slow rank": (lambda: by_hand("ddp", slow={2: 1.5}), "ranks 0 to 1 and factors above 0; got 1.5 for 2"),
     "slow by nothing": (lambda: by_hand("ddp", slow={1: 0.0}), "factors above 0; got 0 for 1"),

@@ -52,8 +52,12 @@ def test_what_is_sent_is_counted_by_the_rank_and_the_iteration() -> None:
     assert scenario.run("ddp").sent_bytes == 2 * 3 / 4 * nbytes
     assert scenario.run("zero-even").sent_bytes == 3 * 3 / 4 * nbytes
     assert scenario.run("zero-2").sent_bytes == 2 * 3 / 4 * nbytes
-    assert scenario.run("local-sgd").sent_bytes == 2 * 3 / 4 * nbytes / 5
-    assert scenario.run("local-sgd").calls == 1 / 5
+    assert scenario.run("local-sgd").sent_bytes == (2 * 3 / 4 * nbytes + 3 * 32) / 5
+    assert scenario.run("local-sgd").calls == 2 / 5
+    in_pairs = replace(scenario, gradient_group=2).run("local-sgd")
+    assert in_pairs.sent_bytes == 2 * 1 / 2 * nbytes + scenario.run("local-sgd").sent_bytes
+    assert in_pairs.calls == len(scenario.buckets) + 2 / 5
+    assert in_pairs.memory == scenario.run("local-sgd").memory
 
 
 def test_the_fullest_rank_need_not_be_the_first() -> None:

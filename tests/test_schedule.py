@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
+from zero_ref.averaging import AveragingSchedule
 from zero_ref.calls import Call
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import held_bytes, recording
@@ -203,11 +204,60 @@ def test_stage_3_of_frozen_parameters_gathers_them_and_reduces_nothing() -> None
 def test_local_sgd_sends_parameters_once_a_period_and_shards_nothing() -> None:
     params = [ParamSpec(600), ParamSpec(400, trainable=False)]
     plan = schedule("local-sgd", params, world_size=4, period=5)
-    assert plan.calls == (Call("all_reduce", 2400),)
-    assert plan.iterations == 5
+    assert plan.calls == (Call("all_gather", 32), Call("all_reduce", 2400))
+    assert (plan.iterations, plan.collectives, plan.payload_bytes) == (5, 2, 2432)
     ddp = schedule("ddp", params, world_size=4)
     assert (plan.parameter_bytes, plan.gradient_bytes) == (ddp.parameter_bytes, ddp.gradient_bytes)
     assert plan.state_bytes == ddp.state_bytes
+
+
+def test_a_period_of_local_sgd_stands_for_an_averaging() -> None:
+    params = [ParamSpec(600), ParamSpec(400)]
+    for period in (1, 3):
+        averaging = AveragingSchedule.periodic(period)
+        assert schedule("local-sgd", params, 4, period=period) == schedule(
+            "local-sgd", params, 4, averaging=averaging
+        )
+    assert schedule("local-sgd", params, 4) == schedule("local-sgd", params, 4, period=8)
+
+
+def test_steps_of_local_sgd_are_those_asked_for() -> None:
+    averaging = AveragingSchedule.hierarchical({2: 2, 4: 4}, warmup_steps=3, gradient_group=2)
+    params = [ParamSpec(100)]
+    plan = schedule("local-sgd", params, 4, averaging=averaging, steps=range(2, 5))
+    assert plan.iterations == 3
+    agreed = [Call("all_gather", 32), Call("all_reduce", 400)]
+    # Step 2 is the warm-up's last, 3 reduces in pairs, 4 too and then all ranks average.
+    assert list(plan.calls_of(3)) == [Call("all_reduce", 400)] * 3 + agreed
+    assert [one.ranks for one in plan.operations if one.op] == [None, 2, 2, None, None]
+    # On the wire 2 (N - 1) of what all ranks reduce, in two pairs 2 x 2.
+    assert plan.wire_bytes() == (6 + 4 + 4 + 6) * 400 + 4 * 3 * 32
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "message"),
+    [
+        (
+            "ddp",
+            {"averaging": AveragingSchedule.periodic(2)},
+            "averaging= is for 'local-sgd'; strategy 'ddp'",
+        ),
+        ("zero-3", {"steps": range(4)}, "steps= is for 'local-sgd'; strategy 'zero-3'"),
+        ("local-sgd", {"averaging": AveragingSchedule.periodic(2), "period": 2}, "period=2 or averaging="),
+        ("local-sgd", {"steps": range(0)}, "counted from 0"),
+        ("local-sgd", {"period": 0}, "period must be at least 1, got 0"),
+        (
+            "local-sgd",
+            {"averaging": AveragingSchedule.hierarchical({2: 8})},
+            "averages over 8 ranks and there",
+        ),
+    ],
+)
+def test_an_averaging_that_makes_no_sense_is_refused(
+    strategy: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        schedule(strategy, [ParamSpec(4)], 4, **options)
 
 
 # ---------------------------------------------------------------------------------------------- property

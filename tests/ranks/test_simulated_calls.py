@@ -13,19 +13,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
-    PostLocalSGDState,
-    post_localSGD_hook,
-)
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torchs_hook
+from torch.distributed.algorithms.model_averaging import averagers as torchs_averagers
 from torch.nn.parallel import DistributedDataParallel
 
+from zero_ref.averaging import AveragingSchedule
 from zero_ref.calls import Call
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
-from zero_ref.lab.meter import HeldBytes, held_bytes, recording_all_reduce, sent_bytes
+from zero_ref.lab.meter import (
+    HeldBytes,
+    held_bytes,
+    recording_all_reduce,
+    recording_distributed,
+    sent_bytes,
+)
 from zero_ref.lab.model import GPT
-from zero_ref.lab.stage_3 import recording_stage_3
+from zero_ref.local_sgd import (
+    ModelAverager,
+    PostLocalSGDOptimizer,
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.partition import ParamSpec, plan_partition
@@ -181,11 +190,11 @@ def recorded(case: Case, run: Run) -> Seen:
 ITERATIONS = 2
 
 
-def sent_in(iterate: Callable[[], None]) -> int | None:
+def sent_in(iterate: Callable[[], None], times: int = ITERATIONS) -> int | None:
     """What this rank sends in some iterations. As `bytes_sent_by`: barriers keep others' out of the count."""
     dist.barrier()
     before = sent_bytes()
-    for _ in range(ITERATIONS):
+    for _ in range(times):
         iterate()
     dist.barrier()
     after = sent_bytes()
@@ -266,18 +275,49 @@ def test_the_models_are_of_many_kinds() -> None:
 
 # ------------------------------------------------------------------------------------------- post-local SGD
 
+HALF_THE_CASES = dict(itertools.islice(CASES.items(), 11))
 WARM_UP, PERIOD = 2, 3
+STEPS = range(1, 9)
+"""Of the warm-up the second step, with DDP's final buckets, and then several averages."""
 
 
-def local_sgd(case: Case) -> Seen:
+def averagings(world_size: int) -> dict[str, AveragingSchedule]:
+    levels = {2: 2, 4: world_size} if world_size > 2 else {2: 2}
+    return {
+        "flat": AveragingSchedule.periodic(PERIOD, warmup_steps=WARM_UP),
+        "in pairs": AveragingSchedule.hierarchical(levels, warmup_steps=WARM_UP, gradient_group=2),
+    }
+
+
+def local_sgd(case: Case, averaging: AveragingSchedule) -> Seen:
+    """On a rank: this package's local SGD, in STEPS."""
+    model = case.make()
+    ddp = case.wrap(model)
+    averager = ModelAverager(averaging)
+    ddp.register_comm_hook(PostLocalSGDState.following(averager), post_localSGD_hook)
+    optimizer = PostLocalSGDOptimizer(torch.optim.AdamW(model.parameters()), averager)
+
+    def iterate(steps: range) -> None:
+        for _ in steps:
+            optimizer.zero_grad()
+            case.loss(ddp).backward()
+            optimizer.step()
+
+    iterate(range(STEPS.start))
+    with recording_distributed() as calls:
+        sent = sent_in(lambda: iterate(STEPS), times=1)
+    return Seen(calls, held_bytes(model.parameters(), optimizer), sent)
+
+
+def torchs_local_sgd(case: Case) -> Seen:
     """On a rank: torch's own post-local SGD, the second period after the warm-up."""
     model = case.make()
     ddp = case.wrap(model)
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    state = PostLocalSGDState(None, alone, WARM_UP, post_local_gradient_allreduce=False)
-    ddp.register_comm_hook(state, post_localSGD_hook)
+    state = torchs_hook.PostLocalSGDState(None, alone, WARM_UP, post_local_gradient_allreduce=False)
+    ddp.register_comm_hook(state, torchs_hook.post_localSGD_hook)
     optimizer = torch.optim.AdamW(model.parameters())
-    averager = PeriodicModelAverager(PERIOD, warmup_steps=WARM_UP)
+    averager = torchs_averagers.PeriodicModelAverager(PERIOD, warmup_steps=WARM_UP)
 
     def iterate() -> None:
         optimizer.zero_grad()
@@ -292,24 +332,65 @@ def local_sgd(case: Case) -> Seen:
     for _ in range(WARM_UP):
         iterate()
     period()
-    with recording_stage_3() as calls:  # it sees whoever calls torch.distributed's all_reduce
+    with recording_distributed() as calls:
         period()
     held = held_bytes(model.parameters(), optimizer)
     return Seen(calls, held, sent_in(period) if isinstance(model, GPT) else None)
 
 
-def all_local_sgd() -> dict[str, Seen]:
-    return {name: local_sgd(case) for name, case in CASES.items()}
+def all_local_sgd() -> dict[tuple[str, str], Seen]:
+    ours = averagings(dist.get_world_size())
+    return {
+        (name, averaging): local_sgd(case, ours[averaging])
+        for name, case in HALF_THE_CASES.items()
+        for averaging in ours
+    }
+
+
+def all_torchs_local_sgd() -> dict[str, Seen]:
+    return {name: torchs_local_sgd(case) for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_local_sgd_averages_all_that_is_trained_once_a_period(world_size: int) -> None:
+def test_local_sgd_makes_the_calls_of_the_schedule_from_the_warm_up_on(world_size: int) -> None:
     of_ranks = ranks.run(all_local_sgd, world_size, timeout=60, backend="gloo")
+    for name, (kind, averaging) in itertools.product(HALF_THE_CASES, averagings(world_size).items()):
+        params, buckets = foreseen_buckets(name)
+        plan = schedule(
+            "local-sgd", params, world_size, ddp_buckets=buckets, averaging=averaging, steps=STEPS
+        )
+        assert plan.calls
+        for rank, seen in enumerate(of_ranks):
+            assert seen[name, kind].calls == list(plan.calls_of(rank)), (name, kind, rank)
+            assert seen[name, kind].held.optimizer_state == plan.state_bytes[rank], (name, kind)
+            assert seen[name, kind].held.parameters == plan.parameter_bytes[rank], (name, kind)
+        if name == "demo" and sys.platform == "linux":
+            sent = sum(seen[name, kind].sent_bytes or 0 for seen in of_ranks)
+            assert sent == pytest.approx(plan.wire_bytes("gloo"), rel=0.01), kind
+
+
+def test_local_sgd_of_one_rank_makes_the_calls_of_the_schedule() -> None:
+    name, averaging = "mixture-0", averagings(2)["flat"]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        seen = local_sgd(CASES[name], averaging)
+    finally:
+        dist.destroy_process_group()
+    params, buckets = foreseen_buckets(name)
+    plan = schedule("local-sgd", params, 1, ddp_buckets=buckets, averaging=averaging, steps=STEPS)
+    assert seen.calls == list(plan.calls)
+    assert {call.op for call in seen.calls} == {"all_reduce"}, "of the warm-up, by DDP"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_torchs_local_sgd_makes_the_same_calls_but_for_the_agreement(world_size: int) -> None:
+    of_ranks = ranks.run(all_torchs_local_sgd, world_size, timeout=60, backend="gloo")
     for name in CASES:
         params, _ = foreseen_buckets(name)
         plan = schedule("local-sgd", params, world_size, period=PERIOD)
+        without_agreement = [call for call in plan.calls if call != Call("all_gather", 32)]
         for rank, seen in enumerate(of_ranks):
-            assert seen[name].calls == list(plan.calls_of(rank)), name
+            assert seen[name].calls == without_agreement, name
             assert seen[name].held.optimizer_state == plan.state_bytes[rank], name
         if name == "demo" and sys.platform == "linux":
             sent = sum(seen["demo"].sent_bytes or 0 for seen in of_ranks)

@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zero_ref.calls import Call
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
-from zero_ref.lab.meter import HeldBytes, bytes_sent_by
+from zero_ref.lab.meter import HeldBytes, bytes_sent_by, recording_distributed
 from zero_ref.lab.model import GPT
-from zero_ref.lab.stage_3 import held_bytes, local_part, recording_stage_3
+from zero_ref.lab.stage_3 import held_bytes, local_part
 from zero_ref.simulator.models import blocks, from_module
 from zero_ref.simulator.schedule import Schedule, schedule
 
@@ -130,7 +129,7 @@ def recorded(names: list[str]) -> dict[str, Seen]:
         model, optimizer = sharded(MODELS[name])
         calls = []
         for _ in range(2):
-            with recording_stage_3() as of_iteration:
+            with recording_distributed() as of_iteration:
                 iterate(model, optimizer)
             calls.append(of_iteration)
         held = held_bytes(model.parameters(), optimizer)
@@ -206,17 +205,3 @@ def test_a_dtensors_local_part_is_this_ranks_rows_and_no_copy() -> None:
         assert whole_nbytes == 4 * 16 * 128
         assert shape == (8, 128)
         assert same_memory
-
-
-def names_after_an_error() -> bool:
-    before = dist.all_reduce
-    try:
-        with recording_stage_3():
-            raise KeyError
-    except KeyError:
-        return dist.all_reduce is before
-    return False
-
-
-def test_the_recorder_leaves_torch_as_it_was() -> None:
-    assert names_after_an_error()

@@ -9,6 +9,7 @@ from typing import Any
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.scenario import Run, Scenario
+from zero_ref.simulator.schedule import LOCAL_SGD
 
 BETTER = {
     "latency": "half the latency",
@@ -19,7 +20,7 @@ BETTER = {
     "even pace": "no rank slower than the others",
 }
 
-LABELS = ("forward", "gather", "backward", "reduce", "step", "broadcast", "average")
+LABELS = ("forward", "gather", "backward", "reduce", "step", "broadcast", "agree", "average")
 """Of operations, in the order in which they are printed."""
 
 
@@ -40,6 +41,8 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[Run]) -> dict[str, An
         "optimizer": scenario.optimizer,
         "overlap": scenario.way,
         "checkpointing": scenario.checkpointing,
+        "period": scenario.period,
+        "gradient_group": scenario.gradient_group,
         "attention_share": scenario.attention_share,
         "strategies": {run.strategy: _run_as_json(run) for run in runs},
     }
@@ -117,6 +120,8 @@ def print_runs(
             f"{', '.join(pairwise)}: an owner receives each gradient from {scenario.world_size - 1:,} ranks, "
             "one message from each; with --messages library a ring does it"
         )
+    if any(run.strategy == LOCAL_SGD for run in runs):
+        console.print(f"{LOCAL_SGD}: {_averages(scenario)}")
     leaner = replace(scenario, checkpointing="full").activation_bytes
     kept = scenario.activation_bytes
     if leaner < kept and any(run.fits is False and kept > run.memory.total_bytes / 3 for run in runs):
@@ -134,6 +139,15 @@ def print_runs(
     else:
         console.print(f"times from: {cluster.source}. They hold for the number of ranks measured there.")
     console.print("not counted: starting kernels, the allocator, what libraries keep, other jobs' traffic")
+
+
+def _averages(scenario: Scenario) -> str:
+    """Who meets, and how often."""
+    steps = "step" if scenario.period == 1 else f"{scenario.period:,} steps"
+    parameters = f"parameters averaged every {steps}"
+    if scenario.gradient_group == 1:
+        return f"{parameters}, gradients never"
+    return f"{parameters}, gradients every step among {scenario.gradient_group:,} ranks"
 
 
 Row = tuple[str, list[str], str]

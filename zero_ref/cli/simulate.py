@@ -16,7 +16,7 @@ from zero_ref.simulator.ledger import STATE_RULES
 from zero_ref.simulator.models import MODELS, Architecture, from_config
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.scenario import DTYPES, Run, Scenario
-from zero_ref.simulator.schedule import MIB, STRATEGIES
+from zero_ref.simulator.schedule import LOCAL_SGD, MIB, STRATEGIES
 from zero_ref.simulator.trace import write_trace
 
 USED_BY: dict[str, tuple[str, ...]] = {
@@ -24,7 +24,8 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "messages": tuple(name for name, plan in STRATEGIES.items() if plan.partition),
     "bucket_mib": tuple(name for name, plan in STRATEGIES.items() if plan.stage < 3),
     "prefetch": tuple(name for name, plan in STRATEGIES.items() if plan.stage == 3),
-    "period": ("local-sgd",),
+    "period": (LOCAL_SGD,),
+    "gradient_group": (LOCAL_SGD,),
 }
 """Options, and the strategies that have a use for them."""
 
@@ -111,7 +112,18 @@ def register_simulate(subparsers: Subparsers) -> None:
         "reduce for each owner and one all-gather (default: library where the backend is NCCL)",
     )
     parser.add_argument("--prefetch", type=_whole, metavar="UNITS", help="of zero-3 (default: 1)")
-    parser.add_argument("--period", type=positive, metavar="H", help="of local-sgd (default: 8)")
+    parser.add_argument(
+        "--period",
+        type=positive,
+        metavar="H",
+        help="of local-sgd: steps from one average of the parameters to the next (default: 8)",
+    )
+    parser.add_argument(
+        "--gradient-group",
+        type=positive,
+        metavar="N",
+        help="of local-sgd: average gradients in every step over so many ranks, as of a node (default: 1)",
+    )
     parser.add_argument(
         "--straggler",
         action="append",
@@ -179,6 +191,7 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
         native=None if arguments.messages is None else arguments.messages == "library",
         prefetch=1 if arguments.prefetch is None else arguments.prefetch,
         period=arguments.period or 8,
+        gradient_group=arguments.gradient_group or 1,
     )
 
 

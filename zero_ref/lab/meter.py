@@ -1,13 +1,14 @@
 """What really happened: calls made, bytes on the wire, bytes held, seconds.
 
 Each function measures one thing at its source, so that a prediction can be held against it: `recording`
-sees the calls as the optimizer and DDP make them, `sent_bytes` and `wire_bytes` read the kernel's counters,
-`held_bytes` counts tensors.
+sees the calls as the optimizer and DDP make them, `recording_distributed` those of anyone, `sent_bytes` and
+`wire_bytes` read the kernel's counters, `held_bytes` counts tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import struct
@@ -77,6 +78,56 @@ class DDPRecorder:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.calls: list[Call] = []
         ddp.register_comm_hook(ddp.process_group, recording_all_reduce(self.calls))
+
+
+# What is replaced while `recording_distributed` looks, and the op of each. torch 2.13 gave two ops new names.
+_OP_OF_FUNCTION = {
+    "all_gather": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+}
+
+
+@contextlib.contextmanager
+def recording_distributed() -> Iterator[list[Call]]:
+    """A list that fills with what this process asks of torch.distributed while the context lasts.
+
+    It sees all-reduces, all-gathers and reduce-scatters, whoever makes them by their Python names:
+    `fully_shard`, the averagers of local SGD, a hook of DDP, this package's own `Collectives`. It does not
+    see what C++ issues by itself, such as DDP's all-reduces without a hook, nor DTensor's own collectives,
+    such as the one of `clip_grad_norm_`.
+
+    A call's bytes are those of its larger tensor, padding included: what `all_gather_into_tensor` gives, what
+    a reduce-scatter takes. A plain `all_gather` gives a list; its bytes are those of the tensor passed in.
+
+    >>> with recording_distributed() as calls:                              # doctest: +SKIP
+    ...     model(x).sum().backward()       # sharded by fully_shard
+    >>> calls[0]                                                            # doctest: +SKIP
+    Call(op='all_gather', nbytes=432, peer=None)
+    """
+    calls: list[Call] = []
+
+    def recorded(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            calls.append(Call(op, max(tensor.nbytes for tensor in tensors)))
+            return function(*args, **kwargs)
+
+        return call
+
+    # All look the functions up in torch.distributed at each call, so that is where they are replaced.
+    originals = {name: getattr(dist, name) for name in _OP_OF_FUNCTION if hasattr(dist, name)}
+    for name, function in originals.items():
+        setattr(dist, name, recorded(_OP_OF_FUNCTION[name], function))
+    try:
+        yield calls
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
 
 
 def held_bytes(params: Iterable[torch.Tensor], optimizer: Optimizer) -> HeldBytes:

@@ -6,61 +6,12 @@ has some rows. What is counted here is those rows, and the padding that lies in 
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from zero_ref.calls import Call
 from zero_ref.lab.meter import HeldBytes
-
-# What FSDP2 takes from torch.distributed, by op. torch 2.13 gave the first two ops new names and uses those.
-_OP_OF_FUNCTION = {
-    "all_gather_single": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-}
-
-
-@contextlib.contextmanager
-def recording_stage_3() -> Iterator[list[Call]]:
-    """A list that fills with the collectives that `fully_shard` makes while the context lasts.
-
-    A call's bytes are those of its larger tensor, padding included: what an all-gather gives, what a
-    reduce-scatter takes. FSDP2 looks the functions up in torch.distributed at each call, so they are replaced
-    there, and calls that others make by these names are seen too. DTensor's own collectives are not, such as
-    the one of `clip_grad_norm_`.
-
-    >>> with recording_stage_3() as calls:                                  # doctest: +SKIP
-    ...     model(x).sum().backward()
-    >>> calls[0]                                                            # doctest: +SKIP
-    Call(op='all_gather', nbytes=432, peer=None)
-    """
-    calls: list[Call] = []
-
-    def recorded(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            calls.append(Call(op, max(tensor.nbytes for tensor in tensors)))
-            return function(*args, **kwargs)
-
-        return call
-
-    originals = {name: getattr(dist, name) for name in _OP_OF_FUNCTION if hasattr(dist, name)}
-    for name, function in originals.items():
-        setattr(dist, name, recorded(_OP_OF_FUNCTION[name], function))
-    try:
-        yield calls
-    finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -213,6 +213,14 @@ class Device:
         return tensors * self.update_overhead_us / 1e3 + nbytes / (self.memory_gb_per_s * 1e6)
 
 
+class _Span(NamedTuple):
+    """On how many nodes a group's ranks lie; on one of them the fewest, on another the most."""
+
+    nodes: int
+    fewest: int
+    most: int
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Equal nodes of equal devices, a rank on each.
@@ -277,6 +285,7 @@ class Cluster:
         algorithm: str = "auto",
         shares: Sequence[float] | None = None,
         follows: bool = False,
+        ranks: int | None = None,
     ) -> float:
         """How long a collective takes, if all ranks call it together and the network is free.
 
@@ -285,65 +294,92 @@ class Cluster:
         that is not full has fewer of these. Of an exchange, each rank's own bytes pass its own outer link. A
         send then goes to another node.
 
+        Groups of consecutive ranks work at once, each with the links of its own ranks; only a bandwidth that
+        a node's ranks share they share too. A group that fits a node stays inside.
+
         >>> h100 = cluster("h100-ib")
         >>> {name: round(h100.ms("all_reduce", 1e3, 1024, algorithm=name), 3) for name in ALGORITHMS}
         {'auto': 0.182, 'ring': 7.928, 'tree': 0.182}
+        >>> h100.ms("all_reduce", 1e9, 1024, ranks=8) == h100.ms("all_reduce", 1e9, 8)
+        True
 
         Args: as `traffic`, and
             algorithm: "auto" takes the faster of ring and tree, as NCCL tries to.
             follows: right behind a call of the same kind. Around NCCL's rings a broadcast or reduce then does
                 not wait until the one before has reached the last rank: it adds its bytes and one round.
                 That is reasoned, not measured.
+            ranks: of a group, where each group makes this call; the time is then that of the slowest. None
+                for one call of all ranks.
         Raises:
-            ValueError: as `traffic`.
+            ValueError: as `traffic`, or the ranks cannot be divided into such groups.
         Source: a ring through all nodes crosses from each node to the next once; the tree is that of NCCL's
             tuning model (src/graph/tuning.cc).
         """
         _check_name("algorithm", algorithm, ALGORITHMS)
-        if algorithm == "auto":
-            has_tree = self.backend == "nccl" and op == "all_reduce"
-            choice = ("ring", "tree") if has_tree else ("ring",)
-            return min(
-                self.ms(op, nbytes, world_size, algorithm=one, shares=shares, follows=follows)
-                for one in choice
-            )
-        load = traffic(op, nbytes, world_size, backend=self.backend, algorithm=algorithm, shares=shares)
+        if ranks is None:
+            ranks = world_size
+        elif ranks < 1 or world_size % ranks:
+            raise ValueError(f"{world_size} ranks cannot be divided into groups of {ranks}.")
+        has_tree = self.backend == "nccl" and op == "all_reduce"
+        choice = [algorithm] if algorithm != "auto" else ["ring", "tree"] if has_tree else ["ring"]
+        loads = {
+            one: traffic(op, nbytes, ranks, backend=self.backend, algorithm=one, shares=shares)
+            for one in choice
+        }
         if follows and self.backend == "nccl" and op in ("broadcast", "reduce"):
-            load = load._replace(rounds=min(load.rounds, 1))
+            loads = {one: load._replace(rounds=min(load.rounds, 1)) for one, load in loads.items()}
+        # Of groups in a node each has its part of a bandwidth that all ranks share.
+        at_once = min(self.ranks_per_node, world_size) / ranks if self.shared else None
+        # How groups lie on nodes comes again after as many groups as a node has ranks, or sooner.
+        groups = range(min(world_size // ranks, self.ranks_per_node))
+        spans = {self._span(group * ranks % self.ranks_per_node, ranks) for group in groups}
+        return max(
+            min(self._ms_of(op, one, load, ranks, span, at_once) for one, load in loads.items())
+            for span in spans
+        )
+
+    def _span(self, first: int, ranks: int) -> _Span:
+        """The nodes of consecutive ranks, of which the first sits at this place of its node."""
+        on_first = min(self.ranks_per_node - first, ranks)
+        full, on_last = divmod(ranks - on_first, self.ranks_per_node)
+        counts = [on_first] + [self.ranks_per_node] * min(full, 1) + [on_last] * (on_last > 0)
+        return _Span(1 + full + (on_last > 0), min(counts), max(counts))
+
+    def _ms_of(
+        self, op: str, algorithm: str, load: Traffic, ranks: int, span: _Span, at_once: float | None
+    ) -> float:
+        """How long a collective of a group takes that lies on nodes in this way."""
+        inside_bytes = load.busiest_bytes if at_once is None else load.total_bytes * at_once
         within = self.link_of_op.get(op, self.within)
-        nodes = self.nodes(world_size)
-        inside_bytes = load.total_bytes / nodes if self.shared else load.busiest_bytes
-        in_last_node = world_size - (nodes - 1) * self.ranks_per_node
         if op in ("exchange", "send"):
-            if nodes == 1:
+            if span.nodes == 1:
                 return within.ms(load.rounds, inside_bytes)
-            outside = 1.0 if op == "send" else (world_size - in_last_node) / (world_size - 1)
+            outside = 1.0 if op == "send" else (ranks - span.fewest) / (ranks - 1)
             return max(
                 within.ms(load.rounds, inside_bytes * (1 - outside)),
                 self.between.ms(load.rounds, load.busiest_bytes * outside),
             )
-        hops_inside, hops_outside = self._hops(op, load.rounds, world_size, algorithm)
+        hops_inside, hops_outside = self._hops(op, load.rounds, ranks, algorithm, span)
         inside_ms = within.ms(hops_inside, inside_bytes)
-        if nodes == 1:
+        if span.nodes == 1:
             return inside_ms
-        node = Link(self.between.latency_us, self.between.gb_per_s * in_last_node)
+        node = Link(self.between.latency_us, self.between.gb_per_s * span.fewest)
         return max(
             inside_ms + node.ms(hops_outside, 0),
             within.ms(hops_inside, 0) + node.ms(hops_outside, load.busiest_bytes),
         )
 
-    def _hops(self, op: str, rounds: int, world_size: int, algorithm: str) -> tuple[float, float]:
+    def _hops(self, op: str, rounds: int, ranks: int, algorithm: str, span: _Span) -> tuple[float, float]:
         """How many of the messages that follow one another stay in a node, and how many leave one."""
-        nodes = self.nodes(world_size)
         if rounds and algorithm == "tree" and self.backend == "nccl" and op == "all_reduce":
             # NCCL's tree joins the nodes; the ranks of a node are a chain. Up and down again.
-            return 2 * (min(world_size, self.ranks_per_node) - 1), 2 * math.ceil(math.log2(nodes))
-        if not rounds or nodes == 1:
+            return 2 * (span.most - 1), 2 * math.ceil(math.log2(span.nodes))
+        if not rounds or span.nodes == 1:
             return rounds, 0
         if op == "broadcast" and self.backend == "gloo":  # a tree that crosses nodes first
-            outside = math.ceil(math.log2(nodes))
+            outside = math.ceil(math.log2(span.nodes))
             return rounds - outside, outside
-        outside_share = nodes / world_size  # of the hops of a ring one leaves each node
+        outside_share = span.nodes / ranks  # of the hops of a ring one leaves each node
         return rounds * (1 - outside_share), rounds * outside_share
 
     def with_links(self, *, latency: float = 1.0, bandwidth: float = 1.0) -> Cluster:

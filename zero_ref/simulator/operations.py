@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from zero_ref.averaging import AveragingSchedule
 from zero_ref.calls import Call
 from zero_ref.layout import lay_out, runs_within
 from zero_ref.partition import ParamSpec, Partition, Slice
@@ -25,19 +26,26 @@ NETWORK = "network"
 COMPUTE = "compute"
 SIDE_STREAM = "side stream"
 
+AGREEMENT_BYTES = 32
+"""That each rank passes in where ranks agree on what comes next, as `zero_ref.collectives.agree` does."""
+
 
 class Operation(NamedTuple):
     """One thing that happens in an iteration, on all ranks.
 
     Args:
-        label: "forward", "backward", "step"; "reduce", "broadcast", "gather", "average" on the network.
+        label: "forward", "backward", "step"; on the network "reduce", "broadcast", "gather", "agree" or
+            "average".
         lane: COMPUTE or NETWORK; SIDE_STREAM for what a GPU computes beside backward.
-        part: the gradient bucket, block or iteration that it is about; None for all.
+        part: the gradient bucket or block that it is about; None for all.
         after: positions in the list of operations that must be over before this one begins.
         numel: elements that each rank computes on, unless `shares` says who computes on how many.
         tensors: parameters that they are of; of a step, on the rank that updates most.
         op: what is asked of the network, an operation of `cluster.OPERATIONS`; "" for computing.
-        nbytes: its payload.
+        nbytes: its payload, as `cluster.traffic` counts it.
+        ranks: the call is made in groups of so many consecutive ranks, all at once; None for one of all.
+        passed: of an all-gather in which each rank passes in a tensor of its own, the bytes of that one; None
+            where what a call says is the payload.
         owner: the source of a broadcast.
         shares: for a step (rank, elements that it updates), for gradients that are reduced to their owners
             (owner, bytes that it owns).
@@ -57,6 +65,8 @@ class Operation(NamedTuple):
     takes: int = 0
     gives: int = 0
     tensors: int = 0
+    ranks: int | None = None
+    passed: int | None = None
 
     def calls_of(self, rank: int, world_size: int) -> list[Call]:
         """What one rank asks of the network: nothing when it computes, several messages of an exchange.
@@ -68,7 +78,7 @@ class Operation(NamedTuple):
         if not self.op:
             return []
         if self.op != "exchange":
-            return [Call(self.op, self.nbytes, self.owner)]
+            return [Call(self.op, self.nbytes if self.passed is None else self.passed, self.owner)]
         shares = self.shares or ()
         return [
             *(Call("send", nbytes, owner) for owner, nbytes in shares if owner != rank),
@@ -142,13 +152,10 @@ def data_parallel(
         activation_bytes: that forward leaves for backward, on each rank.
     """
     messages = [] if partition is None or world_size == 1 else messages_of(partition, params, flat)
-    numels = [sum(params[number].numel for number in bucket) for bucket in buckets]
-    sizes = [sum(nbytes_of(params[number]) for number in bucket) for bucket in buckets]
-    freed = shared_out(activation_bytes, numels)
+    forward, backwards = _passes(params, buckets, activation_bytes)
     updating = SIDE_STREAM if way == "interleaved" and side_stream else COMPUTE
 
-    elements = sum(param.numel for param in params)
-    listed = [Operation("forward", COMPUTE, numel=elements, tensors=len(params), takes=sum(freed))]
+    listed = [forward]
     at: dict[tuple[str, int], int] = {}  # where the last operation of this label and bucket stands
     for label, parts in order(len(buckets), way):
         members = [number for part in parts for number in buckets[part]]
@@ -156,14 +163,9 @@ def data_parallel(
         needs = {"reduce": "backward", "step": "reduce", "broadcast": "step"}.get(label)
         after = (at[needs, parts[-1]],) if needs and parts else ()
         if label == "backward":
-            numel, size, gives = numels[parts[0]], sizes[parts[0]], freed[parts[0]]
-            tensors = len(buckets[parts[0]])
-            listed.append(
-                Operation(label, COMPUTE, part, numel=numel, tensors=tensors, takes=size, gives=gives)
-            )
+            listed.append(backwards[parts[0]])
         elif label == "reduce":
-            size = sizes[parts[0]]
-            reduce = Operation(label, NETWORK, part, after, op="all_reduce", nbytes=size)
+            reduce = _reduce_of(backwards[parts[0]], at["backward", parts[0]])
             if partition is None or not to_owners:
                 listed.append(reduce)
             elif native:
@@ -175,7 +177,7 @@ def data_parallel(
                 ]
             else:
                 owned = _bytes_of_owners(partition, params, buckets[parts[0]])
-                listed.append(reduce._replace(op="exchange", shares=owned, gives=size))
+                listed.append(reduce._replace(op="exchange", shares=owned, gives=reduce.nbytes))
         elif label == "step":
             numel = sum(params[number].numel for number in members)
             shares, tensors = None, len(members)
@@ -194,6 +196,35 @@ def data_parallel(
             ]
         at.update({(label, one): len(listed) - 1 for one in parts})
     return tuple(listed)
+
+
+def _passes(
+    params: Sequence[ParamSpec], buckets: Sequence[Sequence[int]], activation_bytes: int
+) -> tuple[Operation, list[Operation]]:
+    """Forward, and backward bucket by bucket: each takes its gradients, and gives activations back."""
+    numels = [sum(params[number].numel for number in bucket) for bucket in buckets]
+    freed = shared_out(activation_bytes, numels)
+    elements = sum(param.numel for param in params)
+    forward = Operation("forward", COMPUTE, numel=elements, tensors=len(params), takes=sum(freed))
+    backwards = [
+        Operation(
+            "backward",
+            COMPUTE,
+            part,
+            numel=numels[part],
+            tensors=len(bucket),
+            takes=sum(nbytes_of(params[number]) for number in bucket),
+            gives=freed[part],
+        )
+        for part, bucket in enumerate(buckets)
+    ]
+    return forward, backwards
+
+
+def _reduce_of(backward: Operation, place: int, ranks: int | None = None) -> Operation:
+    """The all-reduce of the gradients of a backward, which stands at `place`."""
+    nbytes = backward.takes
+    return Operation("reduce", NETWORK, backward.part, (place,), op="all_reduce", nbytes=nbytes, ranks=ranks)
 
 
 def messages_of(
@@ -364,56 +395,89 @@ def stage_3(
 def local_sgd(
     params: Sequence[ParamSpec],
     buckets: Sequence[Sequence[int]],
-    period: int,
+    averaging: AveragingSchedule,
+    world_size: int,
+    steps: range | None = None,
     *,
     activation_bytes: int = 0,
 ) -> tuple[Operation, ...]:
-    """`period` iterations in which nothing is sent, and then the average of all ranks' parameters.
+    """Steps of ranks that train by themselves, and the averages that end some of them.
 
-    torch lays all that is trained end to end in one tensor, of the widest dtype among them, and all-reduces
-    that. Frozen parameters are equal on all ranks anyway.
+    In the warm-up gradients are reduced as by DDP, then within the gradient group or not at all. Before an
+    average the ranks agree on what they are about to do. Then all that is trained lies end to end in one
+    tensor, of a dtype that takes it all, and is all-reduced: parameters, not gradients. Frozen ones are equal
+    on all ranks anyway. A group of one rank calls nobody, but for DDP in the warm-up, which does.
 
-    >>> [one.label for one in local_sgd([ParamSpec(4)], [[0]], period=2)]    # doctest: +NORMALIZE_WHITESPACE
-    ['forward', 'backward', 'step', 'forward', 'backward', 'step', 'average']
+    >>> averaging = AveragingSchedule.periodic(2, warmup_steps=1)
+    >>> def labels(steps=None):
+    ...     return " ".join(one.label for one in local_sgd([ParamSpec(4)], [[0]], averaging, 2, steps))
+    >>> labels()
+    'forward backward step forward backward step agree average'
+    >>> labels(range(2))
+    'forward backward reduce step forward backward step agree average'
 
     Args:
         buckets: as `data_parallel`; backward is listed bucket by bucket.
-        period: iterations from one average to the next, H.
+        averaging: which steps reduce gradients, which average, and over whom.
+        steps: that are listed, from 0; None for `averaging.steady`, a cycle that begins with all ranks equal.
     Raises:
-        ValueError: the period is below 1.
-    Source: post-local SGD (Lin et al., arXiv:1808.07217), as torch's PostLocalSGDOptimizer with a
-        PeriodicModelAverager once warm-up is over, each rank a subgroup of its own.
+        ValueError: the averaging is none for so many ranks, or steps are none, negative, or leave some out.
+    Source: post-local SGD (Lin et al., arXiv:1808.07217), as `zero_ref.local_sgd` does it. torch's own makes
+        no agreement, and else the same calls: tests/ranks/test_simulated_calls.py.
     """
-    if period < 1:
-        raise ValueError(f"a period has at least 1 iteration, got {period}.")
-    numels = [sum(params[number].numel for number in bucket) for bucket in buckets]
-    nbytes = [sum(nbytes_of(params[number]) for number in bucket) for bucket in buckets]
-    freed = shared_out(activation_bytes, numels)
+    averaging.check_fits(world_size)
+    steps = averaging.steady if steps is None else steps
+    if not steps or steps.start < 0 or steps.step != 1:
+        raise ValueError(f"steps follow one another and are counted from 0, as in range(8); got {steps}.")
+    forward, backwards = _passes(params, buckets, activation_bytes)
+    gradient_bytes = sum(backward.takes for backward in backwards)
+    trained = [params[number] for bucket in buckets for number in bucket]
+    update = Operation("step", COMPUTE, numel=sum(param.numel for param in trained), tensors=len(trained))
+    averaged_bytes = _end_to_end(param for param in params if param.trainable)
     listed: list[Operation] = []
-    for iteration in range(period):
-        elements = sum(param.numel for param in params)
-        listed.append(Operation("forward", COMPUTE, numel=elements, tensors=len(params), takes=sum(freed)))
-        listed += [
-            Operation(
-                "backward",
-                COMPUTE,
-                part,
-                (),
-                numels[part],
-                takes=size,
-                gives=freed[part],
-                tensors=len(bucket),
-            )
-            for part, (bucket, size) in enumerate(zip(buckets, nbytes))
-        ]
-        # The gradients are freed before the next forward; those of the last iteration are still there.
-        gives = sum(nbytes) if iteration < period - 1 else 0
-        tensors = sum(len(bucket) for bucket in buckets)
-        listed.append(Operation("step", COMPUTE, numel=sum(numels), tensors=tensors, gives=gives))
-    trained = [param for param in params if param.trainable]
-    size = sum(param.numel for param in trained) * _promoted_itemsize({param.dtype for param in trained})
-    listed.append(Operation("average", NETWORK, None, (len(listed) - 1,), op="all_reduce", nbytes=size))
+    met: tuple[int, ...] = ()  # where the average stands that the next forward computes with
+    for step in steps:
+        local = averaging.is_local(step)
+        reducing = averaging.gradient_group if local else world_size
+        listed.append(forward._replace(after=met))
+        reduced: tuple[int, ...] = ()
+        for backward in backwards:
+            listed.append(backward)
+            if reducing > 1 or not local:
+                listed.append(_reduce_of(backward, len(listed) - 1, _group(reducing, world_size)))
+                reduced = (len(listed) - 1,)
+        # The gradients are freed before the next forward; those of the last step are still there.
+        gives = gradient_bytes if step != steps[-1] else 0
+        listed.append(update._replace(after=reduced, gives=gives))
+        level = averaging.level(step)
+        averaging_ranks = 1 if level is None else level.group_size or world_size
+        met = ()
+        if averaging_ranks > 1:
+            group, whole = _group(averaging_ranks, world_size), AGREEMENT_BYTES * averaging_ranks
+            agree = Operation("agree", NETWORK, None, (len(listed) - 1,), op="all_gather", nbytes=whole)
+            listed.append(agree._replace(passed=AGREEMENT_BYTES, ranks=group))
+            for nbytes in averaged_bytes:
+                before = (len(listed) - 1,)
+                average = Operation("average", NETWORK, None, before, op="all_reduce", nbytes=nbytes)
+                listed.append(average._replace(ranks=group))
+            met = (len(listed) - 1,)
     return tuple(listed)
+
+
+def _group(ranks: int, world_size: int) -> int | None:
+    """As an Operation says it."""
+    return None if ranks == world_size else ranks
+
+
+def _end_to_end(params: Iterable[ParamSpec]) -> list[int]:
+    """Bytes of the tensors that take all parameters, one for each device."""
+    on_device: dict[str, list[ParamSpec]] = {}
+    for param in params:
+        on_device.setdefault(param.device, []).append(param)
+    return [
+        sum(param.numel for param in there) * _promoted_itemsize({param.dtype for param in there})
+        for there in on_device.values()
+    ]
 
 
 def _promoted_itemsize(dtypes: Collection[str]) -> int:

@@ -3,6 +3,9 @@
 `price` gives each operation its length. `play` then lets every rank go through its operations in order: each
 rank has a lane for computing, the network is one lane that all share, since a collective needs all ranks. So
 a late rank makes all others wait, and whoever waits shows it. No random event unless asked for, with a seed.
+
+Calls in groups of ranks are played as one call too: all groups begin when the last of them can. Beside a slow
+rank a group without one would run ahead, and wait at the average instead. When that is over is the same.
 """
 
 from __future__ import annotations
@@ -84,7 +87,9 @@ def price(plan: Schedule, cluster: Cluster, work: Work) -> list[Price]:
         if one.lane == NETWORK:
             shares = None if one.op != "exchange" else [nbytes for _, nbytes in one.shares or ()]
             follows = previous is not None and (previous.op, previous.after) == (one.op, one.after)
-            ms = cluster.ms(one.op, one.nbytes, plan.world_size, shares=shares or None, follows=follows)
+            ms = cluster.ms(
+                one.op, one.nbytes, plan.world_size, shares=shares or None, follows=follows, ranks=one.ranks
+            )
             prices.append(Price(ms))
             previous = one
         elif one.shares is None:
@@ -140,7 +145,7 @@ class Played:
 
     @property
     def iteration_ms(self) -> float:
-        """The same for one iteration: local SGD's schedule is of several."""
+        """The same for one iteration, on average: local SGD's schedule is of several."""
         return self.makespan_ms / self.plan.iterations
 
     def timeline(self, rank: int = 0) -> Timeline:

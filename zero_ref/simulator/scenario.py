@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from zero_ref.averaging import AveragingSchedule
 from zero_ref.partition import ParamSpec, plan_partition
 from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
 from zero_ref.simulator.cluster import Cluster
@@ -18,7 +19,7 @@ from zero_ref.simulator.memory import Memory, Recipe, average_memory, memory_of_
 from zero_ref.simulator.models import GPT2, Architecture, Llama, ParamShape, blocks, specs
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.play import Played, Work, play
-from zero_ref.simulator.schedule import STRATEGIES, Schedule, ddp_buckets, schedule
+from zero_ref.simulator.schedule import LOCAL_SGD, STRATEGIES, Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
 from zero_ref.simulator.shortfall import Shortfall, why_not_smaller
 from zero_ref.simulator.timeline import Timeline
@@ -54,9 +55,11 @@ class Scenario:
         native: as `schedule`; None for the calls of a library where the backend is NCCL, and for this
             package's own on Gloo.
         prefetch, period: as `schedule`.
+        gradient_group: of local-sgd, consecutive ranks that average their gradients in every step, such as
+            those of a node; 1 for none.
     Raises:
         ValueError: the batch or sequence is below 1, or the dtype is unknown. (In methods) as `schedule`,
-            `Recipe` and `play`.
+            `AveragingSchedule`, `Recipe` and `play`.
     """
 
     architecture: Architecture
@@ -72,6 +75,7 @@ class Scenario:
     native: bool | None = None
     prefetch: int = 1
     period: int = 8
+    gradient_group: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -174,6 +178,11 @@ class Scenario:
         mixed = DTYPES[self.dtype] == 2
         return replace(rule, tensors=rule.tensors + 1, itemsize=4) if mixed else rule
 
+    @property
+    def averaging(self) -> AveragingSchedule:
+        """Of local-sgd."""
+        return AveragingSchedule.periodic(self.period, gradient_group=self.gradient_group)
+
     def schedule(self, strategy: str) -> Schedule:
         """The strategy's iteration. Options that it has no use for are not passed on."""
         has_owners = strategy in STRATEGIES and STRATEGIES[strategy].partition is not None
@@ -189,7 +198,7 @@ class Scenario:
             blocks=blocks(self.params),
             rows=[param.shape[0] for param in self.shapes],
             prefetch=self.prefetch,
-            period=self.period,
+            averaging=self.averaging if strategy == LOCAL_SGD else None,
             activation_bytes=self.activation_bytes,
         )
 
@@ -218,8 +227,8 @@ class Scenario:
         if rule is not None:
             return memory_of_ranks(plan_partition(rule, self.params, self.world_size), self.params, recipe)
         average = average_memory(self.params, self.world_size, recipe)
-        if strategy == "local-sgd" and self.world_size > 1:
-            # torch's averager copies all parameters into one tensor, and sends that.
+        if strategy == LOCAL_SGD and self.world_size > 1:
+            # The averager copies all parameters into one tensor, and sends that.
             average = replace(average, communication_bytes=average.parameter_bytes)
         if recipe.stage < 3:
             return (average,) * self.world_size

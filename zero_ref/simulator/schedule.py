@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
+from zero_ref.averaging import AveragingSchedule
 from zero_ref.calls import Call
 from zero_ref.layout import BucketLayout, lay_out
 from zero_ref.partition import ParamSpec, Partition, Strategy, plan_partition
@@ -48,6 +49,8 @@ class StrategyPlan:
     to_owners: bool = False
 
 
+LOCAL_SGD = "local-sgd"
+
 STRATEGIES: dict[str, StrategyPlan] = {
     "ddp": StrategyPlan(None, False, "every rank keeps the whole optimizer and sends no parameters", 0),
     "zero": StrategyPlan("sorted_greedy", False, "whole parameters to owners, one broadcast each"),
@@ -55,13 +58,13 @@ STRATEGIES: dict[str, StrategyPlan] = {
     "zero-even": StrategyPlan("even", True, "1/N of the elements each, to within 64, one broadcast an owner"),
     "zero-2": StrategyPlan("even", True, "as zero-even, gradients reduced to their owners only", 2, True),
     "zero-3": StrategyPlan(None, False, "1/N of each parameter, gathered block by block before use", 3),
-    "local-sgd": StrategyPlan(None, False, "every rank for itself, parameters averaged once a period", 0),
+    LOCAL_SGD: StrategyPlan(None, False, "every rank for itself, parameters averaged once a period", 0),
 }
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One iteration in the steady state: what happens, in order, and what each rank holds.
+    """One iteration or several: what happens, in order, and what each rank holds.
 
     Args:
         operations: computing and calls, in the order of the program, which is the same on all ranks.
@@ -70,7 +73,7 @@ class Schedule:
             Padding of flat tensors counts as parameters; state is the optimizer's, from its first step on.
             Of gradients that are reduced to their owners, what a rank owns: this package keeps those of a
             parameter that is cut whole on each of its owners, and none after an overlapped update.
-        iterations: that `operations` are: 1, or the period of local SGD.
+        iterations: that `operations` are: 1, of local SGD as many as there are steps.
     """
 
     operations: tuple[Operation, ...]
@@ -106,11 +109,12 @@ class Schedule:
         >>> [schedule(name, params, world_size=4).wire_bytes() for name in ("ddp", "zero-even", "zero-2")]
         [24576, 36864, 24576]
         """
-        return sum(
-            round(traffic(one.op, one.nbytes, self.world_size, backend=backend).total_bytes)
-            for one in self.operations
-            if one.op
-        )
+        return sum(self._wire_bytes_of(one, backend) for one in self.operations if one.op)
+
+    def _wire_bytes_of(self, one: Operation, backend: str) -> int:
+        ranks = one.ranks or self.world_size
+        of_group = traffic(one.op, one.nbytes, ranks, backend=backend).total_bytes
+        return round(of_group * (self.world_size // ranks))
 
     @property
     def parameter_bytes_max(self) -> int:
@@ -140,10 +144,12 @@ def schedule(
     blocks: Sequence[Sequence[int]] | None = None,
     rows: Sequence[int] | None = None,
     prefetch: int = 1,
-    period: int = 8,
+    period: int | None = None,
+    averaging: AveragingSchedule | None = None,
+    steps: range | None = None,
     activation_bytes: int = 0,
 ) -> Schedule:
-    """Predict one steady-state iteration of a model under DDP and a strategy.
+    """Predict one steady-state iteration of a model under DDP and a strategy; of local SGD its steps.
 
     First DDP's all-reduces of the gradients, one for each of its buckets; then the optimizer's broadcasts of
     the new parameters, in its order. Frozen parameters have no gradient and are not sent. A single rank sends
@@ -177,16 +183,20 @@ def schedule(
             (`models.blocks`); None for one unit of all.
         rows: for zero-3 the first dimension of each parameter, along which it is cut; None for `numel`.
         prefetch: for zero-3, how many units ahead parameters are gathered.
-        period: for local-sgd, iterations from one average to the next.
+        period: for local-sgd, steps from one average of all ranks to the next; None for 8. It stands for
+            `averaging=AveragingSchedule.periodic(period)`.
+        averaging: for local-sgd, when gradients and parameters are averaged and over whom.
+        steps: for local-sgd, which ones, from 0; None for a cycle of the averaging after its warm-up.
         activation_bytes: that forward leaves for backward on each rank; only `play` looks at them.
     Raises:
-        ValueError: the strategy, way or optimizer is unknown, the partition does not fit, or a partition,
-            owners or a way are asked of a strategy that has none. Other options that a strategy has no use
-            for are ignored.
+        ValueError: the strategy, way or optimizer is unknown, the partition or averaging does not fit, or a
+            partition, owners, a way, an averaging or steps are asked of a strategy that has none. Other
+            options that a strategy has no use for are ignored.
     Cost: the payload is Ψ elements of gradients, and under ZeRO another Ψ of parameters. On the wire the
         all-reduce moves its payload twice and a broadcast once, so stage 1 sends 1.5 times what DDP does;
         reduced to their owners, as in stage 2, gradients move once, and it is no more than DDP. Stage 3
-        gathers parameters twice: 1.5 times again.
+        gathers parameters twice: 1.5 times again. Local SGD all-reduces parameters once in a period, and 32
+        bytes of each rank before.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}.")
@@ -194,6 +204,7 @@ def schedule(
         raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
     plan = STRATEGIES[strategy]
     _check_options(strategy, plan, partition, to_owners, way)
+    _check_averaging(strategy, period, averaging, steps)
     if plan.stage == 3:
         return _stage_3(params, world_size, optimizer, blocks, rows, prefetch, activation_bytes)
     buckets = _default_buckets(params) if ddp_buckets is None else ddp_buckets
@@ -203,16 +214,21 @@ def schedule(
     if plan.partition is None:
         all_on_one = plan_partition("sorted_greedy", params, world_size=1)
         state_bytes = state_bytes_of_rank(all_on_one, params, optimizer) * world_size
-        alone = strategy == "local-sgd"
+        if strategy == LOCAL_SGD:
+            averaging = averaging or AveragingSchedule.periodic(8 if period is None else period)
+            steps = averaging.steady if steps is None else steps
+            operations = local_sgd(
+                params, buckets, averaging, world_size, steps, activation_bytes=activation_bytes
+            )
+        else:
+            operations = data_parallel(params, world_size, None, buckets, activation_bytes=activation_bytes)
         return Schedule(
-            local_sgd(params, buckets, period, activation_bytes=activation_bytes)
-            if alone
-            else data_parallel(params, world_size, None, buckets, activation_bytes=activation_bytes),
+            operations,
             world_size,
             (parameter_bytes,) * world_size,
             gradient_bytes,
             state_bytes,
-            iterations=period if alone else 1,
+            iterations=len(steps) if steps else 1,
         )
 
     owned = plan_partition(plan.partition if partition is None else partition, params, world_size)
@@ -250,6 +266,17 @@ def _check_options(
         raise ValueError(f"strategy {strategy!r} has no owners to reduce gradients to.")
     if way != "plain":
         raise ValueError(f"strategy {strategy!r} updates after backward: it takes way='plain', not {way!r}.")
+
+
+def _check_averaging(
+    strategy: str, period: int | None, averaging: AveragingSchedule | None, steps: range | None
+) -> None:
+    if strategy != LOCAL_SGD:
+        for name, value in (("averaging", averaging), ("steps", steps)):
+            if value is not None:
+                raise ValueError(f"{name}= is for {LOCAL_SGD!r}; strategy {strategy!r} meets in every step.")
+    elif period is not None and averaging is not None:
+        raise ValueError(f"give period={period} or averaging=, not both: an averaging has its own periods.")
 
 
 def _stage_3(

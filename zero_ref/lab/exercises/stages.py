@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_ref.calls import Call
 from zero_ref.lab import ranks
 from zero_ref.lab.exercises import Answer, call_text, exercise, shown
-from zero_ref.lab.meter import bytes_sent_by
+from zero_ref.lab.meter import bytes_sent_by, recording_distributed
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.partition import ParamSpec
 from zero_ref.reduction import reduce_to_owners
@@ -295,14 +295,12 @@ class _Rooted(nn.Module):
 
 def _recorded() -> tuple[list[int], list[Call]]:
     """On a rank: bytes of each unit, and the calls of the second iteration."""
-    from zero_ref.lab.stage_3 import recording_stage_3
-
     model = _Rooted([6, 8, 12, 4])
     sizes = [param.nbytes for param in model.parameters()]
     _shard(model, model.blocks)
     iteration = _iteration(model, torch.optim.AdamW(model.parameters()), width=6)
     iteration()
-    with recording_stage_3() as calls:
+    with recording_distributed() as calls:
         iteration()
     return sizes, list(calls)
 
