@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import multiprocessing
 import os
 import signal
@@ -59,8 +61,12 @@ class RankProcess:
         with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll():
                 return self.pipe.recv() or self.pipe.recv_bytes()
+        return self.end()
+
+    def end(self) -> Failure:
+        """How the process ended. It counts as first: what other ranks raise for it may be noticed before."""
         self.process.join(1.0)
-        return Failure.of_exit(self.process.exitcode)
+        return dataclasses.replace(Failure.of_exit(self.process.exitcode), seconds=-math.inf)
 
     def read(self, kind: str) -> str:
         """All of its "stdout", "stderr" or "stacks" since the last call began."""

@@ -96,6 +96,7 @@ class RankCall(NamedTuple):
     kwargs: dict[str, Any]
     collective_timeout: timedelta
     warning_filters: list[Any]
+    rpc: bool
 
 
 def _import_again(module: types.ModuleType) -> tuple[Callable[[str], Any], tuple[str]]:
@@ -131,6 +132,7 @@ def main(seat: Seat, pipe: Connection) -> None:
     _redirect_output(seat)
     store = TCPStore("127.0.0.1", seat.store_port, is_master=False)
     gc.freeze()  # what is alive now stays alive, and collecting after each call need not look at it
+    main_module = sys.modules["__main__"]
     pipe.send(READY)
     calls = 0
     with contextlib.suppress(EOFError):
@@ -145,6 +147,10 @@ def main(seat: Seat, pipe: Connection) -> None:
             # All leave together: NCCL closes a group collectively, and hangs where a rank is missing.
             pipe.recv()
             _leave_groups()
+            rpc_worker = sys.modules.get("zero_ref.lab._rpc_worker")
+            if rpc_worker and not rpc_worker.is_running():
+                return  # the function has shut RPC down, which a process can have once: others will start
+            sys.modules["__main__"] = main_module  # _rpc_worker puts the caller's names there
             pipe.send(READY)
 
 
@@ -158,6 +164,10 @@ def perform(seat: Seat, surroundings: Surroundings, packed_call: bytes, store: S
         warnings.resetwarnings()
         warnings.filters[:] = call.warning_filters  # type: ignore[index]
         _join_group(seat, store, call.collective_timeout)
+        if call.rpc:
+            from zero_ref.lab import _rpc_worker  # not on a platform whose torch has no RPC
+
+            _rpc_worker.start(call.fn, seat.rank, seat.world_size, store, call.collective_timeout)
         return _pack_value(call.fn(*call.args, **call.kwargs))
     except BaseException as error:  # SystemExit too: a rank that ended without a word would tell less
         return Failure.of_exception(error, skip_file=__file__)

@@ -56,6 +56,7 @@ def run(
     *args: Any,
     timeout: float = 60.0,
     backend: Backend | None = None,
+    rpc: bool = False,
     **kwargs: Any,
 ) -> list[T]:
     """Give the values of `fn(*args, **kwargs)` called on `world_size` ranks at once, in rank order.
@@ -63,6 +64,11 @@ def run(
     `fn` may be defined in a cell. When it is called, torch.distributed's default group is ready. What ranks
     printed is printed after the call, rank by rank. Their processes live on: each call has a new process
     group, but imported modules stay as they are. `shutdown()` after editing a module that `fn` imports.
+
+    With `rpc`, rank 1 is also torch.distributed.rpc's "worker1", and so on; a rank whose `fn` has returned
+    serves the others until all have. A worker can be asked to call what it can import and, of the notebook or
+    script that defines `fn`, what `fn` and the functions it calls use by name: functions and classes defined
+    at the top level, not lambdas. `fn` does not call rpc.init_rpc, and need not call rpc.shutdown.
 
     >>> def total(x: float) -> float:
     ...     mine = torch.tensor(x + dist.get_rank())
@@ -75,29 +81,32 @@ def run(
     [21.0, 21.0]
 
     Args:
-        fn: what each rank calls. Use functools.partial for arguments that are named timeout or backend.
+        fn: what each rank calls. Use functools.partial for arguments named timeout, backend or rpc.
         world_size: the number of ranks.
-        timeout: seconds for the whole call; a collective inside gives up after 80% of that.
+        timeout: seconds for the whole call; a collective or an RPC inside gives up after 80% of that.
         backend: "nccl" or "gloo"; None for `choose_backend(world_size)`.
+        rpc: whether ranks are RPC workers as well, which talk over TCP on loopback.
     Returns:
         One value a rank; tensors are on the CPU, and those that shared memory on the rank share it here.
     Raises:
         RankError: a rank raised, ended or took too long. The next call starts new processes.
         TypeError, ValueError: an argument is not as said above, or cannot be sent.
+        RuntimeError: `rpc` where this torch has no RPC, as on Windows.
     Cost:
         Seconds for the first call with a world size, some 0.03 s for each later one.
     """
     __tracebackhide__ = True  # pytest leaves such frames out: the test's own line is what matters
-    _check_call(fn, timeout)
+    _check_call(fn, timeout, rpc)
     backend = _check_world(world_size, backend)
-    key = (os.getpid(), world_size, backend)  # a forked child must not talk to its parent's ranks
+    # Workers have ranks of their own, so that the others never have RPC's threads and connections.
+    key = (os.getpid(), world_size, backend, rpc)  # a forked child must not talk to its parent's ranks
     pool = _kept_pools.get(key)
     if pool is None or not pool.usable:
         if pool is not None:
             pool.close()
         pool = _kept_pools[key] = Pool(world_size, backend)
     try:
-        return pool.run(fn, *args, timeout=timeout, **kwargs)
+        return pool.run(fn, *args, timeout=timeout, rpc=rpc, **kwargs)
     except RankError as error:
         raise error.with_traceback(None) from error.__cause__  # below: what happened on the ranks
 
@@ -164,15 +173,17 @@ class Pool:
         """All ranks are there and wait for a call."""
         return not self.closed and all(rank.is_idle() for rank in self._ranks)
 
-    def run(self, fn: Callable[..., T], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[T]:
+    def run(
+        self, fn: Callable[..., T], *args: Any, timeout: float = 60.0, rpc: bool = False, **kwargs: Any
+    ) -> list[T]:
         """What `zero_ref.lab.ranks.run` does, on the ranks of this pool. An error on a rank ends them all."""
-        _check_call(fn, timeout)
+        _check_call(fn, timeout, rpc)
         if self.closed:
             raise RuntimeError(
                 "this pool is closed, by close() or by an error in an earlier call: make a new Pool"
             )
         collective_timeout = timedelta(seconds=COLLECTIVE_SHARE * timeout)
-        packed_call = _pack_call(RankCall(fn, args, kwargs, collective_timeout, list(warnings.filters)))
+        packed_call = _pack_call(RankCall(fn, args, kwargs, collective_timeout, list(warnings.filters), rpc))
         surroundings = Surroundings.of_this_process()
         with self._lock:
             try:
@@ -239,6 +250,10 @@ class Pool:
                     del running[number]
                     if isinstance(outcomes[number], Failure):
                         deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if running or any(isinstance(outcome, Failure) for outcome in outcomes.values()):
+            for rank in self._ranks:  # one that had returned may have ended while it served the others
+                if isinstance(outcomes.get(rank.number), bytes) and not rank.process.is_alive():
+                    outcomes[rank.number] = rank.end()
         failures = {number: outcome for number, outcome in outcomes.items() if isinstance(outcome, Failure)}
         stacks = {number: rank.stack() for number, rank in running.items()}
         if failures:
@@ -299,11 +314,18 @@ def _unpack_value(rank: int, packed: bytes) -> Any:
         ) from error
 
 
-def _check_call(fn: object, timeout: float) -> None:
+def _check_call(fn: object, timeout: float, rpc: bool) -> None:
     if not callable(fn):
         raise TypeError(f"fn must be a function that each rank can call, not {fn!r}")
     if not (timeout > 0 and math.isfinite(timeout)):
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    if rpc and not (
+        torch.distributed.rpc.is_available() and hasattr(torch.distributed.rpc, "TensorPipeAgent")
+    ):
+        raise RuntimeError(
+            f"this torch ({torch.__version__} on {sys.platform}) has no RPC: use one whose "
+            "torch.distributed.rpc.is_available(), such as the builds for Linux"
+        )
 
 
 def _check_world(world_size: int, backend: str | None) -> Backend:
@@ -319,6 +341,6 @@ def _check_world(world_size: int, backend: str | None) -> Backend:
     return cast(Backend, backend or choose_backend(world_size))
 
 
-_kept_pools: dict[tuple[int, int, str], Pool] = {}
+_kept_pools: dict[tuple[int, int, str, bool], Pool] = {}
 _open_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 atexit.register(shutdown)

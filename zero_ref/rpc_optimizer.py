@@ -1,0 +1,264 @@
+"""The optimizer that runs where the parameter lives: torch.distributed.rpc instead of collectives.
+
+A model's layers may lie in several processes, called workers. Distributed autograd leaves each gradient on
+the worker that has its parameter, so nothing but the order to step has to travel. `DistributedOptimizer` is
+what gives that order; an ordinary torch.optim optimizer on each worker is what follows it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch.optim import Optimizer
+
+__all__ = ["DistributedOptimizer"]
+
+
+class DistributedOptimizer:
+    """Steps parameters on the workers that own them, with one local optimizer on each.
+
+    The same as one `optimizer_class` over all parameters, wherever its arithmetic treats each by itself, as
+    SGD, Adam and Adagrad do. A parameter that has no gradient in the context is left as it is, and `.grad` of
+    every parameter stays what it was. Steps on one worker wait for each other, whichever client asks.
+
+    >>> with dist_autograd.context() as context_id:                             # doctest: +SKIP
+    ...     loss = rpc.rpc_sync("worker1", second_half, args=(first(x),)).sum()
+    ...     dist_autograd.backward(context_id, [loss])
+    ...     optimizer = DistributedOptimizer(torch.optim.SGD, [on_worker0, on_worker1], lr=0.1)
+    ...     optimizer.step(context_id)
+
+    Args:
+        optimizer_class: a class of torch.optim or one like them, of a module that every worker can import.
+        params_rref: an rpc.RRef for each parameter, a leaf tensor; each worker takes its own in this order.
+        args, kwargs: for `optimizer_class`, on every worker.
+    Raises:
+        TypeError, ValueError: an argument is not as said above, or a worker's `optimizer_class` refuses it.
+        RuntimeError: RPC is not initialized, or a worker raised something else or gave no answer.
+    Cost:
+        One request and its reply for each worker other than this one, all at once. For each RRef that is
+        passed on to its owner rpc adds a notice and its reply, and one of each for the local optimizer when
+        this object is deleted.
+    Source: the interface is that of torch.distributed.optim.DistributedOptimizer.
+    """
+
+    def __init__(
+        self, optimizer_class: type[Optimizer], params_rref: Iterable[Any], *args: Any, **kwargs: Any
+    ) -> None:
+        _check_class(optimizer_class)
+        shares: dict[str, dict[int, Any]] = {}  # worker to its RRefs, by position in params_rref
+        for position, rref in enumerate(_checked_rrefs(params_rref)):
+            shares.setdefault(rref.owner_name(), {})[position] = rref
+        outcomes = _on_workers(
+            _create, {worker: (optimizer_class, share, args, kwargs) for worker, share in shares.items()}
+        )
+        if failures := _failures_in(outcomes):
+            raise _error("no optimizer was made", failures)
+        self._ids: dict[str, int] = {worker: outcome[0] for worker, outcome in outcomes.items()}
+        # As long as these are there, the local optimizers are.
+        self._rrefs = [outcome[1] for outcome in outcomes.values()]
+
+    def step(self, context_id: int) -> None:
+        """Step every parameter that has a gradient in the context; returns when all workers have.
+
+        Args:
+            context_id: of a dist_autograd.context() that is still open, after dist_autograd.backward in it.
+        Raises:
+            RuntimeError, ValueError, TypeError: a worker raised that; RuntimeError for all other exceptions,
+                a worker without an answer within RPC's time-out, a context that this worker does not know,
+                and one in which no parameter has a gradient. The message says which workers made their step.
+        Cost:
+            One request and its reply for each worker other than this one, all at once, without a tensor: the
+            same for every size of model.
+        """
+        _check_context(context_id)
+        outcomes = _on_workers(_step, {worker: (number, context_id) for worker, number in self._ids.items()})
+        if failures := _failures_in(outcomes):
+            stepped = ", ".join(worker for worker in outcomes if worker not in failures) or "none"
+            raise _error(f"the step is not complete; workers that made theirs: {stepped}", failures)
+        if not any(outcomes.values()):
+            raise RuntimeError(
+                f"no parameter has a gradient in context {context_id}, and none has changed. Call "
+                "dist_autograd.backward(context_id, [loss]) first, with a loss that these parameters led to, "
+                "within the same `with dist_autograd.context() as context_id:`."
+            )
+
+
+# ---------------------------------------------------------------------------------- on each worker
+
+_lock = threading.Lock()  # two optimizers may have a parameter in common, so it is one for the process
+_numbers = itertools.count()
+_locals: WeakValueDictionary[int, _LocalOptimizer] = WeakValueDictionary()
+
+
+class _LocalOptimizer:
+    def __init__(self, optimizer: Optimizer, params: list[torch.Tensor]) -> None:
+        self.optimizer = optimizer
+        self.params = params
+
+    def step(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> int:
+        """Step with these gradients and no other; the number of parameters that have one."""
+        own = [gradients.get(param) for param in self.params]
+        with _lock:
+            before = [param.grad for param in self.params]
+            try:
+                for param, gradient in zip(self.params, own):
+                    param.grad = gradient
+                self.optimizer.step()
+            finally:
+                for param, gradient in zip(self.params, before):
+                    param.grad = gradient
+        return sum(gradient is not None for gradient in own)
+
+
+def _create(
+    optimizer_class: type[Optimizer], share: dict[int, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, Any]:
+    """Make the local optimizer. Its number is what a step names it by, the RRef is what keeps it.
+
+    Naming it by the RRef would double the messages of a step: rpc counts references, so an owner that is sent
+    one of its own RRefs sends a notice back.
+    """
+    position_of: dict[torch.Tensor, int] = {}
+    for position, rref in share.items():
+        param = rref.local_value()
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(f"params_rref[{position}] refers to a {type(param).__name__}, not to a tensor")
+        if not param.is_leaf:
+            raise ValueError(
+                f"params_rref[{position}] refers to a tensor computed from others; only leaf tensors, "
+                "such as an nn.Parameter, get a gradient that is theirs"
+            )
+        if param in position_of:
+            raise ValueError(f"params_rref[{position_of[param]}] and [{position}] refer to the same tensor")
+        position_of[param] = position
+    local = _LocalOptimizer(optimizer_class(list(position_of), *args, **kwargs), list(position_of))
+    number = next(_numbers)
+    _locals[number] = local
+    return number, rpc.RRef(local)
+
+
+def _step(number: int, context_id: int) -> int:
+    try:
+        gradients = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
+    except RuntimeError:  # this worker took no part in the context
+        gradients = {}
+    return _locals[number].step(gradients)
+
+
+# ---------------------------------------------------------------------------------- calling all workers
+
+
+class _Failure(NamedTuple):
+    kind: str
+    message: str
+    traceback: str
+    answered: bool = True
+
+
+def _on_workers(part: Callable[..., Any], args_of_worker: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """What `part` gives on each worker, all at once; a `_Failure` where it gives nothing."""
+    own = rpc.get_worker_info().name
+    futures: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
+    for worker, args in args_of_worker.items():
+        if worker != own:
+            try:
+                futures[worker] = rpc.rpc_async(worker, _attempt, args=(part, *args))
+            except Exception as error:  # such as an argument that cannot be pickled
+                outcomes[worker] = _failure(error, answered=False)
+    if own in args_of_worker:
+        outcomes[own] = _attempt(part, *args_of_worker[own])
+    for worker, future in futures.items():
+        try:
+            outcomes[worker] = future.wait()
+        except Exception as error:  # the worker is gone, too slow, or cannot read what it was sent
+            outcomes[worker] = _failure(error, answered=False)
+    return {worker: outcomes[worker] for worker in args_of_worker}
+
+
+def _attempt(part: Callable[..., Any], *args: Any) -> Any:
+    # What is raised goes back as a value: rpc would print it on the worker, and rebuild it from its text.
+    try:
+        return part(*args)
+    except Exception as error:
+        return _failure(error)
+
+
+def _failure(error: Exception, answered: bool = True) -> _Failure:
+    kind = type(error).__name__
+    return _Failure(kind, str(error), "".join(traceback.format_exception(error)), answered)
+
+
+def _failures_in(outcomes: dict[str, Any]) -> dict[str, _Failure]:
+    return {worker: outcome for worker, outcome in outcomes.items() if isinstance(outcome, _Failure)}
+
+
+def _error(headline: str, failures: dict[str, _Failure]) -> Exception:
+    lines = [
+        f"{worker} {'raised' if failure.answered else 'gave no answer:'} {failure.kind}: {failure.message}"
+        for worker, failure in failures.items()
+    ]
+    kinds = {failure.kind if failure.answered else "" for failure in failures.values()}
+    kept = {"ValueError": ValueError, "TypeError": TypeError}.get(min(kinds)) if len(kinds) == 1 else None
+    error: Exception = (kept or RuntimeError)("\n".join([headline, *lines]))
+    for worker, failure in failures.items():
+        error.add_note(f"On {worker}:\n{failure.traceback.rstrip()}")
+    return error
+
+
+# ---------------------------------------------------------------------------------- before any message
+
+
+def _check_class(optimizer_class: object) -> None:
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, not {optimizer_class!r}")
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{optimizer_class.__name__} needs a closure that computes the loss again, and couples all "
+            "parameters; here each worker steps its own. Use an optimizer such as SGD or Adam."
+        )
+
+
+def _checked_rrefs(params_rref: Iterable[Any]) -> list[Any]:
+    if not (rpc.is_available() and rpc._is_current_rpc_agent_set()):  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "RPC is not initialized: call torch.distributed.rpc.init_rpc on every worker first"
+        )
+    if isinstance(params_rref, torch.Tensor) or _is_rref(params_rref):
+        raise TypeError(f"params_rref must be a list of RRefs, not one {type(params_rref).__name__}")
+    rrefs = list(params_rref)
+    if not rrefs:
+        raise ValueError("params_rref is empty: give an RRef for each parameter")
+    for position, rref in enumerate(rrefs):
+        if not _is_rref(rref):
+            raise TypeError(
+                f"params_rref[{position}] is a {type(rref).__name__}, not an RRef. On the worker with the "
+                "parameter, rpc.RRef(parameter) makes one."
+            )
+    return rrefs
+
+
+def _is_rref(value: object) -> bool:
+    return isinstance(value, rpc.PyRRef)  # type: ignore[attr-defined]  # rpc.remote gives no rpc.RRef, but its base
+
+
+def _check_context(context_id: object) -> None:
+    if not isinstance(context_id, int):
+        raise TypeError(f"context_id must be the int of a dist_autograd.context(), not {context_id!r}")
+    try:
+        dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"this worker knows no autograd context {context_id}. Call step inside the "
+            "`with dist_autograd.context() as context_id:` of its backward pass."
+        ) from error
