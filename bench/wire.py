@@ -20,18 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
-    PostLocalSGDState,
-    post_localSGD_hook,
-)
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref import (
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+    PostLocalSGDState,
     ZeroRedundancyOptimizer,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
+    post_localSGD_hook,
     reduce_to_owners,
 )
 from zero_ref.lab import meter, ranks
@@ -51,8 +50,8 @@ class Way(NamedTuple):
         to_owners: gradients go to their owners only.
         overlap: makes the hook that steps in backward, if one does.
         stage_3: parameters are sharded too, by torch's `fully_shard` on each layer.
-        period: each rank trains by itself, and parameters are averaged once in so many iterations, by torch's
-            post-local SGD. Then all of them together are counted.
+        period: each rank trains by itself, and parameters are averaged once in so many iterations. Then all
+            of them together are counted.
     """
 
     predicted: int
@@ -92,7 +91,6 @@ def training(way: Way) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
     wrapped: Any = model
-    averager = None
     if way.stage_3:
         for layer in model:
             fully_shard(layer)
@@ -108,17 +106,14 @@ def training(way: Way) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
         hook: Any = reduce_to_owners(optimizer) if way.to_owners else allreduce_hook
         wrapped.register_comm_hook(None, way.overlap(hook, wrapped, optimizer) if way.overlap else hook)
     if way.period > 1:
-        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-        state = PostLocalSGDState(None, alone, way.period, post_local_gradient_allreduce=False)
-        wrapped.register_comm_hook(state, post_localSGD_hook)
-        averager = PeriodicModelAverager(way.period, warmup_steps=way.period)
+        averager = PeriodicModelAverager(way.period)
+        wrapped.register_comm_hook(PostLocalSGDState.following(averager), post_localSGD_hook)
+        optimizer = PostLocalSGDOptimizer(optimizer, averager)
 
     def iterate(inputs: torch.Tensor) -> None:
         optimizer.zero_grad()
         wrapped(inputs).square().mean().backward()
         optimizer.step()
-        if averager is not None:
-            averager.average_parameters(model.parameters())
 
     return model, iterate
 
