@@ -1,0 +1,55 @@
+"""How far ranks have come apart, and which of them agree: functions of the parameters that a run gave back.
+
+Nothing here uses the network, so a run that is looked at makes the calls of one that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def distances(params_of_ranks: Sequence[torch.Tensor]) -> list[float]:
+    """Of each rank, how far its parameters are from the mean of all ranks': the 2-norm of the difference.
+
+    It has the parameters' own unit. The mean is taken in float64, where sums of few equal float32 numbers are
+    exact: all distances are 0 if and only if all ranks hold the same values.
+
+    >>> distances([torch.tensor([1.0, 3.0]), torch.tensor([1.0, 5.0])])
+    [1.0, 1.0]
+
+    Args:
+        params_of_ranks: for each rank all its parameters end to end, (numel,) float32.
+    Raises:
+        ValueError: there are no ranks.
+    """
+    if not params_of_ranks:
+        raise ValueError("no ranks: give the parameters of at least one.")
+    params = torch.stack(list(params_of_ranks)).double()
+    of_ranks: list[float] = (params - params.mean(0)).norm(dim=1).tolist()
+    return of_ranks
+
+
+def who_agrees(params_of_ranks: Sequence[torch.Tensor]) -> list[int]:
+    """For each rank the lowest one that has the same parameters, bit for bit; it may be the rank itself.
+
+    >>> who_agrees([torch.ones(2), torch.ones(2), torch.zeros(2)])
+    [0, 0, 2]
+
+    Args:
+        params_of_ranks: as `distances`, in any dtype.
+    """
+    return [
+        next(lowest for lowest, other in enumerate(params_of_ranks) if torch.equal(params, other))
+        for params in params_of_ranks
+    ]
+
+
+def in_groups(agreeing: int, world_size: int) -> list[int]:
+    """What `who_agrees` gives where groups of so many consecutive ranks agree, as a schedule foresees.
+
+    >>> in_groups(2, world_size=4)
+    [0, 0, 2, 2]
+    """
+    return [rank - rank % agreeing for rank in range(world_size)]
