@@ -61,6 +61,14 @@ def test_arrows_go_from_sender_to_receiver_one_below_the_other() -> None:
     assert heights == sorted(set(heights))
 
 
+def test_words_stand_above_their_own_arrow() -> None:
+    ax = drawn(three)
+    heights = [arrow._posA_posB[0][1] for arrow in arrows(ax)]  # type: ignore[attr-defined]
+    for crossing, above, y in zip(CROSSINGS, [0, *heights], heights):
+        [words] = [text for text in ax.texts if text.get_text() == crossing.what]
+        assert above < words.get_position()[1] < y
+
+
 def test_what_carries_no_tensor_is_dashed() -> None:
     dashed = [arrow.get_linestyle() not in ("-", "solid") for arrow in arrows(drawn(three))]
     assert dashed == [crossing.tensors == 0 for crossing in CROSSINGS]

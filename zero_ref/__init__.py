@@ -10,12 +10,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_ref.averaging import AveragingSchedule
     from zero_ref.clip import clip_grad_norm_, get_total_norm
+    from zero_ref.local_sgd import (
+        HierarchicalModelAverager,
+        ModelAverager,
+        PeriodicModelAverager,
+        PostLocalSGDOptimizer,
+        PostLocalSGDState,
+        post_localSGD_hook,
+    )
     from zero_ref.optimizer import ZeroRedundancyOptimizer
     from zero_ref.oss import OSS
     from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
     from zero_ref.partition import ParamSpec, Partition, Slice, even, registration_greedy, sorted_greedy
     from zero_ref.reduction import reduce_to_owners
+    from zero_ref.rpc_optimizer import DistributedOptimizer
     from zero_ref.sharded import PendingSave, load_sharded, save_sharded, save_sharded_async
 
 __version__ = "0.1.0"
@@ -38,6 +48,14 @@ __all__ = [
     "clip_grad_norm_",
     "get_total_norm",
     "OSS",
+    "AveragingSchedule",
+    "ModelAverager",
+    "PeriodicModelAverager",
+    "HierarchicalModelAverager",
+    "PostLocalSGDState",
+    "post_localSGD_hook",
+    "PostLocalSGDOptimizer",
+    "DistributedOptimizer",
 ]
 
 _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.partition") | {
@@ -52,6 +70,14 @@ _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.partition") | {
     "clip_grad_norm_": "zero_ref.clip",
     "get_total_norm": "zero_ref.clip",
     "OSS": "zero_ref.oss",
+    "AveragingSchedule": "zero_ref.averaging",
+    "ModelAverager": "zero_ref.local_sgd",
+    "PeriodicModelAverager": "zero_ref.local_sgd",
+    "HierarchicalModelAverager": "zero_ref.local_sgd",
+    "PostLocalSGDState": "zero_ref.local_sgd",
+    "post_localSGD_hook": "zero_ref.local_sgd",
+    "PostLocalSGDOptimizer": "zero_ref.local_sgd",
+    "DistributedOptimizer": "zero_ref.rpc_optimizer",
 }
 
 

@@ -96,7 +96,7 @@ class AveragingSchedule:
         cls, size_of_period: Mapping[int, int], *, warmup_steps: int = 0, gradient_group: int = 1
     ) -> AveragingSchedule:
         """Averages within groups, and seldom over all ranks: {period: ranks in a group}, all ranks last."""
-        levels = tuple(Level(period, size) for period, size in size_of_period.items())
+        levels = tuple(Level(period, size) for period, size in dict(size_of_period).items())
         return cls(levels, warmup_steps, gradient_group=gradient_group)
 
     @property

@@ -106,21 +106,22 @@ class ModelAverager:
         """Count a step, and if one is due give every rank the average of the group's parameters.
 
         Returns with equal parameters on all ranks of the group that was averaged. Frozen parameters are left
-        alone: they have not changed.
+        alone, for they have not changed, and so are buffers: DDP sends those of rank 0 in every forward.
 
         Args:
             params: those of the model, in an order that all ranks share, or the groups of an optimizer.
         Raises:
+            TypeError: `params` holds something else. If one rank raises, all raise.
             ValueError: ranks average different parameters. All raise.
-            RuntimeError: ranks have not made the same number of steps, which all say; or another rank
-                stopped.
+            RuntimeError: ranks meet after different numbers of steps, which all say; or another rank stopped
+                or did not come.
         Collective: at the steps of the schedule all ranks of a group, at others none.
         Cost: one all-gather of 32 bytes, and one all-reduce of all parameters, in the dtype that takes them
             all; memory for as much. One for each device, if they are on several.
         """
         level = self.schedule.level(self.step)
-        if level is not None:
-            _average(self.group_of[level.group_size], _trainable(params), self.step)
+        if level is not None and level.group_size != 1:
+            _average(self.group_of[level.group_size], params, self.step)
         self.step += 1
 
 
@@ -146,8 +147,11 @@ class PeriodicModelAverager(ModelAverager):
         gradient_group: int = 1,
         timeout: timedelta | None = None,
     ) -> None:
-        schedule = AveragingSchedule.periodic(
-            period, warmup_steps=warmup_steps, gradient_group=gradient_group
+        schedule = _planned(
+            process_group,
+            lambda: AveragingSchedule.periodic(
+                period, warmup_steps=warmup_steps, gradient_group=gradient_group
+            ),
         )
         _warn_of_period_1(schedule)
         super().__init__(schedule, process_group, timeout=timeout)
@@ -175,11 +179,25 @@ class HierarchicalModelAverager(ModelAverager):
         gradient_group: int = 1,
         timeout: timedelta | None = None,
     ) -> None:
-        schedule = AveragingSchedule.hierarchical(
-            period_group_size_dict or {}, warmup_steps=warmup_steps, gradient_group=gradient_group
+        schedule = _planned(
+            process_group,
+            lambda: AveragingSchedule.hierarchical(
+                period_group_size_dict or {}, warmup_steps=warmup_steps, gradient_group=gradient_group
+            ),
         )
         _warn_of_period_1(schedule)
         super().__init__(schedule, process_group, timeout=timeout)
+
+
+def _planned(
+    process_group: dist.ProcessGroup | Collectives | None, plan: Callable[[], AveragingSchedule]
+) -> AveragingSchedule:
+    """The schedule; if one rank's arguments make none, all ranks raise."""
+    try:
+        return plan()
+    except (TypeError, ValueError) as error:
+        agree(as_collectives(process_group), "construct the averager", error)
+        raise
 
 
 def _warn_of_period_1(schedule: AveragingSchedule) -> None:
@@ -204,17 +222,32 @@ def _trainable(params: Iterable[Any]) -> list[torch.Tensor]:
     listed = (
         param for entry in params for param in (entry["params"] if isinstance(entry, dict) else [entry])
     )
-    return [param for param in listed if param.requires_grad]
+    trainable = []
+    for param in listed:
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(
+                f"an averager takes parameters, as of model.parameters(), or the param_groups of an "
+                f"optimizer, and was given a {type(param).__name__}."
+            )
+        if param.requires_grad:
+            trainable.append(param)
+    return trainable
 
 
 @torch.no_grad()
-def _average(comm: Collectives, params: list[torch.Tensor], step: int) -> None:
+def _average(comm: Collectives, params: Iterable[Any], step: int) -> None:
     if comm.world_size == 1:
         return
-    facts = [f"parameter {number}: {tuple(p.shape)} {p.dtype}" for number, p in enumerate(params)]
+    trainable: list[torch.Tensor] = []
+    facts: list[str] | Exception
+    try:
+        trainable = _trainable(params)
+        facts = [f"parameter {number}: {tuple(p.shape)} {p.dtype}" for number, p in enumerate(trainable)]
+    except TypeError as error:
+        facts = error
     agree(comm, f"average the parameters after its step {step}", facts)
-    for device in dict.fromkeys(param.device for param in params):
-        here = [param for param in params if param.device == device]
+    for device in dict.fromkeys(param.device for param in trainable):
+        here = [param for param in trainable if param.device == device]
         flat = torch.cat([param.reshape(-1) for param in here])
         # Divided before they are added up: the sum of many 16-bit numbers might have no room.
         flat /= comm.world_size
@@ -242,6 +275,7 @@ class PostLocalSGDState:
         post_local_gradient_allreduce: whether gradients are averaged after the warm-up, within `subgroup`.
     Raises:
         ValueError: `start_localSGD_iter` is below 0, or there is no subgroup and no GPU.
+    Collective: where it has to make the groups of machines, all ranks.
     """
 
     def __init__(
@@ -273,7 +307,8 @@ class PostLocalSGDState:
         """The state that goes with an averager: its ranks, its groups, its warm-up, its count of steps.
 
         Raises:
-            TypeError: the averager is none of this package's, which alone have a schedule.
+            TypeError: the averager is none of this package's, which alone have a schedule, or does not
+                average over a process group.
         """
         if not isinstance(averager, ModelAverager):
             raise TypeError(
@@ -281,9 +316,14 @@ class PostLocalSGDState:
                 "PostLocalSGDState the numbers that you gave this one."
             )
         size = averager.schedule.gradient_group
-        within = averager.group_of[size].group if size > 1 else None  # type: ignore[attr-defined]
-        all_ranks = averager.collectives.group  # type: ignore[attr-defined]
-        state = cls(all_ranks, within, averager.warmup_steps, post_local_gradient_allreduce=size > 1)
+        everybody, within = averager.collectives, averager.group_of.get(size)
+        if not isinstance(everybody, ProcessGroupCollectives):
+            raise TypeError(f"DDP reduces over a process group, and this averager is of {everybody!r}.")
+        subgroup = None
+        if size > 1:
+            assert isinstance(within, ProcessGroupCollectives)
+            subgroup = within.group or dist.group.WORLD
+        state = cls(everybody.group, subgroup, averager.warmup_steps, post_local_gradient_allreduce=size > 1)
         state._averager = averager
         return state
 
@@ -338,7 +378,10 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
     The local optimizers of ranks come to hold different state, such as momentum, and a checkpoint has that of
     the rank which writes it. Save after a step at which all ranks agree, and the parameters are everybody's.
 
-    Under `Join` a rank without data still takes part in the averages, with the parameters that it has.
+    Under `Join`, which takes DDP first, a rank without data updates nothing, in the warm-up neither. It takes
+    part in averages of parameters with those that it has, and in averages of gradients with zeros. When all
+    have left, DDP gives them the parameters of one that stayed longest: what others have learned since the
+    last average of all is lost.
 
     Args:
         optim: the local optimizer. A ZeroRedundancyOptimizer shares updates among its ranks, so it must be of
@@ -357,7 +400,7 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
         if not callable(getattr(averager, "average_parameters", None)) or not hasattr(averager, "step"):
             raise TypeError(f"averager must be one of zero_ref or torch, not {averager!r}.")
         # All that an Optimizer has but state and groups, which stay the local optimizer's.
-        Optimizer.__setstate__(self, {"defaults": optim.defaults})
+        Optimizer.__setstate__(self, {"defaults": dict(optim.defaults)})
         self.optim = optim
         self.averager = averager
         self._gradients_checked = False
@@ -384,14 +427,15 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
             What the local optimizer's `step` returns.
         Raises:
             RuntimeError, ValueError: as the averager; gradients differ on the ranks of a
-                ZeroRedundancyOptimizer, on the first step after the warm-up.
+                ZeroRedundancyOptimizer, on the first step after the warm-up, or are reduced to their owners
+                before it.
         Collective: as the averager: all ranks of the group, at the same steps.
         Cost: as the averager. With a ZeroRedundancyOptimizer as its `step`, and once 32 bytes more.
         """
         Join.notify_join_context(self)
         if isinstance(self.optim, ZeroRedundancyOptimizer):
             self.optim._backward.check_no_scaler(self)
-            self._check_gradients_shared(self.optim)
+            self._check_gradients(self.optim)
         loss = self._step_local(closure)
         self.averager.average_parameters(self.param_groups)
         return loss
@@ -399,11 +443,13 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
     def _step_local(self, closure: Callable[[], Any] | None) -> Any:
         # With `_step_supports_amp_scaling` a torch.amp.GradScaler leaves its verdict here.
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found_inf is not None and found_inf.item():
+        if found_inf:
             return None
         if scale is not None:
-            gradients = [p.grad for p in _trainable(self.param_groups) if p.grad is not None]
-            torch._foreach_div_(gradients, scale.to(gradients[0].device))
+            inverse = scale.double().reciprocal().float()  # as the scaler's own unscale_, to the last bit
+            for param in (param for group in self.param_groups for param in group["params"]):
+                if param.grad is not None:
+                    param.grad.mul_(inverse.to(param.grad.device))
         return self.optim.step(closure) if closure is not None else self.optim.step()
 
     # True makes a torch.amp.GradScaler call step() even if gradients are infinite: a rank that leaves out its
@@ -419,23 +465,44 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the local optimizer, and the averager's count of steps under "step"."""
-        return {**self.optim.state_dict(), "step": self.averager.step}
+        """That of the local optimizer, and the averager's count of steps under "step".
+
+        A ZeroRedundancyOptimizer is to be consolidated first: `optimizer.optim.consolidate_state_dict()`.
+        """
+        for before_hook in self._optimizer_state_dict_pre_hooks.values():
+            before_hook(self)
+        state_dict = {**self.optim.state_dict(), "step": self.averager.step}
+        for after_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = after_hook(self, state_dict) or state_dict
+        return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the local optimizer's state and the averager's count, which a hook that follows it reads too.
 
-        Warns if there is no count, as in the state of the local optimizer alone, and starts at 0.
+        Warns if there is no count, as in the state of the local optimizer alone, and starts at 0. As torch's
+        optimizers do, a local one may go on in the very tensors of `state_dict`.
 
         Collective: as the local optimizer's; all ranks must load the same count.
         """
-        self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
-        if "step" not in state_dict:
+        loaded = dict(state_dict)
+        for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = before_hook(self, loaded) or loaded
+        step = loaded.pop("step", None)
+        self.optim.load_state_dict(loaded)
+        if step is None:
             warnings.warn(
                 "this state dict has no count of the averager's steps: it starts at 0, with the warm-up.",
                 stacklevel=2,
             )
-        self.averager.step = state_dict.get("step", 0)
+        self.averager.step = step or 0
+        for after_hook in self._optimizer_load_state_dict_post_hooks.values():
+            after_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a PostLocalSGDOptimizer cannot be copied or pickled: its averager is tied to those of the other "
+            "ranks. Use state_dict()."
+        )
 
     # -------------------------------------------------------------------------------------- uneven inputs
 
@@ -464,11 +531,18 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
 
     # -------------------------------------------------------------------------- a sharded local optimizer
 
-    def _check_gradients_shared(self, zero: ZeroRedundancyOptimizer) -> None:
-        """On the first local step: ranks that share updates must have been given the same gradients."""
-        if self._gradients_checked or self.averager.step < getattr(self.averager, "warmup_steps", 0):
+    def _check_gradients(self, zero: ZeroRedundancyOptimizer) -> None:
+        """Ranks that share updates must have been given the same gradients; looked at in the first step."""
+        if self.averager.step < getattr(self.averager, "warmup_steps", 0):
+            if zero._backward.owner_only:
+                raise RuntimeError(
+                    f"rank {zero.rank}: reduce_to_owners has averaged gradients over the {zero.world_size} "
+                    "ranks of this ZeroRedundancyOptimizer, and in the warm-up all ranks are to have the "
+                    "same. Use post_localSGD_hook, or an averager with warmup_steps=0."
+                )
             return
-        self._gradients_checked = True
+        if self._gradients_checked or zero._backward.owner_only:
+            return
         facts = list(_sums_of_gradients(zero.param_groups))
         try:
             agree(zero.collectives, "share the update of the same gradients", facts)
@@ -479,6 +553,7 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
                 "owner's data alone. Average gradients over these ranks: with a schedule of "
                 f"gradient_group={zero.world_size}, or this group as the hook's subgroup."
             ) from error
+        self._gradients_checked = True
 
 
 class _ShadowAverage(JoinHook):

@@ -43,6 +43,8 @@ CHAPTERS = (
     "checkpoint",
     "clipping",
     "join",
+    "local_sgd",
+    "rpc",
     "stages",
     "scale",
 )

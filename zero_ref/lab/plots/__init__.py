@@ -18,16 +18,20 @@ What a simulation says: `memory_curve`, `step_time_against_ranks`, `volume_again
 `memory_against_ranks`, `memory_items`. How far it can be trusted: `scatter`, `sensitivity`.
 What clipping does: `norms_together`.
 Who still has data: `shadow_grid`.
+Who trains alone: `drift`, `agreement`.
+What lives on which worker: `ownership`, with a `Crossing` for each thing that is sent.
 """
 
 from zero_ref.lab.plots._buckets import flat_layout, message_times
 from zero_ref.lab.plots._bytes import ledger_stages, memory_by_rank
+from zero_ref.lab.plots._drift import agreement, drift
 from zero_ref.lab.plots._groups import groups_grid
 from zero_ref.lab.plots._join import shadow_grid
 from zero_ref.lab.plots._judged import scatter, sensitivity
 from zero_ref.lab.plots._loads import balance_against_ranks, loads
 from zero_ref.lab.plots._map import shard_map
 from zero_ref.lab.plots._norms import norms_together
+from zero_ref.lab.plots._ownership import Crossing, ownership
 from zero_ref.lab.plots._reshard import reshard
 from zero_ref.lab.plots._runs import loss_curves, predicted_against_measured
 from zero_ref.lab.plots._simulated import StepParts, memory_curve, step_parts, step_time_against_ranks
@@ -67,6 +71,10 @@ __all__ = [
     "scatter",
     "sensitivity",
     "shadow_grid",
+    "drift",
+    "agreement",
+    "ownership",
+    "Crossing",
     "reshard",
     "norms_together",
     "rank_colour",

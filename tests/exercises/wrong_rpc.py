@@ -1,0 +1,149 @@
+"""Chapter 12: answers that a reader may give, each with a part of the message that must meet them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def _counts(owners: list[int]) -> tuple[int, int, int]:
+    remote = [worker for worker in owners if worker]
+    return len(remote), len(set(remote)), 2 * (owners[0] != 0)
+
+
+def requests_only(owners: list[int]) -> int:
+    layers, workers, first = _counts(owners)
+    return (6 * layers - first + 6 * workers) // 2
+
+
+def both_ends(owners: list[int]) -> int:
+    layers, workers, first = _counts(owners)
+    return 2 * (6 * layers - first + 6 * workers)
+
+
+def data_get_gradients(owners: list[int]) -> int:
+    layers, workers, _ = _counts(owners)
+    return 6 * layers + 6 * workers
+
+
+def contexts_end_by_themselves(owners: list[int]) -> int:
+    layers, workers, first = _counts(owners)
+    return 6 * layers - first + 2 * workers
+
+
+def forgets_the_step(owners: list[int]) -> int:
+    layers, workers, first = _counts(owners)
+    return 6 * layers - first + 4 * workers
+
+
+def stops_after_backward(owners: list[int]) -> int:
+    layers, _, first = _counts(owners)
+    return 6 * layers - first
+
+
+def backward_like_forward(owners: list[int]) -> int:
+    layers, workers, _ = _counts(owners)
+    return 4 * layers + 6 * workers
+
+
+def all_for_each_layer(owners: list[int]) -> int:
+    layers, _, first = _counts(owners)
+    return 12 * layers - first
+
+
+def all_layers_but_one(owners: list[int]) -> int:
+    return 12 * (len(owners) - 1)
+
+
+def some_number(owners: list[int]) -> Any:
+    return 12.5
+
+
+def keeps_stale_gradients(optimizer: Any, params: list[Any], gradients: dict[Any, Any]) -> None:
+    before = [param.grad for param in params]
+    for param in params:
+        if param in gradients:
+            param.grad = gradients[param]
+    optimizer.step()
+    for param, grad in zip(params, before):
+        param.grad = grad
+
+
+def zeros_for_none(optimizer: Any, params: list[Any], gradients: dict[Any, Any]) -> None:
+    before = [param.grad for param in params]
+    for param in params:
+        param.grad = gradients.get(param, torch.zeros_like(param))
+    optimizer.step()
+    for param, grad in zip(params, before):
+        param.grad = grad
+
+
+def leaves_its_gradients(optimizer: Any, params: list[Any], gradients: dict[Any, Any]) -> None:
+    for param in params:
+        param.grad = gradients.get(param)
+    optimizer.step()
+
+
+def clears_gradients(optimizer: Any, params: list[Any], gradients: dict[Any, Any]) -> None:
+    for param in params:
+        param.grad = gradients.get(param)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def overwrites_the_tensor(optimizer: Any, params: list[Any], gradients: dict[Any, Any]) -> None:
+    before = [param.grad for param in params]
+    for param in params:
+        if param in gradients and param.grad is not None:
+            param.grad.copy_(gradients[param])
+        else:
+            param.grad = gradients.get(param)
+    optimizer.step()
+    for param, grad in zip(params, before):
+        param.grad = grad
+
+
+def never_steps(optimizer: Any, params: list[Any], gradients: dict[Any, Any]) -> None:
+    for param in params:
+        param.grad = gradients.get(param)
+
+
+def plain_descent(optimizer: Any, params: list[Any], gradients: dict[Any, Any]) -> None:
+    for param in params:
+        if param in gradients:
+            param.detach().sub_(0.1 * gradients[param])
+
+
+def steps_whatever_has_one(optimizer: Any, params: list[Any], gradients: dict[Any, Any]) -> None:
+    before = [param.grad for param in params]
+    for param in params:
+        param.grad = gradients.get(param)
+    optimizer.step()
+    for param in gradients:
+        if not any(param is own for own in params):
+            param.detach().sub_(0.1 * gradients[param])
+    for param, grad in zip(params, before):
+        param.grad = grad
+
+
+WRONG = [
+    ("rpc.messages", requests_only, r"counted, but not its reply"),
+    ("rpc.messages", both_ends, r"both where it is sent and where it is received"),
+    ("rpc.messages", data_get_gradients, r"\[1\].*first layer's input is data"),
+    ("rpc.messages", contexts_end_by_themselves, r"the end of the context counted"),
+    ("rpc.messages", forgets_the_step, r"Is the step counted"),
+    ("rpc.messages", stops_after_backward, r"What comes after backward"),
+    ("rpc.messages", backward_like_forward, r"in the other direction"),
+    ("rpc.messages", all_for_each_layer, r"for each worker, not for each layer"),
+    ("rpc.messages", all_layers_but_one, r"other workers than the client's"),
+    ("rpc.messages", some_number, r"nobody to ask"),
+    ("rpc.local_step", keeps_stale_gradients, r"parameter 0 has no gradient.*an earlier step left"),
+    ("rpc.local_step", zeros_for_none, r"parameter 1 has no gradient in this context, and moved"),
+    ("rpc.local_step", leaves_its_gradients, r"\.grad of parameter 0 is not what it was"),
+    ("rpc.local_step", clears_gradients, r"put back the same tensor"),
+    ("rpc.local_step", overwrites_the_tensor, r"the tensor in \.grad was overwritten"),
+    ("rpc.local_step", never_steps, r"parameter 0 has not moved"),
+    ("rpc.local_step", plain_descent, r"not where the plain optimizer moves it"),
+    ("rpc.local_step", steps_whatever_has_one, r"is not in `params` has changed"),
+]
