@@ -955,8 +955,8 @@ def test_a_parameter_without_a_gradient_is_averaged_too(without: tuple[int, ...]
 # ------------------------------------------------------------------------------------------ other groups
 
 
-def on_one_rank() -> tuple[Trace, Trace, list[Call]]:
-    job = Job(Case({4: 1}, 2))
+def on_one_rank(case: Case) -> tuple[Trace, Trace, list[Call]]:
+    job = Job(case)
     calls: list[Call] = []
     job.averager.collectives.observers.append(calls.append)
     model = Tangle(channels_last=False)
@@ -970,8 +970,9 @@ def on_one_rank() -> tuple[Trace, Trace, list[Call]]:
     return job.train(STEPS), plain, calls
 
 
-def test_one_rank_trains_as_without() -> None:
-    ((trace, plain, calls),) = run(on_one_rank, 1, timeout=20)
+@pytest.mark.parametrize("periods", [3, {4: 1}], ids=["flat", "hierarchical"])
+def test_one_rank_trains_as_without(periods: Any) -> None:
+    ((trace, plain, calls),) = run(on_one_rank, 1, Case(periods), timeout=20)
     assert trace == plain
     assert calls == []
 
