@@ -10,16 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_ref.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
     from zero_ref.averaging import AveragingSchedule
     from zero_ref.clip import clip_grad_norm_, get_total_norm
-    from zero_ref.local_sgd import (
-        HierarchicalModelAverager,
-        ModelAverager,
-        PeriodicModelAverager,
-        PostLocalSGDOptimizer,
-        PostLocalSGDState,
-        post_localSGD_hook,
-    )
+    from zero_ref.local_sgd import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
     from zero_ref.optimizer import ZeroRedundancyOptimizer
     from zero_ref.oss import OSS
     from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
@@ -71,9 +65,9 @@ _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.partition") | {
     "get_total_norm": "zero_ref.clip",
     "OSS": "zero_ref.oss",
     "AveragingSchedule": "zero_ref.averaging",
-    "ModelAverager": "zero_ref.local_sgd",
-    "PeriodicModelAverager": "zero_ref.local_sgd",
-    "HierarchicalModelAverager": "zero_ref.local_sgd",
+    "ModelAverager": "zero_ref.averagers",
+    "PeriodicModelAverager": "zero_ref.averagers",
+    "HierarchicalModelAverager": "zero_ref.averagers",
     "PostLocalSGDState": "zero_ref.local_sgd",
     "post_localSGD_hook": "zero_ref.local_sgd",
     "PostLocalSGDOptimizer": "zero_ref.local_sgd",

@@ -52,8 +52,7 @@ class AveragingSchedule:
     Raises:
         TypeError: a number is not whole.
         ValueError: there is no level, a number is too small, levels are not in order, or groups do not nest.
-    Source: post-local SGD (Lin et al., arXiv:1808.07217); with several levels their section 5, hierarchical
-        local SGD.
+    Source: post-local SGD, and hierarchical local SGD with its several levels (Lin et al., arXiv:1808.07217).
     """
 
     levels: tuple[Level, ...]

@@ -31,19 +31,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer, lr_scheduler
 from training import Tangle, assert_moved, assert_state_dicts_equal, loss_on_own_data, snapshot
 
+from zero_ref.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
 from zero_ref.averaging import AveragingSchedule, Level
 from zero_ref.calls import Call
 from zero_ref.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.ranks import RankError, run, shutdown
-from zero_ref.local_sgd import (
-    HierarchicalModelAverager,
-    ModelAverager,
-    PeriodicModelAverager,
-    PostLocalSGDOptimizer,
-    PostLocalSGDState,
-    post_localSGD_hook,
-)
+from zero_ref.local_sgd import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.reduction import reduce_to_owners

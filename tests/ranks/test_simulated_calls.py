@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as to
 from torch.distributed.algorithms.model_averaging import averagers as torchs_averagers
 from torch.nn.parallel import DistributedDataParallel
 
+from zero_ref.averagers import ModelAverager
 from zero_ref.averaging import AveragingSchedule
 from zero_ref.calls import Call
 from zero_ref.lab import ranks
@@ -29,12 +30,7 @@ from zero_ref.lab.meter import (
     sent_bytes,
 )
 from zero_ref.lab.model import GPT
-from zero_ref.local_sgd import (
-    ModelAverager,
-    PostLocalSGDOptimizer,
-    PostLocalSGDState,
-    post_localSGD_hook,
-)
+from zero_ref.local_sgd import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.partition import ParamSpec, plan_partition

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
+from zero_ref.averagers import ModelAverager
 from zero_ref.averaging import AveragingSchedule
 from zero_ref.calls import Call
 from zero_ref.collectives import Collectives, as_collectives
@@ -19,7 +20,7 @@ from zero_ref.lab import ranks, virtual
 from zero_ref.lab.drift import who_agrees
 from zero_ref.lab.exercises import Answer, ExerciseFailed, StillTheStub, exercise, shown
 from zero_ref.lab.meter import sent_bytes
-from zero_ref.local_sgd import ModelAverager, PostLocalSGDState, post_localSGD_hook
+from zero_ref.local_sgd import PostLocalSGDState, post_localSGD_hook
 from zero_ref.partition import ParamSpec
 from zero_ref.simulator.schedule import schedule
 
