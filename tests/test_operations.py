@@ -160,7 +160,9 @@ def test_local_sgd_averages_what_is_trained_in_one_tensor() -> None:
 )
 def test_local_sgd_averages_in_the_dtype_that_takes_all(dtypes: list[str], itemsize: int) -> None:
     params = [ParamSpec(3, dtype) for dtype in dtypes]
-    assert local_sgd(params, [[1], [0]], AveragingSchedule.periodic(1), 2)[-1].nbytes == 6 * itemsize
+    when = AveragingSchedule.periodic(1)
+    assert local_sgd(params, [[1], [0]], when, 2)[-1].nbytes == 6 * itemsize
+    assert local_sgd(params, [[1], [0]], when, 2, averaged_itemsize=4)[-1].nbytes == 6 * 4
 
 
 def test_local_sgd_averages_once_for_each_device() -> None:

@@ -280,6 +280,14 @@ def test_a_curve_apart_is_named_with_its_distance(last, title):
     assert plots.loss_curves(losses, ax).get_title(loc="left") == title
 
 
+def test_curves_that_are_to_differ_are_drawn_alike_and_not_compared():
+    _, ax = plots.figure()
+    plots.loss_curves({"ddp": LOSSES, "often": LOSSES[:2]}, ax, differ=True)
+    assert ax.get_title(loc="left") == ""
+    assert len({line.get_linewidth() for line in ax.lines}) == 1
+    assert len({line.get_marker() for line in ax.lines}) == 2
+
+
 def test_curves_of_different_length_do_not_coincide():
     _, ax = plots.figure()
     title = plots.loss_curves({"ddp": LOSSES, "zero": LOSSES[:2]}, ax).get_title(loc="left")

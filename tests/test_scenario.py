@@ -52,7 +52,8 @@ def test_what_is_sent_is_counted_by_the_rank_and_the_iteration() -> None:
     assert scenario.run("ddp").sent_bytes == 2 * 3 / 4 * nbytes
     assert scenario.run("zero-even").sent_bytes == 3 * 3 / 4 * nbytes
     assert scenario.run("zero-2").sent_bytes == 2 * 3 / 4 * nbytes
-    assert scenario.run("local-sgd").sent_bytes == (2 * 3 / 4 * nbytes + 3 * 32) / 5
+    copies = 2 * nbytes  # of the 16-bit parameters, in 32 bits
+    assert scenario.run("local-sgd").sent_bytes == (2 * 3 / 4 * copies + 3 * 32) / 5
     assert scenario.run("local-sgd").calls == 2 / 5
     in_pairs = replace(scenario, gradient_group=2).run("local-sgd")
     assert in_pairs.sent_bytes == 2 * 1 / 2 * nbytes + scenario.run("local-sgd").sent_bytes
@@ -115,9 +116,12 @@ def test_memory_that_is_not_known_is_not_judged() -> None:
     assert Scenario(SMALL, H100, 2).run("ddp").fits is True
 
 
-def test_the_averager_of_local_sgd_copies_the_model() -> None:
-    memory = Scenario(SMALL, H100, 2).run("local-sgd").memory
-    assert memory.communication_bytes == memory.parameter_bytes
+def test_local_sgd_averages_what_the_optimizer_updates_in_32_bits() -> None:
+    for dtype in ("float32", "bfloat16"):
+        scenario = Scenario(SMALL, H100, 2, dtype=dtype, period=3)
+        calls = scenario.schedule("local-sgd").calls
+        assert [call.nbytes for call in calls] == [32, 4 * scenario.numel]
+        assert scenario.run("local-sgd").memory.communication_bytes == 4 * scenario.numel, "a copy of it"
     assert Scenario(SMALL, H100, 1).run("local-sgd").memory.communication_bytes == 0
 
 

@@ -28,8 +28,8 @@ class ModelAverager:
         schedule: when, and over whom.
         process_group: the ranks that train together; None is the default group. A `Collectives` works too,
             where the schedule has no smaller groups.
-        timeout: of calls in the groups that are made here; None for torch's default of new groups, which is
-            not that of `process_group`.
+        timeout: of calls in the groups that are made here; None for torch's default of new groups, which may
+            differ from that of `process_group`.
 
     Attributes:
         step: steps so far; the hook reads it too.
@@ -85,10 +85,13 @@ class ModelAverager:
         """Count a step, and if one is due give every rank the average of the group's parameters.
 
         Returns with equal parameters on all ranks of the group that was averaged. Frozen parameters are left
-        alone, for they have not changed, and so are buffers: DDP sends those of rank 0 in every forward.
+        alone, for they have not changed, and so are buffers: DDP sends those of rank 0 in every forward,
+        unless told not to (`forward_sync_buffers=False`, in older torch `broadcast_buffers=False`).
 
         Args:
-            params: those of the model, in an order that all ranks share, or the groups of an optimizer.
+            params: those of the model, in an order that all ranks share, or the groups of an optimizer. They
+                must be what the optimizer updates: if it keeps 32-bit copies of its own, pass those, or its
+                next step undoes the average.
         Raises:
             TypeError: `params` holds something else. If one rank raises, all raise.
             ValueError: ranks average different parameters. All raise.

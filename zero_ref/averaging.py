@@ -94,7 +94,10 @@ class AveragingSchedule:
     def hierarchical(
         cls, size_of_period: Mapping[int, int], *, warmup_steps: int = 0, gradient_group: int = 1
     ) -> AveragingSchedule:
-        """Averages within groups, and seldom over all ranks: {period: ranks in a group}, all ranks last."""
+        """Averages within groups, and seldom over all ranks: {period: ranks in a group}, all ranks last.
+
+        Periods are counted from step 0, not from the end of the warm-up, as by torch's hierarchical averager.
+        """
         levels = tuple(Level(period, size) for period, size in dict(size_of_period).items())
         return cls(levels, warmup_steps, gradient_group=gradient_group)
 

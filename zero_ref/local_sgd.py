@@ -3,6 +3,10 @@
     averager = PeriodicModelAverager(period=4, warmup_steps=100)
     ddp.register_comm_hook(PostLocalSGDState.following(averager), post_localSGD_hook)
     optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), averager)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss_function(ddp(inputs), targets).backward()
+        optimizer.step()        # averages too: do not call averager.average_parameters besides
 
 Three parts share one `AveragingSchedule` and one count of steps. The hook decides what becomes of gradients:
 over all ranks during the warm-up, then within a group or not at all. The optimizer takes its local step. The
@@ -40,7 +44,7 @@ class PostLocalSGDState:
         process_group: all ranks; None is the default group.
         subgroup: this rank's group after the warm-up; None for the ranks of this machine's GPUs, if gradients
             are averaged then. Make it with `torch.distributed.new_subgroups` where there are none.
-        start_localSGD_iter: steps until then.
+        start_localSGD_iter: steps of the warm-up.
         post_local_gradient_allreduce: whether gradients are averaged after the warm-up, within `subgroup`.
     Raises:
         ValueError: `start_localSGD_iter` is below 0, or there is no subgroup and no GPU.
@@ -98,11 +102,13 @@ class PostLocalSGDState:
 
     @property
     def iter(self) -> int:
-        """Steps so far."""
+        """Steps so far; those of the averager, if it follows one, and then not to be set here."""
         return self._iter if self._averager is None else self._averager.step
 
     @iter.setter
     def iter(self, steps: int) -> None:
+        if self._averager is not None:
+            raise AttributeError("this state follows an averager's count: set averager.step.")
         self._iter = steps
 
     def maybe_increase_iter(self, bucket: Any) -> None:
@@ -156,10 +162,14 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
     The local optimizers of ranks come to hold different state, such as momentum, and a checkpoint has that of
     the rank which writes it. Save after a step at which all ranks agree, and the parameters are everybody's.
 
-    Under `Join`, which takes DDP first, a rank without data updates nothing, in the warm-up neither. It takes
-    part in averages of parameters with those that it has, and in averages of gradients with zeros. When all
-    have left, DDP gives them the parameters of one that stayed longest: what others have learned since the
-    last average of all is lost.
+    The optimizer must update the parameters themselves. If it keeps 32-bit copies of its own, an average of
+    the parameters is undone by its next step.
+
+    Under `Join` all ranks meet in every step after all, in small all-reduces that count who has data: bytes
+    are saved, waits are not. It takes DDP first. A rank without data updates nothing, in the warm-up neither.
+    It takes part in averages of parameters with those that it has, and in averages of gradients with zeros.
+    When all have left, DDP gives them the parameters of one that stayed longest: what others have learned
+    since the last average of all is lost.
 
     Args:
         optim: the local optimizer. A ZeroRedundancyOptimizer shares updates among its ranks, so it must be of

@@ -399,6 +399,7 @@ def local_sgd(
     world_size: int,
     steps: range | None = None,
     *,
+    averaged_itemsize: int | None = None,
     activation_bytes: int = 0,
 ) -> tuple[Operation, ...]:
     """Steps of ranks that train by themselves, and the averages that end some of them.
@@ -420,6 +421,8 @@ def local_sgd(
         buckets: as `data_parallel`; backward is listed bucket by bucket.
         averaging: which steps reduce gradients, which average, and over whom.
         steps: that are listed, from 0; None for `averaging.steady`, a cycle that begins with all ranks equal.
+        averaged_itemsize: bytes of an element as it is averaged: 4 where the optimizer keeps 32-bit copies of
+            16-bit parameters, since its next step would undo an average of these; None for the parameters'.
     Raises:
         ValueError: the averaging is none for so many ranks, or steps are none, negative, or leave some out.
     Source: post-local SGD (Lin et al., arXiv:1808.07217), as `zero_ref.local_sgd` does it. torch's own makes
@@ -433,7 +436,7 @@ def local_sgd(
     gradient_bytes = sum(backward.takes for backward in backwards)
     trained = [params[number] for bucket in buckets for number in bucket]
     update = Operation("step", COMPUTE, numel=sum(param.numel for param in trained), tensors=len(trained))
-    averaged_bytes = _end_to_end(param for param in params if param.trainable)
+    averaged_bytes = _end_to_end((param for param in params if param.trainable), averaged_itemsize)
     listed: list[Operation] = []
     met: tuple[int, ...] = ()  # where the average stands that the next forward computes with
     for step in steps:
@@ -469,13 +472,14 @@ def _group(ranks: int, world_size: int) -> int | None:
     return None if ranks == world_size else ranks
 
 
-def _end_to_end(params: Iterable[ParamSpec]) -> list[int]:
+def _end_to_end(params: Iterable[ParamSpec], itemsize: int | None) -> list[int]:
     """Bytes of the tensors that take all parameters, one for each device."""
     on_device: dict[str, list[ParamSpec]] = {}
     for param in params:
         on_device.setdefault(param.device, []).append(param)
     return [
-        sum(param.numel for param in there) * _promoted_itemsize({param.dtype for param in there})
+        sum(param.numel for param in there)
+        * (itemsize or _promoted_itemsize({param.dtype for param in there}))
         for there in on_device.values()
     ]
 

@@ -199,6 +199,7 @@ class Scenario:
             rows=[param.shape[0] for param in self.shapes],
             prefetch=self.prefetch,
             averaging=self.averaging if strategy == LOCAL_SGD else None,
+            averaged_itemsize=4,  # the masters beside 16-bit parameters
             activation_bytes=self.activation_bytes,
         )
 
@@ -228,8 +229,8 @@ class Scenario:
             return memory_of_ranks(plan_partition(rule, self.params, self.world_size), self.params, recipe)
         average = average_memory(self.params, self.world_size, recipe)
         if strategy == LOCAL_SGD and self.world_size > 1:
-            # The averager copies all parameters into one tensor, and sends that.
-            average = replace(average, communication_bytes=average.parameter_bytes)
+            # The averager copies all that is averaged into one tensor, and sends that.
+            average = replace(average, communication_bytes=4 * self.numel)
         if recipe.stage < 3:
             return (average,) * self.world_size
         # Each parameter is cut along its first dimension, so the first ranks have more than the last.

@@ -147,6 +147,7 @@ def schedule(
     period: int | None = None,
     averaging: AveragingSchedule | None = None,
     steps: range | None = None,
+    averaged_itemsize: int | None = None,
     activation_bytes: int = 0,
 ) -> Schedule:
     """Predict one steady-state iteration of a model under DDP and a strategy; of local SGD its steps.
@@ -187,6 +188,8 @@ def schedule(
             `averaging=AveragingSchedule.periodic(period)`.
         averaging: for local-sgd, when gradients and parameters are averaged and over whom.
         steps: for local-sgd, which ones, from 0; None for a cycle of the averaging after its warm-up.
+        averaged_itemsize: for local-sgd, bytes of an element as it is averaged: 4 where the optimizer keeps
+            32-bit copies of 16-bit parameters; None for the parameters' own.
         activation_bytes: that forward leaves for backward on each rank; only `play` looks at them.
     Raises:
         ValueError: the strategy, way or optimizer is unknown, the partition or averaging does not fit, or a
@@ -218,7 +221,13 @@ def schedule(
             averaging = averaging or AveragingSchedule.periodic(8 if period is None else period)
             steps = averaging.steady if steps is None else steps
             operations = local_sgd(
-                params, buckets, averaging, world_size, steps, activation_bytes=activation_bytes
+                params,
+                buckets,
+                averaging,
+                world_size,
+                steps,
+                averaged_itemsize=averaged_itemsize,
+                activation_bytes=activation_bytes,
             )
         else:
             operations = data_parallel(params, world_size, None, buckets, activation_bytes=activation_bytes)

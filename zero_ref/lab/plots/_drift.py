@@ -14,6 +14,7 @@ from zero_ref.lab.plots._numbers import short
 from zero_ref.lab.plots._style import (
     FAINT,
     INK,
+    MARKERS,
     MUTED,
     PAPER,
     RANK_COLOURS,
@@ -23,9 +24,6 @@ from zero_ref.lab.plots._style import (
     rank_colour,
     tint,
 )
-
-MARKERS = "osD^vP*X"
-"""One for each rank, so that lines which lie on each other are still told apart."""
 
 
 @in_style
@@ -75,6 +73,7 @@ def drift(distances: Sequence[Sequence[float]], schedule: AveragingSchedule, ax:
         ax.set_xticks(steps)
     else:
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    ax.tick_params(axis="x", pad=7)  # markers at 0 reach below the axis
     ax.yaxis.set_major_locator(MaxNLocator(4))
     ax.yaxis.set_major_formatter(lambda value, _: short(value))
     ax.set_xlabel("after step")

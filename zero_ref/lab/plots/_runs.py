@@ -15,6 +15,7 @@ from zero_ref.lab.plots._style import (
     ALARM,
     FAINT,
     INK,
+    MARKERS,
     MUTED,
     SERIES_COLOURS,
     SMALL_PT,
@@ -30,11 +31,13 @@ def loss_curves(
     *,
     steps: Sequence[int] | None = None,
     rtol: float = 1e-6,
+    differ: bool = False,
 ) -> Axes:
     """Losses of several runs; runs that coincide stay visible as several, and are counted.
 
     The first run is drawn broad, each later one narrower on top of it, so equal curves look like one line
-    with coloured borders. Which ones are equal is computed, not left to the eye.
+    with coloured borders. Which ones are equal is computed, not left to the eye. Runs that are to `differ`
+    are drawn alike, with a mark for each loss, and not compared.
 
     >>> from zero_ref.lab.plots import figure
     >>> fig, ax = figure(6, 3)
@@ -49,7 +52,7 @@ def loss_curves(
     count = len(losses)
     for index, ((name, values), colour) in enumerate(zip(losses.items(), SERIES_COLOURS * count)):
         at = list(steps)[: len(values)] if steps is not None else list(range(1, len(values) + 1))
-        width = 1.6 + min(2.6, 9 / max(1, count - 1)) * (count - 1 - index)
+        width = 1.8 if differ else 1.6 + min(2.6, 9 / max(1, count - 1)) * (count - 1 - index)
         ax.plot(
             at,
             values,
@@ -57,7 +60,7 @@ def loss_curves(
             linewidth=width,
             solid_capstyle="round",
             label=name,
-            marker="o" if len(values) == 1 else None,
+            marker=MARKERS[index % len(MARKERS)] if differ else "o" if len(values) == 1 else None,
         )
     bare(ax, keep=("bottom",))
     ax.grid(axis="y", color=FAINT, linewidth=0.6)
@@ -67,7 +70,7 @@ def loss_curves(
     ax.set_xlabel("step")
     ax.set_ylabel("loss")
     ax.legend(loc="upper right", handlelength=2.2, labelspacing=0.8)
-    ax.set_title(_coincidence(losses, rtol))
+    ax.set_title("" if differ else _coincidence(losses, rtol))
     return ax
 
 

@@ -34,6 +34,9 @@ PART_COLOURS = {"parameters": "#332288", "gradients": "#44AA99", "optimizer stat
 SERIES_COLOURS = ("#332288", "#CC6677", "#117733", "#882255", "#77722A", "#2B7A9B")
 """From Paul Tol's muted scheme: not the ranks' colours, so that no line is taken for a rank."""
 
+MARKERS = "osD^vP*X"
+"""One for each rank or series, so that lines which lie on each other are still told apart."""
+
 TEXT_PT, SMALL_PT = 11.5, 10.0
 """A picture 6 inches wide shrinks to 60% on a phone: 10 points are then 8 pixels tall, and still read."""
 
