@@ -28,7 +28,11 @@ class DistributedOptimizer:
 
     The same as one `optimizer_class` over all parameters, wherever its arithmetic treats each by itself, as
     SGD, Adam and Adagrad do. A parameter that has no gradient in the context is left as it is, and `.grad` of
-    every parameter stays what it was. Steps on one worker wait for each other, whichever client asks.
+    every parameter stays what it was, if no other code writes it during the step. Steps on one worker wait
+    for each other, whichever client asks. But each client that makes a DistributedOptimizer has local
+    optimizers of its own: two with Adam keep two states of the same parameter.
+
+    As torch's class it has no `state_dict` and no way to change an option such as the learning rate.
 
     >>> with dist_autograd.context() as context_id:                             # doctest: +SKIP
     ...     loss = rpc.rpc_sync("worker1", second_half, args=(first(x),)).sum()
@@ -74,7 +78,8 @@ class DistributedOptimizer:
         Raises:
             RuntimeError, ValueError, TypeError: a worker raised that; RuntimeError for all other exceptions,
                 a worker without an answer within RPC's time-out, a context that this worker does not know,
-                and one in which no parameter has a gradient. The message says which workers made their step.
+                and one in which no parameter has a gradient. The message says which workers made their step,
+                and of which it is not known: one without an answer may be slow, and make it yet.
         Cost:
             One request and its reply for each worker other than this one, all at once, without a tensor: the
             same for every size of model.
@@ -83,7 +88,9 @@ class DistributedOptimizer:
         outcomes = _on_workers(_step, {worker: (number, context_id) for worker, number in self._ids.items()})
         if failures := _failures_in(outcomes):
             stepped = ", ".join(worker for worker in outcomes if worker not in failures) or "none"
-            raise _error(f"the step is not complete; workers that made theirs: {stepped}", failures)
+            unknown = ", ".join(worker for worker, failure in failures.items() if failure.how == NO_ANSWER)
+            headline = f"the step is not complete; workers that made theirs: {stepped}"
+            raise _error(f"{headline}; not known of: {unknown}" if unknown else headline, failures)
         if not any(outcomes.values()):
             raise RuntimeError(
                 f"no parameter has a gradient in context {context_id}, and none has changed. Call "
@@ -149,19 +156,24 @@ def _create(
 def _step(number: int, context_id: int) -> int:
     try:
         gradients = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
-    except RuntimeError:  # this worker took no part in the context
-        gradients = {}
+    except RuntimeError as error:
+        if "Could not find autograd context" not in str(error):
+            raise
+        gradients = {}  # this worker took no part in it
     return _locals[number].step(gradients)
 
 
 # ---------------------------------------------------------------------------------- calling all workers
 
 
+RAISED, NOT_ASKED, NO_ANSWER = "raised", "could not be asked:", "gave no answer:"
+
+
 class _Failure(NamedTuple):
+    how: str
     kind: str
     message: str
     traceback: str
-    answered: bool = True
 
 
 def _on_workers(part: Callable[..., Any], args_of_worker: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -174,14 +186,14 @@ def _on_workers(part: Callable[..., Any], args_of_worker: dict[str, tuple[Any, .
             try:
                 futures[worker] = rpc.rpc_async(worker, _attempt, args=(part, *args))
             except Exception as error:  # such as an argument that cannot be pickled
-                outcomes[worker] = _failure(error, answered=False)
+                outcomes[worker] = _failure(error, NOT_ASKED)
     if own in args_of_worker:
         outcomes[own] = _attempt(part, *args_of_worker[own])
     for worker, future in futures.items():
         try:
             outcomes[worker] = future.wait()
         except Exception as error:  # the worker is gone, too slow, or cannot read what it was sent
-            outcomes[worker] = _failure(error, answered=False)
+            outcomes[worker] = _failure(error, NO_ANSWER)
     return {worker: outcomes[worker] for worker in args_of_worker}
 
 
@@ -193,9 +205,9 @@ def _attempt(part: Callable[..., Any], *args: Any) -> Any:
         return _failure(error)
 
 
-def _failure(error: Exception, answered: bool = True) -> _Failure:
+def _failure(error: Exception, how: str = RAISED) -> _Failure:
     kind = type(error).__name__
-    return _Failure(kind, str(error), "".join(traceback.format_exception(error)), answered)
+    return _Failure(how, kind, str(error), "".join(traceback.format_exception(error)))
 
 
 def _failures_in(outcomes: dict[str, Any]) -> dict[str, _Failure]:
@@ -204,10 +216,9 @@ def _failures_in(outcomes: dict[str, Any]) -> dict[str, _Failure]:
 
 def _error(headline: str, failures: dict[str, _Failure]) -> Exception:
     lines = [
-        f"{worker} {'raised' if failure.answered else 'gave no answer:'} {failure.kind}: {failure.message}"
-        for worker, failure in failures.items()
+        f"{worker} {failure.how} {failure.kind}: {failure.message}" for worker, failure in failures.items()
     ]
-    kinds = {failure.kind if failure.answered else "" for failure in failures.values()}
+    kinds = {failure.kind if failure.how != NO_ANSWER else "" for failure in failures.values()}
     kept = {"ValueError": ValueError, "TypeError": TypeError}.get(min(kinds)) if len(kinds) == 1 else None
     error: Exception = (kept or RuntimeError)("\n".join([headline, *lines]))
     for worker, failure in failures.items():

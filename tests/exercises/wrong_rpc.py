@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -50,6 +51,11 @@ def backward_like_forward(owners: list[int]) -> int:
 def all_for_each_layer(owners: list[int]) -> int:
     layers, _, first = _counts(owners)
     return 12 * layers - first
+
+
+def neighbours_are_one_call(owners: list[int]) -> int:
+    layers, workers, first = _counts([worker for worker, _ in groupby(owners)])
+    return 6 * layers - first + 6 * workers
 
 
 def all_layers_but_one(owners: list[int]) -> int:
@@ -132,6 +138,7 @@ WRONG = [
     ("rpc.messages", both_ends, r"both where it is sent and where it is received"),
     ("rpc.messages", data_get_gradients, r"\[1\].*first layer's input is data"),
     ("rpc.messages", contexts_end_by_themselves, r"the end of the context counted"),
+    ("rpc.messages", neighbours_are_one_call, r"neighbours on one worker are still two calls"),
     ("rpc.messages", forgets_the_step, r"Is the step counted"),
     ("rpc.messages", stops_after_backward, r"What comes after backward"),
     ("rpc.messages", backward_like_forward, r"in the other direction"),

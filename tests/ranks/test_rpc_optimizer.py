@@ -402,7 +402,7 @@ def test_a_worker_that_ended_is_named_and_nothing_hangs(tmp_path: Any) -> None:
         on_workers(on_rank_0, 3, str(report))
     assert (caught.value.rank, caught.value.summary) == (1, "ended with exit code 3")
     assert "worker1 gave no answer: RuntimeError: " in report.read_text()
-    assert "workers that made theirs: worker0, worker2" in report.read_text()
+    assert "workers that made theirs: worker0, worker2; not known of: worker1" in report.read_text()
 
 
 def on_rank_0(path: str) -> None:
@@ -507,3 +507,19 @@ def test_what_is_wrong_with_a_step_is_said() -> None:
     for case in ("closed", "unknown"):
         assert errors[case].startswith("RuntimeError: this worker knows no autograd context"), errors[case]
     assert errors["no int"].startswith("TypeError: context_id must be"), errors["no int"]
+
+
+def cannot_be_sent() -> str:
+    if dist.get_rank():
+        return ""
+    try:
+        DistributedOptimizer(torch.optim.SGD, all_rrefs(2), lr=lambda: 0.1)
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_argument_that_cannot_be_sent_is_no_answer_that_did_not_come() -> None:
+    message = on_workers(cannot_be_sent, 2)[0]
+    assert "worker1 could not be asked: " in message
+    assert "no answer" not in message

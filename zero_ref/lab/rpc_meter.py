@@ -24,7 +24,8 @@ __all__ = ["run", "counting", "Sent"]
 
 T = TypeVar("T")
 
-# Some messages follow when the call that caused them has returned. They have come when none came for so long.
+# Some messages follow when the call that caused them has returned. They have come when all requests are
+# answered, and no more were made for so long.
 QUIET_SECONDS = 0.1
 
 
@@ -80,8 +81,9 @@ def run(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0
 def counting() -> Iterator[dict[str, Sent]]:
     """A dict that has, when the context ends, what each worker has sent meanwhile.
 
-    For one worker at a time. What caused messages before must have ended; those that follow a call, such as
-    the end of an autograd context, are waited for. The counting itself is not in the count.
+    For one worker at a time. At both ends it waits until every request of every worker has been answered and
+    nothing new has been asked for a tenth of a second, so that what follows a call, such as the end of an
+    autograd context, is counted where it belongs. The counting itself is not in the count.
 
     >>> with counting() as sent:                                                # doctest: +SKIP
     ...     rpc.rpc_sync("worker1", torch.numel, args=(torch.zeros(1000),))
@@ -91,21 +93,34 @@ def counting() -> Iterator[dict[str, Sent]]:
     Raises:
         RuntimeError: the workers were not started by `run` of this module.
     """
+    sent: dict[str, Sent] = {}
+    *_, earlier, before = _looks_until_quiet()
+    yield sent
+    looks = _looks_until_quiet()
+    for worker, after in looks[-1].items():
+        sent[worker] = after - before[worker]
+        for _ in looks:  # each look has cost what the last one before cost, to the byte
+            sent[worker] -= before[worker] - earlier[worker]
+
+
+def _looks_until_quiet() -> list[dict[str, Sent]]:
+    """Looks at what each worker has sent so far. Between the last two nobody has sent but for the looking."""
     own = rpc.get_worker_info().name
     agent = rpc._get_current_rpc_agent()  # type: ignore[attr-defined]
     others = sorted({worker.name for worker in agent.get_worker_infos()} - {own})
-    sent: dict[str, Sent] = {}
-    _wait_for_quiet()
-    first = {worker: _ask(worker) for worker in others}
-    before = {worker: _ask(worker) for worker in others}
-    own_before = _sent_so_far()
-    yield sent
-    _wait_for_quiet()
-    sent[own] = _sent_so_far() - own_before
-    for worker in others:
-        # Between two looks at another worker's counters it has also sent what the first look found.
-        reply = before[worker] - first[worker]
-        sent[worker] = _ask(worker) - before[worker] - reply
+    looks: list[dict[str, Sent]] = []
+    totals: list[tuple[int, int]] = []
+    while True:
+        found = {worker: _ask(worker) for worker in others}
+        looks.append({own: _sent_so_far(), **found})
+        totals.append(
+            (sum(one.requests for one in looks[-1].values()), sum(one.replies for one in looks[-1].values()))
+        )
+        # A look is a request to each of the others, whose reply counts only when the next look comes.
+        answered = totals[-1][0] - totals[-1][1] == len(others)
+        if answered and len(looks) > 1 and totals[-1][0] - totals[-2][0] == len(others):
+            return looks
+        time.sleep(QUIET_SECONDS)
 
 
 class _Logged:
@@ -165,10 +180,3 @@ def _counters() -> str:
 def _ask(worker: str) -> Sent:
     values = [None if "-" in value else int(value) for value in rpc.rpc_sync(worker, _counters).split()]
     return Sent(values[0] or 0, values[1] or 0, values[2] or 0, values[3])
-
-
-def _wait_for_quiet() -> None:
-    before = None
-    while before != (now := len(_log_lines())):
-        before = now
-        time.sleep(QUIET_SECONDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -56,13 +56,18 @@ def _mistake_in_count(returned: object, owners: Sequence[int]) -> str:
     right = _messages(owners)
     if not remote:
         return "All layers are the client's own, so there is nobody to ask or to tell."
+    if returned == _messages([worker for worker, _ in groupby(owners)]) != right:
+        return "Two neighbours on one worker are still two calls, each with its way back."
     reasons = {
         2 * right: "Is a message counted both where it is sent and where it is received?",
         right // 2: "Is each request counted, but not its reply?",
         right + first: "The first layer's input is data. No gradient of it is computed, so none comes back.",
         right
         - 4 * workers: "Is the end of the context counted? Either side tells the other, and is answered.",
-        right - 2 * workers: "Is the step counted? Each worker gets one order, and answers it.",
+        right - 2 * workers: (
+            "Two for each worker are missing. Is the step counted, an order and its answer? And when the "
+            "context ends, each of the two tells the other, and is answered."
+        ),
         right - 6 * workers: "What comes after backward? The step, and the end of the context.",
         right - 2 * layers + first: (
             "In backward the gradient of the inputs is not the reply to that of the outputs: it comes as a "
