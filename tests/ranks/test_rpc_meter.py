@@ -45,8 +45,13 @@ def phases(batch: int, width: int) -> Counts:
     if dist.get_rank():
         return sent
     rrefs = [*build(width), *at(1, build, width)]
+    alone = dist_autograd.context()
     with counting() as sent["nothing"]:
+        alone.__enter__()
+    with counting() as sent["nothing in a context"]:
         pass
+    with counting() as sent["nothing to end"]:
+        alone.__exit__(None, None, None)
     with counting() as sent["construction"]:
         optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1)
     x = torch.ones(batch, width)
@@ -86,8 +91,9 @@ def nbytes(sent: dict[str, Sent], worker: int) -> int:
 
 def test_the_counting_itself_is_not_counted(counts: dict[tuple[int, int], Counts]) -> None:
     for of_size in counts.values():
-        assert messages(of_size["nothing"]) == [(0, 0, 0), (0, 0, 0)]
-        assert [nbytes(of_size["nothing"], worker) for worker in range(2)] == [0, 0]
+        for nothing in ("nothing", "nothing in a context", "nothing to end"):
+            assert messages(of_size[nothing]) == [(0, 0, 0), (0, 0, 0)], nothing
+            assert [nbytes(of_size[nothing], worker) for worker in range(2)] == [0, 0], nothing
 
 
 def test_each_part_of_an_iteration_sends_what_the_book_says(counts: dict[tuple[int, int], Counts]) -> None:

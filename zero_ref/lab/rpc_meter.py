@@ -12,6 +12,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -94,9 +95,12 @@ def counting() -> Iterator[dict[str, Sent]]:
         RuntimeError: the workers were not started by `run` of this module.
     """
     sent: dict[str, Sent] = {}
-    *_, earlier, before = _looks_until_quiet()
-    yield sent
-    looks = _looks_until_quiet()
+    with ThreadPoolExecutor(
+        1
+    ) as thread:  # asked in this one, workers would become part of its autograd context
+        *_, earlier, before = thread.submit(_looks_until_quiet).result()
+        yield sent
+        looks = thread.submit(_looks_until_quiet).result()
     for worker, after in looks[-1].items():
         sent[worker] = after - before[worker]
         for _ in looks:  # each look has cost what the last one before cost, to the byte
