@@ -40,6 +40,7 @@ COLOURS_OF_MORE = {
     "forward": "#B9C0CB",
     "gather": PART_COLOURS["parameters"],
     "average": PART_COLOURS["parameters"],
+    "agree": PART_COLOURS["parameters"],
 }
 OTHER = "#77722A"  # whatever else a measured run may name
 TITLE, LANE, GAP = 0.8, 1.0, 0.45
@@ -107,7 +108,7 @@ def _key(labels: Iterable[str]) -> dict[str, str]:
     if shown <= COLOURS.keys():
         return COLOURS
     words: dict[str, list[str]] = {}
-    for label in (*("forward", *COLOURS), "gather", "average", *sorted(shown)):
+    for label in (*("forward", *COLOURS), "gather", "agree", "average", *sorted(shown)):
         if label in shown and label not in words.setdefault(_colour(label), []):
             words[_colour(label)].append(label)
     return {", ".join(of_colour): colour for colour, of_colour in words.items() if of_colour}
