@@ -19,7 +19,9 @@ import cloudpickle
 import torch
 
 # What a rank reports because another one went away: that other one is the cause.
-_CONSEQUENCE = re.compile(r"connection (closed|reset) by peer|broken pipe|remote process exited", re.I)
+_CONSEQUENCE = re.compile(
+    r"connection (closed|reset) by peer|broken pipe|remote process exited|EOF: end of file", re.I
+)
 
 
 class RankError(RuntimeError):
@@ -61,6 +63,11 @@ class Failure:
     place: str = ""
     exception: bytes = b""
 
+    @property
+    def is_consequence(self) -> bool:
+        """It is of another rank's end."""
+        return bool(_CONSEQUENCE.search(self.summary))
+
     @classmethod
     def of_exception(cls, error: BaseException, skip_file: str) -> Failure:
         """For a rank that raised; leading frames in `skip_file` are left out of the traceback."""
@@ -96,7 +103,7 @@ def failed(failures: dict[int, Failure], running: dict[int, StackSummary], world
     """The error for a call in which ranks raised or ended; `running` says where the others stand."""
 
     def order(failure: Failure) -> tuple[bool, float]:
-        return bool(_CONSEQUENCE.search(failure.summary)), failure.seconds
+        return failure.is_consequence, failure.seconds
 
     earliest = min(failures.values(), key=order)
     # When all raise alike, name the lowest rank, not the one that happened to be quickest.

@@ -250,11 +250,13 @@ class Pool:
                     del running[number]
                     if isinstance(outcomes[number], Failure):
                         deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if running or any(isinstance(outcome, Failure) for outcome in outcomes.values()):
-            for rank in self._ranks:  # one that had returned may have ended while it served the others
-                if isinstance(outcomes.get(rank.number), bytes) and not rank.process.is_alive():
-                    outcomes[rank.number] = rank.end()
         failures = {number: outcome for number, outcome in outcomes.items() if isinstance(outcome, Failure)}
+        if running or failures:
+            # One that had returned may have ended while it served the others, who notice that before we do.
+            returned = [rank for rank in self._ranks if isinstance(outcomes.get(rank.number), bytes)]
+            if returned and any(failure.is_consequence for failure in failures.values()):
+                connection.wait([rank.process.sentinel for rank in returned], GRACE_SECONDS)
+            failures |= {rank.number: rank.end() for rank in returned if not rank.process.is_alive()}
         stacks = {number: rank.stack() for number, rank in running.items()}
         if failures:
             raise failed(failures, stacks, self.world_size)
