@@ -16,6 +16,7 @@ from zero_ref import __version__
 from zero_ref.cli._common import CommandError, Subparsers
 from zero_ref.cli.calibrate import register_calibrate
 from zero_ref.cli.check import register_check
+from zero_ref.cli.notebooks import register_notebooks
 from zero_ref.cli.plan import register_plan
 from zero_ref.cli.simulate import register_simulate
 from zero_ref.cli.train import register_demo, register_train
@@ -27,6 +28,7 @@ COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
     register_demo,
     register_calibrate,
     register_check,
+    register_notebooks,
 )
 
 
