@@ -552,6 +552,9 @@ def wrongly_sharded() -> dict[str, str]:
         job.train(range(warmup))  # here all have the same
         said[f"gradients, {warmup}"] = caught(lambda job=job: job.step(0))
     said["gradients, again"] = caught(lambda: job.step(1))
+    job = Job(Case(3, 0), sharded)
+    job.optimizer.step(lambda: None)  # computes its gradients later, so it tells nothing of them
+    said["gradients, after a closure"] = caught(lambda: job.step(0))
     job = Job(Case(3, 2, gradient_group=2), sharded)
     said["join"] = caught(lambda: Join([job.ddp, job.optimizer]))
     # An averager that is told nothing of the groups: here only the hook knows.
@@ -581,7 +584,7 @@ def test_sharding_that_could_not_train_is_refused_on_all_ranks() -> None:
         for name in ("all", "all, torch"):
             assert said[name].startswith("ValueError: this ZeroRedundancyOptimizer sends the parameters of ")
             assert "Shard over a group of fewer ranks" in said[name]
-        for name in ("gradients, 0", "gradients, 2", "gradients, again"):
+        for name in ("gradients, 0", "gradients, 2", "gradients, again", "gradients, after a closure"):
             assert said[name].startswith(f"ValueError: rank {rank % 2}: after the warm-up the 2 ranks of ")
             assert "with a schedule of gradient_group=2" in said[name]
         assert said["join"].startswith("ValueError: PostLocalSGDOptimizer cannot join around a Zero")
@@ -996,16 +999,19 @@ def test_an_averager_of_some_ranks_needs_no_call_of_the_others() -> None:
         assert made[rank] == [means[rank], [position % 2, 2, position]]
 
 
-def gradients_of_all() -> tuple[Trace, int]:
+def gradients_of_all() -> tuple[Trace, int, str]:
     """Gradients are averaged over all ranks for ever: plain DDP, whose averages change nothing."""
     job = Job(Case(3, 1, gradient_group=dist.get_world_size()))
-    return job.train(STEPS), PostLocalSGDState.following(job.averager).iter
+    trace, state = job.train(STEPS), PostLocalSGDState.following(job.averager)
+    return trace, state.iter, caught(lambda: setattr(state, "iter", 0))
 
 
 def test_a_gradient_group_of_all_ranks_keeps_them_equal() -> None:
     of_rank = run(gradients_of_all, 2, timeout=20)
-    assert blocks([trace for trace, _ in of_rank]) == [2] * len(STEPS)
-    assert [count for _, count in of_rank] == [len(STEPS)] * 2
+    assert blocks([trace for trace, _, _ in of_rank]) == [2] * len(STEPS)
+    for _, count, said in of_rank:
+        assert count == len(STEPS)
+        assert said == "AttributeError: this state follows an averager's count: set averager.step."
 
 
 def test_a_level_of_single_ranks_averages_nothing() -> None:

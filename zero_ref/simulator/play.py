@@ -5,7 +5,8 @@ rank has a lane for computing, the network is one lane that all share, since a c
 a late rank makes all others wait, and whoever waits shows it. No random event unless asked for, with a seed.
 
 Calls in groups of ranks are played as one call too: all groups begin when the last of them can. Beside a slow
-rank a group without one would run ahead, and wait at the average instead. When that is over is the same.
+rank a group without one would run ahead, and wait at the average instead. When that is over is the same, if
+the calls of all groups take equally long.
 """
 
 from __future__ import annotations
