@@ -11,7 +11,7 @@ JUPYTERLAB := 4.6.6
 SHELL       := bash
 MAKEFLAGS   += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test lint types imports unit ranks notebooks book clean
+.PHONY: help install demo notebook test lint types imports unit ranks notebooks book links address clean
 # Notebooks and tests may start the environment's own programs, such as torchrun.
 export PATH := $(abspath $(BIN)):$(PATH)
 
@@ -55,7 +55,8 @@ lint: $(STAMP)  ## format, style, spelling, notebooks without outputs
 	    $(BIN)/ruff format --check --quiet . || { echo 'To format: $(BIN)/ruff format .'; exit 1; }; \
 	    $(BIN)/ruff check --quiet .; \
 	    $(BIN)/codespell; \
-	    $(BIN)/nbstripout --keep-id --verify notebooks/*.ipynb)
+	    $(BIN)/nbstripout --keep-id --verify notebooks/*.ipynb; \
+	    $(BIN)/python book/address.py --check)
 
 types: $(STAMP)  ## mypy, strict
 	$(call step,types,$(BIN)/mypy)
@@ -66,7 +67,7 @@ imports: $(STAMP)  ## who may import whom; the plan and the simulator without an
 	    $(BIN)/python -S -c "$$STANDARD_LIBRARY_ONLY")
 
 unit: $(STAMP)  ## tests that start no processes, and the examples in docstrings
-	$(call step,unit tests and doctests,$(BIN)/python -m pytest -q -m 'not ranks' -n 2)
+	$(call step,unit tests and doctests,$(BIN)/python -m pytest -q -m 'not ranks and not browser' -n 2)
 
 # Two files at a time: much of the time is waiting, for processes to start and for time-outs to pass.
 ranks: $(STAMP)  ## tests on real ranks
@@ -84,6 +85,16 @@ book: $(STAMP)  ## write the book to _build/html; a warning is an error
 	    $(BIN)/jupyter-book build . -W -n --keep-going --all --quiet; \
 	    $(BIN)/python book/check_pages.py _build/html)
 
+# The links are in the text, so no notebook is run. Other sites come and go, so this is no part of `make test`.
+links: $(STAMP)  ## look up every link of the book to another site
+	$(call step,links,\
+	    mkdir -p _build/links; \
+	    sed 's/execute_notebooks: .*/execute_notebooks: "off"/' _config.yml > _build/links/config.yml; \
+	    PYTHONPATH=book:book/_ext $(BIN)/jupyter-book build . --config _build/links/config.yml --path-output _build/links --builder linkcheck --all --quiet)
+
+address: $(STAMP)  ## write the repository's address, as pyproject.toml has it, to the files that name it
+	@$(BIN)/python book/address.py
+
 clean:  ## remove what was built; .venv stays
 	rm -rf _build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
@@ -91,7 +102,7 @@ clean:  ## remove what was built; .venv stays
 # -S leaves site-packages out, so an import of anything but the standard library fails.
 define STANDARD_LIBRARY_ONLY
 import importlib, pkgutil, sys
-names = ["zero_ref.partition", "zero_ref.layout", "zero_ref.moves", "zero_ref.calls", "zero_ref.averaging", "zero_ref.simulator"]
+names = ["zero_ref.partition", "zero_ref.layout", "zero_ref.moves", "zero_ref.calls", "zero_ref.averaging", "zero_ref.simulator", "zero_ref.live"]
 for name in names:
     module = importlib.import_module(name)
     names += [m.name for m in pkgutil.iter_modules(getattr(module, "__path__", []), name + ".")]

@@ -22,9 +22,10 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from zero_ref.lab import plots
-from zero_ref.lab.plots._numbers import short_bytes
 from zero_ref.lab.plots._step import TITLE
-from zero_ref.lab.plots._style import PART_COLOURS, RANK_COLOURS, FittingText
+from zero_ref.lab.plots._style import FittingText
+from zero_ref.live.numbers import short_bytes
+from zero_ref.live.palette import PART_COLOURS, RANK_COLOURS
 from zero_ref.partition import STRATEGIES, Partition, even, from_lists, sorted_greedy
 from zero_ref.simulator.ledger import MIXED_16, ledger
 

@@ -13,7 +13,7 @@ from pictures import Plot, assert_readable, assert_repeatable, drawn, written
 
 from zero_ref.lab import plots
 from zero_ref.lab.plots._groups import COLUMN, OLD
-from zero_ref.lab.plots._style import tint
+from zero_ref.live.palette import tint
 from zero_ref.partition import Partition, even, sorted_greedy
 
 
@@ -64,7 +64,7 @@ def test_old_is_pale_and_new_has_the_ranks_colour():
             if patch.get_label() == f"new, rank {rank}":
                 assert to_hex(patch.get_facecolor()).upper() == colour
             if patch.get_label() == f"old, rank {rank}":
-                assert to_hex(patch.get_facecolor()) == tint(colour, OLD)
+                assert to_hex(patch.get_facecolor()).upper() == tint(colour, OLD)
 
 
 def test_elements_are_written_and_a_rank_without_any_says_so():

@@ -14,8 +14,10 @@ from matplotlib.patches import Rectangle
 from pictures import Plot, assert_readable, assert_repeatable, drawn, written
 
 from zero_ref.lab import plots
-from zero_ref.lab.plots._style import PART_COLOURS, FittingText
-from zero_ref.lab.plots._timeline import COLOURS, LANE, ROOM, TITLE, alone
+from zero_ref.lab.plots._style import FittingText
+from zero_ref.lab.plots._timeline import LANE, ROOM, TITLE
+from zero_ref.live.lanes import COLOURS, alone
+from zero_ref.live.palette import PART_COLOURS
 from zero_ref.simulator.timeline import WAYS, BucketTimes, Event, Timeline, simulate
 
 FOUR = [BucketTimes(4, 3, 1, 1.5)] * 4

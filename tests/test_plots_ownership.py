@@ -11,7 +11,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from pictures import assert_readable, assert_repeatable, drawn, written
 
 from zero_ref.lab.plots import Crossing, ownership, rank_colour
-from zero_ref.lab.plots._style import PART_COLOURS
+from zero_ref.live.palette import PART_COLOURS
 
 HELD = [["layer 0", "layer 3"], ["layer 1"], []]
 CROSSINGS = [

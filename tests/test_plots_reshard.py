@@ -13,7 +13,7 @@ from pictures import Plot, assert_readable, assert_repeatable, drawn, written
 
 from zero_ref.lab import plots
 from zero_ref.lab.plots._reshard import BAR, FLOW, MOVING
-from zero_ref.lab.plots._style import PAPER, tint
+from zero_ref.live.palette import PAPER, tint
 from zero_ref.moves import moves, numels_between
 from zero_ref.partition import Partition, even, from_lists, sorted_greedy
 
@@ -62,11 +62,11 @@ def test_a_band_is_as_wide_as_what_goes_from_one_rank_to_another():
 
 def test_what_moves_has_its_new_owners_colour_and_what_stays_has_none():
     ax = drawn(four_to_three)
-    faces = {str(box.get_label()): to_hex(box.get_facecolor()) for box in ax.patches}
+    faces = {str(box.get_label()): to_hex(box.get_facecolor()).upper() for box in ax.patches}
     for src, dst in numels_between(moves(AT_4, AT_3, staying=True)):
-        expected = PAPER.lower() if src == dst else tint(plots.rank_colour(dst, 3), MOVING)
+        expected = PAPER if src == dst else tint(plots.rank_colour(dst, 3), MOVING)
         assert faces[f"{src} to {dst}"] == expected
-    assert {faces[f"rank {rank}"].upper() for rank in range(4)} == {
+    assert {faces[f"rank {rank}"] for rank in range(4)} == {
         plots.rank_colour(rank, 4) for rank in range(4)
     }
 

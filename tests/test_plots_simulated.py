@@ -17,9 +17,8 @@ from pictures import Plot, assert_readable, assert_repeatable, drawn, written
 from zero_ref.lab import plots
 from zero_ref.lab.plots._judged import _RoomyLabels
 from zero_ref.lab.plots._simulated import STEP_COLOURS
-from zero_ref.lab.plots._style import ALARM, PAPER, PART_COLOURS
-from zero_ref.lab.plots._timeline import COLOURS, COLOURS_OF_MORE, flowed_together
-from zero_ref.lab.plots._volume import ITEM_COLOURS
+from zero_ref.live.lanes import COLOURS, COLOURS_OF_MORE, flowed_together
+from zero_ref.live.palette import ALARM, ITEM_COLOURS, PAPER, PART_COLOURS
 from zero_ref.partition import ParamSpec
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.play import Played, Work, play

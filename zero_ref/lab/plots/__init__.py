@@ -36,10 +36,11 @@ from zero_ref.lab.plots._reshard import reshard
 from zero_ref.lab.plots._runs import loss_curves, predicted_against_measured
 from zero_ref.lab.plots._simulated import StepParts, memory_curve, step_parts, step_time_against_ranks
 from zero_ref.lab.plots._step import step_diagram
-from zero_ref.lab.plots._style import Picture, figure, rank_colour, save, text_colour_on
+from zero_ref.lab.plots._style import Picture, figure, save
 from zero_ref.lab.plots._timeline import timeline
 from zero_ref.lab.plots._volume import memory_against_ranks, memory_items, panels, volume_against_ranks
 from zero_ref.lab.plots._wire import bytes_on_wire, ring_rounds, time_against_bytes
+from zero_ref.live.palette import rank_colour, text_colour_on
 
 __all__ = [
     "figure",

@@ -8,25 +8,20 @@ from itertools import pairwise
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from zero_ref.lab.plots._numbers import short, short_bytes
-from zero_ref.lab.plots._style import (
+from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, label_box, short_names
+from zero_ref.layout import Bucket, BucketLayout, Flat
+from zero_ref.live.numbers import short, short_bytes
+from zero_ref.live.palette import (
     FAINT,
     INK,
     MUTED,
     PAPER,
     RANK_COLOURS,
     SERIES_COLOURS,
-    SMALL_PT,
-    bare,
-    colour_key,
-    in_style,
-    label_box,
     rank_colour,
-    short_names,
     text_colour_on,
     tint,
 )
-from zero_ref.layout import Bucket, BucketLayout, Flat
 
 ROW = 2.1
 """From one flat tensor to the next, in heights of a window."""

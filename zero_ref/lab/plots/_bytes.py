@@ -10,16 +10,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from zero_ref.lab.plots._numbers import short, short_bytes
-from zero_ref.lab.plots._style import (
-    FAINT,
-    INK,
-    PART_COLOURS,
-    SMALL_PT,
-    bare,
-    colour_key,
-    in_style,
-)
+from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style
+from zero_ref.live.numbers import short, short_bytes
+from zero_ref.live.palette import FAINT, INK, PART_COLOURS
 from zero_ref.simulator.ledger import MIXED_16, Convention, ledger
 
 MOST_NAMED_BARS = 24

@@ -10,20 +10,9 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from zero_ref.averaging import AveragingSchedule
-from zero_ref.lab.plots._numbers import short
-from zero_ref.lab.plots._style import (
-    FAINT,
-    INK,
-    MARKERS,
-    MUTED,
-    PAPER,
-    RANK_COLOURS,
-    SMALL_PT,
-    bare,
-    in_style,
-    rank_colour,
-    tint,
-)
+from zero_ref.lab.plots._style import MARKERS, SMALL_PT, bare, in_style
+from zero_ref.live.numbers import short
+from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, RANK_COLOURS, rank_colour, tint
 
 
 @in_style

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 from matplotlib.axes import Axes
 
-from zero_ref.lab.plots._style import ALARM, INK, SMALL_PT
+from zero_ref.lab.plots._style import SMALL_PT
+from zero_ref.live.palette import ALARM, INK
 
 LINE_PT = 1.35 * SMALL_PT
 

@@ -8,18 +8,9 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from zero_ref.lab.plots._numbers import short_count
-from zero_ref.lab.plots._style import (
-    INK,
-    MUTED,
-    PAPER,
-    RANK_COLOURS,
-    SMALL_PT,
-    bare,
-    in_style,
-    rank_colour,
-    tint,
-)
+from zero_ref.lab.plots._style import SMALL_PT, bare, in_style
+from zero_ref.live.numbers import short_count
+from zero_ref.live.palette import INK, MUTED, PAPER, RANK_COLOURS, rank_colour, tint
 from zero_ref.partition import Partition, Slice
 
 COLUMN, ROW, TITLE, GAP = 1.12, 1.0, 0.8, 0.45

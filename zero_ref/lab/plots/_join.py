@@ -7,18 +7,8 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from zero_ref.lab.plots._style import (
-    INK,
-    MUTED,
-    PAPER,
-    RANK_COLOURS,
-    SMALL_PT,
-    bare,
-    in_style,
-    label_box,
-    rank_colour,
-    text_colour_on,
-)
+from zero_ref.lab.plots._style import SMALL_PT, bare, in_style, label_box
+from zero_ref.live.palette import INK, MUTED, PAPER, RANK_COLOURS, rank_colour, text_colour_on
 
 
 @in_style

@@ -14,19 +14,9 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from zero_ref.lab.plots._numbers import short
-from zero_ref.lab.plots._style import (
-    ALARM,
-    FAINT,
-    INK,
-    MUTED,
-    PAPER,
-    SERIES_COLOURS,
-    SMALL_PT,
-    bare,
-    colour_key,
-    in_style,
-)
+from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style
+from zero_ref.live.numbers import short
+from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER, SERIES_COLOURS
 from zero_ref.simulator.sensitivity import Variation
 
 

@@ -7,21 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from zero_ref.lab.plots._numbers import short, short_bytes, short_count
-from zero_ref.lab.plots._style import (
-    FAINT,
-    INK,
-    PAPER,
-    SERIES_COLOURS,
-    SMALL_PT,
-    bare,
-    colour_key,
-    in_style,
-    label_box,
-    rank_colour,
-    rank_ticks,
-    text_colour_on,
-)
+from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, label_box, rank_ticks
+from zero_ref.live.numbers import short, short_bytes, short_count
+from zero_ref.live.palette import FAINT, INK, PAPER, SERIES_COLOURS, rank_colour, text_colour_on
 from zero_ref.partition import STRATEGIES, Partition
 
 MOST_BARS = 64

@@ -9,22 +9,18 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
 
-from zero_ref.lab.plots._numbers import short_count
 from zero_ref.lab.plots._style import (
-    INK,
-    PAPER,
-    RANK_COLOURS,
     SMALL_PT,
     bare,
     colour_key,
     in_style,
     label_box,
     names_of,
-    rank_colour,
     rank_ticks,
     short_names,
-    text_colour_on,
 )
+from zero_ref.live.numbers import short_count
+from zero_ref.live.palette import INK, PAPER, RANK_COLOURS, rank_colour, text_colour_on
 from zero_ref.partition import Partition
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from zero_ref.lab.plots._numbers import short
-from zero_ref.lab.plots._style import ALARM, INK, MUTED, PAPER, bare, in_style, rank_colour
+from zero_ref.lab.plots._style import bare, in_style
+from zero_ref.live.numbers import short
+from zero_ref.live.palette import ALARM, INK, MUTED, PAPER, rank_colour
 
 FLATTEST = 0.4
 """The shorter axis is at least this part of the longer one, or its side would be a line's width."""

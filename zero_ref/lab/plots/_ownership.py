@@ -8,18 +8,14 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from zero_ref.lab.plots._style import (
+from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, label_box
+from zero_ref.live.palette import (
     FAINT,
     INK,
     MUTED,
     PAPER,
     PART_COLOURS,
     RANK_COLOURS,
-    SMALL_PT,
-    bare,
-    colour_key,
-    in_style,
-    label_box,
     rank_colour,
     text_colour_on,
 )

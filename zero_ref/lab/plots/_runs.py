@@ -10,18 +10,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from zero_ref.lab.plots._numbers import short
-from zero_ref.lab.plots._style import (
-    ALARM,
-    FAINT,
-    INK,
-    MARKERS,
-    MUTED,
-    SERIES_COLOURS,
-    SMALL_PT,
-    bare,
-    in_style,
-)
+from zero_ref.lab.plots._style import MARKERS, SMALL_PT, bare, in_style
+from zero_ref.live.numbers import short
+from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, SERIES_COLOURS
 
 
 @in_style

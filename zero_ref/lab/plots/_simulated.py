@@ -9,18 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from zero_ref.lab.plots._ends import end_labels, level
-from zero_ref.lab.plots._numbers import short, short_bytes
-from zero_ref.lab.plots._style import (
-    ALARM,
-    FAINT,
-    INK,
-    MUTED,
-    SERIES_COLOURS,
-    SMALL_PT,
-    bare,
-    colour_key,
-    in_style,
-)
+from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style
+from zero_ref.live.numbers import short, short_bytes
+from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, SERIES_COLOURS
 from zero_ref.simulator.play import Played
 
 FAR = 3.0

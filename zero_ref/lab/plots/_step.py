@@ -8,22 +8,8 @@ from itertools import accumulate
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from zero_ref.lab.plots._style import (
-    ALARM,
-    INK,
-    MUTED,
-    PAPER,
-    RANK_COLOURS,
-    SMALL_PT,
-    bare,
-    in_style,
-    label_box,
-    names_of,
-    rank_colour,
-    short_names,
-    text_colour_on,
-    tint,
-)
+from zero_ref.lab.plots._style import SMALL_PT, bare, in_style, label_box, names_of, short_names
+from zero_ref.live.palette import ALARM, INK, MUTED, PAPER, RANK_COLOURS, rank_colour, text_colour_on, tint
 from zero_ref.partition import Partition, Slice
 
 STAGES = {

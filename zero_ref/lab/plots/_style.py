@@ -12,27 +12,13 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.transforms import ScaledTranslation
 
+from zero_ref.live.palette import FAINT, INK, MUTED, PAPER
 from zero_ref.partition import Partition
-
-# Pictures bring their own light ground: they read the same on a light page and on a dark one.
-PAPER = "#FCFBF9"
-INK = "#20242A"
-MUTED = "#5C6470"
-FAINT = "#DEDCD6"
-ALARM = "#B3001B"
-
-RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
-
-PART_COLOURS = {"parameters": "#332288", "gradients": "#44AA99", "optimizer state": "#DDCC77"}
-SERIES_COLOURS = ("#332288", "#CC6677", "#117733", "#882255", "#77722A", "#2B7A9B")
-"""From Paul Tol's muted scheme: not the ranks' colours, so that no line is taken for a rank."""
 
 MARKERS = "osD^vP*X"
 """One for each rank or series, so that lines which lie on each other are still told apart."""
@@ -135,44 +121,6 @@ def _render(fig: Figure, to: Path | io.StringIO, **how: Any) -> None:
             ax.set_subplotspec(cell)
     with matplotlib.rc_context(_STYLE):
         fig.savefig(to, **how)
-
-
-# ------------------------------------------------------------------------------------------------ colours
-
-
-def rank_colour(rank: int, world_size: int) -> str:
-    """The colour of a rank, the same in every picture with as many ranks.
-
-    Up to 8 ranks: colours with names, the same for rank 0 whether there are 2 ranks or 8. Above: a scale
-    from dark to light, whose order shows.
-
-    >>> rank_colour(0, 2), rank_colour(0, 8), rank_colour(7, 8)
-    ('#0072B2', '#0072B2', '#999999')
-    """
-    if world_size <= len(RANK_COLOURS):
-        return RANK_COLOURS[rank]
-    return to_hex(matplotlib.colormaps["viridis"](0.04 + 0.92 * rank / (world_size - 1))).upper()
-
-
-def text_colour_on(colour: str) -> str:
-    """Black or white: the one that stands out more against `colour` (WCAG's contrast ratio).
-
-    >>> text_colour_on("#F0E442"), text_colour_on("#0072B2")
-    ('#000000', '#FFFFFF')
-    """
-    luminance = _luminance(colour)
-    return "#FFFFFF" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "#000000"
-
-
-def _luminance(colour: str) -> float:
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour))
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def tint(colour: str, strength: float) -> str:
-    """`colour` thinned with paper: 1 is the colour itself, 0 bare paper."""
-    red, green, blue = (strength * c + (1 - strength) * p for c, p in zip(to_rgb(colour), to_rgb(PAPER)))
-    return to_hex((red, green, blue))
 
 
 # --------------------------------------------------------------------------------------------- small parts

@@ -11,35 +11,17 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from zero_ref.lab.plots._ends import end_labels, level
-from zero_ref.lab.plots._numbers import short, short_bytes
-from zero_ref.lab.plots._style import (
-    _STYLE,
+from zero_ref.lab.plots._style import _STYLE, SMALL_PT, Picture, bare, colour_key, in_style
+from zero_ref.live.numbers import short, short_bytes
+from zero_ref.live.palette import (
     ALARM,
     FAINT,
     INK,
+    ITEM_COLOURS,
     MUTED,
     PAPER,
-    PART_COLOURS,
     SERIES_COLOURS,
-    SMALL_PT,
-    Picture,
-    bare,
-    colour_key,
-    in_style,
-    tint,
 )
-
-ITEM_COLOURS = {
-    "parameters": PART_COLOURS["parameters"],
-    "gradients": PART_COLOURS["gradients"],
-    "master copies": tint(PART_COLOURS["optimizer state"], 0.6),
-    "moments": PART_COLOURS["optimizer state"],
-    "gradient buckets": tint(PART_COLOURS["gradients"], 0.5),
-    "communication": tint(PART_COLOURS["parameters"], 0.45),
-    "activations": "#8A94A6",
-    "other": "#5C6470",
-}
-"""By what they hold, as `simulator.memory.Memory.items` names it; all else is "other"."""
 
 
 def panels(heights: Sequence[float], width: float = 6.0) -> tuple[Picture, tuple[Axes, ...]]:

@@ -13,21 +13,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from zero_ref.lab.plots._numbers import short, short_bytes
-from zero_ref.lab.plots._style import (
-    ALARM,
-    FAINT,
-    INK,
-    MUTED,
-    PAPER,
-    SERIES_COLOURS,
-    SMALL_PT,
-    bare,
-    colour_key,
-    in_style,
-    text_colour_on,
-    tint,
-)
+from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style
+from zero_ref.live.numbers import short, short_bytes
+from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER, SERIES_COLOURS, text_colour_on, tint
 
 SHAPES = ("o", "s", "D", "^", "v", "p", "h", "*")
 SIZES_PT = (17.0, 12.0, 7.5, 4.0)

@@ -1,0 +1,43 @@
+"""Explorers: pictures that move, with the standard library only, so that they run in a page as in a notebook.
+
+>>> answer = EXPLORERS["memory"].answer(model="gpt2", ranks=4)
+>>> answer.words.split(": ")[1]
+'each rank holds 2.33 GB of the 80 GB of an H100 80 GB. Plain data parallelism would hold 3.42 GB.'
+
+Each is a list of controls and a function from their values to an answer: an SVG, the same in words, the
+numbers behind it. In a page of the book Python runs in the browser and calls `controls` and `answer`; in a
+notebook `zero_ref.lab.widgets` shows the same. What is computed is the package's own plan and simulator.
+"""
+
+from __future__ import annotations
+
+import json
+
+from zero_ref.live.design import DESIGN
+from zero_ref.live.explorer import Explorer
+from zero_ref.live.memory import MEMORY
+from zero_ref.live.overlap import OVERLAP
+from zero_ref.live.partition import PARTITION
+
+EXPLORERS: dict[str, Explorer] = {one.name: one for one in (MEMORY, PARTITION, OVERLAP, DESIGN)}
+
+
+def explorer(name: str) -> Explorer:
+    """An explorer by its name.
+
+    Raises:
+        ValueError: the name is not in EXPLORERS.
+    """
+    if name not in EXPLORERS:
+        raise ValueError(f"unknown explorer {name!r}; choose one of {', '.join(EXPLORERS)}.")
+    return EXPLORERS[name]
+
+
+def controls(name: str) -> str:
+    """What a page needs to show an explorer's controls: JSON, a list of `Control.as_dict`."""
+    return json.dumps([control.as_dict() for control in explorer(name).controls])
+
+
+def answer(name: str, values: str, width: float) -> str:
+    """An explorer's answer to values given as a JSON object: JSON, `Answer.as_dict`."""
+    return json.dumps(explorer(name).answer(width, **json.loads(values)).as_dict())

@@ -1,0 +1,165 @@
+"""The cluster designer: nodes, devices and links chosen freely; does a model fit, how long does it train?"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from zero_ref.live.explorer import Answer, Control, Explorer
+from zero_ref.live.memory import DEVICES, FAR
+from zero_ref.live.numbers import short, short_bytes, short_count
+from zero_ref.live.palette import ALARM, ITEM_COLOURS
+from zero_ref.live.svg import LINE, axis, bar, key, level, picture, text, ticks
+from zero_ref.live.timelines import lanes
+from zero_ref.simulator.activations import CHECKPOINTING
+from zero_ref.simulator.cluster import Cluster, Link
+from zero_ref.simulator.models import TRANSFORMERS
+from zero_ref.simulator.scenario import Run, Scenario
+from zero_ref.simulator.schedule import STRATEGIES
+
+MS_PER_DAY = 86_400_000.0
+NVLINK_US = 3.0
+"""Latency inside a node, as in the presets of `simulator.cluster`."""
+
+
+def _draw(
+    width: float,
+    model: str,
+    strategy: str,
+    device: str,
+    per_node: int,
+    nodes: int,
+    within: float,
+    between: float,
+    latency: float,
+    batch: int,
+    checkpointing: str,
+    tokens: int,
+) -> Answer:
+    run = _run(model, strategy, device, per_node, nodes, within, between, latency, batch, checkpointing)
+    ranks = per_node * nodes
+    days = tokens / run.tokens_per_second * 1e3 / MS_PER_DAY
+    gpu_hours = 24 * days * ranks
+    device_bytes = 1e9 * (DEVICES[device].memory_gb or 0)
+    held = f"{short_bytes(run.memory.total_bytes)} of {short_bytes(device_bytes)}"
+    cost = f"{short(days)} days, {short_count(gpu_hours)} GPU-hours"
+    numbers = {
+        "ranks": ranks,
+        "memory of the fullest rank, bytes": run.memory.total_bytes,
+        "device, bytes": device_bytes,
+        "iteration, ms": run.iteration_ms,
+        "exposed, ms": run.exposed_ms,
+        "tokens a second": run.tokens_per_second,
+        "share of the peak": run.utilisation,
+        "sent by a rank, bytes": run.sent_bytes,
+        "days": days,
+        "GPU-hours": gpu_hours,
+    }
+    fits = "It fits" if run.fits else "It does not fit"
+    words = (
+        f"{model} under {strategy} on {ranks:,} × {device}. {fits}: the fullest rank holds {held}. "
+        f"An iteration takes {short(run.iteration_ms)} ms, of which {short(run.exposed_ms)} ms are exposed "
+        f"communication. {TOKENS[tokens].capitalize()} tokens take {cost}."
+    )
+    rows = [
+        ["", "of this cluster"],
+        ["ranks", f"{ranks:,}"],
+        ["memory, fullest rank", held],
+        ["an iteration", f"{short(run.iteration_ms)} ms"],
+        ["exposed communication", f"{short(run.exposed_ms)} ms"],
+        ["sent by a rank in an iteration", short_bytes(run.sent_bytes)],
+        ["tokens a second", short_count(run.tokens_per_second)],
+        ["share of the device's peak", f"{100 * run.utilisation:.1f}%"],
+        [f"{short_count(tokens)} tokens", cost],
+    ]
+    return Answer(_picture(width, run, rows, device_bytes, words), words, rows, numbers)
+
+
+@lru_cache(maxsize=8)
+def _run(
+    model: str,
+    strategy: str,
+    device: str,
+    per_node: int,
+    nodes: int,
+    within: float,
+    between: float,
+    latency: float,
+    batch: int,
+    checkpointing: str,
+) -> Run:
+    cluster = Cluster("designed", DEVICES[device], per_node, Link(NVLINK_US, within), Link(latency, between))
+    scenario = Scenario(
+        TRANSFORMERS[model], cluster, per_node * nodes, batch=batch, checkpointing=checkpointing
+    )
+    return scenario.run(strategy)
+
+
+def _picture(width: float, run: Run, rows: list[list[str]], device_bytes: float, words: str) -> str:
+    left, wide = 26.0, width - 52.0
+    parts: list[str] = []
+    y = 12.0
+    for name, value in rows[1:]:
+        alarm = name.startswith("memory") and not run.fits
+        parts += [
+            text(left, y + 12, name),
+            text(left + wide, y + 12, value, anchor="end", bold=True, **({"fill": ALARM} if alarm else {})),
+        ]
+        y += LINE + 2
+    items = {item: run.memory.items.get(item, 0.0) for item in ITEM_COLOURS}
+    items["other"] = run.memory.total_bytes - sum(items.values())
+    names, y = key(
+        {item: ITEM_COLOURS[item] for item, nbytes in items.items() if nbytes > 0}, left, y + 12, wide
+    )
+    far = device_bytes > FAR * run.memory.total_bytes
+    most = 1.02 * (run.memory.total_bytes if far else max(run.memory.total_bytes, device_bytes))
+    top = y + LINE
+    x = left
+    bars = []
+    for item, nbytes in items.items():
+        bars.append(
+            bar(x, top + 4, wide * nbytes / most, 26, ITEM_COLOURS[item], f"{item}: {short_bytes(nbytes)}")
+        )
+        x += wide * nbytes / most
+    mark = f"the device's {short_bytes(device_bytes)}"
+    if far:
+        bars.append(text(left + wide, top - 5, f"{mark}: far to the right", fill=ALARM, anchor="end"))
+    else:
+        bars += level(left + wide * device_bytes / most, top, top + 36, mark, left + wide)
+    named = {value: short_bytes(value) for value in ticks(most, max(2, int(width / 130)))}
+    grid = axis(left, wide, top, top + 36, most, named)
+    time, bottom = lanes({"iteration": run.timeline}, left, top + 66, wide)
+    return picture(width, bottom, words, [*parts, *names, *grid, *bars, *time])
+
+
+TOKENS = {
+    10**9: "1 billion", 10**11: "100 billion", 3 * 10**11: "300 billion", 10**12: "1 trillion",
+    2 * 10**12: "2 trillion", 15 * 10**12: "15 trillion",
+}  # fmt: skip
+
+WITHIN = (16.0, 32.0, 64.0, 150.0, 300.0, 450.0, 900.0)
+BETWEEN = (0.3125, 1.25, 3.125, 6.25, 12.5, 25.0, 50.0, 100.0)
+"""From PCIe to NVLink; from a quarter of 10 Gb/s Ethernet to 800 Gb/s."""
+
+DESIGN = Explorer(
+    "design",
+    "Cluster designer",
+    (
+        Control("model", "model", "llama3-70b", tuple(TRANSFORMERS)),
+        Control("strategy", "strategy", "zero-3", tuple(STRATEGIES)),
+        Control("device", "device", "H100 80 GB", tuple(DEVICES)),
+        Control("per_node", "devices in a node", 8, (1, 2, 4, 8, 16)),
+        Control("nodes", "nodes", 16, (1, 2, 4, 8, 16, 32, 64, 128)),
+        Control("within", "GB/s inside a node", 450.0, WITHIN),
+        Control(
+            "between",
+            "GB/s of a rank between nodes",
+            50.0,
+            (0.3125, 1.25, 3.125, 6.25, 12.5, 25.0, 50.0, 100.0),
+        ),
+        Control("latency", "µs of a message between nodes", 10.0, (2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 500.0)),
+        Control("batch", "sequences of a rank", 1, (1, 2, 4, 8, 16)),
+        Control("checkpointing", "activations kept", "full", tuple(CHECKPOINTING)),
+        Control("tokens", "tokens to train on", 10**12, tuple(TOKENS), dict(TOKENS)),
+    ),
+    _draw,
+)

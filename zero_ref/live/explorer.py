@@ -1,0 +1,140 @@
+"""What an explorer is: controls, and an answer to each of their settings.
+
+An explorer knows neither who shows its controls nor where: a page of the book does, with Python running in
+the browser, and so does a notebook (`zero_ref.lab.widgets`). Both get the same picture and the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class Control:
+    """Something that a reader can set.
+
+    >>> Control("stage", "ZeRO stage", 1, range(4)).kind
+    'slider'
+    >>> Control("native", "native collectives", True).kind
+    'tick'
+
+    Args:
+        name: of the keyword that the explorer's function takes.
+        label: what a reader sees beside it.
+        value: at the start.
+        options: all that it can be set to, in order: names for a list to choose from, numbers for a slider.
+            None for yes or no.
+        words: how an option is written, where it is not written as it is.
+    Raises:
+        ValueError: the value is not one of the options.
+    """
+
+    name: str
+    label: str
+    value: Value
+    options: Sequence[Value] = (False, True)
+    words: Mapping[Any, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check(self.value)
+
+    @property
+    def kind(self) -> Literal["choice", "slider", "tick"]:
+        first = self.options[0]
+        return "tick" if isinstance(first, bool) else "choice" if isinstance(first, str) else "slider"
+
+    def written(self, value: Value) -> str:
+        """How an option is written."""
+        if value in self.words:
+            return self.words[value]
+        return value if isinstance(value, str) else f"{value:,}"
+
+    def check(self, value: Value) -> None:
+        """Refuse what is not an option."""
+        if value not in self.options:
+            known = [self.written(one) for one in self.options]
+            listed = ", ".join(known) if len(known) <= 24 else f"{', '.join(known[:8])}, ..., {known[-1]}"
+            raise ValueError(f"{self.name} must be one of {listed}; got {value!r}.")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a page: JSON."""
+        return {
+            "name": self.name,
+            "label": self.label,
+            "kind": self.kind,
+            "value": self.value,
+            "options": list(self.options),
+            "words": [self.written(one) for one in self.options],
+        }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one setting gives.
+
+    Args:
+        svg: the picture.
+        words: what it shows, in a sentence or two; they are read aloud to who cannot see it.
+        table: the numbers for reading, a heading first.
+        numbers: the same and more, as they come out of the package.
+        idle: controls that change nothing at this setting.
+    """
+
+    svg: str
+    words: str
+    table: Sequence[Sequence[str]]
+    numbers: Mapping[str, float]
+    idle: Sequence[str] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a page: JSON."""
+        return {
+            "svg": self.svg,
+            "words": self.words,
+            "table": [list(row) for row in self.table],
+            "numbers": dict(self.numbers),
+            "idle": list(self.idle),
+        }
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """Controls and the function that answers them.
+
+    Args:
+        name: what a page calls it.
+        title: its heading.
+        controls: in the order in which they are shown.
+        draw: given the width of the picture in pixels and each control's value by its name.
+    """
+
+    name: str
+    title: str
+    controls: tuple[Control, ...]
+    draw: Callable[..., Answer]
+
+    @property
+    def values(self) -> dict[str, Value]:
+        """What each control stands at when it starts."""
+        return {control.name: control.value for control in self.controls}
+
+    def answer(self, width: float = 640.0, **values: Value) -> Answer:
+        """The answer to a setting; controls that are not named stand where they start.
+
+        Args:
+            width: of the picture, in CSS pixels.
+        Raises:
+            ValueError: there is no such control, it has no such option, or the picture would be too narrow.
+        """
+        known = {control.name: control for control in self.controls}
+        for name, value in values.items():
+            if name not in known:
+                raise ValueError(f"{self.name} has no control {name!r}; it has {', '.join(known)}.")
+            known[name].check(value)
+        if not 240 <= width <= 4000:
+            raise ValueError(f"a picture is 240 to 4,000 pixels wide, got {width:g}.")
+        return self.draw(width, **{**self.values, **values})

@@ -1,0 +1,136 @@
+"""The memory explorer: what a rank holds under each stage, beside the device's memory."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from zero_ref.live.explorer import Answer, Control, Explorer
+from zero_ref.live.numbers import short_bytes
+from zero_ref.live.options import RANKS, params_of
+from zero_ref.live.palette import ALARM, INK, ITEM_COLOURS
+from zero_ref.live.svg import LINE, axis, bar, key, level, picture, text, ticks
+from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes
+from zero_ref.simulator.cluster import CLUSTERS, Device
+from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES
+from zero_ref.simulator.memory import Recipe, average_memory
+from zero_ref.simulator.models import TRANSFORMERS
+
+DEVICES: dict[str, Device] = {
+    one.device.name: one.device for one in CLUSTERS.values() if one.device.memory_gb is not None
+}
+
+FAR = 3.0
+"""A device's memory this many times above all bars would press them flat: it is named, not drawn."""
+
+
+def _draw(
+    width: float,
+    model: str,
+    ranks: int,
+    stage: int,
+    convention: str,
+    optimizer: str,
+    device: str,
+    batch: int,
+    sequence: int,
+    checkpointing: str,
+) -> Answer:
+    held = [
+        _items(model, ranks, one, convention, optimizer, batch, sequence, checkpointing) for one in range(4)
+    ]
+    totals = [sum(items.values()) for items in held]
+    device_bytes = 1e9 * (DEVICES[device].memory_gb or 0)
+    numbers = {
+        f"stage {one}, {item}, bytes": nbytes
+        for one, items in enumerate(held)
+        for item, nbytes in items.items()
+    }
+    fits = totals[stage] <= device_bytes
+    words = (
+        f"{model} on {ranks:,} rank{'s' if ranks > 1 else ''} under stage {stage}: each rank holds "
+        f"{short_bytes(totals[stage])} of the {short_bytes(device_bytes)} of an {device}"
+        f"{'.' if fits else ', which is too much.'} "
+        f"Plain data parallelism would hold {short_bytes(totals[0])}."
+    )
+    return Answer(
+        _picture(width, held, device_bytes, stage, words),
+        words,
+        _table(held),
+        {**numbers, "device, bytes": device_bytes},
+    )
+
+
+@lru_cache(maxsize=64)
+def _items(
+    model: str,
+    ranks: int,
+    stage: int,
+    convention: str,
+    optimizer: str,
+    batch: int,
+    sequence: int,
+    checkpointing: str,
+) -> dict[str, float]:
+    """What is drawn as "other" is in the package's own items too, one by one."""
+    activations = activation_bytes(TRANSFORMERS[model], batch, sequence, checkpointing)
+    recipe = Recipe(stage, convention, optimizer, activation_bytes=activations)
+    items = average_memory(params_of(model), ranks, recipe).items
+    named = {item: items.get(item, 0.0) for item in ITEM_COLOURS}
+    return {**named, "other": sum(items.values()) - sum(named.values())}
+
+
+def _picture(width: float, held: list[dict[str, float]], device_bytes: float, stage: int, words: str) -> str:
+    left, right, high = 26.0, width - 26.0, 26.0
+    shown = {item: colour for item, colour in ITEM_COLOURS.items() if any(items[item] > 0 for items in held)}
+    parts, top = key(shown, left, 14, right - left)
+    totals = [sum(items.values()) for items in held]
+    far = device_bytes > FAR * max(totals)
+    most = 1.02 * (max(totals) if far else max(*totals, device_bytes))
+    scale = (right - left) / most
+    begin, y = top + LINE, top + LINE + 4
+    for one, items in enumerate(held):
+        over = totals[one] > device_bytes
+        name = f"{'▸ ' if one == stage else ''}stage {one}: {short_bytes(totals[one])}"
+        parts.append(text(left, y + 13, name, fill=ALARM if over else INK, bold=one == stage))
+        x = left
+        for item, nbytes in items.items():
+            parts.append(
+                bar(x, y + LINE, scale * nbytes, high, ITEM_COLOURS[item], f"{item}: {short_bytes(nbytes)}")
+            )
+            x += scale * nbytes
+        y += LINE + high + 12
+    named = {value: short_bytes(value) for value in ticks(most, max(2, int(width / 130)))}
+    grid = axis(left, right - left, begin, y, most, named)
+    mark = f"the device's {short_bytes(device_bytes)}"
+    if far:
+        parts.append(text(right, begin - 5, f"{mark}: far to the right", fill=ALARM, anchor="end"))
+    else:
+        parts += level(left + scale * device_bytes, begin, y, mark, right)
+    return picture(width, y + 26, words, [*grid, *parts])
+
+
+def _table(held: list[dict[str, float]]) -> list[list[str]]:
+    rows = [["on each rank", *(f"stage {one}" for one in range(4))]]
+    for item in ITEM_COLOURS:
+        if any(items[item] for items in held):
+            rows.append([item, *(short_bytes(items[item]) for items in held)])
+    return [*rows, ["together", *(short_bytes(sum(items.values())) for items in held)]]
+
+
+MEMORY = Explorer(
+    "memory",
+    "Memory explorer",
+    (
+        Control("model", "model", "llama3-8b", tuple(TRANSFORMERS)),
+        Control("ranks", "ranks", 64, RANKS),
+        Control("stage", "ZeRO stage", 1, range(4)),
+        Control("convention", "bytes counted", "mixed-16", tuple(CONVENTIONS)),
+        Control("optimizer", "optimizer", "AdamW", tuple(STATE_RULES)),
+        Control("device", "device", "H100 80 GB", tuple(DEVICES)),
+        Control("batch", "sequences at a time", 1, (1, 2, 4, 8, 16, 32, 64)),
+        Control("sequence", "tokens in each", 4096, tuple(2**power for power in range(7, 16))),
+        Control("checkpointing", "activations kept", "full", tuple(CHECKPOINTING)),
+    ),
+    _draw,
+)
+"""Averages: what a stage divides is taken to divide evenly (`simulator.memory.average_memory`)."""

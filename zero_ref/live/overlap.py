@@ -1,0 +1,118 @@
+"""The overlap explorer: one iteration under a strategy and under plain DDP, on links that can be changed."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from zero_ref.live.explorer import Answer, Control, Explorer
+from zero_ref.live.numbers import short
+from zero_ref.live.options import RANKS, params_of
+from zero_ref.live.svg import picture
+from zero_ref.live.timelines import lanes
+from zero_ref.simulator.cluster import CLUSTERS, Link
+from zero_ref.simulator.models import MODELS, blocks, shapes
+from zero_ref.simulator.operations import WAYS
+from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.schedule import MIB, STRATEGIES, Schedule, ddp_buckets, schedule
+
+FACTORS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+def _draw(
+    width: float,
+    model: str,
+    cluster: str,
+    strategy: str,
+    way: str,
+    bucket_mb: int,
+    latency: float,
+    bandwidth: float,
+    ranks: int,
+    tokens: int,
+    native: bool,
+) -> Answer:
+    links = CLUSTERS[cluster].with_links(latency=latency, bandwidth=bandwidth)
+    sharded = STRATEGIES[strategy].partition is not None
+    plans = {"ddp": _plan(model, "ddp", ranks, bucket_mb)}
+    options = (way, native, links.backend == "nccl") if sharded else ()
+    plans[strategy] = _plan(model, strategy, ranks, bucket_mb, *options)
+    played = {name: play(plan, links, Work(tokens)) for name, plan in plans.items()}
+    critical = played[strategy].critical_ms()
+    timelines = {name: one.timeline() for name, one in played.items()}
+    numbers: dict[str, float] = {}
+    rows = [["", "iteration, ms", "exposed, ms", "computing nothing, ms"]]
+    for name, one in timelines.items():
+        iterations = played[name].plan.iterations
+        found = {
+            "iteration": played[name].iteration_ms,
+            "exposed": one.exposed_ms / iterations,
+            "idle": one.idle_ms / iterations,
+        }
+        rows.append([name, *(short(ms) for ms in found.values())])
+        numbers |= {f"{name}, {what}, ms": ms for what, ms in found.items()}
+    numbers |= {f"{strategy}, critical path, {label}, ms": ms for label, ms in critical.items()}
+    rows.append(["critical path:", "ms", "", ""])
+    rows += [[label, short(ms), "", ""] for label, ms in critical.items()]
+    took = [f"{short(numbers[f'{name}, iteration, ms'])} ms under {name}" for name in timelines]
+    words = (
+        f"{model} on {ranks:,} rank{'s' if ranks > 1 else ''} of {cluster}: an iteration takes "
+        f"{' and '.join(took)}, of which {short(numbers[f'{strategy}, exposed, ms'])} ms are exposed "
+        f"communication. A link between nodes has {_written(links.between)}, one inside a node "
+        f"{_written(links.within)}."
+    )
+    parts, bottom = lanes(timelines, 26.0, 14.0, width - 52.0)
+    idle = []
+    if not sharded:
+        idle += ["way", "native"]
+    if STRATEGIES[strategy].stage == 3:
+        idle.append("bucket_mb")
+    return Answer(picture(width, bottom, words, parts), words, rows, numbers, idle)
+
+
+def _written(link: Link) -> str:
+    return f"{short(link.latency_us)} µs and {short(link.gb_per_s)} GB/s"
+
+
+@lru_cache(maxsize=8)
+def _plan(
+    model: str,
+    strategy: str,
+    ranks: int,
+    bucket_mb: int,
+    way: str = "plain",
+    native: bool = False,
+    side_stream: bool = False,
+) -> Schedule:
+    """A schedule knows no clock: other links, devices and batches play the same one."""
+    params = params_of(model)
+    stage_3 = STRATEGIES[strategy].stage == 3
+    return schedule(
+        strategy,
+        params,
+        ranks,
+        ddp_buckets=ddp_buckets(params, cap_bytes=bucket_mb * MIB),
+        blocks=blocks(params) if stage_3 else None,
+        rows=[one.shape[0] for one in shapes(model)] if stage_3 else None,
+        way=way,
+        native=native,
+        side_stream=side_stream,
+    )
+
+
+OVERLAP = Explorer(
+    "overlap",
+    "Overlap explorer",
+    (
+        Control("model", "model", "llama3-8b", tuple(MODELS)),
+        Control("cluster", "cluster", "a100-ethernet", tuple(CLUSTERS)),
+        Control("strategy", "strategy", "zero-2", tuple(STRATEGIES)),
+        Control("way", "update", "interleaved", tuple(WAYS), {way: way.replace("_", " ") for way in WAYS}),
+        Control("bucket_mb", "bucket, MiB", 25, (1, 2, 4, 8, 16, 25, 32, 64, 128, 256, 512, 1024)),
+        Control("latency", "latency, times the cluster's", 1.0, FACTORS),
+        Control("bandwidth", "bandwidth, times the cluster's", 1.0, FACTORS),
+        Control("ranks", "ranks", 64, RANKS),
+        Control("tokens", "tokens of a rank", 4096, tuple(2**power for power in range(7, 18))),
+        Control("native", "collectives of a GPU's library", True),
+    ),
+    _draw,
+)

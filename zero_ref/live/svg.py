@@ -1,0 +1,180 @@
+"""SVG as text, with the standard library: what a page draws without matplotlib.
+
+Lengths are CSS pixels. A picture is drawn for the width at which it is shown, so that its text has the same
+size on a phone and on a wide page; what does not fit is left out or wrapped, never shrunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER
+
+FONT = 13.0
+LINE = 18.0
+"""Text is 13 pixels high, a line of it 18."""
+
+_LETTER = 0.58
+"""Of the font size: the average width of a letter in a sans-serif font, rather more than less."""
+
+
+def element(name: str, /, *children: str, **attributes: object) -> str:
+    """One element; underscores in attributes are hyphens, None leaves one out.
+
+    >>> element("rect", x=1, y=2.5, stroke_width=None, fill="#FFFFFF")
+    '<rect x="1" y="2.5" fill="#FFFFFF"/>'
+    """
+    words = [name]
+    for key, value in attributes.items():
+        if value is not None:
+            words.append(f'{key.rstrip("_").replace("_", "-")}="{_written(value)}"')
+    opening = " ".join(words)
+    return f"<{opening}>{''.join(children)}</{name}>" if children else f"<{opening}/>"
+
+
+def _written(value: object) -> str:
+    if isinstance(value, float):
+        return f"{round(value, 2):g}" if math.isfinite(value) else "0"
+    return escape(str(value))
+
+
+def picture(width: float, height: float, label: str, parts: Iterable[str]) -> str:
+    """A whole picture on its own light ground. `label` says what it shows, for who cannot see it."""
+    ground = element("rect", width=width, height=height, rx=6, fill=PAPER)
+    return element(
+        "svg",
+        element("title", escape(label)),
+        ground,
+        *parts,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width:g} {height:g}",
+        width=width,
+        height=height,
+        role="img",
+        font_family="system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif",
+        font_size=FONT,
+        fill=INK,
+    )
+
+
+def text(
+    x: float,
+    y: float,
+    words: str,
+    *more: str,
+    fill: str = INK,
+    anchor: str = "start",
+    bold: bool = False,
+) -> str:
+    """One line of text whose baseline is at `y`; `more` elements in it; `anchor` is start, middle or end."""
+    return element(
+        "text",
+        escape(words),
+        *more,
+        x=x,
+        y=y,
+        fill=None if fill == INK else fill,
+        text_anchor=None if anchor == "start" else anchor,
+        font_weight=600 if bold else None,
+    )
+
+
+def text_width(words: str) -> float:
+    """About how wide a line of text is, in pixels.
+
+    >>> text_width("10 ms") < text_width("stage 3: 10 ms")
+    True
+    """
+    return _LETTER * FONT * len(words)
+
+
+def wrapped(words: str, width: float) -> list[str]:
+    """Lines of text, none wider than `width` pixels, if its words allow.
+
+    >>> wrapped("one two three", 60)
+    ['one two', 'three']
+    """
+    lines: list[str] = []
+    for word in words.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and text_width(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
+def bar(x: float, y: float, width: float, height: float, fill: str, hint: str = "") -> str:
+    """A filled rectangle; `hint` is shown when a pointer rests on it."""
+    inside = [element("title", escape(hint))] if hint else []
+    return element("rect", *inside, x=x, y=y, width=max(0.0, width), height=height, fill=fill)
+
+
+def line(
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    stroke: str = FAINT,
+    width: float = 1.0,
+    dashes: str | None = None,
+) -> str:
+    """A straight line."""
+    return element(
+        "line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, stroke_width=width, stroke_dasharray=dashes
+    )
+
+
+def curve(points: Sequence[tuple[float, float]], stroke: str, width: float = 2.0) -> str:
+    """Straight lines from point to point."""
+    listed = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+    return element("polyline", points=listed, fill="none", stroke=stroke, stroke_width=width)
+
+
+def ticks(top: float, most: int = 5) -> list[float]:
+    """Round values from 0 up to `top`, at most so many above 0.
+
+    >>> ticks(80), ticks(0.9, 3)
+    ([0.0, 20.0, 40.0, 60.0, 80.0], [0.0, 0.5])
+    """
+    if not top > 0:
+        return [0.0]
+    rough = top / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * nice for nice in (1, 2, 2.5, 5, 10) if power * nice >= rough * (1 - 1e-9))
+    return [step * count for count in range(int(top / step * (1 + 1e-9)) + 1)]
+
+
+def key(colours: Mapping[str, str], x: float, y: float, width: float) -> tuple[list[str], float]:
+    """Coloured squares with their meaning, in as many rows as they need; and where the next line begins."""
+    parts: list[str] = []
+    left = x
+    for name, colour in colours.items():
+        wide = 18 + text_width(name) + 16
+        if left > x and left + wide - 16 > x + width:
+            left, y = x, y + LINE + 2
+        parts += [bar(left, y, 12, 12, colour), text(left + 18, y + 11, name)]
+        left += wide
+    return parts, y + LINE + 6
+
+
+def axis(
+    x: float, width: float, top: float, bottom: float, most: float, show: Mapping[float, str], unit: str = ""
+) -> list[str]:
+    """Vertical grid lines at the values of `show`, named below, on a scale from 0 to `most`."""
+    parts = []
+    for value, name in show.items():
+        at = x + width * value / most if most else x
+        parts += [line(at, top, at, bottom), text(at, bottom + 15, name, fill=MUTED, anchor="middle")]
+    if unit:
+        parts.append(text(x + width, bottom + 31, unit, fill=MUTED, anchor="end"))
+    return parts
+
+
+def level(x: float, top: float, bottom: float, words: str, right: float) -> list[str]:
+    """A dashed vertical line with its name above, which ends before `right`."""
+    fits = x + text_width(words) / 2 <= right
+    at, anchor = (x, "middle") if fits else (right, "end")
+    return [line(x, top, x, bottom, ALARM, 1.6, "5 3"), text(at, top - 5, words, fill=ALARM, anchor=anchor)]
