@@ -10,6 +10,7 @@ so `make book` empties it first.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def main() -> int:
         notebook = root / f"{page}.ipynb"
         if notebook.exists():
             cache.add_nb_to_project(str(notebook))
+    os.environ["ZERO_REF_PAGE"] = "1"  # an explorer gives a piece of page, not widgets that need a kernel
     logger = logging.getLogger("execute")
     logger.setLevel(logging.ERROR)  # what fails is told below
     result = load_executor("local-parallel", cache, logger=logger).run_and_cache(timeout=timeout)

@@ -1,9 +1,10 @@
-"""Fetch what the book's pages load (MathJax, require.js, the widget manager), so that they read offline.
+"""Fetch what the book's pages load (MathJax, widget scripts, Pyodide), so that they read and move offline.
 
     python book/vendor.py
 
 Puts the files under book/vendor/ (not in git); does nothing when they are there. Without npm, or without a
-network, it says so and ends well: the book then builds with links to a CDN (book/_ext/offline.py chooses).
+network, it says so and ends well: the book then builds with links to a CDN (book/_ext/offline.py chooses),
+and its explorers stand still (book/_ext/explorer.py).
 A package whose checksum is not the pinned one is an error. Needs npm, and Python's standard library.
 """
 
@@ -56,6 +57,14 @@ PACKAGES = [
         "html-manager",
         r"dist/(embed-amd\.js|embed\.js\.LICENSE\.txt|.*\.(woff2?|ttf|eot|svg))",
     ),
+    # Python 3.13 for the browser: what the explorers run. MPL-2.0, as its package.json says.
+    Package(
+        "pyodide",
+        "0.29.5",
+        "TkYrUv9m8QmfImADKRmpwZulL48E0uUaBSO+dvRQKyAJc0qh9gu7jn8btyHPh3NZm1r2IH2YrJhIr7Q2B9urAw==",
+        "pyodide",
+        r"package\.json|pyodide\.js|pyodide\.asm\.(js|wasm)|python_stdlib\.zip|pyodide-lock\.json",
+    ),
 ]
 
 
@@ -105,11 +114,11 @@ def unpack(archive: Path, package: Package, into: Path) -> None:
 def main() -> None:
     """Fetch all packages or none."""
     if is_complete():
-        print("book: MathJax, require.js and the widget manager are in book/vendor/; pages will read offline")
+        print("book: what pages load is in book/vendor/; they will read offline, and explorers will move")
         return
-    from_cdn = "the book still builds, and its pages will load MathJax and widget scripts from a CDN"
+    without = "the book still builds: pages load MathJax and widget scripts from a CDN, explorers stand still"
     if shutil.which("npm") is None:
-        print(f"book: npm is not installed; {from_cdn}")
+        print(f"book: npm is not installed; {without}")
         return
     with tempfile.TemporaryDirectory() as scratch:
         ready = Path(scratch, "vendor")
@@ -118,12 +127,13 @@ def main() -> None:
                 archive = fetch(package, Path(scratch, package.folder))
                 unpack(archive, package, ready / package.folder)
         except (OSError, subprocess.TimeoutExpired) as error:
-            print(f"book: {error}; {from_cdn}")
+            print(f"book: {error}; {without}")
             return
         (ready / STAMP.name).write_text(json.dumps(wanted(), indent=1))
         shutil.rmtree(VENDOR, ignore_errors=True)
         shutil.copytree(ready, VENDOR)
-    print(f"book: fetched {', '.join(f'{p.name} {p.version}' for p in PACKAGES)}; pages will read offline")
+    fetched = ", ".join(f"{package.name} {package.version}" for package in PACKAGES)
+    print(f"book: fetched {fetched}; pages will read offline, and explorers will move")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from functools import lru_cache
 
 from zero_ref.live.explorer import Answer, Control, Explorer
 from zero_ref.live.memory import DEVICES, FAR
-from zero_ref.live.numbers import short, short_bytes, short_count
+from zero_ref.live.numbers import short, short_bytes, short_count, short_time
 from zero_ref.live.palette import ALARM, ITEM_COLOURS
-from zero_ref.live.svg import LINE, axis, bar, key, level, picture, text, ticks
+from zero_ref.live.svg import LINE, MARGIN, axis, bar, key, level, picture, text
 from zero_ref.live.timelines import lanes
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import Cluster, Link
@@ -57,15 +57,15 @@ def _draw(
     fits = "It fits" if run.fits else "It does not fit"
     words = (
         f"{model} under {strategy} on {ranks:,} × {device}. {fits}: the fullest rank holds {held}. "
-        f"An iteration takes {short(run.iteration_ms)} ms, of which {short(run.exposed_ms)} ms are exposed "
-        f"communication. {TOKENS[tokens].capitalize()} tokens take {cost}."
+        f"An iteration takes {short_time(run.iteration_ms)}, of which {short_time(run.exposed_ms)} "
+        f"are exposed communication. {TOKENS[tokens].capitalize()} tokens take {cost}."
     )
     rows = [
         ["", "of this cluster"],
         ["ranks", f"{ranks:,}"],
         ["memory, fullest rank", held],
-        ["an iteration", f"{short(run.iteration_ms)} ms"],
-        ["exposed communication", f"{short(run.exposed_ms)} ms"],
+        ["an iteration", short_time(run.iteration_ms)],
+        ["exposed communication", short_time(run.exposed_ms)],
         ["sent by a rank in an iteration", short_bytes(run.sent_bytes)],
         ["tokens a second", short_count(run.tokens_per_second)],
         ["share of the device's peak", f"{100 * run.utilisation:.1f}%"],
@@ -95,7 +95,7 @@ def _run(
 
 
 def _picture(width: float, run: Run, rows: list[list[str]], device_bytes: float, words: str) -> str:
-    left, wide = 26.0, width - 52.0
+    left, wide = MARGIN, width - 2 * MARGIN
     parts: list[str] = []
     y = 12.0
     for name, value in rows[1:]:
@@ -124,9 +124,8 @@ def _picture(width: float, run: Run, rows: list[list[str]], device_bytes: float,
     if far:
         bars.append(text(left + wide, top - 5, f"{mark}: far to the right", fill=ALARM, anchor="end"))
     else:
-        bars += level(left + wide * device_bytes / most, top, top + 36, mark, left + wide)
-    named = {value: short_bytes(value) for value in ticks(most, max(2, int(width / 130)))}
-    grid = axis(left, wide, top, top + 36, most, named)
+        bars += level(left + wide * device_bytes / most, top, top + 36, mark, left, left + wide)
+    grid = axis(left, wide, top, top + 36, most, short_bytes)
     time, bottom = lanes({"iteration": run.timeline}, left, top + 66, wide)
     return picture(width, bottom, words, [*parts, *names, *grid, *bars, *time])
 

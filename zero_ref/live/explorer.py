@@ -122,7 +122,7 @@ class Explorer:
         """What each control stands at when it starts."""
         return {control.name: control.value for control in self.controls}
 
-    def answer(self, width: float = 640.0, **values: Value) -> Answer:
+    def answer(self, width: float = 640.0, /, **values: Value) -> Answer:
         """The answer to a setting; controls that are not named stand where they start.
 
         Args:

@@ -8,7 +8,7 @@ from zero_ref.live.explorer import Answer, Control, Explorer
 from zero_ref.live.numbers import short_bytes
 from zero_ref.live.options import RANKS, params_of
 from zero_ref.live.palette import ALARM, INK, ITEM_COLOURS
-from zero_ref.live.svg import LINE, axis, bar, key, level, picture, text, ticks
+from zero_ref.live.svg import LINE, MARGIN, axis, bar, key, level, picture, text
 from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes
 from zero_ref.simulator.cluster import CLUSTERS, Device
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES
@@ -80,7 +80,7 @@ def _items(
 
 
 def _picture(width: float, held: list[dict[str, float]], device_bytes: float, stage: int, words: str) -> str:
-    left, right, high = 26.0, width - 26.0, 26.0
+    left, right, high = MARGIN, width - MARGIN, 26.0
     shown = {item: colour for item, colour in ITEM_COLOURS.items() if any(items[item] > 0 for items in held)}
     parts, top = key(shown, left, 14, right - left)
     totals = [sum(items.values()) for items in held]
@@ -99,13 +99,12 @@ def _picture(width: float, held: list[dict[str, float]], device_bytes: float, st
             )
             x += scale * nbytes
         y += LINE + high + 12
-    named = {value: short_bytes(value) for value in ticks(most, max(2, int(width / 130)))}
-    grid = axis(left, right - left, begin, y, most, named)
+    grid = axis(left, right - left, begin, y, most, short_bytes)
     mark = f"the device's {short_bytes(device_bytes)}"
     if far:
         parts.append(text(right, begin - 5, f"{mark}: far to the right", fill=ALARM, anchor="end"))
     else:
-        parts += level(left + scale * device_bytes, begin, y, mark, right)
+        parts += level(left + scale * device_bytes, begin, y, mark, left, right)
     return picture(width, y + 26, words, [*grid, *parts])
 
 

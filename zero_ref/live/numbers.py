@@ -40,6 +40,21 @@ def short_bytes(nbytes: float) -> str:
     return _scaled(nbytes, (" B", " kB", " MB", " GB", " TB", " PB"))
 
 
+def short_time(ms: float) -> str:
+    """Milliseconds up to ten seconds, above that a unit which leaves few digits.
+
+    >>> [short_time(ms) for ms in (0, 0.25, 1_450, 13_498, 119_362, 1.01e9)]
+    ['0 ms', '0.25 ms', '1,450 ms', '13.5 s', '119 s', '11.7 days']
+    """
+    if ms < 10_000:
+        return f"{short(ms)} ms"
+    seconds = ms / 1e3
+    for unit, length, most in (("s", 1, 3_600), ("h", 3_600, 3 * 86_400)):
+        if seconds < most:
+            return f"{short(seconds / length)} {unit}"
+    return f"{short(seconds / 86_400)} days"
+
+
 def _scaled(number: float, units: tuple[str, ...]) -> str:
     step = 0
     # From 999.5 on three digits would read 1,000: the next unit says it better.

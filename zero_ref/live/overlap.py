@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from zero_ref.live.explorer import Answer, Control, Explorer
-from zero_ref.live.numbers import short
+from zero_ref.live.numbers import short, short_time
 from zero_ref.live.options import RANKS, params_of
-from zero_ref.live.svg import picture
+from zero_ref.live.svg import MARGIN, picture
 from zero_ref.live.timelines import lanes
 from zero_ref.simulator.cluster import CLUSTERS, Link
 from zero_ref.simulator.models import MODELS, blocks, shapes
@@ -53,14 +53,14 @@ def _draw(
     numbers |= {f"{strategy}, critical path, {label}, ms": ms for label, ms in critical.items()}
     rows.append(["critical path:", "ms", "", ""])
     rows += [[label, short(ms), "", ""] for label, ms in critical.items()]
-    took = [f"{short(numbers[f'{name}, iteration, ms'])} ms under {name}" for name in timelines]
+    took = [f"{short_time(numbers[f'{name}, iteration, ms'])} under {name}" for name in timelines]
     words = (
         f"{model} on {ranks:,} rank{'s' if ranks > 1 else ''} of {cluster}: an iteration takes "
-        f"{' and '.join(took)}, of which {short(numbers[f'{strategy}, exposed, ms'])} ms are exposed "
+        f"{' and '.join(took)}, of which {short_time(numbers[f'{strategy}, exposed, ms'])} are exposed "
         f"communication. A link between nodes has {_written(links.between)}, one inside a node "
         f"{_written(links.within)}."
     )
-    parts, bottom = lanes(timelines, 26.0, 14.0, width - 52.0)
+    parts, bottom = lanes(timelines, MARGIN, 14.0, width - 2 * MARGIN)
     idle = []
     if not sharded:
         idle += ["way", "native"]

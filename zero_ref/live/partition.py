@@ -10,7 +10,7 @@ from zero_ref.live.explorer import Answer, Control, Explorer
 from zero_ref.live.numbers import short, short_count
 from zero_ref.live.options import RANKS, params_of
 from zero_ref.live.palette import ALARM, INK, MUTED, SERIES_COLOURS, rank_colour
-from zero_ref.live.svg import LINE, bar, curve, key, line, picture, text
+from zero_ref.live.svg import LINE, MARGIN, bar, curve, key, line, picture, text
 from zero_ref.partition import STRATEGIES, Partition, plan_partition
 from zero_ref.simulator.models import MODELS
 
@@ -59,7 +59,7 @@ def _picture(
     fullest_first: bool,
     words: str,
 ) -> str:
-    left, right, high, y = 22.0, width - 22.0, 76.0, 10.0
+    left, right, high, y = MARGIN, width - MARGIN, 76.0, 10.0
     some = next(iter(plans.values()))
     mean = sum(some.numels) / some.world_size
     most = max(max(plan.loads) for plan in plans.values())

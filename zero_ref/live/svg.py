@@ -7,7 +7,7 @@ size on a phone and on a wide page; what does not fit is left out or wrapped, ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
 from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER
@@ -160,21 +160,48 @@ def key(colours: Mapping[str, str], x: float, y: float, width: float) -> tuple[l
     return parts, y + LINE + 6
 
 
+MARGIN = 22.0
+"""Pixels at both sides of what is drawn: room for half a number."""
+
+
 def axis(
-    x: float, width: float, top: float, bottom: float, most: float, show: Mapping[float, str], unit: str = ""
+    x: float,
+    width: float,
+    top: float,
+    bottom: float,
+    most: float,
+    show: Callable[[float], str],
+    unit: str = "",
 ) -> list[str]:
-    """Vertical grid lines at the values of `show`, named below, on a scale from 0 to `most`."""
+    """Vertical grid lines on a scale from 0 to `most`, as many as have room for their names below."""
+    named = {0.0: show(0.0)}
+    for count in (6, 5, 4, 3, 2, 1):
+        found = {value: show(value) for value in ticks(most, count)}
+        apart = width * (max(found) / most) / max(1, len(found) - 1) if most else width
+        if max(text_width(name) for name in found.values()) + 6 <= apart:
+            named = found
+            break
     parts = []
-    for value, name in show.items():
+    for value, name in named.items():
         at = x + width * value / most if most else x
-        parts += [line(at, top, at, bottom), text(at, bottom + 15, name, fill=MUTED, anchor="middle")]
+        parts += [
+            line(at, top, at, bottom),
+            _centred(at, bottom + 15, name, MUTED, x - MARGIN, x + width + MARGIN),
+        ]
     if unit:
         parts.append(text(x + width, bottom + 31, unit, fill=MUTED, anchor="end"))
     return parts
 
 
-def level(x: float, top: float, bottom: float, words: str, right: float) -> list[str]:
-    """A dashed vertical line with its name above, which ends before `right`."""
-    fits = x + text_width(words) / 2 <= right
-    at, anchor = (x, "middle") if fits else (right, "end")
-    return [line(x, top, x, bottom, ALARM, 1.6, "5 3"), text(at, top - 5, words, fill=ALARM, anchor=anchor)]
+def level(x: float, top: float, bottom: float, words: str, left: float, right: float) -> list[str]:
+    """A dashed vertical line with its name above, which stays between `left` and `right`."""
+    return [line(x, top, x, bottom, ALARM, 1.6, "5 3"), _centred(x, top - 5, words, ALARM, left, right)]
+
+
+def _centred(x: float, y: float, words: str, fill: str, left: float, right: float) -> str:
+    half = text_width(words) / 2
+    if x - half < left:
+        return text(left, y, words, fill=fill)
+    if x + half > right:
+        return text(right, y, words, fill=fill, anchor="end")
+    return text(x, y, words, fill=fill, anchor="middle")

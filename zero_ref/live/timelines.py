@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zero_ref.live.lanes import alone, flowed_together, label_colour, label_key, rows_of
-from zero_ref.live.numbers import short
+from zero_ref.live.numbers import short_time
 from zero_ref.live.palette import ALARM, INK, MUTED
-from zero_ref.live.svg import LINE, axis, bar, element, key, line, text, ticks
+from zero_ref.live.svg import LINE, axis, bar, element, key, line, text
 from zero_ref.simulator.operations import COMPUTE, NETWORK
 from zero_ref.simulator.timeline import Event, Timeline
 
@@ -30,8 +30,8 @@ def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -
     parts, y = key(label_key(labels), x, y, width)
     grid_top = y
     for title, one in timelines.items():
-        exposed = element("tspan", f" {short(one.exposed_ms)} ms exposed", fill=ALARM, font_weight=400)
-        parts.append(text(x, y + 14, f"{title}: {short(one.makespan_ms)} ms,", exposed, bold=True))
+        exposed = element("tspan", f" {short_time(one.exposed_ms)} exposed", fill=ALARM, font_weight=400)
+        parts.append(text(x, y + 14, f"{title}: {short_time(one.makespan_ms)},", exposed, bold=True))
         y += LINE + 4
         end = x + width * one.makespan_ms / scale_ms
         top = y
@@ -48,8 +48,7 @@ def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -
                 y += 6
         parts.append(line(end, top, end, y, INK, 1.4))
         y += 12
-    named = {value: short(value) for value in ticks(scale_ms, max(2, int(width / 110)))}
-    grid = axis(x, width, grid_top, y, scale_ms, named, "ms since the beginning")
+    grid = axis(x, width, grid_top, y, scale_ms, short_time, "since the beginning")
     return grid + parts, y + 40
 
 
@@ -66,7 +65,7 @@ def _lane(timeline: Timeline, lane: str, x: float, y: float, px_per_ms: float) -
         wide = _px(event, px_per_ms)
         if wide >= 2:
             named = event.label if event.bucket is None else f"{event.label} {event.bucket}"
-            hint = f"{named}: {short(event.start_ms)} to {short(event.stop_ms)} ms"
+            hint = f"{named}: {short_time(event.start_ms)} to {short_time(event.stop_ms)}"
             left = x + px_per_ms * event.start_ms
             gap = 0.6 if wide >= 4 else 0.0
             parts.append(bar(left, y + row * high, wide - gap, high - 1, label_colour(event.label), hint))

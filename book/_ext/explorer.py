@@ -1,0 +1,73 @@
+"""Sphinx extension: explorers in pages, and what they need to move.
+
+The directive `{explorer} memory` puts in the piece of page that `zero_ref.live.page` makes; a notebook's
+`explore("memory")` gives the same when the book is built. If book/vendor/ has Pyodide, pages also get the
+script that starts it, and the package's standard-library modules as one archive for it to run. If not, the
+pictures stand still, and say so.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective
+
+from zero_ref.live.page import html
+
+BOOK = Path(__file__).resolve().parents[1]
+PACKAGE = BOOK.parent / "zero_ref"
+PYODIDE = BOOK / "vendor" / "pyodide" / "pyodide.js"
+MODULES = (
+    "__init__.py",
+    "partition.py",
+    "layout.py",
+    "calls.py",
+    "averaging.py",
+    "simulator/*.py",
+    "live/*.py",
+)
+
+
+class ExplorerDirective(SphinxDirective):
+    """```{explorer} name```: controls, picture, words and numbers."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Called for each directive."""
+        return [nodes.raw("", html(self.arguments[0]), format="html")]
+
+
+def add_script(app: Sphinx) -> None:
+    """Only if there is something for it to start."""
+    if PYODIDE.is_file():
+        app.add_js_file("live/explorer.js", loading_method="defer")
+    else:
+        logging.getLogger(__name__).info("book/vendor/ has no Pyodide: explorers will stand still")
+
+
+def write_modules(app: Sphinx, exception: Exception | None) -> None:
+    """What Python in the browser imports, in one archive that is the same for the same files."""
+    static = Path(app.outdir, "_static", "live")
+    if exception or app.builder.format != "html" or not static.is_dir():
+        return
+    with zipfile.ZipFile(static / "zero_ref.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(path for pattern in MODULES for path in PACKAGE.glob(pattern)):
+            entry = zipfile.ZipInfo(f"zero_ref/{path.relative_to(PACKAGE).as_posix()}")
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, path.read_bytes())
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register with Sphinx."""
+    os.environ["ZERO_REF_PAGE"] = "1"  # for notebooks that are run by the build: see zero_ref.lab.widgets
+    app.add_directive("explorer", ExplorerDirective)
+    app.connect("builder-inited", add_script)
+    app.connect("build-finished", write_modules)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

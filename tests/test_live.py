@@ -1,0 +1,279 @@
+"""The explorers: each answer is the package's own, whatever shows it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from zero_ref import live
+from zero_ref.live import EXPLORERS
+from zero_ref.live.explorer import Answer, Control, Explorer
+from zero_ref.live.memory import DEVICES
+from zero_ref.live.page import NARROW, WIDE, html
+from zero_ref.live.palette import MANY_RANKS, RANK_COLOURS, rank_colour
+from zero_ref.live.svg import bar, element, key, text_width, ticks, wrapped
+from zero_ref.partition import plan_partition
+from zero_ref.simulator.activations import activation_bytes
+from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link
+from zero_ref.simulator.memory import Recipe, average_memory
+from zero_ref.simulator.models import MODELS, TRANSFORMERS, shapes, specs
+from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.scenario import Scenario
+from zero_ref.simulator.schedule import MIB, ddp_buckets, schedule
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def rects(answer: Answer) -> list[dict[str, str]]:
+    return [one.attrib for one in ElementTree.fromstring(answer.svg).iter(f"{SVG}rect")]
+
+
+def written(answer: Answer) -> list[str]:
+    return ["".join(one.itertext()) for one in ElementTree.fromstring(answer.svg).iter(f"{SVG}text")]
+
+
+# ----------------------------------------------------------------------------------- numbers of the package
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "convention"), [("gpt2", 4, "mixed-16"), ("zero-1t", 1024, "fp32-16")]
+)
+def test_memory_is_the_average_of_the_simulator(model: str, ranks: int, convention: str) -> None:
+    answer = EXPLORERS["memory"].answer(
+        model=model, ranks=ranks, convention=convention, optimizer="SGD", batch=2, sequence=512
+    )
+    activations = activation_bytes(TRANSFORMERS[model], 2, 512, "full")
+    for stage in range(4):
+        recipe = Recipe(stage, convention, "SGD", activation_bytes=activations)
+        memory = average_memory(specs(shapes(model)), ranks, recipe)
+        drawn = {key: value for key, value in answer.numbers.items() if key.startswith(f"stage {stage}, ")}
+        assert sum(drawn.values()) == pytest.approx(memory.total_bytes)  # another order of adding up
+        for item in ("parameters", "moments", "communication", "activations"):
+            assert drawn[f"stage {stage}, {item}, bytes"] == memory.items[item]
+    assert answer.numbers["device, bytes"] == 80e9
+
+
+@pytest.mark.parametrize(("model", "ranks"), [("gpt2", 64), ("mlp-tiny", 1024), ("llama3-8b", 1)])
+def test_loads_are_those_of_the_partition(model: str, ranks: int) -> None:
+    answer = EXPLORERS["partition"].answer(model=model, ranks=ranks)
+    for rule in ("sorted_greedy", "registration_greedy", "even"):
+        plan = plan_partition(rule, specs(shapes(model)), ranks)
+        assert answer.numbers[f"{rule}, fullest, elements"] == max(plan.loads)
+        assert answer.numbers[f"{rule}, idle ranks"] == plan.loads.count(0)
+        over = max(plan.loads) * ranks / sum(plan.loads)
+        assert answer.numbers[f"{rule}, fullest / mean"] == over
+        assert answer.numbers[f"{rule}, {ranks} ranks, fullest / mean"] == over
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero-2", "local-sgd"])
+def test_an_iteration_takes_as_long_as_the_simulator_says(strategy: str) -> None:
+    setting = {"model": "gpt2", "cluster": "rtx4090-10gbe", "ranks": 32, "tokens": 1024, "bucket_mb": 8}
+    answer = EXPLORERS["overlap"].answer(
+        strategy=strategy, way="plain", latency=2.0, bandwidth=0.5, native=False, **setting
+    )
+    links = CLUSTERS["rtx4090-10gbe"].with_links(latency=2.0, bandwidth=0.5)
+    params = specs(shapes("gpt2"), "bfloat16")
+    plan = schedule(
+        strategy,
+        params,
+        32,
+        ddp_buckets=ddp_buckets(params, cap_bytes=8 * MIB),
+        side_stream=strategy == "zero-2",
+    )
+    played = play(plan, links, Work(1024))
+    assert answer.numbers[f"{strategy}, iteration, ms"] == played.iteration_ms
+    assert answer.numbers[f"{strategy}, exposed, ms"] == played.timeline().exposed_ms / plan.iterations
+    path = [ms for name, ms in answer.numbers.items() if "critical path" in name]
+    assert sum(path) == pytest.approx(played.makespan_ms)  # the sum of what the path is made of
+
+
+def test_a_designed_cluster_runs_the_scenario() -> None:
+    answer = EXPLORERS["design"].answer(
+        model="llama3-8b", strategy="zero-even", device="A100 80 GB", per_node=4, nodes=2, within=64.0,
+        between=6.25, latency=50.0, batch=2, checkpointing="selective", tokens=10**9,
+    )  # fmt: skip
+    cluster = Cluster("any", DEVICES["A100 80 GB"], 4, Link(3.0, 64.0), Link(50.0, 6.25))
+    scenario = Scenario(MODELS["llama3-8b"], cluster, 8, batch=2, checkpointing="selective")
+    run = scenario.run("zero-even")
+    assert answer.numbers["iteration, ms"] == run.iteration_ms
+    assert answer.numbers["memory of the fullest rank, bytes"] == run.memory.total_bytes
+    assert answer.numbers["sent by a rank, bytes"] == run.sent_bytes
+    iterations = 10**9 / (8 * scenario.tokens)
+    assert answer.numbers["days"] == pytest.approx(
+        iterations * run.iteration_ms / 86_400_000
+    )  # order of factors
+    assert answer.numbers["GPU-hours"] == pytest.approx(8 * 24 * answer.numbers["days"])
+
+
+# ----------------------------------------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize("name", EXPLORERS)
+def test_each_control_changes_the_picture_at_some_setting(name: str) -> None:
+    explorer = EXPLORERS[name]
+    for control in explorer.controls:
+        others = [one for one in control.options if one != control.value]
+        drawn = {explorer.answer(**{control.name: one}).svg for one in (others[0], others[-1])}
+        assert len(drawn | {explorer.answer().svg}) > 1, control.name
+
+
+@pytest.mark.parametrize(("name", "width"), list(itertools.product(EXPLORERS, (280, 340, 760))))
+def test_what_is_drawn_lies_inside_the_picture(name: str, width: int) -> None:
+    explorer = EXPLORERS[name]
+    for ends in (0, -1):
+        setting = {one.name: one.options[ends] for one in explorer.controls if one.name != "model"}
+        answer = explorer.answer(width, **setting)
+        root = ElementTree.fromstring(answer.svg)
+        height = float(root.attrib["height"])
+        for rect in rects(answer):
+            assert float(rect.get("x", 0)) >= 0
+            assert float(rect.get("x", 0)) + float(rect["width"]) <= width + 0.1  # hundredths of a pixel
+            assert 0 <= float(rect.get("y", 0)) <= height
+        for one in root.iter(f"{SVG}text"):
+            words, x = "".join(one.itertext()), float(one.attrib["x"])
+            wide = 0.85 * text_width(words)  # the estimate is of a wide font
+            left = x - {"start": 0, "middle": wide / 2, "end": wide}[one.get("text-anchor", "start")]
+            assert left >= -1, words
+            assert left + wide <= width + 1, words
+
+
+@pytest.mark.parametrize("name", EXPLORERS)
+def test_a_picture_says_what_it_shows_and_the_same_setting_draws_the_same(name: str) -> None:
+    answer = EXPLORERS[name].answer()
+    root = ElementTree.fromstring(answer.svg)
+    assert root.get("role") == "img"
+    assert root[0].text == answer.words
+    assert EXPLORERS[name].answer() == answer
+    assert all(len(row) == len(answer.table[0]) for row in answer.table)
+
+
+def test_memory_marks_its_stage_and_what_does_not_fit() -> None:
+    for stage in (0, 3):
+        answer = EXPLORERS["memory"].answer(model="zero-7.5b", stage=stage)
+        (marked,) = [words for words in written(answer) if words.startswith("▸")]
+        assert marked.startswith(f"▸ stage {stage}: ")
+        assert ("which is too much" in answer.words) == (stage == 0)
+    assert "the device's 80 GB" in written(answer)
+    far = EXPLORERS["memory"].answer(model="gpt2", stage=3, sequence=128)
+    assert "the device's 80 GB: far to the right" in written(far)
+
+
+def test_bars_are_as_long_as_their_bytes() -> None:
+    answer = EXPLORERS["memory"].answer()
+    stage_0 = [float(one["width"]) for one in rects(answer) if one.get("height") == "26"][:8]
+    held = [nbytes for name, nbytes in answer.numbers.items() if name.startswith("stage 0, ")]
+    assert len(stage_0) == len(held) == 8
+    px = sum(stage_0) / sum(held)
+    assert stage_0 == pytest.approx([px * nbytes for nbytes in held], abs=0.02)  # written to hundredths
+
+
+def test_ranks_have_their_colours_and_many_ranks_an_outline() -> None:
+    four = EXPLORERS["partition"].answer(ranks=4)
+    assert [one["fill"] for one in rects(four) if one["fill"] in RANK_COLOURS] == list(RANK_COLOURS[:4]) * 3
+    assert "<polygon" not in four.svg
+    assert EXPLORERS["partition"].answer(ranks=1024).svg.count("<polygon") == 3
+
+
+def test_a_strategy_greys_out_what_it_has_no_use_for() -> None:
+    for strategy, idle in {
+        "zero-2": [],
+        "ddp": ["way", "native"],
+        "zero-3": ["way", "native", "bucket_mb"],
+    }.items():
+        assert EXPLORERS["overlap"].answer(strategy=strategy).idle == idle
+
+
+# ------------------------------------------------------------------------------------------------ the parts
+
+
+def test_many_ranks_have_the_colours_of_viridis_in_order() -> None:
+    assert [rank_colour(rank, 9) for rank in range(9)] == list(MANY_RANKS)
+    assert rank_colour(0, 1024) == MANY_RANKS[0]
+    assert rank_colour(1023, 1024) == MANY_RANKS[-1]
+    matplotlib = pytest.importorskip("matplotlib")
+    for rank, world_size in ((5, 17), (100, 1024), (30, 31)):
+        viridis = matplotlib.colormaps["viridis"](0.04 + 0.92 * rank / (world_size - 1))
+        ours = [int(rank_colour(rank, world_size)[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        assert ours == pytest.approx(viridis[:3], abs=9 / 255)  # nine points, straight lines between them
+
+
+@given(st.floats(1e-6, 1e15), st.integers(1, 9))
+@settings(max_examples=50)
+def test_ticks_are_round_and_few(top: float, most: int) -> None:
+    found = ticks(top, most)
+    assert found[0] == 0
+    assert len(found) <= most + 1
+    assert found[-1] <= top * (1 + 1e-9)
+    if len(found) > 1:
+        step = found[1] / 10 ** math.floor(math.log10(found[1]) + 1e-9)
+        assert min(abs(step - nice) for nice in (1, 2, 2.5, 5, 10)) < 1e-6
+
+
+def test_text_is_escaped_wrapped_and_keys_take_rows() -> None:
+    assert element("text", x=1.005, fill_opacity=0.5, y=None, class_="a<b") == (
+        '<text x="1" fill-opacity="0.5" class="a&lt;b"/>'
+    )
+    assert "&lt;hint&gt;" in bar(0, 0, -3, 4, "#000000", "<hint>")
+    assert 'width="0.0"' in bar(0, 0, -3, 4, "#000000") or 'width="0"' in bar(0, 0, -3, 4, "#000000")
+    assert wrapped("", 10) == []
+    assert wrapped("unbreakable", 1) == ["unbreakable"]
+    one_row, below = key({"a": "#000000"}, 0, 0, 300)
+    _, lower = key(dict.fromkeys(("alpha", "beta", "gamma", "delta"), "#000000"), 0, 0, 120)
+    assert len(one_row) == 2
+    assert lower > below
+
+
+def test_a_control_refuses_what_is_no_option() -> None:
+    with pytest.raises(ValueError, match="stage must be one of 0, 1, 2, 3; got 4"):
+        Control("stage", "stage", 4, range(4))
+    long = Control("n", "n", 1, tuple(range(1, 40)))
+    with pytest.raises(ValueError, match=r"n must be one of 1, 2, .*, 8, \.\.\., 39; got 0"):
+        long.check(0)
+    with pytest.raises(ValueError, match="a picture is 240 to 4,000 pixels wide, got 100"):
+        EXPLORERS["memory"].answer(100)
+    with pytest.raises(
+        ValueError, match="partition has no control 'stage'; it has model, ranks, fullest_first"
+    ):
+        EXPLORERS["partition"].answer(stage=1)
+
+
+# -------------------------------------------------------------------------------------------- for a page
+
+
+def test_a_page_gets_the_same_answer_as_json() -> None:
+    controls = json.loads(live.controls("overlap"))
+    assert [one["name"] for one in controls] == list(EXPLORERS["overlap"].values)
+    assert {one["kind"] for one in controls} == {"choice", "slider", "tick"}
+    for one in controls:
+        assert len(one["words"]) == len(one["options"])
+        assert one["value"] in one["options"]
+    answer = json.loads(live.answer("overlap", '{"model": "gpt2", "latency": 5}', 340.0))  # 5, as JSON has it
+    same = EXPLORERS["overlap"].answer(340.0, model="gpt2", latency=5.0)
+    assert answer == json.loads(json.dumps(same.as_dict()))
+
+
+@pytest.mark.parametrize("name", EXPLORERS)
+def test_a_piece_of_page_stands_by_itself(name: str) -> None:
+    piece = html(name)
+    root = ElementTree.fromstring(piece)
+    assert (root.get("data-explorer"), root.get("data-values")) == (name, "{}")
+    wide, narrow = (one.attrib["width"] for one in root.iter(f"{SVG}svg"))
+    assert (float(wide), float(narrow)) == (WIDE, NARROW)
+    answer = EXPLORERS[name].answer(WIDE)
+    assert answer.words in piece
+    (table,) = root.iter("table")
+    cells = [["".join(cell.itertext()).strip() for cell in row] for row in table.iter("tr")]
+    assert cells == [[cell.strip() for cell in row] for row in answer.table]
+    assert "stands still" in piece
+
+
+def test_an_explorer_is_what_its_controls_and_its_function_make_it() -> None:
+    echo = Explorer(
+        "echo", "Echo", (Control("n", "n", 1, (1, 2)),), lambda width, n: Answer("", f"{width:g} {n}", [], {})
+    )
+    assert [echo.answer().words, echo.answer(300, n=2).words] == ["640 1", "300 2"]
