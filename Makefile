@@ -11,7 +11,7 @@ JUPYTERLAB := 4.6.6
 SHELL       := bash
 MAKEFLAGS   += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test lint types imports unit ranks notebooks book links address clean
+.PHONY: help install demo notebook test lint types imports unit ranks notebooks book browser pages-in-browser links address clean
 # Notebooks and tests may start the environment's own programs, such as torchrun.
 export PATH := $(abspath $(BIN)):$(PATH)
 
@@ -47,16 +47,18 @@ notebook: $(STAMP)  ## open the chapters in JupyterLab, installed into .venv the
 
 test: $(STAMP)  ## everything below, in this order; stops at the first failure
 	@set -eu; began=$$SECONDS; \
-	for part in lint types imports unit ranks notebooks book; do $(MAKE) $$part; done; \
-	printf '\n\033[1mAll checks passed in %d s.\033[0m\n' $$((SECONDS - began))
+	for part in lint types imports unit ranks notebooks book browser; do $(MAKE) $$part; done; \
+	what="All checks"; $(BIN)/python tests/browser/ready.py || what="All checks but that one"; \
+	printf '\n\033[1m%s passed in %d s.\033[0m\n' "$$what" $$((SECONDS - began))
 
-lint: $(STAMP)  ## format, style, spelling, notebooks without outputs
+lint: $(STAMP)  ## format, style, spelling, notebooks without outputs, numbers that nothing asserts
 	$(call step,lint,\
 	    $(BIN)/ruff format --check --quiet . || { echo 'To format: $(BIN)/ruff format .'; exit 1; }; \
 	    $(BIN)/ruff check --quiet .; \
 	    $(BIN)/codespell; \
 	    $(BIN)/nbstripout --keep-id --verify notebooks/*.ipynb; \
-	    $(BIN)/python book/address.py --check)
+	    $(BIN)/python book/address.py --check; \
+	    $(BIN)/python book/unasserted.py)
 
 types: $(STAMP)  ## mypy, strict
 	$(call step,types,$(BIN)/mypy)
@@ -84,6 +86,13 @@ book: $(STAMP)  ## write the book to _build/html; a warning is an error
 	    $(BIN)/python book/execute.py; \
 	    $(BIN)/jupyter-book build . -W -n --keep-going --all --quiet; \
 	    $(BIN)/python book/check_pages.py _build/html)
+
+# Where there is no Chromium this says so and goes on; on a server (CI is set) that is an error.
+browser: $(STAMP)  ## read every page of the built book in Chromium: offline, accessible, on a phone
+	@if $(BIN)/python tests/browser/ready.py; then $(MAKE) pages-in-browser; else test -z "$$CI"; fi
+
+pages-in-browser:
+	$(call step,browser,$(BIN)/python -m pytest -q -m browser tests/browser)
 
 # The links are in the text, so no notebook is run. Other sites come and go, so this is no part of `make test`.
 links: $(STAMP)  ## look up every link of the book to another site

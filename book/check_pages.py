@@ -3,7 +3,8 @@
     python book/check_pages.py _build/html
 
 Fails on: a link or file of our own that is not there (a missing anchor too), a picture without a text that
-says what it shows, and, when book/vendor/ was filled, anything a page would load from another host.
+says what it shows, a page that is too heavy, and, when book/vendor/ was filled, anything a page would load
+from another host.
 Standard library only.
 """
 
@@ -15,6 +16,14 @@ from urllib.parse import unquote, urlsplit
 BOOK = Path(__file__).resolve().parent
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src"}
 LOADING_RELS = {"stylesheet", "icon", "preload", "modulepreload", "manifest"}
+
+# What a reader waits for. Text, code and pictures written into a page; the heaviest has 0.3 MB.
+MOST_HTML = 400_000
+# With the scripts, styles and pictures that it names, as on disk. MathJax is 1.2 MB, the theme 0.6 MB.
+# Fonts come on top: 0.2 MB of icons, and of MathJax's 20 to 35 kB a style of letters.
+MOST_ON_OPENING = 3_000_000
+# The widget manager and require.js, on pages with widgets only.
+MOST_WITH_WIDGETS = MOST_ON_OPENING + 4_000_000
 
 
 class Page(HTMLParser):
@@ -57,6 +66,34 @@ def is_local(url: str) -> bool:
     return not parts.netloc and parts.scheme == ""
 
 
+def weight_on_opening(path: Path, page: Page) -> int:
+    """Bytes of a page and of the files of our own that it names, each counted once; before any packing."""
+    names = {unquote(urlsplit(url).path) for url in page.loads if is_local(url)}
+    files = {path.resolve()} | {(path.parent / name).resolve() for name in names if name}
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def too_heavy(path: Path, page: Page) -> list[str]:
+    """What of a page's weight is over its limit."""
+    with_widgets = any("html-manager" in url for url in page.loads)
+    most = MOST_WITH_WIDGETS if with_widgets else MOST_ON_OPENING
+    html, all_of_it = path.stat().st_size, weight_on_opening(path, page)
+    found = []
+    if html > MOST_HTML:
+        found.append(f"its HTML is {html / 1e6:.2f} MB, and {MOST_HTML / 1e6:.2f} MB is the limit")
+    if all_of_it > most:
+        found.append(f"opening it loads {all_of_it / 1e6:.2f} MB, and {most / 1e6:.2f} MB is the limit")
+    return found
+
+
+def heaviest(root: Path) -> str:
+    """The heaviest page, in words."""
+    files = [path for path in sorted(root.rglob("*.html")) if "_static" not in path.parts]
+    weights = {path: weight_on_opening(path, Page(path)) for path in files}
+    path = max(weights, key=weights.__getitem__)
+    return f"{path.relative_to(root)}, {weights[path] / 1e6:.1f} MB on opening"
+
+
 def complaints(root: Path, offline: bool) -> list[str]:
     """Everything wrong with the pages below `root`, a sentence each."""
     files = [path for path in sorted(root.rglob("*.html")) if "_static" not in path.parts]
@@ -78,6 +115,7 @@ def complaints(root: Path, offline: bool) -> list[str]:
         for url in page.loads:
             if offline and not is_local(url) and not url.startswith("data:"):
                 found.append(f"{where}: loads {url} from another host, so it does not read offline")
+        found += [f"{where}: {what}" for what in too_heavy(path, page)]
         for src in page.images_without_text:
             found.append(
                 f"{where}: {src} has no alt text. For a cell's picture, say what it shows in the cell's "
@@ -96,6 +134,7 @@ def main() -> None:
     if found:
         sys.exit(f"book: {len(found)} things to mend in {root}")
     print(f"book: links, pictures{' and offline reading' if offline else ''} are in order in {root}")
+    print(f"book: the heaviest page is {heaviest(root)}")
 
 
 if __name__ == "__main__":

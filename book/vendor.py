@@ -1,4 +1,4 @@
-"""Fetch what the book's pages load (MathJax, widget scripts, Pyodide), so that they read and move offline.
+"""Fetch what the book's pages load (MathJax, Pyodide), so that they read and move offline.
 
     python book/vendor.py
 
@@ -42,20 +42,6 @@ PACKAGES = [
         "mathjax",
         r"LICENSE|es5/(tex-mml-chtml\.js|output/chtml/fonts/.*|input/tex/extensions/.*|a11y/.*|ui/.*"
         r"|sre/mathmaps/(base|en)\.json)",
-    ),
-    Package(
-        "requirejs",
-        "2.3.8",
-        "7/cTSLOdYkNBNJcDMWf+luFvMriVm7eYxp4BcFCsAX0wF421Vyce5SXP17c+Jd5otXKGNehIonFlyQXSowL6Mw==",
-        "requirejs",
-        r"require\.js",
-    ),
-    Package(
-        "@jupyter-widgets/html-manager",
-        "1.0.15",
-        "5thBIV6ymNgmPVOHvzx+gGy8ZSKmSazhtGw4/c4xJDVzRhG9PTeQsRjF3FUTopvFi//SABeNz1yp47bCrJ3CQA==",
-        "html-manager",
-        r"dist/(embed-amd\.js|embed\.js\.LICENSE\.txt|.*\.(woff2?|ttf|eot|svg))",
     ),
     # Python 3.13 for the browser: what the explorers run. MPL-2.0, as its package.json says.
     Package(
@@ -116,7 +102,7 @@ def main() -> None:
     if is_complete():
         print("book: what pages load is in book/vendor/; they will read offline, and explorers will move")
         return
-    without = "the book still builds: pages load MathJax and widget scripts from a CDN, explorers stand still"
+    without = "the book still builds: pages load MathJax from a CDN, explorers stand still"
     if shutil.which("npm") is None:
         print(f"book: npm is not installed; {without}")
         return

@@ -95,7 +95,16 @@ def test_a_chapter_is_found_by_its_number_and_by_its_name() -> None:
 
     assert names("step", "3") == ["03_partition.ipynb", "04_step.ipynb"]  # in the book's order
     assert names("03") == names("03_partition") == names("partition") == names("3", "partition")
-    assert len(names()) == len(list(NOTEBOOKS.glob("*.ipynb"))) == 14
+    assert len(names()) == 14
+
+
+def test_the_tour_has_no_edition() -> None:
+    assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} - {path.name for path in CHAPTERS} == {
+        "00_tour.ipynb"
+    }
+    for name in ("00", "0", "", "tour", "00_tour"):
+        with pytest.raises(ValueError, match=f"there is no chapter '{name}'"):
+            chapters_in(NOTEBOOKS, [name])
 
 
 # ------------------------------------------------------------------------------------------- property

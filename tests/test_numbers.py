@@ -16,6 +16,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from zero_ref.partition import sorted_greedy
+from zero_ref.simulator.ledger import ledger
+from zero_ref.simulator.models import shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "book" / "numbers.md"
@@ -145,6 +147,12 @@ def test_the_tests_it_names_are_there(row: Row) -> None:
 def test_so_are_the_tests_named_between_the_tables() -> None:
     for file, function in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TEXT):
         assert functions_in(file) >= {function} - {""}, (file, function)
+
+
+def test_the_sentences_between_the_tables_have_these_figures() -> None:
+    assert ledger(7_500_000_000, 4, 2).total_bytes / 1e9 == 41.25
+    assert ledger(10**12, 64, 1).total_bytes / 1e9 == 4187.5
+    assert round(sum(shape.numel for shape in shapes("zero-128b")), -9) == 128 * 10**9
 
 
 def test_every_source_can_be_looked_up() -> None:

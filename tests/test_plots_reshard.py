@@ -66,9 +66,7 @@ def test_what_moves_has_its_new_owners_colour_and_what_stays_has_none():
     for src, dst in numels_between(moves(AT_4, AT_3, staying=True)):
         expected = PAPER if src == dst else tint(plots.rank_colour(dst, 3), MOVING)
         assert faces[f"{src} to {dst}"] == expected
-    assert {faces[f"rank {rank}"] for rank in range(4)} == {
-        plots.rank_colour(rank, 4) for rank in range(4)
-    }
+    assert {faces[f"rank {rank}"] for rank in range(4)} == {plots.rank_colour(rank, 4) for rank in range(4)}
 
 
 def test_names_stand_above_and_titles_say_which_bar_is_which():

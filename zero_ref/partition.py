@@ -332,6 +332,8 @@ def from_lists(numels: Sequence[int], owned: Iterable[Iterable[int | Slice]]) ->
 
 
 Strategy = str | Partition | Callable[..., "Partition | Sequence[Sequence[int]]"] | Sequence[Sequence[int]]
+"""How owners may be chosen: a name in `STRATEGIES`, such as "even"; a finished `Partition`; a function
+`(numels, world_size)` that returns one; or for each rank the numbers of its parameters."""
 
 STRATEGIES: dict[str, Callable[..., Partition]] = {
     "sorted_greedy": sorted_greedy,

@@ -14,9 +14,11 @@ import pytest
 
 from zero_ref.lab import ranks
 from zero_ref.lab.exercises import CHAPTERS, ExerciseFailed, StillTheStub, exercises, grade, starts_ranks
+from zero_ref.lab.exercises.editions import chapters_in
 from zero_ref.lab.exercises.notebook import ExerciseCells, exercises_in
 
 NOTEBOOKS = sorted(Path(__file__).parents[2].glob("notebooks/*.ipynb"))
+IN_CHAPTERS = chapters_in(Path(__file__).parents[2] / "notebooks")
 CELLS = {cells.exercise: cells for notebook in NOTEBOOKS for cells in exercises_in(notebook)}
 REGISTERED = exercises()
 WRONG: list[tuple[str, Callable[..., Any], str]] = [
@@ -83,7 +85,7 @@ def test_every_exercise_is_in_one_notebook_and_every_one_there_has_a_grader() ->
     assert in_notebooks == Counter(REGISTERED)
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("notebook", IN_CHAPTERS, ids=lambda path: path.stem)
 def test_a_chapter_has_two_or_three_exercises_that_are_its_own(notebook: Path) -> None:
     chapter = notebook.stem.partition("_")[2]
     names = [cells.exercise for cells in exercises_in(notebook)]
@@ -94,7 +96,7 @@ def test_a_chapter_has_two_or_three_exercises_that_are_its_own(notebook: Path) -
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_exercise_cells_have_their_ids_and_tags(notebook: Path) -> None:
     code = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
-    assert code[0]["id"] == "setup"
+    assert [cell["id"] for cell in code[:2]] == ["install", "setup"]
     expected = [
         (f"{cells.exercise.partition('.')[2].replace('_', '-')}-{part}", tags)
         for cells in exercises_in(notebook)
@@ -109,6 +111,16 @@ def test_exercise_cells_have_their_ids_and_tags(notebook: Path) -> None:
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_task_has_a_hint_that_folds_in_jupyter_and_on_colab_too(notebook: Path) -> None:
+    cells = json.loads(notebook.read_text())["cells"]
+    tasks = ["".join(cell["source"]) for cell in cells if cell["id"].endswith("-task")]
+    assert len(tasks) == len(exercises_in(notebook))
+    # Without the empty lines the Markdown in between is shown as it is written.
+    hint = re.compile(r"^<details>\n<summary>Hint</summary>\n\n.+?\n\n</details>$", re.DOTALL | re.MULTILINE)
+    assert [task for task in tasks if not hint.search(task)] == []
+
+
+@pytest.mark.parametrize("notebook", IN_CHAPTERS, ids=lambda path: path.stem)
 def test_solutions_are_folded_in_jupyter_too(notebook: Path) -> None:
     cells = [cell["metadata"] for cell in json.loads(notebook.read_text())["cells"]]
     solutions = [metadata for metadata in cells if "solution" in metadata.get("tags", ())]

@@ -134,8 +134,17 @@ def test_a_cell_runs_in_the_notebooks_folder_with_its_setup_and_nothing_else(tmp
     assert without_helper == (
         False,
         "its cell raises NameError: name 'helper' is not defined. "
-        "Besides this cell only the notebook's first code cell is run.",
+        "Besides this cell only the notebook's cell of imports is run.",
     )
+
+
+def test_the_cell_that_installs_the_package_is_not_run(tmp_path: Path) -> None:
+    path = notebook(tmp_path, "def adversary():\n    return math.floor\n", RIGHT)
+    text = json.loads(path.read_text())
+    text["cells"].insert(1, cell("raise SystemExit('installed again')", "install", "remove-cell"))
+    path.write_text(json.dumps(text))
+    assert [cells.setup for cells in exercises_in(path)] == ["import math\n"] * 2
+    assert outcomes(check_notebook(path))[1] == PASSED
 
 
 def test_a_setup_that_fails_is_told_apart(tmp_path: Path) -> None:

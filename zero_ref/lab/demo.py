@@ -50,61 +50,39 @@ def write_page(folder: Path, runs: Sequence[Run], config: TrainConfig) -> Path:
     """Draw what was measured as PNG files, and one HTML page that holds them all."""
     outcomes = [run.outcome for run in runs]
     world_size = outcomes[0].ranks
-    specs = from_module(GPT(config.model))
-    exhibits: list[tuple[Path, plots.Picture, str, str]] = []
+    exhibits: list[Exhibit] = []
 
-    def draw(name: str, size: tuple[float, float], caption: str, alt: str) -> Any:
-        figure, ax = plots.figure(*size)
-        exhibits.append((folder / f"{name}.png", figure, caption, alt))
-        return ax
+    def show(name: str, picture: plots.Picture, caption: str, alt: str) -> None:
+        plots.save(picture, folder / f"{name}.png")
+        exhibits.append(Exhibit(picture, caption, alt))
 
-    plots.memory_by_rank(
-        {run.outcome.strategy: run.held for run in runs},
-        draw(
-            "memory",
-            (7, 3.6),
-            "What each rank held after the last step, measured. ZeRO divides the optimizer state only.",
-            f"Stacked bars for {world_size} ranks under each strategy: parameters and gradients are the same "
-            "everywhere; optimizer state is whole under DDP and divided under the ZeRO strategies.",
-        ),
+    show(
+        "memory",
+        memory_picture(runs),
+        "What each rank held after the last step, measured. ZeRO divides the optimizer state only.",
+        f"Stacked bars for {world_size} ranks under each strategy: parameters and gradients are the same "
+        "everywhere; optimizer state is whole under DDP and divided under the ZeRO strategies.",
     )
     for rule in ("sorted_greedy", "even"):
-        plots.shard_map(
-            plan_partition(rule, specs, world_size),
-            draw(
-                f"shards-{rule.replace('_', '-')}",
-                (7, 3.2),
-                f"Who owns what under the partition {rule}, to scale.",
-                f"The model's parameters end to end, coloured by the rank that owns them under {rule}.",
-            ),
-            names=[spec.name for spec in specs],
+        show(
+            f"shards-{rule.replace('_', '-')}",
+            shards_picture(rule, config, world_size),
+            f"Who owns what under the partition {rule}, to scale.",
+            f"The model's parameters end to end, coloured by the rank that owns them under {rule}.",
         )
-    plots.loss_curves(
-        {result.strategy: result.losses for result in outcomes},
-        draw(
-            "losses",
-            (7, 3.2),
-            "Training loss at each step, the mean over ranks.",
-            "One loss curve for each strategy; they lie on each other.",
-        ),
+    show(
+        "losses",
+        losses_picture(runs),
+        "Training loss at each step, the mean over ranks.",
+        "One loss curve for each strategy; they lie on each other.",
     )
-    rows = [
-        (result.strategy, ROW_NAMES[quantity].removesuffix(", MB"), pair.predicted, pair.measured)
-        for result in outcomes
-        for quantity, pair in result.pairs().items()
-    ]
-    plots.predicted_against_measured(
-        rows,
-        draw(
-            "predicted-measured",
-            (7, 7),
-            "Each prediction, made before the run, and what was measured.",
-            "A ring for each prediction and a dot for its measurement, all dots inside their rings "
-            "if the predictions hold.",
-        ),
+    show(
+        "predicted-measured",
+        predictions_picture(runs),
+        "Each prediction, made before the run, and what was measured.",
+        "A ring for each prediction and a dot for its measurement, all dots inside their rings "
+        "if the predictions hold.",
     )
-    for path, figure, _, _ in exhibits:
-        plots.save(figure, path)
     page = folder / "index.html"
     table_rows: list[list[Any]] = [
         [
@@ -125,7 +103,44 @@ def write_page(folder: Path, runs: Sequence[Run], config: TrainConfig) -> Path:
         "strategy. Bytes are those of the rank that holds most; calls and payload are those of one step.",
         columns=["on the fullest rank", *(result.strategy for result in outcomes)],
         rows=table_rows,
-        figures=[Exhibit(figure, caption, alt) for _, figure, caption, alt in exhibits],
+        figures=exhibits,
         environment=environment(world_size),
     )
     return page
+
+
+# --------------------------------------------------------------- the pictures, of the book's tour as well
+
+
+def memory_picture(runs: Sequence[Run], width: float = 7) -> plots.Picture:
+    """What each rank held after the last step, under each strategy. The width is in inches."""
+    figure, ax = plots.figure(width, 3.6)
+    plots.memory_by_rank({run.outcome.strategy: run.held for run in runs}, ax)
+    return figure
+
+
+def shards_picture(rule: str, config: TrainConfig, world_size: int, width: float = 7) -> plots.Picture:
+    """Who owns what of the model under a partition: `rule` is a name that `partition=` takes."""
+    params = from_module(GPT(config.model))
+    figure, ax = plots.figure(width, 3.2)
+    plots.shard_map(plan_partition(rule, params, world_size), ax, names=[param.name for param in params])
+    return figure
+
+
+def losses_picture(runs: Sequence[Run], width: float = 7) -> plots.Picture:
+    """Training loss at each step, the mean over ranks, a curve for each strategy."""
+    figure, ax = plots.figure(width, 3.2)
+    plots.loss_curves({run.outcome.strategy: run.outcome.losses for run in runs}, ax)
+    return figure
+
+
+def predictions_picture(runs: Sequence[Run], width: float = 7) -> plots.Picture:
+    """Each prediction and its measurement."""
+    rows = [
+        (run.outcome.strategy, ROW_NAMES[quantity].removesuffix(", MB"), pair.predicted, pair.measured)
+        for run in runs
+        for quantity, pair in run.outcome.pairs().items()
+    ]
+    figure, ax = plots.figure(width, 7)
+    plots.predicted_against_measured(rows, ax)
+    return figure

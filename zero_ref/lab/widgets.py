@@ -28,8 +28,8 @@ PAGE = "ZERO_REF_PAGE"
 """Set while the book is built, by book/execute.py and book/_ext/explorer.py."""
 
 
-def explore(name: str, **values: Value) -> Exploration:
-    """An explorer by its name, at these values.
+def explore(name: str, **values: Value) -> Exploration | HTML:
+    """An explorer by its name, at these values; while the book is built, its piece of page.
 
     Args:
         name: of `zero_ref.live.EXPLORERS`: "memory", "partition", "overlap" or "design".
@@ -37,6 +37,8 @@ def explore(name: str, **values: Value) -> Exploration:
     Raises:
         ValueError: there is no such explorer, control or option.
     """
+    if os.environ.get(PAGE):
+        return HTML(page.html(name, **values))
     return Exploration(explorer_named(name), values)
 
 
@@ -78,9 +80,6 @@ class Exploration:
         return HTML(_html(self.answer))
 
     def _ipython_display_(self) -> None:
-        if os.environ.get(PAGE):
-            display(HTML(page.html(self.explorer.name, **self.values)))
-            return
         # Two outputs. Inside the widget the picture would be lost where there is no kernel.
         display(self.widget)
         shown = display(self._picture(), display_id=True)

@@ -16,7 +16,10 @@ async function start(root) {
 
 onmessage = async ({ data: { id, root, name, values, width } }) => {
   try {
-    live ??= start(root);
+    live ??= start(root).catch((error) => {
+      live = undefined; // asked again, it tries again
+      throw error;
+    });
     const python = await live;
     const text = values === undefined ? python.controls(name) : python.answer(name, JSON.stringify(values), width);
     postMessage({ id, result: JSON.parse(text) });

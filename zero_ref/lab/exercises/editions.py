@@ -2,7 +2,7 @@
 
 Both editions are made from the book's own notebooks, which have a stub, a check and a solution for each
 exercise. The book skips the check when it is built; in an edition it runs, so that running the notebook
-grades it.
+grades it. The text is in plain Markdown, without the marks that only the book's pages make something of.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from zero_ref.lab.exercises.plain import numbers_in, plain, works_in
 
 Audience = Literal["students", "teachers"]
 
@@ -78,7 +80,8 @@ def write_editions(
     Nothing is written unless all of it can be made.
 
     Args:
-        source: the folder with the book's notebooks.
+        source: the folder with the book's notebooks. Of `book/` beside it, if there is one, it takes what the
+            works are that are cited.
         folder: new or empty.
         chapters: which ones, each by its number or its name: `["3", "step"]`. None named: all.
     Raises:
@@ -94,12 +97,14 @@ def write_editions(
         raise ValueError(
             f"{folder} is there and is not an empty folder. Name a new one: nothing is replaced."
         )
+    book = {path: _read(path) for path in chapters_in(source)}  # a chapter names figures of others
+    numbers = numbers_in((int(path.stem.partition("_")[0]), notebook) for path, notebook in book.items())
+    bibliography = Path(source).resolve().parent / "book" / "references.bib"
+    works = works_in(bibliography.read_text(encoding="utf-8")) if bibliography.exists() else {}
     texts: dict[str, str] = {}
     for path in chosen:
         try:
-            made = edition(json.loads(path.read_text(encoding="utf-8")), audience)
-        except (KeyError, TypeError, json.JSONDecodeError):
-            raise ValueError(f"{path} is not a Jupyter notebook (format 4).") from None
+            made = plain(edition(book[path], audience), numbers, works)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         texts[path.name] = json.dumps(made, indent=1, ensure_ascii=False) + "\n"  # as Jupyter writes it
@@ -121,7 +126,8 @@ def chapters_in(source: str | Path, chapters: Sequence[str] = ()) -> list[Path]:
     names_of: dict[Path, set[str]] = {}
     for path in sorted(Path(source).glob("[0-9]*_*.ipynb")):
         number, _, name = path.stem.partition("_")
-        names_of[path] = {number, number.lstrip("0"), name, path.stem, path.name}
+        if number.strip("0"):  # 00 is the tour: a way in, and no chapter
+            names_of[path] = {number, number.lstrip("0"), name, path.stem, path.name}
     if not names_of:
         raise ValueError(
             f"there are no chapters in {str(source)!r}: they are in the folder notebooks of a clone."
@@ -132,6 +138,16 @@ def chapters_in(source: str | Path, chapters: Sequence[str] = ()) -> list[Path]:
             there = ", ".join(path.stem for path in names_of)
             raise ValueError(f"there is no chapter {chapter!r}; there are {there}.")
     return [path for path, names in names_of.items() if not chapters or names & set(chapters)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for cell in notebook["cells"]:
+            cell["cell_type"], cell["metadata"], cell["source"]  # what the editions are made from
+    except (KeyError, TypeError, json.JSONDecodeError):
+        raise ValueError(f"{path} is not a Jupyter notebook (format 4).") from None
+    return notebook
 
 
 def _expect_no(stub: dict[str, Any] | None) -> None:

@@ -1,6 +1,6 @@
 """Grade a whole notebook as it stands in its file: what `zero-ref check notebooks/03_partition.ipynb` does.
 
-Each exercise runs by itself, in a process of its own: the notebook's first code cell, the cell with the
+Each exercise runs by itself, in a process of its own: the notebook's cell of imports, the cell with the
 reader's function, the check. A cell that fails, hangs or ends its process harms no other exercise.
 
 It runs code from the file with the rights of whoever calls it: open only notebooks that you would run.
@@ -79,7 +79,8 @@ def exercises_in(path: str | Path) -> list[ExerciseCells]:
     """The exercises of a notebook, in its order.
 
     The function is in the last cell tagged `exercise` before the one tagged `check`, which names both; a
-    cell tagged `solution` follows. Tags survive editors that write new cell ids.
+    cell tagged `solution` follows. The imports are the first code cell but the one tagged `install`, which
+    whoever runs this has no need of. Tags survive editors that write new cell ids.
 
     Raises:
         OSError, ValueError: as in `check_notebook`.
@@ -87,6 +88,7 @@ def exercises_in(path: str | Path) -> list[ExerciseCells]:
     try:
         cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
         code = [("".join(cell["source"]), _tags(cell)) for cell in cells if cell["cell_type"] == "code"]
+        code = [(source, tags) for source, tags in code if "install" not in tags]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is not a Jupyter notebook (format 4).") from None
     found: list[ExerciseCells] = []
@@ -114,7 +116,7 @@ def _run_cell(source: str, name: str, namespace: dict[str, Any]) -> None:
     except Exception as error:
         advice = ""
         if isinstance(error, NameError) and name == "its cell":
-            advice = " Besides this cell only the notebook's first code cell is run."
+            advice = " Besides this cell only the notebook's cell of imports is run."
         raise ExerciseFailed(f"{name} raises {type(error).__name__}: {error}.{advice}") from None
 
 

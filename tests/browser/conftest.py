@@ -1,0 +1,124 @@
+"""The built book behind a server, and a Chromium to read it with.
+
+    python -m pytest -m browser        # after `make book`
+
+These tests read `_build/html`, or the folder that ZERO_REF_PAGES names, with an installed Chromium: the
+one that CHROMIUM names, or one that is found. No browser is downloaded, and only that server is reached.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from reader import DESK, OPTIONS, Visit, find_chromium
+from ready import AXE_SCRIPT, what_is_missing
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = Path(os.environ.get("ZERO_REF_PAGES") or ROOT / "_build" / "html")
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Serves files and writes no log."""
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing: a request is in the Visit."""
+
+
+@pytest.fixture(scope="session")
+def pages() -> Path:
+    """The folder of the built pages."""
+    folder = Path(os.environ.get("ZERO_REF_PAGES") or ROOT / "_build" / "html")
+    if not (folder / "index.html").is_file():
+        pytest.fail(
+            f"{folder} has no pages: build them with `make book`, or name their folder in ZERO_REF_PAGES"
+        )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def site(pages: Path) -> Iterator[str]:
+    """The address of the book, such as http://127.0.0.1:40123/ ; served until the tests end."""
+    handler = partial(QuietHandler, directory=str(pages))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """One Chromium without a window, for all tests."""
+    program = find_chromium()
+    if program is None:
+        named = os.environ.get("CHROMIUM")
+        pytest.fail(
+            (f"CHROMIUM={named} is not a program. " if named else "no Chromium found. ")
+            + "Install Chromium or Google Chrome, or give the path of one in the variable CHROMIUM"
+        )
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=OPTIONS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def _contexts() -> dict[tuple[bool, int], BrowserContext]:
+    # One for each look, kept: MathJax then comes from the cache, as for a reader who turns the page.
+    return {}
+
+
+@pytest.fixture
+def visit(
+    site: str, browser: Browser, _contexts: dict[tuple[bool, int], BrowserContext]
+) -> Iterator[Callable[..., Visit]]:
+    """`visit("notebooks/01_ledger.html", dark=True, width=PHONE)` opens a page, closed when the test ends.
+
+    It returns when all scripts have run and the formulas are set.
+    """
+    opened: list[Page] = []
+
+    def open_page(address: str, *, dark: bool = False, width: int = DESK, height: int = 900) -> Visit:
+        look = (dark, width)
+        if look not in _contexts:
+            scheme = "dark" if dark else "light"
+            _contexts[look] = browser.new_context(color_scheme=scheme, reduced_motion="reduce")
+        page = _contexts[look].new_page()
+        opened.append(page)
+        page.set_viewport_size({"width": width, "height": height})
+        one = Visit(page, site)
+        page.goto(site + address, wait_until="load")
+        page.evaluate("window.MathJax?.startup?.promise?.then(() => null)")
+        return one
+
+    yield open_page
+    for page in opened:
+        page.close()
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """The source of axe-core, which looks a page over for what shuts readers out."""
+    missing = what_is_missing()
+    if missing:
+        pytest.fail(missing)
+    return AXE_SCRIPT.read_text(encoding="utf-8")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for `address` is run for every page that was built."""
+    if "address" in metafunc.fixturenames:
+        found = sorted(path.relative_to(PAGES).as_posix() for path in PAGES.rglob("*.html"))
+        # _static holds templates; index.html only sends on to the front page.
+        addresses = [name for name in found if not name.startswith("_static/") and name != "index.html"]
+        # The package's sources are coloured by one program and framed by one template: two stand for all.
+        sources = [name for name in addresses if name.startswith("_modules/")]
+        addresses = [name for name in addresses if name not in sources[2:]]
+        metafunc.parametrize("address", addresses or ["book/index.html"])

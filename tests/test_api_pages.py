@@ -1,0 +1,241 @@
+"""The reference in book/api/ has every public name, once, with its chapter; docstrings become its text."""
+
+import doctest
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import zero_ref
+import zero_ref.lab
+import zero_ref.simulator
+
+BOOK = Path(__file__).parents[1] / "book"
+NOTEBOOKS = BOOK.parent / "notebooks"
+
+NOT_FOR_READERS = {
+    "zero_ref.collectives": {"Observable", "AllOf", "Work", "agree", "as_collectives", "broadcast_json"},
+    "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
+    "zero_ref.simulator.memory": {"StateBytes", "costs", "whole_bytes"},
+    "zero_ref.simulator.models": {"Named"},
+    "zero_ref.simulator.operations": {"broadcasts_of", "messages_of", "owned_bytes", "shared_out"},
+    "zero_ref.simulator.timeline": {"covered_ms"},
+    "zero_ref.lab.benchmark": {"flops_of", "load_average"},
+    "zero_ref.lab.compare": {"ProgressFile", "as_json", "environment", "problems"},
+    "zero_ref.lab.config": {"add_training_arguments", "config_from"},
+    "zero_ref.lab.meter": {"gather_from_ranks"},
+    "zero_ref.lab.model": {"Attention", "Block"},
+    "zero_ref.lab.train": {
+        "held_out_loss",
+        "learning_rate",
+        "main",
+        "make_optimizer",
+        "print_progress",
+        "read_checkpoint",
+    },
+}
+"""What modules share with each other: public among them, and of no use to a reader."""
+
+MODULES_NOT_FOR_READERS = {"zero_ref.lab.demo", "zero_ref.lab.report", "zero_ref.lab.widgets"}
+
+
+def _load_extension() -> ModuleType:
+    pytest.importorskip("sphinx")
+    sys.path.insert(0, str(BOOK / "_ext"))
+    try:
+        return importlib.import_module("api")
+    finally:
+        sys.path.remove(str(BOOK / "_ext"))
+
+
+api = _load_extension()
+
+
+def public_names(module: ModuleType) -> set[str]:
+    """`__all__`; without one, the functions and classes that are defined there and have no underscore."""
+    names = getattr(module, "__all__", None)
+    if names is None:
+        names = [
+            name
+            for name, thing in vars(module).items()
+            if (inspect.isfunction(thing) or inspect.isclass(thing))
+            and thing.__module__ == module.__name__
+            and not name.startswith("_")
+        ]
+    return set(names) - NOT_FOR_READERS.get(module.__name__, set())
+
+
+def modules_of_reference() -> list[str]:
+    """The modules of which all is shown: those of the plan, of the simulator, of the lab."""
+    names = [
+        f"zero_ref.{name}" for name in ("partition", "layout", "moves", "calls", "averaging", "collectives")
+    ]
+    for package in (zero_ref.simulator, zero_ref.lab):
+        names += [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
+    return [
+        name
+        for name in names
+        if not name.rpartition(".")[2].startswith("_") and name not in MODULES_NOT_FOR_READERS
+    ]
+
+
+# ------------------------------------------------------------------------------------------ what is there
+
+
+def test_every_name_of_the_package_has_its_entry():
+    assert {f"zero_ref.{name}" for name in zero_ref.__all__} - set(api.shown()) == set()
+
+
+@pytest.mark.parametrize("name", modules_of_reference())
+def test_every_public_name_of_a_module_has_its_entry(name):
+    # A name that is imported from zero_ref has its entry there.
+    shown = {f"{api.load(entry).__module__}.{entry.rpartition('.')[2]}" for entry in api.shown()
+             if hasattr(api.load(entry), "__module__")} | set(api.shown())  # fmt: skip
+    missing = {
+        public for public in public_names(importlib.import_module(name)) if f"{name}.{public}" not in shown
+    }
+    assert not missing, (
+        f"{name} has new public names {sorted(missing)}: "
+        "give each a line in a page of book/api/, or an underscore."
+    )
+
+
+def test_every_entry_is_a_name_that_exists_and_says_what_it_gives():
+    for entry in api.shown():
+        thing = api.load(entry)
+        assert isinstance(thing, api.VALUES) or inspect.getdoc(thing), f"{entry} has no docstring"
+
+
+def test_what_is_not_for_readers_exists_and_is_not_shown():
+    for module, names in NOT_FOR_READERS.items():
+        for name in names:
+            assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone"
+            assert f"{module}.{name}" not in api.shown()
+
+
+def test_a_name_is_on_one_page_only(tmp_path, monkeypatch):
+    for page in ("a.md", "b.md"):
+        (tmp_path / page).write_text("```{eval-rst}\n.. autofunction:: zero_ref.even\n```\n")
+    monkeypatch.setattr(api, "PAGES", tmp_path)
+    with pytest.raises(ValueError, match=r"zero_ref\.even is on a\.md and on b\.md"):
+        api.shown()
+
+
+def test_everything_that_docstrings_may_name_leads_to_an_entry():
+    for target in api.index_of(api.shown()).values():
+        assert target in api.shown() or target.rpartition(".")[0] in api.shown()
+
+
+# -------------------------------------------------------------------------------------------- and where
+
+
+def test_every_entry_has_its_chapter():
+    without = [entry for entry in api.shown() if entry not in api.CHAPTER_OF and not _has_module(entry)]
+    assert not without, f"CHAPTER_OF in book/_ext/api.py does not say where {without} are taught"
+
+
+def _has_module(entry):
+    return entry.rpartition(".")[0] in api.CHAPTER_OF
+
+
+def test_the_chapters_in_the_table_are_there_and_so_are_the_names():
+    for name, number in api.CHAPTER_OF.items():
+        if number is not None:
+            assert (NOTEBOOKS / f"{api.chapter_file(number).rpartition('/')[2]}.ipynb").is_file()
+        if not any(entry == name or entry.startswith(f"{name}.") for entry in api.shown()):
+            owner, _, member = name.rpartition(".")
+            assert hasattr(api.load(owner), member), f"nothing in the reference is called {name}"
+
+
+def pages_of_chapter(number):
+    taught = {name for name in [*api.shown(), *api.CHAPTER_OF] if api.chapter_of(name) == number}
+    shown = api.shown()
+    return {shown[name] if name in shown else shown.get(name.rpartition(".")[0]) for name in taught} - {None}
+
+
+@pytest.mark.parametrize("number", range(1, 15))
+def test_a_chapter_links_back_to_the_pages_that_name_it(number):
+    notebook = json.loads((BOOK.parent / f"{api.chapter_file(number)[1:]}.ipynb").read_text(encoding="utf-8"))
+    last = "".join(notebook["cells"][-1]["source"])
+    linked = set(re.findall(r"\(\.\./book/api/(\w+)\.md\)", last))
+    assert linked == pages_of_chapter(number)
+
+
+# ------------------------------------------------------------------------------------------- docstrings
+
+
+def test_the_examples_of_the_extension_hold():
+    assert doctest.testmod(api).failed == 0
+
+
+def test_code_becomes_code_and_a_known_name_a_link():
+    link = {"even": "zero_ref.even"}.get
+    assert api.prose_to_rest("As `even`, or `even()`; not `odd`.", link) == (
+        "As :py:obj:`even <zero_ref.even>`, or :py:obj:`even() <zero_ref.even>`; not ``odd``."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("s*b*h bytes, 2**-7", r"s\*b\*h bytes, 2\*\*-7"),
+        ("predicted | measured", r"predicted \| measured"),
+        ("clip_grad_norm_ of torch", r"clip_grad_norm\_ of torch"),
+        ("the `Call`s, un`do`ne", r"the ``Call``\ s, un\ ``do``\ ne"),
+        ("`a\n b` on two lines", "``a b`` on two lines"),
+    ],
+)
+def test_prose_means_the_same_as_before(text, rest):
+    assert api.prose_to_rest(text) == rest
+
+
+def test_an_example_stays_as_it_is_and_begins_a_paragraph():
+    lines = ["A `sum`:", ">>> f(2 * 3)     # `f`", "6", "", "And `more`."]
+    assert list(api.text_to_rest(lines, lambda code: None)) == [
+        "A ``sum``:", "", ">>> f(2 * 3)     # `f`", "6", "", "And ``more``.",
+    ]  # fmt: skip
+
+
+def test_a_section_may_begin_on_the_line_of_its_name():
+    lines = ["Args: as `even`, and", "    kinds: of tensor,", "        or None.", "Raises, Cost: as `even`."]
+    assert api.to_rest(lines) == [
+        ":Args:", "   as ``even``, and", "", "   ``kinds``", "      of tensor,", "      or None.", "",
+        ":Raises, Cost:", "   as ``even``.", "",
+    ]  # fmt: skip
+
+
+def test_a_section_of_prose_with_a_colon_has_no_items():
+    lines = ["Returns:", "    What it gives: the loss, or None."]
+    assert api.to_rest(lines) == [":Returns:", "   What it gives: the loss, or None.", ""]
+
+
+def test_a_word_before_a_colon_in_prose_is_no_section():
+    lines = ["Averages: what divides evenly.", "Sources of error: none."]
+    assert api.to_rest(lines)[:2] == lines
+
+
+def test_an_argument_is_no_link_even_if_something_has_its_name():
+    def play(schedule: object) -> None:
+        """Plays a `schedule`."""
+
+    index = {"zero_ref.simulator.schedule.schedule": "zero_ref.simulator.schedule.schedule"}
+    play.__module__ = "zero_ref.simulator.schedule"
+    link = partial(api.link_from, "zero_ref.simulator.schedule.play", play, index)
+    assert link("schedule") is None
+    play.__module__, play.__signature__ = play.__module__, inspect.Signature()
+    assert link("schedule") == "zero_ref.simulator.schedule.schedule"
+
+
+def test_a_word_that_two_things_have_is_no_link():
+    index = api.index_of(["zero_ref.lab.meter.held_bytes", "zero_ref.lab.stage_3.held_bytes", "zero_ref.OSS"])
+    assert "held_bytes" not in index
+    assert index["meter.held_bytes"] == "zero_ref.lab.meter.held_bytes"
+    assert index["OSS"] == index["zero_ref.oss.OSS"] == "zero_ref.OSS"
+    assert index["OSS.state_dict"] == "zero_ref.OSS.state_dict"

@@ -1,0 +1,139 @@
+"""Numbers on the pages that have no cells: `test_<page>_...` holds those of a page, for book/unasserted.py.
+
+The page of numbers and the one for those who are stuck have tests of their own: test_numbers.py and
+test_troubleshooting.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_ref.lab.compare import ROW_NAMES
+from zero_ref.lab.config import TrainConfig
+from zero_ref.lab.train import predict
+from zero_ref.live.options import RANKS
+from zero_ref.partition import even
+from zero_ref.simulator.schedule import Schedule
+
+ROOT = Path(__file__).resolve().parent.parent
+CHAPTERS = sorted((ROOT / "notebooks").glob("*.ipynb"))[1:]  # the first is the tour
+
+
+def text_of(page: str) -> str:
+    """A page on one line."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+@cache
+def exercises_of(chapter: Path) -> int:
+    cells = json.loads(chapter.read_text(encoding="utf-8"))["cells"]
+    return sum("exercise" in cell["metadata"].get("tags", []) for cell in cells)
+
+
+def words_of(chapter: Path) -> int:
+    """Words in a chapter's text, without code, formulas, markup and the folded hints."""
+    cells = json.loads(chapter.read_text(encoding="utf-8"))["cells"]
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    text = re.sub(r"<details>.*?</details>|\$[^$]*\$|\{\w+(:\w)?\}|<[^>]*>", " ", text, flags=re.S)
+    return len(re.findall(r"[A-Za-z][\w'-]*", text))
+
+
+@cache
+def planned(strategy: str) -> Schedule:
+    return predict(TrainConfig(strategy), 4)
+
+
+# ------------------------------------------------------------------------------------------------ README.md
+
+
+def test_readme_prints_what_the_demo_prints() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    strategies = ("ddp", "zero", "zero-bucket", "zero-even")
+    for quantity, label in ROW_NAMES.items():
+        (row,) = re.findall(rf"^{label} +(.*)$", readme, flags=re.M)
+        values = [getattr(planned(strategy), quantity) for strategy in strategies]
+        printed = [f"{value / 1e6:.3f}" if label.endswith("MB") else str(value) for value in values]
+        assert re.split(r"  +", row) == [f"{value} | {value}" for value in printed], label
+
+
+def test_readme_says_what_zero_sends_beside_ddp() -> None:
+    for strategy in ("zero", "zero-bucket", "zero-even"):
+        assert planned(strategy).wire_bytes() == 1.5 * planned("ddp").wire_bytes()
+
+
+def test_readme_says_how_even_a_split_is() -> None:
+    loads = even([1000, 10, 7_000, 123], 4).loads
+    assert 0 < max(abs(load - sum(loads) / 4) for load in loads) < 64
+    assert even([1000], 4).loads == (256, 256, 256, 232)  # cuts are multiples of 64
+
+
+# ------------------------------------------------------------------------------------------------- course.md
+
+
+def test_course_counts_chapters_and_exercises() -> None:
+    assert len(CHAPTERS) == 14
+    assert sum(map(exercises_of, CHAPTERS)) == 40
+    assert "The book has 14 chapters and 40 exercises" in text_of("book/course.md")
+
+
+def test_course_counts_the_exercises_of_each_chapter() -> None:
+    listed = re.findall(r"\(\.\./notebooks/(\w+)\.ipynb\) \((\d)\)", text_of("book/course.md"))
+    assert {name: int(count) for name, count in listed} == {
+        chapter.stem: exercises_of(chapter) for chapter in CHAPTERS
+    }
+
+
+def test_course_says_how_long_a_chapter_is() -> None:
+    counted = [words_of(chapter) for chapter in CHAPTERS]
+    assert all(1_000 < words < 3_000 for words in counted), counted
+    a_minute = 200
+    assert (1_000 / a_minute, 3_000 / a_minute) == (5, 15)
+    said = "between one and three thousand words, 5 to 15 minutes at two hundred words a minute"
+    assert said in text_of("book/course.md")
+
+
+# ------------------------------------------------------------------------------- explorers, glossary, running
+
+
+def test_explorers_go_to_the_ranks_that_the_page_names() -> None:
+    assert max(RANKS) == 1024
+
+
+def test_glossary_says_what_units_are() -> None:
+    assert round(100 * (2**30 / 10**9 - 1), 1) == 7.4
+
+
+def test_glossary_says_what_a_step_counter_takes() -> None:
+    weight = torch.nn.Parameter(torch.zeros(5))
+    weight.grad = torch.ones(5)
+    adam = torch.optim.Adam([weight])
+    adam.step()
+    assert adam.state[weight]["step"].nbytes == 4
+
+
+def test_glossary_says_how_coarse_bfloat16_is() -> None:
+    assert torch.finfo(torch.bfloat16).eps == 2**-7  # 8 significant bits, one of them not stored
+    values = torch.linspace(1, 2, 4_001)
+    assert (values.bfloat16().float() / values - 1).abs().max() <= 2**-8
+
+
+def test_running_says_how_even_a_split_is() -> None:
+    test_readme_says_how_even_a_split_is()
+    assert "to within 64 elements" in text_of("book/running.md")
+
+
+def test_running_names_the_port_of_its_commands() -> None:
+    page = (ROOT / "book" / "running.md").read_text(encoding="utf-8")
+    blocks = " ".join(re.findall(r"^```bash\n(.*?)^```", page, flags=re.M | re.S))
+    assert set(re.findall(r":(\d{4,5})\b", blocks)) == {"29500"}
+
+
+@pytest.mark.parametrize("page", ["course", "explorers", "glossary", "running"])
+def test_pages_named_in_tests_are_there(page: str) -> None:
+    assert (ROOT / "book" / f"{page}.md").exists()
