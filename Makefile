@@ -11,7 +11,7 @@ JUPYTERLAB := 4.6.6
 SHELL       := bash
 MAKEFLAGS   += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test lint types imports unit ranks notebooks book browser pages-in-browser links address clean
+.PHONY: help install demo notebook test lint types imports unit ranks notebooks book browser pages-in-browser links address offline clean
 # Notebooks and tests may start the environment's own programs, such as torchrun.
 export PATH := $(abspath $(BIN)):$(PATH)
 
@@ -87,12 +87,18 @@ book: $(STAMP)  ## write the book to _build/html; a warning is an error
 	    $(BIN)/jupyter-book build . -W -n --keep-going --all --quiet; \
 	    $(BIN)/python book/check_pages.py _build/html)
 
-# Where there is no Chromium this says so and goes on; on a server (CI is set) that is an error.
+# Where no Chromium starts this says so and goes on; where NEEDS_BROWSER is set that is an error.
 browser: $(STAMP)  ## read every page of the built book in Chromium: offline, accessible, on a phone
-	@if $(BIN)/python tests/browser/ready.py; then $(MAKE) pages-in-browser; else test -z "$$CI"; fi
+	@if $(BIN)/python tests/browser/ready.py; then $(MAKE) pages-in-browser; else test -z "$$NEEDS_BROWSER"; fi
 
 pages-in-browser:
-	$(call step,browser,$(BIN)/python -m pytest -q -m browser tests/browser)
+	$(call step,browser,$(BIN)/python -m pytest -q -m browser -n 2 tests/browser)
+
+# Nothing is run again: it is put together from the pages.
+offline: $(STAMP)  ## the whole book as one file, _build/zero_ref-book.html, from what `make book` wrote
+	$(call step,offline edition,\
+	    $(BIN)/python book/offline_edition.py _build/html _build/zero_ref-book.html; \
+	    $(BIN)/python book/check_pages.py _build/zero_ref-book.html)
 
 # The links are in the text, so no notebook is run. Other sites come and go, so this is no part of `make test`.
 links: $(STAMP)  ## look up every link of the book to another site

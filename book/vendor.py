@@ -40,7 +40,8 @@ PACKAGES = [
         "3.2.2",
         "Bt+SSVU8eBG27zChVewOicYs7Xsdt40qm4+UpHyX7k0/O9NliPc+x77k1/FEsPsjKPZGJvtRZM1vO+geW0OhGw==",
         "mathjax",
-        r"LICENSE|es5/(tex-mml-chtml\.js|output/chtml/fonts/.*|input/tex/extensions/.*|a11y/.*|ui/.*"
+        # tex-svg.js, which needs no fonts, is for book/offline_edition.py.
+        r"LICENSE|es5/(tex-mml-chtml\.js|tex-svg\.js|output/chtml/fonts/.*|input/tex/extensions/.*|a11y/.*|ui/.*"
         r"|sre/mathmaps/(base|en)\.json)",
     ),
     # Python 3.13 for the browser: what the explorers run. MPL-2.0, as its package.json says.

@@ -18,10 +18,9 @@ from zero_ref.live.page import NARROW, WIDE, html
 from zero_ref.live.palette import MANY_RANKS, RANK_COLOURS, rank_colour
 from zero_ref.live.svg import bar, element, key, text_width, ticks, wrapped
 from zero_ref.partition import plan_partition
-from zero_ref.simulator.activations import activation_bytes
 from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link
 from zero_ref.simulator.memory import Recipe, average_memory
-from zero_ref.simulator.models import MODELS, TRANSFORMERS, shapes, specs
+from zero_ref.simulator.models import MODELS, shapes, specs
 from zero_ref.simulator.play import Work, play
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import MIB, ddp_buckets, schedule
@@ -47,9 +46,15 @@ def test_memory_is_the_average_of_the_simulator(model: str, ranks: int, conventi
     answer = EXPLORERS["memory"].answer(
         model=model, ranks=ranks, convention=convention, optimizer="SGD", batch=2, sequence=512
     )
-    activations = activation_bytes(TRANSFORMERS[model], 2, 512, "full")
+    scenario = Scenario(MODELS[model], CLUSTERS["v100-ib"], ranks, 2, 512, checkpointing="selective")
     for stage in range(4):
-        recipe = Recipe(stage, convention, "SGD", activation_bytes=activations)
+        recipe = Recipe(
+            stage,
+            convention,
+            "SGD",
+            gradient_as_bucket_view=True,
+            activation_bytes=scenario.activation_bytes,
+        )
         memory = average_memory(specs(shapes(model)), ranks, recipe)
         drawn = {key: value for key, value in answer.numbers.items() if key.startswith(f"stage {stage}, ")}
         assert sum(drawn.values()) == pytest.approx(memory.total_bytes)  # another order of adding up
@@ -159,7 +164,7 @@ def test_memory_marks_its_stage_and_what_does_not_fit() -> None:
         assert marked.startswith(f"▸ stage {stage}: ")
         assert ("which is too much" in answer.words) == (stage == 0)
     assert "the device's 80 GB" in written(answer)
-    far = EXPLORERS["memory"].answer(model="gpt2", stage=3, sequence=128)
+    far = EXPLORERS["memory"].answer(model="gpt2", ranks=4, stage=3, sequence=128)
     assert "the device's 80 GB: far to the right" in written(far)
 
 
@@ -277,3 +282,12 @@ def test_an_explorer_is_what_its_controls_and_its_function_make_it() -> None:
         "echo", "Echo", (Control("n", "n", 1, (1, 2)),), lambda width, n: Answer("", f"{width:g} {n}", [], {})
     )
     assert [echo.answer().words, echo.answer(300, n=2).words] == ["640 1", "300 2"]
+
+
+def test_the_memory_explorer_starts_with_the_tours_figures() -> None:
+    numbers = EXPLORERS["memory"].answer().numbers
+    scenario = Scenario(MODELS["llama3-8b"], CLUSTERS["h100-ib"], 64)
+    for stage, strategy in ((0, "ddp"), (1, "zero-even"), (3, "zero-3")):
+        held = sum(nbytes for name, nbytes in numbers.items() if name.startswith(f"stage {stage}, "))
+        fullest = scenario.run(strategy).memory.total_bytes
+        assert held == pytest.approx(fullest, rel=0.001)  # an average, and what cuts leave over

@@ -17,6 +17,9 @@ MENDED = {
     r'<summary>(<span class="toctree-toggle")': r'<summary aria-label="The pages below this one">\1',
     # This role is deprecated, and what is in a list has to be list items.
     r'role="doc-biblioentry"': 'role="listitem"',
+    # A signature of several lines is a list of definitions without the words they define.
+    r'<dl>(?=\n<dd><em class="sig-param">)': '<dl role="list">',
+    r'<dd>(?=<em class="sig-param">)': '<dd role="listitem">',
     # 1.5 MB that draw as SVG the icons which the page's style sheet draws from a font.
     r'<script src="[^"]*/fontawesome/[^"]*/js/all\.min\.js[^"]*"></script>': "",
     r'<link rel="preload" as="font"[^>]*/fa-(brands|regular)-400\.woff2" />': "",

@@ -2,7 +2,7 @@
 
     python tests/browser/ready.py
 
-Ends with status 0 if there is a Chromium, and axe-core (fetched with npm into this folder and pinned by its
+Ends with status 0 if there is a Chromium that starts, and axe-core (fetched with npm into this folder and pinned by its
 checksum; neither in git nor part of the pages). Else it says in one line what to install, with status 1.
 """
 
@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from reader import find_chromium
+from reader import OPTIONS, find_chromium
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "book"))
@@ -31,8 +31,16 @@ AXE_SCRIPT = Path(__file__).resolve().parent / AXE.folder / "axe.min.js"
 
 def what_is_missing() -> str:
     """What keeps the pages from being checked here: empty if nothing does."""
-    if find_chromium() is None:
+    chromium = find_chromium()
+    if chromium is None:
         return "install Chromium or Google Chrome, or name one in the variable CHROMIUM"
+    try:
+        command = [chromium, "--headless", *OPTIONS, "--dump-dom", "about:blank"]
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{chromium} does not start: {error}"
+    if tried.returncode != 0:
+        return f"{chromium} does not start: {(tried.stderr.strip().splitlines() or ['no words'])[-1]}"
     if AXE_SCRIPT.is_file():
         return ""
     if shutil.which("npm") is None:

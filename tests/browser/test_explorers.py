@@ -166,12 +166,12 @@ def test_all_of_it_can_be_done_with_a_keyboard(visit: Callable[..., Visit]) -> N
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "explorer-partition-ranks"
     page.keyboard.press("ArrowRight")
-    settled(section, {"ranks": 96})
-    assert page.evaluate("document.activeElement.getAttribute('aria-valuetext')") == "96"
+    settled(section, {"ranks": 48})
+    assert page.evaluate("document.activeElement.getAttribute('aria-valuetext')") == "48"
     page.keyboard.press("Tab")
     page.keyboard.press("Space")
-    settled(section, {"ranks": 96, "fullest_first": True})
-    assert "gpt2 on 96 ranks" in section.locator(".explorer-words").inner_text()
+    settled(section, {"ranks": 48, "fullest_first": True})
+    assert "llama3-8b on 48 ranks" in section.locator(".explorer-words").inner_text()
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

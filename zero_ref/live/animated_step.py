@@ -4,91 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from html import escape
 from itertools import accumulate
 from typing import NamedTuple
 
-from zero_ref.calls import Call
 from zero_ref.live.animation import Animation, Motion
 from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, rank_colour, text_colour_on, tint
-from zero_ref.live.svg import LINE, bar, element, line, text, text_width
-from zero_ref.partition import ParamSpec, Partition, Slice
-from zero_ref.simulator.operations import data_parallel, messages_of
-
-PHASES = {
-    "reduce": "Gradients are averaged over all ranks",
-    "step": "Each rank updates only what it owns",
-    "broadcast": "Each owner sends its new values",
-    "equal": "All ranks hold the same again",
-}
-SECONDS = {"reduce": (0.5, 2.3), "step": (2.9, 4.5), "broadcast": (5.1, 9.1), "equal": (9.1, 12.0)}
-MOST_RANKS, MOST_PIECES = 4, 24
+from zero_ref.live.step_frames import MOST_RANKS, PHASES, SECONDS, Frame, step_frames
+from zero_ref.live.svg import LINE, element, line, text, text_width
+from zero_ref.partition import Partition, Slice
 
 SIDE, TOP = 14.0, 12.0
 GRADIENTS, PARAMETERS, RANK = 22.0, 32.0, 90.0
 """Pixels: two strips of a rank, and all of a rank with its name and the space below."""
-
-
-class Frame(NamedTuple):
-    """What happens next, on all ranks at once.
-
-    Args:
-        phase: one of PHASES.
-        start_s, stop_s: of the loop.
-        call: what each rank asks of the network, if anything.
-        piece: what a broadcast carries.
-        receivers: the ranks to which it is new.
-    """
-
-    phase: str
-    start_s: float
-    stop_s: float
-    call: Call | None = None
-    piece: Slice | None = None
-    receivers: tuple[int, ...] = ()
-
-
-def step_frames(partition: Partition) -> list[Frame]:
-    """A step's frames, in the order of the package's calls: an all-reduce, the local step, the broadcasts.
-
-    >>> from zero_ref.partition import sorted_greedy
-    >>> for frame in step_frames(sorted_greedy([6, 5], 2)):
-    ...     print(frame.phase, frame.start_s, *(frame.call or ()))
-    reduce 0.5 all_reduce 44 None
-    step 2.9
-    broadcast 5.1 broadcast 24 0
-    broadcast 7.1 broadcast 20 1
-    equal 9.1
-
-    Args:
-        partition: of float32 parameters, on 2 to 4 ranks. The time of a call says nothing: all broadcasts
-            take equally long, however much they carry.
-    Raises:
-        ValueError: other numbers of ranks, or more slices than can be told apart.
-    Source: `simulator.operations.data_parallel`, whose calls are compared with real ones in chapter 4.
-    """
-    ranks = partition.world_size
-    params = [ParamSpec(numel) for numel in partition.numels]
-    pieces = [piece for _, (piece,) in messages_of(partition, params, flat=False) if piece.numel]
-    if not 2 <= ranks <= MOST_RANKS or not 1 <= len(pieces) <= MOST_PIECES:
-        raise ValueError(
-            f"{len(pieces)} slices on {ranks} ranks: a step moves with 1 to {MOST_PIECES} slices on 2 to "
-            f"{MOST_RANKS} ranks. `lab.plots.step_diagram` draws up to 8 ranks."
-        )
-    one_bucket = [list(reversed(range(len(params))))]
-    sent = iter(pieces)
-    frames = []
-    for one in data_parallel(params, ranks, partition, one_bucket):
-        if one.label == "broadcast":
-            start_s, stop_s = SECONDS["broadcast"]
-            each_s = (stop_s - start_s) / len(pieces)
-            start_s += each_s * sum(frame.phase == "broadcast" for frame in frames)
-            (call,) = one.calls_of(0, ranks)
-            receivers = tuple(rank for rank in range(ranks) if rank != call.peer)
-            frames.append(Frame("broadcast", start_s, start_s + each_s, call, next(sent), receivers))
-        elif one.label in PHASES:
-            calls = one.calls_of(0, ranks)
-            frames.append(Frame(one.label, *SECONDS[one.label], call=calls[0] if calls else None))
-    return [*frames, Frame("equal", *SECONDS["equal"])]
 
 
 def animate_step(partition: Partition, names: Sequence[str] | None = None) -> Animation:
@@ -96,7 +24,7 @@ def animate_step(partition: Partition, names: Sequence[str] | None = None) -> An
 
     >>> from zero_ref.partition import sorted_greedy
     >>> animate_step(sorted_greedy([6, 5, 4], 2), ["W1", "W2", "b"]).words.split(". ")[2]
-    'Rank 0 updates W1; rank 1 updates W2, b'
+    'Rank 0 updates W1; Rank 1 updates W2, b'
 
     Args:
         partition: of at most 24 slices.
@@ -119,8 +47,213 @@ def animate_step(partition: Partition, names: Sequence[str] | None = None) -> An
     )
     words = (
         f"One step of ZeRO on {partition.world_size} ranks, in four phases. {PHASES['reduce']}. "
-        f"{'; '.join(f'rank {rank} updates {what}' for rank, what in enumerate(own)).capitalize()}. "
+        f"{'; '.join(f'Rank {rank} updates {what}' for rank, what in enumerate(own))}. "
         f"{PHASES['broadcast']} to all others, one call after another: {sends}. {PHASES['equal']}."
     )
-    words = words.replace("Rank 0 updates", "Rank 0 updates")
     return Animation("one step", words, partial(_draw, partition, tuple(names), frames, words))
+
+
+# ------------------------------------------------------------------------------------------------ the picture
+
+
+class _Board(NamedTuple):
+    """The parameters end to end: where each piece lies, and how it looks."""
+
+    partition: Partition
+    names: Sequence[str]
+    left: float
+    width: float
+
+    def boxes(self) -> list[tuple[Slice, int, float, float]]:
+        """Each piece, its owner, its left edge and its width."""
+        begins = list(accumulate(self.partition.numels, initial=0))
+        px = self.width / begins[-1]
+        return [
+            (piece, owner, self.left + px * (begins[piece.param] + piece.start), px * piece.numel)
+            for of_param in self.partition.pieces_of_param
+            for piece, owner in of_param
+            if piece.numel
+        ]
+
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str, *words: str, **more: str
+    ) -> str:
+        """A box with the first of `words` that has room; `grows` and `appears` are classes of the two."""
+        rect = element("rect", x=x, y=y, width=width - 1, height=height, fill=fill, class_=more.get("grows"))
+        fits = next((one for one in words if text_width(one) + 3 <= width), None)
+        if fits is None:
+            return rect
+        named = text(x + width / 2, y + height / 2 + 4.5, fits, fill=text_colour_on(fill), anchor="middle")
+        return rect + (element("g", named, class_=more["appears"]) if "appears" in more else named)
+
+    def row(self, y: float, height: float, phase: str, rank: int, hatch: str) -> list[str]:
+        """What a rank holds in a phase: averaged gradients, or parameters."""
+        parts = []
+        for piece, owner, x, wide in self.boxes():
+            colour, name = rank_colour(owner, MOST_RANKS), self.names[piece.param]
+            if phase == "reduce":
+                parts.append(self.box(x, y, wide, height, tint(colour, 0.4), f"∇{name}", name))
+            elif owner == rank or phase == "equal":
+                parts.append(self.box(x, y, wide, height, colour, name))
+            else:
+                parts.append(_old(x, y, wide, height, name, hatch))
+        return parts
+
+
+def _draw(
+    partition: Partition, names: Sequence[str], frames: Sequence[Frame], words: str, width: float, name: str
+) -> str:
+    ranks, columns = partition.world_size, 2 if width >= 600 else 1
+    motion = Motion(name, SECONDS["equal"][1], SECONDS["equal"][0] + 0.9)
+    hatch = f"{name}-old"
+    top = TOP + 27 * len(PHASES) / columns
+    height = top + RANK * ranks + LINE
+    parts = [
+        _hatching(hatch),
+        element("g", *_four(partition, names, width, height, columns, hatch), class_="still"),
+    ]
+    moving = [
+        *_progress(frames, motion, width, columns),
+        *_ranks(_Board(partition, names, SIDE, width - 2 * SIDE), frames, motion, top, hatch),
+    ]
+    for frame in frames:
+        if frame.call:
+            sender = "" if frame.call.peer is None else f" from rank {frame.call.peer}"
+            said = f"network: {frame.call.op}{sender}, {frame.call.nbytes} bytes"
+            seen = motion.appears(frame.start_s, frame.stop_s)
+            moving.append(element("g", text(SIDE, height - 9, said, fill=MUTED), class_=seen))
+    parts.append(element("g", *moving, class_="moving"))
+    return motion.picture(width, height, words, parts)
+
+
+def _hatching(name: str) -> str:
+    stroke = line(0, 0, 0, 7, tint(MUTED, 0.45), 2.2)
+    ground = element("rect", width=7, height=7, fill=PAPER)
+    return element(
+        "pattern", ground, stroke, id=name, width=7, height=7, patternUnits="userSpaceOnUse",
+        patternTransform="rotate(45)",
+    )  # fmt: skip
+
+
+def _old(x: float, y: float, width: float, height: float, name: str, hatch: str) -> str:
+    hint = element("title", escape(f"{name}, old"))
+    size = {"x": x + 0.5, "y": y + 0.5, "width": max(0.0, width - 2), "height": height - 1}
+    return element("rect", hint, **size, fill=f"url(#{hatch})", stroke=tint(MUTED, 0.45))
+
+
+def _place(number: int, width: float, columns: int) -> tuple[float, float, int]:
+    """Of one of four things in columns: its left edge, its width, its row."""
+    wide = (width - 2 * SIDE - 20 * (columns - 1)) / columns
+    rows = len(PHASES) // columns
+    return SIDE + number // rows * (wide + 20), wide, number % rows
+
+
+def _progress(frames: Sequence[Frame], motion: Motion, width: float, columns: int) -> list[str]:
+    """The names of the phases; below each a line that fills while it goes on."""
+    parts = []
+    for number, (phase, said) in enumerate(PHASES.items()):
+        x, wide, row = _place(number, width, columns)
+        y = TOP + 27 * row
+        spans = [(frame.start_s, frame.stop_s) for frame in frames if frame.phase == phase]
+        start_s, stop_s = spans[0][0], spans[-1][1]
+        if phase == "equal":
+            stop_s = start_s + 0.5  # what is left is the pause at the end
+        fills = motion.grows(start_s, stop_s)
+        parts += [
+            text(x, y + 11, f"{number + 1}  {said}"),
+            element("rect", x=x, y=y + 16, width=wide, height=3, fill=FAINT),
+            element("rect", x=x, y=y + 16, width=wide, height=3, fill=INK, class_=fills),
+        ]
+    return parts
+
+
+def _ranks(board: _Board, frames: Sequence[Frame], motion: Motion, top: float, hatch: str) -> list[str]:
+    """The ranks below each other; above them what travels from one to another."""
+    everyone = range(board.partition.world_size)
+    reduce, step = (next(one for one in frames if one.phase == phase) for phase in ("reduce", "step"))
+    arrive_s = reduce.stop_s - 0.4
+    averaged, updated = motion.appears(arrive_s), motion.grows(step.start_s, step.stop_s, "Y")
+    named = motion.appears((step.start_s + step.stop_s) / 2)
+    parts, above = [], []
+    for rank in everyone:
+        y = top + RANK * rank
+        parts += [
+            text(board.left, y + 13, f"rank {rank}", bold=True),
+            board.box(board.left, y + LINE, board.width + 1, GRADIENTS, FAINT, "gradients of its own batch"),
+            element("g", *board.row(y + LINE, GRADIENTS, "reduce", rank, hatch), class_=averaged),
+        ]
+        for sender in everyone:
+            if sender != rank:
+                flies = motion.of(
+                    (reduce.start_s, f"transform:translateY({RANK * (sender - rank):g}px);opacity:0"),
+                    (reduce.start_s + 0.1, f"transform:translateY({RANK * (sender - rank):g}px);opacity:.4"),
+                    (arrive_s, "transform:translateY(0px);opacity:.4"),
+                    (reduce.stop_s, "transform:translateY(0px);opacity:0"),
+                )
+                above.append(
+                    element(
+                        "rect", x=board.left, y=y + LINE, width=board.width, height=GRADIENTS, fill=MUTED,
+                        class_=flies, data_phase="reduce", data_from=sender, data_to=rank,
+                    )
+                )  # fmt: skip
+        low = y + LINE + GRADIENTS + 4
+        for piece, owner, x, wide in board.boxes():
+            name, colour = board.names[piece.param], rank_colour(owner, MOST_RANKS)
+            parts.append(_old(x, low, wide, PARAMETERS, name, hatch))
+            if owner == rank:
+                new = board.box(x, low, wide, PARAMETERS, colour, name, grows=updated, appears=named)
+                parts.append(element("g", new, data_phase="step", data_param=piece.param, data_rank=rank))
+                continue
+            frame = next(one for one in frames if one.piece == piece)
+            flies = motion.of(
+                (frame.start_s, f"transform:translateY({RANK * (owner - rank):g}px);opacity:0"),
+                (frame.start_s + 0.01, f"transform:translateY({RANK * (owner - rank):g}px);opacity:1"),
+                (frame.start_s + 0.8 * (frame.stop_s - frame.start_s), "transform:translateY(0px);opacity:1"),
+            )
+            above.append(
+                element(
+                    "g", board.box(x, low, wide, PARAMETERS, colour, name),
+                    class_=flies, data_phase="broadcast", data_param=piece.param, data_from=owner,
+                    data_to=rank, data_start_s=frame.start_s, data_stop_s=frame.stop_s,
+                )
+            )  # fmt: skip
+    return parts + above
+
+
+def _four(
+    partition: Partition, names: Sequence[str], width: float, height: float, columns: int, hatch: str
+) -> list[str]:
+    """All four phases at once, for who sees nothing move."""
+    ranks, rows = partition.world_size, len(PHASES) // columns
+    high = (height - TOP) / rows
+    each = (high - LINE - 14) / ranks
+    parts = []
+    for number, (phase, said) in enumerate(PHASES.items()):
+        x, wide, row = _place(number, width, columns)
+        y = TOP + high * row
+        board = _Board(partition, names, x + 50, wide - 50)
+        parts.append(text(x, y + 11, f"{number + 1}  {said}"))
+        y += LINE
+        for rank in range(ranks):
+            parts.append(text(x, y + each * rank + each / 2 + 3, f"rank {rank}", fill=MUTED))
+            parts += board.row(y + each * rank, each - 3, phase, rank, hatch)
+        if phase == "broadcast":
+            parts += _arrows(board, y, each)
+    return parts
+
+
+def _arrows(board: _Board, y: float, each: float) -> list[str]:
+    """From each owner's box up and down its column, to those that receive it."""
+    lines, heads = [], []
+    for _, owner, x, wide in board.boxes():
+        middle, colour = x + wide / 2, rank_colour(owner, MOST_RANKS)
+        for rank in range(board.partition.world_size):
+            if rank != owner:
+                down = rank > owner
+                begin = y + each * owner + (each - 3 if down else 0)
+                end = y + each * rank + (each - 3) / 2
+                back = end + (-7 if down else 7)
+                points = f"{middle - 6:g},{back:g} {middle + 6:g},{back:g} {middle:g},{end:g}"
+                lines.append(line(middle, begin, middle, back, colour, 2.5))
+                heads.append(element("polygon", points=points, fill=colour, stroke=PAPER))
+    return lines + heads

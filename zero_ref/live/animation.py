@@ -27,8 +27,8 @@ class Motion:
     >>> motion = Motion("picture", loop_s=10, first_s=8)
     >>> motion.of((2, "opacity:0"), (4, "opacity:1"))
     'picture-0'
-    >>> print(motion.style().rpartition("}}")[0].rpartition("@")[2])
-    keyframes picture-0{0%,20%{opacity:0}40%,100%{opacity:1}
+    >>> motion.style().rpartition("@")[2]
+    'keyframes picture-0{0%,20%{opacity:0}40%,100%{opacity:1}}'
 
     Args:
         name: of all its classes; another for each picture of a page.
@@ -167,4 +167,4 @@ class Animation:
         return self.draw(width, f"z{crc32(self.words.encode()):08x}-{width:g}")
 
     def _repr_html_(self) -> str:
-        return html(self.svg(WIDE), self.svg(NARROW), f"Pause: {self.title}")
+        return html(self.svg(WIDE), self.svg(NARROW), f"Pause the animation: {self.title}")

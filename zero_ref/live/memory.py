@@ -9,11 +9,12 @@ from zero_ref.live.numbers import short_bytes
 from zero_ref.live.options import RANKS, params_of
 from zero_ref.live.palette import ALARM, INK, ITEM_COLOURS
 from zero_ref.live.svg import LINE, MARGIN, axis, bar, key, level, picture, text
-from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes
+from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS, Device
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES
 from zero_ref.simulator.memory import Recipe, average_memory
 from zero_ref.simulator.models import TRANSFORMERS
+from zero_ref.simulator.scenario import Scenario
 
 DEVICES: dict[str, Device] = {
     one.device.name: one.device for one in CLUSTERS.values() if one.device.memory_gb is not None
@@ -72,8 +73,16 @@ def _items(
     checkpointing: str,
 ) -> dict[str, float]:
     """What is drawn as "other" is in the package's own items too, one by one."""
-    activations = activation_bytes(TRANSFORMERS[model], batch, sequence, checkpointing)
-    recipe = Recipe(stage, convention, optimizer, activation_bytes=activations)
+    run = Scenario(
+        TRANSFORMERS[model], CLUSTERS["h100-ib"], ranks, batch, sequence, checkpointing=checkpointing
+    )  # which counts activations; of these the cluster is no matter
+    recipe = Recipe(
+        stage,
+        convention,
+        optimizer,
+        gradient_as_bucket_view=True,
+        activation_bytes=run.activation_bytes,
+    )
     items = average_memory(params_of(model), ranks, recipe).items
     named = {item: items.get(item, 0.0) for item in ITEM_COLOURS}
     return {**named, "other": sum(items.values()) - sum(named.values())}
@@ -127,8 +136,8 @@ MEMORY = Explorer(
         Control("optimizer", "optimizer", "AdamW", tuple(STATE_RULES)),
         Control("device", "device", "H100 80 GB", tuple(DEVICES)),
         Control("batch", "sequences at a time", 1, (1, 2, 4, 8, 16, 32, 64)),
-        Control("sequence", "tokens in each", 4096, tuple(2**power for power in range(7, 16))),
-        Control("checkpointing", "activations kept", "full", tuple(CHECKPOINTING)),
+        Control("sequence", "tokens in each", 8192, tuple(2**power for power in range(7, 16))),
+        Control("checkpointing", "activations kept", "selective", tuple(CHECKPOINTING)),
     ),
     _draw,
 )

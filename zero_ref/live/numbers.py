@@ -46,13 +46,18 @@ def short_time(ms: float) -> str:
     >>> [short_time(ms) for ms in (0, 0.25, 1_450, 13_498, 119_362, 1.01e9)]
     ['0 ms', '0.25 ms', '1,450 ms', '13.5 s', '119 s', '11.7 days']
     """
-    if ms < 10_000:
-        return f"{short(ms)} ms"
-    seconds = ms / 1e3
-    for unit, length, most in (("s", 1, 3_600), ("h", 3_600, 3 * 86_400)):
-        if seconds < most:
-            return f"{short(seconds / length)} {unit}"
-    return f"{short(seconds / 86_400)} days"
+    unit, in_ms = time_unit(ms)
+    return f"{short(ms / in_ms)} {unit}"
+
+
+def time_unit(ms: float) -> tuple[str, float]:
+    """The unit that suits a length of time, and how many milliseconds it has.
+
+    >>> time_unit(13_498)
+    ('s', 1000.0)
+    """
+    units = (("ms", 1.0, 10_000), ("s", 1e3, 3_600_000), ("h", 3.6e6, 3 * 8.64e7))
+    return next(((unit, in_ms) for unit, in_ms, most in units if ms < most), ("days", 8.64e7))
 
 
 def _scaled(number: float, units: tuple[str, ...]) -> str:

@@ -111,8 +111,8 @@ OVERLAP = Explorer(
         Control("latency", "latency, times the cluster's", 1.0, FACTORS),
         Control("bandwidth", "bandwidth, times the cluster's", 1.0, FACTORS),
         Control("ranks", "ranks", 64, RANKS),
-        Control("tokens", "tokens of a rank", 4096, tuple(2**power for power in range(7, 18))),
-        Control("native", "collectives of a GPU's library", True),
+        Control("tokens", "tokens on each rank", 4096, tuple(2**power for power in range(7, 18))),
+        Control("native", "a GPU library's collectives (off: ours)", True),
     ),
     _draw,
 )

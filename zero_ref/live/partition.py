@@ -148,8 +148,8 @@ PARTITION = Explorer(
     "partition",
     "Partition explorer",
     (
-        Control("model", "model", "gpt2", tuple(MODELS)),
-        Control("ranks", "ranks", 64, RANKS),
+        Control("model", "model", "llama3-8b", tuple(MODELS)),
+        Control("ranks", "ranks", 32, RANKS),
         Control("fullest_first", "fullest first", False),
     ),
     _draw,

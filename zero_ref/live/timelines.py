@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zero_ref.live.lanes import alone, flowed_together, label_colour, label_key, rows_of
-from zero_ref.live.numbers import short_time
+from zero_ref.live.numbers import short, short_time, time_unit
 from zero_ref.live.palette import ALARM, INK, MUTED
 from zero_ref.live.svg import LINE, axis, bar, element, key, line, text
 from zero_ref.simulator.operations import COMPUTE, NETWORK
@@ -48,7 +48,9 @@ def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -
                 y += 6
         parts.append(line(end, top, end, y, INK, 1.4))
         y += 12
-    grid = axis(x, width, grid_top, y, scale_ms, short_time, "since the beginning")
+    unit, in_ms = time_unit(scale_ms)
+    below = f"{unit} since the beginning"
+    grid = axis(x, width, grid_top, y, scale_ms, lambda ms: short(ms / in_ms), below)
     return grid + parts, y + 40
 
 

@@ -59,7 +59,8 @@
       this.note.textContent = "";
       this.button = make("button", { type: "button", className: "explorer-start", textContent: "Move it yourself" });
       this.button.onclick = () => this.start();
-      this.note.append(this.button, make("span", { textContent: " fetches Python, 12 MB, once, from this site" }));
+      this.note.append(this.button, make("span", { className: "explorer-cost" }));
+      this.say("fetches Python, 12 MB, once, from this site");
       section.dataset.state = "still";
     }
 
@@ -68,7 +69,7 @@
       this.say("Python is starting …");
       this.section.dataset.state = "starting";
       if (location.protocol === "file:") {
-        this.fail("a browser starts Python only on pages from a server. In the book's folder: python -m http.server");
+        this.fail("a browser starts Python only on pages from a server. In the book's folder run python -m http.server, and open http://localhost:8000");
         return;
       }
       try {
@@ -77,6 +78,7 @@
         await this.draw();
         this.note.remove();
         this.section.dataset.state = "live";
+        for (const cost of document.querySelectorAll('[data-state="still"] .explorer-cost')) cost.textContent = "";
         let timer;
         let width = this.width();
         new ResizeObserver(() => {
