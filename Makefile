@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # To read the chapters, not to test them, so it is not in requirements.txt.
-JUPYTERLAB := 4.6.6
+JUPYTERLAB := jupyterlab==4.6.6 jupyterlab-myst==2.7.0
 
 SHELL       := bash
 MAKEFLAGS   += --no-print-directory
@@ -41,8 +41,8 @@ demo: $(STAMP)  ## train the same model under DDP and three forms of ZeRO; pictu
 	@$(BIN)/zero-ref demo $(DEMO_ARGS)
 
 notebook: $(STAMP)  ## open the chapters in JupyterLab, installed into .venv the first time
-	@$(BIN)/python -c 'import jupyterlab' 2>/dev/null || \
-	    $(BIN)/python -m pip install --quiet --disable-pip-version-check jupyterlab==$(JUPYTERLAB)
+	@$(BIN)/python -c 'import jupyterlab, jupyterlab_myst' 2>/dev/null || \
+	    $(BIN)/python -m pip install --quiet --disable-pip-version-check $(JUPYTERLAB)
 	@$(BIN)/jupyter lab notebooks
 
 test: $(STAMP)  ## everything below, in this order; stops at the first failure

@@ -172,7 +172,7 @@ def still_open(latex: str) -> str:
         values = [float(eval(side)) for side in sides]
         decimals = [len(side.partition(".")[2]) for side in sides if re.fullmatch(r"[\d.]+", side)]
         most = 0.5 * 10.0 ** -min(decimals) if decimals and "~" in latex else 1e-9
-        return "" if all(abs(one - other) <= most for one, other in pairwise(values)) else UNTRUE
+        return "" if all(abs(one - other) <= most for one, other in pairwise(values)) else f"= {UNTRUE}"
     latex = re.sub(r"[\d.]+\*\*\(?-?\d+\)?", " ", latex)  # a power defines
     found = re.findall(r"(?<![\w.])(\d[\d.]*) ?(Ψ?)", latex)
     return ", ".join(

@@ -157,7 +157,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Join.notify_join_context(self)
         self._backward.check_no_scaler(self)
         if closure is not None and (self.overlap_with_ddp or self._join_config.enable):
-            closure = _evaluated(closure)  # its backward makes the update, or ranks without data shadow it
+            # Its backward makes the update, or ranks without data shadow it.
+            closure = _evaluated(closure)
         if self._backward.take_update(kwargs):
             return closure and closure()
         if self._join_config.enable:

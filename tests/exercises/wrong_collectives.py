@@ -15,9 +15,9 @@ def _reduce(rank: int, n: int, chunks: Any, send: Any, recv: Any, shift: int = 0
         chunks[(rank - number - 1) % n] += recv()
 
 
-def _gather(rank: int, n: int, chunks: Any, send: Any, recv: Any, shift: int = 0) -> None:
+def _gather(rank: int, n: int, chunks: Any, send: Any, recv: Any, shift: int = 0, start: int = 1) -> None:
     for number in range(n - 1):
-        send(chunks[(rank + 1 - number) % n])
+        send(chunks[(rank + start - number) % n])
         chunks[(rank - number + shift) % n] = recv()
 
 
@@ -43,6 +43,66 @@ def sends_the_chunk_beside(rank: int, n: int, chunks: Any, send: Any, recv: Any)
 def gathers_into_the_chunk_beside(rank: int, n: int, chunks: Any, send: Any, recv: Any) -> None:
     _reduce(rank, n, chunks, send, recv)
     _gather(rank, n, chunks, send, recv, shift=1)
+
+
+def sends_its_own_chunk_again(rank: int, n: int, chunks: Any, send: Any, recv: Any) -> None:
+    _reduce(rank, n, chunks, send, recv)
+    _gather(rank, n, chunks, send, recv, start=0)
+
+
+def starts_the_second_half_too_far_on(rank: int, n: int, chunks: Any, send: Any, recv: Any) -> None:
+    _reduce(rank, n, chunks, send, recv)
+    _gather(rank, n, chunks, send, recv, start=2)
+
+
+def adds_in_the_second_half(rank: int, n: int, chunks: Any, send: Any, recv: Any) -> None:
+    _reduce(rank, n, chunks, send, recv)
+    for number in range(n - 1):
+        send(chunks[(rank + 1 - number) % n])
+        chunks[(rank - number) % n] += recv()
+
+
+def never_adds(rank: int, n: int, chunks: Any, send: Any, recv: Any) -> None:
+    for number in range(2 * (n - 1)):
+        send(chunks[(rank - number) % n])
+        chunks[(rank - number - 1) % n] = recv()
+
+
+def a_first_half_of_n_rounds(rank: int, n: int, chunks: Any, send: Any, recv: Any) -> None:
+    _all_in_one_loop(rank, n, chunks, send, recv, rounds=2 * n - 1)
+
+
+def adds_once_too_often(rank: int, n: int, chunks: Any, send: Any, recv: Any) -> None:
+    _all_in_one_loop(rank, n, chunks, send, recv, rounds=2 * n - 2)
+
+
+def _all_in_one_loop(rank: int, n: int, chunks: Any, send: Any, recv: Any, rounds: int) -> None:
+    for number in range(rounds):
+        send(chunks[(rank - number) % n])
+        at = (rank - number - 1) % n
+        chunks[at] = recv() + (chunks[at] if number < n else 0)
+
+
+def goes_round_once_more(rank: int, n: int, chunks: Any, send: Any, recv: Any) -> None:
+    for number in range(n):
+        send(chunks[(rank - number) % n])
+        chunks[(rank - number - 1) % n] += recv()
+    _gather(rank, n, chunks, send, recv)  # which happens to mend the sums
+
+
+def one_send_more(rank: int, n: int, chunks: Any, send: Any, recv: Any) -> None:
+    _reduce(rank, n, chunks, send, recv)
+    _gather(rank, n, chunks, send, recv)
+    send(chunks[(rank + 2) % n])
+
+
+def without_modulo(rank: int, n: int, chunks: Any, send: Any, recv: Any) -> None:
+    for number in range(n - 1):
+        send(chunks[rank - number])
+        chunks[rank - number - 1] += recv()
+    for number in range(n - 1):
+        send(chunks[rank + 1 - number])
+        chunks[rank - number] = recv()
 
 
 def goes_on_adding(rank: int, n: int, chunks: Any, send: Any, recv: Any) -> None:
@@ -83,6 +143,15 @@ def sends_a_number(rank: int, n: int, chunks: Any, send: Any, recv: Any) -> None
 def _off(payload: int, n: int, sent: dict[str, int], backend: str = "nccl", by: float = 0.05) -> list[str]:
     theory = {op: traffic(op, payload, n, backend=backend).total_bytes for op in sent}
     return [op for op in sent if abs(sent[op] - theory[op]) > by * theory[op]]
+
+
+def counts_the_busiest_rank(payload: int, n: int, sent: dict[str, int]) -> list[str]:
+    theory = {op: traffic(op, payload, n).busiest_bytes for op in sent}
+    return [op for op in sent if abs(sent[op] - theory[op]) > 0.05 * theory[op]]
+
+
+def accuses_everybody(payload: int, n: int, sent: dict[str, int]) -> list[str]:
+    return list(sent)
 
 
 def knows_gloo(payload: int, n: int, sent: dict[str, int]) -> list[str]:
@@ -137,6 +206,16 @@ def of_one_message(op: str, world_size: int, latency_us: float, gb_per_s: float)
     return latency_us * gb_per_s * 1e3
 
 
+def of_all_ranks_together(op: str, world_size: int, latency_us: float, gb_per_s: float) -> float:
+    load = traffic(op, 1, world_size)
+    return load.rounds * latency_us * gb_per_s * 1e3 / load.total_bytes
+
+
+def in_gigabits(op: str, world_size: int, latency_us: float, gb_per_s: float) -> float:
+    load = traffic(op, 1, world_size)
+    return load.rounds * latency_us * gb_per_s / 8 * 1e3 / load.busiest_bytes
+
+
 def in_kilobytes(op: str, world_size: int, latency_us: float, gb_per_s: float) -> float:
     load = traffic(op, 1, world_size)
     return load.rounds * latency_us * gb_per_s / load.busiest_bytes
@@ -159,22 +238,57 @@ WRONG = [
     (
         "collectives.ring_all_reduce",
         sends_the_whole_tensor,
-        r"sums are right, but on 3 ranks .* one chunk a round",
+        r"sums are right, but on 3 ranks .* 2\.00 times its tensor.* one chunk each: 1\.33 times the tensor",
     ),
-    ("collectives.ring_all_reduce", sends_the_chunk_beside, r"chunk 0 of rank 0 .*round r of the first half"),
-    ("collectives.ring_all_reduce", gathers_into_the_chunk_beside, r"on 2 ranks, chunk \d of rank 0 "),
-    ("collectives.ring_all_reduce", goes_on_adding, r"has the part of rank \d more than once"),
+    (
+        "collectives.ring_all_reduce",
+        one_send_more,
+        r"1\.67 times its tensor, in 5 messages\. A ring has 2\(N - 1\) = 4,",
+    ),
+    ("collectives.ring_all_reduce", sends_the_chunk_beside, r"chunk 0 of rank 0 .*\. In the first half"),
+    ("collectives.ring_all_reduce", never_adds, r"\. In the first half .* to which it has just added"),
+    (
+        "collectives.ring_all_reduce",
+        a_first_half_of_n_rounds,
+        r"has the part of rank 0 more than once\. Each half has N - 1 = 2 rounds; yours have 5 together",
+    ),
+    ("collectives.ring_all_reduce", adds_once_too_often, r"The first half is right\. .* without adding"),
+    ("collectives.ring_all_reduce", goes_round_once_more, r"sums are right, .* in 5 messages"),
+    (
+        "collectives.ring_all_reduce",
+        gathers_into_the_chunk_beside,
+        r"on 3 ranks, chunk \d of rank 0 .*The first half is right\.",
+    ),
+    ("collectives.ring_all_reduce", sends_its_own_chunk_again, r"The first half is right\."),
+    (
+        "collectives.ring_all_reduce",
+        starts_the_second_half_too_far_on,
+        r"The first half is right\. .* first sends the chunk that it has just finished",
+    ),
+    ("collectives.ring_all_reduce", adds_in_the_second_half, r"The first half is right\. .* without adding"),
+    (
+        "collectives.ring_all_reduce",
+        goes_on_adding,
+        r"has the part of rank \d more than once.*The first half is right\.",
+    ),
+    (
+        "collectives.ring_all_reduce",
+        without_modulo,
+        r"^without_modulo\(rank=2, world_size=3, \.\.\.\) raised IndexError.*count modulo N\.$",
+    ),
     ("collectives.ring_all_reduce", one_round_too_few, r"lacks the part of rank 1"),
     (
         "collectives.ring_all_reduce",
         receives_once_too_often,
         r"waits in recv\(\) for a message that nobody sends",
     ),
-    ("collectives.ring_all_reduce", adds_into_a_new_tensor, r"lacks the part of rank 1"),
+    ("collectives.ring_all_reduce", adds_into_a_new_tensor, r"lacks the part of rank 1.*list is as it was"),
     ("collectives.ring_all_reduce", drops_chunks, r"Put each sum into its chunk"),
     ("collectives.ring_all_reduce", sends_a_number, r"send takes a tensor, not"),
     ("collectives.find_the_impostor", knows_gloo, r"N - 1 payloads would do. Compare with the theory"),
     ("collectives.find_the_impostor", to_the_byte, r"allow for 5%"),
+    ("collectives.find_the_impostor", counts_the_busiest_rank, r"all ranks together send: `total_bytes`"),
+    ("collectives.find_the_impostor", accuses_everybody, r"'all_reduce' sends what its name promises"),
     (
         "collectives.find_the_impostor",
         always_the_reduce_scatter,
@@ -193,10 +307,12 @@ WRONG = [
     ("collectives.find_the_impostor", only_the_double, r"'all_gather' sends 1.08 times what it needs"),
     ("collectives.find_the_impostor", only_too_many, r"'broadcast' sends 0.50 times what it needs"),
     ("collectives.find_the_impostor", as_many_as_the_most, r"'all_reduce' sends what its name promises"),
-    ("collectives.find_the_impostor", divides_by_nothing, r"raised ZeroDivisionError"),
+    ("collectives.find_the_impostor", divides_by_nothing, r"ZeroDivisionError.*On one rank theory is 0"),
     ("collectives.find_the_impostor", a_sentence, r"must return a list of operations"),
     ("collectives.find_the_impostor", another_name, r"'reduce_scatter_tensor' was not measured"),
-    ("collectives.small_or_large", of_one_message, r"That is the payload of one message"),
+    ("collectives.small_or_large", of_one_message, r"α times β: either one message alone"),
+    ("collectives.small_or_large", of_all_ranks_together, r"α times β: .* together \(`total_bytes`\)"),
+    ("collectives.small_or_large", in_gigabits, r"factor of 8 off: `gb_per_s` counts gigabytes"),
     ("collectives.small_or_large", in_kilobytes, r"a power of 1,000 off"),
     ("collectives.small_or_large", all_rounds_of_all_bytes, r"the busiest rank does not carry one payload"),
     ("collectives.small_or_large", one_for_each_other_rank, r"`traffic` knows the rounds"),

@@ -55,6 +55,18 @@ def all_gradients_go(numels: list[int], world_size: int, held: Any) -> tuple[str
     return max(("stage 2", held.gradients), ("even partition", even), key=lambda pair: pair[1])
 
 
+def a_share_of_the_gradients_goes(numels: list[int], world_size: int, held: Any) -> tuple[str, float]:
+    even = held.optimizer_state - 8 * sum(numels) / world_size
+    pairs = ("stage 2", held.gradients / world_size), ("even partition", even)
+    return max(pairs, key=lambda pair: pair[1])
+
+
+def compares_well_and_returns_a_share(numels: list[int], world_size: int, held: Any) -> tuple[str, float]:
+    even = held.optimizer_state - 8 * sum(numels) / world_size
+    helps = held.gradients - held.gradients / world_size > even
+    return ("stage 2", held.gradients / world_size) if helps else ("even partition", even)
+
+
 def always_stage_2(numels: list[int], world_size: int, held: Any) -> tuple[str, float]:
     return "stage 2", held.gradients - held.gradients / world_size
 
@@ -102,6 +114,16 @@ WRONG = [
     ("ledger.what_would_help", blames_the_largest_share, r"not what is largest now"),
     ("ledger.what_would_help", divides_the_shard_again, r"one rank's share already"),
     ("ledger.what_would_help", all_gradients_go, r"keeps the gradients of what it owns"),
+    (
+        "ledger.what_would_help",
+        a_share_of_the_gradients_goes,
+        r"Llama-3-8B on 64 ranks.*It does, but.*takes away the rest: 32,121,044,992 - 1/64 of it\.",
+    ),
+    (
+        "ledger.what_would_help",
+        compares_well_and_returns_a_share,
+        r"saves 501,891,328 bytes\. Stage 2 leaves 1/N of the gradients on the rank",
+    ),
     ("ledger.what_would_help", always_stage_2, r"one large tensor.* the other remedy saves"),
     ("ledger.what_would_help", name_alone, r"Return two values"),
     ("ledger.floor", state_vanishes, r"Somebody owns the largest tensor"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zero_ref.partition import Partition
@@ -66,6 +67,59 @@ def idle_ranks_return_early(local: Any, params: Any, owner_of_param: list[int]) 
         dist.broadcast(param.detach(), group_src=owner)
 
 
+def adds_up_what_is_zero_but_on_the_owner(local: Any, params: Any, owner_of_param: list[int]) -> None:
+    local.step()
+    for param, owner in zip(params, owner_of_param):
+        if owner != dist.get_rank():
+            param.detach().zero_()
+        dist.all_reduce(param.detach())
+
+
+def averages_gradients_again(local: Any, params: Any, owner_of_param: list[int]) -> None:
+    for param in params:
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+    local.step()
+    for param, owner in zip(params, owner_of_param):
+        dist.broadcast(param.detach(), group_src=owner)
+
+
+def sends_one_by_one(local: Any, params: Any, owner_of_param: list[int]) -> None:
+    local.step()
+    for param, owner in zip(params, owner_of_param):
+        if owner != dist.get_rank():
+            dist.recv(param.detach(), group_src=owner)
+            continue
+        for rank in range(dist.get_world_size()):
+            if rank != owner:
+                dist.send(param.detach(), group_dst=rank)
+
+
+def never_waits(local: Any, params: Any, owner_of_param: list[int]) -> None:
+    local.step()
+    for param, owner in zip(params, owner_of_param):
+        dist.broadcast(param.detach(), group_src=owner, async_op=True)
+
+
+def waits_for_the_last_only(local: Any, params: Any, owner_of_param: list[int]) -> None:
+    local.step()
+    for param, owner in zip(params, owner_of_param):
+        work = dist.broadcast(param.detach(), group_src=owner, async_op=True)
+    work.wait()
+
+
+def sends_clones(local: Any, params: Any, owner_of_param: list[int]) -> None:
+    local.step()
+    for param, owner in zip(params, owner_of_param):
+        dist.broadcast(param.detach().clone(), group_src=owner)
+
+
+def steps_an_optimizer_of_its_own(local: Any, params: Any, owner_of_param: list[int]) -> None:
+    torch.optim.Adam(params, lr=0.1).step()
+    for param, owner in zip(params, owner_of_param):
+        dist.broadcast(param.detach(), group_src=owner)
+
+
 def takes_the_wrong_argument(local: Any, params: Any, owner_of_param: list[int]) -> None:
     local.step()
     for param, owner in params:
@@ -110,13 +164,24 @@ WRONG = [
     ("step.write_step", never_steps, r"Was local\.step\(\) called"),
     ("step.write_step", sends_before_it_steps, r"sent before it was updated"),
     ("step.write_step", rank_0_sends_all, r"sent by its own owner"),
-    ("step.write_step", averages, r"nor averaged"),
+    ("step.write_step", averages, r"was added to the others' or averaged with them"),
+    (
+        "step.write_step",
+        adds_up_what_is_zero_but_on_the_owner,
+        r"values are right, but they came by all_reduce, which moves each value twice as often",
+    ),
+    ("step.write_step", averages_gradients_again, r"besides broadcast .* all_reduce.* averaged already"),
+    ("step.write_step", sends_one_by_one, r"came by recv and send\. Use one broadcast"),
+    ("step.write_step", never_waits, r"broadcast 0 \(counted from 0\) .* never waited for"),
+    ("step.write_step", waits_for_the_last_only, r"Call \.wait\(\) on what broadcast returned"),
+    ("step.write_step", sends_clones, r"A clone, or its gradient"),
+    ("step.write_step", steps_an_optimizer_of_its_own, r"the optimizer to step is `local`"),
     (
         "step.write_step",
         only_owners_call,
         r"rank 0 calls broadcast from rank 0, rank 1 calls broadcast from rank 1\. Every",
     ),
-    ("step.write_step", sends_gradients, r"did not arrive"),
+    ("step.write_step", sends_gradients, r"did not arrive.* Pass param\.detach\(\)"),
     (
         "step.write_step",
         others_wait_for_a_second_message,

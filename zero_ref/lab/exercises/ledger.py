@@ -153,11 +153,18 @@ def _mistake_in_remedy(
     for mistake, wrong in mistakes[remedy].items():
         if math.isclose(saved, wrong, rel_tol=1e-3):
             return mistake
+    rest = (
+        "Stage 2 leaves 1/N of the gradients on the rank, so it takes away the rest: "
+        f"{held.gradients:,} - 1/{n} of it."
+    )
     if math.isclose(saved, saved_by[remedy], rel_tol=1e-2):
-        return (
-            f"It does, but the other remedy saves {max(saved_by.values()):,.0f}. Compare what each would "
-            "take away, not what is largest now."
+        # Whoever looks at what is largest now does not pass over gradients that are.
+        passed_over = remedy == "even partition" and held.gradients > state
+        return f"It does, but the other remedy saves {max(saved_by.values()):,.0f}. " + (
+            rest if passed_over else "Compare what each would take away, not what is largest now."
         )
+    if math.isclose(saved, held.gradients / n, rel_tol=1e-3):
+        return rest
     return (
         "Stage 2 would leave 1/N of the gradients. An even partition would leave 1/N of the whole model's "
         "state, 8 bytes an element. Subtract each from what the rank holds now."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -35,8 +36,41 @@ Ages = list[int | None]
 """For each parameter how many steps its value is behind the plain optimizer's; None if that never had it."""
 
 
+POINT_TO_POINT = ("send", "recv", "isend", "irecv")
+"""They pair two ranks, so ranks need not make them alike."""
+
+
 class RanksDiffer(ExerciseFailed):
     """Ranks are about to make different calls, and would wait for each other."""
+
+
+@dataclass
+class Calls:
+    """What one rank called in one step, in order."""
+
+    names: list[str] = field(default_factory=list)
+    under_way: dict[int, str] = field(default_factory=dict)
+    """Started with async_op=True and never waited for: name and number among the calls of that name."""
+
+
+class Watched:
+    """A call under way, taken off `under_way` when somebody waits for it, in whichever way."""
+
+    def __init__(self, work: Any, calls: Calls) -> None:
+        self._work, self._calls, self._number = work, calls, len(calls.names) - 1
+        name = calls.names[-1]
+        calls.under_way[self._number] = f"{name} {calls.names.count(name) - 1}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("wait", "get_future"):
+            self._calls.under_way.pop(self._number, None)
+        return getattr(self._work, name)
+
+    def is_completed(self) -> bool:
+        done = bool(self._work.is_completed())
+        if done:
+            self._calls.under_way.pop(self._number, None)
+        return done
 
 
 @exercise("step.write_step", seconds=20.0, may_return_none=True, on_ranks=True)
@@ -49,19 +83,23 @@ def write_step(answer: Answer) -> str:
         )
         differ = [outcome for outcome in outcomes if isinstance(outcome, str)]
         assert not differ, differ[0]
-        ages = [outcome for outcome in outcomes if not isinstance(outcome, str)]
-        for step in range(STEPS):
-            _check_ages([of_rank[step] for of_rank in ages], owners, step + 1)
+        steps = list(zip(*(outcome for outcome in outcomes if not isinstance(outcome, str)), strict=True))
+        for of_ranks in steps:
+            _check_waited([calls for _, calls in of_ranks])
+        for step, of_ranks in enumerate(steps, start=1):
+            _check_ages([ages for ages, _ in of_ranks], owners, step)
+        for of_ranks in steps:
+            _check_only_broadcasts([calls for _, calls in of_ranks])
     return f"{STEPS} steps on 1, 2 and 3 real ranks are the plain optimizer's, bit for bit"
 
 
 def _train_beside_plain(
     answer: Answer, shapes: Sequence[tuple[int, ...]], owners: list[int]
-) -> list[Ages] | str:
+) -> list[tuple[Ages, Calls]] | str:
     """On a rank: step with the answer and with a plain optimizer, from the same start and gradients.
 
     Returns:
-        The ages after each step, or in what the ranks' calls differ.
+        The ages after each step and the calls made in it, or in what the ranks' calls differ.
     """
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
@@ -70,28 +108,29 @@ def _train_beside_plain(
     local = torch.optim.Adam([{"params": owned}], lr=0.1)
     plain = torch.optim.Adam(twins, lr=0.1)
     values_of_twins = [[twin.detach().clone()] for twin in twins]  # the newest first
-    ages_after_step = []
+    steps = []
     for _ in range(STEPS):
         for param, twin in zip(params, twins):
             twin.grad = torch.randn(twin.shape, generator=generator)
             param.grad = twin.grad.clone()
         try:
-            _step_in_company(answer, local, params, owners)
+            calls = _step_in_company(answer, local, params, owners)
         except RanksDiffer as difference:
             return str(difference)
         plain.step()
         for twin, values in zip(twins, values_of_twins):
             values.insert(0, twin.detach().clone())
-        ages_after_step.append([_age(param, values) for param, values in zip(params, values_of_twins)])
-    return ages_after_step
+        steps.append(([_age(param, values) for param, values in zip(params, values_of_twins)], calls))
+    return steps
 
 
-def _step_in_company(answer: Answer, local: torch.optim.Adam, params: list[Any], owners: list[int]) -> None:
+def _step_in_company(answer: Answer, local: torch.optim.Adam, params: list[Any], owners: list[int]) -> Calls:
     """Call the answer; before each of its collectives, and at its end, see whether all ranks are there."""
     call = call_text(answer.name, local, params, owners)
+    calls = Calls()
     with contextlib.ExitStack() as patches:
-        for name in ("broadcast", "all_reduce", "all_gather", "reduce"):
-            patches.enter_context(patch.object(dist, name, _in_company(name, getattr(dist, name))))
+        for name in ("broadcast", "all_reduce", "all_gather", "reduce", *POINT_TO_POINT):
+            patches.enter_context(patch.object(dist, name, _in_company(name, getattr(dist, name), calls)))
         try:
             answer(local, params, list(owners))
         except RanksDiffer:
@@ -100,13 +139,17 @@ def _step_in_company(answer: Answer, local: torch.optim.Adam, params: list[Any],
             named = f"{answer.name}(local, params, {owners})"
             raise ExerciseFailed(str(failure).replace(call, named)) from None
     _meet("returns")
+    return calls
 
 
-def _in_company(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+def _in_company(name: str, collective: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
     def collective_in_company(*args: Any, **kwargs: Any) -> Any:
         source = kwargs.get("group_src", kwargs.get("src", args[1] if len(args) > 1 else None))
-        _meet(f"calls {name}" + (f" from rank {source}" if name == "broadcast" else ""))
-        return collective(*args, **kwargs)
+        if name not in POINT_TO_POINT:
+            _meet(f"calls {name}" + (f" from rank {source}" if name == "broadcast" else ""))
+        calls.names.append(name)
+        work = collective(*args, **kwargs)
+        return Watched(work, calls) if isinstance(work, dist.Work) else work
 
     return collective_in_company
 
@@ -131,6 +174,30 @@ def _age(param: torch.Tensor, newest_first: Sequence[torch.Tensor]) -> int | Non
     return next((age for age, value in enumerate(newest_first) if torch.equal(param, value)), None)
 
 
+def _check_waited(calls_of_rank: Sequence[Calls]) -> None:
+    """Values that arrived unwaited for were in luck: on a slower network they would not have."""
+    for rank, calls in enumerate(calls_of_rank):
+        for started in calls.under_way.values():
+            raise AssertionError(
+                f"on rank {rank}, {started} (counted from 0) was started with async_op=True and never waited "
+                "for: when `step` returns, its value need not have arrived. Call .wait() on what "
+                f"{started.split()[0]} returned, or leave async_op out."
+            )
+
+
+def _check_only_broadcasts(calls_of_rank: Sequence[Calls]) -> None:
+    names = {name for calls in calls_of_rank for name in calls.names}
+    others = " and ".join(sorted(names - {"broadcast"}))
+    twice = ", which moves each value twice as often as needed (chapter 2)" if others == "all_reduce" else ""
+    assert not others or "broadcast" in names, (
+        f"The values are right, but they came by {others}{twice}. Use one broadcast for each parameter."
+    )
+    assert not others, (
+        f"The values are right, but besides broadcast the step calls {others}{twice}. The gradients are "
+        "averaged already, and one broadcast for each parameter is all that it needs."
+    )
+
+
 def _check_ages(ages_of_rank: Sequence[Ages], owners: Sequence[int], step: int) -> None:
     """Tell from who holds which value of what, after a step, what went wrong in it."""
     stepped = any(age == 0 for ages in ages_of_rank for age in ages)
@@ -144,8 +211,9 @@ def _check_ages(ages_of_rank: Sequence[Ages], owners: Sequence[int], step: int) 
             continue  # sent too early, or never: the next step tells
         where = f"after step {step} on {len(ages)} ranks, parameter {param}, which rank {owner} owns,"
         assert None not in ages, (
-            f"{where} has on rank {ages.index(None)} a value that the plain optimizer never gave it. The "
-            "owner's value replaces the others': it is not added to them, nor averaged with them."
+            f"{where} has on rank {ages.index(None)} a value that the plain optimizer never gave it. Either "
+            "the owner's value was added to the others' or averaged with them, where it should replace them, "
+            "or the update was another: gradients are averaged already, and the optimizer to step is `local`."
         )
         assert stepped, f"{where} is old everywhere, as are all others. Was local.step() called?"
         assert ages[owner] == 0, (
@@ -158,7 +226,9 @@ def _check_ages(ages_of_rank: Sequence[Ages], owners: Sequence[int], step: int) 
         )
         raise AssertionError(
             f"{where} is old on rank {late}: the new value did not arrive there. Every rank calls the "
-            "broadcast of every parameter, its owner to send and all others to receive."
+            "broadcast of every parameter, its owner to send and all others to receive. If all of them were "
+            "called: was it the parameter itself? A clone, or its gradient, leaves the parameter as it was. "
+            "Pass param.detach()."
         )
 
 
