@@ -357,7 +357,17 @@ def test_a_lost_broadcast_leaves_all_but_the_owner_stale():
     ax = drawn(lambda ax: plots.step_diagram(partition, ax, lost=[1], stages=["broadcast", "parameters"]))
     assert len(boxes_labelled(ax, "parameters: stale, owner 1")) == 2
     assert len(boxes_labelled(ax, "parameters: new, owner 1")) == 1
+    assert len(boxes_labelled(ax, "broadcast: not sent, owner 1")) == 2
+    assert [text.get_text() for text in ax.texts].count("not sent") == 2
     assert {line.get_label() for line in ax.lines if line.get_marker() in "^v"} == {"from 0", "from 2"}
+
+
+def test_a_stage_keeps_its_number_where_only_some_are_drawn():
+    ax = drawn(
+        lambda ax: plots.step_diagram(sorted_greedy([60, 50], 2), ax, stages=["broadcast", "parameters"])
+    )
+    titles = [text.get_text() for text in ax.texts if text.get_text()[1:3] == "  "]
+    assert [title[0] for title in titles] == ["3", "4"]
 
 
 def test_each_owner_sends_to_every_other_rank():

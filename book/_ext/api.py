@@ -378,10 +378,14 @@ def mend_way_back(
     known = app.zero_ref_shown  # type: ignore[attr-defined]
 
     def mended(found: re.Match[str]) -> str:
-        ways = (f"zero_ref.{found[1]}", f"{module}.{found[1]}")
-        return next((f"#{way}" for way in ways if way in known), found[0])
+        page, name = found[1], found[2].removeprefix(f"{module}.").removeprefix("zero_ref.")
+        thing, *member = name.split(".")
+        ways = [way for way in (f"zero_ref.{thing}", f"{module}.{thing}") if way in known]
+        if not ways:  # no page shows it
+            return '<a class="viewcode-back" hidden>'
+        return f'<a class="viewcode-back" href="{page}#{".".join([ways[0], *member])}">'
 
-    context["body"] = re.sub(rf"#(?:{re.escape(module)}|zero_ref)\.(\w+)\b", mended, context["body"])
+    context["body"] = re.sub(r'<a class="viewcode-back" href="([^"#]*)#([^"]*)">', mended, context["body"])
 
 
 class Taught(SphinxRole):

@@ -40,7 +40,8 @@ def step_diagram(
     Args:
         partition: a small one, of at most 8 ranks.
         names: of the parameters; their numbers if None.
-        stages: which of "gradients", "local step", "broadcast", "parameters" to draw, in this order.
+        stages: which of "gradients", "local step", "broadcast", "parameters" to draw, in this order. Each
+            keeps the number that it has in the whole step.
         lost: parameters whose broadcast is left out. They stay stale on every rank but their owner.
     Raises:
         ValueError: more than 8 ranks, an unknown stage, or not one name for each parameter.
@@ -61,7 +62,8 @@ def step_diagram(
     ]
     total = begins[-1] or 1
     top, ticks = 0.0, []
-    for number, stage in enumerate(stages, start=1):
+    for stage in stages:
+        number = list(STAGES).index(stage) + 1
         ax.text(0, top + 0.5 * TITLE, _title(stage, number, lost, partition, names), va="center", color=INK)
         top += TITLE
         for rank in range(world_size):
@@ -84,14 +86,14 @@ def step_diagram(
 
 
 def _state(stage: str, rank: int, owner: int, piece: Slice, lost: Collection[int]) -> str:
-    """What a rank holds of a piece at a stage: "gradient", "new", "old", or "stale": old for good."""
+    """What a rank holds of a piece at a stage: "gradient", "new", "old", "not sent" or "stale"."""
     if stage == "gradients":
         return "gradient"
     if rank == owner:
         return "new"
     if stage == "parameters":
         return "stale" if piece.param in lost else "new"
-    return "old"
+    return "not sent" if stage == "broadcast" and piece.param in lost else "old"
 
 
 def _title(stage: str, number: int, lost: Collection[int], partition: Partition, names: Sequence[str]) -> str:
@@ -108,8 +110,10 @@ def _box(
 ) -> None:
     left, top, right, bottom = box
     colour = rank_colour(owner, len(RANK_COLOURS))
-    face = {"gradient": tint(colour, 0.4), "new": colour, "old": PAPER, "stale": PAPER}[state]
-    hatched = state in ("old", "stale")
+    face = {"gradient": tint(colour, 0.4), "new": colour, "old": PAPER, "not sent": PAPER, "stale": PAPER}[
+        state
+    ]
+    hatched = state in ("old", "not sent", "stale")
     ax.add_patch(
         Rectangle(
             (left, top),
@@ -126,11 +130,11 @@ def _box(
         prefix = "∇" if state == "gradient" else ""
         choices = [prefix + short for short in short_names(name)]
         label_box(ax, (left, bottom, right, top), choices, color=text_colour_on(face), fontsize=SMALL_PT)
-    elif state == "stale":
+    elif state != "old":
         label_box(
             ax,
             (left, bottom, right, top),
-            ["stale"],
+            [state],
             color=ALARM,
             fontsize=SMALL_PT,
             weight="bold",
