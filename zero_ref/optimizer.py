@@ -172,7 +172,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._rebuild_if_changed()
         copy_options(self.param_groups, self.optim.param_groups)
 
-    def _make_update(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def _make_update(
+        self,
+        closure: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """The update itself: each rank steps its shard, then all send what they own."""
         loss = self._step_local(closure, **kwargs)
         broadcast_messages(self.collectives, self._messages, self.broadcast_dtype)
