@@ -2,8 +2,9 @@
 
     python tests/browser/ready.py
 
-Ends with status 0 if there is a Chromium that starts, and axe-core (fetched with npm into this folder and pinned by its
-checksum; neither in git nor part of the pages). Else it says in one line what to install, with status 1.
+Ends with status 0 if there is a Chromium that starts, and axe-core (fetched with npm into this folder and
+pinned by its checksum; neither in git nor part of the pages). Else it says in one line what to install, with
+status 1.
 """
 
 import shutil
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from playwright.sync_api import Error, sync_playwright
 from reader import OPTIONS, find_chromium
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,12 +37,10 @@ def what_is_missing() -> str:
     if chromium is None:
         return "install Chromium or Google Chrome, or name one in the variable CHROMIUM"
     try:
-        command = [chromium, "--headless", *OPTIONS, "--dump-dom", "about:blank"]
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{chromium} does not start: {error}"
-    if tried.returncode != 0:
-        return f"{chromium} does not start: {(tried.stderr.strip().splitlines() or ['no words'])[-1]}"
+        with sync_playwright() as playwright:
+            playwright.chromium.launch(executable_path=chromium, args=OPTIONS).close()
+    except Error as error:
+        return f"{chromium} does not start: {error.message.splitlines()[0]}"
     if AXE_SCRIPT.is_file():
         return ""
     if shutil.which("npm") is None:
