@@ -225,7 +225,8 @@ def even(
         alignment: a cut moves up to the next multiple of this many elements from its parameter's start (or
             to the parameter's end), so a load differs from 1/N by less than that. Some CPU kernels
             (those of `fused=True`) compute a tensor's last few elements one by one and round some of them
-            differently: cut at multiples of their vector length, every element is computed as in the whole tensor, bit for bit.
+            differently: cut at multiples of their vector length, every element is computed as in the whole
+            tensor, bit for bit.
     Raises:
         ValueError: `world_size` or `alignment` is below 1, or a size is negative.
     Source:
