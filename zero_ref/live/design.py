@@ -35,8 +35,10 @@ def _draw(
     checkpointing: str,
     tokens: int,
 ) -> Answer:
-    run = _run(model, strategy, device, per_node, nodes, within, between, latency, batch, checkpointing)
     ranks = per_node * nodes
+    cluster = Cluster("designed", DEVICES[device], per_node, Link(NVLINK_US, within), Link(latency, between))
+    scenario = Scenario(TRANSFORMERS[model], cluster, ranks, batch=batch, checkpointing=checkpointing)
+    run = _run(scenario, strategy)
     days = tokens / run.tokens_per_second * 1e3 / MS_PER_DAY
     gpu_hours = 24 * days * ranks
     device_bytes = 1e9 * (DEVICES[device].memory_gb or 0)
@@ -75,22 +77,8 @@ def _draw(
 
 
 @lru_cache(maxsize=8)
-def _run(
-    model: str,
-    strategy: str,
-    device: str,
-    per_node: int,
-    nodes: int,
-    within: float,
-    between: float,
-    latency: float,
-    batch: int,
-    checkpointing: str,
-) -> Run:
-    cluster = Cluster("designed", DEVICES[device], per_node, Link(NVLINK_US, within), Link(latency, between))
-    scenario = Scenario(
-        TRANSFORMERS[model], cluster, per_node * nodes, batch=batch, checkpointing=checkpointing
-    )
+def _run(scenario: Scenario, strategy: str) -> Run:
+    """Another number of tokens asks for the same run."""
     return scenario.run(strategy)
 
 
