@@ -71,9 +71,9 @@ imports: $(STAMP)  ## who may import whom; the plan and the simulator without an
 unit: $(STAMP)  ## tests that start no processes, and the examples in docstrings
 	$(call step,unit tests and doctests,$(BIN)/python -m pytest -q -m 'not ranks and not browser' -n 2)
 
-# Three files at a time: much of the time is waiting, for processes to start and for time-outs to pass.
+# Two files at a time: much of the time is waiting, for processes to start and for time-outs to pass.
 ranks: $(STAMP)  ## tests on real ranks
-	$(call step,tests on real ranks,$(BIN)/python -m pytest -q -m ranks -n 3 --dist loadfile --durations=5)
+	$(call step,tests on real ranks,$(BIN)/python -m pytest -q -m ranks -n 2 --dist loadfile --durations=5)
 
 notebooks: $(STAMP)  ## run every notebook from top to bottom
 	$(call step,notebooks,\
