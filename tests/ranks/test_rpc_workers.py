@@ -83,7 +83,7 @@ def test_a_call_without_rpc_has_no_worker() -> None:
 
 
 def shut_rpc_down() -> int:
-    # A graceful one waits now and then, in torch 2.11 and 2.13, until references are deleted that nobody holds.
+    # A graceful one waits at times, in torch 2.11 and 2.13, for the deletion of references that nobody holds.
     rpc.shutdown(graceful=False)
     return dist.get_rank()
 
