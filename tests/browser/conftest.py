@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 from reader import DESK, OPTIONS, Visit, find_chromium
-from ready import AXE_SCRIPT, what_is_missing
+from ready import AXE_SCRIPT, fetch_axe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = Path(os.environ.get("ZERO_REF_PAGES") or ROOT / "_build" / "html")
@@ -106,7 +106,7 @@ def visit(
 @pytest.fixture(scope="session")
 def axe() -> str:
     """The source of axe-core, which looks a page over for what shuts readers out."""
-    missing = what_is_missing()
+    missing = fetch_axe()
     if missing:
         pytest.fail(missing)
     return AXE_SCRIPT.read_text(encoding="utf-8")

@@ -41,6 +41,11 @@ def what_is_missing() -> str:
             playwright.chromium.launch(executable_path=chromium, args=OPTIONS).close()
     except Error as error:
         return f"{chromium} does not start: {error.message.splitlines()[0]}"
+    return fetch_axe()
+
+
+def fetch_axe() -> str:
+    """Put axe-core where AXE_SCRIPT says, if it is not there; returns why it could not be, or nothing."""
     if AXE_SCRIPT.is_file():
         return ""
     if shutil.which("npm") is None:
