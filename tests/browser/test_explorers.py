@@ -151,9 +151,11 @@ def test_the_numbers_in_the_browser_are_those_of_the_package_to_the_last_digit_s
 def test_nothing_of_python_is_fetched_until_the_reader_asks(visit: Callable[..., Visit]) -> None:
     one = visit(PAGE)
     assert not any("pyodide" in url for url in one.requests)
+    assert one.page.workers == []
     assert part(one.page, "memory").locator("svg").count() == 2
     start(one.page, "memory")
-    assert any(url.endswith("pyodide.asm.wasm") for url in one.requests) or one.page.workers
+    start(one.page, "partition")
+    assert len(one.page.workers) == 1  # one Python for all explorers of a page
 
 
 def test_all_of_it_can_be_done_with_a_keyboard(visit: Callable[..., Visit]) -> None:

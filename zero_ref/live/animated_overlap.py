@@ -10,8 +10,8 @@ from zero_ref.live.animation import Animation, Motion
 from zero_ref.live.lanes import alone, label_colour, label_key, rows_of
 from zero_ref.live.numbers import short_time
 from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, text_colour_on, tint
-from zero_ref.live.svg import LINE, MARGIN, axis, element, key, line, text, text_width, wrapped
-from zero_ref.live.timelines import LANE
+from zero_ref.live.svg import LINE, MARGIN, element, key, line, text, text_width, wrapped
+from zero_ref.live.timelines import LANE, time_axis
 from zero_ref.simulator.operations import COMPUTE
 from zero_ref.simulator.timeline import Event, Timeline
 
@@ -124,7 +124,7 @@ def _draw(
         more, y = _exposed(one, motion, x, y, inner / longest_ms, longest_ms)
         parts += more
         y += 12
-    parts = [*axis(x, inner, top, y, longest_ms, short_time, "since the beginning"), *parts]
+    parts = [*time_axis(x, inner, top, y, longest_ms), *parts]
     return motion.picture(width, y + 40, words, parts)
 
 

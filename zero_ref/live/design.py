@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from zero_ref.live.explorer import Answer, Control, Explorer
-from zero_ref.live.memory import DEVICES, FAR
+from zero_ref.live.memory import DEVICES, device_mark, items_bar, items_key, named_items, scale_bytes
 from zero_ref.live.numbers import short, short_bytes, short_count, short_time
-from zero_ref.live.palette import ALARM, ITEM_COLOURS
-from zero_ref.live.svg import LINE, MARGIN, axis, bar, key, level, picture, text
+from zero_ref.live.palette import ALARM
+from zero_ref.live.svg import LINE, MARGIN, axis, picture, text
 from zero_ref.live.timelines import lanes
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import Cluster, Link
@@ -93,26 +93,14 @@ def _picture(width: float, run: Run, rows: list[list[str]], device_bytes: float,
             text(left + wide, y + 12, value, anchor="end", bold=True, **({"fill": ALARM} if alarm else {})),
         ]
         y += LINE + 2
-    items = {item: run.memory.items.get(item, 0.0) for item in ITEM_COLOURS}
-    items["other"] = run.memory.total_bytes - sum(items.values())
-    names, y = key(
-        {item: ITEM_COLOURS[item] for item, nbytes in items.items() if nbytes > 0}, left, y + 12, wide
-    )
-    far = device_bytes > FAR * run.memory.total_bytes
-    most = 1.02 * (run.memory.total_bytes if far else max(run.memory.total_bytes, device_bytes))
+    items = named_items(run.memory)
+    names, y = items_key([items], left, y + 12, wide)
+    most = scale_bytes([run.memory.total_bytes], device_bytes)
     top = y + LINE
-    x = left
-    bars = []
-    for item, nbytes in items.items():
-        bars.append(
-            bar(x, top + 4, wide * nbytes / most, 26, ITEM_COLOURS[item], f"{item}: {short_bytes(nbytes)}")
-        )
-        x += wide * nbytes / most
-    mark = f"the device's {short_bytes(device_bytes)}"
-    if far:
-        bars.append(text(left + wide, top - 5, f"{mark}: far to the right", fill=ALARM, anchor="end"))
-    else:
-        bars += level(left + wide * device_bytes / most, top, top + 36, mark, left, left + wide)
+    bars = [
+        *items_bar(items, left, top + 4, wide / most),
+        *device_mark(device_bytes, most, left, wide, top, top + 36),
+    ]
     grid = axis(left, wide, top, top + 36, most, short_bytes)
     time, bottom = lanes({"iteration": run.timeline}, left, top + 66, wide)
     return picture(width, bottom, words, [*parts, *names, *grid, *bars, *time])
@@ -137,12 +125,7 @@ DESIGN = Explorer(
         Control("per_node", "devices in a node", 8, (1, 2, 4, 8, 16)),
         Control("nodes", "nodes", 16, (1, 2, 4, 8, 16, 32, 64, 128)),
         Control("within", "GB/s inside a node", 450.0, WITHIN),
-        Control(
-            "between",
-            "GB/s of a rank between nodes",
-            50.0,
-            (0.3125, 1.25, 3.125, 6.25, 12.5, 25.0, 50.0, 100.0),
-        ),
+        Control("between", "GB/s of a rank between nodes", 50.0, BETWEEN),
         Control("latency", "µs of a message between nodes", 10.0, (2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 500.0)),
         Control("batch", "sequences of a rank", 1, (1, 2, 4, 8, 16)),
         Control("checkpointing", "activations kept", "full", tuple(CHECKPOINTING)),

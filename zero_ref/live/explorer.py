@@ -26,8 +26,8 @@ class Control:
         name: of the keyword that the explorer's function takes.
         label: what a reader sees beside it.
         value: at the start.
-        options: all that it can be set to, in order: names for a list to choose from, numbers for a slider.
-            None for yes or no.
+        options: all that it can be set to, in order: names for a list to choose from, numbers for a slider,
+            False and True for a tick.
         words: how an option is written, where it is not written as it is.
     Raises:
         ValueError: the value is not one of the options.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from zero_ref.live.explorer import Answer, Control, Explorer
@@ -12,7 +13,7 @@ from zero_ref.live.svg import LINE, MARGIN, axis, bar, key, level, picture, text
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS, Device
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES
-from zero_ref.simulator.memory import Recipe, average_memory
+from zero_ref.simulator.memory import Memory, Recipe, average_memory
 from zero_ref.simulator.models import TRANSFORMERS
 from zero_ref.simulator.scenario import Scenario
 
@@ -22,6 +23,9 @@ DEVICES: dict[str, Device] = {
 
 FAR = 3.0
 """A device's memory this many times above all bars would press them flat: it is named, not drawn."""
+
+HIGH = 26.0
+"""Pixels of a bar of items."""
 
 
 def _draw(
@@ -72,7 +76,6 @@ def _items(
     sequence: int,
     checkpointing: str,
 ) -> dict[str, float]:
-    """What is drawn as "other" is in the package's own items too, one by one."""
     run = Scenario(
         TRANSFORMERS[model], CLUSTERS["h100-ib"], ranks, batch, sequence, checkpointing=checkpointing
     )  # which counts activations; of these the cluster is no matter
@@ -83,37 +86,63 @@ def _items(
         gradient_as_bucket_view=True,
         activation_bytes=run.activation_bytes,
     )
-    items = average_memory(params_of(model), ranks, recipe).items
-    named = {item: items.get(item, 0.0) for item in ITEM_COLOURS}
-    return {**named, "other": sum(items.values()) - sum(named.values())}
+    return named_items(average_memory(params_of(model), ranks, recipe))
+
+
+def named_items(memory: Memory) -> dict[str, float]:
+    """Bytes by the items that have a colour; all the rest is "other"."""
+    named = {item: memory.items.get(item, 0.0) for item in ITEM_COLOURS}
+    return {**named, "other": memory.total_bytes - sum(named.values())}
+
+
+def items_key(
+    held: Sequence[Mapping[str, float]], x: float, y: float, width: float
+) -> tuple[list[str], float]:
+    """The colours of what somebody holds, and where the next line begins."""
+    shown = {item: colour for item, colour in ITEM_COLOURS.items() if any(items[item] > 0 for items in held)}
+    return key(shown, x, y, width)
+
+
+def scale_bytes(totals: Sequence[float], device_bytes: float) -> float:
+    """The right end of the scale: all bars fit, and the device's memory unless it is far off."""
+    most = max(totals)
+    return 1.02 * (most if device_bytes > FAR * most else max(most, device_bytes))
+
+
+def items_bar(items: Mapping[str, float], x: float, y: float, px_per_byte: float) -> list[str]:
+    """A bar of items, one behind the other."""
+    parts = []
+    for item, nbytes in items.items():
+        wide = px_per_byte * nbytes
+        parts.append(bar(x, y, wide, HIGH, ITEM_COLOURS[item], f"{item}: {short_bytes(nbytes)}"))
+        x += wide
+    return parts
+
+
+def device_mark(
+    device_bytes: float, most: float, x: float, width: float, top: float, bottom: float
+) -> list[str]:
+    """The device's memory as a line through the bars, or where to look for it."""
+    words = f"the device's {short_bytes(device_bytes)}"
+    if device_bytes > most:
+        return [text(x + width, top - 5, f"{words}: far to the right", fill=ALARM, anchor="end")]
+    return level(x + width * device_bytes / most, top, bottom, words, x, x + width)
 
 
 def _picture(width: float, held: list[dict[str, float]], device_bytes: float, stage: int, words: str) -> str:
-    left, right, high = MARGIN, width - MARGIN, 26.0
-    shown = {item: colour for item, colour in ITEM_COLOURS.items() if any(items[item] > 0 for items in held)}
-    parts, top = key(shown, left, 14, right - left)
+    left, wide = MARGIN, width - 2 * MARGIN
+    parts, top = items_key(held, left, 14, wide)
     totals = [sum(items.values()) for items in held]
-    far = device_bytes > FAR * max(totals)
-    most = 1.02 * (max(totals) if far else max(*totals, device_bytes))
-    scale = (right - left) / most
+    most = scale_bytes(totals, device_bytes)
     begin, y = top + LINE, top + LINE + 4
     for one, items in enumerate(held):
         over = totals[one] > device_bytes
         name = f"{'▸ ' if one == stage else ''}stage {one}: {short_bytes(totals[one])}"
         parts.append(text(left, y + 13, name, fill=ALARM if over else INK, bold=one == stage))
-        x = left
-        for item, nbytes in items.items():
-            parts.append(
-                bar(x, y + LINE, scale * nbytes, high, ITEM_COLOURS[item], f"{item}: {short_bytes(nbytes)}")
-            )
-            x += scale * nbytes
-        y += LINE + high + 12
-    grid = axis(left, right - left, begin, y, most, short_bytes)
-    mark = f"the device's {short_bytes(device_bytes)}"
-    if far:
-        parts.append(text(right, begin - 5, f"{mark}: far to the right", fill=ALARM, anchor="end"))
-    else:
-        parts += level(left + scale * device_bytes, begin, y, mark, left, right)
+        parts += items_bar(items, left, y + LINE, wide / most)
+        y += LINE + HIGH + 12
+    grid = axis(left, wide, begin, y, most, short_bytes)
+    parts += device_mark(device_bytes, most, left, wide, begin, y)
     return picture(width, y + 26, words, [*grid, *parts])
 
 

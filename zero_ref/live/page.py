@@ -44,7 +44,14 @@ def html(name: str, **values: Value) -> str:
         element(
             "details",
             element("summary", "The numbers"),
-            element("div", table(answers[WIDE]), class_="explorer-table", tabindex=0, role="region"),
+            element(
+                "div",
+                table(answers[WIDE]),
+                class_="explorer-table",
+                tabindex=0,
+                role="region",
+                aria_label="The numbers",
+            ),
             class_="explorer-numbers",
         ),
         class_="explorer",
@@ -60,9 +67,10 @@ def table(answer: Answer) -> str:
     rows = [
         element(
             "tr",
-            *(element("th" if not column else "td", escape(cell) or " ") for column, cell in enumerate(row)),
+            element("th", escape(first), scope="row"),
+            *(element("td", escape(cell) or " ") for cell in others),
         )
-        for row in body
+        for first, *others in body
     ]
     columns = [element("th", escape(cell) or " ", scope="col") for cell in head]
     return element("table", element("thead", element("tr", *columns)), element("tbody", *rows))

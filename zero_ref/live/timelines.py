@@ -48,10 +48,14 @@ def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -
                 y += 6
         parts.append(line(end, top, end, y, INK, 1.4))
         y += 12
-    unit, in_ms = time_unit(scale_ms)
+    return time_axis(x, width, grid_top, y, scale_ms) + parts, y + 40
+
+
+def time_axis(x: float, width: float, top: float, bottom: float, longest_ms: float) -> list[str]:
+    """Grid lines of time, all in the unit that suits the longest."""
+    unit, in_ms = time_unit(longest_ms)
     below = f"{unit} since the beginning"
-    grid = axis(x, width, grid_top, y, scale_ms, lambda ms: short(ms / in_ms), below)
-    return grid + parts, y + 40
+    return axis(x, width, top, bottom, longest_ms, lambda ms: short(ms / in_ms), below)
 
 
 def _lane(timeline: Timeline, lane: str, x: float, y: float, px_per_ms: float) -> list[str]:
