@@ -1,0 +1,46 @@
+"""What the machine can do, measured beside the contenders: computing alone, communicating alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+
+from zero_ref.collectives import AllOf, as_collectives
+
+ALIGNMENT = 64
+
+
+def fused_update(numel: int) -> Callable[[], object]:
+    """AdamW's fused step on one flat tensor of `numel` elements: 28 bytes of memory traffic an element."""
+    flat = torch.zeros(numel, requires_grad=True)
+    flat.grad = torch.randn(numel)
+    return AdamW([flat], fused=True).step
+
+
+def copy(nbytes: int) -> Callable[[], object]:
+    """Copy so many bytes from memory to memory: half of them read, half written."""
+    source, target = torch.ones(nbytes // 8), torch.empty(nbytes // 8)
+    return lambda: target.copy_(source)
+
+
+def exchange(numel: int) -> Callable[[], object]:
+    """Every rank sends `numel` float32 elements to each other rank, all receives posted before."""
+    comm = as_collectives(None)
+    others = [rank for rank in range(comm.world_size) if rank != comm.rank]
+    mine = torch.ones(numel)
+    theirs = {rank: torch.empty(numel) for rank in others}
+
+    def run() -> None:
+        works = [dist.irecv(theirs[rank], group_src=rank) for rank in others]
+        works += [dist.isend(mine, group_dst=rank) for rank in others]
+        AllOf(works).wait()
+
+    return run
+
+
+def share(parameters: int, world_size: int) -> int:
+    """Elements that each rank owns of an even split."""
+    return -(-parameters // (world_size * ALIGNMENT)) * ALIGNMENT
