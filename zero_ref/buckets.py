@@ -7,7 +7,7 @@ after: writing the bucket writes the parameters, because they are the same memor
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -127,26 +127,41 @@ def messages_within(messages: Iterable[Message], params: Container[int]) -> list
     ]
 
 
+def expect_broadcasts(comm: Collectives, messages: Iterable[Message]) -> list[Work | None]:
+    """Let what others will broadcast arrive at any time from now on, where the network can.
+
+    Returns:
+        What to pass to `start_broadcasts`, which has to follow with the same messages.
+    """
+    return [comm.expect(message.tensor, message.owner) for message in messages]
+
+
 def start_broadcasts(
-    comm: Collectives, messages: Iterable[Message], dtype: torch.dtype | None = None
+    comm: Collectives,
+    messages: Iterable[Message],
+    dtype: torch.dtype | None = None,
+    expected: Iterable[Work | None] = (),
 ) -> list[Work]:
     """Start to send every message from its owner to all ranks; they have arrived when all works are done.
 
     Args:
         dtype: what travels, where the parameters are of a larger floating-point dtype; None for theirs. The
             owner keeps its values as they are, the others get rounded ones.
+        expected: what `expect_broadcasts` gave for these messages, which then go in their own dtype.
     Collective: all ranks of the group, with the same messages in the same order.
     Cost: each rank receives the elements that it does not own.
     """
     if comm.world_size == 1:
         return []
-    return [_start_broadcast(comm, message, dtype) for message in messages]
+    return [_start_broadcast(comm, message, dtype, work) for message, work in zip_longest(messages, expected)]
 
 
-def _start_broadcast(comm: Collectives, message: Message, dtype: torch.dtype | None) -> Work:
+def _start_broadcast(
+    comm: Collectives, message: Message, dtype: torch.dtype | None, expected: Work | None
+) -> Work:
     tensor = message.tensor
     if dtype is None or not tensor.is_floating_point() or tensor.itemsize <= dtype.itemsize:
-        return comm.broadcast(tensor, src=message.owner)
+        return comm.broadcast(tensor, message.owner, expected)
     rounded = tensor.to(dtype) if message.owner == comm.rank else torch.empty_like(tensor, dtype=dtype)
     work = comm.broadcast(rounded, src=message.owner)
     return work if message.owner == comm.rank else _ThenCopy(work, rounded, tensor)
@@ -164,9 +179,12 @@ class _ThenCopy:
 
 
 def broadcast_messages(
-    comm: Collectives, messages: Sequence[Message], dtype: torch.dtype | None = None
+    comm: Collectives,
+    messages: Sequence[Message],
+    dtype: torch.dtype | None = None,
+    expected: Iterable[Work | None] = (),
 ) -> None:
     """As `start_broadcasts`, and return when all messages have arrived."""
     # Start every broadcast before waiting on one: they share the network.
-    for work in start_broadcasts(comm, messages, dtype):
+    for work in start_broadcasts(comm, messages, dtype, expected):
         work.wait()

@@ -25,6 +25,13 @@ Observer = Callable[[Call], None]
 ToPeer = tuple[int, torch.Tensor]
 """A tensor on its way, after the rank at its other end."""
 
+PAIRWISE_RANKS = 8
+"""On Gloo, up to here a broadcast goes straight from its source to each rank: many broadcasts at once take a
+fraction of the time of Gloo's own, large ones no more (bench/NOTES.md). More ranks have not been measured."""
+
+TAG = 2**20
+"""Tells our messages between two ranks from a user's own, whose tag is 0 unless they choose."""
+
 
 class Work(Protocol):
     """A call under way."""
@@ -52,7 +59,15 @@ class Collectives(Protocol):
     @property
     def observers(self) -> list[Observer]: ...
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+    def expect(self, tensor: torch.Tensor, src: int) -> Work | None:
+        """Let what `src` will broadcast come straight into `tensor` while this rank still computes.
+
+        Returns:
+            What to pass to that `broadcast`, which has to follow; None where the network has no such thing.
+        """
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, src: int, expected: Work | None = None) -> Work:
         """Overwrite `tensor` on all ranks by that of `src`. Cost: each other rank receives it once."""
         ...
 
@@ -93,6 +108,9 @@ class Observable:
             for observer in self.observers:
                 observer(call)
 
+    def expect(self, tensor: torch.Tensor, src: int) -> Work | None:
+        return None
+
 
 class ProcessGroupCollectives(Observable):
     """Collectives on a torch.distributed process group.
@@ -120,14 +138,32 @@ class ProcessGroupCollectives(Observable):
                 "Build the optimizer only on the group's ranks."
             )
         # A group may have a backend for each kind of device, as in "cpu:gloo,cuda:nccl".
-        on_cpu = "cpu:" in str(dist.get_backend_config(group))
+        backends = str(dist.get_backend_config(group))
+        on_cpu = "cpu:" in backends
+        self.pairwise = "cpu:gloo" in backends and self.world_size <= PAIRWISE_RANKS
         self.wire_device = (
             torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
         )
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+    def expect(self, tensor: torch.Tensor, src: int) -> Work | None:
+        if src == self.rank or not self._goes_pairwise(tensor):
+            return None
+        return self._start(f"broadcast from rank {src}", _irecv, _raw(tensor), group_src=src)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, expected: Work | None = None) -> Work:
         self.tell("broadcast", tensor, src)
-        return self._start(f"broadcast from rank {src}", dist.broadcast, _raw(tensor), group_src=src)
+        if not self._goes_pairwise(tensor):
+            return self._start(f"broadcast from rank {src}", dist.broadcast, _raw(tensor), group_src=src)
+        if src != self.rank:
+            return expected or self._start(f"broadcast from rank {src}", _irecv, _raw(tensor), group_src=src)
+        # Each begins with another, so that not all send to the same rank at once.
+        peers = [(src + distance) % self.world_size for distance in range(1, self.world_size)]
+        return AllOf(
+            self._start(f"broadcast to rank {peer}", _isend, _raw(tensor), group_dst=peer) for peer in peers
+        )
+
+    def _goes_pairwise(self, tensor: torch.Tensor) -> bool:
+        return self.pairwise and tensor.device.type == "cpu" and tensor.is_contiguous()
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         self.tell("all_reduce", tensor)
@@ -288,11 +324,11 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _isend(tensor: torch.Tensor, *, group: Any, async_op: bool, group_dst: int) -> Any:
-    return dist.isend(tensor, group=group, group_dst=group_dst)
+    return dist.isend(tensor, group=group, group_dst=group_dst, tag=TAG)
 
 
 def _irecv(tensor: torch.Tensor, *, group: Any, async_op: bool, group_src: int) -> Any:
-    return dist.irecv(tensor, group=group, group_src=group_src)
+    return dist.irecv(tensor, group=group, group_src=group_src, tag=TAG)
 
 
 def _batch(sends: Sequence[ToPeer], recvs: Sequence[ToPeer], *, group: Any, async_op: bool) -> Work:

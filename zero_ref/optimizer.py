@@ -11,6 +11,7 @@ Read `step` first. The rest builds what it uses: the partition (`partition.py`),
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,12 +27,14 @@ from zero_ref.buckets import (
     Message,
     broadcast_messages,
     check_can_be_flattened,
+    expect_broadcasts,
     flatten_parameters,
     messages_by_parameter,
 )
 from zero_ref.collectives import Collectives, agree, as_collectives
 from zero_ref.hooks import InBackward
 from zero_ref.layout import lay_out
+from zero_ref.merged import MergedSlices
 from zero_ref.partition import ParamSpec, Partition, Strategy, plan_partition
 from zero_ref.repartition import Handover
 from zero_ref.shards import (
@@ -127,6 +130,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 check_can_be_flattened(self._params)
             self._owned = own_slices(self.partition.slices_of_rank[self.rank], self._params)
             self.optim: Optimizer = optimizer_class(local_groups(self.param_groups, self._owned), **defaults)
+            self._merged = MergedSlices(self.optim, [], [])
             self.defaults = self.optim.defaults
             copy_options(self.optim.param_groups, self.param_groups)
             facts = self._facts(self.partition)
@@ -178,8 +182,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **kwargs: Any,
     ) -> Any:
         """The update itself: each rank steps its shard, then all send what they own."""
-        loss = self._step_local(closure, **kwargs)
-        broadcast_messages(self.collectives, self._messages, self.broadcast_dtype)
+        # What is to be rounded has another place to arrive in, and a closure runs the model as it is.
+        early = closure is None and self.broadcast_dtype is None
+        expected = expect_broadcasts(self.collectives, self._messages) if early else []
+        try:
+            loss = self._step_local(closure, **kwargs)
+        except Exception:
+            if any(expected):  # what is expected must come, or the next step would take its own for it
+                with contextlib.suppress(RuntimeError):
+                    broadcast_messages(self.collectives, self._messages, expected=expected)
+            raise
+        broadcast_messages(self.collectives, self._messages, self.broadcast_dtype, expected)
         self._end_update()
         return loss
 
@@ -236,7 +249,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ):
             group["params"] = local["params"]
         self.state = self.optim.state
-        self._gradients = LentGradients(self.partition, self._owned, params, self._specs())
+        # An update in backward steps some parameters at a time, so there each is stepped by itself.
+        may_merge = is_elementwise(type(self.optim)) and not self.overlap_with_ddp
+        mine = [message for message in self._messages if may_merge and message.owner == self.rank]
+        self._merged.dissolve()
+        self._merged = MergedSlices(self.optim, mine, params)
+        self._gradients = LentGradients(self.partition, self._owned, params, self._specs(), self._merged)
         self._built_for = self._fingerprint()
         self._log()
 

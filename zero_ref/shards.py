@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from zero_ref.buckets import flat_like, flat_view
+from zero_ref.merged import MergedSlices
 from zero_ref.partition import ParamSpec, Partition, Slice
 
 ParamGroup = dict[str, Any]
@@ -119,6 +120,7 @@ class LentGradients:
     Args:
         partition, params, specs: of all parameters.
         owned: this rank's slices.
+        merged: those of them that are stepped as one, where each has its gradient.
     """
 
     def __init__(
@@ -127,8 +129,9 @@ class LentGradients:
         owned: Sequence[OwnedSlice],
         params: Sequence[torch.Tensor],
         specs: Sequence[ParamSpec],
+        merged: MergedSlices,
     ) -> None:
-        self.specs = specs
+        self.specs, self.merged = specs, merged
         self.cut = [
             (number, param, param.stride())
             for number, param in enumerate(params)
@@ -166,7 +169,10 @@ class LentGradients:
         for own in self.my_frozen:
             # A gradient left from before the parameter was frozen would move it on its owner alone.
             self._replace(own.param, None)
-        if gradients is not None:
+        if gradients is None:
+            self.merged.lend()
+        else:
+            self.merged.dissolve()
             for own in self.my_whole:
                 self._replace(own.param, gradients.get(own.piece.param))
 
@@ -176,6 +182,7 @@ class LentGradients:
 
     def take_back(self) -> None:
         """Leave all gradients as they were before `lend`."""
+        self.merged.take_back()
         for _, _, local in self.my_pieces:
             local.grad = None  # else the slice would keep the whole gradient alive after zero_grad()
         for param, grad in self.withheld:

@@ -1280,8 +1280,13 @@ def killed(where: str, way: Any, reduction: Any) -> None:
     [
         ("forward", STEP, allreduce_hook, "the reduction of DDP's bucket 0"),
         ("reduction", INTERLEAVED, OWNERS, "(receive from|send to) rank 1"),
-        ("local step", STEP, OWNERS, "(broadcast from|receive from|send to) rank"),
-        ("broadcast", INTERLEAVED, allreduce_hook, "(broadcast from rank|the reduction of DDP's bucket)"),
+        ("local step", STEP, OWNERS, "(broadcast from|broadcast to|receive from|send to) rank"),
+        (
+            "broadcast",
+            INTERLEAVED,
+            allreduce_hook,
+            "(broadcast (from|to) rank|the reduction of DDP's bucket)",
+        ),
     ],
 )
 def test_when_a_rank_is_killed_the_others_say_what_they_waited_for(

@@ -209,11 +209,11 @@ class _Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.collectives, name)
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+    def broadcast(self, tensor: torch.Tensor, src: int, expected: Work | None = None) -> Work:
         recorder = self.recorder
         bucket = recorder._steps - 1 if recorder._way == "interleaved" else None
         noted = recorder._starting("broadcast", bucket)
-        return recorder._noted_when_done(self.collectives.broadcast(tensor, src), noted)
+        return recorder._noted_when_done(self.collectives.broadcast(tensor, src, expected), noted)
 
     def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> Work:
         noted = self.recorder._starting("reduce", self.recorder._bucket)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zero_ref.collectives import Observable, ToPeer
+from zero_ref.collectives import Observable, ToPeer, Work
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class VirtualCollectives(Observable):
     def __repr__(self) -> str:
         return f"virtual rank {self.rank} of {self.world_size}"
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> _Done:
+    def broadcast(self, tensor: torch.Tensor, src: int, expected: Work | None = None) -> _Done:
         self.tell("broadcast", tensor, src)
         return self._exchange(f"broadcast from rank {src}", tensor, lambda board: tensor.copy_(board[src]))
 
