@@ -51,13 +51,11 @@ class Run:
         ]
 
     def take_gradients(self) -> bool:
-        """Copy the members' gradients; False if one is missing or of another kind."""
-        grads = [member.grad for member in self.members]
-        dtype = self.whole.dtype
-        if any(grad is None or grad.dtype != dtype or grad.layout != torch.strided for grad in grads):
-            return False
-        torch._foreach_copy_(self.gradients, grads)
-        return True
+        """Copy the members' gradients; False if one is missing or sparse."""
+        grads = [grad for m in self.members if (grad := m.grad) is not None and grad.layout == torch.strided]
+        if len(grads) == len(self.members):
+            torch._foreach_copy_(self.gradients, grads)
+        return len(grads) == len(self.members)
 
     def take_state(self, state: dict[Any, dict[Any, Any]]) -> bool:
         """Make one state of the members', unless it is theirs; False if they were not stepped together."""
@@ -66,7 +64,7 @@ class Run:
         states = [state.get(member, {}) for member in self.members]
         self.state, self.given = {}, []
         for key, value in states[0].items():
-            values = [of_member.get(key) for of_member in states]
+            values: list[Any] = [of_member.get(key) for of_member in states]
             if _follows(value, self.members[0]):
                 if not all(map(_follows, values, self.members)):
                     return False

@@ -272,7 +272,7 @@ def _stale_on_this_rank(comm: Collectives, partition: Partition, lost: int) -> l
         param.grad = -torch.ones_like(param)
     broadcast, number = comm.broadcast, itertools.count()
 
-    def losing_one(tensor: torch.Tensor, src: int) -> Any:
+    def losing_one(tensor: torch.Tensor, src: int, expected: Any = None) -> Any:
         # The lost one still takes place, for the others' sake: what arrives is thrown away.
         return broadcast(tensor.clone() if next(number) == lost else tensor, src)
 
