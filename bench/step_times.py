@@ -3,7 +3,8 @@
     .venv/bin/python bench/step_times.py --ranks 2 --turns 15
 
 Turns of calibration and of whole iterations follow one another, so that whatever else the machine does meets
-both. With `--pictures FOLDER` the scatter is drawn.
+both. `zero-ref bench predicted` does the same; here the fits are printed as well, and `--pictures FOLDER`
+draws the scatter.
 """
 
 from __future__ import annotations
@@ -11,38 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 from zero_ref.lab import plots, ranks
-from zero_ref.lab.benchmark import Effort, TrainingSize
-from zero_ref.lab.config import TRAINED, GPTConfig, TrainConfig
-from zero_ref.lab.step_times import StepTime, compare_steps, take_turns
-from zero_ref.simulator.calibrate import Interval, calibrate
-
-KIB = 2**10
-CALIBRATED = Effort(
-    nbytes=tuple(KIB * size for size in (1, 16, 64, 256, 1024, 4096, 16384)),
-    training=tuple(
-        TrainingSize(GPTConfig(layers=layers, width=width), size)
-        for layers, width, size in (
-            (4, 64, 2),
-            (4, 64, 8),
-            (4, 128, 2),
-            (4, 128, 8),
-            (2, 96, 4),
-            (2, 256, 4),
-            (4, 256, 2),
-            (4, 256, 8),
-        )
-    ),
-    rounds=0,
-)
-HELD_OUT = [
-    TrainConfig(strategy, batch_size=size, model=GPTConfig(layers=layers, width=width))
-    for layers, width, size in ((4, 96, 6), (4, 160, 3), (4, 160, 6), (3, 192, 5), (4, 224, 4), (6, 112, 4))
-    for strategy in TRAINED
-]
+from zero_ref.lab.bench.predicted import step_times
+from zero_ref.lab.step_times import StepTime
+from zero_ref.simulator.calibrate import Interval
 
 
 def main() -> None:
@@ -53,10 +28,8 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path)
     arguments = parser.parse_args()
     print(f"load average before: {os.getloadavg()[0]:.1f}")
-    effort = replace(CALIBRATED, rounds=arguments.turns)
-    trials = ranks.run(take_turns, arguments.ranks, HELD_OUT, effort, timeout=1800)
+    calibration, compared = step_times(arguments.ranks, arguments.turns)
     print(f"load average after: {os.getloadavg()[0]:.1f}")
-    calibration = calibrate(*trials[0].times)
     for fitted in calibration.fits:
         print(
             f"{fitted.what:<11} {fitted.overhead_us:6.0f} us {_text(fitted.overhead_us_interval)} "
@@ -64,7 +37,6 @@ def main() -> None:
             f"{calibration.error_bound(fitted.what, 0.5):.0%}, "
             f"worst {calibration.error_bound(fitted.what):.0%}"
         )
-    compared = compare_steps(HELD_OUT, calibration.cluster, trials)
     print("layers width batch  strategy     predicted measured error")
     for one in compared:
         model = one.config.model

@@ -9,10 +9,7 @@ barriers around it. The model is large, so that these last are nothing beside it
 
 from __future__ import annotations
 
-import fcntl
-import socket
 import statistics
-import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,8 +31,6 @@ from zero_ref import (
     reduce_to_owners,
 )
 from zero_ref.lab import meter, ranks
-
-SIOCSIFFLAGS, IFF_UP_AND_RUNNING = 0x8914, 0x41
 
 WIDTH, DEPTH, BUCKET_MIB = 1024, 8, 4  # Ψ is 33.6 MB, in buckets of a layer each
 
@@ -78,12 +73,6 @@ WAYS = {
     "stage 3, fully_shard": Way(4, stage_3=True),
     "local SGD, a period of 4": Way(2, period=4),
 }
-
-
-def raise_loopback() -> None:
-    """A new network namespace has a loopback device, but it is down."""
-    with socket.socket() as any_socket:
-        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", IFF_UP_AND_RUNNING))
 
 
 def training(way: Way) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
@@ -137,7 +126,7 @@ def bytes_of_an_iteration(way: Way, iterations: int = 8) -> tuple[float, int]:
 
 def main() -> None:
     """One line for each number of ranks and way: bytes, in (N-1)Ψ, and how far from the prediction."""
-    raise_loopback()
+    meter.raise_loopback()
     print(f"{'ranks':>5}  {'way':<36} {'bytes':>13} {'(N-1)Ψ':>8} {'predicted':>9} {'deviation':>9}")
     for world_size in (2, 4):
         for name, way in WAYS.items():

@@ -30,7 +30,7 @@ NOT_FOR_READERS = {
     "zero_ref.lab.benchmark": {"flops_of", "load_average"},
     "zero_ref.lab.compare": {"ProgressFile", "as_json", "environment", "problems"},
     "zero_ref.lab.config": {"add_training_arguments", "config_from"},
-    "zero_ref.lab.meter": {"gather_from_ranks"},
+    "zero_ref.lab.meter": {"gather_from_ranks", "loopback_is_private", "raise_loopback"},
     "zero_ref.lab.model": {"Attention", "Block"},
     "zero_ref.lab.train": {
         "held_out_loss",

@@ -129,13 +129,8 @@ class PeriodicModelAverager(ModelAverager):
         gradient_group: int = 1,
         timeout: timedelta | None = None,
     ) -> None:
-        schedule = _planned(
-            process_group,
-            lambda: AveragingSchedule.periodic(
-                period, warmup_steps=warmup_steps, gradient_group=gradient_group
-            ),
-        )
-        _warn_of_period_1(schedule)
+        rule = AveragingSchedule.periodic
+        schedule = _planned(process_group, rule, period, warmup_steps, gradient_group)
         super().__init__(schedule, process_group, timeout=timeout)
 
 
@@ -161,34 +156,31 @@ class HierarchicalModelAverager(ModelAverager):
         gradient_group: int = 1,
         timeout: timedelta | None = None,
     ) -> None:
-        schedule = _planned(
-            process_group,
-            lambda: AveragingSchedule.hierarchical(
-                period_group_size_dict or {}, warmup_steps=warmup_steps, gradient_group=gradient_group
-            ),
-        )
-        _warn_of_period_1(schedule)
+        rule, periods = AveragingSchedule.hierarchical, period_group_size_dict or {}
+        schedule = _planned(process_group, rule, periods, warmup_steps, gradient_group)
         super().__init__(schedule, process_group, timeout=timeout)
 
 
 def _planned(
-    process_group: dist.ProcessGroup | Collectives | None, plan: Callable[[], AveragingSchedule]
+    process_group: dist.ProcessGroup | Collectives | None,
+    rule: Callable[..., AveragingSchedule],
+    periods: int | Mapping[int, int],
+    warmup_steps: int,
+    gradient_group: int,
 ) -> AveragingSchedule:
     """The schedule; if one rank's arguments make none, all ranks raise."""
     try:
-        return plan()
+        schedule = rule(periods, warmup_steps=warmup_steps, gradient_group=gradient_group)
     except (TypeError, ValueError) as error:
         agree(as_collectives(process_group), "construct the averager", error)
         raise
-
-
-def _warn_of_period_1(schedule: AveragingSchedule) -> None:
     if schedule.levels[-1].period == 1:
         warnings.warn(
             "with a period of 1 all parameters are averaged after every step: as much is sent as by "
             "DistributedDataParallel, which hides it behind backward. Use that alone, or a longer period.",
             stacklevel=3,
         )
+    return schedule
 
 
 def _consecutive(world: Collectives, size: int, timeout: timedelta | None) -> Any:
@@ -201,26 +193,20 @@ def _consecutive(world: Collectives, size: int, timeout: timedelta | None) -> An
 
 
 def _trainable(params: Iterable[Any]) -> list[torch.Tensor]:
-    listed = (
-        param for entry in params for param in (entry["params"] if isinstance(entry, dict) else [entry])
-    )
-    trainable = []
+    listed = [p for entry in params for p in (entry["params"] if isinstance(entry, dict) else [entry])]
     for param in listed:
         if not isinstance(param, torch.Tensor):
             raise TypeError(
                 f"an averager takes parameters, as of model.parameters(), or the param_groups of an "
                 f"optimizer, and was given a {type(param).__name__}."
             )
-        if param.requires_grad:
-            trainable.append(param)
-    return trainable
+    return [param for param in listed if param.requires_grad]
 
 
 @torch.no_grad()
 def _average(comm: Collectives, params: Iterable[Any], step: int) -> None:
     if comm.world_size == 1:
         return
-    trainable: list[torch.Tensor] = []
     facts: list[str] | Exception
     try:
         trainable = _trainable(params)

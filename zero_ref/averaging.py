@@ -63,12 +63,12 @@ class AveragingSchedule:
     def __post_init__(self) -> None:
         if not self.levels:
             raise ValueError("a schedule of local SGD needs at least one level: ranks must meet some time.")
-        least = {"warmup_steps": 0, "origin": 0, "gradient_group": 1}
-        _check_at_least([(name, getattr(self, name), least[name]) for name in least])
+        _check_at_least(0, warmup_steps=self.warmup_steps, origin=self.origin)
+        _check_at_least(1, gradient_group=self.gradient_group)
         for level in self.levels:
-            _check_at_least([("period", level.period, 1)])
+            _check_at_least(1, period=level.period)
             if level.group_size is not None:
-                _check_at_least([("group_size", level.group_size, 1)])
+                _check_at_least(1, group_size=level.group_size)
         if any(level.group_size is None for level in self.levels[:-1]):
             raise ValueError("only the last level averages over all ranks: group_size=None comes last.")
         for small, wide in pairwise(self.levels):
@@ -78,8 +78,7 @@ class AveragingSchedule:
                     f"levels go from small groups averaged often to wide ones averaged seldom, and {small} "
                     f"stands before {wide}."
                 )
-        sizes = self.group_sizes
-        for inner, outer in pairwise(sizes):
+        for inner, outer in pairwise(self.group_sizes):
             if outer % inner:
                 raise ValueError(
                     f"groups must nest, and one of {outer} ranks cannot be made of groups of {inner}."
@@ -170,8 +169,8 @@ class AveragingSchedule:
                 raise ValueError(f"{world_size} ranks cannot be divided into groups of {size}.")
 
 
-def _check_at_least(numbers: list[tuple[str, int, int]]) -> None:
-    for name, number, least in numbers:
+def _check_at_least(least: int, **numbers: int) -> None:
+    for name, number in numbers.items():
         try:
             operator.index(number)
         except TypeError:

@@ -90,20 +90,21 @@ def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> 
     messages = []
     for flat in layout.flats:
         # A bucket that begins with the rest of a parameter must follow the one before it in memory.
-        starts = {0} | {bucket.start for bucket in flat.buckets if bucket.slices[0].start == 0}
-        for start, stop in pairwise([*sorted(starts), flat.numel]):
-            # Zeros, so that padding never shows uninitialised memory in a checkpoint or a sum.
-            tensor = torch.zeros(stop - start, dtype=getattr(torch, flat.dtype), device=flat.device)
-            for index, offset in flat.offset_of_param.items():
-                if start <= offset < stop:
-                    param = params[index]
-                    window = tensor.as_strided(param.size(), param.stride(), offset - start)
-                    window.copy_(param)
-                    param.data = window
+        firsts = [number for number, bucket in enumerate(flat.buckets) if bucket.slices[0].start == 0]
+        for first, end in pairwise([*firsts, len(flat.buckets)]):
+            buckets = flat.buckets[first:end]
+            start = buckets[0].start
+            stop = flat.buckets[end].start if end < len(flat.buckets) else flat.numel
+            tensor = torch.empty(stop - start, dtype=getattr(torch, flat.dtype), device=flat.device)
+            # Padding must not show uninitialised memory in a checkpoint or a sum.
+            tensor[buckets[-1].stop - start :].zero_()
+            for index in {piece.param for bucket in buckets for piece in bucket.slices}:
+                param = params[index]
+                place = flat.offset_of_param[index] - start
+                param.data = tensor.as_strided(param.size(), param.stride(), place).copy_(param)
             messages += [
                 Message(bucket.owner, tensor[bucket.start - start : bucket.stop - start], bucket.slices)
-                for bucket in flat.buckets
-                if start <= bucket.start < stop
+                for bucket in buckets
             ]
     return messages
 

@@ -10,20 +10,19 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
 
 from zero_ref.buckets import flat_like, flat_view
-from zero_ref.collectives import Collectives, Work
+from zero_ref.collectives import Collectives, Work, broadcast_json
 from zero_ref.shards import OwnedSlice, describe_options, params_of, specs_of
 
 State = dict[int, dict[str, Any]]
 Line = tuple[dict[str, Any], torch.Tensor | None]
 """A line of a table of contents, and its tensor, 1-D, if it travels as one."""
-Packed = tuple[list[dict[str, Any]], list[torch.Tensor | None]]
-"""A table of contents and its tensors."""
 
 
 # ------------------------------------------------------------------------------------------- shards to whole
@@ -34,7 +33,7 @@ def consolidate(
     comm: Collectives,
     to: int | Literal["all"],
     params: Sequence[torch.Tensor],
-    packed: Packed,
+    packed: Sequence[Line],
 ) -> State | None:
     """Gather the state of all slices on rank `to`, or on all ranks.
 
@@ -55,31 +54,38 @@ def consolidate(
     whole: State = {}
     works: list[Work] = []
     for owner in route.owners:
-        mine = owner == comm.rank
-        contents, tensors = packed if mine else ([], [])
-        contents = route.contents(contents, owner)
-        for index, entry in enumerate(contents):
+        mine = packed if owner == comm.rank else []
+        contents = route.contents([entry for entry, _ in mine], owner)
+        for entry, tensor in zip_longest(contents, [tensor for _, tensor in mine]):
             number = entry["param"]
             place = make_room(whole.setdefault(number, {}), entry, params[number]) if receiving else None
-            tensor = tensors[index] if mine else None
             if place is not None and tensor is not None:
                 place.copy_(tensor)
-            works += route.start(tensor, place, owner, entry)
+            passing = tensor if place is None else place
+            if passing is None or owner == to:
+                continue  # it came with the table, or is where it belongs
+            on_wire = landing_for(passing, comm) if tensor is None else passing.to(comm.wire_device)
+            work = route.start(on_wire, owner)
+            if place is None or on_wire is place:
+                works.append(work)
+            else:
+                # One at a time: the wire's device need not have room for the state of all.
+                work.wait()
+                place.copy_(on_wire)
     for work in works:
         work.wait()
     return {param: whole[param] for param in sorted(whole)} if receiving else None
 
 
-def pack(owned: Sequence[OwnedSlice], state: Mapping[Any, Mapping[Any, Any]]) -> Packed:
-    """A table of contents of this rank's state, and for each line its tensor, if it travels as one.
+def pack(owned: Sequence[OwnedSlice], state: Mapping[Any, Mapping[Any, Any]]) -> list[Line]:
+    """A table of contents of this rank's state, each line with its tensor, if it travels as one.
 
     Raises:
         TypeError: the state holds something that is neither a tensor, a number, a text nor None, or something
             that belongs to no parameter.
     """
     check_belongs_to_parameters(state)
-    lines = [line for own in owned for line in pack_slice(own, state.get(own.local, {}))]
-    return [entry for entry, _ in lines], [tensor for _, tensor in lines]
+    return [line for own in owned for line in pack_slice(own, state.get(own.local, {}))]
 
 
 def check_belongs_to_parameters(state: Mapping[Any, Any]) -> None:
@@ -110,15 +116,12 @@ def pack_slice(own: OwnedSlice, of_slice: Mapping[Any, Any]) -> list[Line]:
                 )
             entry["value"] = value
         elif value.ndim == 0 and not value.is_complex():
-            entry |= {"value": value.item(), "dtype": _name(value.dtype)}
+            entry |= {"value": value.item(), "dtype": dtype_name(value.dtype)}
         else:
             follows_param = value.shape == local.shape
             tensor = flat_like(value, local) if follows_param else value.contiguous().view(-1)
-            entry |= {"dtype": _name(value.dtype), "numel": tensor.numel()}
-            if follows_param:
-                entry |= {"start": piece.start, "stop": piece.stop}
-            else:
-                entry["shape"] = list(value.shape)
+            place = {"start": piece.start, "stop": piece.stop} if follows_param else {"shape": [*value.shape]}
+            entry |= {"dtype": dtype_name(value.dtype), "numel": tensor.numel(), **place}
         lines.append((entry, tensor))
     return lines
 
@@ -130,13 +133,14 @@ def make_room(
 
     Args:
         of_param: the state of a parameter, or of a slice of it, so far.
-        entry: the line; what it makes lies on its "device", on the CPU if it has none.
+        entry: the line; what it makes lies on its "device", on that of `like` if this is "parameter", on the
+            CPU if it has none.
         like: the parameter or slice; state that follows it gets its shape and strides.
         first: the number that the first element of `like` has in its parameter.
     """
     key = entry["key"]
-    dtype = getattr(torch, entry["dtype"]) if "dtype" in entry else None
-    device = entry.get("device", "cpu")
+    dtype = dtype_of(entry["dtype"]) if "dtype" in entry else None
+    device = like.device if entry.get("device") == "parameter" else entry.get("device", "cpu")
     if "value" in entry:
         # The slices of one parameter step together, so the first one's count is that of all.
         of_param.setdefault(
@@ -161,33 +165,14 @@ class _ToOne:
         self.owners = [*others, comm.rank]
 
     def contents(self, mine: list[dict[str, Any]], owner: int) -> list[dict[str, Any]]:
-        if owner == self.to:
-            return mine
-        if owner == self.comm.rank:
-            text = encode(mine, self.comm)
-            self.comm.send(torch.tensor([text.numel()], device=self.comm.wire_device), self.to).wait()
-            self.comm.send(text, self.to).wait()
-            return mine
-        length = torch.empty(1, dtype=torch.int64, device=self.comm.wire_device)
-        self.comm.recv(length, owner).wait()
-        text = torch.empty(int(length.item()), dtype=torch.uint8, device=self.comm.wire_device)
-        self.comm.recv(text, owner).wait()
-        return decode(text)
+        if owner != self.comm.rank:
+            [mine] = exchange_json(self.comm, {}, [owner])
+        elif owner != self.to:
+            exchange_json(self.comm, {self.to: mine}, [])
+        return mine
 
-    def start(
-        self, tensor: torch.Tensor | None, place: torch.Tensor | None, owner: int, entry: Mapping[str, Any]
-    ) -> list[Work]:
-        if owner == self.to or "value" in entry:
-            return []
-        if tensor is not None:
-            return [self.comm.send(tensor.to(self.comm.wire_device), self.to)]
-        assert place is not None
-        if place.device == self.comm.wire_device:
-            return [self.comm.recv(place, owner)]
-        staged = torch.empty_like(place, device=self.comm.wire_device)
-        self.comm.recv(staged, owner).wait()
-        place.copy_(staged)
-        return []
+    def start(self, tensor: torch.Tensor, owner: int) -> Work:
+        return self.comm.send(tensor, self.to) if owner == self.comm.rank else self.comm.recv(tensor, owner)
 
 
 class _ToAll:
@@ -198,41 +183,48 @@ class _ToAll:
         self.owners = range(comm.world_size)
 
     def contents(self, mine: list[dict[str, Any]], owner: int) -> list[dict[str, Any]]:
-        text = encode(mine, self.comm)
-        length = torch.tensor([text.numel()], device=self.comm.wire_device)
-        self.comm.broadcast(length, owner).wait()
-        if owner != self.comm.rank:
-            text = torch.empty(int(length.item()), dtype=torch.uint8, device=self.comm.wire_device)
-        self.comm.broadcast(text, owner).wait()
-        return decode(text)
+        return broadcast_json(self.comm, mine, owner)
 
-    def start(
-        self, tensor: torch.Tensor | None, place: torch.Tensor | None, owner: int, entry: Mapping[str, Any]
-    ) -> list[Work]:
-        if place is None:
-            return []
-        if place.device == self.comm.wire_device:
-            return [self.comm.broadcast(place, owner)]
-        staged = torch.empty_like(place, device=self.comm.wire_device)
-        staged.copy_(place)
-        self.comm.broadcast(staged, owner).wait()
-        place.copy_(staged)
-        return []
+    def start(self, tensor: torch.Tensor, owner: int) -> Work:
+        return self.comm.broadcast(tensor, owner)
 
 
-def encode(contents: Sequence[Any], comm: Collectives) -> torch.Tensor:
-    """A table of contents as bytes that travel: JSON, in a tensor on the wire's device."""
-    return torch.frombuffer(bytearray(json.dumps(contents).encode()), dtype=torch.uint8).to(comm.wire_device)
+def exchange_json(comm: Collectives, values: Mapping[int, Any], sources: Iterable[int]) -> list[Any]:
+    """Hand a value, which JSON can express, to each of some ranks, and give what comes from each source.
+
+    Collective: this rank is among the sources of the ranks that it hands something, and the other way round.
+    Cost: between two ranks two messages, of 8 bytes and of the text.
+    """
+    device = comm.wire_device
+    texts = [
+        (peer, torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device))
+        for peer, value in values.items()
+    ]
+    lengths = [(peer, torch.tensor([text.numel()], device=device)) for peer, text in texts]
+    coming = [(peer, torch.empty(1, dtype=torch.int64, device=device)) for peer in sources]
+    comm.exchange(lengths, coming).wait()
+    room = [(peer, torch.empty(int(n.item()), dtype=torch.uint8, device=device)) for peer, n in coming]
+    comm.exchange(texts, room).wait()
+    return [json.loads(bytes(text.tolist())) for _, text in room]
 
 
-def decode(text: torch.Tensor) -> list[Any]:
-    """The table of contents that `encode` made bytes of."""
-    contents: list[Any] = json.loads(bytes(text.tolist()))
-    return contents
+def landing_for(place: torch.Tensor, comm: Collectives) -> torch.Tensor:
+    """Room on the wire's device for what is to go to `place`: that itself, if it lies there."""
+    lies_there = place.device == comm.wire_device
+    return place if lies_there else torch.empty_like(place, device=comm.wire_device)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As torch prints it, without the `torch.`."""
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name; ValueError if there is none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype is called {name!r}")
+    return dtype
 
 
 # ------------------------------------------------------------------------------------------- whole to shards
@@ -317,33 +309,33 @@ def check_fits(
             f"the checkpoint has parameter groups of {saved} parameters and this optimizer has {ours}. "
             "Build the optimizer from the same parameter groups, in the same order, then load again."
         )
-    digest = hashlib.sha256()
+    kinds: list[tuple[Any, ...]] = []
     ids = saved_ids(state_dict, param_groups)
-    for number, (id_, param, spec) in enumerate(
-        zip(ids, params_of(param_groups), specs_of(param_groups), strict=True)
-    ):
+    for number, (id_, param) in enumerate(zip(ids, params_of(param_groups), strict=True)):
         for key, value in state_dict["state"].get(id_, {}).items():
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-            if key in SCALARS:
-                fits = shape in ((), (1,)) or isinstance(value, (int, float))
-            elif key in SHAPED:  # SGD without momentum saves a momentum_buffer of None
-                fits = value is None or (shape == tuple(param.shape) and value.layout == torch.strided)
-            else:
-                fits = True
-            if elementwise and not fits:
+            if elementwise and not _fits(key, value, param):
                 what = f"has shape {shape}" if shape is not None else f"is {value!r}"
                 raise ValueError(
-                    f"the checkpoint's {key!r} for parameter {spec.name or number} {what}; the parameter has "
-                    f"{tuple(param.shape)}. The checkpoint is of another model, or of the same parameters in "
-                    "another order."
+                    f"the checkpoint's {key!r} for parameter {specs_of(param_groups)[number].name or number} "
+                    f"{what}; the parameter has {tuple(param.shape)}. The checkpoint is of another model, or "
+                    "of the same parameters in another order."
                 )
-            digest.update(repr((number, key, shape, value if shape is None else value.dtype)).encode())
+            kinds.append((number, key, shape, value if shape is None else value.dtype))
     options = [
         f"group {index}: {option}"
         for index, group in enumerate(saved_groups)
         for option in describe_options(group)
     ]
-    return [*options, f"state of shapes and kinds {digest.hexdigest()[:12]}"]
+    return [*options, f"state of shapes and kinds {hashlib.sha256(repr(kinds).encode()).hexdigest()[:12]}"]
+
+
+def _fits(key: Any, value: Any, param: torch.Tensor) -> bool:
+    shape = value.shape if isinstance(value, torch.Tensor) else None
+    if key in SCALARS:
+        return shape in ((), (1,)) or isinstance(value, (int, float))
+    # SGD without momentum saves a momentum_buffer of None.
+    return key not in SHAPED or value is None or (shape == param.shape and value.layout == torch.strided)
 
 
 @torch.no_grad()

@@ -129,7 +129,6 @@ def _total_norm(
     alone = zero._join_config.enable
     facts: Sequence[str] | Exception
     norms: dict[Slice, float] = {}
-    chosen: dict[int, torch.Tensor] = {}
     try:
         norm_type = float(norm_type)
         chosen = _chosen(zero, params)
@@ -138,7 +137,8 @@ def _total_norm(
             "all parameters" if params is None else f"parameters {list(chosen)}",
         ]
         _check_can_be_clipped(zero, chosen)
-        norms = _norms_of_slices(zero, chosen, norm_type, foreach, of_all_ranks=alone)
+        counted = [piece for piece, owner in _pieces(zero) if alone or owner == zero.rank]
+        norms = _norms_of_slices(counted, chosen, norm_type, foreach)
     except Exception as error:
         if alone:
             raise
@@ -156,21 +156,20 @@ def _chosen(
     zero: ZeroRedundancyOptimizer, params: Iterable[torch.Tensor] | torch.Tensor | None
 ) -> dict[int, torch.Tensor]:
     """These parameters by their numbers, in registration order."""
-    all_params = zero._params
+    all_params = dict(enumerate(zero._params))
     if params is None:
-        return dict(enumerate(all_params))
-    number_of_param = {param: number for number, param in enumerate(all_params)}
-    numbers = set()
-    for param in [params] if isinstance(params, torch.Tensor) else params:
-        number = number_of_param.get(param) if isinstance(param, torch.Tensor) else None
-        if number is None:
+        return all_params
+    known = set(all_params.values())
+    wanted = [params] if isinstance(params, torch.Tensor) else list(params)
+    for param in wanted:
+        if not (isinstance(param, torch.Tensor) and param in known):
             shape = f" of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else ""
             raise ValueError(
                 f"rank {zero.rank}: `params` holds a {type(param).__name__}{shape} that is no parameter of "
                 "this optimizer. Pass some of those that it was constructed with."
             )
-        numbers.add(number)
-    return {number: all_params[number] for number in sorted(numbers)}
+    chosen = set(wanted)
+    return {number: param for number, param in all_params.items() if param in chosen}
 
 
 def _check_can_be_clipped(zero: ZeroRedundancyOptimizer, chosen: Mapping[int, torch.Tensor]) -> None:
@@ -199,18 +198,14 @@ def _check_can_be_clipped(zero: ZeroRedundancyOptimizer, chosen: Mapping[int, to
 
 
 def _norms_of_slices(
-    zero: ZeroRedundancyOptimizer,
-    chosen: Mapping[int, torch.Tensor],
-    norm_type: float,
-    foreach: bool | None,
-    of_all_ranks: bool,
+    pieces: Iterable[Slice], chosen: Mapping[int, torch.Tensor], norm_type: float, foreach: bool | None
 ) -> dict[Slice, float]:
-    """The norm of the gradient of each slice that has one here, of this rank's slices or of all."""
+    """The norm of the gradient of each of these slices that has one here."""
     whole: dict[Slice, torch.Tensor] = {}
     norms: dict[Slice, float] = {}
-    for piece, owner in _pieces(zero):
+    for piece in pieces:
         param = chosen.get(piece.param)
-        if param is None or param.grad is None or not (of_all_ranks or owner == zero.rank):
+        if param is None or param.grad is None:
             continue
         if piece.numel == param.numel():
             whole[piece] = param.grad
@@ -219,15 +214,14 @@ def _norms_of_slices(
             # Rounded once, when the parts are together, as the norm of the whole is.
             dtype = torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else None
             norms[piece] = torch.linalg.vector_norm(part, norm_type, dtype=dtype).item()
-    return norms | dict(zip(whole, _norms(list(whole.values()), norm_type, foreach), strict=True))
+    return norms | _norms(whole, norm_type, foreach)
 
 
-def _norms(tensors: list[torch.Tensor], norm_type: float, foreach: bool | None) -> list[float]:
+def _norms(whole: Mapping[Slice, torch.Tensor], norm_type: float, foreach: bool | None) -> dict[Slice, float]:
     """The norm of each, rounded to its dtype, by the kernels that torch's function would use."""
-    if not tensors:
-        return []
-    norms = [math.nan] * len(tensors)
-    for (device, _), ((of_kind, *_), indices) in _by_kind(tensors).items():
+    norms: dict[Slice, float] = {}
+    pieces = list(whole)
+    for (device, _), ((of_kind, *_), indices) in _by_kind(list(whole.values())).items():
         if foreach and not _device_has_foreach_support(device):
             raise RuntimeError(
                 f"foreach=True was passed, but can't use the foreach API on {device.type} tensors. "
@@ -237,8 +231,7 @@ def _norms(tensors: list[torch.Tensor], norm_type: float, foreach: bool | None) 
             of_each = list(torch._foreach_norm(of_kind, norm_type))
         else:
             of_each = [torch.linalg.vector_norm(tensor, norm_type) for tensor in of_kind]
-        for index, norm in zip(indices, torch.stack(of_each).tolist(), strict=True):
-            norms[index] = norm
+        norms |= zip((pieces[index] for index in indices), torch.stack(of_each).tolist(), strict=True)
     return norms
 
 
@@ -291,7 +284,7 @@ def _norm_of_norms(params: Sequence[torch.Tensor], norms: Sequence[float], norm_
 
 def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
     """(device, dtype) -> ([its tensors], their places in `tensors`), in the order that torch goes by."""
-    return _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
+    return _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
 
 
 def _pieces(zero: ZeroRedundancyOptimizer) -> list[tuple[Slice, int]]:

@@ -29,7 +29,7 @@ from torch.distributed.algorithms.join import JoinHook
 from zero_ref.buckets import flat_like
 from zero_ref.collectives import ToPeer, broadcast_json
 from zero_ref.partition import Slice
-from zero_ref.shards import describe_options, options_of
+from zero_ref.shards import describe_options, options_of, own_slices
 
 if TYPE_CHECKING:
     from zero_ref.optimizer import ZeroRedundancyOptimizer
@@ -145,9 +145,9 @@ def _who_has_data(zero: ZeroRedundancyOptimizer, active: bool) -> list[bool]:
 def _share(zero: ZeroRedundancyOptimizer, source: int, active: bool) -> dict[int, Kind]:
     """Take over, where this rank has left, what rank `source` sets. Return what gradients it has."""
     kinds: Any = [
-        [number, _kind_of(param.grad)]
+        [number, None if grad.layout == torch.strided else [grad._nnz(), grad.sparse_dim()]]
         for number, param in enumerate(zero._params)
-        if param.requires_grad and param.grad is not None
+        if param.requires_grad and (grad := param.grad) is not None
     ]
     if zero._backward.owner_only:  # then those of other owners have been released
         kinds = [[number, None] for number in sorted(zero._backward.used)]
@@ -163,12 +163,6 @@ def _share(zero: ZeroRedundancyOptimizer, source: int, active: bool) -> dict[int
         for group, theirs in zip(zero.param_groups, options, strict=True):
             group.update({key: _adopted(group.get(key), value) for key, value in theirs.items()})
     return dict(kinds)
-
-
-def _kind_of(grad: torch.Tensor) -> Kind:
-    if grad.layout == torch.strided:
-        return None
-    return [grad._nnz(), grad.sparse_dim()]
 
 
 def _is_plain(value: Any) -> bool:
@@ -192,8 +186,7 @@ def _adopted(ours: Any, theirs: Any) -> Any:
 def _lent_to(zero: ZeroRedundancyOptimizer, rank: int) -> list[ToPeer]:
     """The gradients of what `rank` owns, on their way to it."""
     tensors: list[torch.Tensor] = []
-    for piece in zero.partition.slices_of_rank[rank]:
-        param = zero._params[piece.param]
+    for piece, param, _ in own_slices(zero.partition.slices_of_rank[rank], zero._params):
         if param.requires_grad and param.grad is not None:
             tensors += _parts(param.grad, piece, param)
     return [(rank, tensor.to(zero.collectives.wire_device)) for tensor in tensors]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from zero_ref.partition import ParamSpec, Partition, Slice
@@ -126,25 +128,18 @@ def _flat(partition: Partition, members: list[int], device: str, dtype: str, ali
     buckets: list[Bucket] = []
     # First owner, then last owner: parameters of one rank lie together, one that is split between two
     # ranks lies between theirs.
-    for param in sorted(members, key=owners):
-        for piece, owner in partition.pieces_of_param[param]:
-            continues = bool(buckets) and buckets[-1].owner == owner
+    pieces = (piece for param in sorted(members, key=owners) for piece in partition.pieces_of_param[param])
+    for owner, run in groupby(pieces, key=itemgetter(1)):
+        slices = tuple(piece for piece, _ in run)
+        # A run that begins with the rest of a parameter must follow the one before it.
+        start = end = _round_up(end, alignment) if slices[0].start == 0 else end
+        for piece in slices:
             if piece.start == 0:
-                end = end if continues else _round_up(end, alignment)
-                offset_of_param[param] = end
-            if continues:
-                last = buckets.pop()
-                buckets.append(Bucket(owner, last.start, end + piece.numel, (*last.slices, piece)))
-            else:
-                buckets.append(Bucket(owner, end, end + piece.numel, (piece,)))
+                offset_of_param[piece.param] = end
             end += piece.numel
-    return Flat(
-        device,
-        dtype,
-        _round_up(end, alignment),
-        offset_of_param,
-        tuple(bucket for bucket in buckets if bucket.numel),
-    )
+        if end > start:
+            buckets.append(Bucket(owner, start, end, slices))
+    return Flat(device, dtype, _round_up(end, alignment), offset_of_param, tuple(buckets))
 
 
 class Run(NamedTuple):
@@ -165,18 +160,16 @@ def runs_within(slices: Iterable[Slice], params: Container[int]) -> list[Run]:
     >>> [run[:2] for run in runs_within([Slice(0, 0, 6), Slice(3, 0, 1), Slice(5, 0, 4)], {0, 5})]
     [(0, 6), (7, 11)]
     """
-    runs: list[Run] = []
-    start = 0
+    found: list[tuple[int, list[Slice]]] = []
+    start, end = 0, -1  # of this piece, of the last run
     for piece in slices:
-        stop = start + piece.numel
         if piece.param in params and piece.numel:
-            if runs and runs[-1].stop == start:
-                last = runs.pop()
-                runs.append(Run(last.start, stop, (*last.slices, piece)))
-            else:
-                runs.append(Run(start, stop, (piece,)))
-        start = stop
-    return runs
+            if start != end:
+                found.append((start, []))
+            found[-1][1].append(piece)
+            end = start + piece.numel
+        start += piece.numel
+    return [Run(first, first + sum(piece.numel for piece in run), tuple(run)) for first, run in found]
 
 
 def _round_up(numel: int, multiple: int) -> int:

@@ -17,7 +17,7 @@ also works with torch's other parts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from zero_ref.averagers import ModelAverager
 from zero_ref.collectives import ProcessGroupCollectives, agree, as_collectives
 from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.shards import params_of
 
 # ------------------------------------------------------------------------------------------------- the hook
 
@@ -193,7 +194,14 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
         self.averager = averager
         self._gradients_checked = False
         if isinstance(optim, ZeroRedundancyOptimizer):
-            _check_shards_within(optim, averager)
+            averaged = as_collectives(getattr(averager, "process_group", None)).world_size
+            if 1 < averaged <= optim.world_size:
+                raise ValueError(
+                    "this ZeroRedundancyOptimizer sends the parameters of their owners to all "
+                    f"{optim.world_size} ranks after every step, and the averager is to average these "
+                    f"{averaged}: none would train by itself. Shard over a group of fewer ranks, such as "
+                    "those of a machine, and average gradients within it."
+                )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -236,7 +244,7 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
             return None
         if scale is not None:
             inverse = scale.double().reciprocal().float()  # as the scaler's own unscale_, to the last bit
-            for param in (param for group in self.param_groups for param in group["params"]):
+            for param in params_of(self.param_groups):
                 if param.grad is not None:
                     param.grad.mul_(inverse.to(param.grad.device))
         return self.optim.step(closure) if closure is not None else self.optim.step()
@@ -311,7 +319,7 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """Where Join counts the ranks that have data."""
-        return next(param.device for group in self.param_groups for param in group["params"])
+        return params_of(self.param_groups)[0].device
 
     @property
     def join_process_group(self) -> Any:
@@ -332,7 +340,9 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
             return
         if self._gradients_checked or zero._backward.owner_only:
             return
-        facts = list(_sums_of_gradients(zero.param_groups))
+        trained = [param for param in zero._params if param.requires_grad]
+        sums = [None if param.grad is None else param.grad.double().sum().item() for param in trained]
+        facts = [f"gradient of parameter {number}: sum {total}" for number, total in enumerate(sums)]
         try:
             agree(zero.collectives, "share the update of the same gradients", facts)
         except ValueError as error:
@@ -351,22 +361,3 @@ class _ShadowAverage(JoinHook):
 
     def main_hook(self) -> None:
         self.optimizer.averager.average_parameters(self.optimizer.param_groups)
-
-
-def _check_shards_within(zero: ZeroRedundancyOptimizer, averager: Averager) -> None:
-    group = getattr(averager, "process_group", None)
-    world_size = as_collectives(group).world_size
-    if 1 < world_size <= zero.world_size:
-        raise ValueError(
-            f"this ZeroRedundancyOptimizer sends the parameters of their owners to all {zero.world_size} "
-            f"ranks after every step, and the averager is to average these {world_size}: none would train by "
-            "itself. Shard over a group of fewer ranks, such as those of a machine, and average gradients "
-            "within it."
-        )
-
-
-def _sums_of_gradients(param_groups: list[dict[str, Any]]) -> Iterator[str]:
-    trainable = (p for group in param_groups for p in group["params"] if p.requires_grad)
-    for number, param in enumerate(trainable):
-        total = None if param.grad is None else param.grad.double().sum().item()
-        yield f"gradient of parameter {number}: sum {total}"

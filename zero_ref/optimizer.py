@@ -12,9 +12,9 @@ Read `step` first. The rest builds what it uses: the partition (`partition.py`),
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -124,8 +124,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         facts: Sequence[str] | Exception
         try:
             Optimizer.__init__(self, params, defaults)
-            self.partition = plan_partition(partition, self._specs(), self.world_size)
-            check_can_be_sharded(optimizer_class, self.partition, self._params, self._specs())
+            specs = self._specs()
+            self.partition = plan_partition(partition, specs, self.world_size)
+            check_can_be_sharded(optimizer_class, self.partition, self._params, specs)
             if parameters_as_bucket_view:
                 check_can_be_flattened(self._params)
             self._owned = own_slices(self.partition.slices_of_rank[self.rank], self._params)
@@ -133,7 +134,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._merged = MergedSlices(self.optim, [], [])
             self.defaults = self.optim.defaults
             copy_options(self.optim.param_groups, self.param_groups)
-            facts = self._facts(self.partition)
+            facts = self._facts(specs, self.partition)
         except Exception as error:
             facts = error
         agree(self.collectives, "construct the optimizer", facts)
@@ -234,10 +235,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @torch.no_grad()
     def _build(self) -> None:
         """Lay out the messages and the local tensors for the parameters as they are now."""
-        params = self._params
+        params, specs = self._params, self._specs()
         if self.parameters_as_bucket_view:
             self._free_frozen_windows()
-            self._messages = flatten_parameters(lay_out(self.partition, self._specs()), params)
+            self._messages = flatten_parameters(lay_out(self.partition, specs), params)
         else:
             self._messages = messages_by_parameter(self.partition, params)
         before, self._owned = self._owned, own_slices(self.partition.slices_of_rank[self.rank], params)
@@ -254,7 +255,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         mine = [message for message in self._messages if may_merge and message.owner == self.rank]
         self._merged.dissolve()
         self._merged = MergedSlices(self.optim, mine, params)
-        self._gradients = LentGradients(self.partition, self._owned, params, self._specs(), self._merged)
+        self._gradients = LentGradients(self.partition, self._owned, params, specs, self._merged)
         self._built_for = self._fingerprint()
         self._log()
 
@@ -331,16 +332,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         facts: Sequence[str] | Exception
         try:
             super().add_param_group(param_group)
-            added = self._specs()[known:]
-            later = plan_partition(
-                self._strategy_for_later, added, self.world_size, loads=self.partition.loads
-            )
+            specs = self._specs()
+            loads = self.partition.loads
+            later = plan_partition(self._strategy_for_later, specs[known:], self.world_size, loads=loads)
             partition = self.partition.joined(later)
-            check_can_be_sharded(type(self.optim), partition, self._params, self._specs())
+            check_can_be_sharded(type(self.optim), partition, self._params, specs)
             owned = own_slices(partition.slices_of_rank[self.rank], self._params)[len(self._owned) :]
             options = options_of(self.param_groups[-1])
             self.optim.add_param_group({**options, "params": [own.local for own in owned]})
-            facts = self._facts(partition, first=known)
+            facts = self._facts(specs, partition, first=known)
         except Exception as error:
             facts = error
         try:
@@ -396,8 +396,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     f"rank {self.rank}: the last backward reduced gradients to their owners, so new owners "
                     "would not have them. Call step() or zero_grad() before repartition()."
                 )
-            new = plan_partition(partition, self._specs(), self.world_size)
-            check_can_be_sharded(type(self.optim), new, self._params, self._specs())
+            specs = self._specs()
+            new = plan_partition(partition, specs, self.world_size)
+            check_can_be_sharded(type(self.optim), new, self._params, specs)
             handover = Handover(
                 self.rank,
                 self.partition,
@@ -407,7 +408,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self.optim.state,
                 values=self.broadcast_dtype is not None,
             )
-            facts = self._facts(new)
+            facts = self._facts(specs, new)
         except Exception as error:
             facts = error
         agree(self.collectives, "repartition the optimizer", facts)
@@ -505,13 +506,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _load_shard(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's part into the local optimizer, which puts it on the device and dtype it wants."""
         ids = checkpoint.saved_ids(state_dict, self.param_groups)
-        numbers = {own.local: number for number, own in enumerate(self._owned)}
+        ends = [0, *accumulate(len(group["params"]) for group in self.optim.param_groups)]
+        # Ranges: torch looks for each entry of the state in them, which in lists takes quadratic time.
         groups = [
-            {
-                **copy.deepcopy({**options_of(ours), **options_of(saved)}),
-                "params": [numbers[local] for local in ours["params"]],
-            }
-            for ours, saved in zip(self.optim.param_groups, state_dict["param_groups"], strict=True)
+            {**options_of(ours), **options_of(saved), "params": range(*of_group)}
+            for ours, saved, of_group in zip(
+                self.optim.param_groups, state_dict["param_groups"], pairwise(ends), strict=True
+            )
         ]
         shard = checkpoint.shard_of(state_dict["state"], ids, self._owned)
         self.optim.load_state_dict({"state": shard, "param_groups": groups})
@@ -534,12 +535,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # ----------------------------------------------------------------------------------- checks and logging
 
-    def _facts(self, partition: Partition, first: int = 0) -> list[str]:
+    def _facts(self, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:
         way = (
             f"{type(self.optim).__name__}, parameters_as_bucket_view={self.parameters_as_bucket_view}, "
             f"overlap_with_ddp={self.overlap_with_ddp}, broadcast_dtype={self.broadcast_dtype}"
         )
-        return [way, *facts_of(self.param_groups, partition, first)]
+        return [way, *facts_of(self.param_groups, specs, partition, first)]
 
     def _log(self) -> None:
         """Partition and message figures, at TORCH_DISTRIBUTED_DEBUG=INFO; every owned slice at DETAIL."""

@@ -9,6 +9,7 @@ archived. Its own names and defaults are here; what they do is done by `ZeroRedu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.optim import SGD, Optimizer
 from zero_ref.clip import clip_grad_norm_, get_total_norm
 from zero_ref.collectives import Collectives
 from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.partition import Partition, Strategy, registration_greedy
+from zero_ref.partition import Strategy, registration_greedy
 from zero_ref.shards import options_of
 
 
@@ -186,17 +187,12 @@ class OSS(ZeroRedundancyOptimizer):
         if self._strategy != "registration_greedy":  # after `repartition`
             return super()._strategy_for_later
         trainable = [spec.trainable for spec in self._specs()]
-        before = self.partition
-
-        def rule(numels: Sequence[int], world_size: int) -> Partition:
-            loads = [
-                sum(piece.numel if trainable[piece.param] else 1 for piece in slices)
-                for slices in before.slices_of_rank
-            ]
-            added = trainable[len(before.numels) :]
-            return registration_greedy(numels, world_size, trainable=added, loads=loads)
-
-        return rule
+        loads = [
+            sum(piece.numel if trainable[piece.param] else 1 for piece in slices)
+            for slices in self.partition.slices_of_rank
+        ]
+        added = trainable[len(self.partition.numels) :]
+        return partial(registration_greedy, trainable=added, loads=loads)
 
     def _build(self) -> None:
         super()._build()

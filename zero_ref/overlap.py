@@ -32,7 +32,7 @@ from zero_ref.reduction import (
     ByHook,
     Hook,
     OwnerReduction,
-    Reduction,
+    ToOwners,
     after_backward,
     gradients_in,
     in_backward,
@@ -119,7 +119,7 @@ class OverlappedStep:
         # out which those are at the end of backward.
         self.late = bool(ddp.find_unused_parameters or ddp.static_graph)
         zero._backward.late = self.late
-        self.under_way: list[Reduction] = []
+        self.under_way: list[ByHook | ToOwners] = []
         self.broadcasts: list[Work] = []
         self.numbers: dict[torch.Tensor, int] = {}
         self.buckets: list[list[int]] = []
@@ -147,11 +147,10 @@ class OverlappedStep:
                 for reduction in self.under_way:
                     reduction.wait()
                 self.under_way = []
-                after_backward(self._update_late)
             else:
                 self._finish(leave=0)
                 self._complete()
-                after_backward(self._settle)
+            after_backward(self._settle)
         return reduction.future
 
     def _begin(self, bucket: Any) -> None:
@@ -165,7 +164,7 @@ class OverlappedStep:
         zero._begin_update()
         self.numbers = {param: number for number, param in enumerate(zero._params)}
 
-    def _start(self, state: Any, bucket: Any) -> Reduction:
+    def _start(self, state: Any, bucket: Any) -> ByHook | ToOwners:
         if self.to_owners is not None:
             return self.to_owners.start(bucket)
         if state is None and self.group is not dist.group.WORLD:
@@ -179,14 +178,9 @@ class OverlappedStep:
         del self.under_way[: len(done)]
         with self._beside_backward():
             for reduction in done:
-                flat = reduction.wait()
-                gradients = {
-                    self.numbers[param]: gradient
-                    for param, gradient in zip(
-                        reduction.params, gradients_in(flat, reduction.params), strict=True
-                    )
-                    if param in self.numbers
-                }
+                params = reduction.params
+                reduced = zip(params, gradients_in(reduction.wait(), params), strict=True)
+                gradients = {self.numbers[param]: grad for param, grad in reduced if param in self.numbers}
                 # Each local step starts from the same options, so that an optimizer that counts its steps in
                 # its groups counts one for an iteration: also on a rank that owns nothing of the bucket.
                 copy_options(zero.param_groups, zero.optim.param_groups)
@@ -207,23 +201,19 @@ class OverlappedStep:
         if self.side_stream is not None:
             torch.cuda.current_stream(self.side_stream.device).wait_stream(self.side_stream)
         zero._end_update()
-        zero._backward.owner_only = self.to_owners is not None
-
-    @torch.no_grad()
-    def _update_late(self) -> None:
-        if self.to_owners is not None:
-            self.to_owners.release_others()
-        owner_only = self.zero._backward.owner_only
-        self.zero._make_update()
-        self.zero._backward.owner_only = owner_only
-        self._settle()
 
     @torch.no_grad()
     def _settle(self) -> None:
         """What is left to do when backward is over."""
         zero = self.zero
+        # A reduce_to_owners within another hook is none of ours, and has left word.
+        owner_only = self.to_owners is not None or zero._backward.owner_only
+        if self.late:
+            if self.to_owners is not None:
+                self.to_owners.release_others()
+            zero._make_update()
         zero._opt_called = True  # learning-rate schedulers warn where step() was never called
-        if zero._backward.owner_only:
+        if owner_only:
             for param in zero._params:
                 param.grad = None  # used up; those that others own were never complete
             zero._backward.owner_only = False

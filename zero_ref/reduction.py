@@ -9,32 +9,18 @@ all-reduce, and what a rank does not own can be released. That is the second sta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
 
 import torch
 
 from zero_ref.buckets import flat_view
-from zero_ref.collectives import AllOf, Collectives, ToPeer, Work
+from zero_ref.collectives import AllOf, Collectives, Work
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """A DDP communication hook: its state and a `dist.GradBucket` in, the reduced bucket to come out."""
-
-
-class Reduction(Protocol):
-    """The reduction of one bucket, under way.
-
-    Args:
-        params: of the bucket, in its order.
-        future: what DDP waits for.
-    """
-
-    params: list[torch.Tensor]
-    future: torch.futures.Future[torch.Tensor]
-
-    def wait(self) -> torch.Tensor:
-        """The bucket's gradients end to end, once they are averaged: all of them, or this rank's share."""
-        ...
 
 
 def gradients_in(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -46,13 +32,8 @@ def gradients_in(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[tor
     flat = flat.to(params[0].dtype)  # torch's fp16_compress_wrapper leaves it in 16 bits
     if flat.layout != torch.strided:
         return [flat]  # a sparse gradient has a bucket to itself
-    gradients = []
-    start = 0
-    for param in params:
-        stop = start + param.numel()
-        gradients.append(flat[start:stop].as_strided(param.size(), param.stride()))
-        start = stop
-    return gradients
+    parts = flat.split([param.numel() for param in params])
+    return [part.as_strided(param.size(), param.stride()) for part, param in zip(parts, params, strict=True)]
 
 
 def in_backward() -> bool:
@@ -71,7 +52,12 @@ def after_backward(action: Callable[[], None]) -> None:
 
 
 class ByHook:
-    """What a user's hook, such as torch's `allreduce_hook`, has under way."""
+    """The reduction of one bucket by a user's hook, such as torch's `allreduce_hook`.
+
+    Attributes:
+        params: of the bucket, in its order.
+        future: what DDP waits for.
+    """
 
     def __init__(self, comm: Collectives, hook: Hook, state: Any, bucket: Any) -> None:
         self.what = f"rank {comm.rank} of {comm.world_size}: the reduction of DDP's bucket {bucket.index()}"
@@ -79,6 +65,7 @@ class ByHook:
         self.future = hook(state, bucket)
 
     def wait(self) -> torch.Tensor:
+        """The bucket's gradients end to end, once they are averaged."""
         try:
             return self.future.wait()
         except RuntimeError as error:
@@ -104,14 +91,11 @@ class ToOwners:
         self.flat, self.params, self.runs = flat, params, runs_of_rank[comm.rank]
         flat.mul_(1 / comm.world_size)  # as DDP does, before the sum, where float16 could overflow
         peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
-        sends: list[ToPeer] = [
-            (peer, _packed(flat, runs_of_rank[peer]).to(comm.wire_device))
-            for peer in peers
-            if runs_of_rank[peer]
-        ]
-        mine = _packed(flat, self.runs).to(comm.wire_device)
+        # To each rank what it owns, this one too.
+        self.sent = [_packed(flat, runs).to(comm.wire_device) for runs in runs_of_rank]
+        sends = [(peer, self.sent[peer]) for peer in peers if runs_of_rank[peer]]
+        mine = self.sent[comm.rank]
         received = {peer: torch.empty_like(mine) for peer in peers if self.runs}
-        self.sent = [tensor for _, tensor in sends]
         # In the order of ranks, so that the sum is the same whoever owns it.
         self.shares = [received.get(rank, mine) for rank in range(comm.world_size)]
         self.work: Work = comm.exchange(sends, list(received.items()))
@@ -119,6 +103,7 @@ class ToOwners:
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on_gpu)
 
     def wait(self) -> torch.Tensor:
+        """As `ByHook`, and right in this rank's runs only."""
         if not self.future.done():
             self.work.wait()
             total, *others = self.shares
@@ -213,17 +198,21 @@ class OwnerReduction:
             zero._backward.begin()
             zero._rebuild_if_changed()
         number_of_param = {param: number for number, param in enumerate(zero._params)}
-        runs_of_rank: list[list[slice]] = [[] for _ in range(zero.world_size)]
-        start = 0
+        owned: list[tuple[int, int]] = []  # owner and elements, end to end in the bucket
         for param in params:
             if param not in number_of_param:
                 raise ValueError(
                     f"DDP reduces a parameter of shape {tuple(param.shape)} that the optimizer does not "
                     "have, so it has no owner. Give the optimizer all parameters of the model."
                 )
-            for piece, owner in zero.partition.pieces_of_param[number_of_param[param]]:
-                _append(runs_of_rank[owner], start + piece.start, start + piece.stop)
-            start += param.numel()
+            pieces = zero.partition.pieces_of_param[number_of_param[param]]
+            owned += [(owner, piece.numel) for piece, owner in pieces if piece.numel]
+        runs_of_rank: list[list[slice]] = [[] for _ in range(zero.world_size)]
+        start = 0
+        for owner, run in groupby(owned, key=itemgetter(0)):
+            stop = start + sum(numel for _, numel in run)
+            runs_of_rank[owner].append(slice(start, stop))
+            start = stop
         reduction = ToOwners(zero.collectives, flat, params, runs_of_rank)
         zero._backward.under_way.append(reduction)
         return reduction
@@ -231,9 +220,8 @@ class OwnerReduction:
     def keep_own_gradients(self) -> None:
         """Put the gradients in their places, where DDP does not: this rank only shadows a backward."""
         for reduction in self.zero._backward.under_way:
-            for param, grad in zip(
-                reduction.params, gradients_in(reduction.flat, reduction.params), strict=True
-            ):
+            gradients = gradients_in(reduction.flat, reduction.params)
+            for param, grad in zip(reduction.params, gradients, strict=True):
                 param.grad = grad.clone()
 
     @torch.no_grad()
@@ -275,11 +263,3 @@ class OwnerReduction:
         comm.all_reduce(found).wait()
         if found.item():
             flat_view(own[0])[:1] = torch.nan
-
-
-def _append(runs: list[slice], start: int, stop: int) -> None:
-    if stop == start:
-        return
-    if runs and runs[-1].stop == start:
-        start = runs.pop().start
-    runs.append(slice(start, stop))

@@ -8,20 +8,14 @@ move. Parameters are on every rank already and stay.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from zero_ref import checkpoint
 from zero_ref.buckets import flat_view
-from zero_ref.checkpoint import (
-    Line,
-    check_belongs_to_parameters,
-    decode,
-    encode,
-    make_room,
-    pack_slice,
-)
+from zero_ref.checkpoint import Line
 from zero_ref.collectives import Collectives, ToPeer, agree
 from zero_ref.moves import Move, moves
 from zero_ref.partition import Partition
@@ -30,8 +24,8 @@ from zero_ref.shards import OwnedSlice, own_slices
 SliceState = dict[str, Any]
 Contents = dict[Move, list[dict[str, Any]]]
 """For each move what it brings, as lines of a table of contents."""
-Tensors = dict[Move, list[torch.Tensor | None]]
-"""For each move the tensors that it takes along, or the places where they go; None for lines without."""
+Tensors = dict[Move, list[torch.Tensor]]
+"""For each move the tensors with elements that it takes along, or the places where they go."""
 
 
 class Handover:
@@ -62,7 +56,7 @@ class Handover:
         state: Mapping[Any, SliceState],
         values: bool = False,
     ) -> None:
-        check_belongs_to_parameters(state)
+        checkpoint.check_belongs_to_parameters(state)
         self.planned = moves_of_rank(rank, old, new)
         self.leaving = _pack(rank, self.planned, owned, state)
         self.owned = own_slices(new.slices_of_rank[rank], params)
@@ -92,17 +86,17 @@ class Handover:
         except Exception as error:
             facts = error
         agree(comm, "take over the optimizer state", facts)
-        tensors = {move: [tensor for _, tensor in lines] for move, lines in self.leaving.items()}
+        tensors = {move: _travelling(tensor for _, tensor in lines) for move, lines in self.leaving.items()}
         if self._params:
             for move in self.planned:
-                if move.src != move.dst:
+                if move.src != move.dst and move.piece.numel:
+                    param, start, stop = move.piece
                     ends = tensors if move.src == comm.rank else places
-                    ends[move].append(_values(move, self._params))
+                    ends[move].append(flat_view(self._params[param].detach())[start:stop])
         _exchange_tensors(comm, self.planned, tensors, places)
         torch.autograd.graph.increment_version(self._params)
         for own in self.owned:
-            if own.local not in state and own.piece in self._staying:
-                state[own.local] = self._staying[own.piece]
+            state.setdefault(own.local, self._staying.get(own.piece, {}))
         return {local: of_slice for local, of_slice in state.items() if of_slice}
 
 
@@ -136,35 +130,30 @@ def _pack(
     """For each move that begins here its lines; their tensors are views of the state where memory allows."""
     packed: dict[Move, list[Line]] = {}
     for own, parts in _by_slice([move for move in planned if move.src == rank], owned):
-        lines = _with_devices(own, state.get(own.local, {}))
+        of_slice = state.get(own.local, {})
+        lines = checkpoint.pack_slice(own, of_slice)
+        for value, (entry, _) in zip(of_slice.values(), lines, strict=True):
+            if isinstance(value, torch.Tensor):
+                # What is cuda:0 here may be cuda:1 there.
+                with_param = value.device == own.param.device
+                entry["device"] = "parameter" if with_param else str(value.device)
         packed |= {move: [_narrowed(line, move, own) for line in lines] for move in parts}
     return packed
 
 
-def _by_slice(of_moves: Sequence[Move], owned: Sequence[OwnedSlice]) -> list[tuple[OwnedSlice, list[Move]]]:
+def _by_slice(
+    of_moves: Sequence[Move], owned: Sequence[OwnedSlice]
+) -> Iterator[tuple[OwnedSlice, list[Move]]]:
     """The slices that take part in these moves, each with its own."""
     of_param: dict[int, list[Move]] = {}
     for move in of_moves:
         of_param.setdefault(move.piece.param, []).append(move)
-    slices = []
     for own in owned:
-        _, start, stop = own.piece
-        moving = of_param.get(own.piece.param, [])
+        param, start, stop = own.piece
+        moving = of_param.get(param, [])
         parts = [move for move in moving if start <= move.piece.start and move.piece.stop <= stop]
         if parts:
-            slices.append((own, parts))
-    return slices
-
-
-def _with_devices(own: OwnedSlice, of_slice: SliceState) -> list[Line]:
-    """The lines of a slice's state, which also say where its tensors lie."""
-    lines = pack_slice(own, of_slice)
-    for value, (entry, _) in zip(of_slice.values(), lines, strict=True):
-        if isinstance(value, torch.Tensor):
-            # What is cuda:0 here may be cuda:1 there.
-            with_param = value.device == own.param.device
-            entry["device"] = "parameter" if with_param else str(value.device)
-    return lines
+            yield own, parts
 
 
 def _narrowed(line: Line, move: Move, own: OwnedSlice) -> Line:
@@ -183,31 +172,17 @@ def _narrowed(line: Line, move: Move, own: OwnedSlice) -> Line:
 def _exchange_contents(
     comm: Collectives, planned: Sequence[Move], leaving: Mapping[Move, Sequence[Line]]
 ) -> Contents:
-    """For each move that ends here, what it brings: between each two ranks a length, then a table."""
+    """What the moves that begin or end here bring: between each two ranks goes one table for all theirs."""
+    contents = {move: [entry for entry, _ in lines] for move, lines in leaving.items()}
     tables: dict[int, list[list[dict[str, Any]]]] = {}
     coming: dict[int, list[Move]] = {}
-    contents: Contents = {}
     for move in planned:
         if move.src != comm.rank:
             coming.setdefault(move.src, []).append(move)
-            continue
-        entries = [entry for entry, _ in leaving[move]]
-        if move.dst == comm.rank:
-            contents[move] = entries
-        else:
-            tables.setdefault(move.dst, []).append(entries)
-
-    texts: list[ToPeer] = [(peer, encode(table, comm)) for peer, table in tables.items()]
-    numels = [(peer, torch.tensor([text.numel()], device=comm.wire_device)) for peer, text in texts]
-    numels_coming = [(peer, torch.empty(1, dtype=torch.int64, device=comm.wire_device)) for peer in coming]
-    comm.exchange(numels, numels_coming).wait()
-    texts_coming = [
-        (peer, torch.empty(int(numel.item()), dtype=torch.uint8, device=comm.wire_device))
-        for peer, numel in numels_coming
-    ]
-    comm.exchange(texts, texts_coming).wait()
-    for peer, text in texts_coming:
-        contents |= zip(coming[peer], decode(text), strict=True)
+        elif move.dst != comm.rank:
+            tables.setdefault(move.dst, []).append(contents[move])
+    for of_peer, table in zip(coming.values(), checkpoint.exchange_json(comm, tables, coming), strict=True):
+        contents |= zip(of_peer, table, strict=True)
     return contents
 
 
@@ -221,15 +196,14 @@ def _make_room(
         _check_stepped_together(rank, parts, contents)
         of_slice = state[own.local] = {}
         for move in parts:
-            places[move] = [
-                make_room(of_slice, _on_device(entry, own), own.local, own.piece.start)
-                for entry in contents[move]
-            ]
+            places[move] = _travelling(
+                checkpoint.make_room(of_slice, entry, own.local, own.piece.start) for entry in contents[move]
+            )
     return state, places
 
 
-def _on_device(entry: dict[str, Any], own: OwnedSlice) -> dict[str, Any]:
-    return {**entry, "device": own.param.device} if entry.get("device") == "parameter" else entry
+def _travelling(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor is not None and tensor.numel() > 0]
 
 
 def _check_stepped_together(rank: int, parts: Sequence[Move], contents: Contents) -> None:
@@ -250,32 +224,20 @@ def _check_stepped_together(rank: int, parts: Sequence[Move], contents: Contents
             )
 
 
-def _values(move: Move, params: Sequence[torch.Tensor]) -> torch.Tensor:
-    param, start, stop = move.piece
-    return flat_view(params[param].detach())[start:stop]
-
-
 def _exchange_tensors(comm: Collectives, planned: Sequence[Move], leaving: Tensors, places: Tensors) -> None:
     sends: list[ToPeer] = []
     recvs: list[ToPeer] = []
-    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+    arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for move in planned:  # one order on all ranks: messages of a pair of ranks keep theirs
-        if move.src == move.dst:
-            for tensor, place in zip(leaving[move], places[move], strict=True):
-                if tensor is not None and place is not None:
-                    place.copy_(tensor)
+        if move.dst != comm.rank:
+            sends += [(move.dst, tensor.to(comm.wire_device)) for tensor in leaving[move]]
         elif move.src == comm.rank:
-            sends += [(move.dst, t.to(comm.wire_device)) for t in leaving[move] if _travels(t)]
+            arriving += zip(places[move], leaving[move], strict=True)
         else:
-            for place in filter(_travels, places[move]):
-                landing = place.to(comm.wire_device)
-                recvs.append((move.src, landing))
-                staged.append((place, landing))
+            landings = [checkpoint.landing_for(place, comm) for place in places[move]]
+            recvs += [(move.src, landing) for landing in landings]
+            arriving += zip(places[move], landings, strict=True)
     comm.exchange(sends, recvs).wait()
-    for place, landing in staged:
+    for place, landing in arriving:
         if landing is not place:
             place.copy_(landing)
-
-
-def _travels(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    return tensor is not None and tensor.numel() > 0

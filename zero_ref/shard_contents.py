@@ -14,7 +14,6 @@ JSON, in each rank's table:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from zero_ref import checkpoint
 from zero_ref.buckets import flat_like, flat_view
-from zero_ref.shard_files import FlatSlices, ShardReader, damage_in, dtype_name, dtype_of
+from zero_ref.checkpoint import dtype_name, dtype_of
+from zero_ref.shard_files import FlatSlices, ShardReader, damage_in
 from zero_ref.shards import OwnedSlice, is_elementwise, options_of
 
 if TYPE_CHECKING:
@@ -41,16 +41,14 @@ def slices_to_save(
     Raises:
         TypeError: as `checkpoint.pack`.
     """
-    lines, flats = checkpoint.pack(optimizer._owned, optimizer.optim.state)
+    lines = checkpoint.pack(optimizer._owned, optimizer.optim.state)
     labels = _labels_of(optimizer.param_groups)
-    pieces: dict[str, dict[int, torch.Tensor]] = {}
-    numels: dict[str, int] = {}
+    tensors: dict[str, FlatSlices] = {}
 
     def add(name: str, numel: int, start: int, flat: torch.Tensor) -> None:
-        numels[name] = numel
-        pieces.setdefault(name, {})[start] = flat.to("cpu", copy=True) if as_copies else flat
+        _add(tensors, name, numel, start, flat.to("cpu", copy=True) if as_copies else flat)
 
-    for line, flat in zip(lines, flats, strict=True):
+    for line, flat in lines:
         if flat is not None:
             follows_param = "shape" not in line  # the rest, such as the factors of Adafactor, is stored whole
             numel = optimizer.partition.numels[line["param"]] if follows_param else flat.numel()
@@ -58,7 +56,12 @@ def slices_to_save(
     if parameters:
         for piece, param, local in optimizer._owned:
             add(_name_of_param(labels, piece.param), param.numel(), piece.start, flat_view(local.detach()))
-    return {name: FlatSlices(of_name, numels[name]) for name, of_name in pieces.items()}, lines
+    return tensors, [line for line, _ in lines]
+
+
+def _add(to: dict[str, FlatSlices], name: str, numel: int, start: int, flat: torch.Tensor) -> None:
+    """One more piece of the tensor of that name, which has `numel` elements."""
+    to.setdefault(name, FlatSlices({start: flat}, numel)).pieces[start] = flat
 
 
 def contents_of(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
@@ -135,26 +138,12 @@ class Saved(NamedTuple):
             with damage_in(reader.path_of_table(rank)):
                 for line in of_rank["state"]:
                     number, key = line["param"], line["key"]
-                    value = _described(line, params[number])
-                    if isinstance(value, torch.Tensor) and value.is_meta:
-                        _check_stored(metadata, _name_of_state(labels, number, key), value)
-                    # The slices of one parameter step together, so the first one's count is that of all.
-                    state.setdefault(number, {}).setdefault(key, value)
+                    of_param = state.setdefault(number, {})
+                    if "value" not in line:
+                        line = {**line, "device": "meta"}
+                    if checkpoint.make_room(of_param, line, params[number]) is not None:
+                        _check_stored(metadata, _name_of_state(labels, number, key), of_param[key])
         return cls(metadata, params, labels, {"state": state, "param_groups": groups}, notes)
-
-    def ids(self, optimizer: ZeroRedundancyOptimizer) -> list[int]:
-        """For each parameter of the optimizer its number in the checkpoint."""
-        return checkpoint.saved_ids(self.state_dict, optimizer.param_groups)
-
-
-def _described(line: Mapping[str, Any], param: torch.Tensor) -> Any:
-    """What a line of state stands for: the value itself, or a meta tensor in its place."""
-    dtype = dtype_of(line["dtype"]) if "dtype" in line else None
-    if "value" in line:
-        return line["value"] if dtype is None else torch.tensor(line["value"], dtype=dtype)
-    if "shape" in line:
-        return torch.empty(line["shape"], dtype=dtype, device="meta")
-    return torch.empty_like(param, dtype=dtype)
 
 
 def _check_stored(metadata: Metadata, name: str, tensor: torch.Tensor) -> None:
@@ -176,7 +165,8 @@ def facts_for_loading(saved: Saved, optimizer: ZeroRedundancyOptimizer, paramete
     """
     elementwise = is_elementwise(type(optimizer.optim))
     facts = checkpoint.check_fits(saved.state_dict, optimizer.param_groups, elementwise)
-    for number, (id_, ours) in enumerate(zip(saved.ids(optimizer), optimizer._params, strict=True)):
+    ids = checkpoint.saved_ids(saved.state_dict, optimizer.param_groups)
+    for number, (id_, ours) in enumerate(zip(ids, optimizer._params, strict=True)):
         theirs = saved.params[id_]
         if theirs.shape != ours.shape:
             raise ValueError(
@@ -196,18 +186,18 @@ class Room:
     """Room in CPU memory for what this rank owns of a checkpoint, from which it goes to its place.
 
     Attributes:
+        tensors: what to read.
         parameters: for each owned slice the values to write into it; empty if parameters are not wanted.
     """
 
     def __init__(self, saved: Saved, optimizer: ZeroRedundancyOptimizer, parameters: bool) -> None:
         self.saved_groups = saved.state_dict["param_groups"]
-        self.pieces: dict[str, dict[int, torch.Tensor]] = {}
-        self.numels: dict[str, int] = {}
+        self.tensors: dict[str, FlatSlices] = {}
         self.wholes: dict[str, torch.Tensor] = {}
         self.in_other_order: list[tuple[torch.Tensor, torch.Tensor, OwnedSlice]] = []
         self.state: checkpoint.State = {}
         self.parameters: list[tuple[OwnedSlice, torch.Tensor]] = []
-        ids = saved.ids(optimizer)
+        ids = checkpoint.saved_ids(saved.state_dict, optimizer.param_groups)
         for number, own in enumerate(optimizer._owned):
             id_ = ids[own.piece.param]
             if id_ in saved.state_dict["state"]:
@@ -227,28 +217,20 @@ class Room:
         if value.shape == saved_param.shape:
             return self._room_for_slice(name, value, own)
         whole = torch.empty(value.shape, dtype=value.dtype)
-        self._add(name, whole.numel(), 0, flat_view(whole))
+        _add(self.tensors, name, whole.numel(), 0, flat_view(whole))
         return whole
 
     def _room_for_slice(self, name: str, saved: torch.Tensor, own: OwnedSlice) -> torch.Tensor:
         room = torch.empty_like(own.local, dtype=saved.dtype, device="cpu", requires_grad=False)
         if saved.stride() == own.param.stride():
-            self._add(name, saved.numel(), own.piece.start, flat_view(room))
+            _add(self.tensors, name, saved.numel(), own.piece.start, flat_view(room))
             return room
         # It lay in memory in another order, as with channels_last: what is a range here is scattered there.
         if name not in self.wholes:
             self.wholes[name] = torch.empty_strided(saved.shape, saved.stride(), dtype=saved.dtype)
-            self._add(name, saved.numel(), 0, flat_view(self.wholes[name]))
+            _add(self.tensors, name, saved.numel(), 0, flat_view(self.wholes[name]))
         self.in_other_order.append((flat_view(room), self.wholes[name], own))
         return room
-
-    def _add(self, name: str, numel: int, start: int, flat: torch.Tensor) -> None:
-        self.numels[name] = numel
-        self.pieces.setdefault(name, {})[start] = flat
-
-    def tensors(self) -> dict[str, FlatSlices]:
-        """What to read."""
-        return {name: FlatSlices(of_name, self.numels[name]) for name, of_name in self.pieces.items()}
 
     def load_state(self, optimizer: ZeroRedundancyOptimizer) -> None:
         """Hand state and options to the local optimizer, which puts them on the device and dtype it wants."""
@@ -256,10 +238,7 @@ class Room:
             flat.copy_(flat_like(whole, own.param)[own.piece.start : own.piece.stop])
         numbers = {own.local: number for number, own in enumerate(optimizer._owned)}
         groups = [
-            {
-                **copy.deepcopy({**options_of(ours), **options_of(saved)}),
-                "params": [numbers[local] for local in ours["params"]],
-            }
+            {**options_of(ours), **options_of(saved), "params": [numbers[local] for local in ours["params"]]}
             for ours, saved in zip(optimizer.optim.param_groups, self.saved_groups, strict=True)
         ]
         optimizer.optim.load_state_dict({"state": self.state, "param_groups": groups})
@@ -272,10 +251,9 @@ class Room:
 def _to_json(value: Any, option: str) -> Any:
     if isinstance(value, torch.Tensor):
         return {"tensor": value.tolist(), "dtype": dtype_name(value.dtype)}
-    if isinstance(value, tuple):
-        return {"tuple": [_to_json(item, option) for item in value]}
-    if isinstance(value, list):
-        return [_to_json(item, option) for item in value]
+    if isinstance(value, (tuple, list)):
+        items = [_to_json(item, option) for item in value]
+        return {"tuple": items} if isinstance(value, tuple) else items
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(

@@ -50,6 +50,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from zero_ref.checkpoint import dtype_name, dtype_of
+
 FORMAT = "zero_ref sharded checkpoint 1"
 SAVE = re.compile(r"save-\d{8}")
 TABLE = re.compile(r"shard-(\d+)-of-(\d+)\.json")
@@ -71,10 +73,10 @@ class FlatSlices(torch.Tensor):
         numel: of the whole tensor.
     """
 
-    pieces: Mapping[int, torch.Tensor]
+    pieces: dict[int, torch.Tensor]
 
     @staticmethod
-    def __new__(cls, pieces: Mapping[int, torch.Tensor], numel: int) -> FlatSlices:
+    def __new__(cls, pieces: dict[int, torch.Tensor], numel: int) -> FlatSlices:
         one = next(iter(pieces.values()))
         slices: FlatSlices = torch.Tensor._make_wrapper_subclass(
             cls, (numel,), dtype=one.dtype, device=one.device
@@ -174,7 +176,6 @@ class _Stored(NamedTuple):
 
     path: Path
     offset: int
-    numel: int
     dtype: torch.dtype
 
 
@@ -216,6 +217,7 @@ class ShardReader(FileSystemReader):
         stored: dict[str, TensorStorageMetadata] = {}
         places: dict[MetadataIndex, _Stored] = {}
         for rank, table in enumerate(self.tables):
+            data = self.path_of_table(rank).with_suffix(".bin")
             with damage_in(self.path_of_table(rank)):
                 for name, tensor in table["tensors"].items():
                     dtype, size = dtype_of(tensor["dtype"]), torch.Size([tensor["numel"]])
@@ -224,23 +226,17 @@ class ShardReader(FileSystemReader):
                     )
                     if (known.properties.dtype, known.size) != (dtype, size):
                         raise ValueError(f"{name} is {dtype} of {size} here, and not so for another rank")
-                    for start, piece in self._pieces(rank, name, tensor):
+                    for start, numel, offset in tensor["pieces"]:
+                        if min(start, numel, offset) < 0 or offset + numel * dtype.itemsize > table["nbytes"]:
+                            raise ValueError(f"{name}: a piece lies outside of the data file")
                         # State that does not follow its parameter is stored by each owner of a part of it.
                         index = MetadataIndex(name, (start,))
                         if index not in places:
-                            places[index] = piece
-                            known.chunks.append(_chunk(start, piece.numel))
+                            places[index] = _Stored(data, offset, dtype)
+                            known.chunks.append(_chunk(start, numel))
         for name, tensor in stored.items():
             _check_is_whole(self.folder, name, tensor)
         return Metadata(dict(stored), storage_data=places)
-
-    def _pieces(self, rank: int, name: str, tensor: Mapping[str, Any]) -> Iterator[tuple[int, _Stored]]:
-        path, dtype = self.path_of_table(rank).with_suffix(".bin"), dtype_of(tensor["dtype"])
-        for start, numel, offset in tensor["pieces"]:
-            stop = offset + numel * dtype.itemsize
-            if min(start, numel, offset) < 0 or stop > self.tables[rank]["nbytes"]:
-                raise ValueError(f"{name}: a piece lies outside of the data file")
-            yield start, _Stored(path, offset, numel, dtype)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         requests = sorted(
@@ -249,7 +245,7 @@ class ShardReader(FileSystemReader):
         )
         for path, of_file in itertools.groupby(requests, key=lambda request: request[0].path):
             with open(path, "rb", buffering=0) as file:
-                for (_, offset, _, dtype), item in of_file:
+                for (_, offset, dtype), item in of_file:
                     target = planner.resolve_tensor(item).detach()
                     direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
                     room = target if direct else torch.empty(target.shape, dtype=dtype)
@@ -354,34 +350,18 @@ def damage_in(path: Path) -> Iterator[None]:
 
 
 def _check_is_whole(folder: Path, name: str, tensor: TensorStorageMetadata) -> None:
-    covered = 0
-    for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets):
-        if chunk.offsets[0] != covered:
-            break
-        covered += chunk.sizes[0]
-    else:
-        if covered == tensor.size[0]:
-            return
-    raise ValueError(
-        f"{folder}: {name} has {tensor.size[0]} elements; those from {covered} on are in no shard, or others "
-        "are in two. The checkpoint is damaged."
-    )
+    chunks = sorted(tensor.chunks, key=lambda chunk: chunk.offsets)
+    starts = [*(chunk.offsets[0] for chunk in chunks), tensor.size[0]]
+    stops = itertools.accumulate((chunk.sizes[0] for chunk in chunks), initial=0)
+    for start, covered in zip(starts, stops, strict=True):
+        if start != covered:
+            raise ValueError(
+                f"{folder}: {name} has {tensor.size[0]} elements; those from {covered} on are in no shard, "
+                "or others are in two. The checkpoint is damaged."
+            )
 
 
 # ----------------------------------------------------------------------------------------------- the bytes
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As torch prints it, without the `torch.`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name; ValueError if there is none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype is called {name!r}")
-    return dtype
 
 
 def _chunk(start: int, numel: int) -> ChunkStorageMetadata:

@@ -16,10 +16,11 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,7 +29,6 @@ from zero_ref.collectives import Collectives, agree, broadcast_json
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard_contents import Room, Saved, contents_of, facts_for_loading, slices_to_save
 from zero_ref.shard_files import (
-    FlatSlices,
     ShardReader,
     ShardWriter,
     Table,
@@ -74,13 +74,8 @@ def save_sharded(
     Cost: each rank writes its 1/N of state and parameters. Between ranks: two all-gathers of 32 bytes, one
         broadcast of the folder's name.
     """
-    part = _prepare(optimizer, directory, notes, parameters, as_copies=False)
-    facts: Sequence[str] | Exception = []
-    try:
-        part.write()
-    except Exception as error:
-        facts = error
-    _settle(part.comm, part.folder, facts)
+    folder, write = _prepare(optimizer, directory, notes, parameters, as_copies=False)
+    _settle(optimizer.collectives, folder, write)
 
 
 def save_sharded_async(
@@ -103,9 +98,9 @@ def save_sharded_async(
     Collective: all ranks of the group.
     Cost: as `save_sharded`, and in CPU memory a copy of what this rank writes until it is written.
     """
-    part = _prepare(optimizer, directory, notes, parameters, as_copies=True)
+    folder, write = _prepare(optimizer, directory, notes, parameters, as_copies=True)
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save_sharded")
-    pending = PendingSave(part.comm, part.folder, thread.submit(part.write))
+    pending = PendingSave(optimizer.collectives, folder, thread.submit(write))
     thread.shutdown(wait=False)  # ends when it has written, and the interpreter waits for that
     _PENDING[optimizer] = pending
     return pending
@@ -114,7 +109,7 @@ def save_sharded_async(
 class PendingSave:
     """A sharded save under way in the background."""
 
-    # It does not hold the part itself: the copies are freed as soon as they are written.
+    # It does not hold what it writes: the copies are freed as soon as they are written.
     def __init__(self, comm: Collectives, folder: Path, writing: Future[None]) -> None:
         self._comm, self._folder, self._writing = comm, folder, writing
         self._waited_for = False
@@ -134,9 +129,7 @@ class PendingSave:
         if self._waited_for:
             return
         self._waited_for = True
-        error = self._writing.exception()
-        assert error is None or isinstance(error, Exception)
-        _settle(self._comm, self._folder, error or [])
+        _settle(self._comm, self._folder, self._writing.result)
 
 
 _PENDING: weakref.WeakKeyDictionary[ZeroRedundancyOptimizer, PendingSave] = weakref.WeakKeyDictionary()
@@ -149,23 +142,16 @@ def _wait_for_pending(optimizer: ZeroRedundancyOptimizer) -> None:
         pending.wait()
 
 
-def _settle(comm: Collectives, folder: Path, facts: Sequence[str] | Exception) -> None:
-    """Hear from all ranks that they have written; only then do the older saves go. Collective."""
+def _settle(comm: Collectives, folder: Path, write: Callable[[], None]) -> None:
+    """Write, and hear from all ranks that they have; only then do the older saves go. Collective."""
+    facts: Sequence[str] | Exception = []
+    try:
+        write()
+    except Exception as error:
+        facts = error
     agree(comm, f"complete the checkpoint {folder}", facts)
     if comm.rank == 0:
         remove_older(folder)
-
-
-class _Part(NamedTuple):
-    """What one rank writes."""
-
-    comm: Collectives
-    folder: Path
-    tensors: Mapping[str, FlatSlices]
-    contents: Mapping[str, Any]
-
-    def write(self) -> None:
-        ShardWriter(self.folder, self.comm.rank, self.comm.world_size, self.contents).save(self.tensors)
 
 
 @torch.no_grad()
@@ -175,8 +161,8 @@ def _prepare(
     notes: Mapping[str, Any] | None,
     parameters: bool,
     as_copies: bool,
-) -> _Part:
-    """Collect what this rank will write, and make the folder for it. Collective."""
+) -> tuple[Path, Callable[[], None]]:
+    """Collect what this rank will write; give the folder that is made for it, and what writes. Collective."""
     _wait_for_pending(optimizer)
     optimizer._rebuild_if_changed()
     comm = optimizer.collectives
@@ -194,7 +180,8 @@ def _prepare(
     except Exception as error:
         facts = error
     agree(comm, "save a sharded checkpoint", facts)
-    return _Part(comm, path / broadcast_json(comm, name, src=0), tensors, contents)
+    folder = path / broadcast_json(comm, name, src=0)
+    return folder, partial(ShardWriter(folder, comm.rank, comm.world_size, contents).save, tensors)
 
 
 def _notes_as_json(notes: Mapping[str, Any] | None) -> str:
@@ -244,7 +231,7 @@ def load_sharded(
         saved = Saved.of(reader)
         facts = facts_for_loading(saved, optimizer, parameters)
         room = Room(saved, optimizer, parameters)
-        reader.load(room.tensors(), saved.metadata)
+        reader.load(room.tensors, saved.metadata)
         room.load_state(optimizer)
     except Exception as error:
         facts = error

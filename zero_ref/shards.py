@@ -105,7 +105,7 @@ def own_slices(pieces: Iterable[Slice], params: Sequence[torch.Tensor]) -> list[
 
 def local_groups(param_groups: Sequence[ParamGroup], owned: Sequence[OwnedSlice]) -> list[ParamGroup]:
     """A rank's parameter groups: the options of the global ones, the local tensors of the slices it owns."""
-    group_of_param = [spec.group for spec in specs_of(param_groups)]
+    group_of_param = [index for index, group in enumerate(param_groups) for _ in group["params"]]
     groups = [{**options_of(group), "params": []} for group in param_groups]
     for own in owned:
         groups[group_of_param[own.piece.param]]["params"].append(own.local)
@@ -238,19 +238,21 @@ def check_can_be_sharded(
     names = [spec.name or str(index) for index, spec in enumerate(specs)]
     for name, param in zip(names, params, strict=True):
         try:
-            flat_view(param.detach())
+            param.is_contiguous() or flat_view(param.detach())
         except ValueError as error:
             raise ValueError(f"parameter {name}: {error}") from None
-    _check_memory_is_apart(names, params)
+    _check_memory_is_apart(names, params, specs)
 
 
-def _check_memory_is_apart(names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
+def _check_memory_is_apart(
+    names: Sequence[str], params: Sequence[torch.Tensor], specs: Sequence[ParamSpec]
+) -> None:
     # Each fills one range of memory, so of any that overlap two are neighbours in the order of their starts.
     # Tensors that have no memory ("meta") start at 0.
     ranges = sorted(
-        (str(param.device), param.data_ptr(), param.nbytes, index)
+        (specs[index].device, start, param.nbytes, index)
         for index, param in enumerate(params)
-        if param.data_ptr()
+        if (start := param.data_ptr())
     )
     for (device, start, nbytes, one), (other_device, other_start, _, other) in pairwise(ranges):
         if device != other_device or start + nbytes <= other_start:
@@ -273,9 +275,10 @@ def describe_options(group: ParamGroup) -> list[str]:
     return [re.sub(r" at 0x[0-9a-fA-F]+", "", f"{key}={_plain(value)!r}") for key, value in options]
 
 
-def facts_of(param_groups: Sequence[ParamGroup], partition: Partition, first: int = 0) -> list[str]:
+def facts_of(
+    param_groups: Sequence[ParamGroup], specs: Sequence[ParamSpec], partition: Partition, first: int = 0
+) -> list[str]:
     """What must be the same on all ranks, one line each, for the parameters from number `first` on."""
-    specs = specs_of(param_groups)
     devices: dict[str, str] = {}
     for spec in specs:  # cuda:0 on rank 0 is cuda:1 on rank 1: compare kind and order of devices
         devices.setdefault(spec.device, f"{spec.device.split(':')[0]} device {len(devices)}")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from zero_ref import __version__
 from zero_ref.cli._common import CommandError, Subparsers
+from zero_ref.cli.bench import register_bench
 from zero_ref.cli.calibrate import register_calibrate
 from zero_ref.cli.check import register_check
 from zero_ref.cli.notebooks import register_notebooks
@@ -27,6 +28,7 @@ COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
     register_train,
     register_demo,
     register_calibrate,
+    register_bench,
     register_check,
     register_notebooks,
 )

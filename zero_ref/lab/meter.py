@@ -251,13 +251,51 @@ def wire_bytes(interface: str = "lo") -> int | None:
     Returns:
         None where the kernel shows no such counters (macOS, Windows).
     """
+    return _sent_by_interface().get(interface)
+
+
+def _sent_by_interface() -> dict[str, int]:
     # Not /sys/class/net: it goes on showing the machine's interfaces inside a private network namespace.
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/net/dev").read_text().splitlines():
-            name, _, counters = line.partition(":")
-            if name.strip() == interface:
-                return int(counters.split()[8])  # after eight columns on what was received
-    return None
+        lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+        parted = [line.partition(":") for line in lines]
+        # After eight columns on what was received.
+        return {name.strip(): int(counters.split()[8]) for name, _, counters in parted}
+    return {}
+
+
+def raise_loopback() -> bool:
+    """Switch loopback on if it is off, as it is in a new network namespace (`unshare -n`). Linux, as root.
+
+    Returns:
+        Whether it was off.
+    Raises:
+        PermissionError: it is off, and this process may not switch it on.
+    """
+    if sys.platform != "linux":
+        return False
+    import fcntl  # there is none on Windows
+
+    with socket.socket() as any_socket:
+        request = struct.pack("16sh14x", b"lo", 0)
+        (flags,) = struct.unpack_from("16xh", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))
+        if flags & _IFF_UP:
+            return False
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | _IFF_UP | _IFF_RUNNING))
+    return True
+
+
+_SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914
+_IFF_UP, _IFF_RUNNING = 0x1, 0x40
+
+
+def loopback_is_private() -> bool:
+    """Whether there is no other network interface: the sign of a network namespace of one's own.
+
+    Loopback then carries only what was started in there, so `wire_bytes` tells what ranks send, headers
+    included. False where the system does not say.
+    """
+    return list(_sent_by_interface()) == ["lo"]
 
 
 def gather_from_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zero_ref.lab import meter
+from zero_ref.lab.bench import machine
 from zero_ref.lab.bench.results import Taken
 
 WARM_UP = 2
@@ -88,15 +88,31 @@ def _counted(case: Case) -> int | None:
 def _sent_around(run: Callable[[], object], case: Case) -> int | None:
     case.before()
     dist.barrier()
-    before = meter.sent_bytes()
+    before = _sent_so_far()
+    dist.barrier()  # nobody sends while another still reads
     run()
     dist.barrier()  # what is on its way has then arrived everywhere
-    after = meter.sent_bytes()
+    after = _sent_so_far()
     dist.barrier()
     case.after()
     mine = None if before is None or after is None else after - before
     of_ranks = meter.gather_from_ranks(mine)
     return None if None in of_ranks else sum(of_ranks)
+
+
+def _sent_so_far() -> int | None:
+    """This rank's part of what `wire_counter` sees. All share one loopback, so rank 0 reads it for all."""
+    if wire_counter() == INTERFACE:
+        return meter.wire_bytes() if dist.get_rank() == 0 else 0
+    return meter.sent_bytes()
+
+
+INTERFACE, CONNECTIONS = "private loopback, headers included", "TCP connections, without headers"
+
+
+def wire_counter() -> str:
+    """Where the bytes on the wire are read: on loopback if nothing else uses it, else on the connections."""
+    return INTERFACE if meter.loopback_is_private() else CONNECTIONS
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -127,17 +143,10 @@ def peak_growth(run: Callable[[], object]) -> int | None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
+        before = machine.process_memory("VmRSS")
         run()
-        return _status("VmHWM") - before
+        return machine.process_memory("VmHWM") - before
     return None
-
-
-def _status(line: str) -> int:
-    found = re.search(rf"{line}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    if found is None:
-        raise OSError(f"no {line} in /proc/self/status")
-    return 1024 * int(found[1])
 
 
 def total_numel(tensors: Iterable[torch.Tensor]) -> int:

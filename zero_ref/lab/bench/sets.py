@@ -7,8 +7,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from zero_ref.lab.bench.results import SuiteResult, Taken
+from zero_ref.lab.bench.rounds import total_numel
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT, batch, language_reference
 
@@ -60,3 +63,9 @@ def give_gradients(params: Sequence[torch.Tensor], seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for param in params:
         param.grad = torch.randn(param.shape, generator=generator)
+
+
+def result(suite: str, set_name: str, taken: dict[str, Taken]) -> SuiteResult:
+    """What was taken, and of how much."""
+    params = list(SETS[set_name].make().parameters())
+    return SuiteResult(suite, set_name, dist.get_world_size(), len(params), total_numel(params), taken)

@@ -7,15 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from zero_ref.lab.bench import contenders, limits
-from zero_ref.lab.bench.results import SuiteResult, Taken
+from zero_ref.lab.bench import contenders, limits, state, training
+from zero_ref.lab.bench.results import SuiteResult
 from zero_ref.lab.bench.rounds import Case, take_turns, total_numel
-from zero_ref.lab.bench.sets import SETS, give_gradients
-
-
-def _result(suite: str, set_name: str, taken: dict[str, Taken]) -> SuiteResult:
-    params = list(SETS[set_name].make().parameters())
-    return SuiteResult(suite, set_name, dist.get_world_size(), len(params), total_numel(params), taken)
+from zero_ref.lab.bench.sets import SETS, give_gradients, result
 
 
 def step(set_name: str, rounds: int) -> SuiteResult:
@@ -31,8 +26,15 @@ def step(set_name: str, rounds: int) -> SuiteResult:
     cases["limit: fused AdamW of a share"] = Case(update)
     cases["limit: exchange of shares"] = Case(exchange)
     cases["limit: both, one after the other"] = Case(lambda: (update(), exchange()))
-    return _result("step", set_name, take_turns(cases, rounds))
+    return result("step", set_name, take_turns(cases, rounds))
 
 
-SUITES: dict[str, Callable[[str, int], SuiteResult]] = {"step": step}
+SUITES: dict[str, Callable[[str, int], SuiteResult]] = {
+    "step": step,
+    "sync": training.sync,
+    "iteration": training.iteration,
+    "checkpoint": state.checkpoint,
+    "memory": state.memory,
+    "construction": state.construction,
+}
 """By name."""

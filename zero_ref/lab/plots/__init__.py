@@ -20,12 +20,15 @@ What clipping does: `norms_together`.
 Who still has data: `shadow_grid`.
 Who trains alone: `drift`, `agreement`.
 What lives on which worker: `ownership`, with a `Crossing` for each thing that is sent.
+How fast it is: `benchmarks`, beside peers and limits, and `growth`, against a size.
 """
 
+from zero_ref.lab.plots._benchmarks import benchmarks
 from zero_ref.lab.plots._buckets import flat_layout, message_times
 from zero_ref.lab.plots._bytes import ledger_stages, memory_by_rank
 from zero_ref.lab.plots._drift import agreement, drift
 from zero_ref.lab.plots._groups import groups_grid
+from zero_ref.lab.plots._growth import growth
 from zero_ref.lab.plots._join import shadow_grid
 from zero_ref.lab.plots._judged import scatter, sensitivity
 from zero_ref.lab.plots._loads import balance_against_ranks, loads
@@ -78,6 +81,8 @@ __all__ = [
     "Crossing",
     "reshard",
     "norms_together",
+    "benchmarks",
+    "growth",
     "rank_colour",
     "text_colour_on",
 ]

@@ -1,0 +1,55 @@
+"""Sphinx extension: what was measured, in pages that hold no number of their own.
+
+A page that says how fast something is then cannot disagree with what was measured. The directive
+`{measured} against_peers step` puts in what the view of that name makes, with its argument; the role
+{ratio}`step gpt 2 torch, best` a single number. book/findings.py makes both.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from findings import RESULTS, VIEWS, ratio
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective, SphinxRole
+
+
+class MeasuredDirective(SphinxDirective):
+    """```{measured} view argument```: what the view makes."""
+
+    required_arguments = 1
+    optional_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Called for each directive."""
+        for file in RESULTS.glob("*.json"):
+            self.env.note_dependency(str(file))
+        # Beside the pages, as MyST-NB keeps those of notebooks; a path from the book's root begins with "/".
+        folder = Path(self.env.app.outdir).parent / "measured"
+        root = Path("/", os.path.relpath(folder, self.env.srcdir))
+        view, *arguments = self.arguments
+        pieces = list(VIEWS[view](folder, *arguments))
+        joint = "\n" if all(piece.startswith("- ") for piece in pieces) else "\n\n"
+        text = joint.join(pieces).replace(str(folder), str(root))
+        made = nodes.container()
+        self.state.nested_parse(StringList(text.splitlines(), view), self.content_offset, made)
+        return made.children
+
+
+class RatioRole(SphinxRole):
+    """{ratio}`step gpt 2 torch`: see `findings.ratio`."""
+
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        """Called for each role."""
+        return [nodes.Text(ratio(self.text))], []
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register with Sphinx."""
+    app.add_directive("measured", MeasuredDirective)
+    app.add_role("ratio", RatioRole())
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

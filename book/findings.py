@@ -1,0 +1,291 @@
+"""Pieces of a page that says what was measured, as Markdown and pictures, made from the files that hold it.
+
+Each function of VIEWS is called with a folder for its pictures and gives blocks of text, which
+book/_ext/measured.py puts into pages. The files are in bench/results/; `zero-ref bench --json` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from zero_ref.lab import plots
+from zero_ref.lab.bench.comparisons import Comparison, comparisons
+from zero_ref.lab.bench.exponents import Growth, growths
+from zero_ref.lab.bench.growth_point import AXES, GrowthPoint
+from zero_ref.lab.bench.results import EVEN, LIMIT, LOST, WON, Report, Spread, outcome, spread
+from zero_ref.lab.bench.tables import aligned, figures_table, suite_table, targets_table
+from zero_ref.lab.bench.targets import judge
+from zero_ref.live.numbers import short, short_count
+
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+NOT_YET = "*Not among the results yet.*"
+
+# What was timed, in the words of the page.
+SAID = {
+    "step": "the step",
+    "sync": "gradient sync and step",
+    "iteration": "a whole iteration",
+    "consolidate": "`consolidate_state_dict`",
+    "load": "`load_state_dict`",
+    "construction": "construction",
+}
+IN_PICTURES = {"sync": "gradient sync and step", "iteration": "whole iteration"}
+GROWING = {"sync": "sync alone", "construct": "construction"}
+
+
+@cache
+def report(name: str) -> Report:
+    """What is in bench/results/NAME.json: "benchmarks" or "growth"."""
+    file = RESULTS / f"{name}.json"
+    if not file.is_file():
+        raise ValueError(f"{file} is not there: the page says which command writes it.")
+    return Report.from_json(json.loads(file.read_text(encoding="utf-8")))
+
+
+def spread_of(value: Spread) -> str:
+    """The median and, where there are any, the quartiles.
+
+    >>> spread_of(Spread(2.314, 2.1, 2.5)), spread_of(Spread(2.0, 2.0, 2.0))
+    ('2.31 (2.1 to 2.5)', '2')
+    """
+    quartiles = "" if value.low == value.high else f" ({short(value.low)} to {short(value.high)})"
+    return short(value.median) + quartiles
+
+
+# ------------------------------------------------------------------------------------------ beside others
+
+
+def compared() -> list[Comparison]:
+    """Ours beside every peer and limit."""
+    return comparisons(report("benchmarks").results)
+
+
+def against_peers(folder: Path, thing: str) -> Iterator[str]:
+    """Pictures of one thing, one for each set, with a panel for each number of ranks; all its numbers."""
+    rows = [row for row in compared() if row.thing == thing]
+    if not rows:
+        yield NOT_YET
+    for set_name in dict.fromkeys(row.set for row in rows):
+        of_set = [row for row in rows if row.set == set_name]
+        counts = sorted({row.ranks for row in of_set})
+        by_ranks = [[row for row in of_set if row.ranks == count] for count in counts]
+        fig, axes = plots.panels(
+            [(1.0 if group is not by_ranks[-1] else 1.35) + 0.3 * len(group) for group in by_ranks]
+        )
+        for group, ax in zip(by_ranks, axes, strict=True):
+            first = group[0]
+            plots.benchmarks(
+                {row.other: row.wall for row in group},
+                ax,
+                ours=first.ours,
+                title=f"{IN_PICTURES.get(thing, thing)}, {set_name}, {first.ranks} ranks",
+            )
+            if ax is not axes[-1]:
+                ax.set_xlabel("")  # the same as the last one's
+        alt = f"Times of {thing}, {set_name}, over those of {of_set[0].ours}. " + " ".join(
+            f"{count} ranks: "
+            + ", ".join(f"{row.other.removeprefix('limit: ')} {short(row.wall.median)}" for row in group)
+            + "."
+            for count, group in zip(counts, by_ranks, strict=True)
+        )
+        yield from picture(fig, folder / f"{thing}-{set_name}.svg", alt)
+    suite = "checkpoint" if thing in ("consolidate", "load") else thing
+    yield from folded(f"All numbers of {SAID[thing].replace('`', '')}", _tables(suite))
+
+
+def numbers(folder: Path, suite: str) -> Iterator[str]:
+    """A suite's tables alone."""
+    yield from _tables(suite) or [NOT_YET]
+
+
+def _tables(suite: str) -> list[str]:
+    all_of_it = report("benchmarks")
+    found = [suite_table(result) for result in all_of_it.results if result.suite == suite]
+    figures = [figure for figure in all_of_it.figures if figure.suite == suite]
+    return found + ([figures_table(figures)] if figures else [])
+
+
+def targets(folder: Path) -> Iterator[str]:
+    """What was wanted and not reached, with the numbers; all that was wanted, folded."""
+    all_of_it = report("benchmarks")
+    judged = judge(all_of_it.results, all_of_it.figures, report("growth").growth)
+    missed = [row for row in judged if row.reached is False]
+    reached = sum(row.reached is True for row in judged)
+    yield f"{reached} reached, {len(missed)} missed, {len(judged) - reached - len(missed)} not measured here."
+    if missed:
+        yield targets_table(missed)
+    yield from folded("All that was wanted", [targets_table(judged)])
+
+
+def tally(folder: Path) -> Iterator[str]:
+    """How many comparisons with peers were won."""
+    for time, ratios in _ratios().items():
+        said = [outcome(ratio) for _, ratio in ratios]
+        counts = ", ".join(f"{said.count(one)} {one}" for one in (WON, EVEN, LOST))
+        yield f"- In {time} time, of {len(said)} comparisons with peers: {counts}."
+
+
+def lost(folder: Path) -> Iterator[str]:
+    """Every comparison that was lost in wall or in processor time, the worst first."""
+    found = [row for row in compared() if not row.is_limit and LOST in map(outcome, (row.wall, row.cpu))]
+    if not found:
+        yield "In no comparison was a peer faster."
+        return
+    rows = [
+        [
+            f"{SAID[row.thing]}, {row.set}, {row.ranks} ranks",
+            row.other,
+            *(
+                f"**{spread_of(one)}**" if outcome(one) == LOST else spread_of(one)
+                for one in (row.wall, row.cpu)
+            ),
+        ]
+        for row in sorted(found, key=lambda row: min(row.wall.median, row.cpu.median))
+    ]
+    yield aligned(["what", "beside", "wall time over ours", "processor time over ours"], rows)
+
+
+def _ratios() -> dict[str, list[tuple[Comparison, Spread]]]:
+    peers = [row for row in compared() if not row.is_limit]
+    return {
+        "wall": [(row, row.wall) for row in peers],
+        "processor": [(row, row.cpu) for row in peers],
+    }
+
+
+def ratio(text: str) -> str:
+    """A peer's or a limit's time over ours: the thing, the set, the ranks, then the other's name.
+
+    The word cpu at the end asks for processor time.
+    """
+    time = "cpu" if text.endswith(" cpu") else "wall"
+    thing, set_name, ranks, other = text.removesuffix(" cpu").split(maxsplit=3)
+    for row in compared():
+        if (row.thing, row.set, str(row.ranks), row.other) == (thing, set_name, ranks, other):
+            found: Spread = getattr(row, time)
+            return short(found.median)
+    raise ValueError(f"ratio {text!r}: nothing in the results is called that.")
+
+
+# ------------------------------------------------------------------------------------------------- growth
+
+
+def growth(folder: Path, what: str) -> Iterator[str]:
+    """The picture of how one thing grows: a panel for each axis."""
+    points = [point for point in report("growth").growth if point.what == what]
+    axes = [axis for axis in AXES if any(point.axis == axis for point in points)]
+    if not axes:
+        yield NOT_YET
+        return
+    fig, panels = plots.panels([2.9] + [2.3] * (len(axes) - 1))
+    for axis, ax in zip(axes, panels, strict=True):
+        curves: dict[str, dict[float, Spread]] = {}
+        for point in points:
+            if point.axis == axis:
+                curves.setdefault(point.contender, {})[point.amount] = spread(point.times_ms)
+        first = next(iter(curves))
+        plots.growth(
+            curves,
+            ax,
+            along=axis,
+            work={p.amount: p.work for p in points if (p.axis, p.contender) == (axis, first)},
+            time=GROWING.get(what, what) + (", processor time of all ranks," if axis == "ranks" else ""),
+            key=axis == axes[0],
+        )
+    alt = f"Time of {GROWING.get(what, what)} against {', '.join(axes)}. "
+    alt += " ".join(_ends(points, axis) for axis in axes)
+    yield from picture(fig, folder / f"growth-{what}.svg", alt)
+
+
+def _ends(points: Iterable[GrowthPoint], axis: str) -> str:
+    """A curve's ends in words, for those who do not see the picture."""
+    of_ours = sorted(
+        (p for p in points if p.axis == axis and p.contender.startswith("zero_ref")), key=lambda p: p.amount
+    )
+    ends = (
+        f"{short(spread(p.times_ms).median)} ms at {p.amount:,} {axis}" for p in of_ours[:: len(of_ours) - 1]
+    )
+    return f"{of_ours[0].contender}: {', '.join(ends)}."
+
+
+def exponents(folder: Path) -> Iterator[str]:
+    """The exponents of all curves, contenders side by side, and which grows faster than its work."""
+    of: dict[tuple[str, str], list[Growth]] = {}
+    for found in growths(report("growth").growth):
+        if not found.contender.startswith(LIMIT):
+            of.setdefault((found.axis, found.what), []).append(found)
+    names = list(dict.fromkeys(found.contender for together in of.values() for found in together))
+    rows = []
+    for (axis, what), together in of.items():
+        by_name = {found.contender: found for found in together}
+        faster = [f"**{found.contender}**" for found in together if found.faster_than_work]
+        rows.append(
+            [
+                f"{GROWING.get(what, what)}, against {axis}",
+                *(spread_of(by_name[name].exponent) if name in by_name else "-" for name in names),
+                short(together[0].of_work),
+                " and ".join(faster) or "none",
+            ]
+        )
+    yield aligned(["time of", *names, "the work", "faster than its work"], rows)
+
+
+def sizes(folder: Path) -> Iterator[str]:
+    """What was varied, and what was held."""
+    points = report("growth").growth
+    for axis in AXES:
+        of_axis = [point for point in points if point.axis == axis]
+        held = [name for name in AXES if name != axis]
+        if of_axis:
+            amounts = ", ".join(short_count(amount) for amount in sorted({p.amount for p in of_axis}))
+            at = " and ".join(f"{short_count(getattr(of_axis[0], name))} {name}" for name in held)
+            yield f"- {axis}: {amounts}, at {at}"
+
+
+# ---------------------------------------------------------------------------------------------- where, when
+
+
+def machine(folder: Path, name: str) -> Iterator[str]:
+    """Where and when a file's numbers were taken."""
+    found = report(name)
+    one = found.machine
+    memory = "" if one.memory_bytes is None else f", {one.memory_bytes / 1e9:.0f} GB of memory"
+    virtual = ", a virtual machine" if one.virtual else ""
+    versions = ", ".join(f"{package} {version}" for package, version in found.versions.items() if version)
+    commit = "no checkout"
+    if found.commit is not None:
+        commit = f"`{found.commit.name[:12]}`" + (", with changes" if found.commit.changed else "")
+    processor = one.processor or "unknown processor"
+    yield f"- machine: {processor}, {one.cores} cores{memory}{virtual}; {one.kernel}"
+    yield f"- versions: {versions}"
+    yield f"- commit: {commit}"
+    for session in found.sessions:
+        load = " and ".join(short(value) for value in session.load_average if value is not None)
+        quick = ", quick: to see that it runs, not to compare" if session.quick else ""
+        yield f"- {session.date}: {session.rounds} rounds{quick}, load averages {load or 'unknown'}"
+
+
+# ------------------------------------------------------------------------------------------------ pieces
+
+
+def picture(fig: plots.Picture, file: Path, alt: str) -> Iterator[str]:
+    """A figure saved, and the Markdown that shows it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    plots.save(fig, file)
+    yield f"```{{figure}} {file}\n:alt: {alt}\n```"
+
+
+def folded(title: str, tables: Sequence[str]) -> Iterator[str]:
+    """Tables that a reader may open."""
+    if tables:
+        body = "\n\n".join(tables)
+        yield f"::::{{dropdown}} {title}\n{body}\n::::"
+
+
+VIEWS: dict[str, Callable[..., Iterator[str]]] = {
+    view.__name__: view
+    for view in (against_peers, numbers, targets, tally, lost, growth, exponents, sizes, machine)
+}

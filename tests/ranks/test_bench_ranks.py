@@ -1,0 +1,121 @@
+"""Benchmarks on real ranks, the smallest there are: that all of it comes back, never how long it took."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_ref import cli
+from zero_ref.lab import ranks
+from zero_ref.lab.bench.contenders import OURS, TORCH
+from zero_ref.lab.bench.results import Report, SuiteResult, Taken
+from zero_ref.lab.bench.rounds import WARM_UP, Case, take_turns
+from zero_ref.lab.bench.suites import SUITES
+from zero_ref.lab.bench.targets import judge
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch.distributed.optim, of torch.jit
+]
+
+NUMEL = 4096
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    yield
+    ranks.shutdown()
+
+
+def turns_of_three() -> tuple[list[str], dict[str, Taken]]:
+    """What ran on this rank, in order, and what came out; each rank spoils its own random numbers before."""
+    random.seed(dist.get_rank())
+    ran: list[str] = []
+    flat = torch.ones(NUMEL)
+
+    def send() -> None:
+        ran.append("send")
+        if dist.get_rank() == 0:
+            dist.send(flat, 1)
+        else:
+            dist.recv(flat, 0)
+
+    cases = {
+        "send": Case(send),
+        "first": Case(lambda: ran.append("first")),
+        "second": Case(lambda: ran.append("second")),
+    }
+    return ran, take_turns(cases, rounds=3)
+
+
+def test_ranks_take_the_same_turns_and_bring_home_the_same() -> None:
+    (ran, taken), (ran_there, taken_there) = ranks.run(turns_of_three, 2)
+    assert ran == ran_there
+    assert taken == taken_there
+    assert all(ran.count(name) == WARM_UP + 3 + 1 for name in taken), "each round once, and once to count"
+    assert all(len(one.wall_ms) == 3 for one in taken.values())
+    if taken["send"].wire_bytes is not None:
+        # Gloo's header and, on a private loopback, those of a few packets.
+        assert 4 * NUMEL <= taken["send"].wire_bytes <= 4 * NUMEL + 1000
+        assert abs(taken["first"].wire_bytes or 0) <= 1000
+
+
+def in_miniature(suite: Callable[[str, int], SuiteResult]) -> Callable[[str, int], SuiteResult]:
+    """The suite on a model of a few tensors, and without touching all memory first."""
+
+    def run(set_name: str, rounds: int) -> SuiteResult:
+        from zero_ref.lab.bench import sets, state
+
+        sets.SETS[set_name] = sets.SETS[set_name]._replace(make=lambda: sets.chain([64] * 5))
+        state.touch_memory = lambda: None
+        return suite(set_name, rounds)
+
+    return run
+
+
+def test_the_command_measures_every_suite_and_judges_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ranks, "shutdown", lambda: None)  # new ranks for each suite take most of the time
+    for name in SUITES:
+        monkeypatch.setitem(SUITES, name, in_miniature(SUITES[name]))
+    file = tmp_path / "report.json"
+    words = [*SUITES, "plan", "--set", "tiny", "--rounds", "2", "--quick", "--json", str(file)]
+    assert cli.main(["bench", *words]) == 0
+    printed = capsys.readouterr().out
+    for suite in SUITES:
+        assert f"{suite}, tiny: 2 ranks, 8 tensors" in printed
+    report = Report.from_json(json.loads(file.read_text()))
+    assert [result.suite for result in report.results] == list(SUITES)
+    assert {OURS, TORCH} <= set(report.results[0].taken)
+    assert {len(taken.wall_ms) for taken in report.results[0].taken.values()} == {2}
+    assert report.sessions[0].quick
+    assert len(report.figures) == 3
+    # Every contender that a target names took part, but for the one that may not be installed.
+    on_linux = sys.platform == "linux"
+    for row in judge(report.results, report.figures):
+        if row.set == "tiny" and "fairscale" not in row.says and (on_linux or "extra MB" not in row.says):
+            assert row.reached is not None, row
+
+
+def test_a_suite_that_fails_is_said_and_the_others_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(set_name: str, rounds: int) -> Any:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setitem(SUITES, "step", broken)
+    assert cli.main(["bench", "step", "plan", "--set", "tiny", "--quick"]) == 1
+    printed = capsys.readouterr()
+    assert "step, tiny, 2 ranks" in printed.err
+    assert "no such luck" in printed.err
+    assert "| sorted-greedy " in printed.out

@@ -1,0 +1,54 @@
+"""The measuring of growth, at a tiny size: every thing and contender once, on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_ref.lab import ranks
+from zero_ref.lab.bench import growth, rounds
+from zero_ref.lab.bench.contenders import OURS, TORCH_BEST
+from zero_ref.lab.bench.growth import Size, sizes
+from zero_ref.lab.bench.growth_point import TIMED, GrowthPoint
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch.distributed.optim, of torch.jit
+]
+
+
+def measured(size: Size) -> list[GrowthPoint]:
+    rounds.TOUCHED_NBYTES = 2**20
+    return growth.measure(size, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_thing_is_timed_for_ours_for_torch_and_alone(world_size):
+    size = Size("ranks", world_size, 3, 3_001)
+    points, *others = ranks.run(measured, world_size, size, timeout=100)
+    assert all(of_rank == points for of_rank in others)
+    assert {point.what for point in points} == set(TIMED)
+    for what in TIMED:
+        of_what = {point.contender: point for point in points if point.what == what}
+        assert {OURS, TORCH_BEST} <= of_what.keys()
+        assert len(of_what) == (2 if world_size == 1 and what in ("sync", "consolidate") else 3)
+        for point in of_what.values():
+            assert (point.axis, point.ranks, point.tensors, point.parameters) == size
+            assert len(point.wall_ms) == len(point.cpu_ms) == 2
+            assert min(point.wall_ms) > 0
+
+
+def test_the_sizes_span_what_is_to_be_shown():
+    spans = {}
+    for size in sizes():
+        spans.setdefault(size.axis, []).append(getattr(size, size.axis))
+    assert {axis: (min(of), max(of)) for axis, of in spans.items()} == {
+        "parameters": (10**6, 3 * 10**8),
+        "tensors": (10, 10**4),
+        "ranks": (1, 8),
+    }
+
+
+def test_tensors_have_all_parameters_and_nearly_one_size():
+    params = growth._params(Size("tensors", 2, 3, 3_001))
+    assert [param.numel() for param in params] == [1001, 1000, 1000]

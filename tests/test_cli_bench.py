@@ -1,0 +1,137 @@
+"""`zero-ref bench`: what it answers to mistakes, what it reads and writes, and where it says it was."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_results import report, step_result
+
+from zero_ref import cli
+from zero_ref.cli import bench as command
+from zero_ref.lab.bench import machine, paper, targets
+from zero_ref.lab.bench.results import Figure
+from zero_ref.lab.bench.sets import SETS
+from zero_ref.lab.bench.singles import SINGLES, of_starts
+from zero_ref.lab.bench.starts import Starts
+from zero_ref.lab.bench.suites import SUITES
+from zero_ref.lab.bench.targets import judge
+
+# ------------------------------------------------------------------------------------------- where and when
+
+
+def test_the_machine_is_described_without_being_named() -> None:
+    found = machine.read_machine()
+    assert found.cores is not None
+    assert found.cores >= 1
+    assert found.kernel
+    assert socket.gethostname() not in json.dumps(report().as_json())
+    versions = machine.read_versions()
+    assert versions["torch"]
+    assert "fairscale" in versions
+
+
+def test_a_file_outside_a_checkout_has_no_commit(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text("")
+    assert machine.read_commit(str(file)) is None
+    assert machine.read_commit(None) is None
+
+
+def test_a_plan_is_timed_for_each_rule() -> None:
+    figures = list(paper.plan(rounds=1))
+    assert {figure.case for figure in figures} == {"sorted-greedy", "registration-greedy", "even"}
+    assert len(paper.PLANNED) == 2000
+    assert all(figure.ranks == 4096 and figure.value > 0 for figure in figures)
+
+
+@pytest.mark.parametrize(
+    ("hung", "lost", "first", "reached"),
+    [
+        ((), (), 1, [True, True]),
+        (("start 3",), (), 1, [False, True]),
+        ((), ("start 4",), 1, [False, True]),
+        ((), (), 3, [True, False]),
+        ((), (), None, [True, False]),
+    ],
+)
+def test_a_start_that_hung_or_lost_an_update_is_no_success(
+    hung: tuple[str, ...], lost: tuple[str, ...], first: int | None, reached: list[bool]
+) -> None:
+    figures = list(of_starts(Starts(hung, lost, 1e-9, first, (6,)), world_size=4, count=10))
+    rows = [row for row in judge([], figures) if row.what == "overlapped starts"]
+    assert [row.ranks for row in rows] == [4, 4]
+    assert [row.reached for row in rows] == reached
+
+
+def test_a_simulation_is_of_a_trillion_parameters() -> None:
+    found = paper.cost("zero-3", 1024, rounds=1)
+    assert found.operations > 0
+    assert found.iteration_s > 0
+    numel = sum(param.numel for param in paper.shapes(paper.MODEL))
+    assert numel == pytest.approx(1e12, rel=0.01)
+
+
+# ----------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_knows_every_suite_and_set() -> None:
+    assert tuple(SUITES) == command.IN_TURNS
+    assert set(SINGLES) == set(command.SINGLE)
+    assert tuple(SETS) == command.SETS
+    assert {target.suite for target in targets.TARGETS} == set(SUITES)
+    assert {target.suite for target in targets.FIGURE_TARGETS} == set(SINGLES)
+
+
+@pytest.mark.parametrize(
+    ("words", "answers"),
+    [
+        (["stepp"], ["stepp", "step, sync, iteration"]),
+        (["step", "--ranks", "1"], ["--ranks must be at least 2"]),
+        (["step", "--json", "no/such/folder/x.json"], ["there is no such folder"]),
+        (["step", "--from", "x.json"], ["leave the suites out"]),
+        (["--from", "no-such-file.json"], ["no-such-file.json"]),
+    ],
+)
+def test_a_mistake_ends_with_code_2_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], words: list[str], answers: list[str]
+) -> None:
+    assert cli.main(["bench", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    for answer in answers:
+        assert answer in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--set", "large"], "large"),
+        (["--rounds", "0"], "it must be at least 1, got 0"),
+        (["--ranks", "0"], "it must be at least 1, got 0"),
+    ],
+)
+def test_an_argument_that_makes_no_sense_is_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], answer: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", *words])
+    assert ended.value.code == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_reports_are_printed_and_merged_without_running_anything(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    one, other, both = (tmp_path / name for name in ("one.json", "other.json", "both.json"))
+    command._write(report(step_result()), str(one))
+    command._write(report(figures=(Figure("plan", "partition", "even", 4096, 90.0, "ms"),)), str(other))
+    assert cli.main(["bench", "--from", str(one), "--from", str(other), "--json", str(both)]) == 0
+    printed = capsys.readouterr().out
+    assert "step, gpt: 2 ranks" in printed
+    assert printed.count("MISSED") == 2
+    merged: dict[str, Any] = json.loads(both.read_text())
+    assert len(merged["sessions"]) == 2

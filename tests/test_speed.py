@@ -1,0 +1,155 @@
+"""The page that says how fast it is: its pieces hold what the results hold, and all of them are on it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from zero_ref.lab.bench.growth_point import TIMED, GrowthPoint
+from zero_ref.lab.bench.machine import Commit, Machine
+from zero_ref.lab.bench.results import Report, Session, SuiteResult, Taken
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def loaded() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "book"))
+    try:
+        return importlib.import_module("findings")
+    finally:
+        sys.path.remove(str(ROOT / "book"))
+
+
+findings = loaded()
+PAGE = (ROOT / "book" / "speed.md").read_text(encoding="utf-8")
+
+Build = Callable[..., str]
+
+
+def taken(*wall_ms: float, cpu: float = 1.0) -> Taken:
+    return Taken(list(wall_ms), [cpu * ms for ms in wall_ms])
+
+
+STEP = {
+    "zero_ref, best": taken(10.0, 10.0, 10.0),
+    "torch": taken(40.0, 42.0, 44.0),
+    "torch, best": taken(8.0, 9.0, 9.0),
+    "fairscale": taken(9.0, 10.0, 11.0, cpu=0.5),
+    "limit: copy": taken(7.0, 7.0, 7.0),
+}
+REPORT = Report(
+    Machine("a processor", 2, 16 * 10**9, "Linux 6.1", True),
+    {"python": "3.11", "fairscale": None},
+    Commit("0123456789abcdef" * 2, True),
+    [Session("2026-01-02T03:04:05+00:00", 3, False, "nowhere", (0.25, None))],
+    [SuiteResult("step", "gpt", ranks, 148, 31, STEP) for ranks in (2, 4)],
+    growth=[
+        GrowthPoint("tensors", what, name, 2, n, 10**6, (n * slope, n * slope), (1.0, 1.0))
+        for what in TIMED
+        for name, slope in (("zero_ref, best", 2.0), ("torch, best", 1.0), ("limit: copy", 0.5))
+        for n in (10, 100, 1000)
+    ],
+)
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
+    monkeypatch.setattr(findings, "report", lambda name: REPORT)
+    return lambda view, *arguments: "\n\n".join(findings.VIEWS[view](tmp_path, *arguments))
+
+
+# ------------------------------------------------------------------------------------------------- the pieces
+
+
+def test_pictures_come_with_their_numbers_in_words(build: Build) -> None:
+    text = build("against_peers", "step")
+    (file,) = re.findall(r"```\{figure\} (\S+)", text)
+    assert Path(file).read_text(encoding="utf-8").startswith("<?xml")
+    assert "2 ranks: torch 4.2, torch, best 0.9, fairscale 1, copy 0.7." in text
+    assert text.count("step, gpt: ") == 2  # a table for each number of ranks
+
+
+def test_what_was_not_timed_is_said(build: Build) -> None:
+    assert build("against_peers", "sync") == build("numbers", "memory") == findings.NOT_YET
+
+
+def test_what_was_lost_is_listed_the_worst_first_and_nothing_else(build: Build) -> None:
+    rows = [line for line in build("lost").splitlines() if "ranks" in line]
+    assert [re.findall(r"(\d ranks|torch, best|torch|fairscale)", row) for row in rows] == [
+        ["2 ranks", "fairscale"], ["4 ranks", "fairscale"],
+        ["2 ranks", "torch, best"], ["4 ranks", "torch, best"],
+    ]  # fmt: skip
+    assert "**0.5 (0.45 to 0.55)**" in rows[0]  # processor time; in wall time it was even
+    assert "| 1 (0.9 to 1.1) |" in re.sub(" +", " ", rows[0])
+
+
+def test_outcomes_are_counted_and_limits_are_no_peers(build: Build) -> None:
+    assert build("tally").splitlines()[0].endswith("of 6 comparisons with peers: 2 won, 2 even, 2 lost.")
+
+
+def test_missed_targets_are_seen_without_unfolding(build: Build) -> None:
+    open_part, folded = build("targets").split("::::{dropdown}")
+    assert "MISSED" in open_part
+    assert "reached |" not in open_part
+    assert "not measured" in folded
+
+
+def test_a_single_number_in_a_sentence(build: Build) -> None:
+    assert findings.ratio("step gpt 2 torch") == "4.2"
+    assert findings.ratio("step gpt 4 fairscale cpu") == "0.5"
+    with pytest.raises(ValueError, match="nothing in the results is called that"):
+        findings.ratio("step gpt 8 torch")
+
+
+def test_growth_has_a_picture_and_its_exponents(build: Build) -> None:
+    text = build("growth", "construct")
+    assert "zero_ref, best: 20 ms at 10 tensors, 2,000 ms at 1,000 tensors." in text
+    (row,) = [line for line in build("exponents").splitlines() if line.startswith("| step")]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == ["step, against tensors", "1", "1", "1", "none"]
+    assert build("sizes") == "- tensors: 10, 100, 1k, at 1M parameters and 2 ranks"
+
+
+def test_what_grows_faster_than_its_work_is_named(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    squares = [
+        GrowthPoint("tensors", "step", "zero_ref, best", 2, n, 10**6, (n * n, n * n), (1, 1))
+        for n in (10, 100, 1000)
+    ]
+    monkeypatch.setattr(REPORT, "growth", squares)
+    assert "**zero_ref, best**" in build("exponents")
+
+
+def test_where_and_when_is_printed(build: Build) -> None:
+    text = build("machine", "benchmarks")
+    commit = "`0123456789ab`, with changes"
+    for said in ("a processor, 2 cores, 16 GB", "virtual", commit, "python 3.11", "2026-01-02"):
+        assert said in text
+    assert "fairscale" not in text  # not installed
+
+
+# --------------------------------------------------------------------------------------------------- the page
+
+
+def test_every_view_on_the_page_is_there_and_every_view_is_on_it() -> None:
+    used = re.findall(r"^```\{measured\} (\w+)", PAGE, flags=re.M)
+    assert {*used} == findings.VIEWS.keys()
+
+
+def test_the_page_shows_everything_that_grows_and_that_is_timed() -> None:
+    assert re.findall(r"\{measured\} growth (\w+)", PAGE) == list(TIMED)
+    assert re.findall(r"\{measured\} against_peers (\w+)", PAGE) == list(findings.SAID)
+
+
+@pytest.mark.parametrize("name", ["benchmarks", "growth"])
+def test_the_files_are_reports_and_the_page_says_how_they_are_made(name: str) -> None:
+    file = findings.RESULTS / f"{name}.json"
+    assert f"--json {file.relative_to(ROOT)}" in PAGE
+    found = Report.from_json(json.loads(file.read_text(encoding="utf-8")))
+    assert found.growth if name == "growth" else found.results

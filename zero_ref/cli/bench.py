@@ -1,0 +1,222 @@
+"""`zero-ref bench`: this optimizer beside its peers and the machine's limits, and what was wanted of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zero_ref.cli._common import CommandError, Subparsers, need, positive
+
+IN_TURNS = ("step", "sync", "iteration", "checkpoint", "memory", "construction")
+SINGLE = ("starts", "plan", "simulate", "predicted")
+GROWTH = "growth"
+SUITES = (*IN_TURNS, *SINGLE, GROWTH)
+SETS = ("gpt", "tiny")
+
+SUITE_SECONDS = 3600.0
+
+
+def register_bench(subparsers: Subparsers) -> None:
+    """Add `zero-ref bench`."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="this optimizer beside its peers and the machine's limits, on real ranks of this machine",
+        description="Let contenders take turns on ranks of this machine, print what each took, and at the "
+        "end what was wanted and whether it was reached. Best with nothing else running. As root under "
+        "Linux, `unshare --net zero-ref bench` also counts headers in the bytes sent.",
+    )
+    parser.add_argument(
+        "suites",
+        nargs="*",
+        metavar="SUITE",
+        help=f"in turns: {', '.join(IN_TURNS)}; single figures: {', '.join(SINGLE)}; how times grow with "
+        f"sizes, for hours: {GROWTH} (default: all but that)",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=positive,
+        action="append",
+        metavar="N",
+        help="give it several times for several (default: 2)",
+    )
+    parser.add_argument(
+        "--set",
+        dest="sets",
+        choices=SETS,
+        action="append",
+        help="a language model, or 2,000 tiny tensors; give it twice for both (default: both)",
+    )
+    parser.add_argument("--rounds", type=positive, metavar="N", help="that count (default: 15)")
+    parser.add_argument(
+        "--starts", type=positive, metavar="N", help="of an overlapped run, for `starts` (default: 100)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="3 rounds and 4 starts: to see that it runs, not to compare"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all of it here, every sample")
+    parser.add_argument(
+        "--from",
+        dest="reports",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="run nothing: print, and merge, what --json wrote; give it several times for several",
+    )
+    parser.set_defaults(run=run_bench)
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Run suites, or read what they gave, print the tables and write the report; 1 if a suite failed."""
+    if arguments.json and not Path(arguments.json).resolve().parent.is_dir():
+        raise CommandError(f"--json {arguments.json}: there is no such folder.")
+    unknown = [name for name in arguments.suites if name not in SUITES]
+    if unknown:
+        raise CommandError(f"there is no suite {unknown[0]!r}: choose from {', '.join(SUITES)}.")
+    if 1 in (arguments.ranks or ()):
+        raise CommandError("--ranks must be at least 2: a single rank shares its work with nobody.")
+    if arguments.reports and arguments.suites:
+        raise CommandError("--from prints what was measured before: leave the suites out.")
+    need("rich")  # before the work, not after it
+    failed = 0
+    if arguments.reports:
+        report = _read(arguments.reports)
+        for result in report.results:
+            _print_suite(result)
+        for suite in SINGLE:
+            _print_figures([figure for figure in report.figures if figure.suite == suite])
+    else:
+        report, failed = _measured(arguments)
+    _print_targets(report)
+    if arguments.json:
+        _write(report, arguments.json)
+        print(f"\nwritten: {arguments.json}")
+    return 1 if failed else 0
+
+
+def _measured(arguments: argparse.Namespace) -> tuple[Any, int]:
+    """The report, and how many suites failed. Each table is printed, and written, as it comes."""
+    ranks, benchmark = need("zero_ref.lab.ranks"), need("zero_ref.lab.benchmark")
+    try:
+        need("zero_ref.lab.meter").raise_loopback()
+    except PermissionError:
+        raise CommandError("loopback is off, and only root may switch it on: ranks cannot talk.") from None
+    report = _empty_report(arguments)
+    _print_surroundings(report)
+    (session,) = report.sessions
+    failed = 0
+    for what, measure in _parts(arguments, report):
+        try:
+            measure()
+        except ranks.RankError as error:
+            failed += 1
+            print(f"zero-ref: {what}: {error}", file=sys.stderr)
+        finally:
+            ranks.shutdown()  # all memory goes back before the next
+        session.load_average = (session.load_average[0], benchmark.load_average())
+        if arguments.json:
+            _write(report, arguments.json)
+    return report, failed
+
+
+def _empty_report(arguments: argparse.Namespace) -> Any:
+    machine, results, rounds = (
+        need(f"zero_ref.lab.bench.{name}") for name in ("machine", "results", "rounds")
+    )
+    session = results.Session(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        rounds=arguments.rounds or (3 if arguments.quick else 15),
+        quick=arguments.quick,
+        wire_counter=rounds.wire_counter(),
+        load_average=(need("zero_ref.lab.benchmark").load_average(), None),
+    )
+    return results.Report(
+        machine.read_machine(), machine.read_versions(), machine.read_commit(), sessions=[session]
+    )
+
+
+def _parts(arguments: argparse.Namespace, report: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+    """What to measure, by name; each adds to the report and prints what it found."""
+    ranks, suites, singles, growth = (
+        need(f"zero_ref.lab.{name}") for name in ("ranks", "bench.suites", "bench.singles", "bench.growth")
+    )
+    count = report.sessions[0].rounds
+    world_sizes = list(dict.fromkeys(arguments.ranks or [2]))
+    few = arguments.quick
+    amount = singles.Amount(count, arguments.starts or (4 if few else 100), repeats=1 if few else 3)
+
+    def in_turns(suite: str, set_name: str, world_size: int) -> None:
+        found = ranks.run(suites.SUITES[suite], world_size, set_name, count, timeout=SUITE_SECONDS)[0]
+        report.results.append(found)
+        _print_suite(found)
+
+    def single(suite: str) -> None:
+        figures = list(singles.SINGLES[suite](world_sizes, amount))
+        report.figures += figures
+        _print_figures(figures)
+
+    def growing() -> None:
+        report.growth = growth.measure_growth(count, few, tell=_tell)
+
+    for suite in dict.fromkeys(arguments.suites or IN_TURNS + SINGLE):
+        if suite in IN_TURNS:
+            for set_name in dict.fromkeys(arguments.sets or SETS):
+                for world_size in world_sizes:
+                    what = f"{suite}, {set_name}, {world_size} ranks"
+                    yield what, partial(in_turns, suite, set_name, world_size)
+        else:
+            yield suite, growing if suite == GROWTH else partial(single, suite)
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
+
+
+def _read(files: list[str]) -> Any:
+    results = need("zero_ref.lab.bench.results")
+    try:
+        return results.merge([results.Report.from_json(json.loads(Path(file).read_text())) for file in files])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CommandError(f"--from: {type(error).__name__}: {error}") from None
+
+
+def _write(report: Any, file: str) -> None:
+    Path(file).write_text(json.dumps(report.as_json(), indent=1) + "\n")
+
+
+def _print_surroundings(report: Any) -> None:
+    session, machine = report.sessions[0], report.machine
+    versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in report.versions.items())
+    memory = "?" if machine.memory_bytes is None else f"{machine.memory_bytes / 1e9:.0f}"
+    print(f"{machine.processor}, {machine.cores} cores, {memory} GB, {machine.kernel}; {versions}")
+    print(
+        f"{session.rounds} rounds; bytes sent: {session.wire_counter}; load average {session.load_average[0]}"
+    )
+    if report.versions["fairscale"] is None:
+        print("fairscale takes no part: pip install --no-deps fairscale==0.4.13")
+
+
+def _load(session: Any) -> str:
+    before, _ = session.load_average
+    return "unknown" if before is None else f"{before:.1f}"
+
+
+def _print_suite(result: Any) -> None:
+    print(f"\n{need('zero_ref.lab.bench.tables').suite_table(result)}", flush=True)
+
+
+def _print_figures(figures: list[Any]) -> None:
+    if figures:
+        print(f"\n{need('zero_ref.lab.bench.tables').figures_table(figures)}", flush=True)
+
+
+def _print_targets(report: Any) -> None:
+    judged = need("zero_ref.lab.bench.targets").judge(report.results, report.figures, report.growth)
+    print(f"\n{need('zero_ref.lab.bench.tables').targets_table(judged)}")
+    if any(session.quick for session in report.sessions):
+        print("\n--quick: so few rounds say that it runs, not what is faster")

@@ -1,0 +1,115 @@
+"""What a benchmark's numbers depend on: the machine, the versions, the commit. Standard library only.
+
+Nothing that names the machine: no host name, no user, no folder.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import zero_ref
+
+PACKAGES = ("torch", "fairscale", "zero_ref")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where something was measured. What the system does not tell is None.
+
+    Args:
+        processor: the model's name.
+        cores: that this process may use.
+        memory_bytes: of the whole machine.
+        virtual: whether the processor says that it is a virtual machine's.
+    """
+
+    processor: str | None
+    cores: int | None
+    memory_bytes: int | None
+    kernel: str
+    virtual: bool | None
+
+
+def read_machine() -> Machine:
+    """The machine that this process runs on."""
+    processor = _lines_of("/proc/cpuinfo")
+    memory = _lines_of("/proc/meminfo").get("MemTotal")
+    flags = processor.get("flags")  # of x86; an ARM processor has no such flag either way
+    return Machine(
+        processor=processor.get("model name") or platform.processor() or None,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        memory_bytes=1024 * int(memory.split()[0]) if memory else None,
+        kernel=f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}",
+        virtual="hypervisor" in flags.split() if flags else None,
+    )
+
+
+def _lines_of(path: str) -> dict[str, str]:
+    """The `name: value` lines of a file in /proc, the first of each name; empty on other systems."""
+    try:
+        text = Path(path).read_text()
+    except OSError:
+        return {}
+    return dict(reversed(re.findall(r"^(.+?)[ \t]*:[ \t]*(.+)$", text, re.MULTILINE)))
+
+
+def process_memory(line: str) -> int:
+    """Bytes of this process, as a line of /proc/self/status has them: "VmRSS" now, "VmHWM" at its peak.
+
+    Raises:
+        OSError: there is no such line: another system than Linux.
+    """
+    kilobytes = _lines_of("/proc/self/status").get(line)
+    if kilobytes is None:
+        raise OSError(f"no {line} in /proc/self/status")
+    return 1024 * int(kilobytes.split()[0])
+
+
+def read_versions() -> dict[str, str | None]:
+    """Of Python and of the packages that take part; None for one that is not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The state of a checkout.
+
+    Args:
+        name: of the commit, as git prints it in full.
+        changed: whether a tracked file differs from it, or a new one stands beside them.
+    """
+
+    name: str
+    changed: bool
+
+
+def read_commit(file: str | None = zero_ref.__file__) -> Commit | None:
+    """The commit that a file belongs to; None outside a checkout, as for an installed package."""
+    if file is None:
+        return None
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(Path(file).parent), *words], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        git(
+            "ls-files", "--error-unmatch", str(Path(file))
+        )  # an environment may lie within someone's checkout
+        return Commit(git("rev-parse", "HEAD"), bool(git("status", "--porcelain")))
+    except (OSError, subprocess.CalledProcessError):
+        return None

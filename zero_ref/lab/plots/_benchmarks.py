@@ -1,0 +1,94 @@
+"""One contender beside its peers and beside the limits: ratios of times, what was won and what was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from zero_ref.lab.bench.results import EVEN, LOST, WON, Spread, outcome
+from zero_ref.lab.plots._growth import is_limit
+from zero_ref.lab.plots._judged import _ratio_ticks
+from zero_ref.lab.plots._style import SMALL_PT, bare, in_style
+from zero_ref.live.numbers import short
+from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER, SERIES_COLOURS
+
+_MARKS: dict[str, dict[str, Any]] = {
+    WON: {"marker": "o", "ms": 8.5, "color": SERIES_COLOURS[0], "markeredgecolor": PAPER},
+    EVEN: {"marker": "D", "ms": 6.5, "color": INK, "markerfacecolor": PAPER, "markeredgewidth": 1.5},
+    LOST: {"marker": "X", "ms": 9.5, "color": ALARM, "markeredgecolor": PAPER},
+    "limit": {"marker": "|", "ms": 12, "color": MUTED, "markeredgewidth": 2},
+}
+
+
+@in_style
+def benchmarks(ratios: Mapping[str, Spread], ax: Axes, *, ours: str, title: str | None = None) -> Axes:
+    """How many times as long as `ours` each other one took: dots for medians, bars for the quartiles.
+
+    Right of 1 the others are slower. A disc is a peer that lost to us, a cross one that won, a hollow diamond
+    one whose quartiles hold 1. Limits, what the machine takes for the work alone, are grey ticks below.
+
+    >>> from zero_ref.lab.bench.results import Spread
+    >>> from zero_ref.lab.plots import figure
+    >>> fig, ax = figure(6, 2.6)
+    >>> ratios = {"torch": Spread(2.1, 2.0, 2.3), "limit: copy": Spread(0.8, 0.8, 0.9)}
+    >>> benchmarks(ratios, ax, ours="zero_ref").get_title("left")
+    'Faster than 1 of 1 peer'
+
+    Args:
+        ratios: name -> the other's time over ours. A limit's name begins with "limit: ".
+        ours: the name of what they are held against.
+        title: in place of how many peers were faster.
+    Raises:
+        ValueError: there is none, or a ratio is not above 0.
+    """
+    if min((value for ratio in ratios.values() for value in ratio), default=0) <= 0:
+        raise ValueError(f"ratios {dict(ratios)}: give one or more, all above 0.")
+    peers = [name for name in ratios if not is_limit(name)]
+    rows = [*peers, *(name for name in ratios if is_limit(name))]
+    ax.set_xscale("log")
+    found = {name: "limit" if is_limit(name) else outcome(ratios[name]) for name in rows}
+    for place, name in enumerate(rows):
+        mark, ratio = _MARKS[found[name]], ratios[name]
+        ax.plot(
+            [ratio.low, ratio.high],
+            [place] * 2,
+            color=mark["color"],
+            linewidth=2.2,
+            solid_capstyle="butt",
+            label=f"quartiles: {name}",
+        )
+        ax.plot([ratio.median], [place], linestyle="none", zorder=3, label=name, **mark)
+        ax.annotate(
+            f"{short(ratio.median)} ×",
+            (1.02, place),
+            xycoords=("axes fraction", "data"),
+            va="center_baseline",
+            fontsize=SMALL_PT,
+            color={LOST: ALARM, "limit": MUTED}.get(found[name], INK),
+            annotation_clip=False,
+        )
+    ax.axvline(1, color=INK, linewidth=1.1, zorder=0.9, label="equal")
+    if peers and len(rows) > len(peers):
+        ax.axhline(len(peers) - 0.5, color=FAINT, linewidth=0.8, label="limits below")
+    low = min(0.9, *(ratio.low for ratio in ratios.values()))
+    high = max(1.1, *(ratio.high for ratio in ratios.values()))
+    room = max(high / low, 1.2) ** 0.06
+    low, high = low / room, high * room
+    ax.set_xlim(low, high)
+    ax.set_ylim(len(rows) - 0.4, -0.6)
+    bare(ax, keep=())
+    ax.xaxis.set_major_locator(FixedLocator(_ratio_ticks(low, high)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} ×"))
+    ax.grid(axis="x", color=FAINT, linewidth=0.6)
+    ax.set_yticks(range(len(rows)), [name.removeprefix("limit: ") for name in rows])
+    for label, name in zip(ax.get_yticklabels(), rows, strict=True):
+        label.set_color({LOST: ALARM, "limit": MUTED}.get(found[name], INK))
+    ax.set_xlabel(f"time / time of {ours}\n← faster than {ours}    slower →")
+    won = sum(of_one == WON for of_one in found.values())
+    said = f"Faster than {won} of {len(peers)} peer{'' if len(peers) == 1 else 's'}"
+    ax.set_title(said if title is None else title)
+    return ax
