@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zero_ref.averaging import AveragingSchedule
-from zero_ref.collectives import Collectives, ProcessGroupCollectives, agree, as_collectives
+from zero_ref.collectives import Collectives, ProcessGroupCollectives, agree, agreement, as_collectives
 
 
 class ModelAverager:
@@ -57,17 +57,14 @@ class ModelAverager:
         world_size = self.collectives.world_size
         self.group_of: dict[int | None, Collectives] = {None: self.collectives, world_size: self.collectives}
         smaller = [size for size in schedule.group_sizes if size < world_size]
-        facts: list[str] | Exception = [repr(schedule)]
-        try:
+        with agreement(self.collectives, "construct the averager") as facts:
+            facts.append(repr(schedule))
             schedule.check_fits(world_size)
             if smaller and not isinstance(self.collectives, ProcessGroupCollectives):
                 raise TypeError(
                     f"groups of {smaller[0]} ranks are made of a process group, not of {process_group!r}. "
                     "Average over all ranks, or pass a process group."
                 )
-        except (TypeError, ValueError) as error:
-            facts = error
-        agree(self.collectives, "construct the averager", facts)
         for size in smaller:
             self.group_of[size] = ProcessGroupCollectives(_consecutive(self.collectives, size, timeout))
 
@@ -207,13 +204,9 @@ def _trainable(params: Iterable[Any]) -> list[torch.Tensor]:
 def _average(comm: Collectives, params: Iterable[Any], step: int) -> None:
     if comm.world_size == 1:
         return
-    facts: list[str] | Exception
-    try:
+    with agreement(comm, f"average the parameters after its step {step}") as facts:
         trainable = _trainable(params)
-        facts = [f"parameter {number}: {tuple(p.shape)} {p.dtype}" for number, p in enumerate(trainable)]
-    except TypeError as error:
-        facts = error
-    agree(comm, f"average the parameters after its step {step}", facts)
+        facts += [f"parameter {number}: {tuple(p.shape)} {p.dtype}" for number, p in enumerate(trainable)]
     for device in dict.fromkeys(param.device for param in trainable):
         here = [param for param in trainable if param.device == device]
         flat = torch.cat([param.reshape(-1) for param in here])

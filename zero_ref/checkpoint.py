@@ -59,19 +59,20 @@ def consolidate(
         for entry, tensor in zip_longest(contents, [tensor for _, tensor in mine]):
             number = entry["param"]
             place = make_room(whole.setdefault(number, {}), entry, params[number]) if receiving else None
-            if place is not None and tensor is not None:
-                place.copy_(tensor)
-            passing = tensor if place is None else place
-            if passing is None or owner == to:
-                continue  # it came with the table, or is where it belongs
-            on_wire = landing_for(passing, comm) if tensor is None else passing.to(comm.wire_device)
-            work = route.start(on_wire, owner)
-            if place is None or on_wire is place:
-                works.append(work)
-            else:
-                # One at a time: the wire's device need not have room for the state of all.
-                work.wait()
-                place.copy_(on_wire)
+            if tensor is not None:
+                if place is not None:
+                    place.copy_(tensor)
+                if owner != to:
+                    works.append(route.start(tensor.to(comm.wire_device), owner))
+            elif place is not None:
+                landing = landing_for(place, comm)
+                work = route.start(landing, owner)
+                if landing is place:
+                    works.append(work)
+                else:
+                    # One at a time: the wire's device need not have room for the state of all.
+                    work.wait()
+                    place.copy_(landing)
     for work in works:
         work.wait()
     return {param: whole[param] for param in sorted(whole)} if receiving else None

@@ -10,10 +10,11 @@ the others, each says what it is about to do, and all raise alike if one differs
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -278,6 +279,26 @@ def agree(comm: Collectives, action: str, facts: Sequence[str] | Exception) -> N
                 "All ranks must make the same calls in the same order."
             )
     raise ValueError(_disagreement(action, [lines for _, _, lines in said]))
+
+
+@contextlib.contextmanager
+def agreement(comm: Collectives, action: str) -> Iterator[list[str]]:
+    """Prepare an action, and at the end compare it with what other ranks have prepared.
+
+    >>> with agreement(comm, "construct the optimizer") as facts:                          # doctest: +SKIP
+    ...     facts += [f"{len(params)} parameters"]
+
+    Yields:
+        A list for the facts. An exception that leaves the block is what this rank met.
+    Raises, Collective, Cost: as `agree`, at the end.
+    """
+    facts: list[str] = []
+    try:
+        yield facts
+    except Exception as error:
+        agree(comm, action, error)
+    else:
+        agree(comm, action, facts)
 
 
 def broadcast_json(comm: Collectives, value: Any, src: int) -> Any:

@@ -31,7 +31,7 @@ from zero_ref.buckets import (
     flatten_parameters,
     messages_by_parameter,
 )
-from zero_ref.collectives import Collectives, agree, as_collectives
+from zero_ref.collectives import Collectives, agree, agreement, as_collectives
 from zero_ref.hooks import InBackward
 from zero_ref.layout import lay_out
 from zero_ref.merged import MergedSlices
@@ -121,8 +121,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._messages: list[Message] = []
 
         # Whatever can go wrong by itself goes wrong before the first message, and then on all ranks alike.
-        facts: Sequence[str] | Exception
-        try:
+        with agreement(self.collectives, "construct the optimizer") as facts:
             Optimizer.__init__(self, params, defaults)
             specs = self._specs()
             self.partition = plan_partition(partition, specs, self.world_size)
@@ -134,10 +133,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._merged = MergedSlices(self.optim, [], [])
             self.defaults = self.optim.defaults
             copy_options(self.optim.param_groups, self.param_groups)
-            facts = self._facts(specs, self.partition)
-        except Exception as error:
-            facts = error
-        agree(self.collectives, "construct the optimizer", facts)
+            facts += self._facts(specs, self.partition)
         self._build()
 
     # ------------------------------------------------------------------------------------------- the step
@@ -329,22 +325,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._rebuild_if_changed()
         count = len(self.param_groups)
         known = len(self._params)
-        facts: Sequence[str] | Exception
         try:
-            super().add_param_group(param_group)
-            specs = self._specs()
-            loads = self.partition.loads
-            later = plan_partition(self._strategy_for_later, specs[known:], self.world_size, loads=loads)
-            partition = self.partition.joined(later)
-            check_can_be_sharded(type(self.optim), partition, self._params, specs)
-            owned = own_slices(partition.slices_of_rank[self.rank], self._params)[len(self._owned) :]
-            options = options_of(self.param_groups[-1])
-            self.optim.add_param_group({**options, "params": [own.local for own in owned]})
-            facts = self._facts(specs, partition, first=known)
-        except Exception as error:
-            facts = error
-        try:
-            agree(self.collectives, "add a parameter group", facts)
+            with agreement(self.collectives, "add a parameter group") as facts:
+                super().add_param_group(param_group)
+                specs = self._specs()
+                loads = self.partition.loads
+                later = plan_partition(self._strategy_for_later, specs[known:], self.world_size, loads=loads)
+                partition = self.partition.joined(later)
+                check_can_be_sharded(type(self.optim), partition, self._params, specs)
+                owned = own_slices(partition.slices_of_rank[self.rank], self._params)[len(self._owned) :]
+                options = options_of(self.param_groups[-1])
+                self.optim.add_param_group({**options, "params": [own.local for own in owned]})
+                facts += self._facts(specs, partition, first=known)
         except Exception:
             del self.param_groups[count:], self.optim.param_groups[count:]
             raise
@@ -389,8 +381,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             of 32 bytes. While it lasts, the state of slices that change is held twice.
         """
         self._rebuild_if_changed()
-        facts: Sequence[str] | Exception
-        try:
+        with agreement(self.collectives, "repartition the optimizer") as facts:
             if self._backward.owner_only:
                 raise RuntimeError(
                     f"rank {self.rank}: the last backward reduced gradients to their owners, so new owners "
@@ -408,10 +399,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self.optim.state,
                 values=self.broadcast_dtype is not None,
             )
-            facts = self._facts(specs, new)
-        except Exception as error:
-            facts = error
-        agree(self.collectives, "repartition the optimizer", facts)
+            facts += self._facts(specs, new)
         state = handover.exchange(self.collectives)
         self.optim.state.clear()
         self.optim.state.update(state)
@@ -432,18 +420,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             memory; the other ranks allocate nothing.
         """
         self._rebuild_if_changed()
-        facts: Sequence[str] | Exception = [f"to={to}"]
-        try:
+        with agreement(self.collectives, "consolidate the optimizer state") as facts:
+            facts.append(f"to={to}")
             if to != "all" and not (isinstance(to, int) and 0 <= to < self.world_size):
                 raise ValueError(
                     f"rank {self.rank}: to={to!r} is no rank of a group of {self.world_size}, nor 'all'."
                 )
             packed = checkpoint.pack(self._owned, self.optim.state)
-        except Exception as error:
-            facts = error
-        agree(self.collectives, "consolidate the optimizer state", facts)
-        state = checkpoint.consolidate(self.collectives, to, self._params, packed)
-        self._consolidated = state
+        self._consolidated = checkpoint.consolidate(self.collectives, to, self._params, packed)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that the unsharded optimizer would have, in its form: it loads there, and anywhere here.
@@ -483,16 +467,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         self._rebuild_if_changed()
         before = {"state": self.optim.state, "param_groups": self.optim.param_groups}
-        facts: Sequence[str] | Exception
         try:
-            for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = before_hook(self, state_dict) or state_dict
-            facts = checkpoint.check_fits(state_dict, self.param_groups, is_elementwise(type(self.optim)))
-            self._load_shard(state_dict)
-        except Exception as error:
-            facts = error
-        try:
-            agree(self.collectives, "load the state dict", facts)
+            with agreement(self.collectives, "load the state dict") as facts:
+                for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                    state_dict = before_hook(self, state_dict) or state_dict
+                elementwise = is_elementwise(type(self.optim))
+                facts += checkpoint.check_fits(state_dict, self.param_groups, elementwise)
+                self._load_shard(state_dict)
         except Exception:
             self.optim.__setstate__(before)
             raise

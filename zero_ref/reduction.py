@@ -109,7 +109,10 @@ class ToOwners:
             total, *others = self.shares
             for other in others:
                 total.add_(other)
-            _unpack(total.to(self.flat.device), self.flat, self.runs)
+            parts = total.to(self.flat.device).split([run.stop - run.start for run in self.runs])
+            for run, values in zip(self.runs, parts, strict=True):
+                if values.data_ptr() != self.flat[run].data_ptr():
+                    self.flat[run] = values
             self._let_go()
             self.future.set_result(self.flat)
         return self.flat
@@ -126,12 +129,6 @@ class ToOwners:
 def _packed(flat: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
     """These runs as one tensor: the memory itself where there is only one."""
     return flat[runs[0]] if len(runs) == 1 else torch.cat([flat[run] for run in runs] or [flat[:0]])
-
-
-def _unpack(packed: torch.Tensor, flat: torch.Tensor, runs: Sequence[slice]) -> None:
-    for run, values in zip(runs, packed.split([run.stop - run.start for run in runs]), strict=True):
-        if values.data_ptr() != flat[run].data_ptr():
-            flat[run] = values
 
 
 def reduce_to_owners(zero: ZeroRedundancyOptimizer, *, scaled: bool = False) -> Hook:

@@ -16,7 +16,7 @@ import torch
 from zero_ref import checkpoint
 from zero_ref.buckets import flat_view
 from zero_ref.checkpoint import Line
-from zero_ref.collectives import Collectives, ToPeer, agree
+from zero_ref.collectives import Collectives, ToPeer, agreement
 from zero_ref.moves import Move, moves
 from zero_ref.partition import Partition
 from zero_ref.shards import OwnedSlice, own_slices
@@ -80,12 +80,8 @@ class Handover:
             state of slices that change is held twice, as it was and as it becomes.
         """
         contents = _exchange_contents(comm, self.planned, self.leaving)
-        facts: Sequence[str] | Exception = []
-        try:
+        with agreement(comm, "take over the optimizer state"):
             state, places = _make_room(comm.rank, self.planned, contents, self.owned)
-        except Exception as error:
-            facts = error
-        agree(comm, "take over the optimizer state", facts)
         tensors = {move: _travelling(tensor for _, tensor in lines) for move, lines in self.leaving.items()}
         if self._params:
             for move in self.planned:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from zero_ref.buckets import Message, broadcast_messages, flat_view
-from zero_ref.collectives import Collectives, agree, broadcast_json
+from zero_ref.collectives import Collectives, agree, agreement, broadcast_json
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard_contents import Room, Saved, contents_of, facts_for_loading, slices_to_save
 from zero_ref.shard_files import (
@@ -144,12 +144,8 @@ def _wait_for_pending(optimizer: ZeroRedundancyOptimizer) -> None:
 
 def _settle(comm: Collectives, folder: Path, write: Callable[[], None]) -> None:
     """Write, and hear from all ranks that they have; only then do the older saves go. Collective."""
-    facts: Sequence[str] | Exception = []
-    try:
+    with agreement(comm, f"complete the checkpoint {folder}"):
         write()
-    except Exception as error:
-        facts = error
-    agree(comm, f"complete the checkpoint {folder}", facts)
     if comm.rank == 0:
         remove_older(folder)
 
@@ -168,18 +164,14 @@ def _prepare(
     comm = optimizer.collectives
     path = Path(directory).absolute()
     name = ""
-    facts: Sequence[str] | Exception
-    try:
+    with agreement(comm, "save a sharded checkpoint") as facts:
         notes_text = _notes_as_json(notes)
         tensors, lines = slices_to_save(optimizer, parameters, as_copies)
         contents: dict[str, Any] = {"state": lines}
         if comm.rank == 0:  # what all ranks know is written by one
             contents |= {"notes": json.loads(notes_text), **contents_of(optimizer)}
             name = make_folder(path).name
-        facts = [f"directory {path}", f"parameters={parameters}", f"notes {notes_text}"]
-    except Exception as error:
-        facts = error
-    agree(comm, "save a sharded checkpoint", facts)
+        facts += [f"directory {path}", f"parameters={parameters}", f"notes {notes_text}"]
     folder = path / broadcast_json(comm, name, src=0)
     return folder, partial(ShardWriter(folder, comm.rank, comm.world_size, contents).save, tensors)
 
@@ -225,18 +217,14 @@ def load_sharded(
     comm = optimizer.collectives
     folder, tables = _find_and_share(comm, Path(directory).absolute(), parameters)
     before = {"state": optimizer.optim.state, "param_groups": optimizer.optim.param_groups}
-    facts: Sequence[str] | Exception
     try:
-        reader = ShardReader(folder, tables)
-        saved = Saved.of(reader)
-        facts = facts_for_loading(saved, optimizer, parameters)
-        room = Room(saved, optimizer, parameters)
-        reader.load(room.tensors, saved.metadata)
-        room.load_state(optimizer)
-    except Exception as error:
-        facts = error
-    try:
-        agree(comm, f"load the checkpoint {folder}", facts)
+        with agreement(comm, f"load the checkpoint {folder}") as facts:
+            reader = ShardReader(folder, tables)
+            saved = Saved.of(reader)
+            facts += facts_for_loading(saved, optimizer, parameters)
+            room = Room(saved, optimizer, parameters)
+            reader.load(room.tensors, saved.metadata)
+            room.load_state(optimizer)
     except Exception:
         optimizer.optim.__setstate__(before)
         raise
