@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -466,14 +466,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Cost: one all-gather of 32 bytes.
         """
         self._rebuild_if_changed()
+        with self._loading("load the state dict") as facts:
+            for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = before_hook(self, state_dict) or state_dict
+            facts += checkpoint.check_fits(state_dict, self.param_groups, is_elementwise(type(self.optim)))
+            self._load_shard(state_dict)
+        for after_hook in self._optimizer_load_state_dict_post_hooks.values():
+            after_hook(self)
+
+    @contextlib.contextmanager
+    def _loading(self, action: str) -> Iterator[list[str]]:
+        """As `agreement`, on what loads the local optimizer, which stays as it was if a rank raises."""
         before = {"state": self.optim.state, "param_groups": self.optim.param_groups}
         try:
-            with agreement(self.collectives, "load the state dict") as facts:
-                for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
-                    state_dict = before_hook(self, state_dict) or state_dict
-                elementwise = is_elementwise(type(self.optim))
-                facts += checkpoint.check_fits(state_dict, self.param_groups, elementwise)
-                self._load_shard(state_dict)
+            with agreement(self.collectives, action) as facts:
+                yield facts
         except Exception:
             self.optim.__setstate__(before)
             raise
@@ -481,8 +488,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.state = self.optim.state
         copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
-        for after_hook in self._optimizer_load_state_dict_post_hooks.values():
-            after_hook(self)
 
     def _load_shard(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's part into the local optimizer, which puts it on the device and dtype it wants."""

@@ -37,7 +37,6 @@ from zero_ref.shard_files import (
     read_tables,
     remove_older,
 )
-from zero_ref.shards import copy_options
 
 Directory = str | os.PathLike[str]
 
@@ -216,22 +215,13 @@ def load_sharded(
     optimizer._rebuild_if_changed()
     comm = optimizer.collectives
     folder, tables = _find_and_share(comm, Path(directory).absolute(), parameters)
-    before = {"state": optimizer.optim.state, "param_groups": optimizer.optim.param_groups}
-    try:
-        with agreement(comm, f"load the checkpoint {folder}") as facts:
-            reader = ShardReader(folder, tables)
-            saved = Saved.of(reader)
-            facts += facts_for_loading(saved, optimizer, parameters)
-            room = Room(saved, optimizer, parameters)
-            reader.load(room.tensors, saved.metadata)
-            room.load_state(optimizer)
-    except Exception:
-        optimizer.optim.__setstate__(before)
-        raise
-    finally:
-        optimizer.state = optimizer.optim.state
-    copy_options(optimizer.optim.param_groups, optimizer.param_groups)
-    optimizer._consolidated = None
+    with optimizer._loading(f"load the checkpoint {folder}") as facts:
+        reader = ShardReader(folder, tables)
+        saved = Saved.of(reader)
+        facts += facts_for_loading(saved, optimizer, parameters)
+        room = Room(saved, optimizer, parameters)
+        reader.load(room.tensors, saved.metadata)
+        room.load_state(optimizer)
     if parameters:
         for own, values in room.parameters:
             own.local.detach().copy_(values)
