@@ -109,13 +109,15 @@ def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> 
     return messages
 
 
-def messages_by_parameter(partition: Partition, params: Sequence[torch.Tensor]) -> list[Message]:
-    """One message for each trainable slice, owner by owner: what is sent where there are no buckets."""
+def messages_by_parameter(
+    partition: Partition, params: Sequence[torch.Tensor], *, frozen: bool = False
+) -> list[Message]:
+    """One message for each slice that is trained, or frozen, owner by owner: what is sent without buckets."""
     return [
         Message(owner, flat_view(params[piece.param].detach())[piece.start : piece.stop], (piece,))
         for owner, slices in enumerate(partition.slices_of_rank)
         for piece in slices
-        if piece.numel and params[piece.param].requires_grad
+        if piece.numel and params[piece.param].requires_grad != frozen
     ]
 
 

@@ -140,10 +140,9 @@ class ProcessGroupCollectives(Observable):
             )
         # A group may have a backend for each kind of device, as in "cpu:gloo,cuda:nccl".
         backends = str(dist.get_backend_config(group))
-        on_cpu = "cpu:" in backends
         self.pairwise = "cpu:gloo" in backends and self.world_size <= PAIRWISE_RANKS
-        self.wire_device = (
-            torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        self.wire_device = torch.device(
+            "cpu" if "cpu:" in backends else f"cuda:{torch.cuda.current_device()}"
         )
 
     def expect(self, tensor: torch.Tensor, src: int) -> Work | None:
@@ -191,16 +190,8 @@ class ProcessGroupCollectives(Observable):
             self.tell("recv", tensor, src)
         if self.wire_device.type == "cpu":
             # Receives first, so that Gloo can write what comes straight into its place.
-            works: list[Work] = [
-                *(
-                    self._start(f"receive from rank {peer}", _irecv, _raw(tensor), group_src=peer)
-                    for peer, tensor in recvs
-                ),
-                *(
-                    self._start(f"send to rank {peer}", _isend, _raw(tensor), group_dst=peer)
-                    for peer, tensor in sends
-                ),
-            ]
+            works = [self._start(f"receive from rank {p}", _irecv, _raw(t), group_src=p) for p, t in recvs]
+            works += [self._start(f"send to rank {p}", _isend, _raw(t), group_dst=p) for p, t in sends]
             return AllOf(works)
         peers = sorted({peer for peer, _ in (*sends, *recvs)})
         return self._start(f"exchange with ranks {peers}", _batch, sends, recvs)

@@ -10,7 +10,6 @@ their place would not be seen.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -35,9 +34,8 @@ class Run:
 
     def __init__(self, message: Message, params: Sequence[torch.Tensor]) -> None:
         self.members = [params[piece.param] for piece in message.slices]
-        self.starts = [0, *accumulate(member.numel() for member in self.members)]
         self.whole = message.tensor.detach().requires_grad_()
-        self.gradient = torch.zeros_like(message.tensor)
+        self.gradient = torch.empty_like(message.tensor)
         self.gradients = self.windows(self.gradient)
         self.state: dict[Any, Any] = {}
         self.given: list[Any] = []
@@ -45,10 +43,8 @@ class Run:
 
     def windows(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a tensor over all members, each in its member's shape and strides."""
-        return [
-            whole[start:].as_strided(member.size(), member.stride())
-            for start, member in zip(self.starts, self.members, strict=False)
-        ]
+        parts = whole.split([member.numel() for member in self.members])
+        return [part.as_strided(m.size(), m.stride()) for part, m in zip(parts, self.members)]
 
     def take_gradients(self) -> bool:
         """Copy the members' gradients; False if one is missing or sparse."""

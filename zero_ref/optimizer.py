@@ -173,11 +173,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._rebuild_if_changed()
         copy_options(self.param_groups, self.optim.param_groups)
 
-    def _make_update(
-        self,
-        closure: Callable[[], Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def _make_update(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """The update itself: each rank steps its shard, then all send what they own."""
         # What is to be rounded has another place to arrive in, and a closure runs the model as it is.
         early = closure is None and self.broadcast_dtype is None

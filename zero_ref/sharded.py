@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from zero_ref.buckets import Message, broadcast_messages, flat_view
+from zero_ref.buckets import broadcast_messages, messages_by_parameter
 from zero_ref.collectives import Collectives, agree, agreement, broadcast_json
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard_contents import Room, Saved, contents_of, facts_for_loading, slices_to_save
@@ -232,12 +232,7 @@ def load_sharded(
 def _send_parameters(optimizer: ZeroRedundancyOptimizer) -> None:
     """Bring what each rank owns to all: trained parameters as after a step, also rounded as then."""
     params = optimizer._params
-    frozen = [
-        Message(owner, flat_view(params[piece.param].detach())[piece.start : piece.stop], (piece,))
-        for owner, pieces in enumerate(optimizer.partition.slices_of_rank)
-        for piece in pieces
-        if piece.numel and not params[piece.param].requires_grad
-    ]
+    frozen = messages_by_parameter(optimizer.partition, params, frozen=True)
     broadcast_messages(optimizer.collectives, optimizer._messages, optimizer.broadcast_dtype)
     broadcast_messages(optimizer.collectives, frozen)
     torch.autograd.graph.increment_version(params)

@@ -31,13 +31,12 @@ REFERENCE = "ddp, fused"
 FSDP_LAYERS = 100
 """Of a chain of layers so many are gathered and reduced together: the tensors of a block of `gpt` are 12."""
 
-APART = {"sync": 1e-3, "iteration": 2e-2}
+APART = 1e-3
 """How far contenders may be apart, in lengths of the way that REFERENCE came.
 
 Where more than two gradients are added in another order, an average near 0 may come out with the other sign,
 and AdamW's step depends on little but the sign. That happens to some 2**-24 of the elements, and a length is
-the root of a sum of squares: 2**-12, a quarter of what "sync" allows. In an iteration the next gradients
-differ too, and so on. One update lost among 20 is 0.05.
+the root of a sum of squares: 2**-12, a quarter of what is allowed. One update lost among 20 is 0.05.
 """
 
 
@@ -215,11 +214,11 @@ def _checked(
         held = stage_3.held_bytes(model.parameters(), getattr(optimizer, "optim", optimizer))
         taken[name].figures["state_bytes"] = max(meter.gather_from_ranks(held.optimizer_state))
         taken[name].figures["apart"] = apart[name]
-    far = {name: distance for name, distance in apart.items() if not distance <= APART[suite]}
+    far = {name: distance for name, distance in apart.items() if not distance <= APART}
     if far:
         raise RuntimeError(
             f"{suite}, {set_name}: after as many iterations these are apart from {REFERENCE!r} by more than "
-            f"{APART[suite]:g} of the way that it has come: {far}. Their times mean nothing."
+            f"{APART:g} of the way that it has come: {far}. Their times mean nothing."
         )
     return result(suite, set_name, taken)
 
