@@ -91,14 +91,17 @@ class ToOwners:
         self.flat, self.params, self.runs = flat, params, runs_of_rank[comm.rank]
         flat.mul_(1 / comm.world_size)  # as DDP does, before the sum, where float16 could overflow
         peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
-        # To each rank what it owns, this one too.
-        self.sent = [_packed(flat, runs).to(comm.wire_device) for runs in runs_of_rank]
-        sends = [(peer, self.sent[peer]) for peer in peers if runs_of_rank[peer]]
-        mine = self.sent[comm.rank]
-        received = {peer: torch.empty_like(mine) for peer in peers if self.runs}
-        # In the order of ranks, so that the sum is the same whoever owns it.
-        self.shares = [received.get(rank, mine) for rank in range(comm.world_size)]
-        self.work: Work = comm.exchange(sends, list(received.items()))
+        sends = [(p, _packed(flat, runs_of_rank[p]).to(comm.wire_device)) for p in peers if runs_of_rank[p]]
+        self.sent = [tensor for _, tensor in sends]
+        self.numels = [run.stop - run.start for run in self.runs]
+        received = [
+            (p, torch.empty(sum(self.numels), dtype=flat.dtype, device=comm.wire_device))
+            for p in peers
+            if self.runs
+        ]
+        self.of_lower = [tensor for peer, tensor in received if peer < comm.rank]
+        self.of_higher = [tensor for peer, tensor in received if peer > comm.rank]
+        self.work: Work = comm.exchange(sends, received)
         on_gpu: list[int | str | torch.device] | None = [flat.device] if flat.device.type == "cuda" else None
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on_gpu)
 
@@ -106,24 +109,23 @@ class ToOwners:
         """As `ByHook`, and right in this rank's runs only."""
         if not self.future.done():
             self.work.wait()
-            total, *others = self.shares
-            for other in others:
-                total.add_(other)
-            parts = total.to(self.flat.device).split([run.stop - run.start for run in self.runs])
-            for run, values in zip(self.runs, parts, strict=True):
-                if values.data_ptr() != self.flat[run].data_ptr():
-                    self.flat[run] = values
+            # In the order of ranks, so that the sum is the same whoever owns it.
+            for other in self.of_lower[1:]:
+                self.of_lower[0].add_(other)
+            for packed in (*self.of_lower[:1], *self.of_higher):
+                for run, part in zip(self.runs, packed.to(self.flat.device).split(self.numels), strict=True):
+                    self.flat[run].add_(part)
             self._let_go()
             self.future.set_result(self.flat)
         return self.flat
 
     def _let_go(self) -> None:
-        for tensor in (*self.shares, *self.sent):
+        for tensor in (*self.sent, *self.of_lower, *self.of_higher):
             if tensor.is_cuda:
                 # Made on backward's stream and perhaps used on another, which has to be done before the
                 # memory is given away again.
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        self.shares, self.sent, self.work = [], [], AllOf([])
+        self.sent, self.of_lower, self.of_higher, self.work = [], [], [], AllOf([])
 
 
 def _packed(flat: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
