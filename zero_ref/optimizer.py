@@ -31,7 +31,7 @@ from zero_ref.buckets import (
     flatten_parameters,
     messages_by_parameter,
 )
-from zero_ref.collectives import Collectives, agree, agreement, as_collectives
+from zero_ref.collectives import Collectives, Work, agree, agreement, as_collectives
 from zero_ref.hooks import InBackward
 from zero_ref.layout import lay_out
 from zero_ref.merged import MergedSlices
@@ -66,7 +66,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         optimizer_class: the optimizer to shard: any that updates each parameter by itself.
         process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
         parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
-            message for each owner, not one for each parameter.
+            message for each owner, not one for each parameter, and steps small neighbours as one tensor.
         overlap_with_ddp: the update is made during backward, by `hook_with_zero_step` or
             `hook_with_zero_step_interleaved` on the DistributedDataParallel model; see `overlap.py`. Without
             a hook, and where backward did not reduce, `step` makes it as ever.
@@ -175,19 +175,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _make_update(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """The update itself: each rank steps its shard, then all send what they own."""
+        with self._expecting(closure) as expected:
+            loss = self._step_local(closure, **kwargs)
+        broadcast_messages(self.collectives, self._messages, self.broadcast_dtype, expected)
+        self._end_update()
+        return loss
+
+    @contextlib.contextmanager
+    def _expecting(self, closure: Callable[[], Any] | None) -> Iterator[list[Work | None]]:
+        """What others send may arrive. It does so after an error, too, or the next step would get it."""
         # What is to be rounded has another place to arrive in, and a closure runs the model as it is.
         early = closure is None and self.broadcast_dtype is None
         expected = expect_broadcasts(self.collectives, self._messages) if early else []
         try:
-            loss = self._step_local(closure, **kwargs)
+            yield expected
         except Exception:
-            if any(expected):  # what is expected must come, or the next step would take its own for it
+            if any(expected):
                 with contextlib.suppress(RuntimeError):
                     broadcast_messages(self.collectives, self._messages, expected=expected)
             raise
-        broadcast_messages(self.collectives, self._messages, self.broadcast_dtype, expected)
-        self._end_update()
-        return loss
 
     def _step_local(
         self,

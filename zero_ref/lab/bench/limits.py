@@ -8,27 +8,30 @@ import torch
 import torch.distributed as dist
 from torch.optim import AdamW
 
+from zero_ref.lab import ranks
+
 ALIGNMENT = 64
 
 
 def fused_update(numel: int) -> Callable[[], object]:
     """AdamW's fused step on one flat tensor of `numel` elements: 28 bytes of memory traffic an element."""
-    flat = torch.zeros(numel, requires_grad=True)
-    flat.grad = torch.randn(numel)
+    flat = torch.zeros(numel, requires_grad=True, device=ranks.device())
+    flat.grad = torch.randn_like(flat)
     return AdamW([flat], fused=True).step
 
 
 def copy(nbytes: int) -> Callable[[], object]:
     """Copy so many bytes from memory to memory: half of them read, half written."""
-    source, target = torch.ones(nbytes // 8), torch.empty(nbytes // 8)
+    source = torch.ones(nbytes // 8, device=ranks.device())
+    target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def exchange(numel: int) -> Callable[[], object]:
     """Every rank sends `numel` float32 elements to each other rank, all receives posted before."""
     others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-    mine = torch.ones(numel)
-    theirs = {rank: torch.empty(numel) for rank in others}
+    mine = torch.ones(numel, device=ranks.device())
+    theirs = {rank: torch.empty_like(mine) for rank in others}
 
     def run() -> None:
         works = [dist.irecv(theirs[rank], group_src=rank) for rank in others]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_ref.lab import ranks
 from zero_ref.lab.bench.results import SuiteResult, Taken
 from zero_ref.lab.bench.rounds import total_numel
 from zero_ref.lab.config import GPTConfig
@@ -43,17 +44,20 @@ def chain(widths: Sequence[int]) -> nn.Module:
 
 def _passages(rank: int, count: int) -> list[tuple[torch.Tensor, ...]]:
     text = language_reference().training
-    return [batch(text, GPT_SIZE, 1, seed=0, step=step, rank=rank) for step in range(count)]
+    return [
+        tuple(part.to(ranks.device()) for part in batch(text, GPT_SIZE, 1, seed=0, step=step, rank=rank))
+        for step in range(count)
+    ]
 
 
 def _noise(rank: int, count: int) -> list[tuple[torch.Tensor, ...]]:
     generator = torch.Generator().manual_seed(rank)
-    return [(torch.randn(16, 64, generator=generator),) for _ in range(count)]
+    return [(torch.randn(16, 64, generator=generator).to(ranks.device()),) for _ in range(count)]
 
 
 SETS: dict[str, Set] = {
-    "gpt": Set(lambda: GPT(GPT_SIZE), _passages, lambda loss: loss),
-    "tiny": Set(lambda: chain([64] * 1001), _noise, lambda out: out.square().mean()),
+    "gpt": Set(lambda: GPT(GPT_SIZE).to(ranks.device()), _passages, lambda loss: loss),
+    "tiny": Set(lambda: chain([64] * 1001).to(ranks.device()), _noise, lambda out: out.square().mean()),
 }
 """gpt: 148 tensors, 31.3 million parameters, one passage of 256 bytes a rank. tiny: 2,000 and 4.2 million."""
 
@@ -62,7 +66,7 @@ def give_gradients(params: Sequence[torch.Tensor], seed: int = 0) -> None:
     """Set `.grad` of each parameter to noise: the same on all ranks if `seed` is."""
     generator = torch.Generator().manual_seed(seed)
     for param in params:
-        param.grad = torch.randn(param.shape, generator=generator)
+        param.grad = torch.randn(param.shape, generator=generator).to(param.device)
 
 
 def result(suite: str, set_name: str, taken: dict[str, Taken]) -> SuiteResult:

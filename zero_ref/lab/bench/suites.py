@@ -11,6 +11,7 @@ from zero_ref.lab.bench import contenders, limits, state, training
 from zero_ref.lab.bench.results import SuiteResult
 from zero_ref.lab.bench.rounds import Case, take_turns, total_numel
 from zero_ref.lab.bench.sets import SETS, give_gradients, result
+from zero_ref.simulator.calibrate import ADAMW_BYTES
 
 
 def step(set_name: str, rounds: int) -> SuiteResult:
@@ -24,6 +25,7 @@ def step(set_name: str, rounds: int) -> SuiteResult:
     numel = limits.share(total_numel(params), dist.get_world_size())
     update, exchange = limits.fused_update(numel), limits.exchange(numel)
     cases["limit: fused AdamW of a share"] = Case(update)
+    cases["limit: copy of as many bytes"] = Case(limits.copy(ADAMW_BYTES * numel))
     cases["limit: exchange of shares"] = Case(exchange)
     cases["limit: both, one after the other"] = Case(lambda: (update(), exchange()))
     return result("step", set_name, take_turns(cases, rounds))
