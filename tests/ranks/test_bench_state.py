@@ -167,5 +167,5 @@ def parameters_constructed_on() -> tuple[int, int, int]:
 
 
 def test_each_construction_gets_new_parameters_and_none_is_left() -> None:
-    made = rounds.WARM_UP + 2 + 1  # and one whose bytes are counted
+    made = rounds.WARM_UP + 2 + rounds.COUNTS  # whose bytes are counted
     assert ranks.run(parameters_constructed_on, 2) == [(made, made, 0)] * 2

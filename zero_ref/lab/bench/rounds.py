@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from zero_ref.lab.bench import machine
 from zero_ref.lab.bench.results import Taken
 
 WARM_UP = 2
+COUNTS = 3
+"""Acknowledgements, which a loopback counts too, are not as many each time."""
 TOUCHED_NBYTES = 2 * 2**30
 
 
@@ -80,9 +83,14 @@ def _timed(run: Callable[[], object]) -> tuple[float, float]:
 
 
 def _counted(case: Case) -> int | None:
-    """Bytes that all ranks sent in one run, less those of the barriers around it."""
-    with_case, without = (_sent_around(run, case) for run in (case.run, lambda: None))
-    return None if with_case is None or without is None else with_case - without
+    """Bytes that all ranks sent in one run, less those of the barriers around it; a median."""
+    counts = []
+    for _ in range(COUNTS):
+        with_case, without = (_sent_around(run, case) for run in (case.run, lambda: None))
+        if with_case is None or without is None:
+            return None
+        counts.append(with_case - without)
+    return statistics.median_low(counts)
 
 
 def _sent_around(run: Callable[[], object], case: Case) -> int | None:
