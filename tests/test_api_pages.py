@@ -21,7 +21,9 @@ BOOK = Path(__file__).parents[1] / "book"
 NOTEBOOKS = BOOK.parent / "notebooks"
 
 NOT_FOR_READERS = {
-    "zero_ref.collectives": {"Observable", "AllOf", "Work", "agree", "as_collectives", "broadcast_json"},
+    "zero_ref.collectives": {
+        *("Observable", "AllOf", "Work", "agree", "agreement", "as_collectives", "broadcast_json"),
+    },
     "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
     "zero_ref.simulator.memory": {"StateBytes", "costs", "whole_bytes"},
     "zero_ref.simulator.models": {"Named"},
