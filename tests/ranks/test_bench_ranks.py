@@ -17,7 +17,7 @@ from zero_ref import cli
 from zero_ref.lab import ranks
 from zero_ref.lab.bench.contenders import OURS, TORCH
 from zero_ref.lab.bench.results import Report, SuiteResult, Taken
-from zero_ref.lab.bench.rounds import WARM_UP, Case, take_turns
+from zero_ref.lab.bench.rounds import COUNTS, WARM_UP, Case, take_turns
 from zero_ref.lab.bench.suites import SUITES
 from zero_ref.lab.bench.targets import judge
 
@@ -61,7 +61,7 @@ def test_ranks_take_the_same_turns_and_bring_home_the_same() -> None:
     (ran, taken), (ran_there, taken_there) = ranks.run(turns_of_three, 2)
     assert ran == ran_there
     assert taken == taken_there
-    assert all(ran.count(name) == WARM_UP + 3 + 1 for name in taken), "each round once, and once to count"
+    assert all(ran.count(name) == WARM_UP + 3 + COUNTS for name in taken), "each round once, and to count"
     assert all(len(one.wall_ms) == 3 for one in taken.values())
     if taken["send"].wire_bytes is not None:
         # Gloo's header and, on a private loopback, those of a few packets.
