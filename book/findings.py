@@ -109,7 +109,7 @@ def _tables(suite: str) -> list[str]:
 
 
 def targets(folder: Path) -> Iterator[str]:
-    """What was wanted and not reached, with the numbers; all that was wanted, folded."""
+    """What was wanted and not reached, with the numbers; then all that was wanted."""
     all_of_it = report("benchmarks")
     judged = judge(all_of_it.results, all_of_it.figures, report("growth").growth)
     missed = [row for row in judged if row.reached is False]
@@ -117,7 +117,8 @@ def targets(folder: Path) -> Iterator[str]:
     yield f"{reached} reached, {len(missed)} missed, {len(judged) - reached - len(missed)} not measured here."
     if missed:
         yield targets_table(missed)
-    yield from folded("All that was wanted", [targets_table(judged)])
+    # Not folded: the theme lets a keyboard reach only the wide tables that it sees when a page opens.
+    yield f"All that was wanted:\n\n{targets_table(judged)}"
 
 
 def tally(folder: Path) -> Iterator[str]:
