@@ -22,7 +22,8 @@ NOTEBOOKS = BOOK.parent / "notebooks"
 
 NOT_FOR_READERS = {
     "zero_ref.collectives": {
-        *("Observable", "AllOf", "Work", "agree", "agreement", "as_collectives", "broadcast_json"),
+        *("Observable", "AllOf", "Work", "agree", "agreement", "as_collectives"),
+        *("broadcast_json", "exchange_json"),
     },
     "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
     "zero_ref.simulator.memory": {"StateBytes", "costs", "whole_bytes"},

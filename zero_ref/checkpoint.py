@@ -10,19 +10,22 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
 
 from zero_ref.buckets import flat_like, flat_view
-from zero_ref.collectives import Collectives, Work, broadcast_json
-from zero_ref.shards import OwnedSlice, describe_options, params_of, specs_of
+from zero_ref.collectives import Collectives, Work, broadcast_json, exchange_json
+from zero_ref.shards import OwnedSlice, describe_options, dtype_name, params_of, specs_of
 
 State = dict[int, dict[str, Any]]
 Line = tuple[dict[str, Any], torch.Tensor | None]
 """A line of a table of contents, and its tensor, 1-D, if it travels as one."""
+
+PARCEL_NBYTES = 2**18
+"""Up to here tensors are joined into one message: copying them takes less time than messages of their own."""
 
 
 # ------------------------------------------------------------------------------------------- shards to whole
@@ -38,7 +41,8 @@ def consolidate(
     """Gather the state of all slices on rank `to`, or on all ranks.
 
     Each owner sends a table of contents (JSON, no pickle), then its tensors as they are; each is received
-    straight into its place in the final tensor. Numbers and zero-dimensional tensors ride in the table.
+    straight into its place in the final tensor. Numbers and zero-dimensional tensors ride in the table, small
+    tensors together.
 
     Args:
         to: a rank, or "all".
@@ -56,26 +60,53 @@ def consolidate(
     for owner in route.owners:
         mine = packed if owner == comm.rank else []
         contents = route.contents([entry for entry, _ in mine], owner)
-        for entry, tensor in zip_longest(contents, [tensor for _, tensor in mine]):
-            number = entry["param"]
-            place = make_room(whole.setdefault(number, {}), entry, params[number]) if receiving else None
-            if tensor is not None:
-                if place is not None:
-                    place.copy_(tensor)
-                if owner != to:
-                    works.append(route.start(tensor.to(comm.wire_device), owner))
-            elif place is not None:
-                landing = landing_for(place, comm)
-                work = route.start(landing, owner)
-                if landing is place:
-                    works.append(work)
-                else:
-                    # One at a time: the wire's device need not have room for the state of all.
-                    work.wait()
-                    place.copy_(landing)
+        tensors = [tensor for _, tensor in mine if tensor is not None]
+        rooms = [
+            make_room(whole.setdefault(entry["param"], {}), entry, params[entry["param"]])
+            for entry in (contents if receiving else [])
+        ]
+        places = [place for place in rooms if place is not None]
+        if tensors and places:
+            torch._foreach_copy_(places, tensors)
+        for parcel in _parcels(contents) if owner != to else []:
+            ends = tensors[parcel] or places[parcel]  # where it starts from, or arrives
+            travelling = (_joined if tensors else landing_for)(ends, comm)
+            work = route.start(travelling, owner)
+            if travelling is ends[0]:
+                works.append(work)
+                continue
+            # One at a time: neither the wire's device nor a sender need have room for the state of all.
+            work.wait()
+            if not tensors:
+                torch._foreach_copy_(ends, travelling.split([place.numel() for place in ends]))
     for work in works:
         work.wait()
     return {param: whole[param] for param in sorted(whole)} if receiving else None
+
+
+def _parcels(contents: Iterable[Mapping[str, Any]]) -> Iterator[slice]:
+    """Which of the tensors in a table of contents travel as one: small neighbours of one dtype.
+
+    >>> lines = [{"dtype": "float32", "numel": numel} for numel in (10, 20, 10**6, 5)]
+    >>> [(parcel.start, parcel.stop) for parcel in _parcels(lines)]
+    [(0, 2), (2, 3), (3, 4)]
+    """
+    start = stop = nbytes = 0
+    before = None
+    for entry in contents:
+        if "numel" in entry:
+            more = entry["numel"] * dtype_of(entry["dtype"]).itemsize
+            if start < stop and (entry["dtype"] != before or nbytes + more > PARCEL_NBYTES):
+                yield slice(start, stop)
+                start, nbytes = stop, 0
+            stop, nbytes, before = stop + 1, nbytes + more, entry["dtype"]
+    if start < stop:
+        yield slice(start, stop)
+
+
+def _joined(tensors: list[torch.Tensor], comm: Collectives) -> torch.Tensor:
+    """The tensors end to end on the wire's device: the tensor itself, if it is one and lies there."""
+    return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).to(comm.wire_device)
 
 
 def pack(owned: Sequence[OwnedSlice], state: Mapping[Any, Mapping[Any, Any]]) -> list[Line]:
@@ -153,7 +184,9 @@ def make_room(
         return flat_view(of_param[key])
     if key not in of_param:
         of_param[key] = torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
-    return flat_view(of_param[key])[entry["start"] - first : entry["stop"] - first]
+    room = flat_view(of_param[key])
+    # Most have it all, and a slice takes as long as the rest.
+    return room if room.numel() == entry["numel"] else room[entry["start"] - first : entry["stop"] - first]
 
 
 class _ToOne:
@@ -190,36 +223,19 @@ class _ToAll:
         return self.comm.broadcast(tensor, owner)
 
 
-def exchange_json(comm: Collectives, values: Mapping[int, Any], sources: Iterable[int]) -> list[Any]:
-    """Hand a value, which JSON can express, to each of some ranks, and give what comes from each source.
+def landing_for(places: Sequence[torch.Tensor], comm: Collectives) -> torch.Tensor:
+    """Room on the wire's device for what is to go to `places`: the place itself, if it is one and lies there.
 
-    Collective: this rank is among the sources of the ranks that it hands something, and the other way round.
-    Cost: between two ranks two messages, of 8 bytes and of the text.
+    Args:
+        places: one or more, of one dtype.
     """
-    device = comm.wire_device
-    texts = [
-        (peer, torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device))
-        for peer, value in values.items()
-    ]
-    lengths = [(peer, torch.tensor([text.numel()], device=device)) for peer, text in texts]
-    coming = [(peer, torch.empty(1, dtype=torch.int64, device=device)) for peer in sources]
-    comm.exchange(lengths, coming).wait()
-    room = [(peer, torch.empty(int(n.item()), dtype=torch.uint8, device=device)) for peer, n in coming]
-    comm.exchange(texts, room).wait()
-    return [json.loads(bytes(text.tolist())) for _, text in room]
+    if len(places) == 1 and places[0].device == comm.wire_device:
+        return places[0]
+    numel = sum(place.numel() for place in places)
+    return torch.empty(numel, dtype=places[0].dtype, device=comm.wire_device)
 
 
-def landing_for(place: torch.Tensor, comm: Collectives) -> torch.Tensor:
-    """Room on the wire's device for what is to go to `place`: that itself, if it lies there."""
-    lies_there = place.device == comm.wire_device
-    return place if lies_there else torch.empty_like(place, device=comm.wire_device)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As torch prints it, without the `torch.`."""
-    return str(dtype).removeprefix("torch.")
-
-
+@cache
 def dtype_of(name: str) -> torch.dtype:
     """The dtype of that name; ValueError if there is none."""
     dtype = getattr(torch, name, None)

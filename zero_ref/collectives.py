@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -249,7 +249,7 @@ def agree(comm: Collectives, action: str, facts: Sequence[str] | Exception) -> N
     text = json.dumps([action, failed, lines]).encode()
     digest = hashlib.sha256(text).digest()[:24] + len(text).to_bytes(8, "big")
     try:
-        digests = [bytes(other.tolist()) for other in comm.all_gather(_as_bytes(digest, comm))]
+        digests = [_text(other) for other in comm.all_gather(_as_bytes(digest, comm))]
     except RuntimeError as error:
         raise RuntimeError(f"rank {comm.rank} was to {action} with all others: {error}") from error
     if all(other == digest for other in digests) and not failed:
@@ -259,7 +259,7 @@ def agree(comm: Collectives, action: str, facts: Sequence[str] | Exception) -> N
     texts = comm.all_gather(_as_bytes(text.ljust(longest), comm))
     if isinstance(facts, Exception):
         raise facts
-    said = [json.loads(bytes(other.tolist())) for other in texts]
+    said = [json.loads(_text(other)) for other in texts]
     for rank, (their_action, their_failure, their_lines) in enumerate(said):
         if their_failure:
             raise RuntimeError(f"rank {comm.rank}: rank {rank} could not {their_action}: {their_lines[0]}")
@@ -304,9 +304,24 @@ def broadcast_json(comm: Collectives, value: Any, src: int) -> Any:
     length = torch.tensor([text.numel()], device=comm.wire_device)
     comm.broadcast(length, src).wait()
     if comm.rank != src:
-        text = torch.empty(int(length.item()), dtype=torch.uint8, device=comm.wire_device)
+        text = _room(length)
     comm.broadcast(text, src).wait()
-    return json.loads(bytes(text.tolist()))
+    return json.loads(_text(text))
+
+
+def exchange_json(comm: Collectives, values: Mapping[int, Any], sources: Iterable[int]) -> list[Any]:
+    """Hand a value, which JSON can express, to each of some ranks, and give what comes from each source.
+
+    Collective: this rank is among the sources of the ranks that it hands something, and the other way round.
+    Cost: between two ranks two messages, of 8 bytes and of the text.
+    """
+    texts = [(peer, _as_bytes(json.dumps(value).encode(), comm)) for peer, value in values.items()]
+    lengths = [(peer, torch.tensor([text.numel()], device=comm.wire_device)) for peer, text in texts]
+    coming = [(peer, torch.empty(1, dtype=torch.int64, device=comm.wire_device)) for peer in sources]
+    comm.exchange(lengths, coming).wait()
+    room = [(peer, _room(length)) for peer, length in coming]
+    comm.exchange(texts, room).wait()
+    return [json.loads(_text(text)) for _, text in room]
 
 
 def _disagreement(action: str, lines_of_rank: list[list[str]]) -> str:
@@ -328,6 +343,16 @@ def _disagreement(action: str, lines_of_rank: list[list[str]]) -> str:
 
 def _as_bytes(text: bytes, comm: Collectives) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(comm.wire_device)
+
+
+def _room(length: torch.Tensor) -> torch.Tensor:
+    return torch.empty(int(length.item()), dtype=torch.uint8, device=length.device)
+
+
+def _text(received: torch.Tensor) -> bytearray:
+    text = bytearray(received.numel())
+    torch.frombuffer(text, dtype=torch.uint8).copy_(received)
+    return text
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

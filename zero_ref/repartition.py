@@ -16,7 +16,7 @@ import torch
 from zero_ref import checkpoint
 from zero_ref.buckets import flat_view
 from zero_ref.checkpoint import Line
-from zero_ref.collectives import Collectives, ToPeer, agreement
+from zero_ref.collectives import Collectives, ToPeer, agreement, exchange_json
 from zero_ref.moves import Move, moves
 from zero_ref.partition import Partition
 from zero_ref.shards import OwnedSlice, own_slices
@@ -177,7 +177,7 @@ def _exchange_contents(
             coming.setdefault(move.src, []).append(move)
         elif move.dst != comm.rank:
             tables.setdefault(move.dst, []).append(contents[move])
-    for of_peer, table in zip(coming.values(), checkpoint.exchange_json(comm, tables, coming), strict=True):
+    for of_peer, table in zip(coming.values(), exchange_json(comm, tables, coming), strict=True):
         contents |= zip(of_peer, table, strict=True)
     return contents
 
@@ -230,7 +230,7 @@ def _exchange_tensors(comm: Collectives, planned: Sequence[Move], leaving: Tenso
         elif move.src == comm.rank:
             arriving += zip(places[move], leaving[move], strict=True)
         else:
-            landings = [checkpoint.landing_for(place, comm) for place in places[move]]
+            landings = [checkpoint.landing_for([place], comm) for place in places[move]]
             recvs += [(move.src, landing) for landing in landings]
             arriving += zip(places[move], landings, strict=True)
     comm.exchange(sends, recvs).wait()

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from zero_ref import checkpoint
 from zero_ref.buckets import flat_like, flat_view
-from zero_ref.checkpoint import dtype_name, dtype_of
+from zero_ref.checkpoint import dtype_of
 from zero_ref.shard_files import FlatSlices, ShardReader, damage_in
-from zero_ref.shards import OwnedSlice, is_elementwise, options_of
+from zero_ref.shards import OwnedSlice, dtype_name, is_elementwise, options_of
 
 if TYPE_CHECKING:
     from zero_ref.optimizer import ZeroRedundancyOptimizer

@@ -50,7 +50,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from zero_ref.checkpoint import dtype_name, dtype_of
+from zero_ref.checkpoint import dtype_of
+from zero_ref.shards import dtype_name
 
 FORMAT = "zero_ref sharded checkpoint 1"
 SAVE = re.compile(r"save-\d{8}")

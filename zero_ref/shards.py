@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ def specs_of(param_groups: Sequence[ParamGroup]) -> list[ParamSpec]:
     return [
         ParamSpec(
             numel=param.numel(),
-            dtype=str(param.dtype).removeprefix("torch."),
+            dtype=dtype_name(param.dtype),
             device=str(param.device),
             group=index,
             trainable=param.requires_grad,
@@ -71,6 +72,12 @@ def specs_of(param_groups: Sequence[ParamGroup]) -> list[ParamSpec]:
             group["params"], group.get("param_names") or [""] * len(group["params"]), strict=True
         )
     ]
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """As torch prints it, without the `torch.`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def params_of(param_groups: Sequence[ParamGroup]) -> list[torch.Tensor]:

@@ -10,11 +10,7 @@ from zero_ref.lab.bench.contenders import OURS, TORCH_BEST
 from zero_ref.lab.bench.growth import Size, sizes
 from zero_ref.lab.bench.growth_point import TIMED, GrowthPoint
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch.distributed.optim, of torch.jit
-]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
 
 
 def measured(size: Size) -> list[GrowthPoint]:

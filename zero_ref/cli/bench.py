@@ -36,7 +36,7 @@ def register_bench(subparsers: Subparsers) -> None:
         nargs="*",
         metavar="SUITE",
         help=f"in turns: {', '.join(IN_TURNS)}; single figures: {', '.join(SINGLE)}; how times grow with "
-        f"sizes, for hours: {GROWTH} (default: all but that)",
+        f"sizes: {GROWTH} (default: all but that)",
     )
     parser.add_argument(
         "--ranks",

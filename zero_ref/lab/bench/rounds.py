@@ -147,14 +147,14 @@ def peak_growth(run: Callable[[], object]) -> int | None:
         None where the kernel does not tell: other systems than Linux with glibc.
     Collective: all ranks of the default group.
     """
+    before = None
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")
         before = machine.process_memory("VmRSS")
-        run()
-        return machine.process_memory("VmHWM") - before
-    return None
+    dist.barrier()
+    run()
+    return None if before is None else machine.process_memory("VmHWM") - before
 
 
 def total_numel(tensors: Iterable[torch.Tensor]) -> int:

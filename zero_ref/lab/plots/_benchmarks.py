@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from zero_ref.lab.bench.results import EVEN, LOST, WON, Spread, outcome
 from zero_ref.lab.plots._growth import is_limit
-from zero_ref.lab.plots._judged import _ratio_ticks
-from zero_ref.lab.plots._style import SMALL_PT, bare, in_style
+from zero_ref.lab.plots._judged import beside_one
+from zero_ref.lab.plots._style import SMALL_PT, in_style
 from zero_ref.live.numbers import short
 from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER, SERIES_COLOURS
 
@@ -48,7 +47,6 @@ def benchmarks(ratios: Mapping[str, Spread], ax: Axes, *, ours: str, title: str 
         raise ValueError(f"ratios {dict(ratios)}: give one or more, all above 0.")
     peers = [name for name in ratios if not is_limit(name)]
     rows = [*peers, *(name for name in ratios if is_limit(name))]
-    ax.set_xscale("log")
     found = {name: "limit" if is_limit(name) else outcome(ratios[name]) for name in rows}
     for place, name in enumerate(rows):
         mark, ratio = _MARKS[found[name]], ratios[name]
@@ -70,21 +68,12 @@ def benchmarks(ratios: Mapping[str, Spread], ax: Axes, *, ours: str, title: str 
             color={LOST: ALARM, "limit": MUTED}.get(found[name], INK),
             annotation_clip=False,
         )
-    ax.axvline(1, color=INK, linewidth=1.1, zorder=0.9, label="equal")
     if peers and len(rows) > len(peers):
         ax.axhline(len(peers) - 0.5, color=FAINT, linewidth=0.8, label="limits below")
     low = min(0.9, *(ratio.low for ratio in ratios.values()))
     high = max(1.1, *(ratio.high for ratio in ratios.values()))
     room = max(high / low, 1.2) ** 0.06
-    low, high = low / room, high * room
-    ax.set_xlim(low, high)
-    ax.set_ylim(len(rows) - 0.4, -0.6)
-    bare(ax, keep=())
-    ax.xaxis.set_major_locator(FixedLocator(_ratio_ticks(low, high)))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} ×"))
-    ax.grid(axis="x", color=FAINT, linewidth=0.6)
-    ax.set_yticks(range(len(rows)), [name.removeprefix("limit: ") for name in rows])
+    beside_one(ax, low / room, high * room, [name.removeprefix("limit: ") for name in rows])
     for label, name in zip(ax.get_yticklabels(), rows, strict=True):
         label.set_color({LOST: ALARM, "limit": MUTED}.get(found[name], INK))
     ax.set_xlabel(f"time / time of {ours}\n← faster than {ours}    slower →")

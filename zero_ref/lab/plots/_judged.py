@@ -180,21 +180,11 @@ def sensitivity(
     for one in variations:
         of_factor.setdefault(one.factor, []).append(one)
     rows = sorted(of_factor, key=lambda factor: -_spread(of_factor[factor]))
-    ax.set_xscale("log")
     for place, factor in enumerate(rows):
         _row_of_factor(ax, place, sorted(of_factor[factor], key=lambda one: one.scale))
-    ax.axvline(1, color=INK, linewidth=1.1, zorder=0.9, label="equal")
     low, high = min(1.0, *(one.ratio for one in variations)), max(1.0, *(one.ratio for one in variations))
     room = max(high / low, 1.05) ** 0.25  # for the scales beside the ends
-    low, high = low / room, high * room
-    ax.set_xlim(low, high)
-    ax.set_ylim(len(rows) - 0.4, -0.6)
-    bare(ax, keep=())
-    ax.xaxis.set_major_locator(FixedLocator(_ratio_ticks(low, high)))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} ×"))
-    ax.grid(axis="x", color=FAINT, linewidth=0.6)
-    ax.set_yticks(range(len(rows)), [textwrap.fill(factor, 17) for factor in rows])
+    beside_one(ax, low / room, high * room, [textwrap.fill(factor, 17) for factor in rows])
     first, second = strategies
     ax.set_xlabel(f"time of {second} / time of {first}\n← {second} is faster    {first} is faster →")
     decisive = [factor for factor in rows if any(one.changes_winner for one in of_factor[factor])]
@@ -208,6 +198,20 @@ def sensitivity(
         title = "None would change that " + (f"{winner} is faster" if winner else "both are equally fast")
     ax.set_title(title, color=ALARM if decisive else INK)
     return ax
+
+
+def beside_one(ax: Axes, low: float, high: float, rows: Sequence[str]) -> None:
+    """Axes for ratios from `low` to `high`, with a line at 1 and a row for each name."""
+    ax.axvline(1, color=INK, linewidth=1.1, zorder=0.9, label="equal")
+    ax.set_xscale("log")
+    ax.set_xlim(low, high)
+    ax.set_ylim(len(rows) - 0.4, -0.6)
+    bare(ax, keep=())
+    ax.xaxis.set_major_locator(FixedLocator(_ratio_ticks(low, high)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} ×"))
+    ax.grid(axis="x", color=FAINT, linewidth=0.6)
+    ax.set_yticks(range(len(rows)), rows)
 
 
 def _ratio_ticks(low: float, high: float) -> list[float]:
