@@ -148,40 +148,39 @@ class ProcessGroupCollectives(Observable):
     def expect(self, tensor: torch.Tensor, src: int) -> Work | None:
         if src == self.rank or not self._goes_pairwise(tensor):
             return None
-        return self._start(f"broadcast from rank {src}", _irecv, _raw(tensor), group_src=src)
+        return self._from(src, tensor, "broadcast")
 
     def broadcast(self, tensor: torch.Tensor, src: int, expected: Work | None = None) -> Work:
         self.tell("broadcast", tensor, src)
         if not self._goes_pairwise(tensor):
-            return self._start(f"broadcast from rank {src}", dist.broadcast, _raw(tensor), group_src=src)
+            what = f"broadcast from rank {src}"
+            return self._start(what, dist.broadcast, _raw(tensor), group_src=src, async_op=True)
         if src != self.rank:
-            return expected or self._start(f"broadcast from rank {src}", _irecv, _raw(tensor), group_src=src)
+            return expected or self._from(src, tensor, "broadcast")
         # Each begins with another, so that not all send to the same rank at once.
-        peers = [(src + distance) % self.world_size for distance in range(1, self.world_size)]
-        return AllOf(
-            self._start(f"broadcast to rank {peer}", _isend, _raw(tensor), group_dst=peer) for peer in peers
-        )
+        peers = ((src + distance) % self.world_size for distance in range(1, self.world_size))
+        return AllOf(self._to(peer, tensor, "broadcast") for peer in peers)
 
     def _goes_pairwise(self, tensor: torch.Tensor) -> bool:
         return self.pairwise and tensor.device.type == "cpu" and tensor.is_contiguous()
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         self.tell("all_reduce", tensor)
-        return self._start("all_reduce", dist.all_reduce, tensor)
+        return self._start("all_reduce", dist.all_reduce, tensor, async_op=True)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.tell("all_gather", tensor)
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self._start("all_gather", dist.all_gather, gathered, tensor).wait()
+        self._start("all_gather", dist.all_gather, gathered, tensor, async_op=True).wait()
         return gathered
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         self.tell("send", tensor, dst)
-        return self._start(f"send to rank {dst}", _isend, _raw(tensor), group_dst=dst)
+        return self._to(dst, tensor)
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         self.tell("recv", tensor, src)
-        return self._start(f"receive from rank {src}", _irecv, _raw(tensor), group_src=src)
+        return self._from(src, tensor)
 
     def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> Work:
         for dst, tensor in sends:
@@ -190,16 +189,20 @@ class ProcessGroupCollectives(Observable):
             self.tell("recv", tensor, src)
         if self.wire_device.type == "cpu":
             # Receives first, so that Gloo can write what comes straight into its place.
-            works = [self._start(f"receive from rank {p}", _irecv, _raw(t), group_src=p) for p, t in recvs]
-            works += [self._start(f"send to rank {p}", _isend, _raw(t), group_dst=p) for p, t in sends]
-            return AllOf(works)
+            return AllOf([*(self._from(*recv) for recv in recvs), *(self._to(*send) for send in sends)])
         peers = sorted({peer for peer, _ in (*sends, *recvs)})
         return self._start(f"exchange with ranks {peers}", _batch, sends, recvs)
+
+    def _to(self, dst: int, tensor: torch.Tensor, what: str = "send") -> Work:
+        return self._start(f"{what} to rank {dst}", dist.isend, _raw(tensor), group_dst=dst, tag=TAG)
+
+    def _from(self, src: int, tensor: torch.Tensor, what: str = "receive") -> Work:
+        return self._start(f"{what} from rank {src}", dist.irecv, _raw(tensor), group_src=src, tag=TAG)
 
     def _start(self, what: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
         work = _GroupWork(f"rank {self.rank} of {self.world_size}: {what}")
         with work:
-            work.work = operation(*args, group=self.group, async_op=True, **kwargs)
+            work.work = operation(*args, group=self.group, **kwargs)
         return work
 
 
@@ -360,15 +363,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
 
 
-def _isend(tensor: torch.Tensor, *, group: Any, async_op: bool, group_dst: int) -> Any:
-    return dist.isend(tensor, group=group, group_dst=group_dst, tag=TAG)
-
-
-def _irecv(tensor: torch.Tensor, *, group: Any, async_op: bool, group_src: int) -> Any:
-    return dist.irecv(tensor, group=group, group_src=group_src, tag=TAG)
-
-
-def _batch(sends: Sequence[ToPeer], recvs: Sequence[ToPeer], *, group: Any, async_op: bool) -> Work:
+def _batch(sends: Sequence[ToPeer], recvs: Sequence[ToPeer], *, group: Any) -> Work:
     # One launch for all: NCCL would finish a send that stands before a receive only when that peer receives.
     ops = [
         *(dist.P2POp(dist.isend, _raw(tensor), group=group, group_peer=dst) for dst, tensor in sends),

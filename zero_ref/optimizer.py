@@ -134,7 +134,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.defaults = self.optim.defaults
             copy_options(self.optim.param_groups, self.param_groups)
             facts += self._facts(specs, self.partition)
-        self._build()
+        self._build(specs)
 
     # ------------------------------------------------------------------------------------------- the step
 
@@ -231,9 +231,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # --------------------------------------------------------------------------- building what step uses
 
     @torch.no_grad()
-    def _build(self) -> None:
+    def _build(self, specs: Sequence[ParamSpec]) -> None:
         """Lay out the messages and the local tensors for the parameters as they are now."""
-        params, specs = self._params, self._specs()
+        params = self._params
         if self.parameters_as_bucket_view:
             self._free_frozen_windows()
             self._messages = flatten_parameters(lay_out(self.partition, specs), params)
@@ -282,7 +282,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     "belong to other elements. Change the memory format before constructing the optimizer, "
                     'or use a partition of whole parameters, such as "sorted_greedy".'
                 )
-        self._build()
+        self._build(self._specs())
 
     def _fingerprint(self) -> list[tuple[int, bool]]:
         """What `_build` depends on and a user may change: where the parameters lie, and which are trained."""
@@ -345,7 +345,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.partition = partition
         self._owned = [*self._owned, *owned]
         self._consolidated = None
-        self._build()
+        self._build(specs)
 
     @property
     def _strategy_for_later(self) -> Strategy:
@@ -406,7 +406,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.optim.state.clear()
         self.optim.state.update(state)
         self.partition, self._strategy, self._owned = new, partition, handover.owned
-        self._build()
+        self._build(specs)
 
     def consolidate_state_dict(self, to: int | Literal["all"] = 0) -> None:
         """Gather the optimizer state onto one rank, or onto all; then `state_dict()` returns it there.

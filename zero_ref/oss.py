@@ -20,7 +20,7 @@ from torch.optim import SGD, Optimizer
 from zero_ref.clip import clip_grad_norm_, get_total_norm
 from zero_ref.collectives import Collectives
 from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.partition import Strategy, registration_greedy
+from zero_ref.partition import ParamSpec, Strategy, registration_greedy
 from zero_ref.shards import options_of
 
 
@@ -194,8 +194,8 @@ class OSS(ZeroRedundancyOptimizer):
         added = trainable[len(self.partition.numels) :]
         return partial(registration_greedy, trainable=added, loads=loads)
 
-    def _build(self) -> None:
-        super()._build()
+    def _build(self, specs: Sequence[ParamSpec]) -> None:
+        super()._build(specs)
         devices = [param.device for param in self._params]
         if self._devices and devices[: len(self._devices)] != self._devices:
             # Loading brings each value to where its optimizer wants it; step counters may belong on the CPU.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from training import Run, Snapshot, Tangle, assert_same, assert_state_dicts_equal, dealt, snapshot, train
 
-from zero_ref import collectives
+from zero_ref.collectives import ProcessGroupCollectives
 from zero_ref.lab.ranks import RankError, run, shutdown
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 
@@ -141,7 +141,7 @@ def hand_out(happening: Callable[[], None], at_send: int, seconds: float) -> str
     for _ in train(model, optimizer, range(1)):
         pass
     sent = itertools.count()
-    send = collectives._isend
+    send = ProcessGroupCollectives._to
 
     def send_or_stop(*args: Any, **kwargs: Any) -> Any:
         if next(sent) == at_send:
@@ -149,7 +149,7 @@ def hand_out(happening: Callable[[], None], at_send: int, seconds: float) -> str
         return send(*args, **kwargs)
 
     before, start = optimizer.partition, time.monotonic()
-    with mock.patch.object(collectives, "_isend", send_or_stop):
+    with mock.patch.object(ProcessGroupCollectives, "_to", send_or_stop):
         message = caught(lambda: optimizer.repartition("even"))
     assert time.monotonic() - start < seconds + 4
     if optimizer.rank != 1:
