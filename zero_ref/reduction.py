@@ -18,6 +18,7 @@ import torch
 from zero_ref.buckets import flat_view
 from zero_ref.collectives import AllOf, Collectives, Work
 from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.partition import Partition
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """A DDP communication hook: its state and a `dist.GradBucket` in, the reduced bucket to come out."""
@@ -112,9 +113,9 @@ class ToOwners:
             # In the order of ranks, so that the sum is the same whoever owns it.
             for other in self.of_lower[1:]:
                 self.of_lower[0].add_(other)
+            own = [self.flat[run] for run in self.runs]
             for packed in (*self.of_lower[:1], *self.of_higher):
-                for run, part in zip(self.runs, packed.to(self.flat.device).split(self.numels), strict=True):
-                    self.flat[run].add_(part)
+                torch._foreach_add_(own, packed.to(self.flat.device).split(self.numels))
             self._let_go()
             self.future.set_result(self.flat)
         return self.flat
@@ -168,6 +169,8 @@ class OwnerReduction:
     def __init__(self, zero: ZeroRedundancyOptimizer, scaled: bool) -> None:
         self.zero = zero
         self.scaled = scaled
+        self._planned_for: Partition | None = None
+        self._plans: dict[tuple[int, ...], tuple[list[torch.Tensor], list[list[slice]]]] = {}
 
     # DDP refuses annotations other than its own classes, and typing knows no name for those.
     def on_bucket(self, _, bucket):  # type: ignore[no-untyped-def]
@@ -196,6 +199,19 @@ class OwnerReduction:
                 zero._backward.check_zeroed(params, are_views)
             zero._backward.begin()
             zero._rebuild_if_changed()
+        # The same buckets come in every backward. A plan keeps its parameters, so an id stays theirs.
+        if self._planned_for is not zero.partition:
+            self._planned_for, self._plans = zero.partition, {}
+        key = tuple(map(id, params))
+        if key not in self._plans:
+            self._plans[key] = params, self._runs_of_rank(params)
+        reduction = ToOwners(zero.collectives, flat, params, self._plans[key][1])
+        zero._backward.under_way.append(reduction)
+        return reduction
+
+    def _runs_of_rank(self, params: Sequence[torch.Tensor]) -> list[list[slice]]:
+        """The runs of a bucket that each rank owns."""
+        zero = self.zero
         number_of_param = {param: number for number, param in enumerate(zero._params)}
         owned: list[tuple[int, int]] = []  # owner and elements, end to end in the bucket
         for param in params:
@@ -212,9 +228,7 @@ class OwnerReduction:
             stop = start + sum(numel for _, numel in run)
             runs_of_rank[owner].append(slice(start, stop))
             start = stop
-        reduction = ToOwners(zero.collectives, flat, params, runs_of_rank)
-        zero._backward.under_way.append(reduction)
-        return reduction
+        return runs_of_rank
 
     def keep_own_gradients(self) -> None:
         """Put the gradients in their places, where DDP does not: this rank only shadows a backward."""
