@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -68,39 +68,50 @@ def consolidate(
         if tensors and places:
             torch._foreach_copy_(places, tensors)
         for parcel in _parcels(contents) if owner != to else []:
-            ends = tensors[parcel] or places[parcel]  # where it starts from, or arrives
-            travelling = (_joined if tensors else landing_for)(ends, comm)
-            work = route.start(travelling, owner)
-            if travelling is ends[0]:
-                works.append(work)
-                continue
-            # One at a time: neither the wire's device nor a sender need have room for the state of all.
-            work.wait()
-            if not tensors:
-                torch._foreach_copy_(ends, travelling.split([place.numel() for place in ends]))
+            ends = [(tensors or places)[number] for number in parcel]  # where it starts from, or arrives
+            works += _travel(route, ends, owner, comm)
     for work in works:
         work.wait()
     return {param: whole[param] for param in sorted(whole)} if receiving else None
 
 
-def _parcels(contents: Iterable[Mapping[str, Any]]) -> Iterator[slice]:
-    """Which of the tensors in a table of contents travel as one: small neighbours of one dtype.
+def _travel(route: _ToOne | _ToAll, ends: list[torch.Tensor], owner: int, comm: Collectives) -> list[Work]:
+    """Send these tensors as one, or receive them, and give what is still under way."""
+    sending = owner == comm.rank
+    travelling = (_joined if sending else landing_for)(ends, comm)
+    work = route.start(travelling, owner)
+    if travelling is ends[0]:
+        return [work]
+    # One at a time: neither the wire's device nor a sender need have room for the state of all.
+    work.wait()
+    if not sending:
+        torch._foreach_copy_(ends, travelling.split([place.numel() for place in ends]))
+    return []
 
-    >>> lines = [{"dtype": "float32", "numel": numel} for numel in (10, 20, 10**6, 5)]
-    >>> [(parcel.start, parcel.stop) for parcel in _parcels(lines)]
-    [(0, 2), (2, 3), (3, 4)]
+
+def _parcels(contents: Iterable[Mapping[str, Any]]) -> list[list[int]]:
+    """Which of the tensors in a table of contents travel as one, by their numbers: small ones of a dtype.
+
+    Large ones come last. Nobody waits for one of them, and what is small would have to wait behind them.
+
+    >>> lines = [{"dtype": "float32", "numel": numel} for numel in (10, 10**6, 20, 10**6, 5)]
+    >>> _parcels(lines)
+    [[0, 2, 4], [1], [3]]
     """
-    start = stop = nbytes = 0
-    before = None
-    for entry in contents:
-        if "numel" in entry:
-            more = entry["numel"] * dtype_of(entry["dtype"]).itemsize
-            if start < stop and (entry["dtype"] != before or nbytes + more > PARCEL_NBYTES):
-                yield slice(start, stop)
-                start, nbytes = stop, 0
-            stop, nbytes, before = stop + 1, nbytes + more, entry["dtype"]
-    if start < stop:
-        yield slice(start, stop)
+    large: list[list[int]] = []
+    small: dict[str, list[list[int]]] = {}
+    left: dict[str, int] = {}  # bytes, in the last parcel of each dtype
+    for number, entry in enumerate(entry for entry in contents if "numel" in entry):
+        dtype, nbytes = entry["dtype"], entry["numel"] * dtype_of(entry["dtype"]).itemsize
+        if nbytes > PARCEL_NBYTES:
+            large.append([number])
+            continue
+        if nbytes > left.get(dtype, -1):
+            small.setdefault(dtype, []).append([])
+            left[dtype] = PARCEL_NBYTES
+        small[dtype][-1].append(number)
+        left[dtype] -= nbytes
+    return [*(parcel for of_dtype in small.values() for parcel in of_dtype), *large]
 
 
 def _joined(tensors: list[torch.Tensor], comm: Collectives) -> torch.Tensor:

@@ -419,7 +419,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 rank raises, all raise.
         Collective: all ranks of the group.
         Cost: `to` receives the (N-1)/N of the state that it does not own, into its final place in CPU
-            memory; the other ranks allocate nothing.
+            memory. The others allocate 256 KiB at a time, for small tensors that travel together.
         """
         self._rebuild_if_changed()
         with agreement(self.collectives, "consolidate the optimizer state") as facts:

@@ -42,7 +42,7 @@ def suite_table(result: SuiteResult) -> str:
                 _spread_of(taken.cpu_ms),
                 _ratio(result, name, ours, "wall_ms"),
                 _ratio(result, name, ours, "cpu_ms"),
-                "-" if units is None else f"{units:.4f}",
+                "-" if units is None else f"{units:z.4f}",
                 _figures_of(taken),
             ]
         )
