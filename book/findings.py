@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -26,14 +27,15 @@ NOT_YET = "*Not among the results yet.*"
 # What was timed, in the words of the page.
 SAID = {
     "step": "the step",
-    "sync": "gradient sync and step",
+    "sync": "gradients and step",
     "iteration": "a whole iteration",
     "consolidate": "`consolidate_state_dict`",
     "load": "`load_state_dict`",
     "construction": "construction",
 }
-IN_PICTURES = {"sync": "gradient sync and step", "iteration": "whole iteration"}
-GROWING = {"sync": "sync alone", "construct": "construction"}
+IN_PICTURES = {"sync": "gradients and step", "iteration": "whole iteration"}
+GROWING = {"sync": "new parameters to all", "construct": "construction"}
+TRAINING = ("step", "sync", "iteration")
 
 
 @cache
@@ -66,8 +68,7 @@ def compared() -> list[Comparison]:
 def against_peers(folder: Path, thing: str) -> Iterator[str]:
     """Pictures of one thing, one for each set, with a panel for each number of ranks; all its numbers."""
     rows = [row for row in compared() if row.thing == thing]
-    if not rows:
-        yield NOT_YET
+    yield f"Ours here is *{rows[0].ours}*." if rows else NOT_YET
     for set_name in dict.fromkeys(row.set for row in rows):
         of_set = [row for row in rows if row.set == set_name]
         counts = sorted({row.ranks for row in of_set})
@@ -85,15 +86,16 @@ def against_peers(folder: Path, thing: str) -> Iterator[str]:
             )
             if ax is not axes[-1]:
                 ax.set_xlabel("")  # the same as the last one's
-        alt = f"Times of {thing}, {set_name}, over those of {of_set[0].ours}. " + " ".join(
+        alt = f"Times of {SAID[thing]}, {set_name}, over those of {of_set[0].ours}. " + " ".join(
             f"{count} ranks: "
-            + ", ".join(f"{row.other.removeprefix('limit: ')} {short(row.wall.median)}" for row in group)
+            + "; ".join(f"{row.other.removeprefix('limit: ')} {short(row.wall.median)}" for row in group)
             + "."
             for count, group in zip(counts, by_ranks, strict=True)
         )
         yield from picture(fig, folder / f"{thing}-{set_name}.svg", alt)
-    suite = "checkpoint" if thing in ("consolidate", "load") else thing
-    yield from folded(f"All numbers of {SAID[thing].replace('`', '')}", _tables(suite))
+    half = f": {thing}" if thing in ("consolidate", "load") else ""
+    tables = _tables("checkpoint" if half else thing, half)
+    yield from folded(f"All numbers of {SAID[thing].replace('`', '')}", tables)
 
 
 def numbers(folder: Path, suite: str) -> Iterator[str]:
@@ -101,9 +103,13 @@ def numbers(folder: Path, suite: str) -> Iterator[str]:
     yield from _tables(suite) or [NOT_YET]
 
 
-def _tables(suite: str) -> list[str]:
+def _tables(suite: str, half: str = "") -> list[str]:
     all_of_it = report("benchmarks")
-    found = [suite_table(result) for result in all_of_it.results if result.suite == suite]
+    found = [
+        suite_table(replace(one, taken={name: of for name, of in one.taken.items() if name.endswith(half)}))
+        for one in all_of_it.results
+        if one.suite == suite
+    ]
     figures = [figure for figure in all_of_it.figures if figure.suite == suite]
     return found + ([figures_table(figures)] if figures else [])
 
@@ -114,23 +120,34 @@ def targets(folder: Path) -> Iterator[str]:
     judged = judge(all_of_it.results, all_of_it.figures, report("growth").growth)
     missed = [row for row in judged if row.reached is False]
     reached = sum(row.reached is True for row in judged)
-    yield f"{reached} reached, {len(missed)} missed, {len(judged) - reached - len(missed)} not measured here."
+    not_here = len(judged) - reached - len(missed)
+    yield f"{reached} were reached, {len(missed)} missed, {not_here} not measured here. The missed ones:"
     if missed:
         yield targets_table(missed)
     yield from folded("All that was wanted", [targets_table(judged)])
 
 
 def tally(folder: Path) -> Iterator[str]:
-    """How many comparisons with peers were won."""
-    for time, ratios in _ratios().items():
-        said = [outcome(ratio) for _, ratio in ratios]
-        counts = ", ".join(f"{said.count(one)} {one}" for one in (WON, EVEN, LOST))
-        yield f"- In {time} time, of {len(said)} comparisons with peers: {counts}."
+    """How many comparisons with peers were won, like with like."""
+    training = [row for row in _peers() if row.thing in TRAINING]
+    best = [row for row in training if row.other.endswith((", best", ", fused"))]
+    for what, rows in {
+        "Training, against the best forms of peers": best,
+        "Training, against peers as they come": [row for row in training if row not in best],
+        "Checkpoints and construction": [row for row in _peers() if row.thing not in TRAINING],
+    }.items():
+        times = []
+        for time, said in (
+            ("wall time", [outcome(row.wall) for row in rows]),
+            ("CPU time", [outcome(row.cpu) for row in rows]),
+        ):
+            times.append(f"in {time} " + ", ".join(f"{said.count(one)} {one}" for one in (WON, EVEN, LOST)))
+        yield f"- {what}, {len(rows)} comparisons: {'; '.join(times)}."
 
 
 def lost(folder: Path) -> Iterator[str]:
     """Every comparison that was lost in wall or in processor time, the worst first."""
-    found = [row for row in compared() if not row.is_limit and LOST in map(outcome, (row.wall, row.cpu))]
+    found = [row for row in _peers() if LOST in map(outcome, (row.wall, row.cpu))]
     if not found:
         yield "In no comparison was a peer faster."
         return
@@ -145,15 +162,12 @@ def lost(folder: Path) -> Iterator[str]:
         ]
         for row in sorted(found, key=lambda row: min(row.wall.median, row.cpu.median))
     ]
-    yield aligned(["what", "beside", "wall time over ours", "processor time over ours"], rows)
+    yield aligned(["what", "against", "wall time over ours", "CPU time over ours"], rows)
 
 
-def _ratios() -> dict[str, list[tuple[Comparison, Spread]]]:
-    peers = [row for row in compared() if not row.is_limit]
-    return {
-        "wall": [(row, row.wall) for row in peers],
-        "processor": [(row, row.cpu) for row in peers],
-    }
+def _peers() -> list[Comparison]:
+    """Those that do the same job as ours."""
+    return [row for row in compared() if not row.is_limit and row.other != "fsdp2"]
 
 
 def ratio(text: str) -> str:
@@ -192,7 +206,7 @@ def growth(folder: Path, what: str) -> Iterator[str]:
             ax,
             along=axis,
             work={p.amount: p.work for p in points if (p.axis, p.contender) == (axis, first)},
-            time=GROWING.get(what, what) + (", processor time of all ranks," if axis == "ranks" else ""),
+            time=GROWING.get(what, what) + (", CPU time of all ranks," if axis == "ranks" else ""),
             key=axis == axes[0],
         )
     alt = f"Time of {GROWING.get(what, what)} against {', '.join(axes)}. "
@@ -230,7 +244,7 @@ def exponents(folder: Path) -> Iterator[str]:
                 " and ".join(faster) or "none",
             ]
         )
-    yield aligned(["time of", *names, "the work", "faster than its work"], rows)
+    yield aligned(["time of", *names, "the work", "grows faster than its work"], rows)
 
 
 def sizes(folder: Path) -> Iterator[str]:

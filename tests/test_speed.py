@@ -72,7 +72,8 @@ def test_pictures_come_with_their_numbers_in_words(build: Build) -> None:
     text = build("against_peers", "step")
     (file,) = re.findall(r"```\{figure\} (\S+)", text)
     assert Path(file).read_text(encoding="utf-8").startswith("<?xml")
-    assert "2 ranks: torch 4.2, torch, best 0.9, fairscale 1, copy 0.7." in text
+    assert text.startswith("Ours here is *zero_ref, best*.")
+    assert "2 ranks: torch 4.2; torch, best 0.9; fairscale 1; copy 0.7." in text
     assert text.count("step, gpt: ") == 2  # a table for each number of ranks
 
 
@@ -90,8 +91,24 @@ def test_what_was_lost_is_listed_the_worst_first_and_nothing_else(build: Build) 
     assert "| 1 (0.9 to 1.1) |" in re.sub(" +", " ", rows[0])
 
 
-def test_outcomes_are_counted_and_limits_are_no_peers(build: Build) -> None:
-    assert build("tally").splitlines()[0].endswith("of 6 comparisons with peers: 2 won, 2 even, 2 lost.")
+def test_outcomes_are_counted_like_with_like_and_limits_are_no_peers(build: Build) -> None:
+    best, as_they_come, rest = build("tally").split("\n\n")
+    assert best.endswith(
+        "2 comparisons: in wall time 0 won, 0 undecided, 2 lost; in CPU time 0 won, 0 undecided, 2 lost."
+    )
+    assert (
+        "4 comparisons: in wall time 2 won, 2 undecided, 0 lost; in CPU time 2 won, 0 undecided, 2 lost"
+        in as_they_come
+    )
+    assert "0 comparisons" in rest
+
+
+def test_another_job_is_not_counted(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = SuiteResult("step", "gpt", 2, 148, 31, {**STEP, "fsdp2": taken(1.0, 1.0, 1.0)})
+    monkeypatch.setattr(REPORT, "results", [step])
+    assert "fsdp2 0.1" in build("against_peers", "step")
+    assert "fsdp2" not in build("lost")
+    assert re.findall(r"(\d+) comparisons", build("tally")) == ["1", "2", "0"]
 
 
 def test_missed_targets_are_seen_first_and_all_are_in_a_fold(build: Build) -> None:
@@ -141,6 +158,16 @@ def test_where_and_when_is_printed(build: Build) -> None:
 def test_every_view_on_the_page_is_there_and_every_view_is_on_it() -> None:
     used = re.findall(r"^```\{measured\} (\w+)", PAGE, flags=re.M)
     assert {*used} == findings.VIEWS.keys()
+
+
+def test_the_page_says_what_each_contender_is() -> None:
+    results = json.loads((findings.RESULTS / "benchmarks.json").read_text(encoding="utf-8"))["results"]
+    named = {
+        name.partition(": ")[0] for one in results for name in one["taken"] if not name.startswith("limit: ")
+    }
+    said = {name for line in re.findall(r"^\| ([^|]+) \|", PAGE, flags=re.M) for name in line.split("; ")}
+    assert len(named) > 10
+    assert named <= said
 
 
 def test_the_page_shows_everything_that_grows_and_that_is_timed() -> None:

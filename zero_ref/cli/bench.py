@@ -35,15 +35,16 @@ def register_bench(subparsers: Subparsers) -> None:
         "suites",
         nargs="*",
         metavar="SUITE",
-        help=f"in turns: {', '.join(IN_TURNS)}; single figures: {', '.join(SINGLE)}; how times grow with "
-        f"sizes: {GROWTH} (default: all but that)",
+        help=f"in turns: {', '.join(IN_TURNS)}; single figures: starts (how many overlapped runs hang or lose "
+        "an update), plan (time to partition), simulate (time to simulate a trillion parameters), predicted "
+        f"(the simulator against measurements); how times grow with sizes: {GROWTH} (default: all but that)",
     )
     parser.add_argument(
         "--ranks",
         type=positive,
         action="append",
         metavar="N",
-        help="give it several times for several (default: 2)",
+        help="how many ranks; give it several times for several (default: 2)",
     )
     parser.add_argument(
         "--set",
@@ -52,7 +53,9 @@ def register_bench(subparsers: Subparsers) -> None:
         action="append",
         help="a language model, or 2,000 tiny tensors; give it twice for both (default: both)",
     )
-    parser.add_argument("--rounds", type=positive, metavar="N", help="that count (default: 15)")
+    parser.add_argument(
+        "--rounds", type=positive, metavar="N", help="rounds to measure, after two to warm up (default: 15)"
+    )
     parser.add_argument(
         "--starts", type=positive, metavar="N", help="of an overlapped run, for `starts` (default: 100)"
     )

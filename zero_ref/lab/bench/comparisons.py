@@ -1,4 +1,4 @@
-"""Ours beside each other one of a suite: the paired ratios, and whether they say won, lost or even."""
+"""Ours beside each other one of a suite: the paired ratios, and whether they say won, lost or neither."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(middle, low, high)
 
 
-WON, EVEN, LOST = "won", "even", "lost"
+WON, EVEN, LOST = "won", "undecided", "lost"
 
 
 def outcome(ratio: Spread) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 from zero_ref.lab.bench.results import LIMIT, Figure, Spread, SuiteResult, Taken, spread
 from zero_ref.lab.bench.targets import OURS_IN, Bounds, Judged
@@ -50,7 +51,9 @@ def suite_table(result: SuiteResult) -> str:
         f"{result.suite}, {result.set}: {result.ranks} ranks, {result.tensors:,} tensors, "
         f"{result.parameters:,} parameters"
     )
-    header = ["contender", "wall ms", "CPU ms", "wall, x ours", "CPU, x ours", "sent, (N-1)Ψ", "others"]
+    header = ["contender", "wall ms", "CPU ms", "wall, x ours", "CPU, x ours", "sent, (N-1)Ψ", "also"]
+    filled = [any(row[column] not in ("", "-") for row in rows) for column in range(len(header))]
+    header, *rows = (list(compress(cells, filled)) for cells in (header, *rows))
     return f"{title}\n\n{aligned(header, rows)}"
 
 

@@ -115,9 +115,9 @@ def _targets() -> Iterator[Target]:
         ("tiny", of_torch, Bounds(low=25)),
         ("tiny", of_torch_best, Bounds(low=1.5)),
     ):
-        yield Target("step + sync", "step", set_name, OURS_IN["step"], measure, bounds)
+        yield Target("the step", "step", set_name, OURS_IN["step"], measure, bounds)
     yield from both(
-        "gradient sync + step",
+        "gradients and step",
         "sync",
         "sync",
         (of_torch, Bounds(low=2.2)),
