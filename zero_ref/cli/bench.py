@@ -35,8 +35,8 @@ def register_bench(subparsers: Subparsers) -> None:
         "suites",
         nargs="*",
         metavar="SUITE",
-        help=f"in turns: {', '.join(IN_TURNS)}; single figures: starts (how many overlapped runs hang or lose "
-        "an update), plan (time to partition), simulate (time to simulate a trillion parameters), predicted "
+        help=f"in turns: {', '.join(IN_TURNS)}; single figures: starts (how many overlapped runs hang or lose"
+        " an update), plan (time to partition), simulate (time to simulate a trillion parameters), predicted "
         f"(the simulator against measurements); how times grow with sizes: {GROWTH} (default: all but that)",
     )
     parser.add_argument(
