@@ -51,7 +51,7 @@ def suite_table(result: SuiteResult) -> str:
         f"{result.suite}, {result.set}: {result.ranks} ranks, {result.tensors:,} tensors, "
         f"{result.parameters:,} parameters"
     )
-    header = ["contender", "wall ms", "CPU ms", "wall, x ours", "CPU, x ours", "sent, (N-1)Ψ", "also"]
+    header = ["contender", "wall ms", "CPU ms", "wall, x ours", "CPU, x ours", "sent, (N-1)Ψ", "figures"]
     filled = [any(row[column] not in ("", "-") for row in rows) for column in range(len(header))]
     header, *rows = (list(compress(cells, filled)) for cells in (header, *rows))
     return f"{title}\n\n{aligned(header, rows)}"
