@@ -38,7 +38,7 @@ def outcome(ratio: Spread) -> str:
     """What a paired ratio of another's time to ours says: won, lost, or even where the quartiles hold 1.
 
     >>> outcome(Spread(2.0, 1.8, 2.1)), outcome(Spread(1.02, 0.9, 1.1)), outcome(Spread(0.8, 0.7, 0.99))
-    ('won', 'even', 'lost')
+    ('won', 'undecided', 'lost')
     """
     if ratio.low > 1:
         return WON
