@@ -16,7 +16,7 @@ from zero_ref.lab import plots
 from zero_ref.lab.bench.comparisons import Comparison, comparisons
 from zero_ref.lab.bench.exponents import Growth, growths
 from zero_ref.lab.bench.growth_point import AXES, GrowthPoint
-from zero_ref.lab.bench.results import EVEN, LIMIT, LOST, WON, Report, Spread, outcome, spread
+from zero_ref.lab.bench.results import UNDECIDED, LIMIT, LOST, WON, Report, Spread, outcome, spread
 from zero_ref.lab.bench.tables import aligned, figures_table, suite_table, targets_table
 from zero_ref.lab.bench.targets import judge
 from zero_ref.live.numbers import short, short_count
@@ -141,7 +141,9 @@ def tally(folder: Path) -> Iterator[str]:
             ("wall time", [outcome(row.wall) for row in rows]),
             ("CPU time", [outcome(row.cpu) for row in rows]),
         ):
-            times.append(f"in {time} " + ", ".join(f"{said.count(one)} {one}" for one in (WON, EVEN, LOST)))
+            times.append(
+                f"in {time} " + ", ".join(f"{said.count(one)} {one}" for one in (WON, UNDECIDED, LOST))
+            )
         yield f"- {what}, {len(rows)} comparisons: {'; '.join(times)}."
 
 

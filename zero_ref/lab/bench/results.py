@@ -31,18 +31,18 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(middle, low, high)
 
 
-WON, EVEN, LOST = "won", "undecided", "lost"
+WON, UNDECIDED, LOST = "won", "undecided", "lost"
 
 
 def outcome(ratio: Spread) -> str:
-    """What a paired ratio of another's time to ours says: won, lost, or even where the quartiles hold 1.
+    """What a paired ratio of another's time to ours says: won, lost, or undecided where the quartiles hold 1.
 
     >>> outcome(Spread(2.0, 1.8, 2.1)), outcome(Spread(1.02, 0.9, 1.1)), outcome(Spread(0.8, 0.7, 0.99))
     ('won', 'undecided', 'lost')
     """
     if ratio.low > 1:
         return WON
-    return LOST if ratio.high < 1 else EVEN
+    return LOST if ratio.high < 1 else UNDECIDED
 
 
 @dataclass

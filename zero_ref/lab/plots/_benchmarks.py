@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from zero_ref.lab.bench.results import EVEN, LOST, WON, Spread, outcome
+from zero_ref.lab.bench.results import UNDECIDED, LOST, WON, Spread, outcome
 from zero_ref.lab.plots._growth import is_limit
 from zero_ref.lab.plots._judged import beside_one
 from zero_ref.lab.plots._style import SMALL_PT, in_style
@@ -16,7 +16,7 @@ from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER, SERIES_COLOUR
 
 _MARKS: dict[str, dict[str, Any]] = {
     WON: {"marker": "o", "ms": 8.5, "color": SERIES_COLOURS[0], "markeredgecolor": PAPER},
-    EVEN: {"marker": "D", "ms": 6.5, "color": INK, "markerfacecolor": PAPER, "markeredgewidth": 1.5},
+    UNDECIDED: {"marker": "D", "ms": 6.5, "color": INK, "markerfacecolor": PAPER, "markeredgewidth": 1.5},
     LOST: {"marker": "X", "ms": 9.5, "color": ALARM, "markeredgecolor": PAPER},
     "limit": {"marker": "|", "ms": 12, "color": MUTED, "markeredgewidth": 2},
 }
