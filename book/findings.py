@@ -16,7 +16,7 @@ from zero_ref.lab import plots
 from zero_ref.lab.bench.comparisons import Comparison, comparisons
 from zero_ref.lab.bench.exponents import Growth, growths
 from zero_ref.lab.bench.growth_point import AXES, GrowthPoint
-from zero_ref.lab.bench.results import UNDECIDED, LIMIT, LOST, WON, Report, Spread, outcome, spread
+from zero_ref.lab.bench.results import LIMIT, LOST, UNDECIDED, WON, Report, Spread, outcome, spread
 from zero_ref.lab.bench.tables import aligned, figures_table, suite_table, targets_table
 from zero_ref.lab.bench.targets import judge
 from zero_ref.live.numbers import short, short_count

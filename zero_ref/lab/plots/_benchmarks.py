@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from zero_ref.lab.bench.results import UNDECIDED, LOST, WON, Spread, outcome
+from zero_ref.lab.bench.results import LOST, UNDECIDED, WON, Spread, outcome
 from zero_ref.lab.plots._growth import is_limit
 from zero_ref.lab.plots._judged import beside_one
 from zero_ref.lab.plots._style import SMALL_PT, in_style
