@@ -5,13 +5,14 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# To read the chapters, not to test them, so it is not in requirements.txt.
-JUPYTERLAB := jupyterlab==4.6.6 jupyterlab-myst==2.7.0
+# Nothing is installed whose hash is not in requirements/, whatever index it comes from, and nothing is built but zero_ref.
+PIP        := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP_LOCKED := $(PIP) --require-hashes --only-binary :all: --requirement
 
 SHELL       := bash
 MAKEFLAGS   += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test lint types imports unit ranks notebooks book browser pages-in-browser links address offline clean
+.PHONY: help install lock demo notebook test lint types imports unit ranks notebooks book browser pages-in-browser links address offline clean
 # Notebooks and tests may start the environment's own programs, such as torchrun.
 export PATH := $(abspath $(BIN)):$(PATH)
 
@@ -29,27 +30,38 @@ help:  ## this list
 
 install: $(STAMP)  ## .venv with the pinned requirements and this package
 
-$(STAMP): requirements.txt pyproject.toml
+# torch comes in a step of its own, the only one that looks at TORCH_INDEX_URL, and without what its builds ask for:
+# that is in locked.txt, and for PyPI's build for Linux also in cuda.txt. A torch of this version that is there stays.
+# It is downloaded by version, so that where pip is told of a CPU build that is taken, and then installed by hash.
+$(STAMP): $(addprefix requirements/,locked.txt torch.txt cuda.txt) pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else f"zero_ref needs Python 3.11 to 3.13, and $(PYTHON) is {v[0]}.{v[1]}: run make PYTHON=python3.13")'
 	$(call step,install into $(VENV),\
 	    test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
-	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt; \
-	    $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .; \
+	    $(PIP_LOCKED) requirements/locked.txt; \
+	    if ! $(PIP_LOCKED) requirements/torch.txt --no-deps --no-index 2>/dev/null; then \
+	        $(PIP:install=download) --no-deps --only-binary :all: $(addprefix --index-url ,$(TORCH_INDEX_URL)) \
+	            --dest $(VENV)/wheels $$(sed -n '/^torch==/p' requirements.txt); \
+	        $(PIP_LOCKED) requirements/torch.txt --no-deps --no-index --find-links $(VENV)/wheels; \
+	        rm -r $(VENV)/wheels; \
+	    fi; \
+	    if { $(BIN)/python -m pip check || true; } | grep '^torch .* not installed' > /dev/null; then \
+	        $(PIP_LOCKED) requirements/cuda.txt; \
+	    fi; \
+	    $(PIP) --no-deps --no-build-isolation --editable .; \
 	    touch $(STAMP))
+
+lock:  ## write requirements/*.txt from requirements.txt; UPGRADE=1 for new versions of what it leaves open
+	@$(PYTHON) requirements/lock.py
 
 demo: $(STAMP)  ## train the same model under DDP and three forms of ZeRO; pictures in demo-out/
 	@$(BIN)/zero-ref demo $(DEMO_ARGS)
 
 notebook: $(STAMP)  ## open the chapters in JupyterLab, installed into .venv the first time
-	@$(BIN)/python -c 'import jupyterlab, jupyterlab_myst' 2>/dev/null || \
-	    $(BIN)/python -m pip install --quiet --disable-pip-version-check $(JUPYTERLAB)
+	@$(BIN)/python -c 'import jupyterlab, jupyterlab_myst' 2>/dev/null || $(PIP_LOCKED) requirements/notebook.txt
 	@$(BIN)/jupyter lab notebooks
 
-test: $(STAMP)  ## everything below, in this order; stops at the first failure
-	@set -eu; began=$$SECONDS; \
-	for part in lint types imports unit ranks notebooks book browser; do $(MAKE) $$part; done; \
-	what="All checks"; $(BIN)/python tests/browser/ready.py || what="All checks but that one"; \
-	printf '\n\033[1m%s passed in %d s.\033[0m\n' "$$what" $$((SECONDS - began))
+test: $(STAMP)  ## everything below; what failed stands in the table at the end
+	@$(BIN)/python tests/parts.py '$(MAKE)'
 
 lint: $(STAMP)  ## format, style, spelling, notebooks without outputs, numbers that nothing asserts
 	$(call step,lint,\
@@ -77,14 +89,14 @@ ranks: $(STAMP)  ## tests on real ranks
 
 notebooks: $(STAMP)  ## run every notebook from top to bottom
 	$(call step,notebooks,\
-	    $(BIN)/python -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=120 --timeout=300 -n 2 --dist loadfile notebooks)
+	    $(BIN)/python -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=60 --nbval-kernel-startup-timeout=600 -n 2 --dist loadfile notebooks)
 
 book: $(STAMP)  ## write the book to _build/html; a warning is an error
 	$(call step,book,\
 	    rm -rf _build; \
 	    $(BIN)/python book/vendor.py; \
-	    $(BIN)/python book/execute.py; \
-	    $(BIN)/jupyter-book build . -W -n --keep-going --all --quiet; \
+	    $(BIN)/python tests/surroundings.py $(BIN)/python book/execute.py; \
+	    $(BIN)/python tests/surroundings.py $(BIN)/jupyter-book build . -W -n --keep-going --all --quiet; \
 	    $(BIN)/python book/check_pages.py _build/html)
 
 # Where no Chromium starts this says so and goes on; where NEEDS_BROWSER is set that is an error.
@@ -111,7 +123,7 @@ address: $(STAMP)  ## write the repository's address, as pyproject.toml has it, 
 	@$(BIN)/python book/address.py
 
 clean:  ## remove what was built; .venv stays
-	rm -rf _build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf _build demo-out .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # -S leaves site-packages out, so an import of anything but the standard library fails.

@@ -4,7 +4,8 @@
 
 jupyter-book would run them one after another. It takes from its cache what is there, so they are run before
 it starts, into that cache. The cache knows a notebook by its cells and not by the package that they import,
-so `make book` empties it first.
+so `make book` empties it first. In `make test` nbval has run the notebooks before, and none has to run twice:
+tests/executed.py has kept what their cells put out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from pathlib import Path
 
 import yaml
 from jupyter_cache import get_cache
+from jupyter_cache.base import CacheBundleIn
 from jupyter_cache.executors import load_executor
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from executed import kept  # tests/executed.py
 
 CACHE = "_build/.jupyter_cache"  # where jupyter-book looks
 
@@ -28,10 +34,17 @@ def main() -> int:
     timeout = yaml.safe_load((root / "_config.yml").read_text())["execute"]["timeout"]
     pages = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
     cache = get_cache(root / CACHE)
+    taken = 0
     for page in pages:
         notebook = root / f"{page}.ipynb"
-        if notebook.exists():
-            cache.add_nb_to_project(str(notebook))
+        if not notebook.exists():
+            continue
+        cache.add_nb_to_project(str(notebook))
+        executed = kept(notebook)
+        if executed:
+            taken += 1
+            cache.cache_notebook_bundle(CacheBundleIn(executed, str(notebook)), check_validity=False)
+    print(f"{taken} notebooks taken as nbval has run them, the others run now", flush=True)
     os.environ["ZERO_REF_PAGE"] = "1"  # an explorer gives a piece of page, not widgets that need a kernel
     logger = logging.getLogger("execute")
     logger.setLevel(logging.ERROR)  # what fails is told below

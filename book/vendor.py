@@ -69,7 +69,9 @@ def fetch(package: Package, into: Path) -> Path:
     """Download one package with npm into a new folder and check it. Returns the archive."""
     into.mkdir(parents=True)
     command = ["npm", "pack", f"{package.name}@{package.version}", "--loglevel=error"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=into)
+    # Its cache and logs go with the folder: nothing is left at home.
+    kept = [*command, "--cache", str(into / "cache")]
+    done = subprocess.run(kept, capture_output=True, text=True, timeout=180, cwd=into)
     archives = list(into.glob("*.tgz"))
     if done.returncode != 0 or len(archives) != 1:
         first_words = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[0]

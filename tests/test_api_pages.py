@@ -23,7 +23,7 @@ NOTEBOOKS = BOOK.parent / "notebooks"
 NOT_FOR_READERS = {
     "zero_ref.collectives": {
         *("Observable", "AllOf", "Work", "agree", "agreement", "as_collectives"),
-        *("broadcast_json", "exchange_json"),
+        *("RanksLostError", "broadcast_json", "exchange_json", "gather_texts"),
     },
     "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
     "zero_ref.simulator.memory": {"StateBytes", "costs", "whole_bytes"},
@@ -32,7 +32,7 @@ NOT_FOR_READERS = {
     "zero_ref.simulator.timeline": {"covered_ms"},
     "zero_ref.lab.benchmark": {"flops_of", "load_average"},
     "zero_ref.lab.compare": {"ProgressFile", "as_json", "environment", "problems"},
-    "zero_ref.lab.config": {"add_training_arguments", "config_from"},
+    "zero_ref.lab.config": {"add_training_arguments", "config_from", "least_bytes"},
     "zero_ref.lab.meter": {"gather_from_ranks", "loopback_is_private", "raise_loopback"},
     "zero_ref.lab.model": {"Attention", "Block"},
     "zero_ref.lab.train": {

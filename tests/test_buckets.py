@@ -23,11 +23,11 @@ from zero_ref.buckets import (
 )
 from zero_ref.calls import Call
 from zero_ref.collectives import Collectives
+from zero_ref.groups import specs_of
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
 from zero_ref.layout import lay_out
 from zero_ref.partition import Partition, Slice, even, plan_partition, sorted_greedy
-from zero_ref.shards import specs_of
 
 
 def flatten(

@@ -8,6 +8,7 @@ import itertools
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from training import (
     assert_same,
     assert_state_dicts_equal,
     describe,
+    filled,
     snapshot,
     train,
 )
@@ -38,6 +40,7 @@ from zero_ref.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.sharded import load_sharded, save_sharded
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -319,10 +322,62 @@ def test_each_rank_sends_its_share_once_and_only_to_the_receiver(monkeypatch: py
         return calls
 
     receiver, sender = virtual.run(on_rank, 2)
-    # agree; the length of the table of contents and the table; moments of 15 elements, joined; those of 45
-    assert [call.op for call in sender] == ["all_gather", "send", "send", "send", "send", "send"]
-    assert [call.nbytes for call in sender[3:]] == [120, 180, 180]
-    assert receiver == [sender[0], *(Call("recv", call.nbytes, 1) for call in sender[1:])]
+    # agree; the length of the table of contents and the table; agree; moments of 15 elements, joined; others;
+    # agree
+    ops = ["all_gather", "send", "send", "all_gather", "send", "send", "send", "all_gather"]
+    assert [call.op for call in sender] == ops
+    assert [call.nbytes for call in sender[4:7]] == [120, 180, 180]
+    assert receiver == [Call("recv", c.nbytes, 1) if c.op == "send" else c for c in sender]
+
+
+def on_one_rank(rank: int, function: Callable[..., Any], after: int) -> Callable[..., Any]:
+    """As the function, but its call number `after` from now raises on the thread of that virtual rank."""
+    calls: list[None] = []
+
+    def or_raise(*args: Any, **kwargs: Any) -> Any:
+        if getattr(FAULTY, "rank", None) == rank:
+            calls.append(None)
+            if len(calls) == after:
+                raise MemoryError("no room")
+        return function(*args, **kwargs)
+
+    return or_raise
+
+
+FAULTY = threading.local()
+
+
+@pytest.mark.parametrize("to", [0, 1, "all"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(("module", "name"), [(checkpoint, "make_room"), (torch, "_foreach_copy_")])
+def test_an_error_while_state_is_gathered_reaches_all_ranks_and_the_next_attempt_works(
+    monkeypatch: pytest.MonkeyPatch, to: Any, elsewhere: bool, module: Any, name: str
+) -> None:
+    failed: list[str] = []
+
+    def on_rank(comm: Collectives, rank: int, after: int) -> None:
+        if elsewhere:  # to torch another device than "cpu": nothing goes as it is
+            vars(comm)["wire_device"] = torch.device("cpu", 0)
+        _, optimizer = trained_optimizer(comm)
+        FAULTY.rank = comm.rank
+        try:
+            optimizer.consolidate_state_dict(to)
+        except (MemoryError, RuntimeError) as error:
+            failed.append(f"{type(error).__name__}: {error}")
+            with pytest.raises(RuntimeError, match="has not been gathered"):
+                optimizer.state_dict()
+        FAULTY.rank = None
+        optimizer.consolidate_state_dict(to)
+        assert to not in (comm.rank, "all") or optimizer.state_dict()["state"]
+
+    for rank, after in itertools.product(range(3), (1, 2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, on_one_rank(rank, getattr(module, name), after))
+            virtual.run(on_rank, 3, rank, after, timeout=20)
+    raised = [text for text in failed if text == "MemoryError: no room"]
+    told = [text for text in failed if text.endswith("the optimizer state: MemoryError: no room")]
+    assert len(raised) > 0
+    assert len(told) == 2 * len(raised) == len(failed) - len(raised), "on one rank, then on all three"
 
 
 def test_every_rank_asked_for_has_a_copy_of_its_own() -> None:
@@ -432,6 +487,38 @@ def test_a_scheduler_sees_the_loaded_learning_rate() -> None:
         assert_same(trained, plain, "with a scheduler")
 
 
+def test_options_that_the_checkpoint_does_not_have_are_forgotten_as_by_torch(tmp_path: Path) -> None:
+    """Such as the `initial_lr` of a scheduler, which the next scheduler would take for its base."""
+
+    def script(optimizer: Optimizer, model: nn.Module, load: Callable[[Any], Any]) -> list[Snapshot]:
+        lr_scheduler.LambdaLR(optimizer, lambda count: 0.5**count)
+        load(optimizer)
+        scheduler = lr_scheduler.LambdaLR(optimizer, lambda count: 0.5**count)
+        return [snapshot(model) for _ in train(model, optimizer, range(2, 5)) if not scheduler.step()]
+
+    run = Run(optim.AdamW, lr=0.3)
+    first, state = run.plain(range(2))
+    model = run.model(first[-1])
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    plain = script(optimizer, model, lambda plain: plain.load_state_dict(copy.deepcopy(state)))
+
+    def on_rank(comm: Collectives, load: Callable[[Any], Any]) -> list[Snapshot]:
+        model = run.model(first[-1])
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, lr=0.1)
+        return script(zero, model, load)
+
+    def save(comm: Collectives) -> None:
+        model = run.model(first[-1])
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, lr=0.3)
+        zero.load_state_dict(state)
+        save_sharded(zero, tmp_path)
+
+    virtual.run(save, 2)
+    for load in (lambda zero: zero.load_state_dict(state), lambda zero: load_sharded(zero, tmp_path)):
+        for trained in virtual.run(on_rank, 2, load):
+            assert_same(trained, plain, "with a second scheduler")
+
+
 def test_a_checkpoint_without_this_versions_options_keeps_ours() -> None:
     run = Run(optim.AdamW, lr=0.1)
     first, state = run.plain(range(2))
@@ -469,7 +556,6 @@ def test_the_state_follows_groups_added_after_a_checkpoint_was_loaded() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(60)
 def test_numpy_is_not_needed() -> None:
     # torch does not install it; `sys.modules[name] = None` makes importing it fail.
     code = """
@@ -482,7 +568,7 @@ def test_numpy_is_not_needed() -> None:
         assert states[0]["state"][0]["step"] == 2
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=Path(__file__).parents[1])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
 
 
@@ -649,7 +735,7 @@ def stepped(
 
 def test_a_state_dict_has_the_options_of_the_moment_and_is_the_caller_s_own() -> None:
     def on_rank(comm: Collectives) -> None:
-        optimizer = stepped(comm, nn.Linear(4, 2).parameters(), lr=0.01)
+        optimizer = stepped(comm, filled(nn.Linear(4, 2)).parameters(), lr=0.01)
         optimizer.consolidate_state_dict(to="all")
         for group in optimizer.param_groups:
             group["lr"] = 0.001  # as a scheduler does between consolidate_state_dict and state_dict
@@ -663,7 +749,7 @@ def test_a_state_dict_has_the_options_of_the_moment_and_is_the_caller_s_own() ->
 def test_hooks_on_the_state_dict_and_its_loading_are_called() -> None:
     def on_rank(comm: Collectives) -> list[str]:
         seen: list[str] = []
-        optimizer = stepped(comm, nn.Linear(4, 2).parameters())
+        optimizer = stepped(comm, filled(nn.Linear(4, 2)).parameters())
         optimizer.consolidate_state_dict(to="all")
         optimizer.register_state_dict_pre_hook(lambda _: seen.append("before"))
         optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": "mine"})
@@ -678,7 +764,7 @@ def test_hooks_on_the_state_dict_and_its_loading_are_called() -> None:
 @pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
 def test_named_parameters_are_found_by_name_in_whatever_order_they_were_saved(partition: str) -> None:
     def on_rank(comm: Collectives) -> None:
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model = filled(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
         backwards = list(model.named_parameters())[::-1]
         plain = optim.AdamW(backwards)
         for value, (_, param) in enumerate(backwards):
@@ -729,7 +815,7 @@ def test_a_damaged_state_is_refused_by_all_and_changes_nothing(
     damage: Callable[[dict[str, Any]], None],
 ) -> None:
     def on_rank(comm: Collectives) -> None:
-        optimizer = stepped(comm, nn.Linear(4, 2).parameters(), lr=0.01)
+        optimizer = stepped(comm, filled(nn.Linear(4, 2)).parameters(), lr=0.01)
         optimizer.consolidate_state_dict(to="all")
         before = copy.deepcopy(optimizer.state_dict())
         saved = copy.deepcopy(before)
@@ -745,7 +831,7 @@ def test_a_damaged_state_is_refused_by_all_and_changes_nothing(
 
 def test_what_one_rank_refuses_no_rank_keeps() -> None:
     def on_rank(comm: Collectives) -> None:
-        optimizer = stepped(comm, nn.Linear(4, 2).parameters(), lr=0.01)
+        optimizer = stepped(comm, filled(nn.Linear(4, 2)).parameters(), lr=0.01)
         optimizer.consolidate_state_dict(to="all")
         before = copy.deepcopy(optimizer.state_dict())
         saved = copy.deepcopy(before)
@@ -775,7 +861,7 @@ class Factored(optim.AdamW):
 
 def test_a_subclass_may_keep_state_of_another_shape() -> None:
     def on_rank(comm: Collectives) -> None:
-        optimizer = stepped(comm, nn.Linear(4, 2).parameters(), Factored)
+        optimizer = stepped(comm, filled(nn.Linear(4, 2)).parameters(), Factored)
         optimizer.consolidate_state_dict(to="all")
         optimizer.load_state_dict(optimizer.state_dict())
         assert all(state["exp_avg_sq"].shape == (2,) for state in optimizer.state.values())
@@ -792,7 +878,7 @@ class Counting(optim.SGD):
 
 def test_state_that_belongs_to_no_parameter_is_refused_not_lost() -> None:
     def on_rank(comm: Collectives) -> None:
-        optimizer = stepped(comm, nn.Linear(4, 2).parameters(), Counting)
+        optimizer = stepped(comm, filled(nn.Linear(4, 2)).parameters(), Counting)
         with pytest.raises(TypeError, match="the state 'steps' for no parameter in particular"):
             optimizer.consolidate_state_dict()
 

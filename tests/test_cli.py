@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import zero_ref
 from zero_ref import cli
 from zero_ref.cli._common import need
 from zero_ref.cli.plan import plan_of, print_plan
+from zero_ref.lab.train import Outcome, Pair
 from zero_ref.simulator.models import shapes, specs
 from zero_ref.simulator.schedule import schedule
 
@@ -136,7 +138,7 @@ def run_bare(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     root = Path(zero_ref.__file__).parents[1]
     script = f"import sys; sys.path.insert(0, {str(root)!r}); from zero_ref.cli import main; sys.exit(main())"
     command = [sys.executable, "-I", "-S", "-c", script, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, **options)
 
 
 def test_json_needs_neither_torch_nor_extras() -> None:
@@ -158,5 +160,45 @@ def test_a_reader_that_goes_away_causes_no_traceback() -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    _, complaints = process.communicate(timeout=60)
+    _, complaints = process.communicate(timeout=600)
     assert complaints == ""
+
+
+@pytest.mark.parametrize(("loss", "code"), [(2.5, 0), (math.nan, 1), (math.inf, 1)])
+def test_a_loss_that_is_no_number_fails_the_command_and_is_null_in_json(
+    loss: float,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    compare = pytest.importorskip("zero_ref.lab.compare")
+    pairs = [Pair(1, 1)] * 5
+    outcome = Outcome("zero", 2, 2, *pairs, True, step_ms=1.0, final_loss=loss, losses=[5.5, loss])
+    monkeypatch.setattr(compare, "compare", lambda *_: [compare.Run(outcome, [])])
+    file = tmp_path / "out.json"
+    assert cli.main(["train", "--strategy", "zero", "--json", str(file)]) == code
+    printed = capsys.readouterr()
+    assert ("zero: the loss became infinite or no number" in printed.err) == bool(code)
+    (written,) = json.loads(file.read_text(), parse_constant=pytest.fail)["strategies"].values()
+    assert written["losses"] == [5.5, None if code else 2.5]
+
+
+def test_a_full_disk_under_what_is_printed_is_told(tmp_path: Path) -> None:
+    root = Path(zero_ref.__file__).parents[1]
+    command = [sys.executable, "-m", "zero_ref.cli", *PLAN, "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, cwd=root, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == "zero-ref plan: what it printed could not be written: No space left on device.\n"
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.plan, "plan_of", interrupted)
+    assert cli.main([*PLAN, "--json"]) == 130
+    assert capsys.readouterr().err == "zero-ref plan: interrupted\n"

@@ -71,7 +71,7 @@ def plain(params: Params, max_norm: float, norm_type: Any, **options: Any) -> Ou
 
 def keep_own(zero: ZeroRedundancyOptimizer) -> None:
     """Leave the gradients as `reduce_to_owners` does: none, or zero, in what others own."""
-    for param, pieces in zip(zero._params, zero.partition.pieces_of_param, strict=True):
+    for param, pieces in zip(zero.built.params, zero.partition.pieces_of_param, strict=True):
         if param.grad is None:
             continue
         kept = torch.zeros_like(param.grad)
@@ -564,7 +564,7 @@ Mistake = Callable[[ZeroRedundancyOptimizer, int], Any]
 
 
 def a_sparse_gradient(zero: ZeroRedundancyOptimizer, rank: int) -> Any:
-    weight = zero._params[1]
+    weight = zero.built.params[1]
     indices, values = torch.tensor([[0]]), torch.ones(1)
     weight.grad = torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=True)
     try:
@@ -574,19 +574,19 @@ def a_sparse_gradient(zero: ZeroRedundancyOptimizer, rank: int) -> Any:
 
 
 def after_the_update(zero: ZeroRedundancyOptimizer, rank: int) -> Any:
-    zero._backward.updated = True
+    zero.backward.updated = True
     try:
         return get_total_norm(zero)
     finally:
-        zero._backward.updated = False
+        zero.backward.updated = False
 
 
 def after_half_a_backward(zero: ZeroRedundancyOptimizer, rank: int) -> Any:
-    zero._backward.begun = True
+    zero.backward.begun = True
     try:
         return clip_grad_norm_(zero, 1.0)
     finally:
-        zero._backward.begun = False
+        zero.backward.begun = False
 
 
 # What ranks 0 and 1 are told; rank 1 is the one that differs.
@@ -604,7 +604,7 @@ SAME_ON_ALL: dict[str, tuple[Mistake, str]] = {
         "ValueError: rank {rank}: `params` holds a Tensor of shape (3, 2) that is no parameter of this",
     ),
     "names": (
-        lambda zero, rank: clip_grad_norm_(zero, 1.0, params=[("w", zero._params[0])]),  # type: ignore
+        lambda zero, rank: clip_grad_norm_(zero, 1.0, params=[("w", zero.built.params[0])]),  # type: ignore
         "ValueError: rank {rank}: `params` holds a tuple that is no parameter of this optimizer. Pass some",
     ),
     "sparse": (
@@ -622,7 +622,7 @@ SAME_ON_ALL: dict[str, tuple[Mistake, str]] = {
         "RuntimeError: rank {rank}: the last backward did not come to its end, so gradients are reduced",
     ),
     "optimizer": (
-        lambda zero, rank: clip_grad_norm_(zero._params, 1.0),  # type: ignore[arg-type]
+        lambda zero, rank: clip_grad_norm_(list(zero.built.params), 1.0),  # type: ignore[arg-type]
         "TypeError: clip over shards takes the ZeroRedundancyOptimizer, not list: it knows which rank owns "
         "what. For an unsharded model use torch.nn.utils.clip_grad_norm_.",
     ),
@@ -641,7 +641,7 @@ DIFFERENT: dict[str, tuple[Mistake, str]] = {
         "error_if_nonfinite=True] where rank 0",
     ),
     "params": (
-        lambda zero, rank: get_total_norm(zero, params=zero._params[rank:]),
+        lambda zero, rank: get_total_norm(zero, params=zero.built.params[rank:]),
         "rank 1 has [parameters [1]] where rank 0 has [parameters [0, 1]]",
     ),
     "function": (

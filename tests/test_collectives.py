@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,15 +20,6 @@ from zero_ref.collectives import (
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer import ZeroRedundancyOptimizer
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    """This process as the only rank of a Gloo group: nothing is started, nothing listens."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
 
 # ------------------------------------------------------------------------------- which ranks, which group
 

@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 
 from zero_ref.lab.bench.exponents import exponent, growths, upper_half
 from zero_ref.lab.bench.growth_point import AXES, TIMED, GrowthPoint
+from zero_ref.simulator._records import record
 
 
 def point(amount: int, *times_ms: float, what: str = "step", axis: str = "parameters") -> GrowthPoint:
@@ -112,4 +113,4 @@ def test_a_single_point_has_no_growth():
 @given(st.sampled_from(AXES), st.lists(st.floats(0.001, 1e6), max_size=3))
 def test_a_point_survives_json(axis, times):
     one = point(7, *times, axis=axis)
-    assert GrowthPoint.from_json(json.loads(json.dumps(one.as_json()))) == one
+    assert record(GrowthPoint, json.loads(json.dumps(one.as_json())), "point") == one

@@ -62,7 +62,7 @@ def merged_with(comm: Collectives, optimizer_class: Any = optim.AdamW, **options
 
 
 def members(optimizer: Any) -> list[list[torch.Tensor]]:
-    return [run.members for run in optimizer._gradients.merged.runs]
+    return [run.members for run in optimizer.shard.merged.runs]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_other_optimizers_and_parameters_without_buckets_are_left_alone() -> Non
         assert not members(ZeroRedundancyOptimizer(Beads().parameters(), optim.AdamW, comm))
 
     def members(optimizer: Any) -> list[Any]:
-        return list(optimizer._gradients.merged.runs)
+        return list(optimizer.shard.merged.runs)
 
     virtual.run(on_rank, 1)
 

@@ -33,14 +33,6 @@ from zero_ref.lab.meter import (
 )
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 # -------------------------------------------------------------------------------------------------- recording
 
 

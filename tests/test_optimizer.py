@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer, lr_scheduler
 from training import (
     MODES,
@@ -22,9 +25,11 @@ from training import (
     Backward,
     Snapshot,
     Tangle,
+    assert_moved,
     assert_same,
     assert_trains_as_plain,
     fill_gradients,
+    filled,
     finished_partition,
     run_script,
     snapshot,
@@ -32,11 +37,13 @@ from training import (
 
 from zero_ref.buckets import flat_view
 from zero_ref.calls import Call
+from zero_ref.checks import WORDS, digests
 from zero_ref.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording, state_bytes
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.partition import Partition, Slice, from_lists
+from zero_ref.sharded import load_sharded, save_sharded
 
 WHOLE_MODES = [(partition, view) for partition in WHOLE for view in (False, True)]
 TWO_MODES: list[tuple[Any, bool]] = [("sorted_greedy", False), ("even", True)]
@@ -258,7 +265,246 @@ def test_an_option_that_only_the_local_optimizer_refuses_raises_on_all_ranks() -
     assert "2D" in messages[1]
 
 
+class Scaled(optim.SGD):
+    """Computes one of its options from another, and refuses the raw one."""
+
+    def __init__(self, params: Any, lr: float = 1.0, damping: float = 0.0) -> None:
+        super().__init__(params, lr / 10)
+        self.defaults["damping"] = damping + 0.5
+        for group in self.param_groups:
+            group.setdefault("damping", damping + 0.5)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(group["damping"])
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": 3.0}, {"lr": 3.0, "damping": 0.1}])
+def test_options_that_the_local_constructor_computes_are_those_of_the_plain_one(options: Any) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        first, second, *rest = model.parameters()
+        return [{"params": [first], "lr": 0.2}, {"params": [second], "damping": 0.25}, {"params": rest}]
+
+    def script(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        yield from steps(model, optimizer, backward)
+        extra = nn.Parameter(torch.ones(5))
+        optimizer.add_param_group({"params": [extra]})
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.7})
+        lr = options.get("lr", 1.0) / 10
+        assert [group["lr"] for group in optimizer.param_groups] == [0.2, lr, lr, lr, 0.7]
+        backward(3)
+        optimizer.step()
+        yield
+
+    assert_trains_as_plain(script, Scaled, world_sizes=[2], modes=WHOLE_MODES, groups=groups, **options)
+
+
+# ------------------------------------------------------------------------------------------- start values
+
+
+def start_values_differ(change: Callable[[nn.Module], None], **options: Any) -> str:
+    """What the constructor raises on all ranks if `change` is made to the model of rank 1."""
+
+    def on_rank(comm: Collectives) -> str:
+        model = Tangle()
+        if comm.rank == 1:
+            with torch.no_grad():
+                change(model)
+        try:
+            zero(comm, model.named_parameters(), **options)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    (message,) = set(virtual.run(on_rank, 3, timeout=20))
+    return message
+
+
+def in_the_last_place(model: nn.Module) -> None:
+    value = model.down.weight.view(-1)[-1:]
+    value.copy_(torch.nextafter(value, torch.tensor(9.0)))
+
+
+def rows_exchanged(model: nn.Module) -> None:
+    model.up.weight.copy_(model.up.weight.flip(0))
+
+
+def frozen_otherwise(model: nn.Module) -> None:
+    model.shift.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (in_the_last_place, "down.weight"),
+        (rows_exchanged, "up.weight"),
+        (frozen_otherwise, "shift"),
+        (lambda model: model.scale.fill_(torch.nan), "scale"),
+        (lambda model: filled(model, seed=1), "scale"),
+    ],
+)
+@pytest.mark.parametrize("as_view", [False, True])
+def test_start_values_that_differ_are_an_error_that_names_the_parameter(
+    change: Any, name: str, as_view: bool
+) -> None:
+    message = start_values_differ(change, parameters_as_bucket_view=as_view)
+    assert f"rank 1 has [parameter {name}: values with the digest " in message
+    assert "torch.manual_seed" in message
+
+
+def test_equal_start_values_pass_whatever_they_are() -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = Tangle()
+        with torch.no_grad():
+            model.scale.fill_(torch.nan)
+            model.shift.fill_(torch.inf)
+        zero(comm, model.parameters())
+
+    virtual.run(on_rank, 2, timeout=20)
+
+
+def test_parameters_of_equal_shapes_in_another_order_are_found_without_names() -> None:
+    def on_rank(comm: Collectives) -> None:
+        layers = [filled(nn.Linear(4, 4, bias=False), seed) for seed in range(3)]
+        in_order = layers if comm.rank == 0 else [layers[0], layers[2], layers[1]]
+        zero(comm, [layer.weight for layer in in_order])
+
+    each_rank_raises(on_rank, ValueError, r"rank 1 has \[parameter 1: values .* that of a set is not")
+
+
+def test_start_values_of_an_added_group_are_compared_and_only_those() -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = Tangle()
+        optimizer = zero(comm, model.parameters(), broadcast_dtype=torch.bfloat16)
+        fill_gradients(list(model.parameters()), 0, comm.world_size, comm)
+        optimizer.step()  # from here on ranks hold rounded values of what others own
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        with pytest.raises(ValueError, match="parameter 12: values"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.full((3,), float(comm.rank)))]})
+        assert len(optimizer.param_groups) == 2
+
+    virtual.run(on_rank, 2, timeout=20)
+
+
+def test_a_model_without_values_can_be_planned() -> None:
+    def on_rank(comm: Collectives) -> Any:
+        return zero(comm, nn.Linear(400, 300, device="meta").parameters()).partition.loads
+
+    assert virtual.run(on_rank, 2, timeout=20) == [(120000, 300)] * 2
+
+
+REALS = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", [*REALS, torch.complex64, torch.complex128])
+@pytest.mark.parametrize("numel", [0, 1, 7, 1000, 3 * WORDS * 2 + 5])
+def test_a_digest_depends_on_each_bit_and_its_place_and_on_no_address(dtype: torch.dtype, numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    raw = torch.randint(0, 2, (numel * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    values = raw.view(dtype)
+    elsewhere = torch.cat([values[:1], values])[min(numel, 1) :]
+    assert elsewhere.storage_offset() == min(numel, 1)
+    (digest,), (again,) = digests([values]), digests([elsewhere])
+    assert digest == again
+    for place in {0, numel // 2, numel - 1} if numel else ():
+        changed = raw.clone()
+        changed[place * dtype.itemsize] ^= 1
+        assert digests([changed.view(dtype)]) != [digest]
+    if numel > 2 and raw.view(numel, -1)[0].ne(raw.view(numel, -1)[-1]).any():
+        turned = raw.view(numel, -1).flip(0).reshape(-1)
+        assert digests([turned.view(dtype)]) != [digest]
+
+
+def test_a_parameter_of_another_size_in_the_place_of_one_is_refused() -> None:
+    def on_rank(comm: Collectives) -> str:
+        weight = nn.Parameter(torch.ones(8))
+        zero = ZeroRedundancyOptimizer([weight], optim.SGD, comm, lr=0.1)
+        zero.param_groups[0]["params"][0] = nn.Parameter(torch.ones(16))
+        with pytest.raises(RuntimeError) as error:
+            zero.step()
+        return str(error.value)
+
+    for message in virtual.run(on_rank, 2, timeout=20):
+        assert "parameter 0 had 8 elements and now has 16" in message
+
+
+@pytest.mark.parametrize("with_files", [False, True])
+def test_a_partition_in_another_order_loads_each_state_where_it_belongs(
+    with_files: bool, tmp_path: Path
+) -> None:
+    partition = Partition((8, 8, 8), ((Slice(2, 0, 8), Slice(0, 0, 8)), (Slice(1, 0, 8),)))
+
+    def on_rank(comm: Collectives) -> bool:
+        params = [nn.Parameter(torch.full((8,), float(number))) for number in range(3)]
+        groups = [{"params": params[:1]}, {"params": params[1:]}]
+        zero = ZeroRedundancyOptimizer(groups, optim.Adam, comm, partition=partition, lr=0.1)
+        for number, param in enumerate(params):
+            param.grad = torch.full((8,), number + 1.0)
+        zero.step()
+        zero.consolidate_state_dict("all")
+        before = copy.deepcopy(zero.state_dict())
+        if with_files:
+            save_sharded(zero, tmp_path)
+            load_sharded(zero, tmp_path)
+        else:
+            zero.load_state_dict(before)
+        zero.consolidate_state_dict("all")
+        after = zero.state_dict()["state"]
+        return all(torch.equal(after[n]["exp_avg"], before["state"][n]["exp_avg"]) for n in range(3))
+
+    assert virtual.run(on_rank, 2, timeout=20) == [True, True]
+
+
+def test_what_a_rebuild_could_not_do_the_next_step_tries_again() -> None:
+    def on_rank(comm: Collectives) -> bool:
+        params = [nn.Parameter(torch.ones(8)) for _ in range(2)]
+        zero = ZeroRedundancyOptimizer(params, optim.SGD, comm, lr=0.1)
+        place = zero.shard.place
+
+        def no_memory(built: Any) -> None:
+            raise MemoryError("no room today")
+
+        params[0].data = params[0].data.clone()
+        zero.shard.place = no_memory  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            zero.step()
+        zero.shard.place = place  # type: ignore[method-assign]
+        zero.step()
+        return zero.shard.built is zero.built
+
+    assert virtual.run(on_rank, 1, timeout=20) == [True]
+
+
 # ---------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_dtensor_is_refused_in_the_constructor() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(
+        ValueError, match=r"parameter weight is a DTensor, as `fully_shard` .*plain optimizer"
+    ):
+        ZeroRedundancyOptimizer(model.named_parameters(), optim.SGD, lr=0.1)
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_parameter_of_fsdp_is_refused_in_the_constructor(use_orig_params: bool) -> None:
+    model = FullyShardedDataParallel(
+        nn.Linear(4, 4),
+        device_id=torch.device("cpu"),
+        sharding_strategy=ShardingStrategy.NO_SHARD,  # as it warns that it will with one rank
+        use_orig_params=use_orig_params,
+    )
+    with pytest.raises(ValueError, match=r"is one of FullyShardedDataParallel's, which cuts and moves it"):
+        ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
 
 
 def test_lbfgs_is_refused() -> None:
@@ -394,6 +640,44 @@ def test_broadcast_dtype_rounds_what_others_own_and_nothing_else(partition: str,
         assert rounded, "nothing was rounded"
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert sum(call.nbytes for call in calls) == 2 * trained
+
+
+def step_beyond(
+    comm: Collectives, values: dict[str, float], dtype: torch.dtype, **options: Any
+) -> tuple[str, Snapshot]:
+    """What a step raises that brings one element of each of these parameters to this value."""
+    model = Tangle()
+    optimizer = zero(comm, model.named_parameters(), optim.SGD, lr=1.0, broadcast_dtype=dtype, **options)
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            param.grad = torch.zeros_like(param)
+            if name in values:
+                flat_view(param.grad)[-1] = flat_view(param.detach())[-1] - values[name]
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error), snapshot(model)
+    return "", snapshot(model)
+
+
+@pytest.mark.parametrize(("partition", "as_view"), TWO_MODES)
+def test_values_that_the_dtype_they_are_sent_in_cannot_hold_are_an_error_on_all_ranks(
+    partition: str, as_view: bool
+) -> None:
+    def raised(dtype: torch.dtype, **values: float) -> list[str]:
+        by_name = {name.replace("_", "."): value for name, value in values.items()}
+        options = {"partition": partition, "parameters_as_bucket_view": as_view}
+        return [text for text, _ in virtual.run(step_beyond, 3, by_name, dtype, timeout=20, **options)]
+
+    for value in (70_000.0, -70_000.0):
+        for rank, text in enumerate(raised(torch.float16, up_weight=value)):
+            assert text.startswith(f"rank {rank}: parameter up.weight, "), text
+            assert "beyond 65504, the largest number of torch.float16" in text
+    one_of_two = raised(torch.float16, up_weight=70_000.0, conv_bias=math.nan)
+    assert all("parameter up.weight" in text for text in one_of_two), "a NaN elsewhere does not hide it"
+    assert raised(torch.float16, up_weight=65_504.0) == [""] * 3
+    assert raised(torch.float16, up_weight=math.nan) == [""] * 3, "which is NaN on its owner too"
+    assert raised(torch.bfloat16, up_weight=1e30) == [""] * 3
 
 
 def test_memory_that_cannot_be_sharded_is_refused() -> None:
@@ -939,6 +1223,91 @@ def test_ranks_that_add_different_groups_all_raise_and_train_on_as_before() -> N
     )
 
 
+# ---------------------------------------------------------------------- optimizers that keep views of memory
+
+
+class KeepsViews(Optimizer):
+    """Makes views of its parameters when it is constructed and updates those, as block-wise optimizers do."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.blocks = [Block(param) for group in self.param_groups for param in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for block in self.blocks:
+            if block.param.grad is not None:
+                block.flat.sub_(flat_view(block.param.grad), alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+class Block:
+    def __init__(self, param: torch.Tensor) -> None:
+        self.param, self.flat = param, flat_view(param.detach())
+
+
+def test_a_local_optimizer_that_keeps_views_of_its_parameters_trains_as_plain() -> None:
+    assert_trains_as_plain(steps, KeepsViews)
+
+
+def freezes(optimizer: Any, model: nn.Module) -> None:
+    next(model.parameters()).requires_grad_(False)
+    optimizer.step()
+
+
+def adds_a_group(optimizer: Any, _: nn.Module) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+
+
+def repartitions(optimizer: Any, _: nn.Module) -> None:
+    optimizer.repartition("registration_greedy")
+
+
+@pytest.mark.parametrize(
+    ("change", "as_view"),
+    [(freezes, True), (adds_a_group, True), (repartitions, True), (repartitions, False)],
+)
+def test_what_would_leave_kept_views_behind_is_refused_on_all_ranks_and_training_goes_on(
+    change: Callable[[Any, nn.Module], None], as_view: bool
+) -> None:
+    def on_rank(comm: Collectives) -> Snapshot:
+        model = Tangle()
+        optimizer = zero(comm, model.parameters(), KeepsViews, lr=0.1, parameters_as_bucket_view=as_view)
+        with pytest.raises(RuntimeError, match="KeepsViews keeps views of parameter"):
+            change(optimizer, model)
+        next(model.parameters()).requires_grad_(True)
+        before = snapshot(model)
+        fill_gradients(list(model.parameters()), 0, 2)
+        optimizer.step()
+        assert_moved(model, before, snapshot(model))
+        return snapshot(model)
+
+    first, second = virtual.run(on_rank, 2, timeout=10)
+    assert_same([first], [second], "rank 0 and rank 1")
+
+
+def test_parameters_train_on_after_a_constructor_that_raised() -> None:
+    def on_rank(comm: Collectives, as_view: bool) -> Snapshot:
+        model = Tangle()
+        with pytest.raises((ValueError, RuntimeError), match="Invalid learning rate"):
+            zero(comm, model.parameters(), lr=-1.0 * comm.rank, parameters_as_bucket_view=True)
+        assert_same([snapshot(model)], [snapshot(Tangle())], "after the error")
+        optimizer = zero(comm, model.parameters(), lr=0.1, parameters_as_bucket_view=as_view)
+        fill_gradients(list(model.parameters()), 0, 2)
+        optimizer.step()
+        return snapshot(model)
+
+    plain = Tangle()
+    fill_gradients(list(plain.parameters()), 0, 2)
+    optim.AdamW(plain.parameters(), lr=0.1).step()
+    for as_view in (False, True):
+        for ours in virtual.run(on_rank, 2, as_view, timeout=10):
+            assert_same([ours], [snapshot(plain)], f"bucket view {as_view}")
+
+
 # -------------------------------------------------------------------------------------- what is sent and held
 
 
@@ -1021,7 +1390,7 @@ def test_parameters_are_views_of_a_flat_tensor_an_owner_or_of_one_where_owners_s
 @pytest.mark.parametrize("as_view", [False, True])
 def test_autograd_notices_on_every_rank_that_a_step_overwrote_what_it_saved(as_view: bool) -> None:
     def on_rank(comm: Collectives) -> None:
-        model = nn.Linear(3, 3)
+        model = filled(nn.Linear(3, 3))
         optimizer = zero(comm, model.parameters(), optim.SGD, lr=0.1, parameters_as_bucket_view=as_view)
         inputs = torch.ones(2, 3, requires_grad=True)
         model(inputs).sum().backward()
@@ -1035,7 +1404,7 @@ def test_autograd_notices_on_every_rank_that_a_step_overwrote_what_it_saved(as_v
 
 def test_a_parameter_that_changed_its_size_is_refused() -> None:
     def resized(comm: Collectives) -> None:
-        model = nn.Linear(4, 2)
+        model = filled(nn.Linear(4, 2))
         optimizer = zero(comm, model.parameters(), optim.SGD, lr=0.1)
         model.weight.data = torch.zeros(3, 4)
         optimizer.step()
@@ -1045,7 +1414,7 @@ def test_a_parameter_that_changed_its_size_is_refused() -> None:
 
 def test_it_is_not_copied_or_pickled() -> None:
     def on_rank(comm: Collectives) -> None:
-        optimizer = zero(comm, nn.Linear(4, 2).parameters(), optim.SGD, lr=0.1)
+        optimizer = zero(comm, filled(nn.Linear(4, 2)).parameters(), optim.SGD, lr=0.1)
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
             copy.deepcopy(optimizer)
 
@@ -1054,7 +1423,7 @@ def test_it_is_not_copied_or_pickled() -> None:
 
 def test_a_process_group_that_is_none_is_told_apart_from_options() -> None:
     with pytest.raises(TypeError, match=r"not 0\.001\. Options of the optimizer are passed by name"):
-        ZeroRedundancyOptimizer(nn.Linear(4, 2).parameters(), optim.SGD, 0.001)  # type: ignore[arg-type]
+        ZeroRedundancyOptimizer(filled(nn.Linear(4, 2)).parameters(), optim.SGD, 0.001)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
@@ -1084,7 +1453,7 @@ def test_no_memory_of_gradients_is_held_after_zero_grad() -> None:
         held = weakref.ref(weight.grad)
         optimizer.step()
         optimizer.zero_grad()
-        return held() is None and all(own.local.grad is None for own in optimizer._owned)
+        return held() is None and all(own.local.grad is None for own in optimizer.shard.owned)
 
     assert virtual.run(on_rank, 2) == [True, True]
 
@@ -1095,7 +1464,7 @@ def test_tensors_on_another_device_get_flat_tensors_of_their_own() -> None:
         params = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(6, device="meta"))]
         params += [nn.Parameter(torch.ones(5, device="meta")), nn.Parameter(torch.ones(4))]
         optimizer = zero(comm, params, optim.SGD, lr=0.1, parameters_as_bucket_view=True)
-        return [(str(m.tensor.device), m.owner, m.tensor.numel()) for m in optimizer._messages]
+        return [(str(m.tensor.device), m.owner, m.tensor.numel()) for m in optimizer.built.messages]
 
     # 8 to rank 0, 6 to rank 1, 5 to rank 1 (11), 4 to rank 0 (12)
     assert virtual.run(on_rank, 2)[0] == [("cpu", 0, 12), ("meta", 1, 11)]
@@ -1150,11 +1519,10 @@ def test_logs_figures_at_the_debug_level_that_torch_has(caplog: pytest.LogCaptur
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(60)
 def test_importing_it_prints_no_warnings() -> None:
     code = "import zero_ref.optimizer, zero_ref.checkpoint, zero_ref.lab.meter, zero_ref.lab.virtual"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=50
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=600
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -1201,7 +1569,7 @@ def test_one_rank_with_wrong_parameters_makes_all_raise() -> None:
 
 def test_parameters_that_ddp_puts_back_are_refused_as_bucket_views() -> None:
     def on_rank(comm: Collectives) -> None:
-        model = nn.Linear(3, 3)
+        model = filled(nn.Linear(3, 3))
         for param in model.parameters():
             param._fp_param = param.data  # type: ignore[attr-defined]  # as DDP(mixed_precision=...) does
         with pytest.raises(ValueError, match="Construct the optimizer before it"):

@@ -468,6 +468,6 @@ foreign -= {{"__main__"}}
 assert not foreign, foreign
 """
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr

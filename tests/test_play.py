@@ -369,6 +369,24 @@ def test_every_ranks_own_timeline_agrees_with_what_all_ranks_saw(played: Played)
 
 
 @given(plays())
+def test_the_ranks_that_were_played_decide_what_all_ranks_see(played: Played) -> None:
+    of_ranks = [list(played._of_rank(rank)) for rank in range(played.plan.world_size)]
+    for place, seen in enumerate(zip(*of_ranks, strict=True)):
+        starts, stops = ([one[which] for one in seen] for which in (1, 2))
+        last = stops.index(max(stops))
+        assert (starts[last], stops[last]) == (played.begin_ms[place], played.end_ms[place])
+        if played.last_rank[place] is not None:
+            assert played.last_rank[place] == last, "of several the first"
+
+
+@given(plans(), clusters, works)
+def test_ranks_go_to_another_cluster_at_their_pace(plan: Schedule, chosen: Cluster, work: Work) -> None:
+    options: dict[str, Any] = {"slow": {0: 2.0}, "jitter": 0.3, "seed": 1}
+    moved = play(plan, H100, Work(5), **options).on(chosen, work)
+    assert moved == play(plan, chosen, work, **options)
+
+
+@given(plays())
 def test_an_operation_waits_for_what_it_needs(played: Played) -> None:
     operations = played.plan.operations
     for place, one in enumerate(operations):
@@ -476,7 +494,7 @@ def test_a_simulation_needs_the_standard_library_only() -> None:
     root = str(Path(zero_ref.__file__).parents[1])
     # -I and -S: no site-packages, no environment, no user's folder; so the package's own path comes along.
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", ALONE, root], capture_output=True, text=True, timeout=60
+        [sys.executable, "-I", "-S", "-c", ALONE, root], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     makespan, loaded = done.stdout.splitlines()

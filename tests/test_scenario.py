@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from zero_ref import simulator
+from zero_ref.cli._simulated import as_json
 from zero_ref.simulator.activations import activation_bytes, head_bytes
 from zero_ref.simulator.cluster import CLUSTERS, Cluster, Device, Link, cluster
 from zero_ref.simulator.models import MLP, MODELS, TRANSFORMERS, Llama
@@ -218,3 +222,41 @@ def test_a_library_gives_gradients_back_and_this_package_keeps_ddps_buckets() ->
         scenario = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8, native=native)
         held[native] = scenario.run("zero-2").memory.gradient_bucket_bytes
     assert held == {True: 0, False: 2 * scenario.numel}
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_the_work_of_a_run_hardly_grows_with_its_ranks(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: Counter[str] = Counter()
+
+    def count(place: Any, name: str) -> None:
+        counted_one = getattr(place, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            counted[name] += 1
+            return counted_one(*args, **options)
+
+        monkeypatch.setattr(place, name, call)
+
+    for place, name in (
+        (Cluster, "ms"),
+        (Device, "compute_ms"),
+        (Device, "touch_ms"),
+        (simulator.schedule, "traffic"),
+        (simulator.scenario, "plan_partition"),
+        (simulator.memory, "_total"),
+        (simulator.schedule, "lay_out"),
+        (simulator.memory, "lay_out"),
+    ):
+        count(place, name)
+    totals = []
+    for ranks in (64, 8192):
+        counted.clear()
+        as_json(
+            "gpt2", scenario := Scenario(MODELS["gpt2"], cluster("h100-ib"), ranks), [scenario.run(strategy)]
+        )
+        assert counted["plan_partition"] <= 1
+        assert counted["lay_out"] <= 1
+        totals.append(counted.total())
+    assert totals[1] < 4 * totals[0], "128 times as many ranks"

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
+from training import filled
 
 from zero_ref.averaging import AveragingSchedule
 from zero_ref.calls import Call
@@ -329,12 +330,14 @@ def test_buckets_are_those_of_ddps_own_rule(seed: int) -> None:
 
 
 def model_of_many_kinds() -> torch.nn.Module:
-    model = torch.nn.Sequential(
-        torch.nn.Linear(40, 30),
-        torch.nn.LayerNorm(30),
-        torch.nn.Linear(30, 25, dtype=torch.bfloat16),
-        torch.nn.Linear(25, 20, dtype=torch.bfloat16),
-        torch.nn.Linear(20, 17),
+    model = filled(
+        torch.nn.Sequential(
+            torch.nn.Linear(40, 30),
+            torch.nn.LayerNorm(30),
+            torch.nn.Linear(30, 25, dtype=torch.bfloat16),
+            torch.nn.Linear(25, 20, dtype=torch.bfloat16),
+            torch.nn.Linear(20, 17),
+        )
     )
     model.register_parameter("empty", torch.nn.Parameter(torch.empty(0)))
     model[1].bias.requires_grad_(False)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training import NEVER_S
 
 from zero_ref.calls import Call
 from zero_ref.collectives import Collectives
@@ -120,8 +121,8 @@ def test_there_is_at_least_one_rank(world_size: int) -> None:
         virtual.run(lambda comm: None, world_size)
 
 
-def stop_while_others(wait: Any) -> float:
-    """Seconds until the run ends in which rank 1 raises and the others call `wait`."""
+def stop_while_others(wait: Any) -> None:
+    """A run in which rank 1 raises and the others call `wait`."""
 
     def on_rank(comm: Collectives) -> None:
         if comm.rank == 1:
@@ -129,13 +130,11 @@ def stop_while_others(wait: Any) -> float:
             raise ZeroDivisionError("one by nothing")
         wait(comm)
 
-    start = time.monotonic()
     with pytest.raises(
         RuntimeError, match="virtual rank 1 failed first: ZeroDivisionError: one by nothing"
     ) as caught:
-        virtual.run(on_rank, 3, timeout=30)
+        virtual.run(on_rank, 3, timeout=NEVER_S)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    return time.monotonic() - start
 
 
 @pytest.mark.parametrize(
@@ -148,10 +147,11 @@ def stop_while_others(wait: Any) -> float:
     ids=["all_reduce", "all_gather", "recv"],
 )
 def test_a_rank_that_raises_ends_the_run_whatever_the_others_wait_for(wait: Any) -> None:
-    assert stop_while_others(wait) < 5
+    stop_while_others(wait)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("Thread-")]
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_rank_that_never_comes_ends_the_run_at_the_timeout() -> None:
     with pytest.raises(RuntimeError, match=r"all_reduce did not complete.*0\.2 s"):
         virtual.run(lambda comm: comm.rank or comm.all_reduce(torch.zeros(1)), 2, timeout=0.2)
@@ -188,8 +188,6 @@ def test_a_message_of_another_shape_is_told() -> None:
         virtual.run(on_rank, 2, timeout=5)
 
 
-def test_sixty_four_ranks_start_in_a_moment() -> None:
-    start = time.monotonic()
+def test_sixty_four_ranks_gather() -> None:
     totals = virtual.run(lambda comm: sum(int(t) for t in comm.all_gather(torch.tensor([comm.rank]))), 64)
     assert totals == [64 * 63 // 2] * 64
-    assert time.monotonic() - start < 5

@@ -17,9 +17,11 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -29,10 +31,32 @@ from zero_ref.lab import virtual
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.partition import Partition, even, sorted_greedy
 
+T = TypeVar("T")
+NEVER_S = 3600.0  # longer than pytest waits: where only this ends a test it has failed
 Backward = Callable[[int], None]
 Script = Callable[[Any, Optimizer, Backward], Iterator[None]]
 Snapshot = list[torch.Tensor]
 Groups = Callable[[nn.Module], Any]
+
+
+def in_a_hurry(prepare: Callable[[Any], T]) -> T:
+    """What `prepare(group)` returns, for a group with as short a time-out as that takes; all ranks call this.
+
+    Half a second is enough where nothing else runs. On a busy machine it is tried again with a longer one.
+    """
+    prepared, done = None, False
+    for seconds in (0.5, 2, 8, 32, 128):
+        dist.barrier()  # of the default group, which is patient
+        try:
+            prepared = prepare(dist.new_group(timeout=timedelta(seconds=seconds)))
+            done = True
+        except RuntimeError as error:
+            done, failure = False, error
+        all_done = [None] * dist.get_world_size()
+        dist.all_gather_object(all_done, done)
+        if all(all_done):
+            return prepared  # type: ignore[return-value]
+    raise failure
 
 
 def dealt(numels: Sequence[int], world_size: int) -> list[list[int]]:
@@ -54,6 +78,18 @@ PARTITIONS: list[Any] = [*WHOLE, "even", cut_anywhere]
 MODES = list(itertools.product(PARTITIONS, [False, True]))  # (partition, parameters_as_bucket_view)
 
 
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@torch.no_grad()
+def filled(model: Model, seed: int = 0) -> Model:
+    """The model with random values, the same on all virtual ranks, which share the global generator."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
+    return model
+
+
 class Tangle(nn.Module):
     """A small language model with every kind of parameter that the optimizer must take.
 
@@ -71,10 +107,7 @@ class Tangle(nn.Module):
         self.scale = nn.Parameter(torch.empty(()))
         self.nothing = nn.Parameter(torch.empty(0, 3))
         self.shift = nn.Parameter(torch.empty(8), requires_grad=False)
-        generator = torch.Generator().manual_seed(seed)  # the global one is shared by all virtual ranks
-        for param in self.parameters():
-            with torch.no_grad():
-                param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
+        filled(self, seed)
         if channels_last:
             self.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.out = nn.Linear(8, 13, bias=False)
@@ -124,6 +157,18 @@ def fill_gradients(
                 total = of_rank(comm.rank, index, param)
                 comm.all_reduce(total).wait()
             param.grad = total / world_size
+
+
+def sum_in_rank_order(group, bucket):  # type: ignore[no-untyped-def]
+    """A reference for `reduce_to_owners`: everyone gets everything, and adds it up in its order."""
+    mine = bucket.buffer().mul_(1 / dist.get_world_size(group))
+    total, *others = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather([total, *others], mine, group=group)
+    for other in others:
+        total.add_(other)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(mine.copy_(total))
+    return done
 
 
 def run_script(
@@ -296,3 +341,12 @@ class Run:
             for param, value in zip(model.parameters(), values or [], strict=False):
                 param.copy_(value)
         return model
+
+
+def ring_early(comm: Any) -> list[dict[int, str]]:
+    """What a rank hears in updates 2, 3 and 4 where rank 1 has rung of the third."""
+    alarm = comm.open_channel(0, {torch.device("cpu")})
+    if comm.rank == 1:
+        alarm.ring("lost", 3)
+    comm.all_gather(torch.zeros(1))  # comes after the alarm
+    return [alarm.heard(update) for update in (2, 3, 4)]

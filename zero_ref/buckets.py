@@ -1,16 +1,22 @@
 """A `BucketLayout` made real: flat tensors whose windows are the parameters.
 
-After this, sending a bucket sends all its parameters in one message, and nothing is copied before or
-after: writing the bucket writes the parameters, because they are the same memory.
+It adds to the broadcasts of `minimal.py`, one for each parameter, that one for each owner will do. Sending a
+bucket then sends all its parameters in one message, and nothing is copied before or after: writing the bucket
+writes the parameters, because they are the same memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from itertools import pairwise, zip_longest
-from typing import NamedTuple
+import math
+from bisect import bisect
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise, zip_longest
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ref.collectives import Collectives, Work
 from zero_ref.layout import BucketLayout, runs_within
@@ -71,6 +77,36 @@ def check_can_be_flattened(params: Sequence[torch.Tensor]) -> None:
                 "it back to its old memory after each forward. Construct the optimizer before it, or without "
                 "parameters_as_bucket_view."
             )
+
+
+def kept_view(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> int | None:
+    """The number of a parameter in whose memory the optimizer keeps a tensor of its own, if it keeps one.
+
+    The parameters themselves do not count, nor do the optimizer's groups and the keys of its state: what
+    stands there can be replaced when parameters move.
+    """
+    starts = sorted((start, number) for number, param in enumerate(params) if (start := param.data_ptr()))
+    groups = [{**group, "params": ()} for group in optimizer.param_groups]
+    left: list[Any] = [{**vars(optimizer), "param_groups": groups}]
+    seen = {id(param) for param in params}
+    while left:
+        value = left.pop()
+        if id(value) in seen or isinstance(value, (type, ModuleType, FunctionType)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            left += value
+        elif is_traceable_wrapper_subclass(value):
+            left += (getattr(value, inner) for inner in value.__tensor_flatten__()[0])
+        elif not isinstance(value, torch.Tensor):
+            left += vars(value).values() if hasattr(value, "__dict__") else ()
+        elif value.layout == torch.strided and value.numel():
+            at = bisect(starts, (value.data_ptr(), len(params))) - 1
+            if at >= 0 and value.data_ptr() < starts[at][0] + params[starts[at][1]].nbytes:
+                return starts[at][1]
+    return None
 
 
 @torch.no_grad()
@@ -166,19 +202,60 @@ def _start_broadcast(
     if dtype is None or not tensor.is_floating_point() or tensor.itemsize <= dtype.itemsize:
         return comm.broadcast(tensor, message.owner, expected)
     rounded = tensor.to(dtype) if message.owner == comm.rank else torch.empty_like(tensor, dtype=dtype)
-    work = comm.broadcast(rounded, src=message.owner)
-    return work if message.owner == comm.rank else _ThenCopy(work, rounded, tensor)
+    return _Rounded(comm.broadcast(rounded, src=message.owner), message, rounded, comm.rank)
 
 
-class _ThenCopy:
-    """A broadcast under way into `source`, which belongs into `target`."""
+class _Rounded:
+    """A broadcast under way into `rounded`, which on all ranks but the owner goes to the message's place."""
 
-    def __init__(self, work: Work, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.work, self.source, self.target = work, source, target
+    def __init__(self, work: Work, message: Message, rounded: torch.Tensor, rank: int) -> None:
+        self.work, self.message, self.rounded, self.rank = work, message, rounded, rank
+        # bfloat16 has the exponents of float32: there is nothing to look at.
+        self.may_overflow = 2 * torch.finfo(rounded.dtype).max < torch.finfo(message.tensor.dtype).max
+        self.extremes = rounded.new_empty(0)
 
     def wait(self) -> object:
         self.work.wait()
-        return self.target.copy_(self.source)
+        if self.may_overflow:
+            self.extremes = torch.stack(self.rounded.aminmax())
+        if self.message.owner == self.rank:
+            return self.message.tensor
+        return self.message.tensor.copy_(self.rounded)
+
+    def overflow(self) -> Slice | None:
+        """The slice with the first element that was too large for the dtype in which it was sent."""
+        too_large = self.rounded.isinf().nonzero()[:1].tolist()
+        ends = accumulate(piece.numel for piece in self.message.slices)
+        return next((p for p, end in zip(self.message.slices, ends) for [at] in too_large if at < end), None)
+
+
+def finish_broadcasts(works: Sequence[Work], name: Callable[[int], str] = str) -> None:
+    """Return when all messages have arrived.
+
+    Args:
+        works: all that `start_broadcasts` gave, on all ranks.
+        name: of a parameter, by its number.
+    Raises:
+        RuntimeError: a value was too large for the dtype in which it was sent. All ranks see that in what
+            they have sent or received, so all raise.
+    """
+    for work in works:
+        work.wait()
+    narrow = [work for work in works if isinstance(work, _Rounded) and work.may_overflow]
+    if not narrow:
+        return
+    # On a GPU this waits for the broadcasts, once for all of them.
+    extremes = torch.stack([work.extremes.to(narrow[0].rounded.device) for work in narrow]).tolist()
+    for work, found in zip(narrow, extremes, strict=True):
+        piece = None if all(map(math.isfinite, found)) else work.overflow()
+        if piece is not None:
+            dtype = work.rounded.dtype
+            raise RuntimeError(
+                f"rank {work.rank}: parameter {name(piece.param)}, which rank {work.message.owner} owns, has "
+                f"values beyond {torch.finfo(dtype).max:g}, the largest number of {dtype}: broadcast_dtype "
+                "has made them infinite on all other ranks. Use torch.bfloat16, which has the range of "
+                "float32, and load the last checkpoint."
+            )
 
 
 def broadcast_messages(
@@ -186,8 +263,8 @@ def broadcast_messages(
     messages: Sequence[Message],
     dtype: torch.dtype | None = None,
     expected: Iterable[Work | None] = (),
+    name: Callable[[int], str] = str,
 ) -> None:
-    """As `start_broadcasts`, and return when all messages have arrived."""
+    """As `start_broadcasts`, then `finish_broadcasts`."""
     # Start every broadcast before waiting on one: they share the network.
-    for work in start_broadcasts(comm, messages, dtype, expected):
-        work.wait()
+    finish_broadcasts(start_broadcasts(comm, messages, dtype, expected), name)

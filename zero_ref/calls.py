@@ -6,7 +6,11 @@ operations, in the same order, with the same bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
+
+CHECK = "check"
+"""The op of the all-gather of 32 bytes by which ranks compare options before steps 1, 2, 4, 8 and so on."""
 
 
 class Call(NamedTuple):
@@ -16,7 +20,7 @@ class Call(NamedTuple):
     Call(op='broadcast', nbytes=4096, peer=0)
 
     Args:
-        op: "broadcast", "all_reduce", "all_gather", "reduce_scatter", "send" or "recv".
+        op: "broadcast", "all_reduce", "all_gather", "reduce_scatter", "send", "recv", or "check".
         nbytes: payload in bytes: the size of the tensor that this rank passes in. What travels on the
             wire is a multiple of it that depends on the operation and the number of ranks.
         peer: the source of a broadcast, the other end of a send or recv; None where all ranks are alike.
@@ -25,3 +29,12 @@ class Call(NamedTuple):
     op: str
     nbytes: int
     peer: int | None = None
+
+
+def ordinary(calls: Iterable[Call]) -> list[Call]:
+    """The calls but for those that only some steps make, to be held against the plan of a step.
+
+    >>> ordinary([Call("check", 32), Call("broadcast", 4096, 0)])
+    [Call(op='broadcast', nbytes=4096, peer=0)]
+    """
+    return [call for call in calls if call.op != CHECK]

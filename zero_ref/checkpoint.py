@@ -1,5 +1,8 @@
 """Optimizer state between the sharded form and the whole one.
 
+It adds to `state_dict` of `minimal.py` that parameters may be cut, that nothing is pickled, that each tensor
+travels straight into its place, and the way back: loading, at any number of ranks.
+
 One form everywhere: what `state_dict()` of the unsharded torch optimizer would be. `consolidate` brings
 shards together into it, `shard_of` takes a rank's part out of it, so a checkpoint written under one world
 size and partition loads under any other, and in plain torch.
@@ -7,17 +10,24 @@ size and partition loads under any other, and in plain torch.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+import math
+import numbers
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
 
 import torch
 
+from zero_ref import subclasses
 from zero_ref.buckets import flat_like, flat_view
-from zero_ref.collectives import Collectives, Work, broadcast_json, exchange_json
-from zero_ref.shards import OwnedSlice, describe_options, dtype_name, params_of, specs_of
+from zero_ref.checks import is_elementwise
+from zero_ref.collectives import Collectives, Work, agreement, broadcast_json, exchange_json
+from zero_ref.groups import describe_options, dtype_name, options_of, params_of, specs_of
+from zero_ref.shard import OwnedSlice
 
 State = dict[int, dict[str, Any]]
 Line = tuple[dict[str, Any], torch.Tensor | None]
@@ -49,44 +59,88 @@ def consolidate(
         packed: this rank's state, from `pack`.
     Returns:
         On the receiving ranks, for each parameter number its whole state, on the CPU; elsewhere None.
+    Raises:
+        RuntimeError: something went wrong on another rank. If one raises, all raise; none is left waiting.
     Collective: all ranks, with the same `to`.
     Cost: as ZeroRedundancyOptimizer.consolidate_state_dict.
     """
     route = _ToAll(comm) if to == "all" else _ToOne(comm, to)
-    receiving = to in ("all", comm.rank)
+    tensors = [tensor for _, tensor in packed if tensor is not None]
+    contents = route.contents([entry for entry, _ in packed])
     whole: State = {}
+    places: dict[int, list[torch.Tensor]] = {}
+    parcels: dict[int, list[list[torch.Tensor]]] = {}
+    # All that takes memory comes first: what a rank then sends is waited for.
+    with agreement(comm, "make room for the optimizer state"):
+        if to in ("all", comm.rank):
+            for owner, entries in contents.items():
+                rooms = [make_room(whole.setdefault(e["param"], {}), e, params[e["param"]]) for e in entries]
+                places[owner] = [place for place in rooms if place is not None]
+        for owner, entries in contents.items():
+            ends = tensors if owner == comm.rank else places[owner]  # where it starts from, or arrives
+            parcels[owner] = [[ends[n] for n in parcel] for parcel in _parcels(entries) if owner != to]
+        whole = {param: subclasses.put_together(whole[param]) for param in sorted(whole)}
+        landing = _landing_for([parcel for of_owner in parcels.values() for parcel in of_owner], comm)
+    failures: list[Exception] = []
     works: list[Work] = []
-    for owner in route.owners:
-        mine = packed if owner == comm.rank else []
-        contents = route.contents([entry for entry, _ in mine], owner)
-        tensors = [tensor for _, tensor in mine if tensor is not None]
-        rooms = [
-            make_room(whole.setdefault(entry["param"], {}), entry, params[entry["param"]])
-            for entry in (contents if receiving else [])
-        ]
-        places = [place for place in rooms if place is not None]
-        if tensors and places:
-            torch._foreach_copy_(places, tensors)
-        for parcel in _parcels(contents) if owner != to else []:
-            ends = [(tensors or places)[number] for number in parcel]  # where it starts from, or arrives
-            works += _travel(route, ends, owner, comm)
+    for owner in contents:
+        if tensors and owner == comm.rank and owner in places:
+            with _noted(failures):
+                torch._foreach_copy_(places[owner], tensors)
+        for parcel in parcels[owner]:
+            works += _travel(route, parcel, owner, comm, landing, failures)
     for work in works:
         work.wait()
-    return {param: whole[param] for param in sorted(whole)} if receiving else None
+    with agreement(comm, "consolidate the optimizer state"):
+        if failures:
+            raise failures[0]
+    return whole if places else None
 
 
-def _travel(route: _ToOne | _ToAll, ends: list[torch.Tensor], owner: int, comm: Collectives) -> list[Work]:
-    """Send these tensors as one, or receive them, and give what is still under way."""
+def _travel(
+    route: _ToOne | _ToAll,
+    ends: list[torch.Tensor],
+    owner: int,
+    comm: Collectives,
+    landing: torch.Tensor,
+    failures: list[Exception],
+) -> list[Work]:
+    """Send these tensors as one, or receive them, and give what is still under way.
+
+    What goes wrong on this rank alone is noted. It takes part all the same, for others wait for that.
+    """
+    if _goes_as_it_is(ends, comm):
+        return [route.start(ends[0], owner)]
     sending = owner == comm.rank
-    travelling = (_joined if sending else landing_for)(ends, comm)
-    work = route.start(travelling, owner)
-    if travelling is ends[0]:
-        return [work]
+    travelling = landing[: sum(end.nbytes for end in ends)].view(ends[0].dtype)
+    parts = list(travelling.split([end.numel() for end in ends]))
+    with _noted(failures):
+        if sending:
+            torch._foreach_copy_(parts, ends)
     # One at a time: neither the wire's device nor a sender need have room for the state of all.
-    work.wait()
-    if not sending:
-        torch._foreach_copy_(ends, travelling.split([place.numel() for place in ends]))
+    route.start(travelling, owner).wait()
+    with _noted(failures):
+        if not sending:
+            torch._foreach_copy_(ends, parts)
     return []
+
+
+def _goes_as_it_is(ends: Sequence[torch.Tensor], comm: Collectives) -> bool:
+    return len(ends) == 1 and ends[0].device == comm.wire_device
+
+
+def _landing_for(parcels: Iterable[Sequence[torch.Tensor]], comm: Collectives) -> torch.Tensor:
+    """Bytes on the wire's device for any of these parcels, if it does not go as it is."""
+    staged = (sum(end.nbytes for end in ends) for ends in parcels if not _goes_as_it_is(ends, comm))
+    return torch.empty(max(staged, default=0), dtype=torch.uint8, device=comm.wire_device)
+
+
+@contextlib.contextmanager
+def _noted(failures: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        failures.append(error)
 
 
 def _parcels(contents: Iterable[Mapping[str, Any]]) -> list[list[int]]:
@@ -114,11 +168,6 @@ def _parcels(contents: Iterable[Mapping[str, Any]]) -> list[list[int]]:
     return [*(parcel for of_dtype in small.values() for parcel in of_dtype), *large]
 
 
-def _joined(tensors: list[torch.Tensor], comm: Collectives) -> torch.Tensor:
-    """The tensors end to end on the wire's device: the tensor itself, if it is one and lies there."""
-    return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).to(comm.wire_device)
-
-
 def pack(owned: Sequence[OwnedSlice], state: Mapping[Any, Mapping[Any, Any]]) -> list[Line]:
     """A table of contents of this rank's state, each line with its tensor, if it travels as one.
 
@@ -127,7 +176,12 @@ def pack(owned: Sequence[OwnedSlice], state: Mapping[Any, Mapping[Any, Any]]) ->
             that belongs to no parameter.
     """
     check_belongs_to_parameters(state)
-    return [line for own in owned for line in pack_slice(own, state.get(own.local, {}))]
+    return [line for own in owned for line in pack_slice(own, plain_state(own, state))]
+
+
+def plain_state(own: OwnedSlice, state: Mapping[Any, Mapping[Any, Any]]) -> dict[Any, Any]:
+    """The state of one slice, its tensor subclasses taken apart; raises as `pack`."""
+    return subclasses.take_apart(state.get(own.local, {}), own.piece.param, whole=own.is_whole)
 
 
 def check_belongs_to_parameters(state: Mapping[Any, Any]) -> None:
@@ -144,7 +198,7 @@ def check_belongs_to_parameters(state: Mapping[Any, Any]) -> None:
 
 
 def pack_slice(own: OwnedSlice, of_slice: Mapping[Any, Any]) -> list[Line]:
-    """The lines of one slice's state; raises as `pack`. Tensors are views where memory allows."""
+    """The lines of one slice's plain state; raises as `pack`. Tensors are views where memory allows."""
     piece, _, local = own
     lines: list[Line] = []
     for key, value in of_slice.items():
@@ -160,7 +214,8 @@ def pack_slice(own: OwnedSlice, of_slice: Mapping[Any, Any]) -> list[Line]:
         elif value.ndim == 0 and not value.is_complex():
             entry |= {"value": value.item(), "dtype": dtype_name(value.dtype)}
         else:
-            follows_param = value.shape == local.shape
+            # What is within a subclass has an order of its own.
+            follows_param = value.shape == local.shape and not subclasses.is_within(key)
             tensor = flat_like(value, local) if follows_param else value.contiguous().view(-1)
             place = {"start": piece.start, "stop": piece.stop} if follows_param else {"shape": [*value.shape]}
             entry |= {"dtype": dtype_name(value.dtype), "numel": tensor.numel(), **place}
@@ -204,16 +259,15 @@ class _ToOne:
 
     def __init__(self, comm: Collectives, to: int) -> None:
         self.comm, self.to = comm, to
-        # Whose state passes through this rank. Its own last: copied while that of the others arrives.
-        others = [rank for rank in range(comm.world_size) if rank != to] if comm.rank == to else []
-        self.owners = [*others, comm.rank]
 
-    def contents(self, mine: list[dict[str, Any]], owner: int) -> list[dict[str, Any]]:
-        if owner != self.comm.rank:
-            [mine] = exchange_json(self.comm, {}, [owner])
-        elif owner != self.to:
-            exchange_json(self.comm, {self.to: mine}, [])
-        return mine
+    def contents(self, mine: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+        comm = self.comm
+        if comm.rank != self.to:
+            exchange_json(comm, {self.to: mine}, [])
+            return {comm.rank: mine}
+        others = [rank for rank in range(comm.world_size) if rank != self.to]
+        # Its own last: copied while that of the others arrives.
+        return {**dict(zip(others, exchange_json(comm, {}, others), strict=True)), comm.rank: mine}
 
     def start(self, tensor: torch.Tensor, owner: int) -> Work:
         return self.comm.send(tensor, self.to) if owner == self.comm.rank else self.comm.recv(tensor, owner)
@@ -224,25 +278,12 @@ class _ToAll:
 
     def __init__(self, comm: Collectives) -> None:
         self.comm = comm
-        self.owners = range(comm.world_size)
 
-    def contents(self, mine: list[dict[str, Any]], owner: int) -> list[dict[str, Any]]:
-        return broadcast_json(self.comm, mine, owner)
+    def contents(self, mine: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+        return {owner: broadcast_json(self.comm, mine, owner) for owner in range(self.comm.world_size)}
 
     def start(self, tensor: torch.Tensor, owner: int) -> Work:
         return self.comm.broadcast(tensor, owner)
-
-
-def landing_for(places: Sequence[torch.Tensor], comm: Collectives) -> torch.Tensor:
-    """Room on the wire's device for what is to go to `places`: the place itself, if it is one and lies there.
-
-    Args:
-        places: one or more, of one dtype.
-    """
-    if len(places) == 1 and places[0].device == comm.wire_device:
-        return places[0]
-    numel = sum(place.numel() for place in places)
-    return torch.empty(numel, dtype=places[0].dtype, device=comm.wire_device)
 
 
 @cache
@@ -304,14 +345,17 @@ def saved_ids(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, An
 
 
 def check_fits(
-    state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]], elementwise: bool
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[dict[str, Any]],
+    optimizer_class: type[torch.optim.Optimizer],
 ) -> list[str]:
     """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
 
     Args:
-        elementwise: the optimizer is one of torch's elementwise ones, whose state has shapes that are known.
+        optimizer_class: of one of torch's elementwise ones the state has shapes that are known.
     Raises:
-        ValueError: no such keys, other groups, or a state of another shape; names the parameter.
+        ValueError: no such keys, other groups, options that the class refuses, or a state that it cannot
+            have made; names the parameter.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
@@ -336,13 +380,15 @@ def check_fits(
             f"the checkpoint has parameter groups of {saved} parameters and this optimizer has {ours}. "
             "Build the optimizer from the same parameter groups, in the same order, then load again."
         )
+    _check_options(saved_groups, param_groups, optimizer_class)
+    elementwise = is_elementwise(optimizer_class)
     kinds: list[tuple[Any, ...]] = []
     ids = saved_ids(state_dict, param_groups)
     for number, (id_, param) in enumerate(zip(ids, params_of(param_groups), strict=True)):
         for key, value in state_dict["state"].get(id_, {}).items():
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
             if elementwise and not _fits(key, value, param):
-                what = f"has shape {shape}" if shape is not None else f"is {value!r}"
+                what = f"is {value!r}" if shape is None or key in SCALARS else f"has shape {shape}"
                 raise ValueError(
                     f"the checkpoint's {key!r} for parameter {specs_of(param_groups)[number].name or number} "
                     f"{what}; the parameter has {tuple(param.shape)}. The checkpoint is of another model, or "
@@ -357,10 +403,54 @@ def check_fits(
     return [*options, f"state of shapes and kinds {hashlib.sha256(repr(kinds).encode()).hexdigest()[:12]}"]
 
 
+def _check_options(
+    saved_groups: Sequence[Mapping[str, Any]],
+    param_groups: Sequence[dict[str, Any]],
+    optimizer_class: type[torch.optim.Optimizer],
+) -> None:
+    for index, (saved, ours) in enumerate(zip(saved_groups, param_groups, strict=True)):
+        for option, value in options_of(ours).items():
+            if not _alike(saved.get(option), value):
+                raise ValueError(
+                    f"the checkpoint's {option!r} of group {index} is {saved[option]!r}, this optimizer's is "
+                    f"{value!r}. The checkpoint is damaged, or of another optimizer."
+                )
+        # torch checks options in its constructors. A class that refuses our own, too, cannot be asked so.
+        refusal = _refusal(optimizer_class, {**ours, **saved})
+        if refusal and not _refusal(optimizer_class, ours):
+            raise ValueError(
+                f"{optimizer_class.__name__} refuses the checkpoint's options of group {index}: {refusal}"
+            )
+
+
+def _alike(theirs: Any, ours: Any) -> bool:
+    """Whether two values of an option are of one kind: numbers, texts, sequences. None may stand for any."""
+    if isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)):
+        as_long = isinstance(ours, list) or len(theirs) == len(ours)
+        return as_long and all(map(_alike, theirs, ours))
+    kinds = [(numbers.Number, torch.Tensor), (str,), (list, tuple)]
+    found = [[isinstance(value, kind) for kind in kinds] for value in (theirs, ours)]
+    return found[0] == found[1] or not any(found[0]) or not any(found[1])
+
+
+def _refusal(optimizer_class: type[torch.optim.Optimizer], group: dict[str, Any]) -> str:
+    """What the class's constructor says to a group's options, if it refuses them. It gets no parameters."""
+    accepted = inspect.signature(optimizer_class.__init__).parameters
+    options = {key: value for key, value in options_of(group).items() if key in accepted}
+    try:
+        optimizer_class([{"params": []}], **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def _fits(key: Any, value: Any, param: torch.Tensor) -> bool:
     shape = value.shape if isinstance(value, torch.Tensor) else None
     if key in SCALARS:
-        return shape in ((), (1,)) or isinstance(value, (int, float))
+        if shape not in ((), (1,)) and not isinstance(value, (int, float)):
+            return False
+        number = float(value)
+        return math.isfinite(number) and (key != "step" or (number >= 0 and number.is_integer()))
     # SGD without momentum saves a momentum_buffer of None.
     return key not in SHAPED or value is None or (shape == param.shape and value.layout == torch.strided)
 
@@ -381,15 +471,17 @@ def shard_of(
         By position in `owned`; slices without saved state are left out.
     """
 
-    def part(value: Any, own: OwnedSlice) -> Any:
+    def part(key: str, value: Any, own: OwnedSlice) -> Any:
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
-        if own.local is not own.param and value.shape == own.param.shape and value.ndim:
-            return flat_like(value, own.param)[own.piece.start : own.piece.stop].clone()
-        return value.clone()
+        if not own.is_whole:
+            subclasses.take_apart({key: value}, own.piece.param, whole=False)  # raises if it is one
+            if value.shape == own.param.shape and value.ndim:
+                return flat_like(value, own.param)[own.piece.start : own.piece.stop].clone()
+        return subclasses.mapped(torch.clone, value)
 
     return {
-        number: {key: part(value, own) for key, value in state[saved_ids[own.piece.param]].items()}
+        number: {key: part(key, value, own) for key, value in state[saved_ids[own.piece.param]].items()}
         for number, own in enumerate(owned)
         if saved_ids[own.piece.param] in state
     }

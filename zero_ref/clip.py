@@ -87,6 +87,7 @@ def clip_grad_norm_(
     """
     chosen, total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params, max_norm)
     clip_grads_with_norm_(chosen.values(), float(max_norm), total, foreach)
+    optimizer.backward.mark_again()
     return total
 
 
@@ -108,7 +109,9 @@ def get_total_norm(
 
     Args, Returns, Raises, Collective, Cost: as `clip_grad_norm_`.
     """
-    return _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params)[1]
+    total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params)[1]
+    optimizer.backward.may_change = True  # the caller may scale by it, as above
+    return total
 
 
 def _total_norm(
@@ -126,7 +129,7 @@ def _total_norm(
             "rank owns what. For an unsharded model use torch.nn.utils.clip_grad_norm_."
         )
     # Ranks that have left a Join loop come to no call of ours. Those in it have all gradients.
-    alone = zero._join_config.enable
+    alone = zero.joined is not None
     facts: Sequence[str] | Exception
     norms: dict[Slice, float] = {}
     try:
@@ -156,7 +159,7 @@ def _chosen(
     zero: ZeroRedundancyOptimizer, params: Iterable[torch.Tensor] | torch.Tensor | None
 ) -> dict[int, torch.Tensor]:
     """These parameters by their numbers, in registration order."""
-    all_params = dict(enumerate(zero._params))
+    all_params = dict(enumerate(zero.built.params))
     if params is None:
         return all_params
     known = set(all_params.values())
@@ -173,27 +176,29 @@ def _chosen(
 
 
 def _check_can_be_clipped(zero: ZeroRedundancyOptimizer, chosen: Mapping[int, torch.Tensor]) -> None:
-    if zero._backward.updated:
+    if zero.backward.updated:
         raise RuntimeError(
             f"rank {zero.rank}: clipping by global norm needs all gradients before the first parameter is "
             "updated, and with overlap_with_ddp=True backward has already updated them. Construct the "
             "optimizer without overlap_with_ddp=True, then clip between backward() and step()."
         )
-    if zero._backward.begun:
+    if zero.backward.begun:
         raise RuntimeError(
             f"rank {zero.rank}: the last backward did not come to its end, so gradients are reduced only in "
             "part and have no common norm. Find what ended it, then call zero_grad() and run it again."
         )
-    if zero._join_config.enable and zero._backward.owner_only:
+    if zero.joined and zero.backward.owner_only:
         raise RuntimeError(
             f"rank {zero.rank}: inside Join a rank that has run out of data takes no part in clipping, and "
             "with reduce_to_owners no other has the gradients that it owns. Use DDP without that hook."
         )
+    zero.backward.check_as_kept(zero.rank, zero.built)
     for number, param in chosen.items():  # owned or not: all ranks say the same
         if param.grad is not None and param.grad.layout != torch.strided:
             raise RuntimeError(
-                f"rank {zero.rank}: parameter {zero._name(number)} has a sparse gradient, of which torch "
-                "computes no norm. Construct its layer with sparse=False, or leave it out with `params`."
+                f"rank {zero.rank}: parameter {zero.built.name(number)} has a sparse gradient, of "
+                "which torch computes no norm. Construct its layer with sparse=False, or leave it out with "
+                "`params`."
             )
 
 
@@ -305,7 +310,7 @@ def _nonfinite_error(
     if culprits:
         owners = " and ".join(str(owner) for _, owner in zero.partition.pieces_of_param[culprits[0]])
         where = (
-            f"as that of parameter {zero._name(culprits[0])}, owned by rank {owners}, is "
+            f"as that of parameter {zero.built.name(culprits[0])}, owned by rank {owners}, is "
             f"{norm_of_param[culprits[0]]} (one of {len(culprits)} such parameters)"
         )
     return (

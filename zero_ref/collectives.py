@@ -1,5 +1,8 @@
 """The one place that talks to other ranks.
 
+It adds to `dist.broadcast` of `minimal.py` that every call can be seen, and that ranks which disagree all get
+an error where they would wait for each other for ever.
+
 `Collectives` says what the optimizer needs of a network; `ProcessGroupCollectives` does it on a
 torch.distributed process group (NCCL, Gloo), `zero_ref.lab.virtual` on threads of one process. Every call
 is told to `observers` before it is made, so that what really happened can be held against the plan.
@@ -14,7 +17,7 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,12 +36,31 @@ fraction of the time of Gloo's own, large ones no more (bench/NOTES.md). More ra
 TAG = 2**20
 """Tells our messages between two ranks from a user's own, whose tag is 0 unless they choose."""
 
+ALARM_TAG = TAG + 720_720
+"""A group with several network devices takes one by the tag. This is the same one, up to 16 of them."""
+
+ALARM_NBYTES = 512
+"""A text, then the update's number in eight bytes, then a 1, which comes last."""
+
 
 class Work(Protocol):
     """A call under way."""
 
     def wait(self) -> object:
         """Return when the call's tensors may be used; raise RuntimeError if it failed."""
+
+
+class Alarm(Protocol):
+    """A word to all other ranks that they hear without a call, before what its rank sends them later."""
+
+    def ring(self, text: str, update: int) -> None:
+        """Tell the others of this update, counted from 1."""
+
+    def heard(self, update: int) -> dict[int, str]:
+        """What came since the last time, one text from a rank, before what has been received from it.
+
+        A rank that is ahead may have rung of a later update than this one: that is heard in its turn.
+        """
 
 
 class Collectives(Protocol):
@@ -68,6 +90,17 @@ class Collectives(Protocol):
         """
         ...
 
+    def open_channel(self, number: int, devices: Collection[torch.device]) -> Alarm | None:
+        """Keep messages from now on apart from those of other numbers, where the network can.
+
+        Args:
+            number: of the optimizer on the group.
+            devices: of what it will broadcast.
+        Returns:
+            An alarm that is heard when what its rank broadcasts later has arrived; None where there is none.
+        """
+        ...
+
     def broadcast(self, tensor: torch.Tensor, src: int, expected: Work | None = None) -> Work:
         """Overwrite `tensor` on all ranks by that of `src`. Cost: each other rank receives it once."""
         ...
@@ -76,8 +109,12 @@ class Collectives(Protocol):
         """Overwrite `tensor` by its sum over ranks. Cost: each rank sends 2(N-1)/N of it on a ring."""
         ...
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The `tensor` of each rank, in rank order; equal shapes. Cost: each rank receives N-1 of them."""
+    def all_gather(self, tensor: torch.Tensor, told_as: str = "all_gather") -> list[torch.Tensor]:
+        """The `tensor` of each rank, in rank order; equal shapes. Cost: each rank receives N-1 of them.
+
+        Args:
+            told_as: the `op` that observers hear.
+        """
         ...
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
@@ -112,6 +149,9 @@ class Observable:
     def expect(self, tensor: torch.Tensor, src: int) -> Work | None:
         return None
 
+    def open_channel(self, number: int, devices: Collection[torch.device]) -> Alarm | None:
+        return None
+
 
 class ProcessGroupCollectives(Observable):
     """Collectives on a torch.distributed process group.
@@ -141,6 +181,7 @@ class ProcessGroupCollectives(Observable):
         # A group may have a backend for each kind of device, as in "cpu:gloo,cuda:nccl".
         backends = str(dist.get_backend_config(group))
         self.pairwise = "cpu:gloo" in backends and self.world_size <= PAIRWISE_RANKS
+        self.tag = TAG
         self.wire_device = torch.device(
             "cpu" if "cpu:" in backends else f"cuda:{torch.cuda.current_device()}"
         )
@@ -149,6 +190,13 @@ class ProcessGroupCollectives(Observable):
         if src == self.rank or not self._goes_pairwise(tensor):
             return None
         return self._from(src, tensor, "broadcast")
+
+    def open_channel(self, number: int, devices: Collection[torch.device]) -> Alarm | None:
+        # If ranks step two optimizers in another order, each waits for the other, until the group's time-out.
+        # With one tag, each would take what the other sends for its own.
+        self.tag = TAG + number
+        straight = self.pairwise and all(device.type == "cpu" for device in devices)
+        return _PairwiseAlarm(self, ALARM_TAG + number) if straight else None
 
     def broadcast(self, tensor: torch.Tensor, src: int, expected: Work | None = None) -> Work:
         self.tell("broadcast", tensor, src)
@@ -168,8 +216,8 @@ class ProcessGroupCollectives(Observable):
         self.tell("all_reduce", tensor)
         return self._start("all_reduce", dist.all_reduce, tensor, async_op=True)
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self.tell("all_gather", tensor)
+    def all_gather(self, tensor: torch.Tensor, told_as: str = "all_gather") -> list[torch.Tensor]:
+        self.tell(told_as, tensor)
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
         self._start("all_gather", dist.all_gather, gathered, tensor, async_op=True).wait()
         return gathered
@@ -194,16 +242,54 @@ class ProcessGroupCollectives(Observable):
         return self._start(f"exchange with ranks {peers}", _batch, sends, recvs)
 
     def _to(self, dst: int, tensor: torch.Tensor, what: str = "send") -> Work:
-        return self._start(f"{what} to rank {dst}", dist.isend, _raw(tensor), group_dst=dst, tag=TAG)
+        return self._start(f"{what} to rank {dst}", dist.isend, _raw(tensor), group_dst=dst, tag=self.tag)
 
     def _from(self, src: int, tensor: torch.Tensor, what: str = "receive") -> Work:
-        return self._start(f"{what} from rank {src}", dist.irecv, _raw(tensor), group_src=src, tag=TAG)
+        return self._start(f"{what} from rank {src}", dist.irecv, _raw(tensor), group_src=src, tag=self.tag)
 
     def _start(self, what: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
         work = _GroupWork(f"rank {self.rank} of {self.world_size}: {what}")
         with work:
             work.work = operation(*args, group=self.group, **kwargs)
         return work
+
+
+class _PairwiseAlarm:
+    """On Gloo: a receive from each peer that nobody waits for; an alarm is there when its memory changes.
+
+    Gloo delivers the messages between two ranks in their order, so when a rank has received new values, an
+    alarm that their sender rang before them lies in memory, and looking there asks nothing of the network.
+    """
+
+    def __init__(self, comm: ProcessGroupCollectives, tag: int) -> None:
+        self.comm, self.tag = comm, tag
+        self.rooms: dict[int, bytearray] = {}
+        self.listening: dict[int, Any] = {}
+        self.sent: list[Any] = []
+        for peer in range(comm.world_size):
+            if peer != comm.rank:
+                self._listen(peer)
+
+    def _listen(self, peer: int) -> None:
+        self.rooms[peer] = bytearray(ALARM_NBYTES)
+        room = torch.frombuffer(self.rooms[peer], dtype=torch.uint8)
+        self.listening[peer] = dist.irecv(room, group=self.comm.group, group_src=peer, tag=self.tag)
+
+    def ring(self, text: str, update: int) -> None:
+        room = ALARM_NBYTES - 9
+        word = bytearray(text.encode()[:room].ljust(room) + update.to_bytes(8, "big") + b"\1")
+        sent = torch.frombuffer(word, dtype=torch.uint8)
+        self.sent = [
+            dist.isend(sent, group=self.comm.group, group_dst=peer, tag=self.tag) for peer in self.rooms
+        ]
+
+    def heard(self, update: int) -> dict[int, str]:
+        texts = {}
+        for peer, word in list(self.rooms.items()):
+            if word[-1] and int.from_bytes(word[-9:-1], "big") <= update:
+                texts[peer] = word[:-9].decode(errors="replace").rstrip()
+                self._listen(peer)
+        return texts
 
 
 class AllOf:
@@ -231,7 +317,27 @@ def as_collectives(process_group: dist.ProcessGroup | Collectives | None) -> Col
     return process_group
 
 
-def agree(comm: Collectives, action: str, facts: Sequence[str] | Exception) -> None:
+class RanksLostError(RuntimeError):
+    """The network failed while ranks compared what they do, so this one cannot know who went on."""
+
+
+class Fact(str):
+    """A line that must be the same on all ranks, with what to do about it where it is not."""
+
+    remedy: str
+
+    def __new__(cls, line: str, remedy: str) -> Fact:
+        fact = super().__new__(cls, line)
+        fact.remedy = remedy
+        return fact
+
+
+REMEDY = "Pass the same parameters and options on every rank."
+
+
+def agree(
+    comm: Collectives, action: str, facts: Sequence[str] | Exception, told_as: str = "all_gather"
+) -> None:
     """Compare what every rank is about to do; return if they agree, raise on all of them if not.
 
     An error found by one rank alone would leave the others waiting in their next collective. So each
@@ -239,10 +345,13 @@ def agree(comm: Collectives, action: str, facts: Sequence[str] | Exception) -> N
 
     Args:
         action: what comes next, in words: "construct the optimizer".
-        facts: one line each, in an order that all ranks share, or the exception that this rank met.
+        facts: one line each, in an order that all ranks share, or the exception that this rank met. A `Fact`
+            brings its own advice for the case that it differs.
+        told_as: the `op` that observers hear.
     Raises:
         Exception: the one passed as `facts`, on the rank that passed it.
         RuntimeError: another rank failed, or does something else.
+        RanksLostError: the network failed.
         ValueError: the facts differ; names the rank and the first fact.
     Collective: all ranks of the group, outside of any other call.
     Cost: one all-gather of 32 bytes; where ranks differ, one more of all the facts.
@@ -252,14 +361,14 @@ def agree(comm: Collectives, action: str, facts: Sequence[str] | Exception) -> N
     text = json.dumps([action, failed, lines]).encode()
     digest = hashlib.sha256(text).digest()[:24] + len(text).to_bytes(8, "big")
     try:
-        digests = [_text(other) for other in comm.all_gather(_as_bytes(digest, comm))]
+        digests = [_text(other) for other in comm.all_gather(_as_bytes(digest, comm), told_as)]
     except RuntimeError as error:
-        raise RuntimeError(f"rank {comm.rank} was to {action} with all others: {error}") from error
+        raise RanksLostError(f"rank {comm.rank} was to {action} with all others: {error}") from error
     if all(other == digest for other in digests) and not failed:
         return
 
     longest = max(int.from_bytes(other[24:], "big") for other in digests)
-    texts = comm.all_gather(_as_bytes(text.ljust(longest), comm))
+    texts = comm.all_gather(_as_bytes(text.ljust(longest), comm), told_as)
     if isinstance(facts, Exception):
         raise facts
     said = [json.loads(_text(other)) for other in texts]
@@ -272,7 +381,7 @@ def agree(comm: Collectives, action: str, facts: Sequence[str] | Exception) -> N
                 f"rank {comm.rank} is to {action} while rank {rank} is to {their_action}. "
                 "All ranks must make the same calls in the same order."
             )
-    raise ValueError(_disagreement(action, [lines for _, _, lines in said]))
+    raise ValueError(_disagreement(action, [lines for _, _, lines in said], facts))
 
 
 @contextlib.contextmanager
@@ -293,6 +402,21 @@ def agreement(comm: Collectives, action: str) -> Iterator[list[str]]:
         agree(comm, action, error)
     else:
         agree(comm, action, facts)
+
+
+def gather_texts(comm: Collectives, text: str) -> list[str]:
+    """What each rank has to say, in rank order.
+
+    Collective: all ranks of the group.
+    Cost: one all-gather of 8 bytes; where a rank says something, one more of the texts.
+    """
+    mine = text.encode()
+    length = torch.tensor([len(mine)], device=comm.wire_device)
+    lengths = [int(other.item()) for other in comm.all_gather(length)]
+    if not any(lengths):
+        return [""] * comm.world_size
+    texts = comm.all_gather(_as_bytes(mine.ljust(max(lengths)), comm))
+    return [_text(other)[:numel].decode() for other, numel in zip(texts, lengths, strict=True)]
 
 
 def broadcast_json(comm: Collectives, value: Any, src: int) -> Any:
@@ -327,20 +451,21 @@ def exchange_json(comm: Collectives, values: Mapping[int, Any], sources: Iterabl
     return [json.loads(_text(text)) for _, text in room]
 
 
-def _disagreement(action: str, lines_of_rank: list[list[str]]) -> str:
+def _disagreement(action: str, lines_of_rank: list[list[str]], facts: Sequence[str]) -> str:
     """Name the rank that differs from most, and the first line in which it does."""
     usual = list(Counter(map(tuple, lines_of_rank)).most_common(1)[0][0])
     odd = next(rank for rank, lines in enumerate(lines_of_rank) if lines != usual)
     typical = lines_of_rank.index(usual)
-    for mine, theirs in zip(lines_of_rank[odd], usual, strict=False):
+    for number, (mine, theirs) in enumerate(zip(lines_of_rank[odd], usual, strict=False)):
         if mine != theirs:
+            remedy = getattr(facts[number], "remedy", REMEDY) if number < len(facts) else REMEDY
             return (
                 f"ranks disagree, so none can {action}: rank {odd} has [{mine}] where rank {typical} has "
-                f"[{theirs}]. Pass the same parameters and options on every rank."
+                f"[{theirs}]. {remedy}"
             )
     return (
         f"ranks disagree, so none can {action}: rank {odd} lists {len(lines_of_rank[odd])} facts and rank "
-        f"{typical} lists {len(usual)}. Pass the same parameters and options on every rank."
+        f"{typical} lists {len(usual)}. {REMEDY}"
     )
 
 

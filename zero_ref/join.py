@@ -16,26 +16,45 @@ the gradients of what they own, and its options. `ShadowStep` is one such step o
 A shadow is made for each forward of the DDP model, so a rank with data must step after each: gradients
 cannot be accumulated over several forwards, and torch.amp.GradScaler must not skip a step. When all have
 left, DDP gives every rank the parameters of one: with `broadcast_dtype`, owners' full precision ends there.
+
+Write `with Join(...)`: as long as a `Join` is kept in a variable, it counts as one that has not ended.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
 from zero_ref.buckets import flat_like
-from zero_ref.collectives import ToPeer, broadcast_json
+from zero_ref.built import Built
+from zero_ref.collectives import Collectives, ToPeer, broadcast_json
+from zero_ref.groups import describe_options, options_of
+from zero_ref.hooks import InBackward
 from zero_ref.partition import Slice
-from zero_ref.shards import describe_options, options_of, own_slices
-
-if TYPE_CHECKING:
-    from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.shard import Shard, own_slices
 
 Kind = list[int] | None
 """Of a gradient: None where it is dense; [entries, sparse dimensions] where it is sparse."""
+
+
+class Joined(Protocol):
+    """What is asked of an optimizer here; see `ZeroRedundancyOptimizer`."""
+
+    rank: int
+    world_size: int
+    collectives: Collectives
+    backward: InBackward
+    built: Built
+    shard: Shard
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def joined(self) -> ShadowStep | None: ...
+    def begin_update(self) -> None: ...
+    def make_update(self, *, gradients: dict[int, torch.Tensor]) -> Any: ...
 
 
 class ShadowStep(JoinHook):
@@ -44,31 +63,36 @@ class ShadowStep(JoinHook):
     When all have left, it takes over the options of those who stayed longest. A scheduler that steps in every
     iteration is nonetheless behind on the others: give it the state of one that is not.
 
+    Args:
+        zero: the optimizer.
+        divide_by_initial_world_size: DDP divides gradients by the number of all ranks; False for that of the
+            ranks which still have data.
+        **_: what `Join` was given for others.
     Raises:
         ValueError: the update is made in backward and depends on which parameters were used in it, which a
             rank without a backward cannot know.
     """
 
-    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
-        if zero._backward.late:
+    def __init__(self, zero: Joined, divide_by_initial_world_size: bool = True, **_: Any) -> None:
+        if zero.backward.late:
             raise ValueError(
                 "overlap_with_ddp=True cannot be joined where DistributedDataParallel has "
                 "find_unused_parameters=True or static_graph=True: a rank without data does not learn which "
                 "parameters were used. Construct either without it."
             )
         self.zero = zero
+        self.divide_by_initial_world_size = divide_by_initial_world_size
 
     def main_hook(self) -> None:
         """Step this rank's shard as if it still had data."""
         zero = self.zero
-        zero._opt_called = True  # a scheduler that steps once an epoch warns where step() was never called
-        if zero._backward.take_update({}):
+        if zero.backward.take_update({}):
             return  # DDP's own shadow has run the hook that steps
-        owner_only = zero._backward.owner_only
+        owner_only = zero.backward.owner_only
         try:
             gradients = lend_to_joined(zero, active=False)
-            zero._begin_update()
-            zero._make_update(gradients=gradients)
+            zero.begin_update()
+            zero.make_update(gradients=gradients)
         except RuntimeError as error:
             error.add_note(
                 "This rank has run out of data, and makes one step for each forward of the others. If none "
@@ -77,15 +101,30 @@ class ShadowStep(JoinHook):
             raise
         if owner_only:
             # DDP's shadow has put them there; in a backward to come they would count once more.
-            for own in zero._owned:
-                own.param.grad = None
+            for param in zero.built.params:
+                param.grad = None
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the options of a rank that had data to the end."""
         share_options(self.zero, active=is_last_joiner)
 
 
-def lend_to_joined(zero: ZeroRedundancyOptimizer, active: bool) -> dict[int, torch.Tensor]:
+def divisor_of_gradients(zero: Joined, active: bool) -> int:
+    """By what DDP divides the sum of gradients: the number of all ranks, or of those that have data.
+
+    Args:
+        active: this rank still has data.
+    Collective: all ranks of the group, inside a `Join` with `divide_by_initial_world_size=False`.
+    Cost: there one all-reduce of 8 bytes, else nothing.
+    """
+    if zero.joined is None or zero.joined.divide_by_initial_world_size:
+        return zero.world_size
+    count = torch.tensor([int(active)], device=zero.collectives.wire_device)
+    zero.collectives.all_reduce(count).wait()
+    return int(count.item())
+
+
+def lend_to_joined(zero: Joined, active: bool) -> dict[int, torch.Tensor]:
     """Give ranks without data the gradients and options that they need to step what they own.
 
     Args:
@@ -105,8 +144,8 @@ def lend_to_joined(zero: ZeroRedundancyOptimizer, active: bool) -> dict[int, tor
         return {}
     source = has_data.index(True)
     kinds = _share(zero, source, active)
-    if zero._backward.owner_only:  # the reduction has left each owner its gradients
-        own = {piece.param: param.grad for piece, param, _ in zero._owned if not active}
+    if zero.backward.owner_only:  # the reduction has left each owner its gradients
+        own = {piece.param: param.grad for piece, param, _ in zero.shard.owned if not active}
         return {number: grad for number, grad in own.items() if grad is not None and number in kinds}
     if not active:
         return _borrowed(zero, source, kinds)
@@ -116,14 +155,14 @@ def lend_to_joined(zero: ZeroRedundancyOptimizer, active: bool) -> dict[int, tor
     return {}
 
 
-def share_options(zero: ZeroRedundancyOptimizer, active: bool) -> None:
+def share_options(zero: Joined, active: bool) -> None:
     """Bring the options to ranks without data; as `lend_to_joined`, without the gradients."""
     has_data = _who_has_data(zero, active)
     if not all(has_data):
         _share(zero, has_data.index(True), active)
 
 
-def _who_has_data(zero: ZeroRedundancyOptimizer, active: bool) -> list[bool]:
+def _who_has_data(zero: Joined, active: bool) -> list[bool]:
     """Whether each rank has data. Those that do must also have the same options."""
     comm = zero.collectives
     options = [line for group in zero.param_groups for line in describe_options(group)]
@@ -142,23 +181,23 @@ def _who_has_data(zero: ZeroRedundancyOptimizer, active: bool) -> list[bool]:
     return [other % 2 == 1 for other in words]
 
 
-def _share(zero: ZeroRedundancyOptimizer, source: int, active: bool) -> dict[int, Kind]:
+def _share(zero: Joined, source: int, active: bool) -> dict[int, Kind]:
     """Take over, where this rank has left, what rank `source` sets. Return what gradients it has."""
     kinds: Any = [
         [number, None if grad.layout == torch.strided else [grad._nnz(), grad.sparse_dim()]]
-        for number, param in enumerate(zero._params)
+        for number, param in enumerate(zero.built.params)
         if param.requires_grad and (grad := param.grad) is not None
     ]
-    if zero._backward.owner_only:  # then those of other owners have been released
-        kinds = [[number, None] for number in sorted(zero._backward.used)]
-    trained = [param.requires_grad for param in zero._params]
+    if zero.backward.owner_only:  # then those of other owners have been released
+        kinds = [[number, None] for number in sorted(zero.backward.used)]
+    trained = [param.requires_grad for param in zero.built.params]
     options = [
         {key: value for key, value in options_of(group).items() if _is_plain(value)}
         for group in zero.param_groups
     ]
     kinds, trained, options = broadcast_json(zero.collectives, [kinds, trained, options], source)
     if not active:
-        for param, is_trained in zip(zero._params, trained, strict=True):
+        for param, is_trained in zip(zero.built.params, trained, strict=True):
             param.requires_grad_(is_trained)
         for group, theirs in zip(zero.param_groups, options, strict=True):
             group.update({key: _adopted(group.get(key), value) for key, value in theirs.items()})
@@ -183,20 +222,20 @@ def _adopted(ours: Any, theirs: Any) -> Any:
     return theirs
 
 
-def _lent_to(zero: ZeroRedundancyOptimizer, rank: int) -> list[ToPeer]:
+def _lent_to(zero: Joined, rank: int) -> list[ToPeer]:
     """The gradients of what `rank` owns, on their way to it."""
     tensors: list[torch.Tensor] = []
-    for piece, param, _ in own_slices(zero.partition.slices_of_rank[rank], zero._params):
+    for piece, param, _ in own_slices(zero.built.partition.slices_of_rank[rank], zero.built.params):
         if param.requires_grad and param.grad is not None:
             tensors += _parts(param.grad, piece, param)
     return [(rank, tensor.to(zero.collectives.wire_device)) for tensor in tensors]
 
 
-def _borrowed(zero: ZeroRedundancyOptimizer, source: int, kinds: dict[int, Kind]) -> dict[int, torch.Tensor]:
+def _borrowed(zero: Joined, source: int, kinds: dict[int, Kind]) -> dict[int, torch.Tensor]:
     """Receive what `_lent_to` sends to this rank."""
     gradients: dict[int, torch.Tensor] = {}
     places: list[torch.Tensor] = []
-    for piece, param, _ in zero._owned:
+    for piece, param, _ in zero.shard.owned:
         if piece.param in kinds:
             gradient = gradients.setdefault(piece.param, _blank(param, kinds[piece.param]))
             places += _parts(gradient, piece, param)

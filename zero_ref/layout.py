@@ -29,8 +29,7 @@ ITEMSIZE: dict[str, int] = {
 """Bytes an element, by the dtype's name."""
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Elements `start` to `stop` of a flat tensor: what one owner sends in one message."""
 
     owner: int
@@ -67,7 +66,7 @@ class Flat:
     @cached_property
     def padding(self) -> int:
         """Elements that belong to no parameter."""
-        return self.numel - sum(bucket.numel for bucket in self.buckets)
+        return self.numel - sum([bucket.stop - bucket.start for bucket in self.buckets])
 
 
 @dataclass(frozen=True)
@@ -130,13 +129,13 @@ def _flat(partition: Partition, members: list[int], device: str, dtype: str, ali
     # ranks lies between theirs.
     pieces = (piece for param in sorted(members, key=owners) for piece in partition.pieces_of_param[param])
     for owner, run in groupby(pieces, key=itemgetter(1)):
-        slices = tuple(piece for piece, _ in run)
+        slices = tuple([piece for piece, _ in run])
         # A run that begins with the rest of a parameter must follow the one before it.
         start = end = _round_up(end, alignment) if slices[0].start == 0 else end
         for piece in slices:
             if piece.start == 0:
                 offset_of_param[piece.param] = end
-            end += piece.numel
+            end += piece.stop - piece.start
         if end > start:
             buckets.append(Bucket(owner, start, end, slices))
     return Flat(device, dtype, _round_up(end, alignment), offset_of_param, tuple(buckets))

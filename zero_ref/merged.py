@@ -113,7 +113,7 @@ class MergedSlices:
                 [*(run.whole for run in runs), *(param for param in of_group if param not in merged)]
             )
 
-    def lend(self) -> None:
+    def merge(self) -> None:
         """Put the runs in their members' places; if one cannot be stepped whole, none of them from now on."""
         if not all(run.take_gradients() and run.take_state(self.optim.state) for run in self.runs):
             self.dissolve()
@@ -122,7 +122,7 @@ class MergedSlices:
             self.optim.state[run.whole] = run.state
         self._list(self.together if self.runs else self.apart)
 
-    def take_back(self) -> None:
+    def split(self) -> None:
         """Leave groups and state as if each member had been stepped by itself."""
         self._list(self.apart)
         for run in self.runs:

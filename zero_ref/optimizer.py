@@ -5,50 +5,37 @@ gradients. An ordinary optimizer then does the same update N times and keeps its
 element has one owner, which alone keeps its optimizer state and updates it; a broadcast brings the new
 values to the others. State per rank falls to 1/N, and what travels is the parameters, once.
 
-Read `step` first. The rest builds what it uses: the partition (`partition.py`), the messages
-(`layout.py`, `buckets.py`), the local optimizer on the owned slices.
+Read `minimal.py` first, then `step` and `make_update` here: the same lines. The rest keeps up what they use
+while the user adds groups, freezes parameters, changes owners or loads: the parameters and the plan for them
+(`built.py`), what this rank owns of them (`shard.py`), and what ranks must have in common (`accord.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from zero_ref import checkpoint, join
-from zero_ref.buckets import (
-    Message,
-    broadcast_messages,
-    check_can_be_flattened,
-    expect_broadcasts,
-    flatten_parameters,
-    messages_by_parameter,
-)
-from zero_ref.collectives import Collectives, Work, agree, agreement, as_collectives
+from zero_ref.accord import Accord, facts_of_options, number_on
+from zero_ref.around import in_its_circumstances, noting_errors
+from zero_ref.buckets import broadcast_messages, check_can_be_flattened, expect_broadcasts
+from zero_ref.built import Built, places_of
+from zero_ref.checks import check_can_be_sharded, check_updates_apart, facts_of, facts_of_values
+from zero_ref.collectives import Collectives, RanksLostError, Work, agree, agreement, as_collectives
+from zero_ref.groups import copy_options, options_of, params_of, specs_of
 from zero_ref.hooks import InBackward
-from zero_ref.layout import lay_out
-from zero_ref.merged import MergedSlices
 from zero_ref.partition import ParamSpec, Partition, Strategy, plan_partition
 from zero_ref.repartition import Handover
-from zero_ref.shards import (
-    LentGradients,
-    check_can_be_sharded,
-    copy_options,
-    facts_of,
-    is_elementwise,
-    local_groups,
-    options_of,
-    own_slices,
-    params_of,
-    specs_of,
-)
+from zero_ref.shard import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -74,23 +61,32 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             (FairScale's), "even" (1/N, to within 64 elements; for elementwise optimizers), a function, lists
             of parameter numbers for each rank, or a Partition.
         broadcast_dtype: send new parameters in this dtype, such as torch.bfloat16, to halve what travels. The
-            owner keeps its values in full; the others get rounded ones, so ranks no longer hold the same.
+            owner keeps its values in full; the others get rounded ones, so ranks no longer hold the same. In
+            torch.float16, of which the largest number is 65504, a step waits for the GPU to look for others.
         **defaults: passed to `optimizer_class`.
 
     Attributes:
         optim: the local optimizer, on this rank's slices.
         partition: who owns what.
+        built: the parameters, their partition and the messages of a step.
+        shard: what this rank owns, and what steps it.
+        backward: what DDP's hooks have done in the last backward.
+        accord: what ranks must go on having in common.
         collectives: the way to the other ranks; append to its `observers` to see every call.
         process_group, rank, world_size, global_rank: as torch's. `rank` counts within the group.
 
     Raises:
         TypeError, ValueError: as torch's optimizers on wrong `params` or options, and where the partition
-            cannot work for this optimizer. If one rank raises, or ranks pass different things, all raise.
+            cannot work for this optimizer; parameters that are cut already (DTensor) or whose values differ
+            between ranks; an optimizer whose update of a parameter depends on others. If one rank raises, or
+            ranks pass different things, all raise.
 
     Collective: all ranks of the group construct it together.
-    Cost: one all-gather of 32 bytes.
+    Cost: one all-gather of 32 bytes, and one pass over the parameters' memory.
     Source: ZeRO stage 1, "P_os" (arXiv:1910.02054, section 5.1).
     """
+
+    shard_type: Callable[..., Shard] = Shard
 
     _opt_called: bool  # learning-rate schedulers set and read it
 
@@ -115,29 +111,53 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
         self.broadcast_dtype = broadcast_dtype
-        self._backward = InBackward()
+        self.backward = InBackward()
         self._strategy = partition
         self._consolidated: checkpoint.State | None = None
-        self._messages: list[Message] = []
+        self._shadow: weakref.ref[join.ShadowStep] | None = None
 
         # Whatever can go wrong by itself goes wrong before the first message, and then on all ranks alike.
+        number = number_on(self.process_group)
         with agreement(self.collectives, "construct the optimizer") as facts:
+            # Optimizer.__init__ writes every default into each group, and an option of a group wins over what
+            # the local optimizer's constructor computes of its arguments. That gets what the user gave.
+            self._given: list[dict[str, Any]] = []
             Optimizer.__init__(self, params, defaults)
-            specs = self._specs()
-            self.partition = plan_partition(partition, specs, self.world_size)
-            check_can_be_sharded(optimizer_class, self.partition, self._params, specs)
+            specs, all_params = specs_of(self.param_groups), params_of(self.param_groups)
+            planned = plan_partition(partition, specs, self.world_size)
+            check_can_be_sharded(optimizer_class, planned, all_params, specs)
             if parameters_as_bucket_view:
-                check_can_be_flattened(self._params)
-            self._owned = own_slices(self.partition.slices_of_rank[self.rank], self._params)
-            self.optim: Optimizer = optimizer_class(local_groups(self.param_groups, self._owned), **defaults)
-            self._merged = MergedSlices(self.optim, [], [])
+                check_can_be_flattened(all_params)
+            # Before they are moved to where words of eight bytes begin elsewhere.
+            start_values = facts_of_values(all_params, specs)
+            check_updates_apart(optimizer_class, self._given[0], defaults)
+            # First: the local optimizer may keep views of its parameters, which would not move with them.
+            self.built = Built.of(all_params, specs, planned, parameters_as_bucket_view)
+            # An update in backward steps some parameters at a time, so there each is stepped by itself.
+            self.shard = self.shard_type(
+                self.built, self.rank, self._given, optimizer_class, defaults, merge=not overlap_with_ddp
+            )
             self.defaults = self.optim.defaults
             copy_options(self.optim.param_groups, self.param_groups)
-            facts += self._facts(specs, self.partition)
-        self._build(specs)
+            facts.append(f"optimizer {number} of the group")
+            facts += self._facts(specs, planned)
+            facts += start_values  # last, so that what has another shape is said to have that
+        alarm = self.collectives.open_channel(number, {param.device for param in self.built.params})
+        self.accord = Accord(self.collectives, alarm, f"optimizer {number} ({type(self.optim).__name__})")
+        self.state = self.optim.state
+        self._log()
+
+    @property
+    def optim(self) -> Optimizer:
+        return self.shard.optim
+
+    @property
+    def partition(self) -> Partition:
+        return self.built.partition
 
     # ------------------------------------------------------------------------------------------- the step
 
+    @in_its_circumstances
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this rank's shard, then bring every shard to every rank.
 
@@ -149,165 +169,154 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Returns:
             What the local optimizer's `step` returns: the closure's loss, or None.
         Raises:
-            RuntimeError: another rank stopped, or makes other calls; says what this one waited for.
+            RuntimeError: another rank stopped, or makes other calls; says what this one waited for. A value
+                is too large for `broadcast_dtype`, or gradients that only their owners have were changed
+                other than by `zero_ref.clip_grad_norm_`; names the parameter, on all ranks. The local
+                optimizer of another rank raised: up to 8 ranks on the CPU all hear of it in the same step,
+                otherwise in the next comparison. Then all refuse to step and to save until a state is loaded.
+            ValueError: options, or what the local optimizer keeps for all parameters, differ between ranks.
+                Compared before updates 1, 2, 4, 8, ..., and where ranks agree on something anyway.
         Collective: all ranks of the group, once each iteration, after their gradients were reduced.
         Cost: each rank receives (N-1)/N of the trainable parameters, and sends its own 1/N to the others. The
-            first step after a change of `requires_grad` also makes one all-gather of 32 bytes. Nothing where
-            backward has made the update already (`overlap_with_ddp`).
+            first step after a change of `requires_grad`, and updates 1, 2, 4, 8, ..., also make an all-gather
+            of 32 bytes. Nothing where backward has made the update already (`overlap_with_ddp`).
         """
-        Join.notify_join_context(self)
-        self._backward.check_no_scaler(self)
-        if closure is not None and (self.overlap_with_ddp or self._join_config.enable):
-            # Its backward makes the update, or ranks without data shadow it.
-            closure = _evaluated(closure)
-        if self._backward.take_update(kwargs):
-            return closure and closure()
-        if self._join_config.enable:
-            join.lend_to_joined(self, active=True)
-        self._begin_update()
-        return self._make_update(closure, **kwargs)
+        self.begin_update()
+        return self.make_update(closure, **kwargs)
 
-    def _begin_update(self) -> None:
+    def begin_update(self) -> None:
         """Take over what has changed since the last update: parameters, options."""
         self._consolidated = None
-        self._rebuild_if_changed()
+        self.current()
+        self.accord.before_update(self.standing_facts)
         copy_options(self.param_groups, self.optim.param_groups)
 
-    def _make_update(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """The update itself: each rank steps its shard, then all send what they own."""
-        with self._expecting(closure) as expected:
-            loss = self._step_local(closure, **kwargs)
-        broadcast_messages(self.collectives, self._messages, self.broadcast_dtype, expected)
-        self._end_update()
-        return loss
-
-    @contextlib.contextmanager
-    def _expecting(self, closure: Callable[[], Any] | None) -> Iterator[list[Work | None]]:
-        """What others send may arrive. It does so after an error, too, or the next step would get it."""
-        # What is to be rounded has another place to arrive in, and a closure runs the model as it is.
-        early = closure is None and self.broadcast_dtype is None
-        expected = expect_broadcasts(self.collectives, self._messages) if early else []
-        try:
-            yield expected
-        except Exception:
-            if any(expected):
-                with contextlib.suppress(RuntimeError):
-                    broadcast_messages(self.collectives, self._messages, expected=expected)
-            raise
-
-    def _step_local(
+    def make_update(
         self,
         closure: Callable[[], Any] | None = None,
         gradients: Mapping[int, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
-        if closure is None:
-            self._gradients.lend(gradients)
-        else:
-            kwargs["closure"] = self._gradients.lent_after(closure)
-        try:
-            return self.optim.step(**kwargs)
-        finally:
-            self._gradients.take_back()
+        """The update itself: each rank steps its shard, then all send what they own."""
+        # What is to be rounded has another place to arrive in, and a closure runs the model as it is.
+        early = closure is None and self.broadcast_dtype is None
+        expected = expect_broadcasts(self.collectives, self.built.messages) if early else []
+        with self._failure_told(expected) as by_closure:
+            if closure is None:  # else it computes them
+                self.shard.take(gradients)
+            loss = self.shard.step(closure and noting_errors(closure, by_closure), **kwargs)
+            self.shard.publish()
+        self._exchange(expected)
+        self.end_update()
+        self.accord.check_nothing_lost()
+        return loss
 
-    def _end_update(self) -> None:
-        """Tell autograd and the user's groups."""
+    @contextlib.contextmanager
+    def _failure_told(self, expected: Sequence[Work | None]) -> Iterator[list[Exception]]:
+        """If the local optimizer raises, give the others the old values, and tell them.
+
+        They wait for values, and would take those of the next step for them.
+
+        Yields:
+            A list for what the closure raises, which is the caller's affair.
+        """
+        by_closure: list[Exception] = []
+        try:
+            yield by_closure
+        except Exception as error:
+            if error not in by_closure:
+                if any(message.owner == self.rank for message in self.built.messages):
+                    self.accord.ring(error)
+                with contextlib.suppress(RuntimeError):
+                    self._exchange(expected)
+            raise
+
+    def _exchange(self, expected: Sequence[Work | None]) -> None:
+        """Send what this rank owns, receive what others own, and hear who could not step."""
+        built = self.built
+        try:
+            broadcast_messages(self.collectives, built.messages, self.broadcast_dtype, expected, built.name)
+        finally:
+            self.accord.after_update(message.owner for message in built.messages)
+
+    def end_update(self) -> None:
+        """Tell autograd, schedulers and the user's groups."""
         # The network writes behind autograd's back: tell it, on every rank as on the owner.
         # Frozen parameters have not changed, and a backward under way may still need them.
-        torch.autograd.graph.increment_version([param for param in self._params if param.requires_grad])
+        torch.autograd.graph.increment_version([param for param in self.built.params if param.requires_grad])
         copy_options(self.optim.param_groups, self.param_groups)
-        self._backward.take_gradients()
+        self.backward.take_gradients()
+        self._opt_called = True  # learning-rate schedulers warn where step() was never called
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's optimizers: forget all gradients."""
         super().zero_grad(set_to_none)
-        self._backward.forget_gradients()
+        self.backward.forget_gradients()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # True makes torch.amp.GradScaler call step() on every rank, which then refuses on every rank.
-        return self._backward.refuses_scaler is not None
+        return self.backward.refuses_scaler is not None
 
     # --------------------------------------------------------------------------- building what step uses
 
-    @torch.no_grad()
-    def _build(self, specs: Sequence[ParamSpec]) -> None:
-        """Lay out the messages and the local tensors for the parameters as they are now."""
-        params = self._params
-        if self.parameters_as_bucket_view:
-            self._free_frozen_windows()
-            self._messages = flatten_parameters(lay_out(self.partition, specs), params)
-        else:
-            self._messages = messages_by_parameter(self.partition, params)
-        before, self._owned = self._owned, own_slices(self.partition.slices_of_rank[self.rank], params)
-        for old, new in zip(before, self._owned, strict=True):
-            if old.local is not new.local and old.local in self.optim.state:
-                self.optim.state[new.local] = self.optim.state.pop(old.local)
-        for group, local in zip(
-            self.optim.param_groups, local_groups(self.param_groups, self._owned), strict=True
-        ):
-            group["params"] = local["params"]
+    def _rebuild(self, partition: Partition) -> None:
+        """Lay out messages and local tensors for this partition of the parameters as they are now."""
+        params, specs = params_of(self.param_groups), specs_of(self.param_groups)
+        built = Built.of(params, specs, partition, self.parameters_as_bucket_view, self.built)
+        self.shard.place(built)
+        self.built = built  # last: if one of these fails, the next step tries again
         self.state = self.optim.state
-        # An update in backward steps some parameters at a time, so there each is stepped by itself.
-        may_merge = is_elementwise(type(self.optim)) and not self.overlap_with_ddp
-        mine = [message for message in self._messages if may_merge and message.owner == self.rank]
-        self._merged.dissolve()
-        self._merged = MergedSlices(self.optim, mine, params)
-        self._gradients = LentGradients(self.partition, self._owned, params, specs, self._merged)
-        self._built_for = self._fingerprint()
         self._log()
 
-    def _rebuild_if_changed(self) -> None:
-        now = self._fingerprint()
-        if now == self._built_for:
-            return
-        if [trainable for _, trainable in now] != [trainable for _, trainable in self._built_for]:
+    def current(self) -> Built:
+        """What is built, for the parameters as they are now.
+
+        Raises:
+            RuntimeError: this rank may not go on, as after a load that was cut off; a parameter has other
+                elements than it had; the local optimizer keeps views of what has moved.
+            ValueError: `requires_grad` differs between ranks.
+        Collective: where `requires_grad` of a parameter has changed, all ranks of the group.
+        Cost: then one all-gather of 32 bytes.
+        """
+        self.accord.check_certain()
+        built = self.built
+        now = places_of(params_of(self.param_groups))
+        if now == built.places:
+            return built
+        keeps_views: RuntimeError | None = None
+        if self.parameters_as_bucket_view or self.shard.cut:
+            try:
+                self.shard.check_keeps_no_views("change which parameters are trained, or where they lie")
+            except RuntimeError as error:
+                keeps_views = error
+        if [trainable for _, trainable in now] != [trainable for _, trainable in built.places]:
             # Ranks that send different parameters overwrite each other's memory, or abort in Gloo.
             facts = [
                 f"parameter {spec.name or i}: requires_grad={spec.trainable}"
-                for i, spec in enumerate(self._specs())
+                for i, spec in enumerate(specs_of(self.param_groups))
             ]
-            agree(self.collectives, "change which parameters are trained", facts)
-        for number, param in enumerate(self._params):
-            if param.numel() != self.partition.numels[number]:
+            if not self.joined:  # where a step brings options to ranks without data
+                facts += facts_of_options(self.param_groups, self.optim)
+            agree(self.collectives, "change which parameters are trained", keeps_views or facts)
+        if keeps_views is not None:
+            raise keeps_views
+        for number, param in enumerate(params_of(self.param_groups)):
+            if param.numel() != built.partition.numels[number]:
                 raise RuntimeError(
-                    f"rank {self.rank}: parameter {self._name(number)} had {self.partition.numels[number]} "
+                    f"rank {self.rank}: parameter {built.name(number)} had {built.partition.numels[number]} "
                     f"elements and now has {param.numel()}. Build a new optimizer for a model of other sizes."
                 )
-        for number, param, strides in self._gradients.cut:
+        for number, param, strides in self.shard.cut:
             if param.stride() != strides:
                 raise RuntimeError(
-                    f"rank {self.rank}: parameter {self._name(number)} is split between ranks along its "
+                    f"rank {self.rank}: parameter {built.name(number)} is split between ranks along its "
                     f"memory, and its strides changed from {strides} to {param.stride()}: its state would "
                     "belong to other elements. Change the memory format before constructing the optimizer, "
                     'or use a partition of whole parameters, such as "sorted_greedy".'
                 )
-        self._build(self._specs())
-
-    def _fingerprint(self) -> list[tuple[int, bool]]:
-        """What `_build` depends on and a user may change: where the parameters lie, and which are trained."""
-        return [
-            (param.data_ptr(), param.requires_grad)
-            for group in self.param_groups
-            for param in group["params"]
-        ]
-
-    def _free_frozen_windows(self) -> None:
-        """Take newly frozen parameters out of the flat tensors, which they would keep alive."""
-        flats = {message.tensor.untyped_storage().data_ptr() for message in self._messages}
-        for param in self._params:
-            if not param.requires_grad and param.untyped_storage().data_ptr() in flats:
-                param.data = param.data.clone()
-
-    @property
-    def _params(self) -> list[torch.Tensor]:
-        return params_of(self.param_groups)
-
-    def _specs(self) -> list[ParamSpec]:
-        return specs_of(self.param_groups)
-
-    def _name(self, param: int) -> str:
-        return self._specs()[param].name or str(param)
+        self._rebuild(built.partition)
+        return self.built
 
     # -------------------------------------------------------------------------------- parameters added later
 
@@ -315,41 +324,51 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Add a parameter group, as torch's optimizers do; what is already placed stays where it is.
 
         Raises:
-            TypeError, ValueError: as torch's optimizers. If one rank raises, or ranks add different groups,
-                all raise and the optimizer is as it was.
+            TypeError, ValueError: as torch's optimizers.
+            RuntimeError: with `parameters_as_bucket_view`, the local optimizer keeps views of its parameters.
+            If one rank raises, or ranks add different groups, all raise and the optimizer is as it was.
         Collective: all ranks of the group.
         Cost: one all-gather of 32 bytes.
         """
-        if not hasattr(self, "optim"):
+        given = options_of(param_group) if isinstance(param_group, dict) else {}  # which torch refuses
+        if not hasattr(self, "shard"):
             # Optimizer.__init__ hands over one group at a time; all are planned together when it is done.
             super().add_param_group(param_group)
+            self._given.append(given)
             return
-        self._rebuild_if_changed()
-        count = len(self.param_groups)
-        known = len(self._params)
+        built = self.current()
+        count, known = len(self.param_groups), len(built.params)
         try:
             with agreement(self.collectives, "add a parameter group") as facts:
+                if self.parameters_as_bucket_view:
+                    self.shard.check_keeps_no_views("add a parameter group")
                 super().add_param_group(param_group)
-                specs = self._specs()
-                loads = self.partition.loads
-                later = plan_partition(self._strategy_for_later, specs[known:], self.world_size, loads=loads)
-                partition = self.partition.joined(later)
-                check_can_be_sharded(type(self.optim), partition, self._params, specs)
-                owned = own_slices(partition.slices_of_rank[self.rank], self._params)[len(self._owned) :]
-                options = options_of(self.param_groups[-1])
-                self.optim.add_param_group({**options, "params": [own.local for own in owned]})
+                specs, all_params = specs_of(self.param_groups), params_of(self.param_groups)
+                strategy = self._strategy_for_later(specs)
+                later = plan_partition(strategy, specs[known:], self.world_size, loads=built.partition.loads)
+                partition = built.partition.joined(later)
+                check_can_be_sharded(type(self.optim), partition, all_params, specs)
+                owned = self.shard.own(partition, all_params, first=len(self.shard.owned))
+                self.optim.add_param_group({**given, "params": [own.local for own in owned]})
+                copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
                 facts += self._facts(specs, partition, first=known)
+                facts += facts_of_values(all_params, specs, first=known)
         except Exception:
             del self.param_groups[count:], self.optim.param_groups[count:]
             raise
-        self.partition = partition
-        self._owned = [*self._owned, *owned]
+        self.shard.owned = [*self.shard.owned, *owned]
+        self.built = replace(
+            built, params=tuple(all_params), specs=tuple(specs), partition=partition, places=()
+        )
         self._consolidated = None
-        self._build(specs)
+        self._rebuild(partition)
 
-    @property
-    def _strategy_for_later(self) -> Strategy:
-        """A rule is applied again; an explicit assignment says nothing of new parameters: the default."""
+    def _strategy_for_later(self, specs: Sequence[ParamSpec]) -> Strategy:
+        """A rule is applied again; an explicit assignment says nothing of new parameters: the default.
+
+        Args:
+            specs: of all parameters, the new ones last.
+        """
         rule = self._strategy
         return rule if isinstance(rule, str) or callable(rule) else "sorted_greedy"
 
@@ -375,38 +394,37 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TypeError, ValueError: the partition does not fit, or cannot work for this optimizer; something in
                 the state cannot be moved; the parts of a parameter were not stepped together.
             RuntimeError: the last backward reduced gradients to their owners, and no step has used them yet;
-                another rank stopped. If one rank raises, or ranks pass different partitions, all raise and
-                the optimizer is as it was.
+                the local optimizer keeps views of its parameters; another rank stopped. If one rank raises,
+                or ranks pass different partitions, all raise and the optimizer is as it was.
         Collective: all ranks of the group.
         Cost: each element that changes owner is sent once, with its state, and with its value where there is
-            a `broadcast_dtype`; a table of contents from each rank to each that it sends to; two all-gathers
-            of 32 bytes. While it lasts, the state of slices that change is held twice.
+            a `broadcast_dtype`; a table of contents from each rank to each that it sends to; three
+            all-gathers of 32 bytes. While it lasts, the state of slices that change is held twice.
         """
-        self._rebuild_if_changed()
+        built = self.current()
         with agreement(self.collectives, "repartition the optimizer") as facts:
-            if self._backward.owner_only:
+            facts += self.standing_facts()
+            if self.backward.owner_only:
                 raise RuntimeError(
                     f"rank {self.rank}: the last backward reduced gradients to their owners, so new owners "
                     "would not have them. Call step() or zero_grad() before repartition()."
                 )
-            specs = self._specs()
-            new = plan_partition(partition, specs, self.world_size)
-            check_can_be_sharded(type(self.optim), new, self._params, specs)
+            self.shard.check_keeps_no_views("repartition it")
+            new = plan_partition(partition, built.specs, self.world_size)
+            check_can_be_sharded(type(self.optim), new, built.params, built.specs)
             handover = Handover(
                 self.rank,
-                self.partition,
+                built.partition,
                 new,
-                self._params,
-                self._owned,
-                self.optim.state,
-                values=self.broadcast_dtype is not None,
+                built.params if self.broadcast_dtype is not None else (),
+                self.shard.owned,
+                self.shard.own(new, built.params),
+                self.shard.state,
             )
-            facts += self._facts(specs, new)
-        state = handover.exchange(self.collectives)
-        self.optim.state.clear()
-        self.optim.state.update(state)
-        self.partition, self._strategy, self._owned = new, partition, handover.owned
-        self._build(specs)
+            facts += self._facts(built.specs, new)
+        self.shard.adopt(handover.owned, handover.exchange(self.collectives))
+        self.built, self._strategy = replace(built, partition=new, places=()), partition
+        self._rebuild(new)
 
     def consolidate_state_dict(self, to: int | Literal["all"] = 0) -> None:
         """Gather the optimizer state onto one rank, or onto all; then `state_dict()` returns it there.
@@ -415,21 +433,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             to: a rank of the group, or "all".
         Raises:
             ValueError: there is no such rank, or ranks pass different ones.
-            TypeError: the state holds something that is neither a tensor, a number, a text nor None. If one
-                rank raises, all raise.
+            TypeError: the state holds something that is neither a tensor, a number, a text nor None.
+            MemoryError: there is no room for it. Whatever one rank raises, all raise.
         Collective: all ranks of the group.
         Cost: `to` receives the (N-1)/N of the state that it does not own, into its final place in CPU
-            memory. The others allocate 256 KiB at a time, for small tensors that travel together.
+            memory. The others allocate 256 KiB, for small tensors that travel together. Three all-gathers of
+            32 bytes.
         """
-        self._rebuild_if_changed()
+        built = self.current()
         with agreement(self.collectives, "consolidate the optimizer state") as facts:
-            facts.append(f"to={to}")
+            facts += [f"to={to}", *self.standing_facts()]
             if to != "all" and not (isinstance(to, int) and 0 <= to < self.world_size):
                 raise ValueError(
                     f"rank {self.rank}: to={to!r} is no rank of a group of {self.world_size}, nor 'all'."
                 )
-            packed = checkpoint.pack(self._owned, self.optim.state)
-        self._consolidated = checkpoint.consolidate(self.collectives, to, self._params, packed)
+            packed = checkpoint.pack(self.shard.owned, self.shard.state)
+        self._consolidated = checkpoint.consolidate(self.collectives, to, built.params, packed)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that the unsharded optimizer would have, in its form: it loads there, and anywhere here.
@@ -467,49 +486,60 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Collective: all ranks of the group, each with the whole dict.
         Cost: one all-gather of 32 bytes.
         """
-        self._rebuild_if_changed()
-        with self._loading("load the state dict") as facts:
+        self.current()
+        with self.loading("load the state dict") as facts:
             for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before_hook(self, state_dict) or state_dict
-            facts += checkpoint.check_fits(state_dict, self.param_groups, is_elementwise(type(self.optim)))
-            self._load_shard(state_dict)
+            facts += checkpoint.check_fits(state_dict, self.param_groups, type(self.optim))
+            ids = checkpoint.saved_ids(state_dict, self.param_groups)
+            mine = checkpoint.shard_of(state_dict["state"], ids, self.shard.owned)
+            self.shard.load(mine, state_dict["param_groups"])
         for after_hook in self._optimizer_load_state_dict_post_hooks.values():
             after_hook(self)
 
     @contextlib.contextmanager
-    def _loading(self, action: str) -> Iterator[list[str]]:
-        """As `agreement`, on what loads the local optimizer, which stays as it was if a rank raises."""
+    def loading(self, action: str) -> Iterator[list[str]]:
+        """As `agreement`, on what loads the shard, which stays as it was if a rank raises.
+
+        If the network fails in the agreement itself, others may have gone on. This rank, which has not, then
+        refuses to step.
+        """
         before = {"state": self.optim.state, "param_groups": self.optim.param_groups}
         try:
             with agreement(self.collectives, action) as facts:
                 yield facts
-        except Exception:
+                facts += facts_of_options(self.optim.param_groups, self.optim)
+        except BaseException as error:
             self.optim.__setstate__(before)
+            if isinstance(error, RanksLostError) or not isinstance(error, Exception):
+                self.accord.was_cut_off(action)
             raise
         finally:
             self.state = self.optim.state
+        self.shard.settle()
+        for theirs, ours in zip(self.optim.param_groups, self.param_groups, strict=True):
+            for key in options_of(ours).keys() - theirs.keys():
+                del ours[key]
         copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
-
-    def _load_shard(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's part into the local optimizer, which puts it on the device and dtype it wants."""
-        ids = checkpoint.saved_ids(state_dict, self.param_groups)
-        ends = [0, *accumulate(len(group["params"]) for group in self.optim.param_groups)]
-        # Ranges: torch looks for each entry of the state in them, which in lists takes quadratic time.
-        groups = [
-            {**options_of(ours), **options_of(saved), "params": range(*of_group)}
-            for ours, saved, of_group in zip(
-                self.optim.param_groups, state_dict["param_groups"], pairwise(ends), strict=True
-            )
-        ]
-        shard = checkpoint.shard_of(state_dict["state"], ids, self._owned)
-        self.optim.load_state_dict({"state": shard, "param_groups": groups})
+        self.accord.lost = {}
 
     # ------------------------------------------------------------------------------------- uneven inputs
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch.distributed.algorithms.join.Join: a rank without data goes on updating its shard."""
-        return join.ShadowStep(self)
+        shadow = join.ShadowStep(self, **kwargs)
+        self._shadow = weakref.ref(shadow)
+        return shadow
+
+    @property
+    def joined(self) -> join.ShadowStep | None:
+        """What `Join` runs in place of this rank's steps when its data end; None outside of a `Join`.
+
+        torch never takes back what a `Join` has set in `_join_config`. But a `Join` that has ended, be it by
+        an error, is gone, and with it what it runs.
+        """
+        return self._shadow() if self._join_config.enable and self._shadow is not None else None
 
     @property
     def join_device(self) -> torch.device:
@@ -522,6 +552,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.process_group
 
     # ----------------------------------------------------------------------------------- checks and logging
+
+    def standing_facts(self) -> list[str]:
+        """What must be the same on all ranks at any time."""
+        return [*self.accord.facts(), *facts_of_options(self.param_groups, self.optim)]
 
     def _facts(self, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:
         way = (
@@ -543,19 +577,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.partition.loads[self.rank],
             total,
             100 * self.partition.loads[self.rank] / max(total, 1),
-            len(self._owned),
-            len(self._messages),
-            sum(message.tensor.nbytes for message in self._messages),
+            len(self.shard.owned),
+            len(self.built.messages),
+            sum(message.tensor.nbytes for message in self.built.messages),
         )
         if level == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
-            for own in self._owned:
-                logger.info(
-                    "rank %d owns %s of parameter %s", self.rank, own.piece, self._name(own.piece.param)
-                )
-
-
-def _evaluated(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """The closure's loss, computed now and once, in the form of a closure."""
-    with torch.enable_grad():
-        loss = closure()
-    return lambda: loss
+            for own in self.shard.owned:
+                name = self.built.name(own.piece.param)
+                logger.info("rank %d owns %s of parameter %s", self.rank, own.piece, name)

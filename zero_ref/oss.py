@@ -19,9 +19,9 @@ from torch.optim import SGD, Optimizer
 
 from zero_ref.clip import clip_grad_norm_, get_total_norm
 from zero_ref.collectives import Collectives
+from zero_ref.groups import options_of
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.partition import ParamSpec, Strategy, registration_greedy
-from zero_ref.shards import options_of
 
 
 class ParamBucket(NamedTuple):
@@ -77,8 +77,6 @@ class OSS(ZeroRedundancyOptimizer):
     Collective, Cost: as `ZeroRedundancyOptimizer`, one message from each owner in a step.
     Source: the interface and the partition rule of fairscale.optim.OSS 0.4.13.
     """
-
-    _devices: Sequence[torch.device] = ()
 
     def __init__(
         self,
@@ -150,9 +148,9 @@ class OSS(ZeroRedundancyOptimizer):
     @property
     def buckets(self) -> dict[torch.device, dict[int, ParamBucket]]:
         """For each device, for each rank that trains parameters there, the memory they lie in and share."""
-        params = self._params
+        params = self.built.params
         of_device: dict[torch.device, dict[int, ParamBucket]] = {}
-        for message in self._messages:
+        for message in self.built.messages:
             of_rank = of_device.setdefault(message.tensor.device, {})
             before = of_rank.get(message.owner, ParamBucket((), ()))
             of_rank[message.owner] = ParamBucket(
@@ -164,7 +162,7 @@ class OSS(ZeroRedundancyOptimizer):
     @property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:
         """Each parameter's owner. fairscale.nn.ShardedDataParallel reads this and the next."""
-        return dict(zip(self._params, self.partition.owner_of_param, strict=True))
+        return dict(zip(self.built.params, self.partition.owner_of_param, strict=True))
 
     @property
     def _per_device_params(self) -> dict[torch.device, list[list[torch.Tensor]]]:
@@ -179,29 +177,18 @@ class OSS(ZeroRedundancyOptimizer):
         Collective: all ranks of the group.
         Cost: nothing if `requires_grad` is as it was, else one all-gather of 32 bytes.
         """
-        self._rebuild_if_changed()
+        self.current()
 
-    @property
-    def _strategy_for_later(self) -> Strategy:
+    def _strategy_for_later(self, specs: Sequence[ParamSpec]) -> Strategy:
         """The same rule goes on for added parameters: frozen ones have counted as one element."""
         if self._strategy != "registration_greedy":  # after `repartition`
-            return super()._strategy_for_later
-        trainable = [spec.trainable for spec in self._specs()]
+            return super()._strategy_for_later(specs)
         loads = [
-            sum(piece.numel if trainable[piece.param] else 1 for piece in slices)
+            sum(piece.numel if specs[piece.param].trainable else 1 for piece in slices)
             for slices in self.partition.slices_of_rank
         ]
-        added = trainable[len(self.partition.numels) :]
+        added = [spec.trainable for spec in specs[len(self.partition.numels) :]]
         return partial(registration_greedy, trainable=added, loads=loads)
-
-    def _build(self, specs: Sequence[ParamSpec]) -> None:
-        super()._build(specs)
-        devices = [param.device for param in self._params]
-        if self._devices and devices[: len(self._devices)] != self._devices:
-            # Loading brings each value to where its optimizer wants it; step counters may belong on the CPU.
-            self.optim.load_state_dict(self.optim.state_dict())
-            self.state = self.optim.state
-        self._devices = devices
 
     # ---------------------------------------------------------------------------------------------- clipping
 
@@ -226,10 +213,10 @@ class OSS(ZeroRedundancyOptimizer):
             return clip_grad_norm_(self, max_norm, norm_type)
 
         def counted() -> Iterator[torch.Tensor]:  # called where an error of one rank is told to the others
-            yield from filter_params_fn([param for param in self._params if param.requires_grad])
+            yield from filter_params_fn([param for param in self.built.params if param.requires_grad])
 
         total = get_total_norm(self, norm_type, params=counted())
-        clip_grads_with_norm_(self._params, float(max_norm), total)
+        clip_grads_with_norm_(self.built.params, float(max_norm), total)
         return total
 
     # ------------------------------------------------------------------------------------------- checkpoints

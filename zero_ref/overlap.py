@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref import join
-from zero_ref.buckets import messages_within, start_broadcasts
+from zero_ref.buckets import finish_broadcasts, messages_within, start_broadcasts
 from zero_ref.collectives import ProcessGroupCollectives, Work
+from zero_ref.groups import copy_options
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.partition import Partition, Slice, bucket_round_robin, bucket_threshold, from_lists
 from zero_ref.reduction import (
@@ -37,7 +38,6 @@ from zero_ref.reduction import (
     gradients_in,
     in_backward,
 )
-from zero_ref.shards import copy_options
 
 
 def hook_with_zero_step(
@@ -118,7 +118,7 @@ class OverlappedStep:
         # A parameter that no rank has used keeps its gradient of None and must not be stepped, and DDP finds
         # out which those are at the end of backward.
         self.late = bool(ddp.find_unused_parameters or ddp.static_graph)
-        zero._backward.late = self.late
+        zero.backward.late = self.late
         self.under_way: list[ByHook | ToOwners] = []
         self.broadcasts: list[Work] = []
         self.numbers: dict[torch.Tensor, int] = {}
@@ -156,13 +156,13 @@ class OverlappedStep:
     def _begin(self, bucket: Any) -> None:
         zero = self.zero
         if in_backward():
-            zero._backward.check_not_accumulated(bucket.parameters(), self.grads_are_views)
-        zero._backward.begin()
+            zero.backward.check_not_accumulated(bucket.parameters(), self.grads_are_views)
+        zero.backward.begin(bucket.parameters(), self.grads_are_views)
         self.under_way, self.broadcasts, self.buckets = [], [], []
-        if zero._join_config.enable:
+        if zero.joined:
             join.share_options(zero, active=in_backward())
-        zero._begin_update()
-        self.numbers = {param: number for number, param in enumerate(zero._params)}
+        zero.begin_update()
+        self.numbers = {param: number for number, param in enumerate(zero.built.params)}
 
     def _start(self, state: Any, bucket: Any) -> ByHook | ToOwners:
         if self.to_owners is not None:
@@ -184,40 +184,42 @@ class OverlappedStep:
                 # Each local step starts from the same options, so that an optimizer that counts its steps in
                 # its groups counts one for an iteration: also on a rank that owns nothing of the bucket.
                 copy_options(zero.param_groups, zero.optim.param_groups)
-                zero._step_local(gradients=gradients)
+                zero.shard.take(gradients)
+                zero.shard.step()
+                zero.shard.publish(gradients)
                 if self.interleaved:
-                    torch.autograd.graph.increment_version([zero._params[number] for number in gradients])
-                    messages = messages_within(zero._messages, gradients)
+                    torch.autograd.graph.increment_version(
+                        [zero.built.params[number] for number in gradients]
+                    )
+                    messages = messages_within(zero.built.messages, gradients)
                     self.broadcasts += start_broadcasts(zero.collectives, messages, zero.broadcast_dtype)
 
     def _complete(self) -> None:
         zero = self.zero
         if not self.interleaved:
-            self.broadcasts = start_broadcasts(zero.collectives, zero._messages, zero.broadcast_dtype)
+            self.broadcasts = start_broadcasts(zero.collectives, zero.built.messages, zero.broadcast_dtype)
         with self._beside_backward():
-            for broadcast in self.broadcasts:
-                broadcast.wait()
+            finish_broadcasts(self.broadcasts, zero.built.name)
         self.broadcasts = []
         if self.side_stream is not None:
             torch.cuda.current_stream(self.side_stream.device).wait_stream(self.side_stream)
-        zero._end_update()
+        zero.end_update()
 
     @torch.no_grad()
     def _settle(self) -> None:
         """What is left to do when backward is over."""
         zero = self.zero
         # A reduce_to_owners within another hook is none of ours, and has left word.
-        owner_only = self.to_owners is not None or zero._backward.owner_only
+        owner_only = self.to_owners is not None or zero.backward.owner_only
         if self.late:
             if self.to_owners is not None:
                 self.to_owners.release_others()
-            zero._make_update()
-        zero._opt_called = True  # learning-rate schedulers warn where step() was never called
+            zero.make_update()
         if owner_only:
-            for param in zero._params:
+            for param in zero.built.params:
                 param.grad = None  # used up; those that others own were never complete
-            zero._backward.owner_only = False
-        zero._backward.remember(zero._params, zero.param_groups)
+            zero.backward.owner_only = False
+        zero.backward.remember(zero.built.params, zero.param_groups)
         if self.shard_buckets is not None and self.buckets == self.buckets_before != self.sharded_for:
             zero.repartition(partition_by_buckets(zero.partition, self.buckets, cut=self.shard_buckets))
             self.sharded_for = self.buckets
@@ -225,17 +227,17 @@ class OverlappedStep:
 
     def _check_all_reduced(self) -> None:
         reduced = {number for bucket in self.buckets for number in bucket}
-        for number, param in enumerate(self.zero._params):
+        for number, param in enumerate(self.zero.built.params):
             if param.requires_grad and number not in reduced:
                 raise RuntimeError(
-                    f"rank {self.zero.rank}: parameter {self.zero._name(number)} is trained, but "
+                    f"rank {self.zero.rank}: parameter {self.zero.built.name(number)} is trained, but "
                     "DistributedDataParallel does not reduce its gradient: it takes the parameters that "
                     "require gradients when it is constructed. Construct it again after unfreezing."
                 )
 
     def _beside_backward(self) -> contextlib.AbstractContextManager[object]:
         """On a GPU, a stream of its own: waiting for the network must not hold up backward's."""
-        devices = {param.device for param in self.zero._params}
+        devices = {param.device for param in self.zero.built.params}
         # What a reduction waits for orders the stream behind backward. One rank alone waits for nothing.
         beside = self.interleaved and self.zero.world_size > 1
         if not beside or len(devices) != 1 or next(iter(devices)).type != "cuda":
@@ -301,9 +303,9 @@ def _check_fits(
             "Pass the same process_group to both."
         )
     reduced = set(ddp.module.parameters())
-    for number, param in enumerate(zero._params):
+    for number, param in enumerate(zero.built.params):
         if param not in reduced:
             raise ValueError(
-                f"parameter {zero._name(number)} of the optimizer is none of the DistributedDataParallel "
-                "model, so nothing would update it during backward."
+                f"parameter {zero.built.name(number)} of the optimizer is none of the "
+                "DistributedDataParallel model, so nothing would update it during backward."
             )

@@ -1,5 +1,8 @@
 """Who owns which elements: parameter sizes and a world size in, a `Partition` out.
 
+It adds to the owners of `minimal.py` that a parameter may be cut, that there are other rules than one, and
+that a user's own assignment is checked.
+
 Everything here is arithmetic on integers. No tensor is touched and nothing is sent, so every rank computes
 the same partition by itself, and a laptop can compute one for 4,096 ranks. The optimizer executes the
 result, the simulator prices it, the plots draw it.
@@ -65,7 +68,7 @@ class Partition:
 
     Args:
         numels: elements per parameter, in registration order.
-        slices_of_rank: for each rank the slices that it owns, sorted by parameter and start.
+        slices_of_rank: for each rank the slices that it owns; kept sorted by parameter and start.
     Raises:
         ValueError: an element has no owner or two, or a slice reaches outside its parameter.
     """
@@ -75,14 +78,18 @@ class Partition:
 
     def __post_init__(self) -> None:
         _check_world_size(len(self.slices_of_rank))
+        # Groups, state and messages follow this order, whoever has made the partition.
+        ordered = tuple([tuple(sorted(slices)) for slices in self.slices_of_rank])
+        object.__setattr__(self, "slices_of_rank", ordered)
         for param, pieces in enumerate(self.pieces_of_param):
             numel, covered = self.numels[param], 0
+            # A slice without elements stands for a whole parameter without elements, else for nothing.
+            least = 1 if numel > 0 or len(pieces) > 1 else 0
             for piece, rank in pieces:
-                # A slice without elements stands for a whole parameter without elements, else for nothing.
-                is_empty = piece.stop == piece.start and (numel > 0 or len(pieces) > 1)
-                if piece.start != covered or not piece.start <= piece.stop <= numel or is_empty:
+                _, start, stop = piece
+                if start != covered or not start + least <= stop <= numel:
                     raise ValueError(_coverage_error(param, numel, covered, piece, rank))
-                covered = piece.stop
+                covered = stop
             if covered != numel or not pieces:
                 raise ValueError(
                     f"parameter {param}: elements [{covered}, {numel}) have no owner. "

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from zero_ref import join
 from zero_ref.buckets import flat_view
 from zero_ref.collectives import AllOf, Collectives, Work
 from zero_ref.optimizer import ZeroRedundancyOptimizer
@@ -79,6 +80,7 @@ class ToOwners:
     Args:
         flat: (numel,), the bucket: this rank's own gradients.
         runs_of_rank: for each rank the runs of `flat` that it owns.
+        divisor: of the sum; None for the number of ranks.
     Cost: sends (N-1)/N of the bucket and receives as much; memory for what is received.
     """
 
@@ -88,9 +90,12 @@ class ToOwners:
         flat: torch.Tensor,
         params: list[torch.Tensor],
         runs_of_rank: Sequence[Sequence[slice]],
+        divisor: int | None = None,
     ) -> None:
         self.flat, self.params, self.runs = flat, params, runs_of_rank[comm.rank]
-        flat.mul_(1 / comm.world_size)  # as DDP does, before the sum, where float16 could overflow
+        flat.mul_(
+            1 / (divisor or comm.world_size)
+        )  # as DDP does, before the sum, where float16 could overflow
         peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
         sends = [(p, _packed(flat, runs_of_rank[p]).to(comm.wire_device)) for p in peers if runs_of_rank[p]]
         self.sent = [tensor for _, tensor in sends]
@@ -134,14 +139,17 @@ def _packed(flat: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
     return flat[runs[0]] if len(runs) == 1 else torch.cat([flat[run] for run in runs] or [flat[:0]])
 
 
-def reduce_to_owners(zero: ZeroRedundancyOptimizer, *, scaled: bool = False) -> Hook:
+def reduce_to_owners(
+    zero: ZeroRedundancyOptimizer, *, scaled: bool = False, may_change: bool = False
+) -> Hook:
     """A DDP communication hook after which each rank has the gradients of what it owns, and no others.
 
     >>> ddp.register_comm_hook(None, reduce_to_owners(zero))                 # doctest: +SKIP
 
     With the parameter broadcasts of a step, 2Ψ elements travel in an iteration of a model with Ψ parameters,
     as in plain data parallelism; all-reduced gradients and broadcasts are 3Ψ. After backward `.grad` is None
-    for parameters of which this rank owns nothing, and zero in the parts that others own of a split one.
+    for parameters of which this rank owns nothing, and zero in the parts that others own of a split one. (A
+    rank without any gradient of its own has one of zeros, of the smallest parameter.)
     DDP's flat buckets stay, so construct it without `gradient_as_bucket_view` to see memory fall. No rank can
     do by itself what needs all gradients: clip with `zero_ref.clip_grad_norm_`, and call `zero.zero_grad()`
     in every iteration, for what is left on owners would be averaged once more.
@@ -150,6 +158,9 @@ def reduce_to_owners(zero: ZeroRedundancyOptimizer, *, scaled: bool = False) -> 
         zero: over the same ranks as DDP. It must have all parameters that DDP reduces.
         scaled: for use with torch.amp.GradScaler, which looks for infinite gradients on each rank by itself:
             tell all ranks if one is found. Without, such a scaler is refused in `zero.step`.
+        may_change: gradients may be changed between backward and step by what treats each element by itself,
+            as torch.nn.utils.clip_grad_value_ does. Without, all changes but those by
+            `zero_ref.clip_grad_norm_` and a scaler are refused in `zero.step`.
     Raises:
         RuntimeError: (in backward) the reduced gradients of an earlier backward are still there, so they
             would be averaged twice: zero them after each step. Accumulate under `ddp.no_sync()`.
@@ -157,18 +168,19 @@ def reduce_to_owners(zero: ZeroRedundancyOptimizer, *, scaled: bool = False) -> 
             gradient.
     Collective: all ranks, in backward.
     Cost: each rank sends (N-1)/N of its gradients and receives N-1 shares of its own; `scaled` adds an
-        all-reduce of 4 bytes.
+        all-reduce of 4 bytes, a `Join` with `divide_by_initial_world_size=False` one of 8.
     Source: ZeRO stage 2, "P_os+g" (arXiv:1910.02054, section 5.2).
     """
-    return OwnerReduction(zero, scaled).on_bucket
+    return OwnerReduction(zero, scaled, may_change).on_bucket
 
 
 class OwnerReduction:
     """The state of `reduce_to_owners` over the buckets of a backward."""
 
-    def __init__(self, zero: ZeroRedundancyOptimizer, scaled: bool) -> None:
+    def __init__(self, zero: ZeroRedundancyOptimizer, scaled: bool, may_change: bool) -> None:
         self.zero = zero
-        self.scaled = scaled
+        self.scaled, self.may_change = scaled, may_change
+        self._divisor = zero.world_size
         self._planned_for: Partition | None = None
         self._plans: dict[tuple[int, ...], tuple[list[torch.Tensor], list[list[slice]]]] = {}
 
@@ -176,7 +188,7 @@ class OwnerReduction:
     def on_bucket(self, _, bucket):  # type: ignore[no-untyped-def]
         """Start to reduce a bucket, and add up the one before it, whose parts have had time to arrive."""
         reduction = self.start(bucket)
-        for earlier in self.zero._backward.under_way[:-1]:
+        for earlier in self.zero.backward.under_way[:-1]:
             earlier.wait()
         if bucket.is_last():
             reduction.wait()
@@ -196,23 +208,24 @@ class OwnerReduction:
             gradients = [param.grad for param in params if param.grad is not None]
             are_views = any(grad.untyped_storage().data_ptr() == memory for grad in gradients)
             if in_backward():
-                zero._backward.check_zeroed(params, are_views)
-            zero._backward.begin()
-            zero._rebuild_if_changed()
+                zero.backward.check_zeroed(params, are_views)
+            zero.backward.begin(params, are_views)
+            zero.current()
+            self._divisor = join.divisor_of_gradients(zero, active=in_backward())
         # The same buckets come in every backward. A plan keeps its parameters, so an id stays theirs.
         if self._planned_for is not zero.partition:
             self._planned_for, self._plans = zero.partition, {}
         key = tuple(map(id, params))
         if key not in self._plans:
             self._plans[key] = params, self._runs_of_rank(params)
-        reduction = ToOwners(zero.collectives, flat, params, self._plans[key][1])
-        zero._backward.under_way.append(reduction)
+        reduction = ToOwners(zero.collectives, flat, params, self._plans[key][1], self._divisor)
+        zero.backward.under_way.append(reduction)
         return reduction
 
     def _runs_of_rank(self, params: Sequence[torch.Tensor]) -> list[list[slice]]:
         """The runs of a bucket that each rank owns."""
         zero = self.zero
-        number_of_param = {param: number for number, param in enumerate(zero._params)}
+        number_of_param = {param: number for number, param in enumerate(zero.built.params)}
         owned: list[tuple[int, int]] = []  # owner and elements, end to end in the bucket
         for param in params:
             if param not in number_of_param:
@@ -232,7 +245,7 @@ class OwnerReduction:
 
     def keep_own_gradients(self) -> None:
         """Put the gradients in their places, where DDP does not: this rank only shadows a backward."""
-        for reduction in self.zero._backward.under_way:
+        for reduction in self.zero.backward.under_way:
             gradients = gradients_in(reduction.flat, reduction.params)
             for param, grad in zip(reduction.params, gradients, strict=True):
                 param.grad = grad.clone()
@@ -241,36 +254,37 @@ class OwnerReduction:
     def release_others(self) -> None:
         """Forget the gradients of what other ranks own."""
         zero = self.zero
-        used = (number for number, param in enumerate(zero._params) if param.grad is not None)
-        zero._backward.used = frozenset(used)
+        used = (number for number, param in enumerate(zero.built.params) if param.grad is not None)
+        zero.backward.used = frozenset(used)
         kept = {
             own.param
-            for own in zero._owned
+            for own in zero.shard.owned
             if own.param.requires_grad and (own.piece.numel or own.local is own.param)
         }
-        for param in zero._params:
+        for param in zero.built.params:
             if param not in kept:
                 param.grad = None
-        for number, param, _ in zero._gradients.cut:
+        for number, param, _ in zero.shard.cut:
             for piece, owner in zero.partition.pieces_of_param[number]:
                 if param.grad is not None and owner != zero.rank:
                     flat_view(param.grad)[piece.start : piece.stop] = 0
-        zero._backward.end()
-        zero._backward.keep(kept)
-        zero._backward.shows_infinities = self.scaled
-        if self.scaled:
-            self._share_infinities(kept)
-
-    def _share_infinities(self, kept: set[torch.Tensor]) -> None:
-        """Give GradScaler something to find on every rank if there is something to find on one."""
-        comm = self.zero.collectives
         own = [param.grad for param in kept if param.grad is not None and param.numel()]
-        others = [p for p in self.zero._params if p.requires_grad and p.numel() and p not in kept]
+        others = [p for p in zero.built.params if p.requires_grad and p.numel() and p not in kept]
         if not own and others:
-            # GradScaler wants to see a gradient: of something that this rank does not step.
+            # What torch does to all gradients shall be seen on this rank too: give it one of what others own.
             smallest = min(others, key=torch.Tensor.numel)
             smallest.grad = torch.zeros_like(smallest)
             own = [smallest.grad]
+            kept.add(smallest)
+        if self.scaled:
+            self._share_infinities(own)
+        zero.backward.end()
+        zero.backward.keep(kept)
+        zero.backward.shows_infinities, zero.backward.may_change = self.scaled, self.may_change
+
+    def _share_infinities(self, own: Sequence[torch.Tensor]) -> None:
+        """Give GradScaler something to find on every rank if there is something to find on one."""
+        comm = self.zero.collectives
         finite = all(bool(grad.norm(torch.inf).isfinite()) for grad in own)
         found = torch.tensor([0.0 if finite else 1.0], device=comm.wire_device)
         comm.all_reduce(found).wait()

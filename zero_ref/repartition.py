@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from zero_ref import checkpoint
+from zero_ref import checkpoint, subclasses
 from zero_ref.buckets import flat_view
 from zero_ref.checkpoint import Line
 from zero_ref.collectives import Collectives, ToPeer, agreement, exchange_json
 from zero_ref.moves import Move, moves
 from zero_ref.partition import Partition
-from zero_ref.shards import OwnedSlice, own_slices
+from zero_ref.shard import OwnedSlice
 
 SliceState = dict[str, Any]
 Contents = dict[Move, list[dict[str, Any]]]
@@ -34,13 +34,12 @@ class Handover:
     Args:
         rank: this one.
         old, new: the partitions, the same ones on all ranks.
-        params: in registration order.
-        owned: this rank's slices in `old`.
-        state: of the local optimizer. It is not changed.
-        values: take along the parameters' elements too, as only their owner has them in full.
+        params: in registration order, where their elements travel too as only their owner has them in full;
+            else none.
+        leaving, owned: this rank's slices in `old` and in `new`.
+        state: of the slices in `old`. It is not changed.
     Attributes:
         planned: the moves that begin or end here.
-        owned: this rank's slices in `new`.
     Raises:
         TypeError: the state holds something that is neither a tensor, a number, a text nor None, or something
             that belongs to no parameter.
@@ -52,16 +51,16 @@ class Handover:
         old: Partition,
         new: Partition,
         params: Sequence[torch.Tensor],
-        owned: Sequence[OwnedSlice],
+        leaving: Sequence[OwnedSlice],
+        owned: list[OwnedSlice],
         state: Mapping[Any, SliceState],
-        values: bool = False,
     ) -> None:
         checkpoint.check_belongs_to_parameters(state)
         self.planned = moves_of_rank(rank, old, new)
-        self.leaving = _pack(rank, self.planned, owned, state)
-        self.owned = own_slices(new.slices_of_rank[rank], params)
-        self._params = params if values else []
-        self._staying = {own.piece: state[own.local] for own in owned if own.local in state}
+        self.leaving = _pack(rank, self.planned, leaving, state)
+        self.owned = owned
+        self._params = params
+        self._staying = {own.piece: state[own.local] for own in leaving if own.local in state}
 
     @torch.no_grad()
     def exchange(self, comm: Collectives) -> dict[torch.Tensor, SliceState]:
@@ -73,23 +72,30 @@ class Handover:
         Raises:
             ValueError: the parts of a parameter have not been stepped together, so they make no whole. If one
                 rank raises, all raise, and nothing has moved.
-            RuntimeError: another rank stopped.
+            RuntimeError: another rank stopped, or something went wrong there. All raise then too.
         Collective: all ranks of the group.
         Cost: each element that changes owner travels once, with all its state, from its old owner to the new
-            one; between two ranks also a table of contents; one all-gather of 32 bytes. While it lasts, the
+            one; between two ranks also a table of contents; two all-gathers of 32 bytes. While it lasts, the
             state of slices that change is held twice, as it was and as it becomes.
         """
         contents = _exchange_contents(comm, self.planned, self.leaving)
-        with agreement(comm, "take over the optimizer state"):
+        # All that takes memory comes first: what a rank then sends is waited for.
+        with agreement(comm, "make room for the optimizer state"):
             state, places = _make_room(comm.rank, self.planned, contents, self.owned)
-        tensors = {move: _travelling(tensor for _, tensor in lines) for move, lines in self.leaving.items()}
-        if self._params:
-            for move in self.planned:
+            tensors = {
+                move: _travelling(tensor for _, tensor in lines) for move, lines in self.leaving.items()
+            }
+            for move in self.planned if self._params else []:
                 if move.src != move.dst and move.piece.numel:
                     param, start, stop = move.piece
                     ends = tensors if move.src == comm.rank else places
                     ends[move].append(flat_view(self._params[param].detach())[start:stop])
-        _exchange_tensors(comm, self.planned, tensors, places)
+            sends, recvs, arriving = _routed(comm, self.planned, tensors, places)
+        comm.exchange(sends, recvs).wait()
+        with agreement(comm, "take over the optimizer state"):
+            for place, landing in arriving:
+                if landing is not place:
+                    place.copy_(landing)
         torch.autograd.graph.increment_version(self._params)
         for own in self.owned:
             state.setdefault(own.local, self._staying.get(own.piece, {}))
@@ -126,8 +132,10 @@ def _pack(
     """For each move that begins here its lines; their tensors are views of the state where memory allows."""
     packed: dict[Move, list[Line]] = {}
     for own, parts in _by_slice([move for move in planned if move.src == rank], owned):
-        of_slice = state.get(own.local, {})
+        of_slice = checkpoint.plain_state(own, state)
         lines = checkpoint.pack_slice(own, of_slice)
+        stays_whole = all(move.piece == own.piece for move in parts)
+        subclasses.check_is_whole(of_slice, stays_whole, f"the state of parameter {own.piece.param}")
         for value, (entry, _) in zip(of_slice.values(), lines, strict=True):
             if isinstance(value, torch.Tensor):
                 # What is cuda:0 here may be cuda:1 there.
@@ -195,7 +203,7 @@ def _make_room(
             places[move] = _travelling(
                 checkpoint.make_room(of_slice, entry, own.local, own.piece.start) for entry in contents[move]
             )
-    return state, places
+    return {local: subclasses.put_together(of_slice) for local, of_slice in state.items()}, places
 
 
 def _travelling(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -220,7 +228,10 @@ def _check_stepped_together(rank: int, parts: Sequence[Move], contents: Contents
             )
 
 
-def _exchange_tensors(comm: Collectives, planned: Sequence[Move], leaving: Tensors, places: Tensors) -> None:
+def _routed(
+    comm: Collectives, planned: Sequence[Move], leaving: Tensors, places: Tensors
+) -> tuple[list[ToPeer], list[ToPeer], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """What goes to whom and comes from whom, on the wire's device; each place and what arrives for it."""
     sends: list[ToPeer] = []
     recvs: list[ToPeer] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -230,10 +241,12 @@ def _exchange_tensors(comm: Collectives, planned: Sequence[Move], leaving: Tenso
         elif move.src == comm.rank:
             arriving += zip(places[move], leaving[move], strict=True)
         else:
-            landings = [checkpoint.landing_for([place], comm) for place in places[move]]
+            landings = [
+                place
+                if place.device == comm.wire_device
+                else torch.empty_like(place, device=comm.wire_device)
+                for place in places[move]
+            ]
             recvs += [(move.src, landing) for landing in landings]
             arriving += zip(places[move], landings, strict=True)
-    comm.exchange(sends, recvs).wait()
-    for place, landing in arriving:
-        if landing is not place:
-            place.copy_(landing)
+    return sends, recvs, arriving

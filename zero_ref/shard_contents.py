@@ -15,19 +15,19 @@ JSON, in each rank's table:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from zero_ref import checkpoint
+from zero_ref import checkpoint, subclasses
 from zero_ref.buckets import flat_like, flat_view
 from zero_ref.checkpoint import dtype_of
-from zero_ref.shard_files import FlatSlices, ShardReader, damage_in
-from zero_ref.shards import OwnedSlice, dtype_name, is_elementwise, options_of
-
-if TYPE_CHECKING:
-    from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.groups import dtype_name
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.saves import damage_in
+from zero_ref.shard import OwnedSlice
+from zero_ref.shard_files import FlatSlices, ShardReader
 
 
 def slices_to_save(
@@ -41,7 +41,7 @@ def slices_to_save(
     Raises:
         TypeError: as `checkpoint.pack`.
     """
-    lines = checkpoint.pack(optimizer._owned, optimizer.optim.state)
+    lines = checkpoint.pack(optimizer.shard.owned, optimizer.shard.state)
     labels = _labels_of(optimizer.param_groups)
     tensors: dict[str, FlatSlices] = {}
 
@@ -54,8 +54,9 @@ def slices_to_save(
             numel = optimizer.partition.numels[line["param"]] if follows_param else flat.numel()
             add(_name_of_state(labels, line["param"], line["key"]), numel, line.get("start", 0), flat)
     if parameters:
-        for piece, param, local in optimizer._owned:
-            add(_name_of_param(labels, piece.param), param.numel(), piece.start, flat_view(local.detach()))
+        for own in optimizer.shard.owned:
+            numel, start = own.param.numel(), own.piece.start
+            add(_name_of_param(labels, own.piece.param), numel, start, flat_view(own.window))
     return tensors, [line for line, _ in lines]
 
 
@@ -73,7 +74,7 @@ def contents_of(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
     return {
         "parameters": [
             {"shape": list(param.shape), "strides": list(param.stride()), "dtype": dtype_name(param.dtype)}
-            for param in optimizer._params
+            for param in optimizer.built.params
         ],
         "param_groups": [
             {key: _to_json(value, key) for key, value in group.items()}
@@ -111,7 +112,7 @@ class Saved(NamedTuple):
         """Understand the tables.
 
         Raises:
-            ValueError: they contradict themselves, or are of another program; names the file.
+            DamagedError: they contradict themselves, or are of another program; names the file.
         """
         metadata = reader.read_metadata()
         contents = [table["contents"] for table in reader.tables]
@@ -134,10 +135,22 @@ class Saved(NamedTuple):
                     _check_stored(metadata, _name_of_param(labels, number), param)
             notes = dict(contents[0]["notes"])
         state: dict[int, dict[str, Any]] = {}
+        counts: dict[tuple[int, str], Any] = {}
         for rank, of_rank in enumerate(contents):
             with damage_in(reader.path_of_table(rank)):
                 for line in of_rank["state"]:
                     number, key = line["param"], line["key"]
+                    if type(number) is not int or not 0 <= number < len(params):
+                        raise ValueError(f"a state of parameter {number!r}; there are {len(params)}")
+                    if not isinstance(line.get("value"), (int, float, str, type(None))):
+                        raise TypeError(f"{key!r} of parameter {labels[number]} is {line['value']!r}")
+                    if key in checkpoint.SCALARS and "value" in line:
+                        count = counts.setdefault((number, key), line["value"])
+                        if repr(count) != repr(line["value"]):
+                            raise ValueError(
+                                f"{key!r} of parameter {labels[number]} is {line['value']} here and {count} "
+                                "for another slice, but the slices of a parameter step together"
+                            )
                     of_param = state.setdefault(number, {})
                     if "value" not in line:
                         line = {**line, "device": "meta"}
@@ -163,16 +176,15 @@ def facts_for_loading(saved: Saved, optimizer: ZeroRedundancyOptimizer, paramete
         ValueError: other groups, names or shapes, or no values where `parameters` are wanted; names the
             parameter.
     """
-    elementwise = is_elementwise(type(optimizer.optim))
-    facts = checkpoint.check_fits(saved.state_dict, optimizer.param_groups, elementwise)
+    facts = checkpoint.check_fits(saved.state_dict, optimizer.param_groups, type(optimizer.optim))
     ids = checkpoint.saved_ids(saved.state_dict, optimizer.param_groups)
-    for number, (id_, ours) in enumerate(zip(ids, optimizer._params, strict=True)):
+    for number, (id_, ours) in enumerate(zip(ids, optimizer.built.params, strict=True)):
         theirs = saved.params[id_]
         if theirs.shape != ours.shape:
             raise ValueError(
                 f"the checkpoint's parameter {saved.labels[id_]} has shape {tuple(theirs.shape)}; this "
-                f"optimizer's parameter {optimizer._name(number)} has {tuple(ours.shape)}. The checkpoint is "
-                "of another model, or of the same parameters in another order."
+                f"optimizer's parameter {optimizer.built.name(number)} has {tuple(ours.shape)}. The "
+                "checkpoint is of another model, or of the same parameters in another order."
             )
         if parameters and _name_of_param(saved.labels, id_) not in saved.metadata.state_dict_metadata:
             raise ValueError(
@@ -186,7 +198,6 @@ class Room:
     """Room in CPU memory for what this rank owns of a checkpoint, from which it goes to its place.
 
     Attributes:
-        tensors: what to read.
         parameters: for each owned slice the values to write into it; empty if parameters are not wanted.
     """
 
@@ -198,23 +209,28 @@ class Room:
         self.state: checkpoint.State = {}
         self.parameters: list[tuple[OwnedSlice, torch.Tensor]] = []
         ids = checkpoint.saved_ids(saved.state_dict, optimizer.param_groups)
-        for number, own in enumerate(optimizer._owned):
+        for number, own in enumerate(optimizer.shard.owned):
             id_ = ids[own.piece.param]
             if id_ in saved.state_dict["state"]:
-                self.state[number] = {
-                    key: self._room(_name_of_state(saved.labels, id_, key), value, saved.params[id_], own)
+                plain = {
+                    key: self._room(
+                        _name_of_state(saved.labels, id_, key), key, value, saved.params[id_], own
+                    )
                     for key, value in saved.state_dict["state"][id_].items()
                 }
+                what = f"the checkpoint's state of parameter {saved.labels[id_]}"
+                subclasses.check_is_whole(plain, own.is_whole, what)
+                self.state[number] = subclasses.put_together(plain)
             if parameters:
                 name = _name_of_param(saved.labels, id_)
                 self.parameters.append((own, self._room_for_slice(name, saved.params[id_], own)))
 
-    def _room(self, name: str, value: Any, saved_param: torch.Tensor, own: OwnedSlice) -> Any:
+    def _room(self, name: str, key: str, value: Any, saved_param: torch.Tensor, own: OwnedSlice) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if not value.is_meta:
             return value.clone()  # each slice counts its own steps
-        if value.shape == saved_param.shape:
+        if value.shape == saved_param.shape and not subclasses.is_within(key):
             return self._room_for_slice(name, value, own)
         whole = torch.empty(value.shape, dtype=value.dtype)
         _add(self.tensors, name, whole.numel(), 0, flat_view(whole))
@@ -232,20 +248,11 @@ class Room:
         self.in_other_order.append((flat_view(room), self.wholes[name], own))
         return room
 
-    def load_state(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        """Hand state and options to the local optimizer, which puts them on the device and dtype it wants."""
+    def read(self, reader: ShardReader, saved: Saved) -> None:
+        """Fill it from the files."""
+        reader.load(self.tensors, saved.metadata)
         for flat, whole, own in self.in_other_order:
             flat.copy_(flat_like(whole, own.param)[own.piece.start : own.piece.stop])
-        numbers = {own.local: number for number, own in enumerate(optimizer._owned)}
-        groups = [
-            {**options_of(ours), **options_of(saved), "params": [numbers[local] for local in ours["params"]]}
-            for ours, saved in zip(optimizer.optim.param_groups, self.saved_groups, strict=True)
-        ]
-        optimizer.optim.load_state_dict({"state": self.state, "param_groups": groups})
-        for number, of_slice in self.state.items():
-            # torch takes a text for an iterable, and puts str(generator) in its place.
-            texts = {key: value for key, value in of_slice.items() if isinstance(value, str)}
-            optimizer.optim.state[optimizer._owned[number].local].update(texts)
 
 
 def _to_json(value: Any, option: str) -> Any:

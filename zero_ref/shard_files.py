@@ -1,28 +1,19 @@
-"""The files of a sharded checkpoint, and how torch.distributed.checkpoint (DCP) reads and writes them.
+"""The tensors of a sharded checkpoint in files: torch.distributed.checkpoint (DCP) reads and writes them.
 
-    directory/
-        save-00000007/           one folder for each save; nothing is ever written into an older one
-            shard-0-of-4.bin     rank 0's tensors, end to end, as they lie in memory
-            shard-0-of-4.json    where each of its pieces begins, and all that is no tensor; written last
-            shard-1-of-4.bin     ...
-
-A rank's table appears by one rename, when its data are safely on the disk, and a save is complete when the
-tables of all its ranks are there. So no rank has to be told that a save is complete, an interrupted save
-never looks like one, and the one before it is not touched. Numbers and JSON are all that is stored: reading
-executes nothing, whatever the files contain.
+`saves.py` shows what lies in a save's folder. A data file is this rank's tensors, end to end. Its table says
+where each piece lies, and has for each MiB of a piece its SHA-256: whoever reads a range of it, at another
+world size, checks the blocks that it touches. Tables carry the identity of their save and their rank, so that
+no file can stand in for another one. Numbers and JSON are all that is stored: reading executes nothing,
+whatever the files contain, and nothing that a table claims is believed before it fits the files' sizes.
 
 This module knows nothing of optimizers: it stores flat tensors by name, each in any number of pieces.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import hashlib
 import itertools
-import json
-import os
-import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,11 +42,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zero_ref.checkpoint import dtype_of
-from zero_ref.shards import dtype_name
+from zero_ref.durable import open_regular, replacing, writing
+from zero_ref.groups import dtype_name
+from zero_ref.saves import FORMAT, DamagedError, Mark, damage_in, look_at, read_sealed, sealed
 
-FORMAT = "zero_ref sharded checkpoint 1"
-SAVE = re.compile(r"save-\d{8}")
-TABLE = re.compile(r"shard-(\d+)-of-(\d+)\.json")
+BLOCK_NBYTES = 2**20
+"""A checksum covers so much of a piece, or what is left of it."""
+
+TABLE_NBYTES = 2**26
+"""A table is no larger than this, or than the data it describes: what is larger is not read."""
+
 Table = dict[str, Any]
 """What a rank's JSON file holds: "tensors", and the "contents" that it was given."""
 
@@ -117,11 +113,15 @@ class ShardWriter(FileSystemWriter):
     Args:
         folder: of the save; it exists.
         contents: whatever JSON can express, to be stored with the tensors.
+        save: the identity of the save, from its mark.
     """
 
-    def __init__(self, folder: Path, rank: int, world_size: int, contents: Any = None) -> None:
+    def __init__(
+        self, folder: Path, rank: int, world_size: int, contents: Any = None, save: str = ""
+    ) -> None:
         super().__init__(folder)
         self.table_path = folder / f"shard-{rank}-of-{world_size}.json"
+        self.head = {"format": FORMAT, "save": save, "rank": rank, "ranks": world_size}
         self.contents = contents
 
     def save(self, tensors: Mapping[str, FlatSlices]) -> None:
@@ -133,13 +133,15 @@ class ShardWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
-        with _writing(self.table_path.with_suffix(".bin")) as file:
+        with writing(self.table_path.with_suffix(".bin")) as file:
             for item in plan.items:
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, torch.Tensor)
                 tensor = tensor.detach().cpu().contiguous()
-                results.append(WriteResult(item.index, tensor.nbytes, storage_data=file.tell()))
-                file.write(_memory_of(tensor))
+                memory = _memory_of(tensor)
+                place = (file.tell(), _digests_of(memory))
+                file.write(memory)
+                results.append(WriteResult(item.index, tensor.nbytes, storage_data=place))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -156,32 +158,69 @@ class ShardWriter(FileSystemWriter):
                 result.index.fqn, {"dtype": dtype_name(dtype), "numel": stored.size.numel(), "pieces": []}
             )
             numel = result.size_in_bytes // dtype.itemsize
-            entry["pieces"].append([result.index.offset[0], numel, result.storage_data])
+            entry["pieces"].append([result.index.offset[0], numel, *result.storage_data])
             nbytes += result.size_in_bytes
         table = {
-            "format": FORMAT,
+            **self.head,
             "byteorder": sys.byteorder,
             "nbytes": nbytes,
             "tensors": tensors,
             "contents": self.contents,
         }
-        unfinished = self.table_path.with_suffix(".tmp")
-        with _writing(unfinished) as file:
-            file.write(json.dumps(table).encode())
-        unfinished.replace(self.table_path)
-        _sync_folder(self.table_path.parent)
+        text = sealed(table)
+        if len(text) > max(TABLE_NBYTES, nbytes):
+            raise ValueError(
+                f"{self.table_path} would have {len(text)} bytes, most of them notes: nobody would read it. "
+                f"Keep notes and options below {TABLE_NBYTES} bytes."
+            )
+        with replacing(self.table_path) as file:
+            file.write(text)
 
 
-class _Stored(NamedTuple):
-    """Where a piece lies."""
+class _Piece(NamedTuple):
+    """Where a piece of a tensor lies, as a table says, and the checksums of its blocks, in hexadecimal."""
 
     path: Path
-    offset: int
+    name: str
     dtype: torch.dtype
+    start: int
+    numel: int
+    offset: int
+    digests: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def _pieces_of(path: Path, table: Table) -> Iterator[_Piece]:
+    """The pieces of a table, which tile its data file: so it claims nothing that is not there.
+
+    Args:
+        path: of the data file.
+    Raises:
+        ValueError, TypeError, KeyError: they do not.
+    """
+    end = 0
+    pieces = [
+        _Piece(path, name, dtype_of(tensor["dtype"]), *entry)
+        for name, tensor in table["tensors"].items()
+        for entry in tensor["pieces"]
+    ]
+    for piece in sorted(pieces, key=lambda piece: (piece.offset, piece.numel)):
+        numbers = (piece.start, piece.numel, piece.offset)
+        if any(type(number) is not int or number < 0 for number in numbers) or piece.offset != end:
+            raise ValueError(f"{piece.name}: a piece lies outside of the data file, or on another one")
+        end += piece.nbytes
+        if len(piece.digests) != _DIGEST * -(-piece.nbytes // BLOCK_NBYTES):
+            raise ValueError(f"{piece.name}: a piece of {piece.nbytes} bytes has other checksums")
+        yield piece
+    if end != table["nbytes"]:
+        raise ValueError(f"{end} bytes are in pieces, of {table['nbytes']}")
 
 
 class ShardReader(FileSystemReader):
-    """DCP's way from the files of all ranks. Reads exactly the bytes that are asked for.
+    """DCP's way from the files of all ranks. Reads the blocks in which lie the bytes that are asked for.
 
     It serves torch.distributed.checkpoint.load too, for tensors by the names under which they are stored:
 
@@ -209,48 +248,58 @@ class ShardReader(FileSystemReader):
         """The JSON file of a rank."""
         return self.folder / f"shard-{rank}-of-{len(self.tables)}.json"
 
+    def pieces_of_rank(self, rank: int) -> Iterator[_Piece]:
+        """What lies in a rank's data file.
+
+        Raises:
+            DamagedError: its table says what cannot be.
+        """
+        path = self.path_of_table(rank)
+        with damage_in(path):
+            yield from _pieces_of(path.with_suffix(".bin"), self.tables[rank])
+
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Put the tables of all ranks together.
 
         Raises:
-            ValueError: they say what cannot be, or leave elements out.
+            DamagedError: they say what cannot be, or leave elements out.
         """
         stored: dict[str, TensorStorageMetadata] = {}
-        places: dict[MetadataIndex, _Stored] = {}
+        places: dict[MetadataIndex, _Piece] = {}
         for rank, table in enumerate(self.tables):
-            data = self.path_of_table(rank).with_suffix(".bin")
             with damage_in(self.path_of_table(rank)):
-                for name, tensor in table["tensors"].items():
-                    dtype, size = dtype_of(tensor["dtype"]), torch.Size([tensor["numel"]])
+                for piece in self.pieces_of_rank(rank):
+                    name, dtype = piece.name, piece.dtype
+                    size = torch.Size([table["tensors"][name]["numel"]])
                     known = stored.setdefault(
                         name, TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks=[])
                     )
                     if (known.properties.dtype, known.size) != (dtype, size):
                         raise ValueError(f"{name} is {dtype} of {size} here, and not so for another rank")
-                    for start, numel, offset in tensor["pieces"]:
-                        if min(start, numel, offset) < 0 or offset + numel * dtype.itemsize > table["nbytes"]:
-                            raise ValueError(f"{name}: a piece lies outside of the data file")
-                        # State that does not follow its parameter is stored by each owner of a part of it.
-                        index = MetadataIndex(name, (start,))
-                        if index not in places:
-                            places[index] = _Stored(data, offset, dtype)
-                            known.chunks.append(_chunk(start, numel))
+                    # State that does not follow its parameter is stored by each owner of a part of it.
+                    index = MetadataIndex(name, (piece.start,))
+                    if index not in places:
+                        places[index] = piece
+                        known.chunks.append(_chunk(piece.start, piece.numel))
         for name, tensor in stored.items():
             _check_is_whole(self.folder, name, tensor)
         return Metadata(dict(stored), storage_data=places)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        requests = sorted(
+        requests: list[tuple[_Piece, Any]] = sorted(
             ((self.storage_data[item.storage_index], item) for item in plan.items),
             key=lambda request: (request[0].path, request[0].offset),
         )
         for path, of_file in itertools.groupby(requests, key=lambda request: request[0].path):
-            with open(path, "rb", buffering=0) as file:
-                for (_, offset, dtype), item in of_file:
+            with _opened(path) as file:
+                for piece, item in of_file:
                     target = planner.resolve_tensor(item).detach()
-                    direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
-                    room = target if direct else torch.empty(target.shape, dtype=dtype)
-                    _read(file, offset + item.storage_offsets[0] * dtype.itemsize, room)
+                    direct = (
+                        target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
+                    )
+                    room = target if direct else torch.empty(target.shape, dtype=piece.dtype)
+                    first = item.storage_offsets[0] * piece.dtype.itemsize
+                    _read_checked(file, piece, first, _memory_of(room))
                     if not direct:
                         target.copy_(room)
                     planner.commit_tensor(item, target)
@@ -259,95 +308,58 @@ class ShardReader(FileSystemReader):
         return future
 
 
-# --------------------------------------------------------------------------------------------- the folders
-
-
-def make_folder(directory: Path) -> Path:
-    """Make a new folder for a save, and remove what interrupted saves have left. By one rank."""
-    directory.mkdir(parents=True, exist_ok=True)
-    saves = _saves(directory)
-    number = 1 + int(saves[-1].name.removeprefix("save-")) if saves else 1
-    folder = directory / f"save-{number:08d}"
-    folder.mkdir()
-    _sync_folder(directory)
-    # Only now: with the newest gone, its number would be given twice.
-    complete = [save for save in saves if not missing_tables(save)]
-    remove_older(folder, keep=complete[-1:])
-    return folder
-
-
-def newest_complete(directory: Path) -> Path:
-    """The folder of the newest complete save.
-
-    Raises:
-        FileNotFoundError: there is none; says what is missing.
-    """
-    saves = _saves(directory) if directory.is_dir() else []
-    for save in reversed(saves):
-        if not missing_tables(save):
-            return save
-    lacks = f"; the newest save lacks {', '.join(missing_tables(saves[-1]))}" if saves else ""
-    raise FileNotFoundError(f"{directory} holds no complete sharded checkpoint{lacks}.")
-
-
-def remove_older(than: Path, keep: Sequence[Path] = ()) -> None:
-    """Remove the saves begun before this one, as far as that is possible. Newer ones are not its business."""
-    for save in _saves(than.parent):
-        if save.name < than.name and save not in keep:
-            shutil.rmtree(save, ignore_errors=True)
-
-
-def missing_tables(save: Path) -> list[str]:
-    """The tables without which a save is not complete; empty for one that is."""
-    there = {match[0]: int(match[2]) for name in os.listdir(save) if (match := TABLE.fullmatch(name))}
-    if not there:
-        return ["all of its tables"]  # of how many ranks, only a table's name says
-    ranks = max(there.values())
-    return [name for rank in range(ranks) if (name := f"shard-{rank}-of-{ranks}.json") not in there]
-
-
-def _saves(directory: Path) -> list[Path]:
-    """All saves, complete or not, the newest last."""
-    return sorted(path for path in directory.iterdir() if SAVE.fullmatch(path.name) and path.is_dir())
-
-
 def read_tables(folder: Path) -> list[Table]:
     """The tables of all ranks of a complete save, in rank order.
 
     Raises:
-        ValueError: a file is missing, damaged, of another program or not of its size; names it.
+        DamagedError: a file is missing, damaged, of another save or program, or not of its size; names it.
     """
-    tables = []
-    if missing := missing_tables(folder):
-        raise ValueError(f"{folder} lacks {', '.join(missing)}.")
-    ranks = sum(TABLE.fullmatch(name) is not None for name in os.listdir(folder))
-    for rank in range(ranks):
-        path = folder / f"shard-{rank}-of-{ranks}.json"
-        with damage_in(path):
-            table = json.loads(path.read_bytes())
-            if table["format"] != FORMAT or table["byteorder"] != sys.byteorder:
-                raise ValueError(f"{table['format']!r}, {table['byteorder']}-endian")
-            tables.append(table)
-            expected = table["nbytes"]
-        data = path.with_suffix(".bin")
-        size = data.stat().st_size if data.exists() else None
-        if size != expected:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise ValueError(f"{data} {found}; its table says {expected} bytes. The checkpoint is damaged.")
-    return tables
+    save = look_at(folder)
+    if save is None or save.mark is None:
+        raise DamagedError(save.problem if save else f"{folder} is no folder of a save.")
+    if save.lacks:
+        raise DamagedError(f"{folder} lacks {save.lacks}.")
+    return [_read_table(folder, rank, save.mark) for rank in range(save.mark.ranks)]
 
 
-@contextlib.contextmanager
-def damage_in(path: Path) -> Iterator[None]:
-    """Whatever goes wrong inside is the fault of this file."""
+def _read_table(folder: Path, rank: int, mark: Mark) -> Table:
+    path = folder / f"shard-{rank}-of-{mark.ranks}.json"
+    data = path.with_suffix(".bin")
+    size = data.stat().st_size if data.exists() else None
+    table = read_sealed(path, max(TABLE_NBYTES, size or 0))
+    with damage_in(path):
+        if table["format"] != FORMAT or table["byteorder"] != sys.byteorder:
+            raise ValueError(f"{table['format']!r}, {table['byteorder']}-endian")
+        if [table["save"], table["rank"], table["ranks"]] != [mark.id, rank, mark.ranks]:
+            raise ValueError(
+                f"it was written by rank {table['rank']} of {table['ranks']} for the save {table['save']}; "
+                f"this is {folder.name}, {mark.id}"
+            )
+        expected = table["nbytes"]
+    if size != expected:
+        found = "is missing" if size is None else f"has {size} bytes"
+        raise DamagedError(f"{data} {found}; its table says {expected} bytes. The checkpoint is damaged.")
+    return table
+
+
+def verify(folder: Path) -> list[str]:
+    """Read every byte of a complete save, on one process; what is damaged, a line each."""
     try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"{path} is damaged, or of another program: {type(error).__name__}: {error}"
-        ) from error
+        reader = ShardReader(folder)
+        reader.read_metadata()
+    except DamagedError as error:
+        return [str(error)]
+    problems = []
+    for rank in range(len(reader.tables)):
+        with _opened(reader.path_of_table(rank).with_suffix(".bin")) as file:
+            for piece in reader.pieces_of_rank(rank):
+                room = memoryview(bytearray(min(piece.nbytes, BLOCK_NBYTES)))
+                for first in range(0, piece.nbytes, BLOCK_NBYTES):
+                    try:
+                        _read_checked(file, piece, first, room[: piece.nbytes - first])
+                    except DamagedError as error:
+                        problems.append(str(error))
+    return problems
 
 
 def _check_is_whole(folder: Path, name: str, tensor: TensorStorageMetadata) -> None:
@@ -356,13 +368,15 @@ def _check_is_whole(folder: Path, name: str, tensor: TensorStorageMetadata) -> N
     stops = itertools.accumulate((chunk.sizes[0] for chunk in chunks), initial=0)
     for start, covered in zip(starts, stops, strict=True):
         if start != covered:
-            raise ValueError(
+            raise DamagedError(
                 f"{folder}: {name} has {tensor.size[0]} elements; those from {covered} on are in no shard, "
                 "or others are in two. The checkpoint is damaged."
             )
 
 
 # ----------------------------------------------------------------------------------------------- the bytes
+
+_DIGEST = len(hashlib.sha256().hexdigest())
 
 
 def _chunk(start: int, numel: int) -> ChunkStorageMetadata:
@@ -376,37 +390,48 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _read(file: IO[bytes], offset: int, into: torch.Tensor) -> None:
-    memory = _memory_of(into)
+def _digests_of(memory: memoryview) -> str:
+    """The checksums of its blocks, one after the other."""
+    starts = range(0, len(memory), BLOCK_NBYTES)
+    return "".join(hashlib.sha256(memory[start : start + BLOCK_NBYTES]).hexdigest() for start in starts)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    with damage_in(path):
+        return open_regular(path)
+
+
+def _read_checked(file: IO[bytes], piece: _Piece, first: int, into: memoryview) -> None:
+    """Read the bytes of a piece from `first` on, and check the blocks in which they lie.
+
+    Raises:
+        OSError: they cannot be read.
+        DamagedError: they are not those that were written.
+    """
+    end = first + len(into)
+    for number in range(first // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)):
+        start = number * BLOCK_NBYTES
+        stop = min(start + BLOCK_NBYTES, piece.nbytes)
+        wanted = slice(max(start, first), min(stop, end))
+        here = into[wanted.start - first : wanted.stop - first]
+        block = here if len(here) == stop - start else memoryview(bytearray(stop - start))
+        _read(file, piece.offset + start, block)
+        expected = piece.digests[number * _DIGEST : (number + 1) * _DIGEST]
+        if hashlib.sha256(block).hexdigest() != expected:
+            elements = [piece.start + place // piece.dtype.itemsize for place in (start, stop)]
+            raise DamagedError(
+                f"{piece.path} is damaged: {piece.name}, elements [{elements[0]}, {elements[1]}), is not "
+                f"what rank {piece.path.name.split('-')[1]} wrote there: its SHA-256 is another."
+            )
+        if block is not here:
+            here[:] = block[wanted.start - start : wanted.stop - start]
+
+
+def _read(file: IO[bytes], offset: int, memory: memoryview) -> None:
     file.seek(offset)
     done = 0
     while done < len(memory):
         count = file.readinto(memory[done:])  # type: ignore[attr-defined]
         if not count:
-            raise ValueError(f"{file.name} ends at byte {offset + done}; the checkpoint is damaged.")
+            raise DamagedError(f"{file.name} ends at byte {offset + done}; the checkpoint is damaged.")
         done += count
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file, on the disk and not only on its way there when the context ends."""
-    try:
-        with open(path, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        if error.filename is None:  # a full disk is reported without saying for which file
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """What stands in the folder survives a loss of power, where the system can be asked for that."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

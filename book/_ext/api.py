@@ -100,6 +100,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.sensitivity": 14,
     "zero_ref.simulator.calibrate": 14,
     "zero_ref.lab.ranks": 1,
+    "zero_ref.lab.patience": 1,
     "zero_ref.lab.virtual": 4,
     "zero_ref.lab.meter": 4,
     "zero_ref.lab.meter.HeldBytes": 1,
@@ -227,10 +228,10 @@ def is_property(member: object) -> bool:
 
 Link = Callable[[str], str | None]
 
-SECTION = r"(?:Args|Attributes|Returns|Raises|Collective|Cost|Source)"
+SECTION = r"(?:Args|Attributes|Returns|Raises|Warns|Collective|Cost|Source)"
 HEADING = re.compile(rf"({SECTION}(?:(?:, | and ){SECTION})*):(?: (.*))?$")
 ITEM = re.compile(r"([\w*., ]+?): (.*)$")
-ITEMISED = ("Args", "Attributes", "Raises")
+ITEMISED = ("Args", "Attributes", "Raises", "Warns")
 
 
 def to_rest(lines: list[str], link: Link = lambda code: None) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
-from reader import DESK, OPTIONS, Visit, find_chromium
+from reader import DESK, OPTIONS, PATIENCE_MS, Visit, find_chromium
 from ready import AXE_SCRIPT, fetch_axe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def browser() -> Iterator[Browser]:
             + "Install Chromium or Google Chrome, or give the path of one in the variable CHROMIUM"
         )
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=OPTIONS)
+        browser = playwright.chromium.launch(executable_path=program, args=OPTIONS, timeout=PATIENCE_MS)
         yield browser
         browser.close()
 
@@ -90,6 +90,7 @@ def visit(
         if look not in _contexts:
             scheme = "dark" if dark else "light"
             _contexts[look] = browser.new_context(color_scheme=scheme, reduced_motion="reduce")
+            _contexts[look].set_default_timeout(PATIENCE_MS)
         page = _contexts[look].new_page()
         opened.append(page)
         page.set_viewport_size({"width": width, "height": height})

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from playwright.sync_api import Error, sync_playwright
-from reader import OPTIONS, find_chromium
+from reader import OPTIONS, PATIENCE_MS, find_chromium
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "book"))
@@ -38,7 +38,7 @@ def what_is_missing() -> str:
         return "install Chromium or Google Chrome, or name one in the variable CHROMIUM"
     try:
         with sync_playwright() as playwright:
-            playwright.chromium.launch(executable_path=chromium, args=OPTIONS).close()
+            playwright.chromium.launch(executable_path=chromium, args=OPTIONS, timeout=PATIENCE_MS).close()
     except Error as error:
         return f"{chromium} does not start: {error.message.splitlines()[0]}"
     return fetch_axe()

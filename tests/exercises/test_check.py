@@ -119,27 +119,26 @@ def test_where_answers_work_in_place_none_is_fine() -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="without alarms a loop is not ended")
+@pytest.mark.usefixtures("impatient")
 def test_an_answer_that_does_not_end_is_ended() -> None:
     def double(number: int) -> int:
         while True:
             try:
-                time.sleep(10)
+                time.sleep(3600)
             except Exception:  # what ends it is no Exception
                 return 2 * number
 
-    began = time.monotonic()
     message = failure("test.double", double)
-    assert time.monotonic() - began < 5
     assert message == "double(2) did not return within 0.3 s. Is there a loop that never ends?"
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no alarms to keep")
 def test_somebody_elses_alarm_goes_on() -> None:
     handler, (delay, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
-    signal.setitimer(signal.ITIMER_REAL, 50.0)
+    signal.setitimer(signal.ITIMER_REAL, 5000.0)
     try:
         grade("test.double", lambda number: 2 * number)
-        assert 45 < signal.getitimer(signal.ITIMER_REAL)[0] <= 50
+        assert 1000 < signal.getitimer(signal.ITIMER_REAL)[0] < 5000
         assert signal.getsignal(signal.SIGALRM) == handler
     finally:
         signal.setitimer(signal.ITIMER_REAL, delay)
@@ -173,7 +172,7 @@ def test_without_asserts_nothing_is_graded() -> None:
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 1
@@ -193,7 +192,7 @@ def test_an_answer_travels_and_is_the_same_there() -> None:
 def _a_grader_on_ranks() -> None:
     @exercise("test.sum", seconds=0.5, on_ranks=True)
     def sum_of_ranks(answer: Callable[[], int]) -> str:
-        sums = ranks.run(lambda: answer(dist.get_rank()), 2, timeout=20.0, backend="gloo")  # type: ignore[call-arg]
+        sums = ranks.run(lambda: answer(dist.get_rank()), 2, timeout=600.0, backend="gloo")  # type: ignore[call-arg]
         if sums != [1, 1]:
             raise AssertionError(f"0 + 1 is 1, not {sums}")
         return "summed"
@@ -226,14 +225,12 @@ def ends_its_process(rank: int) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(60)
 @pytest.mark.usefixtures("_a_grader_on_ranks")
 def test_a_right_answer_passes_on_ranks() -> None:
     assert grade("test.sum", summed) == "summed"
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(60)
 @pytest.mark.usefixtures("_a_grader_on_ranks")
 def test_a_stub_is_known_on_a_rank() -> None:
     with pytest.raises(StillTheStub, match=r"^stub is still the stub"):
@@ -241,17 +238,22 @@ def test_a_stub_is_known_on_a_rank() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(60)
 @pytest.mark.usefixtures("_a_grader_on_ranks")
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         (lambda rank: rank, r"^0 \+ 1 is 1, not \[0, 1\]$"),
         (fails_on_rank_1, r"^on rank 1: fails_on_rank_1\(1\) raised IndexError: .* \(line \d+: return"),
-        (hangs_on_rank_1, r"^on rank 1: hangs_on_rank_1\(1\) did not return within 0.5 s"),
         (ends_its_process, r"^on real ranks:\nrank \d ended with exit code 3"),
     ],
 )
 def test_what_goes_wrong_on_a_rank_is_told_with_the_rank(answer: Any, message: str) -> None:
     with pytest.raises(ExerciseFailed, match=message):
         grade("test.sum", answer)
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("_a_grader_on_ranks", "impatient")
+def test_an_answer_that_hangs_on_a_rank_is_ended_and_told_with_the_rank() -> None:
+    with pytest.raises(ExerciseFailed, match=r"^on rank 1: hangs_on_rank_1\(1\) did not return within 0.5 s"):
+        grade("test.sum", hangs_on_rank_1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from zero_ref import cli
 from zero_ref.lab.exercises.notebook import ExerciseResult, check_notebook, exercises_in
 
 # Each exercise has a process that imports torch: one test after another, as for those on ranks.
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 PARTITION = Path(__file__).parents[2] / "notebooks" / "03_partition.ipynb"
 
@@ -62,6 +63,17 @@ def alive(pid: int) -> bool:
         return False
 
 
+def ended(pids: list[int]) -> bool:
+    """Whether they end: a process that was killed may be there a moment longer."""
+    deadline = time.monotonic() + 60
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    left = [pid for pid in pids if alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return not left
+
+
 def test_a_cell_that_fails_harms_no_other(tmp_path: Path) -> None:
     path = notebook(
         tmp_path,
@@ -92,19 +104,34 @@ def test_a_cell_that_fails_harms_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_cell_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_cell_that_hangs_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, children = tmp_path / "pid", []
+
+    class Patience(subprocess.Popen[bytes]):
+        """Runs out when the cell hangs and not before, however busy the machine is."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            while timeout is not None and self.poll() is None:
+                if written.exists() and (pid := written.read_text()):
+                    written.unlink()
+                    children.append(int(pid))
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                time.sleep(0.02)
+            return super().wait()
+
+    monkeypatch.setattr(subprocess, "Popen", Patience)
     hangs = (
         "import pathlib, subprocess, time\n"
         "child = subprocess.Popen(['sleep', '1000'])\n"
-        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
+        f"pathlib.Path({str(written)!r}).write_text(str(child.pid))\n"
         "time.sleep(1000)\n"
     )
-    began = time.monotonic()
     hung, right = outcomes(check_notebook(notebook(tmp_path, hangs, RIGHT), seconds=15))
-    assert time.monotonic() - began < 60
-    assert hung == (False, "it did not end within 15 s, and was ended.")
+    assert hung == (False, "it did not end within 150 s, and was ended."), "15 s, and 10 times the patience"
     assert right == PASSED
-    assert not alive(int((tmp_path / "pid").read_text()))
+    assert ended(children)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -115,13 +142,7 @@ def test_what_a_cell_leaves_running_is_ended(tmp_path: Path) -> None:
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
     )
     assert outcomes(check_notebook(notebook(tmp_path, leaves + RIGHT))) == [PASSED]
-    pid = int((tmp_path / "pid").read_text())
-    if alive(pid):
-        time.sleep(0.5)  # killed, and not yet gone
-    still_there = alive(pid)
-    if still_there:
-        os.kill(pid, signal.SIGKILL)
-    assert not still_there
+    assert ended([int((tmp_path / "pid").read_text())])
 
 
 def test_a_cell_runs_in_the_notebooks_folder_with_its_setup_and_nothing_else(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from zero_ref.lab.bench.rounds import COUNTS, WARM_UP, Case, take_turns
 from zero_ref.lab.bench.suites import SUITES
 from zero_ref.lab.bench.targets import judge
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 NUMEL = 4096
 

@@ -22,7 +22,7 @@ from zero_ref.lab.bench.sets import SETS, Set, chain, give_gradients
 from zero_ref.lab.bench.suites import SUITES
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 SMALL = Set(lambda: chain([128, 63]), lambda rank, count: [], torch.sum)
 """8,064 weights and 63 biases."""

@@ -17,7 +17,7 @@ from zero_ref.lab.bench.training import TO_OWNERS, Way, WithGiven
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 SIZE = GPTConfig(layers=1, heads=2, width=16, context=8)
 SUITES = {"sync": training.sync, "iteration": training.iteration}

@@ -9,7 +9,7 @@ from zero_ref.lab.benchmark import Effort, TrainingSize
 from zero_ref.lab.config import GPTConfig
 from zero_ref.simulator.calibrate import Computation, Measurement
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 SMALL = TrainingSize(GPTConfig(layers=1, heads=2, width=16, context=8), batch_size=1)
 DEEP = TrainingSize(GPTConfig(layers=2, heads=2, width=16, context=8), batch_size=2)

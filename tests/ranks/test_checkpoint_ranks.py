@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ from zero_ref.lab.meter import recording
 from zero_ref.lab.ranks import run, shutdown
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -184,7 +185,50 @@ def test_a_rank_receives_each_shard_once_and_the_others_nothing() -> None:
     assert {call.op for call in first} == {"all_gather", "send"}
     both = run(calls_of_consolidating, 2, "all")
     assert both[0] == both[1]
-    assert [call.nbytes for call in both[0] if call.op == "broadcast"][2::3] == [480, 480]
+    assert [call.nbytes for call in both[0] if call.op == "broadcast"][4:] == [480, 480]  # after all tables
+
+
+def one_rank_fails(faulty: int) -> list[str]:
+    """On rank `faulty` the first and the second copy of several tensors fail, each in a consolidation."""
+    comm = ProcessGroupCollectives()
+    model = Tangle()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm)
+    for _ in train(model, optimizer, range(1)):
+        pass
+    messages = []
+    for to, after in itertools.product((0, 1, "all"), (1, 2)):
+        with pytest.MonkeyPatch.context() as patch:
+            if comm.rank == faulty:
+                patch.setattr(torch, "_foreach_copy_", raising(torch._foreach_copy_, after))
+                patch.setattr(torch, "cat", raising(torch.cat, after))
+            try:
+                optimizer.consolidate_state_dict(to)
+            except (MemoryError, RuntimeError) as error:
+                messages.append(f"{type(error).__name__}: {error}")
+    optimizer.consolidate_state_dict("all")
+    assert len(optimizer.state_dict()["state"]) == 10
+    return messages
+
+
+def raising(function: Any, after: int) -> Any:
+    calls = itertools.count(1)
+
+    def or_raise(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == after:
+            raise MemoryError("no room")
+        return function(*args, **kwargs)
+
+    return or_raise
+
+
+def test_an_error_on_one_rank_while_state_is_gathered_is_one_on_all() -> None:
+    for faulty in range(2):
+        messages = run(one_rank_fails, 2, faulty, timeout=120)
+        assert len(messages[0]) == len(messages[1]) >= 4
+        for told, raised in zip(messages[1 - faulty], messages[faulty], strict=True):
+            assert raised == "MemoryError: no room"
+            assert told.startswith(f"RuntimeError: rank {1 - faulty}: rank {faulty} could not ")
+            assert told.endswith("the optimizer state: MemoryError: no room")
 
 
 # -------------------------------------------------------------------------------------------------- subgroups

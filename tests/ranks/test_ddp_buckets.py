@@ -17,7 +17,7 @@ from zero_ref.lab.meter import DDPRecorder
 from zero_ref.simulator.models import from_module, ready_order
 from zero_ref.simulator.schedule import ddp_buckets, schedule
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 MIB = 2**20
 

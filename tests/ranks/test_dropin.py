@@ -24,7 +24,7 @@ from training import assert_state_dicts_equal
 
 from zero_ref.lab.ranks import run, shutdown
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 OVERLAP = SCRIPTS / "torch_overlap.py"
@@ -55,7 +55,9 @@ def start(script: str, arguments: Sequence[str], store_port: int) -> None:
     """Run the script on this rank as torchrun would: it makes a process group itself."""
     dist.barrier()  # a rank that left its group while others still join it would break theirs
     dist.destroy_process_group()
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_PORT=str(store_port))
+    os.environ.update(
+        TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store_port)
+    )
     sys.argv = [script, *arguments]
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch.distributed.optim
         runpy.run_path(script, run_name="__main__")
@@ -126,7 +128,9 @@ def test_the_script_with_overlap_runs_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(script), "--out", str(tmp_path / "run"), "--epochs", "2"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ, cwd=Path.cwd())
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=environ, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 0, done.stderr
     assert_overlapped_as_plain(script, tmp_path / "run", epochs=2)
 

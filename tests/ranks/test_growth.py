@@ -10,7 +10,7 @@ from zero_ref.lab.bench.contenders import OURS, TORCH_BEST
 from zero_ref.lab.bench.growth import Size, sizes
 from zero_ref.lab.bench.growth_point import TIMED, GrowthPoint
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 
 def measured(size: Size) -> list[GrowthPoint]:

@@ -15,18 +15,24 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from training import NEVER_S
 
-from zero_ref.lab import ranks
+from zero_ref.lab import _worker, ranks
+from zero_ref.lab.patience import patience
 from zero_ref.lab.ranks import Pool, RankError, choose_backend, device, run, shutdown
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.ranks
 
 gloo = partial(run, backend="gloo")
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -45,22 +51,14 @@ def short_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < seconds
-
-
-def error_of(fn: Callable[[], object], world_size: int = 2, **options: Any) -> RankError:
-    gloo(dist.get_rank, world_size)  # start them first: it is the failure that is timed
-    with within(15), pytest.raises(RankError) as caught:
-        gloo(fn, world_size, **options)
+def error_of(fn: Callable[[], object], world_size: int = 2) -> RankError:
+    with pytest.raises(RankError) as caught:
+        gloo(fn, world_size, timeout=NEVER_S)
     assert gloo(dist.get_rank, world_size) == list(range(world_size)), "the next call works"
     return caught.value
 
 
-def all_gone(pids: list[int], seconds: float = 10.0) -> bool:
+def all_gone(pids: list[int], seconds: float = 300.0) -> bool:
     def alive(pid: int) -> bool:
         with contextlib.suppress(FileNotFoundError):  # a zombie has ended once all its threads have
             return (
@@ -135,14 +133,9 @@ def test_a_rank_that_returns_early_does_not_cut_off_the_others(monkeypatch: pyte
     assert gloo(receive_late, 3) == [1e6] * 3
 
 
-def test_later_calls_cost_under_a_tenth_of_a_second() -> None:
-    def call() -> float:
-        start = time.perf_counter()
-        gloo(dist.get_rank, 2)
-        return time.perf_counter() - start
-
-    call()
-    assert min(call() for _ in range(10)) < 0.1
+def test_later_calls_start_no_process() -> None:
+    first, *later = (gloo(os.getpid, 2) for _ in range(3))
+    assert later == [first] * 2
 
 
 # --------------------------------------------------------------------------------------- output by rank
@@ -169,17 +162,24 @@ def test_output_is_labelled_by_rank_and_in_rank_order(capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    "how", ["raise ValueError", "os._exit(1)", "os.kill(os.getpid(), 9)", "time.sleep(60)"]
+    "how", ["raise ValueError", "os._exit(1)", "os.kill(os.getpid(), 9)", "time.sleep(3600)"]
 )
-def test_output_is_shown_when_the_call_fails(how: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("all_may_report")
+def test_output_is_shown_when_the_call_fails(
+    how: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         print("before")
+        (tmp_path / str(dist.get_rank())).touch()
+        dist.barrier()  # a rank that ends before all have met keeps the others from beginning
         exec(how, {"os": os, "time": time})
 
     gloo(dist.get_rank, 2)
     capfd.readouterr()
+    if "sleep" in how:
+        expire_when(monkeypatch, lambda: len(list(tmp_path.iterdir())) == 2)
     with pytest.raises(RankError):
-        gloo(fail, 2, timeout=1)
+        gloo(fail, 2, timeout=NEVER_S)
     assert capfd.readouterr().out == "[rank 0] before\n[rank 1] before\n"
 
 
@@ -221,6 +221,7 @@ def test_the_rank_that_raised_is_told_first_with_its_source_line() -> None:
     assert all("still running" in line and line.endswith("dist.barrier()") for line in error.others.values())
 
 
+@pytest.mark.usefixtures("all_may_report")
 def test_when_all_raise_alike_the_lowest_rank_is_told() -> None:
     def fail() -> None:
         time.sleep(0.1 * (1 - dist.get_rank()))
@@ -231,6 +232,7 @@ def test_when_all_raise_alike_the_lowest_rank_is_told() -> None:
     assert error.others[1].startswith("raised KeyError: 'same on all', at ")
 
 
+@pytest.mark.usefixtures("all_may_report")
 def test_what_follows_from_a_failure_is_told_second() -> None:
     def fail() -> None:
         if dist.get_rank() == 0:
@@ -263,29 +265,64 @@ def test_a_rank_that_ends_is_named(how: str, told: str) -> None:
     assert list(error.others) == [0]
 
 
-def test_a_time_out_tells_where_the_running_ranks_stand() -> None:
+def expire_when(monkeypatch: pytest.MonkeyPatch, is_time: Callable[[], bool]) -> None:
+    """A call's time-out passes then and not before, however busy the machine is."""
+    wait = connection.wait
+
+    def expiring(sources: Any, timeout: float) -> list[Any]:
+        while not (ready := wait(sources, min(timeout, 0.05))):
+            if is_time():
+                monkeypatch.setattr(ranks, "connection", connection)  # the next call waits as usual
+                break
+        return ready
+
+    monkeypatch.setattr(ranks, "connection", SimpleNamespace(wait=expiring))
+
+
+def test_a_time_out_tells_where_the_running_ranks_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def wait_here() -> None:
         threading.Event().wait()
 
+    def report_when_waiting(rank: int) -> None:
+        main = threading.main_thread().ident or 0
+        while sys._current_frames()[main].f_code.co_filename != threading.__file__:
+            time.sleep(0.01)
+        (tmp_path / str(rank)).touch()
+
     def stuck() -> None:
         if dist.get_rank() != 1:
+            threading.Thread(target=report_when_waiting, args=[dist.get_rank()], daemon=True).start()
             wait_here()
 
-    error = error_of(stuck, 3, timeout=1)
+    expire_when(monkeypatch, lambda: len(list(tmp_path.iterdir())) == 2)
+    error = error_of(stuck, 3)
     message = str(error)
-    assert message.startswith("timed out after 1 s; still running: rank 0, rank 2\n\nrank 0 stood here:\n")
+    headline = f"timed out after {NEVER_S * patience():g} s; still running: rank 0, rank 2"
+    assert message.startswith(f"{headline}\n\nrank 0 stood here:\n")
     assert (error.rank, error.summary, error.others) == (0, "timed out", {1: "had returned"})
     stack = r"in stuck\n    wait_here\(\)\n  File .*, in wait_here\n    threading.Event\(\).wait\(\)\n"
     assert len(re.findall(stack, message)) == 2
     assert "_worker.py" not in message
 
 
+@pytest.mark.usefixtures("impatient")
+def test_a_call_ends_when_its_time_is_over() -> None:
+    with pytest.raises(RankError):  # on a busy machine it may be over before the ranks have met
+        gloo(lambda: threading.Event().wait(), 2, timeout=1)
+
+
 def test_a_collective_that_one_rank_does_not_call_is_told_with_its_line() -> None:
     def mismatch() -> None:
+        timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+        assert timeout == timedelta(seconds=0.8 * NEVER_S * patience()), "before the call is ended"
+        dist.barrier()
+        _set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)  # so that the test need not wait
         if dist.get_rank() == 0:
             dist.all_reduce(torch.ones(1))  # rank 1 does not
 
-    error = error_of(mismatch, timeout=2)
+    error = error_of(mismatch)
     assert error.rank == 0
     assert "Timed out" in error.summary
     assert "dist.all_reduce(torch.ones(1))  # rank 1 does not" in str(error)
@@ -343,13 +380,22 @@ def test_an_argument_that_cannot_be_sent_is_refused_and_harms_nothing() -> None:
         ((print, 4096, {"backend": "nccl"}), ValueError, "needs a GPU for each of 4096 ranks"),
     ],
 )
-def test_mistakes_are_told_at_once(arguments: tuple[Any, ...], error: type[Exception], told: str) -> None:
+def test_mistakes_are_told_at_once(
+    arguments: tuple[Any, ...], error: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = arguments[2] if len(arguments) == 3 else {}
-    with within(1), pytest.raises(error, match=told):
+    monkeypatch.setattr(ranks, "Pool", None)  # nothing is started
+    with pytest.raises(error, match=told):
         run(*arguments[:2], **options)
 
 
-def test_ranks_that_do_not_start_in_time_are_ended() -> None:
+def never_ready(seat: object, pipe: object) -> None:
+    time.sleep(600)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_ranks_that_do_not_start_in_time_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_worker, "main", never_ready)
     with pytest.raises(RankError, match=r"no start within 0\.001 s"):
         Pool(2, "gloo", start_timeout=0.001)
 
@@ -358,6 +404,7 @@ def test_ranks_that_do_not_start_in_time_are_ended() -> None:
 
 
 def leaves_without_group() -> None:
+    dist.barrier()  # Gloo fails to make a group on a rank if another has left it already
     dist.destroy_process_group()
 
 
@@ -395,13 +442,13 @@ def test_what_a_call_leaves_behind_does_not_reach_the_next(disturb: Callable[[],
 
 def test_ranks_that_cannot_leave_their_group_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     def block() -> str:
-        dist.destroy_process_group = lambda: time.sleep(60)
+        dist.destroy_process_group = lambda: time.sleep(3600)
         return "value"
 
-    monkeypatch.setattr(ranks, "LEAVE_SECONDS", 1.0)
-    with within(15):
-        assert gloo(block, 2) == ["value"] * 2
-        assert gloo(dist.get_rank, 2) == [0, 1]
+    monkeypatch.setattr(ranks, "LEAVE_SECONDS", 0.05)
+    assert gloo(block, 2) == ["value"] * 2
+    monkeypatch.undo()
+    assert gloo(dist.get_rank, 2) == [0, 1]
 
 
 def test_a_rank_that_died_between_calls_is_replaced() -> None:
@@ -432,13 +479,14 @@ def test_each_call_has_the_surroundings_of_its_caller(
 
 def test_a_rank_has_torchruns_variables_and_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def look() -> tuple[list[str], int, str, torch.device]:
-        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
-        assert 0 < int(os.environ["MASTER_PORT"]) < 65536
+        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+        assert "MASTER_PORT" not in os.environ, "there is none"
         return [os.environ[name] for name in names], torch.get_num_threads(), dist.get_backend(), device()
 
+    monkeypatch.setenv("MASTER_PORT", "29500")  # of the launcher that started the caller
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "another0")  # would not do: there is no such interface
     expected = (1, "gloo", torch.device("cpu"))
-    assert gloo(look, 2) == [([rank, rank, "2", "2", "127.0.0.1"], *expected) for rank in ("0", "1")]
+    assert gloo(look, 2) == [([rank, rank, "2", "2"], *expected) for rank in ("0", "1")]
 
 
 def test_nccl_is_chosen_when_there_is_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,13 +525,12 @@ def test_starting_ranks_leaves_the_caller_as_it_was() -> None:
 
 
 @only_linux
-def test_no_port_is_open_to_other_machines() -> None:
+def test_no_port_is_open_to_other_machines_and_none_for_ranks_to_find_each_other() -> None:
     on_ranks = gloo(listening_addresses, 2)
     loopback = {"0100007F", "0000000000000000FFFF00000100007F"}
     assert all(on_ranks), "Gloo listens"
     assert set().union(*on_ranks) <= loopback
-    assert listening_addresses()
-    assert listening_addresses() <= loopback
+    assert not listening_addresses(), "ranks find each other in a file"
 
 
 @only_linux
@@ -553,7 +600,7 @@ def start_script(tmp_path: Path, short_folder: Path) -> Iterator[Callable[..., s
     for process in started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=10)
+        process.communicate(timeout=600)
 
 
 @pytest.mark.parametrize("temporary_path", ["short", "long"])
@@ -589,7 +636,7 @@ def test_a_script_needs_no_main_guard_and_its_classes_come_back(
         """,
         temporary_folder,
     )
-    out, err = process.communicate(timeout=40)  # returns when the last process that holds the pipe has ended
+    out, err = process.communicate(timeout=600)  # returns when the last process that holds the pipe has ended
     assert (out, process.returncode) == ("[10, 11]\n", 0)
     assert re.fullmatch(r".*FutureWarning: on import\n.*\n", err)
 
@@ -616,13 +663,13 @@ def test_ctrl_c_ends_the_call_and_the_next_one_works(start_script: Any, tmp_path
         print(run(dist.get_rank, 2, backend="gloo"))
         """
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while (
         not ((tmp_path / "here0").exists() and (tmp_path / "here1").exists()) and time.monotonic() < deadline
     ):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the ranks too
-    out, err = process.communicate(timeout=15)
+    out, err = process.communicate(timeout=600)
     assert (out, err) == ("[rank 0] is waiting\n[rank 1] is waiting\ninterrupted\n[0, 1]\n", "")
 
 
@@ -650,10 +697,9 @@ def test_ranks_end_when_their_parent_is_killed(start_script: Any, short_folder: 
     process.kill()
     assert len(set(pids)) == 4, "three ranks and the server that forked them"
     assert all_gone(pids)
-    assert list(short_folder.rglob("*.stdout")) == []
+    assert list(short_folder.glob("zero_ref-ranks-*")) == []
 
 
-@pytest.mark.timeout(90)
 def test_in_a_notebook_a_failed_cell_shows_its_source_and_the_next_one_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -673,7 +719,7 @@ def test_in_a_notebook_a_failed_cell_shows_its_source_and_the_next_one_works(
     monkeypatch.setenv("PYTHONPATH", str(Path(ranks.__file__).parents[2]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Jupyter's own
-        nbclient.NotebookClient(notebook, timeout=40, kernel_name="python3", allow_errors=True).execute()
+        nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", allow_errors=True).execute()
     imported, failed, worked = (cell.outputs for cell in notebook.cells)
     assert imported == []
     assert [output.text for output in failed if output.output_type == "stream"] == [

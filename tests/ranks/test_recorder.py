@@ -23,7 +23,7 @@ from zero_ref.simulator.play import Work, play
 from zero_ref.simulator.schedule import ddp_buckets, schedule
 from zero_ref.simulator.timeline import Timeline
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 WIDTH = 24
 BUCKET = 2 * 4 * WIDTH * WIDTH  # two layers

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from test_overlap import (
     INTERLEAVED,
+    MAY_CHANGE,
     OWNERS,
     SCALED,
     SMALL_BUCKETS,
@@ -41,17 +42,17 @@ from training import Tangle, assert_same, loss_on_own_data, snapshot
 
 from zero_ref.buckets import flat_view
 from zero_ref.calls import Call
-from zero_ref.clip import clip_grad_norm_
+from zero_ref.clip import clip_grad_norm_, get_total_norm
 from zero_ref.collectives import Collectives
+from zero_ref.groups import specs_of
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import held_bytes, recording
 from zero_ref.lab.ranks import run, shutdown
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.reduction import ToOwners, gradients_in, reduce_to_owners
-from zero_ref.shards import specs_of
 from zero_ref.simulator.schedule import calls_of_rank
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -157,7 +158,7 @@ def after_backward(partition: str, as_views: bool, as_bucket: bool) -> list[Any]
             seen.append(number)
     gc.collect()
     assert not [thing for thing in gc.get_objects() if isinstance(thing, ToOwners)], "exchanges are kept"
-    return [seen, held_bytes(zero._params, zero).gradients]
+    return [seen, held_bytes(zero.built.params, zero).gradients]
 
 
 @pytest.mark.parametrize("as_views", [False, True])
@@ -387,8 +388,11 @@ def refusals() -> dict[str, str]:
     return messages
 
 
-def second_backwards(are_views: bool) -> list[str]:
-    """What the next backward raises, whatever was done to the gradients of the last one."""
+def second_backwards(are_views: bool, buckets: dict[str, Any]) -> list[str]:
+    """What the next backward raises, whatever was done to the gradients of the last one.
+
+    DDP builds its buckets in the first backward and makes others of them before the second.
+    """
     betweens: list[Callable[[Any, ZeroRedundancyOptimizer], Any]] = [
         lambda ddp, zero: zero.step(),
         lambda ddp, zero: clip_grad_norm_(zero, 1e-3),
@@ -397,11 +401,12 @@ def second_backwards(are_views: bool) -> list[str]:
         lambda ddp, zero: (zero.step(), ddp.zero_grad()),
         lambda ddp, zero: (zero.step(), zero.zero_grad(set_to_none=False)),
         lambda ddp, zero: zero.zero_grad(),
+        lambda ddp, zero: (zero.zero_grad(), under_no_sync(ddp)),
     ]
     raised = []
-    for between in betweens:
-        ddp, zero = made(None, OWNERS, ddp=SMALL_BUCKETS | {"gradient_as_bucket_view": are_views})
-        for step in range(3):  # DDP builds its buckets in the first
+    for between, before in itertools.product(betweens, (0, 3)):
+        ddp, zero = made(None, OWNERS, ddp=buckets | {"gradient_as_bucket_view": are_views})
+        for step in range(before):
             backward(ddp, step)
             zero.zero_grad()
         backward(ddp, 3)
@@ -410,15 +415,93 @@ def second_backwards(are_views: bool) -> list[str]:
     return raised
 
 
+def under_no_sync(ddp: Any) -> None:
+    with ddp.no_sync():
+        backward(ddp)
+
+
 @pytest.mark.parametrize("are_views", [False, True])
-def test_only_a_backward_on_top_of_reduced_gradients_is_refused(are_views: bool) -> None:
-    for raised in run(second_backwards, 2, are_views):
+@pytest.mark.parametrize("buckets", [SMALL_BUCKETS, {"bucket_cap_mb": 25}])
+def test_only_a_backward_on_top_of_reduced_gradients_is_refused(
+    are_views: bool, buckets: dict[str, Any]
+) -> None:
+    for raised in run(second_backwards, 2, are_views, buckets, timeout=120):
         refused = ["adds to gradients that the last one reduced" in message for message in raised]
-        clipped_only = not are_views  # of a window, a clipped gradient cannot be told from a new one
-        assert refused == [True, clipped_only, True, False, False, False, False]
-        assert [message for message, known in zip(raised, refused, strict=True) if not known] == [
-            "nothing"
-        ] * (4 if clipped_only else 5)
+        assert refused == [True] * 6 + [False] * 10
+        assert raised[6:] == ["nothing"] * 10
+
+
+CHANGES: list[Callable[[Any, ZeroRedundancyOptimizer], Any]] = [
+    lambda ddp, zero: nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3),
+    lambda ddp, zero: nn.utils.clip_grad_norm_(ddp.parameters(), 1e6),  # by the factor of 1
+    lambda ddp, zero: (nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3), clip_grad_norm_(zero, 1e-3)),
+    lambda ddp, zero: (clip_grad_norm_(zero, 1e-3), nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)),
+]
+
+
+def changed_by_each_rank() -> list[str]:
+    messages = []
+    for partition, change in itertools.product(["even", all_to_rank_0], CHANGES):
+        ddp, zero = made(None, OWNERS, partition=partition)
+        before = snapshot(ddp)
+
+        def change_and_step(change: Any = change, ddp: Any = ddp, zero: Any = zero) -> None:
+            change(ddp, zero)
+            zero.step()
+
+        def closure(change: Any = change, ddp: Any = ddp, zero: Any = zero) -> None:
+            zero.zero_grad()
+            backward(ddp)
+            change(ddp, zero)
+
+        backward(ddp)
+        messages += [caught(change_and_step), caught(lambda zero=zero, closure=closure: zero.step(closure))]
+        assert_same([snapshot(ddp)], [before], "after the errors")
+        zero.zero_grad()
+        backward(ddp)
+        zero.step()
+        assert not torch.equal(snapshot(ddp)[0], before[0])
+    return messages
+
+
+def test_gradients_that_each_rank_has_changed_by_itself_are_refused_on_all_ranks() -> None:
+    for messages in run(changed_by_each_rank, 2, timeout=120):
+        assert len(messages) == 16
+        for message in messages:
+            assert "was changed after backward" in message
+            assert "zero_ref.clip_grad_norm_(optimizer, max_norm)" in message
+
+
+def clipping_by_value(job: Job, ddp: Any, optimizer: Any) -> Iterator[None]:
+    for step in range(job.steps):
+        optimizer.zero_grad()
+        job.loss(ddp, dist.get_rank(), step).backward()
+        nn.utils.clip_grad_value_(ddp.parameters(), 0.01)
+        optimizer.step()
+        yield
+
+
+def clipping_by_a_norm_of_all(job: Job, ddp: Any, optimizer: Any) -> Iterator[None]:
+    for step in range(job.steps):
+        optimizer.zero_grad()
+        job.loss(ddp, dist.get_rank(), step).backward()
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            total = get_total_norm(optimizer)
+            nn.utils.clip_grads_with_norm_(ddp.parameters(), 0.1, total)
+        else:
+            nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+        optimizer.step()
+        yield
+
+
+def changed_alike() -> None:
+    by_value = Job(None, MAY_CHANGE, loop=clipping_by_value)
+    by_norm = Job(None, OWNERS, loop=clipping_by_a_norm_of_all)
+    assert_equals_plain(by_value, replace(by_value, zero={"partition": "even"}), by_norm)
+
+
+def test_gradients_changed_by_the_same_rule_on_all_ranks_train_as_plain() -> None:
+    run(changed_alike, 2, timeout=120)
 
 
 def test_what_cannot_work_is_refused_on_all_ranks() -> None:

@@ -26,7 +26,6 @@ from zero_ref.rpc_optimizer import DistributedOptimizer
 
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.timeout(60),
     pytest.mark.skipif(not rpc.is_available(), reason="this torch has no RPC"),
 ]
 

@@ -20,11 +20,11 @@ import torch.distributed.rpc as rpc
 
 from zero_ref.lab import _worker, ranks
 from zero_ref.lab.meter import sent_bytes
+from zero_ref.lab.patience import patience
 from zero_ref.lab.ranks import RankError
 
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.timeout(60),
     pytest.mark.skipif(not rpc.is_available(), reason="this torch has no RPC"),
 ]
 
@@ -108,8 +108,8 @@ def time_out() -> float:
 
 
 def test_an_rpc_gives_up_before_the_call_does() -> None:
-    assert on_workers(time_out, 2) == [16.0, 16.0]
-    assert on_workers(time_out, 2, timeout=10.0) == [8.0, 8.0]
+    assert on_workers(time_out, 2) == [16.0 * patience()] * 2
+    assert on_workers(time_out, 2, timeout=10.0) == [8.0 * patience()] * 2
 
 
 def test_torch_without_rpc_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_what_a_script_defines_can_be_called_until_the_call_ends(tmp_path: Path)
         """)
     )
     env = {**os.environ, "PYTHONPATH": str(Path(ranks.__file__).parents[2])}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50, env=env)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600, env=env)
     assert (done.stdout, done.stderr) == ("[(42, 9), None]\n" * 2 + "[False, False]\n", "")
 
 
@@ -203,7 +203,7 @@ def boom() -> None:
 
 
 def wait() -> None:
-    threading.Event().wait(15)
+    threading.Event().wait(3600)
 
 
 def end() -> None:
@@ -244,6 +244,7 @@ def raise_on_one() -> None:
     rpc.rpc_sync("worker1", wait)
 
 
+@pytest.mark.usefixtures("all_may_report")
 @pytest.mark.parametrize("still_there", [True, False])
 def test_a_worker_that_ends_in_the_middle_of_a_call_is_named(still_there: bool) -> None:
     error = failure_of(ask_the_other_to, end, still_there)

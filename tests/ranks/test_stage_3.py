@@ -21,7 +21,7 @@ from zero_ref.lab.stage_3 import held_bytes, local_part
 from zero_ref.simulator.models import blocks, from_module
 from zero_ref.simulator.schedule import Schedule, schedule
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,7 +25,6 @@ def trials() -> list[Trial]:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(120)
 def test_each_turn_adds_a_time_of_every_piece_and_of_every_iteration(trials: list[Trial]) -> None:
     times = trials[0].times
     assert len(times.collectives) == 2 * 2 * 3, "two turns of two operations at three sizes"
@@ -34,7 +33,6 @@ def test_each_turn_adds_a_time_of_every_piece_and_of_every_iteration(trials: lis
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(120)
 def test_calls_and_bytes_are_as_planned_and_a_wrong_plan_is_noticed(trials: list[Trial]) -> None:
     compared = compare_steps(CONFIGS, LOOPBACK, trials)
     assert [one.config for one in compared] == CONFIGS

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +23,7 @@ from zero_ref.lab.config import TRAINED, GPTConfig, TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.train import make_optimizer, outcome, predict, train
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.ranks
 
 SMALL = TrainConfig(steps=6, batch_size=2, model=GPTConfig(layers=2, heads=2, width=32, context=16))
 
@@ -230,7 +233,8 @@ def test_a_wrong_prediction_fails_the_command(
         (["--steps", "4", "--resume"], "need the name of a checkpoint file"),
         (["--steps", "4", "--width", "30"], "width 30 is not a multiple of heads 4"),
         (["--strategy", "ddp", "--strategy", "zero", "--checkpoint", "x"], "give one --strategy"),
-        (["--steps", "4", "--checkpoint", "absent.pt", "--resume"], "No such file"),
+        (["--steps", "4", "--checkpoint", "absent.pt", "--resume"], "there is no file absent.pt yet"),
+        (["--width", "65536", "--layers", "1000"], "and this machine has"),
     ],
 )
 def test_mistakes_are_told_without_a_traceback_of_this_program(
@@ -244,7 +248,9 @@ def test_the_same_job_runs_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     command += ["zero_ref.lab.train", "--strategy", "zero-even", *small_arguments()]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environ, cwd=Path.cwd())
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=environ, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["calls_equal"]
@@ -260,3 +266,55 @@ def test_without_torchrun_the_module_says_what_to_do(
     monkeypatch.delenv("RANK", raising=False)
     assert torchrun_main([]) == 2
     assert "torchrun" in capsys.readouterr().err
+
+
+def test_torchrun_s_words_are_checked_before_the_ranks_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from zero_ref.lab.train import main as torchrun_main
+
+    monkeypatch.setenv("RANK", "0")  # and nothing else: to meet would fail
+    for words, message in (
+        (["--heads", "3"], "width 128 is not a multiple of heads 3"),
+        (["--context", "0"], "--context: it must be at least 1, got 0"),
+        (["--resume", "--checkpoint", str(tmp_path / "none")], "--resume: there is no file"),
+        (["--checkpoint", str(tmp_path)], "cannot be written: it is a folder"),
+    ):
+        try:
+            code = torchrun_main(words)
+        except SystemExit as ended:
+            code = int(str(ended.code))
+        assert code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("torchrun -m zero_ref.lab.train: ")
+        assert message in line
+
+
+def test_ctrl_c_ends_a_command_with_one_line_and_its_ranks(tmp_path: Path) -> None:
+    """In a session of its own, as a terminal would have it: the signal reaches all processes of the group."""
+    file = tmp_path / "run.pt"
+    command = [sys.executable, "-m", "zero_ref.cli", "train", "--ranks", "2", *small_arguments()]
+    command += ["--steps", "10000000", "--checkpoint", str(file), "--checkpoint-every", "2"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        while not file.exists():  # the ranks have met and trained
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 130
+        assert said == "zero-ref train: interrupted\n"
+        deadline = time.monotonic() + 300  # the server that forked the ranks ends when it notices
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(process.pid, 0)
+            except ProcessLookupError:
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail("a process of the command is left")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -17,7 +17,6 @@ from zero_ref.simulator.cluster import OPERATIONS, traffic
 
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.timeout(90),
     pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters are Linux's"),
 ]
 

@@ -1,10 +1,15 @@
-"""What the commands share: how one ends with a message, how it imports an extra, and an argument's type."""
+"""What the commands share: how one ends with a message, imports an extra, reads and writes a file."""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import gc
+from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+from zero_ref.simulator._records import read_json
 
 Subparsers = Any  # argparse's own type for it is private
 
@@ -34,12 +39,46 @@ def need(module: str, extra: str = "lab") -> Any:
         ) from None
 
 
-def positive(text: str) -> int:
-    """An argument that is a whole number of at least 1."""
+def reason(error: OSError | ValueError) -> str:
+    """What an error says, without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
+def read_input(option: str, path: str) -> Any:
+    """What a JSON file holds that the user named.
+
+    Raises:
+        CommandError: it cannot be read.
+    """
     try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"it must be at least 1, got {number}")
-    return number
+        return read_json(path)
+    except OSError as error:
+        raise CommandError(f"{option} {path} cannot be read: {error.strerror or error}.") from None
+    except ValueError as error:
+        raise CommandError(f"{option} {path} cannot be read: {error}.") from None
+
+
+def write_text(option: str, path: str, text: str) -> None:
+    """Write a file whose place was found to be good before the work.
+
+    Raises:
+        CommandError: the disk is full, or somebody has taken the place away.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{option} {path} could not be written: {error.strerror or error}.", 1) from None
+
+
+@contextlib.contextmanager
+def no_collecting() -> Iterator[None]:
+    """Look for no garbage: that would go through the millions of small tuples of a plan again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

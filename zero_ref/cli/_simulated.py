@@ -86,12 +86,14 @@ def print_runs(
         why: also why the fullest rank holds more than 1/N.
     """
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(width=width, highlight=False)
     ranks = f"{scenario.world_size:,} rank{'' if scenario.world_size == 1 else 's'}"
     cluster = scenario.cluster
-    console.print(f"[bold]{named} on {ranks} of {cluster.name}[/] ({cluster.device.name})")
+    console.print(f"[bold]{escape(named)} on {ranks} of {escape(cluster.name)}[/]", end=" ")
+    console.print(f"({cluster.device.name})", markup=False)
     console.print(
         f"{scenario.numel:,} {scenario.dtype} parameters, {scenario.optimizer}; on each rank "
         f"{scenario.batch:,} x {scenario.tokens_of_sequence:,} tokens\n"
@@ -137,7 +139,8 @@ def print_runs(
             f"supposed: products at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at full rate"
         )
     else:
-        console.print(f"times from: {cluster.source}. They hold for the number of ranks measured there.")
+        source = f"times from: {cluster.source}. They hold for the number of ranks measured there."
+        console.print(source, markup=False)
     console.print("not counted: starting kernels, the allocator, what libraries keep, other jobs' traffic")
 
 

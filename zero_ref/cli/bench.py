@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from zero_ref.cli._common import CommandError, Subparsers, need, positive
+from zero_ref.cli._common import CommandError, Subparsers, need, read_input, write_text
+from zero_ref.lab._arguments import OutputFile, json_text, rank_processes, short, whole
 
 IN_TURNS = ("step", "sync", "iteration", "checkpoint", "memory", "construction")
 SINGLE = ("starts", "plan", "simulate", "predicted")
@@ -41,7 +40,7 @@ def register_bench(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--ranks",
-        type=positive,
+        type=rank_processes,
         action="append",
         metavar="N",
         help="how many ranks; give it several times for several (default: 2)",
@@ -54,15 +53,21 @@ def register_bench(subparsers: Subparsers) -> None:
         help="a language model, or 2,000 tiny tensors; give it twice for both (default: both)",
     )
     parser.add_argument(
-        "--rounds", type=positive, metavar="N", help="rounds to measure, after two to warm up (default: 15)"
+        "--rounds",
+        type=whole(1, 10**5),
+        metavar="N",
+        help="rounds to measure, after two to warm up (default: 15)",
     )
     parser.add_argument(
-        "--starts", type=positive, metavar="N", help="of an overlapped run, for `starts` (default: 100)"
+        "--starts",
+        type=whole(1, 10**5),
+        metavar="N",
+        help="of an overlapped run, for `starts` (default: 100)",
     )
     parser.add_argument(
         "--quick", action="store_true", help="3 rounds and 4 starts: to see that it runs, not to compare"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all of it here, every sample")
+    parser.add_argument("--json", type=OutputFile, metavar="FILE", help="write all of it here, every sample")
     parser.add_argument(
         "--from",
         dest="reports",
@@ -76,11 +81,9 @@ def register_bench(subparsers: Subparsers) -> None:
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Run suites, or read what they gave, print the tables and write the report; 1 if a suite failed."""
-    if arguments.json and not Path(arguments.json).resolve().parent.is_dir():
-        raise CommandError(f"--json {arguments.json}: there is no such folder.")
     unknown = [name for name in arguments.suites if name not in SUITES]
     if unknown:
-        raise CommandError(f"there is no suite {unknown[0]!r}: choose from {', '.join(SUITES)}.")
+        raise CommandError(f"there is no suite {short(unknown[0])!r}: choose from {', '.join(SUITES)}.")
     if 1 in (arguments.ranks or ()):
         raise CommandError("--ranks must be at least 2: a single rank shares its work with nobody.")
     if arguments.reports and arguments.suites:
@@ -182,14 +185,20 @@ def _tell(line: str) -> None:
 
 def _read(files: list[str]) -> Any:
     results = need("zero_ref.lab.bench.results")
+    reports = []
+    for file in files:
+        try:
+            reports.append(results.Report.from_json(read_input("--from", file)))
+        except ValueError as error:
+            raise CommandError(f"--from {file} is no report that `--json` wrote: {error}.") from None
     try:
-        return results.merge([results.Report.from_json(json.loads(Path(file).read_text())) for file in files])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CommandError(f"--from: {type(error).__name__}: {error}") from None
+        return results.merge(reports)
+    except ValueError as error:
+        raise CommandError(f"--from: {error}.") from None
 
 
 def _write(report: Any, file: str) -> None:
-    Path(file).write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    write_text("--json", file, json_text(report.as_json(), indent=1) + "\n")
 
 
 def _print_surroundings(report: Any) -> None:

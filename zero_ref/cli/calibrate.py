@@ -7,10 +7,10 @@ import json
 import math
 import platform
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from zero_ref.cli._common import CommandError, Subparsers, need, positive
+from zero_ref.cli._common import CommandError, Subparsers, need, write_text
+from zero_ref.lab._arguments import OutputFile, json_text, rank_processes
 from zero_ref.simulator.calibrate import WORK, Calibration, Fit, calibrate
 
 
@@ -22,9 +22,9 @@ def register_calibrate(subparsers: Subparsers) -> None:
         description="Time collectives and training steps on ranks of this machine, fit latencies and rates "
         "on every other size, and predict the sizes in between. Best with nothing else running.",
     )
-    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--ranks", type=rank_processes, default=2, metavar="N", help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, fewer repeats: some 15 seconds")
-    parser.add_argument("--out", metavar="FILE", help="write the cluster here, as JSON")
+    parser.add_argument("--out", type=OutputFile, metavar="FILE", help="write the cluster here, as JSON")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run_calibrate)
 
@@ -33,8 +33,6 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     """Measure, fit, print, and write the cluster if asked to."""
     if arguments.ranks < 2:
         raise CommandError("--ranks must be at least 2: a single rank sends nothing.")
-    if arguments.out and not Path(arguments.out).resolve().parent.is_dir():
-        raise CommandError(f"--out {arguments.out}: there is no such folder.")
     if not arguments.json:
         need("rich")  # before the work, not after it
     benchmark, ranks = need("zero_ref.lab.benchmark"), need("zero_ref.lab.ranks")
@@ -54,9 +52,9 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandError(f"the times make no sense, so nothing is written: {error}", code=1) from None
     if arguments.out:
-        Path(arguments.out).write_text(calibration.cluster.to_json() + "\n")
+        write_text("--out", arguments.out, calibration.cluster.to_json() + "\n")
     if arguments.json:
-        print(json.dumps(as_json(calibration), indent=2))
+        print(json_text(as_json(calibration)))
     else:
         print_calibration(calibration, arguments.ranks)
         if arguments.out:
@@ -69,18 +67,10 @@ def _number(load: float | None) -> str:
 
 
 def as_json(calibration: Calibration) -> dict[str, Any]:
-    """The cluster, the fits and the held-out sizes as plain values; null where nothing bounds an interval."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: finite(each) for key, each in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [finite(each) for each in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
+    """The cluster, the fits and the held-out sizes as plain values; inf where nothing bounds an interval."""
     return {
         "cluster": json.loads(calibration.cluster.to_json()),
-        "fits": [finite(asdict(fitted)) for fitted in calibration.fits],
+        "fits": [asdict(fitted) for fitted in calibration.fits],
         "held_out": [
             {**prediction._asdict(), "error": prediction.error} for prediction in calibration.held_out
         ],

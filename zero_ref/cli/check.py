@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from zero_ref.cli._common import CommandError, Subparsers, need
+from zero_ref.cli._common import CommandError, Subparsers, need, reason
 
 
 def register_check(subparsers: Subparsers) -> None:
@@ -27,11 +27,11 @@ def run_check(arguments: argparse.Namespace) -> int:
     try:
         results = check_notebook(arguments.notebook)
     except (OSError, ValueError) as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(reason(error)) from None
     if not results:
         raise CommandError(f"{arguments.notebook} has no exercises.")
     if arguments.json:
-        print(json.dumps([result._asdict() for result in results], indent=2))
+        print(json.dumps([result._asdict() for result in results], indent=2, allow_nan=False))
     else:
         width = max(len(result.exercise) for result in results)
         for exercise, passed, message in results:

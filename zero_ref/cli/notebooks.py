@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from zero_ref.cli._common import CommandError, Subparsers, need
+from zero_ref.cli._common import CommandError, Subparsers, need, reason
 
 
 def register_notebooks(subparsers: Subparsers) -> None:
@@ -36,7 +36,7 @@ def run_notebooks(arguments: argparse.Namespace) -> int:
     try:
         written = write_editions(arguments.source, arguments.folder, arguments.audience, arguments.chapter)
     except (OSError, ValueError) as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(reason(error)) from None
     for path in written:
         print(path)
     return 0

@@ -7,7 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from zero_ref.cli._common import Subparsers, need, positive
+from zero_ref.cli._common import Subparsers, need, no_collecting
+from zero_ref.lab._arguments import simulated_ranks
 from zero_ref.layout import ITEMSIZE, lay_out
 from zero_ref.partition import STRATEGIES as PARTITIONS, plan_partition
 from zero_ref.simulator.ledger import STATE_RULES, format_bytes, state_bytes_of_rank
@@ -25,7 +26,7 @@ def register_plan(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--model", required=True, choices=list(MODELS), metavar="NAME", help=", ".join(MODELS)
     )
-    parser.add_argument("--ranks", required=True, type=positive, metavar="N", help="how many ranks")
+    parser.add_argument("--ranks", required=True, type=simulated_ranks, metavar="N", help="how many ranks")
     parser.add_argument(
         "--partition",
         default="sorted-greedy",
@@ -56,11 +57,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan as JSON, or as a table where rich is installed."""
     if not arguments.json:
         need("rich")  # before the work, not after it
-    plan = plan_of(
-        arguments.model, arguments.ranks, arguments.partition, arguments.dtype, arguments.optimizer
-    )
+    with no_collecting():
+        plan = plan_of(
+            arguments.model, arguments.ranks, arguments.partition, arguments.dtype, arguments.optimizer
+        )
     if arguments.json:
-        print(json.dumps(plan, indent=2))
+        print(json.dumps(plan, indent=2, allow_nan=False))
     else:
         print_plan(plan)
     return 0

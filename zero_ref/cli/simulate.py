@@ -5,11 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from zero_ref.cli._common import CommandError, Subparsers, need, positive
+from zero_ref.cli._common import CommandError, Subparsers, need, no_collecting, read_input
 from zero_ref.cli._simulated import as_json, print_runs
+from zero_ref.lab._arguments import (
+    MOST_SIMULATED_RANKS,
+    OutputFile,
+    number,
+    positive,
+    seed,
+    short,
+    simulated_ranks,
+    whole,
+)
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS, Cluster
 from zero_ref.simulator.ledger import STATE_RULES
@@ -18,6 +28,9 @@ from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.scenario import DTYPES, Run, Scenario
 from zero_ref.simulator.schedule import LOCAL_SGD, MIB, STRATEGIES
 from zero_ref.simulator.trace import write_trace
+
+MOST_OPERATIONS = 2**20
+"""Of local SGD's steps: some ten seconds' worth."""
 
 USED_BY: dict[str, tuple[str, ...]] = {
     "overlap": tuple(name for name, plan in STRATEGIES.items() if plan.partition),
@@ -43,7 +56,7 @@ def register_simulate(subparsers: Subparsers) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", choices=list(MODELS), metavar="NAME", help=", ".join(MODELS))
     model.add_argument("--config", metavar="FILE", help="a config.json of Hugging Face, in place of --model")
-    parser.add_argument("--ranks", required=True, type=positive, metavar="N", help="how many ranks")
+    parser.add_argument("--ranks", required=True, type=simulated_ranks, metavar="N", help="how many ranks")
     parser.add_argument(
         "--cluster",
         default="h100-ib",
@@ -95,7 +108,10 @@ def register_simulate(subparsers: Subparsers) -> None:
         help="; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
     )
     parser.add_argument(
-        "--bucket-mib", type=_above_0, metavar="MIB", help="of DDP's buckets (default: 25, the first 1)"
+        "--bucket-mib",
+        type=number(above=0, most=2**20),
+        metavar="MIB",
+        help="of DDP's buckets (default: 25, the first 1)",
     )
     parser.add_argument(
         "--checkpointing",
@@ -111,16 +127,16 @@ def register_simulate(subparsers: Subparsers) -> None:
         help="package: this one's, gradients straight to their owners, a broadcast from each; library: one "
         "reduce for each owner and one all-gather (default: library where the backend is NCCL)",
     )
-    parser.add_argument("--prefetch", type=_whole, metavar="UNITS", help="of zero-3 (default: 1)")
+    parser.add_argument("--prefetch", type=whole(0, 10**6), metavar="UNITS", help="of zero-3 (default: 1)")
     parser.add_argument(
         "--period",
-        type=positive,
+        type=whole(1, 10**6),
         metavar="H",
         help="of local-sgd: steps from one average of the parameters to the next (default: 8)",
     )
     parser.add_argument(
         "--gradient-group",
-        type=positive,
+        type=whole(1, MOST_SIMULATED_RANKS),
         metavar="N",
         help="of local-sgd: average gradients in every step over so many ranks, as of a node (default: 1)",
     )
@@ -134,16 +150,18 @@ def register_simulate(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--jitter",
-        type=_share,
+        type=number(least=0, most=100),
         default=0.0,
         metavar="SHARE",
         help="standard deviation of the ranks' computing times, as a share of them (default: 0)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the jitter (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the jitter (default: 0)")
     parser.add_argument(
         "--why", action="store_true", help="say why the fullest rank holds more than 1/N, item by item"
     )
-    parser.add_argument("--trace", metavar="FILE", help="write timelines here, for https://ui.perfetto.dev")
+    parser.add_argument(
+        "--trace", type=OutputFile, metavar="FILE", help="write timelines here, for https://ui.perfetto.dev"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run_simulate)
 
@@ -154,24 +172,26 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         need("rich")  # before the work, not after it
     strategies = list(dict.fromkeys([arguments.strategy, *arguments.compare]))
     _check_used(arguments, strategies)
-    try:
-        scenario = scenario_of(arguments)
-        slow = _slow(arguments.straggler, arguments.ranks)
-        runs = [
-            scenario.run(strategy, slow=slow, jitter=arguments.jitter, seed=arguments.seed)
-            for strategy in strategies
-        ]
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-    if arguments.trace:
-        _write_trace(arguments.trace, runs)
-    named = arguments.model or arguments.config
-    if arguments.json:
-        print(json.dumps(as_json(named, scenario, runs), indent=2))
-    else:
-        print_runs(named, scenario, runs, why=arguments.why)
+    slow = _slow(arguments.straggler, arguments.ranks)
+    with no_collecting():
+        try:
+            scenario = scenario_of(arguments)
+            _check_size(scenario, strategies)
+            runs = [
+                scenario.run(strategy, slow=slow, jitter=arguments.jitter, seed=arguments.seed)
+                for strategy in strategies
+            ]
+        except ValueError as error:
+            raise CommandError(str(error)) from None
         if arguments.trace:
-            print(f"\n{arguments.trace}: open it at https://ui.perfetto.dev")
+            _write_trace(arguments.trace, runs)
+        named = arguments.model or arguments.config
+        if arguments.json:
+            print(json.dumps(as_json(named, scenario, runs), indent=2, allow_nan=False))
+        else:
+            print_runs(named, scenario, runs, why=arguments.why)
+            if arguments.trace:
+                print(f"\n{arguments.trace}: open it at https://ui.perfetto.dev")
     return 0
 
 
@@ -201,35 +221,26 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
 def _cluster(name: str) -> Cluster:
     if name in CLUSTERS:
         return CLUSTERS[name]
-    if not Path(name).is_file():
+    if not os.path.isfile(name):
         raise CommandError(
-            f"--cluster {name}: choose one of {', '.join(CLUSTERS)}, or a file that "
+            f"--cluster {short(name)}: choose one of {', '.join(CLUSTERS)}, or a file that "
             "`zero-ref calibrate --out FILE` wrote."
         )
+    values = read_input("--cluster", name)
     try:
-        return Cluster.from_json(_read("--cluster", name))
+        return Cluster.from_json(json.dumps(values))
     except ValueError as error:
         raise CommandError(f"--cluster {name}: {error}") from None
 
 
 def _architecture(path: str) -> Architecture:
-    try:
-        config = json.loads(_read("--config", path))
-    except json.JSONDecodeError as error:
-        raise CommandError(f"--config {path} is not JSON: {error}") from None
+    config = read_input("--config", path)
     if not isinstance(config, dict):
         raise CommandError(f"--config {path} must hold an object with model_type and sizes.")
     try:
         return from_config(config)
     except ValueError as error:
         raise CommandError(f"--config {path}: {error}") from None
-
-
-def _read(option: str, path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{option} {path} cannot be read: {error}") from None
 
 
 def _write_trace(path: str, runs: Sequence[Run]) -> None:
@@ -243,7 +254,7 @@ def _write_trace(path: str, runs: Sequence[Run]) -> None:
     try:
         write_trace(path, timelines, memory)
     except OSError as error:
-        raise CommandError(f"--trace {path} cannot be written: {error}") from None
+        raise CommandError(f"--trace {path} could not be written: {error.strerror or error}.", 1) from None
 
 
 def _check_used(arguments: argparse.Namespace, strategies: Sequence[str]) -> None:
@@ -262,40 +273,21 @@ def _slow(stragglers: Sequence[tuple[int, float]], ranks: int) -> dict[int, floa
     return dict(stragglers)
 
 
+def _check_size(scenario: Scenario, strategies: Sequence[str]) -> None:
+    """Refuse a period whose steps, each listed with all of its buckets, would take minutes."""
+    a_step = 2 * len(scenario.buckets) + 4
+    if LOCAL_SGD in strategies and scenario.period * a_step > MOST_OPERATIONS:
+        raise CommandError(
+            f"--period {scenario.period:,}: all of its steps are simulated, each with {a_step:,} operations. "
+            f"For this model give a period of at most {MOST_OPERATIONS // a_step:,}."
+        )
+
+
 def _straggler(text: str) -> tuple[int, float]:
     rank, _, factor = text.partition(":")
     try:
-        return _whole(rank), _above_0(factor)
+        return whole(0, MOST_SIMULATED_RANKS)(rank), number(above=0, most=10**6)(factor)
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no RANK:FACTOR, such as 3:1.5: {error}") from None
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"it must be finite, got {text}")
-    return number
-
-
-def _above_0(text: str) -> float:
-    number = _number(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"it must be above 0, got {text}")
-    return number
-
-
-def _share(text: str) -> float:
-    number = _number(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"it must be 0 or more, got {text}")
-    return number
-
-
-def _whole(text: str) -> int:
-    number = _share(text)
-    if number != int(number):
-        raise argparse.ArgumentTypeError(f"it must be a whole number, got {text}")
-    return int(number)
+        raise argparse.ArgumentTypeError(
+            f"{short(text)!r} is no RANK:FACTOR, such as 3:1.5: {error}"
+        ) from None

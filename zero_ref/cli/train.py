@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
 from pathlib import Path
 
-from zero_ref.cli._common import CommandError, Subparsers, need, positive
-from zero_ref.lab.config import TRAINED, TrainConfig, add_training_arguments, config_from
+from zero_ref.cli._common import CommandError, Subparsers, need, write_text
+from zero_ref.lab._arguments import OutputFile, OutputFolder, json_text, rank_processes
+from zero_ref.lab.config import TRAINED, TrainConfig, add_training_arguments, config_from, least_bytes
+from zero_ref.simulator.ledger import format_bytes
 
 
 def register_train(subparsers: Subparsers) -> None:
@@ -19,7 +21,7 @@ def register_train(subparsers: Subparsers) -> None:
         description="Train a small GPT on this machine: NCCL if there is a GPU for each rank, else Gloo. "
         "Under torchrun, on any number of machines: torchrun ... -m zero_ref.lab.train",
     )
-    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--ranks", type=rank_processes, default=2, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--strategy",
         action="append",
@@ -27,7 +29,9 @@ def register_train(subparsers: Subparsers) -> None:
         help="give it several times to compare (default: zero-bucket)",
     )
     add_training_arguments(parser)
-    parser.add_argument("--json", metavar="FILE", help="write what was predicted and measured here")
+    parser.add_argument(
+        "--json", type=OutputFile, metavar="FILE", help="write what was predicted and measured here"
+    )
     parser.set_defaults(run=run_train)
 
 
@@ -45,8 +49,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         raise CommandError(str(error), code=1) from None
     console.print(compare.table(outcomes))
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            file.write(json.dumps(compare.as_json(outcomes, config), indent=2) + "\n")
+        write_text("--json", arguments.json, json_text(compare.as_json(outcomes, config)) + "\n")
     problems = compare.problems(outcomes)
     for problem in problems:
         print(f"zero-ref: {problem}", file=sys.stderr)
@@ -60,8 +63,10 @@ def register_demo(subparsers: Subparsers) -> None:
         help="train the same small GPT under every strategy; a table, pictures and a page",
         description="Train the same small GPT from the same seed under DDP and three forms of ZeRO.",
     )
-    parser.add_argument("--ranks", type=positive, default=4, metavar="N", help="default: %(default)s")
-    parser.add_argument("--out", default="demo-out", metavar="FOLDER", help="default: %(default)s")
+    parser.add_argument("--ranks", type=rank_processes, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=OutputFolder, default="demo-out", metavar="FOLDER", help="default: %(default)s"
+    )
     add_training_arguments(parser)
     parser.set_defaults(run=run_demo, steps=120)
 
@@ -83,14 +88,35 @@ def training_config(arguments: argparse.Namespace, strategy: str) -> TrainConfig
     """The options as a TrainConfig.
 
     Raises:
-        CommandError: a value makes no sense; DDP builds its buckets in the first step, so the prediction
-            holds from the second on, and one step is refused.
+        CommandError: a value makes no sense; this machine has not the memory; DDP builds its buckets in the
+            first step, so the prediction holds from the second on, and one step is refused.
     """
     if arguments.steps < 2:
         raise CommandError(
             f"--steps must be at least 2, got {arguments.steps}: the first builds DDP's buckets."
         )
     try:
-        return config_from(arguments, strategy)
+        config = config_from(arguments, strategy)
     except ValueError as error:
         raise CommandError(str(error)) from None
+    needed, memory = least_bytes(config, arguments.ranks), _memory_bytes()
+    if memory is not None and needed > memory and _on_processors(arguments.ranks):
+        raise CommandError(
+            f"{arguments.ranks} ranks with a model of {config.model.numel:,} parameters and "
+            f"{config.batch_size:,} passages of {config.model.context:,} bytes each need at least "
+            f"{format_bytes(needed)}, and this machine has {format_bytes(memory)}: make them smaller."
+        )
+    return config
+
+
+def _memory_bytes() -> int | None:
+    """Of this machine; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _on_processors(ranks: int) -> bool:
+    """The ranks compute on this machine's processor and in its memory."""
+    return bool(need("zero_ref.lab.ranks").choose_backend(ranks) == "gloo")

@@ -20,7 +20,9 @@ import torch
 
 # What a rank reports because another one went away: that other one is the cause.
 _CONSEQUENCE = re.compile(
-    r"connection (closed|reset) by peer|broken pipe|remote process exited|EOF: end of file", re.I
+    r"connection (closed|reset) by peer|broken pipe|remote process exited|EOF: end of file"
+    r"|the local optimizer of rank \d+ raised",
+    re.I,
 )
 
 

@@ -8,7 +8,6 @@ import math
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -19,11 +18,10 @@ from multiprocessing.process import BaseProcess
 from traceback import StackSummary
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from zero_ref.lab import _worker
 from zero_ref.lab._failure import Failure, stack_in
 from zero_ref.lab._worker import Seat, Surroundings
+from zero_ref.lab.patience import patience
 
 
 class RankProcess:
@@ -65,7 +63,7 @@ class RankProcess:
 
     def end(self) -> Failure:
         """How the process ended. It counts as first: what other ranks raise for it may be noticed before."""
-        self.process.join(1.0)
+        self.process.join(patience())
         return dataclasses.replace(Failure.of_exit(self.process.exitcode), seconds=-math.inf)
 
     def read(self, kind: str) -> str:
@@ -79,7 +77,7 @@ class RankProcess:
             with contextlib.suppress(ProcessLookupError):
                 # faulthandler in the worker answers, whatever Python there is waiting for.
                 os.kill(self.process.pid, signal.SIGUSR1)
-        dump, deadline = "", time.monotonic() + 1.0
+        dump, deadline = "", time.monotonic() + patience()
         while time.monotonic() < deadline and not (dump and dump == self.read("stacks")):
             dump = self.read("stacks")
             time.sleep(0.02)
@@ -106,7 +104,8 @@ def starting_processes() -> Iterator[None]:
     would start ranks of its own. Nothing needs that here: what a script defines travels by value.
     """
     if start_method() == "forkserver":
-        multiprocessing.set_forkserver_preload(["torch", "cloudpickle"])
+        # The first optimizer of a process imports torch._dynamo, which takes nearly as long as torch itself.
+        multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "cloudpickle"])
     script = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.warnoptions.append("ignore")  # put on their command line; each call then brings its caller's filters
@@ -115,14 +114,3 @@ def starting_processes() -> Iterator[None]:
     finally:
         sys.warnoptions.pop()
         sys.modules["__main__"] = script
-
-
-def loopback_store() -> TCPStore:
-    """Where the ranks of a pool find each other: on a free port that no other machine can reach."""
-    if sys.platform == "win32":  # its builds of torch have no libuv, which is what takes over a socket
-        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
-    # Given only a name to be found by, the store would listen on every interface of the machine.
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    fd = listener.detach()
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)

@@ -1,12 +1,19 @@
-"""A rank as a worker of torch.distributed.rpc: it finds the others, and can be asked for what a cell has."""
+"""A rank as a worker of torch.distributed.rpc: it finds the others, and can be asked for what a cell has.
+
+A worker does what it is asked to, and torch asks nobody who they are. Any user of the machine could have a
+command run: over TCP, and over TensorPipe's shared memory, which listens on abstract Unix sockets. So each
+message that is pickled carries a secret that only the pool's ranks know, and no worker listens once they are
+connected.
+"""
 
 from __future__ import annotations
 
 import functools
+import hmac
 import os
+import secrets
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,6 +22,11 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
+from torch.distributed.rpc import backend_registry, internal
+
+from zero_ref.lab import _sockets
+
+_SECRET_BYTES = 16
 
 
 def start(fn: Callable[..., Any], rank: int, world_size: int, store: Store, timeout: timedelta) -> None:
@@ -49,9 +61,36 @@ def _init(rank: int, world_size: int, store: Store, timeout: timedelta) -> None:
         _transports=["uv"],
         _channels=["basic"],
     )
-    with warnings.catch_warnings():  # it calls torch in a way that torch warns of
-        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    _keep_to_ourselves(
+        bytes.fromhex(store.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES)).decode())
+    )
+    # RPC would unpickle what comes from a group of its own, and nobody has looked at who is in that.
+    backend_registry._init_process_group = lambda *_: dist.group.WORLD
+    before = _sockets.listening()
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    for other in range(world_size):  # a worker connects when it first asks; itself too
+        rpc.rpc_sync(f"worker{other}", int)
+    dist.barrier()
+    opened = _sockets.listening() - before
+    _sockets.refuse_strangers(opened)
+    _sockets.stop_listening(opened)
+
+
+def _keep_to_ourselves(secret: bytes) -> None:
+    """Put the secret before each pickled message, and unpickle none without it: to unpickle is to run."""
+    pickler: Any = internal._internal_rpc_pickler
+    serialize, deserialize = pickler.serialize, pickler.deserialize
+
+    def serialize_with_secret(value: object) -> tuple[bytes, list[Any]]:
+        pickled, tensors = serialize(value)
+        return secret + pickled, tensors
+
+    def deserialize_with_secret(message: bytes, tensors: list[Any]) -> Any:
+        if not hmac.compare_digest(message[:_SECRET_BYTES], secret):
+            raise PermissionError("this message is not from a rank of this pool: it has another secret")
+        return deserialize(message[_SECRET_BYTES:], tensors)
+
+    pickler.serialize, pickler.deserialize = serialize_with_secret, deserialize_with_secret
 
 
 def _members(store: Store, rank: int, world_size: int) -> Iterator[tuple[Store, int, int]]:

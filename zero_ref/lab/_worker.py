@@ -16,6 +16,7 @@ import linecache
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -30,11 +31,14 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from zero_ref.lab import _sockets
 from zero_ref.lab._failure import Failure
 
 READY = "ready"
+STORE = "store"
+"""The file of a pool's folder in which ranks find each other. Only the user can write it, and so join."""
 
 
 class Seat(NamedTuple):
@@ -43,12 +47,11 @@ class Seat(NamedTuple):
     rank: int
     world_size: int
     backend: str
-    store_port: int
-    output_folder: str
+    folder: str
 
     def output(self, kind: str) -> Path:
         """The file that collects this rank's "stdout", "stderr" or "stacks"; the pool reads it."""
-        return Path(self.output_folder, f"{self.rank}.{kind}")
+        return Path(self.folder, f"{self.rank}.{kind}")
 
 
 class Surroundings(NamedTuple):
@@ -71,12 +74,16 @@ class Surroundings(NamedTuple):
         return cls(dict(os.environ), list(sys.path), os.getcwd(), cell_lines)
 
     def adopt(self, seat: Seat) -> None:
-        """Make them this process's own, with the variables that torchrun would have set."""
+        """Make them this process's own, with the variables that torchrun would have set.
+
+        Those that say where ranks find each other are missing: no port is open for that.
+        """
         os.environ.clear()
         os.environ.update(self.environ)
         os.environ.update(RANK=str(seat.rank), LOCAL_RANK=str(seat.rank))
         os.environ.update(WORLD_SIZE=str(seat.world_size), LOCAL_WORLD_SIZE=str(seat.world_size))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(seat.store_port))
+        for name in ("MASTER_ADDR", "MASTER_PORT"):  # those of a launcher; the ranks have a file
+            os.environ.pop(name, None)
         if sys.platform != "win32":  # there Gloo does not choose by name
             os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         sys.path[:] = self.sys_path
@@ -126,16 +133,18 @@ def unpack(packed: bytes, map_location: str | None = None) -> Any:
 
 def main(seat: Seat, pipe: Connection) -> None:
     """Serve calls until the pool sends None or is gone."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(seat,), daemon=True).start()
     # Ctrl-C in a terminal reaches every process there; what becomes of the ranks is for the pool to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(seat)
-    store = TCPStore("127.0.0.1", seat.store_port, is_master=False)
+    store = FileStore(
+        str(Path(seat.folder, STORE)), -1
+    )  # -1: no number of ranks after which it would remove the file
     gc.freeze()  # what is alive now stays alive, and collecting after each call need not look at it
     main_module = sys.modules["__main__"]
     pipe.send(READY)
     calls = 0
-    with contextlib.suppress(EOFError):
+    try:
         while surroundings := pipe.recv():
             calls += 1
             outcome = perform(seat, surroundings, pipe.recv_bytes(), PrefixStore(f"call {calls}", store))
@@ -152,6 +161,10 @@ def main(seat: Seat, pipe: Connection) -> None:
                 return  # the function has shut RPC down, which a process can have once: others will start
             sys.modules["__main__"] = main_module  # _rpc_worker puts the caller's names there
             pipe.send(READY)
+    except EOFError:
+        # Usually the parent is gone, and this may end before the thread that waits for that.
+        if not _parent_lives(seconds=1):
+            _remove_folder(seat)
 
 
 def perform(seat: Seat, surroundings: Surroundings, packed_call: bytes, store: Store) -> bytes | Failure:
@@ -188,9 +201,11 @@ def _join_group(seat: Seat, store: Store, timeout: timedelta) -> None:
     gpu = torch.device("cuda", seat.rank) if seat.backend == "nccl" else None
     if gpu:
         torch.cuda.set_device(gpu)
+    before = _sockets.listening()
     dist.init_process_group(
         seat.backend, store=store, rank=seat.rank, world_size=seat.world_size, timeout=timeout, device_id=gpu
     )
+    _sockets.refuse_strangers(_sockets.listening() - before)
 
 
 def _pack_value(value: object) -> bytes:
@@ -222,9 +237,24 @@ def _redirect_output(seat: Seat) -> None:
         faulthandler.register(signal.SIGUSR1, open(seat.output("stacks"), "w"))  # noqa: SIM115
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(seat: Seat) -> None:
     """End this process when the one that started it is gone, even from within a collective."""
+    while _parent_lives():
+        pass
+    _remove_folder(seat)
+    os._exit(1)
+
+
+def _parent_lives(seconds: float | None = None) -> bool:
+    """Whether the process that started this one is still there after so many seconds, or at its end."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+    parent.join(seconds)
+    return parent.is_alive()
+
+
+def _remove_folder(seat: Seat) -> None:
+    """What the parent would have done. One rank does, under a name where no other can put new files."""
+    with contextlib.suppress(OSError):
+        os.rename(seat.folder, f"{seat.folder}.gone")
+    shutil.rmtree(f"{seat.folder}.gone", ignore_errors=True)

@@ -6,6 +6,7 @@ What `zero-ref train` runs and prints; `zero_ref.lab.demo` adds pictures and a p
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import tempfile
@@ -165,6 +166,10 @@ def problems(outcomes: Sequence[Outcome]) -> list[str]:
     """What is not as it must be, in words; empty if predictions hold and losses agree."""
     found = []
     for result in outcomes:
+        if not all(map(math.isfinite, (*result.losses, result.final_loss))):
+            found.append(
+                f"{result.strategy}: the loss became infinite or no number: a smaller learning rate may help"
+            )
         for quantity, pair in result.pairs().items():
             if pair.predicted != pair.measured:
                 found.append(
@@ -176,7 +181,8 @@ def problems(outcomes: Sequence[Outcome]) -> list[str]:
             )
     reference = outcomes[0]
     for result in outcomes[1:]:
-        if not abs(result.final_loss - reference.final_loss) <= LOSS_TOLERANCE * abs(reference.final_loss):
+        off = abs(result.final_loss - reference.final_loss)
+        if off > LOSS_TOLERANCE * abs(reference.final_loss):  # false for what is no number: told above
             found.append(
                 f"{result.strategy}: final loss {result.final_loss!r}, "
                 f"{reference.strategy}: {reference.final_loss!r}"

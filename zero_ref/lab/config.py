@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from dataclasses import dataclass, field
 
+from zero_ref.lab._arguments import LARGEST_SEED, ReplacedFile, number, seed, whole
 from zero_ref.simulator.schedule import STRATEGIES
+
+VOCABULARY = 256
+"""One token for each byte."""
+
+LONGEST_CONTEXT = 32_768
+"""Of a GPT. It reads Python's language reference, of which a tenth, some 50,000 bytes, is held out."""
 
 TRAINED = ("ddp", "zero", "zero-bucket", "zero-even")
 """The strategies of `simulator.schedule.STRATEGIES` that the main job can be trained under."""
@@ -21,8 +30,26 @@ class GPTConfig:
     context: int = 64
 
     def __post_init__(self) -> None:
+        for name in ("layers", "heads", "width", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}.")
+        if self.context > LONGEST_CONTEXT:
+            raise ValueError(
+                f"context must be at most {LONGEST_CONTEXT:,}, got {self.context:,}: the held-out text has "
+                "little more."
+            )
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters.
+
+        >>> GPTConfig().numel
+        834304
+        """
+        block = 12 * self.width**2 + 13 * self.width
+        return (VOCABULARY + self.context + 2) * self.width + self.layers * block
 
 
 @dataclass(frozen=True)
@@ -58,28 +85,58 @@ class TrainConfig:
         for name in ("steps", "batch_size", "warmup_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.checkpoint_every < 0:
+            raise ValueError(f"checkpoint_every must be 0 or more, got {self.checkpoint_every}.")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise ValueError(f"seed must be 0 to {LARGEST_SEED}, got {self.seed}.")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate:g}.")
         if (self.resume or self.checkpoint_every) and not self.checkpoint:
             raise ValueError("resume and checkpoint_every need the name of a checkpoint file.")
+
+
+def least_bytes(config: TrainConfig, ranks: int) -> int:
+    """What a run needs at least on all ranks of a machine: no less than this, and rather some times as much.
+
+    Parameters and gradients on every rank, AdamW's two moments at least once, and of the activations eight
+    tensors for each block and the logits; all in float32.
+    """
+    model = config.model
+    activations = config.batch_size * model.context * (8 * model.layers * model.width + VOCABULARY)
+    return 4 * (ranks * (2 * model.numel + activations) + 2 * model.numel)
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `zero-ref train` and torchrun share."""
     default, size = TrainConfig(), GPTConfig()
-    parser.add_argument("--steps", type=int, default=default.steps)
-    parser.add_argument("--batch-size", type=int, default=default.batch_size, help="passages on each rank")
-    parser.add_argument("--learning-rate", type=float, default=default.learning_rate)
-    parser.add_argument("--seed", type=int, default=default.seed)
-    parser.add_argument("--layers", type=int, default=size.layers)
-    parser.add_argument("--heads", type=int, default=size.heads)
-    parser.add_argument("--width", type=int, default=size.width)
-    parser.add_argument("--context", type=int, default=size.context, help="positions that a passage has")
-    parser.add_argument("--checkpoint", metavar="FILE", help="write model and optimizer here when done")
-    parser.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS")
+    steps = whole(1, 10**7, "the losses of all steps are kept")
+    sizes = whole(1, 2**20, "this is for small models")
+    parser.add_argument("--steps", type=steps, default=default.steps)
+    parser.add_argument("--batch-size", type=sizes, default=default.batch_size, help="passages on each rank")
+    rate = number(above=0, most=1000, why="no training survives such steps")
+    parser.add_argument("--learning-rate", type=rate, default=default.learning_rate)
+    parser.add_argument("--seed", type=seed, default=default.seed)
+    parser.add_argument("--layers", type=sizes, default=size.layers)
+    parser.add_argument("--heads", type=sizes, default=size.heads)
+    parser.add_argument("--width", type=sizes, default=size.width)
+    parser.add_argument("--context", type=sizes, default=size.context, help="positions that a passage has")
+    parser.add_argument(
+        "--checkpoint", type=ReplacedFile, metavar="FILE", help="write model and optimizer here when done"
+    )
+    parser.add_argument("--checkpoint-every", type=whole(0, 10**7), default=0, metavar="STEPS")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
 
 
 def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
-    """The TrainConfig that the options describe."""
+    """The TrainConfig that the options describe.
+
+    Raises:
+        ValueError: as `TrainConfig` and `GPTConfig`, or there is no checkpoint to resume.
+    """
+    if args.resume and args.checkpoint and not os.path.isfile(args.checkpoint):
+        raise ValueError(
+            f"--resume: there is no file {args.checkpoint} yet; leave --resume out the first time."
+        )
     return TrainConfig(
         strategy=strategy,
         steps=args.steps,
@@ -87,7 +144,7 @@ def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
         learning_rate=args.learning_rate,
         seed=args.seed,
         model=GPTConfig(args.layers, args.heads, args.width, args.context),
-        checkpoint=args.checkpoint,
+        checkpoint=args.checkpoint and str(args.checkpoint),
         checkpoint_every=args.checkpoint_every,
         resume=args.resume,
     )

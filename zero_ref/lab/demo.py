@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from zero_ref.lab import plots, ranks
+from zero_ref.lab._arguments import json_text
 from zero_ref.lab.compare import ROW_NAMES, Run, as_json, compare, environment, problems, table
 from zero_ref.lab.config import TRAINED, TrainConfig
 from zero_ref.lab.model import GPT
@@ -34,7 +34,7 @@ def run_demo(folder: Path, config: TrainConfig, world_size: int, console: Consol
     console.print()
     console.print(table(outcomes))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "outcome.json").write_text(json.dumps(as_json(outcomes, config), indent=2) + "\n")
+    (folder / "outcome.json").write_text(json_text(as_json(outcomes, config)) + "\n")
     page = write_page(folder, runs, config)
     found = problems(outcomes)
     for problem in found:

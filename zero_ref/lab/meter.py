@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero_ref.calls import Call
+from zero_ref.calls import CHECK, Call
 from zero_ref.collectives import Collectives
 
 
@@ -36,18 +36,26 @@ class HeldBytes(NamedTuple):
 
 
 @contextlib.contextmanager
-def recording(collectives: Collectives) -> Iterator[list[Call]]:
+def recording(collectives: Collectives, *, checks: bool = False) -> Iterator[list[Call]]:
     """A list that fills with the calls made through `collectives` while the context lasts.
+
+    The checks that steps 1, 2, 4, 8 and so on make are left out unless asked for: what is recorded is an
+    ordinary step, as the simulator foresees it.
 
     >>> with recording(optimizer.collectives) as calls:     # doctest: +SKIP
     ...     optimizer.step()
     """
     calls: list[Call] = []
-    collectives.observers.append(calls.append)
+
+    def note(call: Call) -> None:
+        if checks or call.op != CHECK:
+            calls.append(call)
+
+    collectives.observers.append(note)
     try:
         yield calls
     finally:
-        collectives.observers.remove(calls.append)
+        collectives.observers.remove(note)
 
 
 def recording_all_reduce(calls: list[Call]) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:

@@ -15,10 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zero_ref.lab.config import GPTConfig
-
-VOCABULARY = 256
-"""One token for each byte."""
+from zero_ref.lab.config import VOCABULARY, GPTConfig
 
 
 class Attention(nn.Module):

@@ -5,7 +5,7 @@ there is a GPU for each, else Gloo over loopback. The processes are started once
 that later calls take hundredths of a second.
 
 This file is what a caller uses. `_process.py` starts a rank and talks to it, `_worker.py` is what runs in it,
-`_failure.py` tells what went wrong.
+`_failure.py` tells what went wrong, `_sockets.py` keeps other users out.
 
 On Linux ranks are forked from a server process that has imported torch and done nothing else. Forked from the
 notebook itself they would deadlock now and then, on a lock that one of its threads held, and could not use
@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -34,8 +35,9 @@ import torch.distributed as dist
 
 from zero_ref.lab import _worker
 from zero_ref.lab._failure import Failure, RankError, failed, timed_out
-from zero_ref.lab._process import RankProcess, loopback_store, starting_processes
+from zero_ref.lab._process import RankProcess, starting_processes
 from zero_ref.lab._worker import RankCall, Seat, Surroundings
+from zero_ref.lab.patience import patience
 
 __all__ = ["run", "shutdown", "choose_backend", "device", "Pool", "RankError"]
 
@@ -70,6 +72,12 @@ def run(
     script that defines `fn`, what `fn` and the functions it calls use by name: functions and classes defined
     at the top level, not lambdas. `fn` does not call rpc.init_rpc, and need not call rpc.shutdown.
 
+    Ranks find each other in the temporary folder, on a local disk, where only the user can look. Gloo and RPC
+    talk over TCP on loopback. If another user of the machine connects there when a call begins, the call ends
+    (on Linux; elsewhere no rank can tell). Once the workers of a pool are connected, nobody else can connect
+    to them, and they unpickle messages from each other only. "On GPUs and several machines" in the book says
+    what remains.
+
     >>> def total(x: float) -> float:
     ...     mine = torch.tensor(x + dist.get_rank())
     ...     dist.all_reduce(mine)
@@ -83,7 +91,8 @@ def run(
     Args:
         fn: what each rank calls. Use functools.partial for arguments named timeout, backend or rpc.
         world_size: the number of ranks.
-        timeout: seconds for the whole call; a collective or an RPC inside gives up after 80% of that.
+        timeout: seconds for the whole call, times `zero_ref.lab.patience.patience()`; a collective or an RPC
+            inside gives up after 80% of that.
         backend: "nccl" or "gloo"; None for `choose_backend(world_size)`.
         rpc: whether ranks are RPC workers as well, which talk over TCP on loopback.
     Returns:
@@ -142,7 +151,7 @@ class Pool:
     Args:
         world_size: the number of ranks.
         backend: "nccl" or "gloo"; None for `choose_backend(world_size)`.
-        start_timeout: seconds for the processes to start and import torch.
+        start_timeout: seconds for the processes to start and import torch, times `patience()`.
     """
 
     def __init__(self, world_size: int, backend: Backend | None = None, start_timeout: float = 120.0) -> None:
@@ -152,26 +161,25 @@ class Pool:
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._ranks: list[RankProcess] = []
-        store = loopback_store()
-        self._store: object = store
+        # Nobody else can look into it, whatever the umask. If this process is killed, its ranks remove it.
         self._folder = tempfile.TemporaryDirectory(prefix="zero_ref-ranks-", ignore_cleanup_errors=True)
         _open_pools.add(self)
         try:
             with starting_processes():
                 for rank in range(world_size):
-                    seat = Seat(rank, world_size, self.backend, store.port, self._folder.name)
+                    seat = Seat(rank, world_size, self.backend, self._folder.name)
                     self._ranks.append(RankProcess(seat))
-            self._await_start(start_timeout)
+            self._await_start(start_timeout * patience())
         except BaseException:
             self.close()
             raise
-        if sys.platform != "win32":
-            self._folder.cleanup()  # open files outlive their names: nothing is left, even if we are killed
 
     @property
     def usable(self) -> bool:
-        """All ranks are there and wait for a call."""
-        return not self.closed and all(rank.is_idle() for rank in self._ranks)
+        """All ranks are there and wait for a call, and the file by which they find each other is there."""
+        # Some systems remove temporary files that are days old.
+        ready = not self.closed and all(rank.is_idle() for rank in self._ranks)
+        return ready and Path(self._folder.name, _worker.STORE).exists()
 
     def run(
         self, fn: Callable[..., T], *args: Any, timeout: float = 60.0, rpc: bool = False, **kwargs: Any
@@ -182,6 +190,7 @@ class Pool:
             raise RuntimeError(
                 "this pool is closed, by close() or by an error in an earlier call: make a new Pool"
             )
+        timeout *= patience()
         collective_timeout = timedelta(seconds=COLLECTIVE_SHARE * timeout)
         packed_call = _pack_call(RankCall(fn, args, kwargs, collective_timeout, list(warnings.filters), rpc))
         surroundings = Surroundings.of_this_process()
@@ -207,14 +216,13 @@ class Pool:
         if not self.closed:
             for rank in self._ranks:
                 rank.send_word()
-            deadline = time.monotonic() + LEAVE_SECONDS
+            deadline = time.monotonic() + LEAVE_SECONDS * patience()
             for rank in self._ranks:
                 rank.process.join(max(0.0, deadline - time.monotonic()))
         self._kill()
         for rank in self._ranks:
             rank.close()
         self._ranks.clear()
-        self._store = None  # it listens as long as it is there
         self._folder.cleanup()
 
     def __enter__(self) -> Pool:
@@ -267,7 +275,7 @@ class Pool:
     def _leave_groups(self) -> None:
         for rank in self._ranks:
             rank.send_word()
-        if not self._all_ready(LEAVE_SECONDS):
+        if not self._all_ready(LEAVE_SECONDS * patience()):
             self._kill()  # such as a rank that waits for a collective it started and nobody joined
 
     def _all_ready(self, timeout: float) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_ref.calls import Call
+from zero_ref.calls import Call, ordinary
 from zero_ref.lab import meter
 from zero_ref.lab.benchmark import Effort, Times, flops_of, time_collectives, time_training
 from zero_ref.lab.config import TrainConfig
@@ -136,7 +136,9 @@ def take_turns(configs: Sequence[TrainConfig], effort: Effort) -> Trial:
     return Trial(
         times,
         [
-            Iterations(run.calls, meter.held_bytes(run.model.parameters(), run.optimizer), run.spans)
+            Iterations(
+                ordinary(run.calls), meter.held_bytes(run.model.parameters(), run.optimizer), run.spans
+            )
             for run in runs
         ],
     )

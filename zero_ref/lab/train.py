@@ -9,8 +9,6 @@ what an iteration will send and what each rank will hold; `Outcome` sets the two
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -23,9 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_ref.calls import Call
+from zero_ref.calls import Call, ordinary
 from zero_ref.collectives import agree, as_collectives
+from zero_ref.durable import make_directory, replacing
 from zero_ref.lab import meter
+from zero_ref.lab._arguments import Parser, complain, json_text, unwritable
 from zero_ref.lab.config import TRAINED, TrainConfig, add_training_arguments, config_from
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.ranks import device
@@ -95,7 +95,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
             step_calls = list(calls)
             save_checkpoint(config, model, optimizer, step + 1)
             calls[:] = step_calls  # those of saving are not those of a step
-    measured_calls = reductions.calls + calls
+    measured_calls = reductions.calls + ordinary(calls)
     held = meter.held_bytes(model.parameters(), optimizer)
     if config.checkpoint:
         save_checkpoint(config, model, optimizer, config.steps)
@@ -155,18 +155,17 @@ def save_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Opti
     if dist.get_rank() == 0:
         path = Path(str(config.checkpoint))
         try:
-            part = path.with_name(path.name + ".part")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(
-                {
-                    "step": step,
-                    "config": asdict(config.model),
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                },
-                part,
-            )
-            os.replace(part, path)
+            make_directory(path.parent)
+            with replacing(path) as file:
+                torch.save(
+                    {
+                        "step": step,
+                        "config": asdict(config.model),
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                    },
+                    file,
+                )
         except Exception as error:  # torch.save raises RuntimeError where the disk is full
             failure = error
     agree(as_collectives(None), "write the checkpoint", failure or [])
@@ -313,32 +312,32 @@ def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on the ranks that torchrun started; rank 0 prints the outcome as JSON."""
-    parser = argparse.ArgumentParser(
-        prog="torchrun -m zero_ref.lab.train", description=__doc__.split("\n")[0]
-    )
+    name = "torchrun -m zero_ref.lab.train"
+    parser = Parser(prog=name, description=__doc__.split("\n")[0])
     add_training_arguments(parser)
     parser.add_argument("--strategy", default="zero-bucket", choices=list(TRAINED))
     args = parser.parse_args(argv)
     if "RANK" not in os.environ:
-        print(
-            "Start this with torchrun, or use `zero-ref train --ranks N`, which starts ranks itself.",
-            file=sys.stderr,
-        )
+        complain(name, "start this with torchrun, or use `zero-ref train --ranks N`, which starts ranks.")
+        return 2
+    try:
+        config = config_from(args, args.strategy)
+    except ValueError as error:
+        complain(name, str(error))
+        return 2
+    # Rank 0 writes. If it cannot, it ends with an error, and torchrun ends the others.
+    if os.environ["RANK"] == "0" and (problem := unwritable(args)):
+        complain(name, problem)
         return 2
     on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpus else "gloo")
     try:
-        config = config_from(args, args.strategy)
         measured = meter.gather_from_ranks(train(config, print_progress))
         if dist.get_rank() == 0:
             result = outcome(config, predict(config, dist.get_world_size()), measured)
-            print(
-                json.dumps(
-                    {key: value for key, value in result.as_json().items() if key != "losses"}, indent=2
-                )
-            )
+            print(json_text({key: value for key, value in result.as_json().items() if key != "losses"}))
     finally:
         dist.destroy_process_group()
     return 0

@@ -11,12 +11,14 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from zero_ref.collectives import Observable, ToPeer, Work
+from zero_ref.lab.patience import patience
 
 T = TypeVar("T")
 
@@ -33,7 +35,7 @@ def run(
     [2, 2, 2]
 
     Args:
-        timeout: seconds for which a rank waits for the others in one call.
+        timeout: seconds for which a rank waits for the others in one call, times `patience()`.
     Returns:
         What each rank returned, in rank order.
     Raises:
@@ -42,7 +44,7 @@ def run(
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
-    world = _World(world_size, timeout)
+    world = _World(world_size, timeout * patience())
     results: list[Any] = [None] * world_size
     failures: list[tuple[int, BaseException]] = []  # in order of time: list.append is atomic
 
@@ -74,6 +76,8 @@ class _World:
         self.mailboxes: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = {
             (src, dst): queue.SimpleQueue() for src in range(size) for dst in range(size)
         }
+        # By number, the rank that rings and the one that listens.
+        self.alarms: dict[tuple[int, int, int], deque[tuple[int, str]]] = {}
 
 
 class VirtualCollectives(Observable):
@@ -87,6 +91,9 @@ class VirtualCollectives(Observable):
     def __repr__(self) -> str:
         return f"virtual rank {self.rank} of {self.world_size}"
 
+    def open_channel(self, number: int, devices: Collection[torch.device]) -> _VirtualAlarm:
+        return _VirtualAlarm(self, number)
+
     def broadcast(self, tensor: torch.Tensor, src: int, expected: Work | None = None) -> _Done:
         self.tell("broadcast", tensor, src)
         return self._exchange(f"broadcast from rank {src}", tensor, lambda board: tensor.copy_(board[src]))
@@ -95,8 +102,8 @@ class VirtualCollectives(Observable):
         self.tell("all_reduce", tensor)
         return self._exchange("all_reduce", tensor, lambda board: tensor.copy_(sum(board[1:], board[0])))
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self.tell("all_gather", tensor)
+    def all_gather(self, tensor: torch.Tensor, told_as: str = "all_gather") -> list[torch.Tensor]:
+        self.tell(told_as, tensor)
         gathered: list[torch.Tensor] = []
         # Copies: what lies on the board is the same tensor for all ranks.
         self._exchange("all_gather", tensor, lambda board: gathered.extend(laid.clone() for laid in board))
@@ -154,6 +161,24 @@ class VirtualCollectives(Observable):
                 f"{self.world.timeout} s."
             ) from None
         return _Done()
+
+
+class _VirtualAlarm:
+    """Texts laid down for each other rank, which takes them up when it looks."""
+
+    def __init__(self, comm: VirtualCollectives, number: int) -> None:
+        peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
+        alarms = comm.world.alarms
+        # Whichever end comes first makes the deque: setdefault is atomic.
+        self.to = [alarms.setdefault((number, comm.rank, peer), deque()) for peer in peers]
+        self.of = {peer: alarms.setdefault((number, peer, comm.rank), deque()) for peer in peers}
+
+    def ring(self, text: str, update: int) -> None:
+        for rung in self.to:
+            rung.append((update, text))
+
+    def heard(self, update: int) -> dict[int, str]:
+        return {peer: rung.popleft()[1] for peer, rung in self.of.items() if rung and rung[0][0] <= update}
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -12,7 +12,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
+
+from zero_ref.simulator._records import parse_json, record
 
 
 def _check_name(what: str, name: str, known: Sequence[str]) -> None:
@@ -24,6 +27,22 @@ def _check_number(what: str, value: float, *, above: bool) -> None:
     """Finite, and above 0 or at least 0."""
     if not (math.isfinite(value) and (value > 0 if above else value >= 0)):
         raise ValueError(f"{what} must be {'above 0' if above else '0 or more'}, got {value:g}.")
+
+
+FIGURES = (1e-9, 1e12)
+"""Between these lies every figure of a machine that was measured or is on a data sheet, but for latencies and
+overheads, which may be less. Times computed with others would be infinite."""
+
+
+def _check_figures(value: Any, what: str = "cluster") -> None:
+    """Raise a ValueError for a number, however deep in the value, that is outside FIGURES."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            _check_figures(each, f"{what}.{name}")
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    elif value > FIGURES[1] or (value < FIGURES[0] and not what.endswith("_us")):
+        raise ValueError(f"{what} {value:g} is no figure of a machine: {FIGURES[0]:g} to {FIGURES[1]:g} are")
 
 
 # ------------------------------------------------------------------------------- what the network has to do
@@ -221,6 +240,24 @@ class _Span(NamedTuple):
     most: int
 
 
+@lru_cache(maxsize=64)
+def _spans(ranks_per_node: int, ranks: int, groups: int) -> frozenset[_Span]:
+    """The ways in which so many groups of consecutive ranks lie on nodes."""
+    # They come again after as many groups as a node has ranks, or sooner.
+    cycle = ranks_per_node // math.gcd(ranks_per_node, ranks)
+    return frozenset(
+        _span(ranks_per_node, group * ranks % ranks_per_node, ranks) for group in range(min(groups, cycle))
+    )
+
+
+def _span(ranks_per_node: int, first: int, ranks: int) -> _Span:
+    """The nodes of consecutive ranks, of which the first sits at this place of its node."""
+    on_first = min(ranks_per_node - first, ranks)
+    full, on_last = divmod(ranks - on_first, ranks_per_node)
+    counts = [on_first] + [ranks_per_node] * min(full, 1) + [on_last] * (on_last > 0)
+    return _Span(1 + full + (on_last > 0), min(counts), max(counts))
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Equal nodes of equal devices, a rank on each.
@@ -330,20 +367,10 @@ class Cluster:
             loads = {one: load._replace(rounds=min(load.rounds, 1)) for one, load in loads.items()}
         # Of groups in a node each has its part of a bandwidth that all ranks share.
         at_once = min(self.ranks_per_node, world_size) / ranks if self.shared else None
-        # How groups lie on nodes comes again after as many groups as a node has ranks, or sooner.
-        groups = range(min(world_size // ranks, self.ranks_per_node))
-        spans = {self._span(group * ranks % self.ranks_per_node, ranks) for group in groups}
         return max(
             min(self._ms_of(op, one, load, ranks, span, at_once) for one, load in loads.items())
-            for span in spans
+            for span in _spans(self.ranks_per_node, ranks, world_size // ranks)
         )
-
-    def _span(self, first: int, ranks: int) -> _Span:
-        """The nodes of consecutive ranks, of which the first sits at this place of its node."""
-        on_first = min(self.ranks_per_node - first, ranks)
-        full, on_last = divmod(ranks - on_first, self.ranks_per_node)
-        counts = [on_first] + [self.ranks_per_node] * min(full, 1) + [on_last] * (on_last > 0)
-        return _Span(1 + full + (on_last > 0), min(counts), max(counts))
 
     def _ms_of(
         self, op: str, algorithm: str, load: Traffic, ranks: int, span: _Span, at_once: float | None
@@ -411,21 +438,15 @@ class Cluster:
             ValueError: it is no JSON, a field is missing or unknown, or a value makes no sense.
         """
         try:
-            values: dict[str, Any] = json.loads(text)
-            return cls(
-                **{
-                    **values,
-                    "device": Device(**values["device"]),
-                    "within": Link(**values["within"]),
-                    "between": Link(**values["between"]),
-                    "link_of_op": {op: Link(**link) for op, link in values.get("link_of_op", {}).items()},
-                }
-            )
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            values = parse_json(text)
+            made = record(cls, values, "cluster")
+            _check_figures(values)
+        except ValueError as error:
             raise ValueError(
-                f"this is no cluster: {type(error).__name__}: {error}. It takes JSON with name, device, "
+                f"this is no cluster: {str(error).rstrip('.')}. It takes JSON with name, device, "
                 "ranks_per_node, within and between, as `zero-ref calibrate --out FILE` writes it."
             ) from None
+        return made
 
 
 # ------------------------------------------------------------------------------------------- the presets

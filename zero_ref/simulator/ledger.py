@@ -280,13 +280,17 @@ def state_bytes_of_rank(
     """
     rule = state_rule(optimizer)
     check_fits(partition, params)
+    has_state = [param.trainable or rule.for_frozen for param in params]
+    of_piece = [rule.scalar_bytes if has else 0 for has in has_state]
+    of_element = [
+        rule.nbytes(1, itemsize_of(param.dtype)) - rule.scalar_bytes if has else 0
+        for param, has in zip(params, has_state)
+    ]
     return tuple(
-        sum(
-            rule.nbytes(piece.numel, itemsize_of(params[piece.param].dtype))
-            for piece in slices
-            if params[piece.param].trainable or rule.for_frozen
-        )
-        for slices in partition.slices_of_rank
+        [
+            sum([of_piece[param] + of_element[param] * (stop - start) for param, start, stop in slices])
+            for slices in partition.slices_of_rank
+        ]
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from zero_ref.layout import lay_out
@@ -118,7 +119,7 @@ class Memory:
             "activations": self.activation_bytes,
         }
 
-    @property
+    @cached_property
     def total_bytes(self) -> float:
         return sum(self.items.values())
 
@@ -157,7 +158,13 @@ def average_memory(params: Sequence[ParamSpec], world_size: int, recipe: Recipe)
     )
 
 
-def memory_of_ranks(partition: Partition, params: Sequence[ParamSpec], recipe: Recipe) -> tuple[Memory, ...]:
+def memory_of_ranks(
+    partition: Partition,
+    params: Sequence[ParamSpec],
+    recipe: Recipe,
+    *,
+    padding_bytes: int | None = None,
+) -> tuple[Memory, ...]:
     """What lies on each rank of a partition: whole bytes, and the fullest rank can be seen.
 
     >>> from zero_ref.partition import sorted_greedy
@@ -171,24 +178,30 @@ def memory_of_ranks(partition: Partition, params: Sequence[ParamSpec], recipe: R
     Args:
         partition: who owns what of the part that the stage divides. At stage 0 only its ranks are counted.
         params: in registration order, the ones that `partition` was made for.
+        padding_bytes: of flat tensors, where somebody has laid them out already; None to do it here.
     Raises:
         ValueError: `params` is not what `partition` was made for.
     """
     check_fits(partition, params)
+    if padding_bytes is None:
+        padding_bytes = _padding_bytes(partition, params, recipe)
     whole = whole_bytes(params, recipe)
     cost_of_param = costs(params, recipe)
     on_every_rank = {
-        "padding_bytes": _padding_bytes(partition, params, recipe),
+        "padding_bytes": padding_bytes,
         "gradient_bucket_bytes": _gradient_bucket_bytes(whole, recipe),
         "communication_bytes": _communication_bytes(params, partition.world_size, recipe),
         "activation_bytes": recipe.activation_bytes,
     }
+    memory_of: dict[tuple[tuple[int, StateBytes], ...], Memory] = {}  # most ranks own as much as others
     memories = []
     for slices in partition.slices_of_rank:
-        owned = _total((piece.numel, cost_of_param[piece.param]) for piece in slices)
-        held = {part: owned if recipe.stage >= first else whole for part, first in FIRST_STAGE.items()}
-        memories.append(
-            Memory(
+        pieces = tuple([(stop - start, cost_of_param[param]) for param, start, stop in slices])
+        memory = memory_of.get(pieces)
+        if memory is None:
+            owned = _total(pieces)
+            held = {part: owned if recipe.stage >= first else whole for part, first in FIRST_STAGE.items()}
+            memory = memory_of[pieces] = Memory(
                 parameter_bytes=held["parameters"].params,
                 gradient_bytes=held["gradients"].grads,
                 master_bytes=held["optimizer"].master,
@@ -196,7 +209,7 @@ def memory_of_ranks(partition: Partition, params: Sequence[ParamSpec], recipe: R
                 scalar_bytes=held["optimizer"].scalars,
                 **on_every_rank,
             )
-        )
+        memories.append(memory)
     return tuple(memories)
 
 

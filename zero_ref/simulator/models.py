@@ -257,6 +257,12 @@ def blocks(params: Iterable[Named]) -> list[list[int]]:
 
 # -------------------------------------------------------------------------------------- a configuration
 
+LARGEST_SIZE = 2**31 - 1
+"""Of a dimension in a configuration."""
+
+MOST_BLOCKS = 10_000
+"""In a configuration. Each is listed tensor by tensor; the deepest model among the presets has 158."""
+
 _GPT2_KEYS = {
     "width": "n_embd",
     "depth": "n_layer",
@@ -334,6 +340,10 @@ def _sizes(config: Mapping[str, Any], key_of_size: Mapping[str, str]) -> dict[st
             f"a configuration of model_type {config['model_type']!r} needs "
             f"{', '.join(key_of_size.values())}, integers of at least 1; {', '.join(wrong)}."
         )
+    for size, value in found.items():
+        most = MOST_BLOCKS if size == "depth" else LARGEST_SIZE
+        if value is not None and value > most:
+            raise ValueError(f"{key_of_size[size]} must be at most {most:,}; every tensor is listed.")
     return {size: int(value) for size, value in found.items() if value is not None}
 
 

@@ -7,6 +7,7 @@ operation waits for those in `after`. Elements and bytes only: no clock, no link
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -151,10 +152,10 @@ def data_parallel(
             what all ranks send after backward by one all-gather.
         activation_bytes: that forward leaves for backward, on each rank.
     """
-    messages = [] if partition is None or world_size == 1 else messages_of(partition, params, flat)
     forward, backwards = _passes(params, buckets, activation_bytes)
     updating = SIDE_STREAM if way == "interleaved" and side_stream else COMPUTE
 
+    messages: _Messages | None = None  # made where they are sent one by one
     listed = [forward]
     at: dict[tuple[str, int], int] = {}  # where the last operation of this label and bucket stands
     for label, parts in order(len(buckets), way):
@@ -170,10 +171,15 @@ def data_parallel(
                 listed.append(reduce)
             elif native:
                 listed += [
-                    reduce._replace(
-                        op="reduce", nbytes=nbytes, owner=owner, shares=((owner, nbytes),), gives=nbytes
+                    Operation(
+                        *reduce[:4],
+                        op="reduce",
+                        nbytes=share[1],
+                        owner=share[0],
+                        shares=(share,),
+                        gives=share[1],
                     )
-                    for owner, nbytes in _bytes_of_owners(partition, params, buckets[parts[0]])
+                    for share in _bytes_of_owners(partition, params, buckets[parts[0]])
                 ]
             else:
                 owned = _bytes_of_owners(partition, params, buckets[parts[0]])
@@ -187,9 +193,14 @@ def data_parallel(
                 Operation(label, updating, part, after, numel=numel, shares=shares, tensors=tensors)
             )
         else:
-            calls = broadcasts_of(messages, params, frozenset(members))
-            if native and part is None and calls:
-                calls = [Call("all_gather", sum(call.nbytes for call in calls))]
+            if partition is None or world_size == 1:
+                calls = []
+            elif native and part is None:  # all that is trained, whoever owns it
+                nbytes = sum(nbytes_of(params[number]) for number in members if params[number].trainable)
+                calls = [Call("all_gather", nbytes)] if nbytes else []
+            else:
+                messages = _Messages(messages_of(partition, params, flat)) if messages is None else messages
+                calls = broadcasts_of(messages.about(members), params, frozenset(members))
             listed += [
                 Operation(label, NETWORK, part, after, op=op, nbytes=size, owner=owner)
                 for op, size, owner in calls
@@ -235,6 +246,22 @@ def messages_of(
         layout = lay_out(partition, params)
         return [(bucket.owner, bucket.slices) for flat in layout.flats for bucket in flat.buckets]
     return [(owner, (piece,)) for owner, slices in enumerate(partition.slices_of_rank) for piece in slices]
+
+
+class _Messages:
+    """Messages of a step, found by the parameters that they are about: a bucket need not look at all."""
+
+    def __init__(self, messages: Sequence[tuple[int, tuple[Slice, ...]]]) -> None:
+        self._messages = messages
+        self._numbers_of_param: dict[int, list[int]] = {}
+        for number, (_, slices) in enumerate(messages):
+            for param, _, _ in slices:
+                self._numbers_of_param.setdefault(param, []).append(number)
+
+    def about(self, members: Iterable[int]) -> list[tuple[int, tuple[Slice, ...]]]:
+        """Those with a part of one of these parameters, in their order."""
+        numbers = {number for param in members for number in self._numbers_of_param.get(param, ())}
+        return [self._messages[number] for number in sorted(numbers)]
 
 
 def broadcasts_of(
@@ -343,14 +370,16 @@ def stage_3(
 
     for label in ("forward", "backward"):
         sequence = list(range(len(units)) if label == "forward" else reversed(range(len(units))))
-        to_gather = [
-            part for part in sequence if world_size > 1 and not (label == "backward" and units[part].kept)
-        ]
+        to_gather = deque(
+            (position, part)
+            for position, part in enumerate(sequence)
+            if world_size > 1 and not (label == "backward" and units[part].kept)
+        )
         for position, part in enumerate(sequence):
             unit = units[part]
             compute = Operation(label, COMPUTE, part, numel=unit.numel, tensors=unit.tensors)
-            while to_gather and to_gather[0] in sequence[: position + prefetch + 1]:
-                ahead = to_gather.pop(0)
+            while to_gather and to_gather[0][0] <= position + prefetch:
+                _, ahead = to_gather.popleft()
                 size = units[ahead].gathered_bytes
                 add(
                     Operation("gather", NETWORK, ahead, computed, op="all_gather", nbytes=size, takes=size),

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 from zero_ref.simulator.cluster import Cluster, Device
@@ -71,6 +72,23 @@ class Price(NamedTuple):
     of_rank: Mapping[int, float] = {}
 
 
+class _OfShares(Mapping[int, float]):
+    """Milliseconds of each rank that has a share, computed once for each size of a share."""
+
+    def __init__(self, numel_of_rank: Mapping[int, int], ms_of: Callable[[int], float]) -> None:
+        self._numel_of_rank = numel_of_rank
+        self._ms_of_numel = {numel: ms_of(numel) for numel in set(numel_of_rank.values())}
+
+    def __getitem__(self, rank: int) -> float:
+        return self._ms_of_numel[self._numel_of_rank[rank]]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numel_of_rank)
+
+    def __len__(self) -> int:
+        return len(self._numel_of_rank)
+
+
 def price(plan: Schedule, cluster: Cluster, work: Work) -> list[Price]:
     """How long each operation of a schedule takes, if nothing holds it up.
 
@@ -82,22 +100,25 @@ def price(plan: Schedule, cluster: Cluster, work: Work) -> list[Price]:
     >>> [(one.label, round(cost.ms, 1)) for one, cost in zip(plan.operations, prices)]
     [('forward', 20.7), ('backward', 41.4), ('reduce', 10.1), ('step', 8.4)]
     """
-    prices = []
+    prices: list[Price] = []
     previous: Operation | None = None  # on the network
-    for one in plan.operations:
+    for one, nbytes_of_calls in plan.stretches:
+        place = len(prices)
         if one.lane == NETWORK:
-            shares = None if one.op != "exchange" else [nbytes for _, nbytes in one.shares or ()]
+            shares = [nbytes for _, nbytes in one.shares or ()] if one.op == "exchange" else []
+            ms_of = partial(cluster.ms, one.op, world_size=plan.world_size, ranks=one.ranks)
             follows = previous is not None and (previous.op, previous.after) == (one.op, one.after)
-            ms = cluster.ms(
-                one.op, one.nbytes, plan.world_size, shares=shares or None, follows=follows, ranks=one.ranks
-            )
-            prices.append(Price(ms))
+            first, *others = nbytes_of_calls
+            prices.append(Price(ms_of(first, shares=shares or None, follows=follows)))
+            # Of a million owners' calls many have as many bytes as others.
+            price_of = {nbytes: Price(ms_of(nbytes, follows=True)) for nbytes in set(others)}
+            prices += map(price_of.__getitem__, others)
             previous = one
         elif one.shares is None:
             prices.append(Price(work.compute_ms(one, one.numel, cluster.device)))
         else:
-            of_rank = {rank: work.compute_ms(one, numel, cluster.device) for rank, numel in one.shares}
-            prices.append(Price(0.0, of_rank))
+            ms_of = partial(work.compute_ms, one, device=cluster.device)
+            prices.append(Price(0.0, _OfShares(plan.computing_shares[place], ms_of)))
     return prices
 
 
@@ -124,6 +145,7 @@ class Played:
 
     Args:
         pace: how many times as long each rank computes.
+        deciding: the ranks that were played: no other can be the last one of an operation, see `play`.
         begin_ms, end_ms: of each operation; of computing, those of the rank that ends last.
         last_rank: that rank; None for the network.
     """
@@ -135,6 +157,7 @@ class Played:
     jitter: float
     seed: int
     pace: Sequence[float] = field(repr=False)
+    deciding: Sequence[int] = field(repr=False)
     begin_ms: Sequence[float] = field(repr=False)
     end_ms: Sequence[float] = field(repr=False)
     last_rank: Sequence[int | None] = field(repr=False)
@@ -148,6 +171,10 @@ class Played:
     def iteration_ms(self) -> float:
         """The same for one iteration, on average: local SGD's schedule is of several."""
         return self.makespan_ms / self.plan.iterations
+
+    def on(self, cluster: Cluster, work: Work) -> Played:
+        """The same schedule and the same ranks, each at its pace, on another cluster or with other work."""
+        return _play(self.plan, cluster, work, self.slow, self.jitter, self.seed, self.pace, self.deciding)
 
     def timeline(self, rank: int = 0) -> Timeline:
         """The events of one rank.
@@ -226,10 +253,14 @@ class Played:
             return times[rank]
 
         previous = self._previous_in_lane()
+        firsts = set(accumulate((len(sizes) for _, sizes in self.plan.stretches), initial=0))
         path: list[Wait] = []
         place = max(range(len(self.end_ms)), key=lambda i: self.end_ms[i], default=None)
         rank = None if place is None else self.last_rank[place]
         while place is not None:
+            while place not in firsts:  # it began when the one before it in its stretch had ended
+                path.append(Wait(place, None, self.begin_ms[place], self.end_ms[place]))
+                place -= 1
             path.append(Wait(place, rank, *on(rank)[place]))
             # What let it begin: the end of what it waited for, or of what came before in its own lane.
             ends = [
@@ -297,42 +328,78 @@ def play(
             )
     if not (math.isfinite(jitter) and jitter >= 0):
         raise ValueError(f"jitter is a share of each rank's computing time, 0 or more; got {jitter:g}.")
+    if jitter:
+        draw = random.Random(seed)
+        pace = [slow.get(rank, 1.0) * max(0.0, draw.gauss(1.0, jitter)) for rank in range(plan.world_size)]
+    else:
+        pace = [slow.get(rank, 1.0) for rank in range(plan.world_size)] if slow else [1.0] * plan.world_size
+    return _play(plan, cluster, work, slow, jitter, seed, pace, _deciding(plan, pace))
+
+
+def _deciding(plan: Schedule, pace: Sequence[float]) -> list[int]:
+    """The ranks of which one ends last, the first of those that end together.
+
+    Of two ranks with equal shares of every computation, the one of the larger pace never ends before the
+    other. So a rank decides nothing if one before it has equal shares and at least its pace. What is left is
+    one rank for each size of a share, and with jitter some log N: a million ranks cost little more than ten.
+    """
+    largest: dict[int, float] = {}
+    deciding = []
+    for rank, (kind, factor) in enumerate(zip(plan.kind_of_rank, pace)):
+        if factor > largest.get(kind, -1.0):
+            largest[kind] = factor
+            deciding.append(rank)
+    return deciding
+
+
+def _play(
+    plan: Schedule,
+    cluster: Cluster,
+    work: Work,
+    slow: Mapping[int, float],
+    jitter: float,
+    seed: int,
+    pace: Sequence[float],
+    deciding: Sequence[int],
+) -> Played:
+    """The ranks that decide go through the operations in order."""
     prices = price(plan, cluster, work)
-    draw = random.Random(seed)
-    pace = [slow.get(rank, 1.0) * max(0.0, draw.gauss(1.0, jitter)) for rank in range(plan.world_size)]
-    alike = not slow and not jitter
-    free_ms: dict[str, list[float]] = {}  # of each computing lane, on each rank
+    paces = [pace[rank] for rank in deciding]
+    free_ms: dict[str, list[float]] = {}  # of each computing lane, on each of these ranks
     network_ms = 0.0
     begin_ms: list[float] = []
     end_ms: list[float] = []
     last_rank: list[int | None] = []
-    for one, cost in zip(plan.operations, prices):
+    for one, nbytes_of_calls in plan.stretches:
+        place = len(end_ms)
+        cost = prices[place]
         waits = max((end_ms[before] for before in one.after), default=0.0)
         if one.lane == NETWORK:
             start = max(network_ms, waits)
             if not cluster.overlaps:
                 start = max(start, max(free_ms.get(COMPUTE, [0.0])))
-            network_ms = start + cost.ms
+            took = (cost.ms for cost in prices[place : place + len(nbytes_of_calls)])
+            *begins, network_ms = accumulate(took, initial=start)  # each begins when the one before it ends
             if not cluster.overlaps:
-                free_ms[COMPUTE] = [network_ms] * plan.world_size
-            begin_ms.append(start)
+                free_ms[COMPUTE] = [network_ms] * len(deciding)
+            begin_ms += begins
+            end_ms += begins[1:]
             end_ms.append(network_ms)
-            last_rank.append(None)
+            last_rank += [None] * len(begins)
             continue
         lane = one.lane if cluster.overlaps else COMPUTE
-        before_ms = free_ms.get(lane) or [0.0] * plan.world_size
+        before_ms = free_ms.get(lane) or [0.0] * len(deciding)
         started = [ms if ms > waits else waits for ms in before_ms]
-        if cost.of_rank or not alike:
-            ended = [
-                start + factor * cost.of_rank.get(rank, cost.ms)
-                for rank, (start, factor) in enumerate(zip(started, pace))
-            ]
-        else:
-            ended = [start + cost.ms for start in started]
+        ended = [
+            start + factor * cost.of_rank.get(rank, cost.ms)
+            for rank, start, factor in zip(deciding, started, paces)
+        ]
         free_ms[lane] = ended
         latest = max(ended)
-        rank = ended.index(latest)
-        begin_ms.append(started[rank])
+        which = ended.index(latest)
+        begin_ms.append(started[which])
         end_ms.append(latest)
-        last_rank.append(rank)
-    return Played(plan, prices, cluster.overlaps, slow, jitter, seed, pace, begin_ms, end_ms, last_rank)
+        last_rank.append(deciding[which])
+    return Played(
+        plan, prices, cluster.overlaps, slow, jitter, seed, pace, deciding, begin_ms, end_ms, last_rank
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from zero_ref.averaging import AveragingSchedule
-from zero_ref.partition import ParamSpec, plan_partition
+from zero_ref.partition import ParamSpec, Partition, plan_partition
 from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.ledger import StateRule, nbytes_of, state_rule
@@ -167,6 +167,17 @@ class Scenario:
         return self.cluster.backend == "nccl" if self.native is None else self.native
 
     @cached_property
+    def _partitions(self) -> dict[str, Partition]:
+        return {}
+
+    def partition(self, strategy: str) -> Partition | None:
+        """Who owns what under a strategy; None if it has no owners. Made once, for schedule and memory."""
+        rule = STRATEGIES[strategy].partition
+        if rule is not None and rule not in self._partitions:
+            self._partitions[rule] = plan_partition(rule, self.params, self.world_size)
+        return None if rule is None else self._partitions[rule]
+
+    @cached_property
     def buckets(self) -> list[list[int]]:
         """Of DDP's gradients."""
         return ddp_buckets(self.params, cap_bytes=self.bucket_bytes)
@@ -185,14 +196,15 @@ class Scenario:
 
     def schedule(self, strategy: str) -> Schedule:
         """The strategy's iteration. Options that it has no use for are not passed on."""
-        has_owners = strategy in STRATEGIES and STRATEGIES[strategy].partition is not None
+        partition = self.partition(strategy) if strategy in STRATEGIES else None
         return schedule(
             strategy,
             self.params,
             self.world_size,
             self.state,
             ddp_buckets=self.buckets,
-            way=self.way if has_owners else "plain",
+            partition=partition,
+            way="plain" if partition is None else self.way,
             side_stream=self.cluster.backend == "nccl",
             native=self.library_calls,
             blocks=blocks(self.params),
@@ -224,9 +236,11 @@ class Scenario:
     def memory(self, strategy: str, plan: Schedule) -> tuple[Memory, ...]:
         """What lies on each rank under a strategy, whose schedule this is."""
         recipe = self.recipe(strategy)
-        rule = STRATEGIES[strategy].partition
-        if rule is not None:
-            return memory_of_ranks(plan_partition(rule, self.params, self.world_size), self.params, recipe)
+        partition = self.partition(strategy)
+        if partition is not None:
+            parameter_bytes = sum(nbytes_of(param) for param in self.params)
+            padding_bytes = plan.parameter_bytes[0] - parameter_bytes
+            return memory_of_ranks(partition, self.params, recipe, padding_bytes=padding_bytes)
         average = average_memory(self.params, self.world_size, recipe)
         if strategy == LOCAL_SGD and self.world_size > 1:
             # The averager copies all that is averaged into one tensor, and sends that.
@@ -236,17 +250,26 @@ class Scenario:
         # Each parameter is cut along its first dimension, so the first ranks have more than the last.
         whole = average_memory(self.params, 1, recipe)
         numel_of_rank = dict(plan.operations[-1].shares or ())
-        return tuple(
-            replace(
+        held = list(
+            zip(
+                plan.parameter_bytes,
+                plan.gradient_bytes,
+                (numel_of_rank.get(rank, 0) for rank in range(self.world_size)),
+                strict=True,
+            )
+        )
+        memory_of = {  # most ranks hold as much as others
+            (parameter_bytes, gradient_bytes, numel): replace(
                 average,
-                parameter_bytes=plan.parameter_bytes[rank],
-                gradient_bytes=plan.gradient_bytes[rank],
-                master_bytes=whole.master_bytes * numel_of_rank.get(rank, 0) / self.numel,
-                moment_bytes=whole.moment_bytes * numel_of_rank.get(rank, 0) / self.numel,
+                parameter_bytes=parameter_bytes,
+                gradient_bytes=gradient_bytes,
+                master_bytes=whole.master_bytes * numel / self.numel,
+                moment_bytes=whole.moment_bytes * numel / self.numel,
                 scalar_bytes=whole.scalar_bytes,  # of each tensor a rank has a part, be it empty
             )
-            for rank in range(self.world_size)
-        )
+            for parameter_bytes, gradient_bytes, numel in set(held)
+        }
+        return tuple(memory_of[one] for one in held)
 
     def run(
         self,
@@ -256,9 +279,17 @@ class Scenario:
         jitter: float = 0.0,
         seed: int = 0,
     ) -> Run:
-        """Everything about one strategy. `slow`, `jitter` and `seed` are those of `play`."""
+        """Everything about one strategy. `slow`, `jitter` and `seed` are those of `play`.
+
+        Raises:
+            ValueError: as `schedule` and `play`, or the jitter leaves no rank that takes any time.
+        """
         plan = self.schedule(strategy)
         played = play(plan, self.cluster, self.work, slow=slow, jitter=jitter, seed=seed)
+        if not played.makespan_ms:
+            raise ValueError(
+                f"with a jitter of {jitter:g} and seed {seed} no rank takes any time: give a smaller jitter."
+            )
         return Run(self, strategy, plan, played, self.memory(strategy, plan))
 
 
@@ -304,12 +335,11 @@ class Run:
     @property
     def shortfall(self) -> Shortfall | None:
         """Why the fullest rank holds more than 1/N of it all; None for a strategy without owners."""
-        rule = STRATEGIES[self.strategy].partition
-        if rule is None:
+        owned = self.scenario.partition(self.strategy)
+        if owned is None:
             return None
-        params = self.scenario.params
-        owned = plan_partition(rule, params, self.plan.world_size)
-        return why_not_smaller(owned, params, self.scenario.recipe(self.strategy), rank=self.fullest)
+        recipe = self.scenario.recipe(self.strategy)
+        return why_not_smaller(owned, self.scenario.params, recipe, rank=self.fullest, memories=self.memories)
 
     @property
     def sent_bytes(self) -> float:
@@ -319,7 +349,7 @@ class Run:
     @property
     def calls(self) -> float:
         """That the fullest rank makes in one iteration."""
-        return self._an_iteration(len(self.plan.calls_of(self.fullest)))
+        return self._an_iteration(self.plan.count_of_calls(self.fullest))
 
     @property
     def iteration_ms(self) -> float:

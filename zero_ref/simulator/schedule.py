@@ -6,9 +6,12 @@ must be equal, the same operations in the same order with the same bytes. `play`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, islice
+from typing import NamedTuple
 
 from zero_ref.averaging import AveragingSchedule
 from zero_ref.calls import Call
@@ -17,6 +20,7 @@ from zero_ref.partition import ParamSpec, Partition, Strategy, plan_partition
 from zero_ref.simulator.cluster import traffic
 from zero_ref.simulator.ledger import StateRule, itemsize_of, nbytes_of, state_bytes_of_rank, state_rule
 from zero_ref.simulator.operations import (
+    NETWORK,
     Operation,
     Unit,
     broadcasts_of,
@@ -62,6 +66,18 @@ STRATEGIES: dict[str, StrategyPlan] = {
 }
 
 
+class Stretch(NamedTuple):
+    """A computation, or calls on the network of which each begins when the one before it ends.
+
+    Args:
+        operation: the first of them. The others may have another owner and other bytes.
+        nbytes_of_calls: payloads, one for each operation.
+    """
+
+    operation: Operation
+    nbytes_of_calls: list[int]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One iteration or several: what happens, in order, and what each rank holds.
@@ -83,9 +99,53 @@ class Schedule:
     state_bytes: tuple[int, ...]
     iterations: int = 1
 
+    @cached_property
+    def stretches(self) -> Sequence[Stretch]:
+        """The operations in their order; calls of one kind that wait for the same operations are together."""
+        found: list[Stretch] = []
+        open_kind: tuple[object, ...] | None = None  # of the last stretch, if another call may join it
+        for one in self.operations:
+            kind = (one.op, one.after, one.ranks) if one.op and one.op != "exchange" else None
+            if kind is None or kind != open_kind:
+                found.append(Stretch(one, []))
+            found[-1].nbytes_of_calls.append(one.nbytes)
+            open_kind = kind
+        return found
+
+    @cached_property
+    def computing_shares(self) -> Mapping[int, Mapping[int, int]]:
+        """Of the computations that ranks divide: {place in `operations`: {rank: elements}}."""
+        return {
+            place: dict(one.shares)
+            for place, one in enumerate(self.operations)
+            if one.lane != NETWORK and one.shares is not None
+        }
+
+    @cached_property
+    def kind_of_rank(self) -> Sequence[int]:
+        """Numbers that are equal for ranks with equal shares of every computation.
+
+        >>> schedule("zero", [ParamSpec(n) for n in (6, 5, 6)], world_size=4).kind_of_rank
+        [1, 1, 2, 0]
+        """
+        kinds = [0] * self.world_size
+        number_of: dict[tuple[int, int, int], int] = {}
+        for place, numel_of_rank in self.computing_shares.items():
+            for rank, numel in numel_of_rank.items():
+                kinds[rank] = number_of.setdefault((kinds[rank], place, numel), len(number_of) + 1)
+        return kinds
+
     def calls_of(self, rank: int) -> tuple[Call, ...]:
         """The calls of one rank, in order."""
         return tuple(call for one in self.operations for call in one.calls_of(rank, self.world_size))
+
+    def count_of_calls(self, rank: int) -> int:
+        """How many calls one rank makes."""
+        return sum(
+            len(one.calls_of(rank, self.world_size)) if one.op == "exchange" else 1
+            for one in self.operations
+            if one.op
+        )
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -95,7 +155,7 @@ class Schedule:
     @property
     def collectives(self) -> int:
         """How many calls rank 0 makes."""
-        return len(self.calls)
+        return self.count_of_calls(0)
 
     @property
     def payload_bytes(self) -> int:
@@ -109,11 +169,15 @@ class Schedule:
         >>> [schedule(name, params, world_size=4).wire_bytes() for name in ("ddp", "zero-even", "zero-2")]
         [24576, 36864, 24576]
         """
-        return sum(self._wire_bytes_of(one, backend) for one in self.operations if one.op)
+        # A million ranks make a million calls, most of them with as many bytes as others.
+        count_of_calls = Counter((one.op, one.nbytes, one.ranks) for one in self.operations if one.op)
+        return sum(
+            count * self._wire_bytes_of(op, nbytes, ranks or self.world_size, backend)
+            for (op, nbytes, ranks), count in count_of_calls.items()
+        )
 
-    def _wire_bytes_of(self, one: Operation, backend: str) -> int:
-        ranks = one.ranks or self.world_size
-        of_group = traffic(one.op, one.nbytes, ranks, backend=backend).total_bytes
+    def _wire_bytes_of(self, op: str, nbytes: int, ranks: int, backend: str) -> int:
+        of_group = traffic(op, nbytes, ranks, backend=backend).total_bytes
         return round(of_group * (self.world_size // ranks))
 
     @property

@@ -277,7 +277,7 @@ def what_if(plan: Schedule, cluster: Cluster, work: Work, *, times: float = 2.0,
     improved = {}
     for factor in _OF_CLUSTER:
         better = scaled(setting, factor, 1 / times if factor == "latency" else times)
-        improved[factor] = play(plan, better.cluster, work, **played).iteration_ms
+        improved[factor] = as_it_is.on(better.cluster, work).iteration_ms
     if played.get("slow") or played.get("jitter"):
         improved["even pace"] = play(plan, cluster, work).iteration_ms
     critical = {label: ms / plan.iterations for label, ms in as_it_is.critical_ms().items()}

@@ -53,7 +53,12 @@ class Shortfall:
 
 
 def why_not_smaller(
-    partition: Partition, params: Sequence[ParamSpec], recipe: Recipe, *, rank: int | None = None
+    partition: Partition,
+    params: Sequence[ParamSpec],
+    recipe: Recipe,
+    *,
+    rank: int | None = None,
+    memories: Sequence[Memory] | None = None,
 ) -> Shortfall:
     """Why a rank holds more than 1/N of what one rank alone would.
 
@@ -72,13 +77,15 @@ def why_not_smaller(
 
     Args: as `memory_of_ranks`, and
         rank: None for the fullest (ties: the lowest).
+        memories: what `memory_of_ranks` gives for these arguments, where it is at hand.
     Returns:
         `total_bytes` is exactly that of `memory_of_ranks`. Only "uneven" can be negative, for a rank that
         owns less than its share.
     Raises:
         ValueError: `params` is not what `partition` was made for, or there is no such rank.
     """
-    memories = memory_of_ranks(partition, params, recipe)
+    if memories is None:
+        memories = memory_of_ranks(partition, params, recipe)
     if rank is None:
         rank = max(range(len(memories)), key=lambda r: memories[r].total_bytes)
     if not 0 <= rank < len(memories):

@@ -65,8 +65,3 @@ class GrowthPoint:
     def as_json(self) -> dict[str, Any]:
         """As plain values, for json."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> GrowthPoint:
-        """What `as_json` made plain values of, by way of json too."""
-        return cls(**{**value, "wall_ms": tuple(value["wall_ms"]), "cpu_ms": tuple(value["cpu_ms"])})

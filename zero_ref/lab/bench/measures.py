@@ -90,9 +90,9 @@ class StateShare(NamedTuple):
     def needs(self) -> tuple[str, ...]:
         return (self.whole,)
 
-    def of(self, result: SuiteResult, ours: str) -> Spread:
-        mine, all_of_it = (result.taken[name].figures["state_bytes"] for name in (ours, self.whole))
-        return spread([mine * result.ranks / all_of_it])
+    def of(self, result: SuiteResult, ours: str) -> Spread | None:
+        mine, all_of_it = (result.taken[name].figures.get("state_bytes") for name in (ours, self.whole))
+        return spread([mine * result.ranks / all_of_it]) if mine is not None and all_of_it else None
 
     def says(self) -> str:
         return "state on the fullest rank, in 1/N of all of it"

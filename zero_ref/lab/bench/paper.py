@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -76,7 +77,8 @@ def simulate(
     processes = multiprocessing.get_context("spawn")
     for world_size in world_sizes:
         for case in cases:
-            with processes.Pool(1) as pool:
+            # Ctrl-C in a terminal reaches this process too; it is the caller who ends it, and says so.
+            with processes.Pool(1, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
                 found = pool.apply(cost, (case, world_size, rounds))
             yield Figure("simulate", "processor time", case, world_size, found.cpu_s, "s")
             yield Figure("simulate", "wall time", case, world_size, found.wall_s, "s")

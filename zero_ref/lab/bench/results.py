@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from zero_ref.lab.bench.growth_point import GrowthPoint
+from zero_ref.lab.bench.growth_point import AXES, TIMED, GrowthPoint
 from zero_ref.lab.bench.machine import Commit, Machine
+from zero_ref.simulator._records import record
 
 
 class Spread(NamedTuple):
@@ -115,11 +116,6 @@ class SuiteResult:
         """As plain values, for json."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> SuiteResult:
-        """What `as_json` made plain values of."""
-        return cls(**{**value, "taken": {name: Taken(**taken) for name, taken in value["taken"].items()}})
-
 
 # ------------------------------------------------------------------------------------------- a whole run
 
@@ -185,20 +181,75 @@ class Report:
         return {**asdict(self), "figures": [figure._asdict() for figure in self.figures]}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Report:
-        """What `as_json` made plain values of."""
-        return cls(
-            machine=Machine(**value["machine"]),
-            versions=dict(value["versions"]),
-            commit=None if value["commit"] is None else Commit(**value["commit"]),
-            sessions=[
-                Session(**{**session, "load_average": tuple(session["load_average"])})
-                for session in value["sessions"]
-            ],
-            results=[SuiteResult.from_json(result) for result in value["results"]],
-            figures=[Figure(**figure) for figure in value["figures"]],
-            growth=[GrowthPoint.from_json(point) for point in value["growth"]],
-        )
+    def from_json(cls, value: Any) -> Report:
+        """What `as_json` made plain values of, by way of json too.
+
+        Raises:
+            ValueError: it is something else, or says what no measurement can: a time that is not above 0,
+                contenders with more rounds than others, no rank.
+        """
+        report = record(cls, value, "report")
+        for result in report.results:
+            _check_result(result)
+        for figure in report.figures:
+            _check_amounts(f"figure {figure.name!r}", ranks=figure.ranks)
+            _check_figure(f"figure {figure.name!r}", figure.value)
+        _check_growth(report.growth)
+        return report
+
+
+def _check_result(result: SuiteResult) -> None:
+    what = f"{result.suite}, {result.set}"
+    _check_amounts(what, ranks=result.ranks, tensors=result.tensors, parameters=result.parameters)
+    for name, taken in result.taken.items():
+        _check_times(f"{what}, {name}", (*taken.wall_ms, *taken.cpu_ms))
+        for figure in taken.figures.values():
+            _check_figure(f"{what}, {name}", figure)
+    rounds = {len(times) for taken in result.taken.values() for times in (taken.wall_ms, taken.cpu_ms)}
+    if len(rounds) > 1:
+        raise ValueError(f"{what}: all contenders take turns, but these have {sorted(rounds)} rounds")
+
+
+def _check_growth(points: Sequence[GrowthPoint]) -> None:
+    seen: set[tuple[str, str, str, int]] = set()
+    rounds_of: dict[tuple[str, str, str], int] = {}
+    for point in points:
+        if point.axis not in AXES or point.what not in TIMED:
+            raise ValueError(
+                f"growth of {point.what!r} with {point.axis!r}: choose from {', '.join(TIMED)}, and from "
+                f"{', '.join(AXES)}"
+            )
+        what = f"growth of {point.what} with {point.axis}, {point.contender}"
+        _check_amounts(what, ranks=point.ranks, tensors=point.tensors, parameters=point.parameters)
+        _check_times(what, (*point.wall_ms, *point.cpu_ms))
+        of = point.axis, point.what, point.contender
+        rounds = rounds_of.setdefault(of, len(point.wall_ms))
+        if not len(point.wall_ms) == len(point.cpu_ms) == rounds > 0:
+            raise ValueError(f"{what}: all sizes have as many rounds, 1 or more")
+        if (*of, point.amount) in seen:
+            raise ValueError(f"{what}: {point.amount:,} {point.axis} are there twice")
+        seen.add((*of, point.amount))
+
+
+MOST = 10**12
+"""Of what is counted and timed here. Above it, sizes and times could not be told apart or divided."""
+
+
+def _check_amounts(what: str, **amounts: int) -> None:
+    for name, amount in amounts.items():
+        if not 1 <= amount <= MOST:
+            raise ValueError(f"{what}: {name} must be 1 to {MOST:,}, not {amount:,}")
+
+
+def _check_times(what: str, times_ms: Sequence[float]) -> None:
+    for ms in times_ms:
+        if not 1 / MOST <= ms <= MOST:
+            raise ValueError(f"{what}: a time in milliseconds is above 0, up to {MOST:,}, not {ms:g}")
+
+
+def _check_figure(what: str, value: float) -> None:
+    if abs(value) > MOST**1.5:
+        raise ValueError(f"{what}: {value:g} is nothing that was measured")
 
 
 def merge(reports: Sequence[Report]) -> Report:

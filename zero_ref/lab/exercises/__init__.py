@@ -28,6 +28,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+from zero_ref.lab.patience import patience
 from zero_ref.lab.ranks import RankError
 
 __all__ = ["check", "exercise", "exercises", "Answer", "ExerciseFailed", "StillTheStub"]
@@ -126,7 +127,7 @@ def exercise(
     Args:
         name: chapter and exercise, "partition.largest_first". The notebook's cells are then
             `largest-first-stub`, `largest-first-check` and `largest-first-solution`.
-        seconds: that one call of the answer may take.
+        seconds: that one call of the answer may take, times `patience()`.
         may_return_none: the answer works in place, so None is not a forgotten `return`.
         on_ranks: the grader starts real ranks; its tests then run one after another.
     """
@@ -162,13 +163,14 @@ class Answer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
+        seconds = self.seconds * patience()
         call = call_text(self.name, *args, **kwargs)  # before the call: it may change its arguments
         try:
-            with _time_limit(self.seconds):
+            with _time_limit(seconds):
                 value = self.function(*args, **kwargs)
         except _TooLong:
             raise ExerciseFailed(
-                f"{call} did not return within {self.seconds:g} s. Is there a loop that never ends?"
+                f"{call} did not return within {seconds:g} s. Is there a loop that never ends?"
             ) from None
         except NotImplementedError as error:
             if self._raised_itself(error.__traceback__):

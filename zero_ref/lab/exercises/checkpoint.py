@@ -155,7 +155,7 @@ def _shard_and_whole(
             key: value.detach().flatten().clone() if value.ndim else value.clone()
             for key, value in optimizer.state[own.local].items()
         }
-        for own in optimizer._owned
+        for own in optimizer.shard.owned
         if own.local in optimizer.state
     }
     return shard, optimizer.state_dict()["state"]

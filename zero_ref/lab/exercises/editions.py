@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from zero_ref.lab.exercises.notebook import read_notebook
 from zero_ref.lab.exercises.plain import numbers_in, plain, works_in
 
 Audience = Literal["students", "teachers"]
@@ -97,7 +98,7 @@ def write_editions(
         raise ValueError(
             f"{folder} is there and is not an empty folder. Name a new one: nothing is replaced."
         )
-    book = {path: _read(path) for path in chapters_in(source)}  # a chapter names figures of others
+    book = {path: read_notebook(path) for path in chapters_in(source)}  # a chapter names figures of others
     numbers = numbers_in((int(path.stem.partition("_")[0]), notebook) for path, notebook in book.items())
     bibliography = Path(source).resolve().parent / "book" / "references.bib"
     works = works_in(bibliography.read_text(encoding="utf-8")) if bibliography.exists() else {}
@@ -138,16 +139,6 @@ def chapters_in(source: str | Path, chapters: Sequence[str] = ()) -> list[Path]:
             there = ", ".join(path.stem for path in names_of)
             raise ValueError(f"there is no chapter {chapter!r}; there are {there}.")
     return [path for path, names in names_of.items() if not chapters or names & set(chapters)]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        for cell in notebook["cells"]:
-            cell["cell_type"], cell["metadata"], cell["source"]  # what the editions are made from
-    except (KeyError, TypeError, json.JSONDecodeError):
-        raise ValueError(f"{path} is not a Jupyter notebook (format 4).") from None
-    return notebook
 
 
 def _expect_no(stub: dict[str, Any] | None) -> None:

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import zero_ref
 from zero_ref.lab.exercises import ExerciseFailed, StillTheStub, grade
+from zero_ref.lab.patience import patience
+from zero_ref.simulator._records import read_json
 
 
 class ExerciseCells(NamedTuple):
@@ -63,15 +65,15 @@ def check_notebook(path: str | Path, seconds: float = 120.0) -> list[ExerciseRes
     ExerciseResult(exercise='partition.largest_first', passed=False, message='largest_first is still ...')
 
     Args:
-        seconds: for each exercise, the start of its process included; then it is ended.
+        seconds: for each exercise, the start of its process included, times `patience()`; then it is ended.
     Raises:
         OSError: the file cannot be read.
         ValueError: it is not a notebook.
     """
-    notebook = Path(path).resolve()
+    notebook, seconds = Path(os.path.realpath(path)), seconds * patience()
     return [
         ExerciseResult(cells.exercise, *_grade_alone(notebook, number, seconds))
-        for number, cells in enumerate(exercises_in(notebook))
+        for number, cells in enumerate(exercises_in(path))
     ]
 
 
@@ -85,12 +87,8 @@ def exercises_in(path: str | Path) -> list[ExerciseCells]:
     Raises:
         OSError, ValueError: as in `check_notebook`.
     """
-    try:
-        cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
-        code = [("".join(cell["source"]), _tags(cell)) for cell in cells if cell["cell_type"] == "code"]
-        code = [(source, tags) for source, tags in code if "install" not in tags]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is not a Jupyter notebook (format 4).") from None
+    cells = [cell for cell in read_notebook(path)["cells"] if cell["cell_type"] == "code"]
+    code = [("".join(cell["source"]), tags) for cell in cells if "install" not in (tags := _tags(cell))]
     found: list[ExerciseCells] = []
     stub = ""
     for source, tags in code:
@@ -101,6 +99,26 @@ def exercises_in(path: str | Path) -> list[ExerciseCells]:
         elif "solution" in tags and found:
             found[-1] = found[-1]._replace(solution=source)
     return found
+
+
+def read_notebook(path: str | Path) -> dict[str, Any]:
+    """What is in the file of a notebook: `cells` with type, source and metadata, and whatever else.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a notebook.
+    """
+    try:
+        notebook = read_json(path)
+        for cell in notebook["cells"]:
+            source, tags = cell["source"], cell["metadata"].get("tags", [])
+            texts = [cell["cell_type"], *([source] if isinstance(source, str) else list[str](source))]
+            if not (isinstance(tags, list) and all(isinstance(text, str) for text in (*texts, *tags))):
+                raise TypeError("a source or tags that are not text")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f": {error}" if isinstance(error, ValueError) else ""
+        raise ValueError(f"{path} is not a Jupyter notebook (format 4){why}.") from None
+    return dict(notebook)
 
 
 def _tags(cell: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_ref.calls import Call
+from zero_ref.calls import Call, ordinary
 from zero_ref.lab import ranks
 from zero_ref.lab.exercises import Answer, call_text, exercise, shown
 from zero_ref.lab.exercises._rehearsal import HookBucket, rehearse
@@ -149,7 +149,7 @@ def _record(
         zero.zero_grad()
         ddp(torch.ones(2, widths[0])).sum().backward()
         zero.step()
-    return zero.partition, buckets, calls
+    return zero.partition, buckets, ordinary(calls)
 
 
 def _as_calls(answer: Answer, partition: Partition, buckets: list[list[int]]) -> list[Call]:

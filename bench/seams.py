@@ -1,0 +1,120 @@
+"""How far a step goes through the package, and who reaches into an optimizer: counted from the sources.
+
+python bench/seams.py [FOLDER]     # of the repository; another checkout may be counted with this script
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from zero_ref.lab import virtual  # noqa: E402
+from zero_ref.optimizer import ZeroRedundancyOptimizer  # noqa: E402
+
+CORE = sorted((ROOT / "zero_ref").glob("*.py"))
+HOLDERS = ("zero", "optimizer")
+
+
+def code_lines(node: ast.AST, text: str) -> int:
+    """Lines of a function or class without docstrings, comments and empty lines."""
+    docstrings = {
+        number
+        for part in ast.walk(node)
+        if isinstance(part, (ast.FunctionDef, ast.ClassDef))
+        and part.body
+        and isinstance(part.body[0], ast.Expr)
+        and isinstance(part.body[0].value, ast.Constant)
+        for number in range(part.body[0].lineno, (part.body[0].end_lineno or 0) + 1)
+    }
+    lines = text.splitlines()
+    assert isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    numbers = range(node.lineno, (node.end_lineno or 0) + 1)
+    return sum(
+        bool(lines[n - 1].strip()) and not lines[n - 1].lstrip().startswith("#")
+        for n in numbers
+        if n not in docstrings
+    )
+
+
+def uses(path: Path) -> int:
+    """Underscore names that a module reads of an optimizer."""
+    if path.name in ("optimizer.py", "oss.py"):
+        return 0
+    return sum(
+        isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and getattr(node.value, "id", getattr(node.value, "attr", "")) in HOLDERS
+        for node in ast.walk(ast.parse(path.read_text()))
+    )
+
+
+def passed_through(comm: Any) -> set[str]:
+    """The functions of the core that one ordinary step of buckets goes through on this rank."""
+    params = [torch.nn.Parameter(torch.ones(64, 64)) for _ in range(4)]
+    zero = ZeroRedundancyOptimizer(params, torch.optim.AdamW, comm, True)
+    seen: set[str] = set()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        path = Path(code.co_filename)
+        if (
+            event == "call"
+            and path.parent == ROOT / "zero_ref"
+            and "<" not in code.co_qualname.split(".")[-1]
+        ):
+            seen.add(f"{path.stem}.{code.co_qualname}")
+
+    for step in range(7):  # the fifth to seventh compare nothing
+        for param in params:
+            param.grad = torch.ones_like(param)
+        sys.setprofile(note if step == 6 else None)
+        zero.step()
+        sys.setprofile(None)
+    return seen
+
+
+def main() -> None:
+    """Count, and print."""
+    functions = virtual.run(passed_through, 2)[0]
+    classes = {name.rpartition(".")[0] for name in functions if name.count(".") > 1 and "<" not in name}
+    print(f"functions of one ordinary step {len(functions)}, classes {len(classes)}")
+    text = (ROOT / "zero_ref/optimizer.py").read_text()
+    (of_class,) = [n for n in ast.parse(text).body if getattr(n, "name", "") == "ZeroRedundancyOptimizer"]
+    attributes = {
+        target.attr
+        for node in ast.walk(of_class)
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        for whole in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for target in ast.walk(whole)
+        if isinstance(target, ast.Attribute) and getattr(target.value, "id", "") == "self"
+    }
+    print(f"optimizer class: {code_lines(of_class, text)} lines of code, {len(attributes)} attributes")
+    longest = max(
+        (code_lines(node, path.read_text()), f"{path.stem}.{node.name}")
+        for path in CORE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    )
+    print(f"longest function of the core: {longest[0]} lines of code, {longest[1]}")
+    print(
+        "underscore names of an optimizer in other modules:",
+        sum(map(uses, (ROOT / "zero_ref").rglob("*.py"))),
+    )
+    for what, paths in (
+        ("core", CORE),
+        ("package", sorted((ROOT / "zero_ref").rglob("*.py"))),
+        ("tests", sorted((ROOT / "tests").rglob("*.py"))),
+    ):
+        print(f"lines, {what}: {sum(len(path.read_text().splitlines()) for path in paths)}")
+
+
+if __name__ == "__main__":
+    main()

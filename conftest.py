@@ -1,0 +1,55 @@
+"""For all that pytest runs: tests, the examples in docstrings, notebooks."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Tests in subfolders import `training` and other modules of tests/ too.
+sys.path.insert(0, str(Path(__file__).parent / "tests"))
+
+from surroundings import settle
+
+pytest_plugins = ["executed"]
+
+settle()  # now, not in a fixture: torch and matplotlib look at variables when they are imported
+
+# No test is timed: on a busy machine Hypothesis would call an example slow that is not. "default" and not the
+# profile that Hypothesis chooses on CI systems, so that the same examples are tried everywhere.
+settings.register_profile(
+    "untimed",
+    settings.get_profile("default"),
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("untimed")
+
+# pytest loads these by itself. To look into them for doctests it would import all under one name.
+collect_ignore = ["conftest.py", "tests/browser/conftest.py", "demo-out"]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what never comes: a time-out is as long as it says."""
+    monkeypatch.setenv("ZERO_REF_PATIENCE", "1")
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """This process as the only rank of a Gloo group: nothing is started, nothing listens."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def all_may_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what several ranks raise: none is cut short because another was first."""
+    from zero_ref.lab import ranks
+
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 600.0)

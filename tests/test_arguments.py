@@ -1,0 +1,134 @@
+"""What an argument may be, and how a place to write to is tried: by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from zero_ref.lab._arguments import (
+    LARGEST_SEED,
+    Output,
+    OutputFile,
+    OutputFolder,
+    ReplacedFile,
+    complain,
+    json_text,
+    number,
+    unwritable,
+    whole,
+)
+from zero_ref.lab.config import GPTConfig, TrainConfig
+from zero_ref.lab.model import GPT, batch, language_reference
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0", "it must be at least 1, got 0"),
+        ("9", "it must be at most 8, got 9: there are no more"),
+        ("9" * 4000, r"at most 8, got 9{40}\.\.\. \(4,000 characters\)"),
+        ("9" * 5000, "is not a whole number"),  # more digits than Python reads
+        ("1.5", "'1.5' is not a whole number"),
+        ("", "'' is not a whole number"),
+        ("x" * 100, r"x{40}\.\.\. \(100 characters\)' is not a whole number"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_with_the_reason(text: str, message: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        whole(1, 8, "there are no more")(text)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999", "0", "-1", "1001", "text", ""])
+def test_a_number_that_is_not_finite_or_out_of_range_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        number(above=0, most=1000)(text)
+    assert number(above=0, most=1000)("1e3") == 1000
+
+
+@pytest.mark.parametrize("kind", [OutputFile, ReplacedFile, OutputFolder])
+def test_what_can_be_written_is_tried_without_a_trace(kind: type[Output], tmp_path: Path) -> None:
+    if kind is not OutputFolder:
+        file = tmp_path / "there"
+        file.write_text("kept")
+        kind(str(file)).check()
+        kind(str(tmp_path / "new")).check()
+        assert file.read_text() == "kept"
+        assert os.listdir(tmp_path) == ["there"]
+    if kind is not OutputFile:
+        kind(str(tmp_path / "new" / "newer" / "newest")).check()
+        assert not (tmp_path / "new").exists()
+
+
+def test_a_link_is_followed_to_where_the_file_will_be(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("target")
+    OutputFile(str(tmp_path / "link")).check()
+    assert os.listdir(tmp_path) == ["link"]
+    (tmp_path / "astray").symlink_to("no/folder/target")
+    with pytest.raises(FileNotFoundError):
+        OutputFile(str(tmp_path / "astray")).check()
+
+
+def test_a_device_may_be_written_to_but_not_replaced() -> None:
+    OutputFile("/dev/null").check()
+    with pytest.raises(FileExistsError, match="a device"):
+        ReplacedFile("/dev/null").check()
+
+
+def test_a_place_that_may_not_be_written_is_named(tmp_path: Path) -> None:
+    """/proc takes no new files, whoever asks: not the superuser either, whom no permission stops."""
+    for kind in (OutputFile, ReplacedFile, OutputFolder):
+        arguments = argparse.Namespace(ranks=2, some_file=kind("/proc/none/x"))
+        said = unwritable(arguments)
+        assert said is not None
+        assert said.startswith("--some-file /proc/none/x cannot be written: ")
+    assert unwritable(argparse.Namespace(some_file=OutputFile(str(tmp_path / "x")), other=None)) is None
+
+
+def test_a_complaint_is_one_paragraph_whatever_it_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+    complain("zero-ref", "no\n\nfile \x1b[31m\udcff " + "y" * 500 + " there" * 1000)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(r"zero-ref: no file \x1b[31m\udcff yyyy")
+    assert len(line) < 1600
+
+
+def test_json_has_null_for_what_is_no_number() -> None:
+    text = json_text({"loss": math.nan, "times": (1.0, math.inf), "name": "nan"})
+    assert json.loads(text) == {"loss": None, "times": [1.0, None], "name": "nan"}
+
+
+# -------------------------------------------------------------------------------------- what is trained
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"heads": 0}, {"width": -4}, {"layers": 0}, {"context": 0}, {"context": -3}, {"context": 10**6}]
+)
+def test_a_model_without_a_size_is_refused(sizes: dict[str, int]) -> None:
+    (name,) = sizes
+    with pytest.raises(ValueError, match=f"{name} must be at"):
+        GPTConfig(**sizes)
+
+
+@pytest.mark.parametrize(
+    "options", [{"learning_rate": math.nan}, {"learning_rate": 0.0}, {"checkpoint_every": -1}, {"seed": -1}]
+)
+def test_options_that_train_nothing_are_refused(options: dict[str, float]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        TrainConfig(**options)  # type: ignore[arg-type]
+
+
+def test_elements_are_counted_as_the_model_has_them() -> None:
+    for config in (GPTConfig(), GPTConfig(layers=3, heads=2, width=34, context=5)):
+        assert config.numel == sum(param.numel() for param in GPT(config).parameters())
+
+
+def test_the_largest_seed_and_context_can_be_trained_with() -> None:
+    config = GPTConfig(context=32_768)
+    held_out = language_reference().held_out
+    tokens, _ = batch(held_out, config, 1, seed=LARGEST_SEED, step=10**7, rank=255)
+    assert tokens.shape == (1, 32_768)

@@ -1,0 +1,74 @@
+"""The book shows what nbval saw, as long as nothing has changed since."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import executed
+import nbformat
+import pytest
+
+
+def said(kind: str, of: str = "this cell", **content: Any) -> dict[str, Any]:
+    """A kernel's message."""
+    return {
+        "msg_type": kind,
+        "header": {"msg_type": kind},
+        "parent_header": {"msg_id": of},
+        "content": content,
+    }
+
+
+def shown(text: str) -> dict[str, Any]:
+    return said("display_data", data={"text/plain": text}, metadata={})
+
+
+def printed(text: str, name: str = "stdout") -> dict[str, Any]:
+    return said("stream", name=name, text=text)
+
+
+IDLE = said("status", execution_state="idle")
+
+
+def test_outputs_stay_in_their_order_and_a_print_in_pieces_is_one() -> None:
+    heard = [printed("on"), printed("e\n"), shown("picture"), printed("two\n"), printed("!", "stderr"), IDLE]
+    found = [output.get("text") or output["data"]["text/plain"] for output in executed.outputs(heard) or []]
+    assert found == ["one\n", "picture", "two\n", "!"]
+
+
+def test_what_the_cell_before_says_late_is_not_this_ones() -> None:
+    assert executed.outputs([said("stream", "before", name="stdout", text="late"), printed("own"), IDLE]) == [
+        nbformat.v4.new_output("stream", name="stdout", text="own")
+    ]
+
+
+@pytest.mark.parametrize("kind", ["clear_output", "update_display_data"])
+def test_outputs_that_are_changed_afterwards_are_not_kept(kind: str) -> None:
+    assert executed.outputs([shown("first"), said(kind), IDLE]) is None
+
+
+def test_a_notebook_is_taken_until_it_or_the_package_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, notebook, folder = tmp_path / "zero_ref" / "lab", tmp_path / "01_a.ipynb", tmp_path / "kept"
+    package.mkdir(parents=True)
+    folder.mkdir()
+    (package / "ranks.py").write_text("one = 1")
+    notebook.write_text("cells")
+    monkeypatch.setattr(executed, "ROOT", tmp_path)
+    monkeypatch.setenv(executed.FOLDER, str(folder))
+    assert executed.kept(notebook) is None, "nothing was kept"
+
+    nbformat.write(
+        nbformat.v4.new_notebook(metadata={"digest": executed.digest(notebook)}), folder / "01_a.ipynb"
+    )
+    assert executed.kept(notebook) is not None
+    for path, now in ((notebook, "sells"), (package / "ranks.py", "one = 2"), (package / "new.py", "")):
+        before = path.read_text() if path.exists() else None
+        path.write_text(now)
+        assert executed.kept(notebook) is None, path
+        path.unlink() if before is None else path.write_text(before)
+    assert executed.kept(notebook) is not None
+    monkeypatch.delenv(executed.FOLDER)
+    assert executed.kept(notebook) is None, "`make book` alone runs it"

@@ -1,0 +1,13 @@
+"""Random sequences of operations on virtual ranks; `python tests/fuzzer.py` plays as many as you like."""
+
+from __future__ import annotations
+
+import pytest
+from fuzzer import OFTEN, SELDOM, Trial, search
+
+
+@pytest.mark.timeout(900)
+def test_random_sequences_train_as_the_unsharded_optimizer_and_every_operation_is_among_them() -> None:
+    trials = [Trial(seed, ranks=4) for seed in range(60)]
+    assert {name for trial in trials for _, name in trial.operations} == {*OFTEN, *SELDOM}
+    assert not [*search(trials)]

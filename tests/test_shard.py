@@ -1,0 +1,226 @@
+"""The seam of what a rank owns: local tensors may be copies of the parameters in another dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from zero_ref.collectives import Collectives
+from zero_ref.lab import virtual
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.shard import MASTER, Shard
+from zero_ref.sharded import load_sharded, save_sharded
+
+SHAPES = [(64, 32), (32,), (48, 16), (301,), ()]
+DTYPES = [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16, torch.float16]
+OPTIONS = {"lr": 1e-4, "weight_decay": 0.1}
+Values = list[torch.Tensor]
+
+
+class OnCopies(ZeroRedundancyOptimizer):
+    """Steps 32-bit copies of parameters of other dtypes."""
+
+    shard_type = partial(Shard, dtype=torch.float32)
+
+
+def start() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for shape, dtype in zip(SHAPES, DTYPES, strict=True)
+    ]
+
+
+def fill(params: Iterable[torch.Tensor], step: int) -> None:
+    generator = torch.Generator().manual_seed(step + 1)
+    for param in params:
+        param.grad = (torch.randn(param.shape, generator=generator) * 1e-2).to(param.dtype)
+
+
+def train(params: list[nn.Parameter], optimizer: ZeroRedundancyOptimizer, steps: range) -> Values:
+    for step in steps:
+        fill(params, step)
+        optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+def unsharded(steps: int) -> tuple[Values, Values, optim.Optimizer]:
+    """Parameters, copies and optimizer of a plain loop."""
+    params = start()
+    copies = [param.detach().float().requires_grad_() for param in params]
+    adam = optim.AdamW(copies, **OPTIONS)
+    for step in range(steps):
+        fill(params, step)
+        for param, copy in zip(params, copies, strict=True):
+            assert param.grad is not None
+            copy.grad = param.grad.float()
+        adam.step()
+        for param, copy in zip(params, copies, strict=True):
+            param.data.copy_(copy.detach())
+    return [param.detach() for param in params], [copy.detach() for copy in copies], adam
+
+
+def made(comm: Collectives, partition: Any, flat: bool) -> tuple[list[nn.Parameter], OnCopies]:
+    params = start()
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    return params, OnCopies(
+        groups, optim.AdamW, comm, partition=partition, parameters_as_bucket_view=flat, **OPTIONS
+    )
+
+
+def assert_equal(ours: Values, theirs: Values) -> None:
+    assert all(map(torch.equal, ours, theirs))
+
+
+WAYS = pytest.mark.parametrize(
+    ("partition", "flat"),
+    [("sorted_greedy", False), ("sorted_greedy", True), ("even", False), ("even", True)],
+)
+
+
+@WAYS
+def test_steps_equal_a_loop_that_keeps_copies(partition: str, flat: bool) -> None:
+    def on_rank(comm: Collectives) -> Values:
+        return train(*made(comm, partition, flat), range(10))
+
+    expected, _, _ = unsharded(10)
+    for trained in virtual.run(on_rank, 3, timeout=20):
+        assert_equal(trained, expected)
+
+
+def test_updates_too_small_for_16_bits_add_up_in_a_copy() -> None:
+    def trained(optimizer_class: type[ZeroRedundancyOptimizer], comm: Collectives) -> float:
+        weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+        optimizer = optimizer_class([weight], optim.AdamW, comm, lr=1e-4, weight_decay=0.0)
+        for _ in range(100):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        return weight[0].item()
+
+    assert virtual.run(partial(trained, ZeroRedundancyOptimizer), 2, timeout=20) == [1.0, 1.0]
+    assert virtual.run(partial(trained, OnCopies), 2, timeout=20) == pytest.approx([0.99, 0.99], abs=2**-9)
+
+
+@WAYS
+def test_checkpoints_keep_the_copies_at_any_number_of_ranks(
+    partition: str, flat: bool, tmp_path: Path
+) -> None:
+    def save(comm: Collectives) -> tuple[Values, dict[str, Any]]:
+        params, optimizer = made(comm, partition, flat)
+        values = train(params, optimizer, range(3))
+        save_sharded(optimizer, tmp_path)
+        optimizer.consolidate_state_dict("all")
+        return values, optimizer.state_dict()
+
+    def load(comm: Collectives, state: dict[str, Any] | None, values: Values) -> Values:
+        params, optimizer = made(comm, "sorted_greedy" if partition == "even" else "even", flat)
+        if state is None:
+            load_sharded(optimizer, tmp_path)
+        else:
+            for param, value in zip(params, values, strict=True):
+                param.data.copy_(value)
+            optimizer.load_state_dict(state)
+        return train(params, optimizer, range(3, 6))
+
+    _, copies, _ = unsharded(3)
+    expected, _, _ = unsharded(6)
+    values, state = virtual.run(save, 3, timeout=20)[0]
+    for number, copy in enumerate(copies):
+        if DTYPES[number] != torch.float32:
+            assert torch.equal(state["state"][number][MASTER], copy)
+        else:
+            assert MASTER not in state["state"][number]
+    for world_size in (1, 2, 4):
+        for given in (state, None):
+            for trained in virtual.run(load, world_size, given, values, timeout=20):
+                assert_equal(trained, expected)
+
+
+def test_a_checkpoint_without_copies_starts_them_from_the_parameters() -> None:
+    def on_rank(comm: Collectives) -> tuple[Values, Values]:
+        params, optimizer = made(comm, "even", False)
+        train(params, optimizer, range(3))
+        optimizer.consolidate_state_dict("all")
+        state = optimizer.state_dict()
+        for of_param in state["state"].values():
+            of_param.pop(MASTER, None)
+        optimizer.load_state_dict(state)
+        return [own.local.detach() for own in optimizer.shard.owned], [
+            own.window.float() for own in optimizer.shard.owned
+        ]
+
+    for copies, rounded in virtual.run(on_rank, 2, timeout=20):
+        assert_equal(copies, rounded)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_repartition_hands_the_copies_over(flat: bool) -> None:
+    def on_rank(comm: Collectives) -> Values:
+        params, optimizer = made(comm, "sorted_greedy", flat)
+        train(params, optimizer, range(3))
+        optimizer.repartition("even")
+        train(params, optimizer, range(3, 6))
+        params[0].requires_grad_(False)
+        optimizer.current()
+        params[0].requires_grad_(True)
+        optimizer.repartition("registration_greedy")
+        return train(params, optimizer, range(6, 9))
+
+    expected, _, _ = unsharded(9)
+    for trained in virtual.run(on_rank, 3, timeout=20):
+        assert_equal(trained, expected)
+
+
+def test_a_frozen_parameter_is_left_as_it_is_on_all_ranks() -> None:
+    def on_rank(comm: Collectives) -> tuple[Values, list[int]]:
+        params, optimizer = made(comm, "sorted_greedy", False)
+        params[0].requires_grad_(False)
+        params[0].data.fill_(5)
+        version = params[0]._version
+        values = train(params, optimizer, range(2))
+        return values, [params[0]._version - version]
+
+    (first, versions), (second, others) = virtual.run(on_rank, 2, timeout=20)
+    assert_equal(first, second)
+    assert versions == others == [0]
+    assert bool((first[0] == 5).all())
+
+
+def test_only_what_was_stepped_is_published() -> None:
+    def on_rank(comm: Collectives) -> list[int]:
+        params, optimizer = made(comm, "sorted_greedy", False)
+        fill(params, 0)
+        before = [param._version for param in params]
+        optimizer.shard.take({1: params[1].grad})  # type: ignore[dict-item]
+        optimizer.shard.step()
+        optimizer.shard.publish({1})
+        return [number for number, param in enumerate(params) if param._version != before[number]]
+
+    assert virtual.run(on_rank, 1, timeout=20) == [[1]]
+
+
+def test_values_of_another_shape_are_refused_on_all_ranks_before_anything_is_loaded() -> None:
+    def on_rank(comm: Collectives) -> tuple[str, bool]:
+        params, optimizer = made(comm, "sorted_greedy", False)
+        train(params, optimizer, range(2))
+        optimizer.consolidate_state_dict("all")
+        state = optimizer.state_dict()
+        before = [own.local.detach().clone() for own in optimizer.shard.owned]
+        state["state"][3][MASTER] = torch.zeros(300)
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            optimizer.load_state_dict(state)
+        return str(error.value), all(
+            torch.equal(own.local, values) for own, values in zip(optimizer.shard.owned, before, strict=True)
+        )
+
+    for message, same in virtual.run(on_rank, 2, timeout=20):
+        assert (
+            "the state 'master' of parameter 3 has shape (300,), and what it stands for has (301,)" in message
+        )
+        assert same

@@ -1,0 +1,332 @@
+"""State that is a tensor subclass: gathered, loaded, handed over and stored in shards as what it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_ref import subclasses
+from zero_ref.collectives import Collectives
+from zero_ref.lab import virtual
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.sharded import load_sharded, save_sharded
+
+
+class Halved(torch.Tensor):
+    """Shows float32, keeps 16-bit integers and a scale, and can do as little as torchao's low-bit state."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    context: Any
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, context: Any) -> Halved:
+        made: Halved = torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, strides=codes.stride(), device=codes.device, dtype=torch.float32
+        )
+        made.codes, made.scale, made.context = codes, scale, context
+        return made
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Halved:
+        scale = values.abs().max() / 2**15
+        context = {"signed": True, "shape": values.shape, "of": (torch.float32, [1, None], values.device)}
+        return cls((values / scale).to(torch.int16).contiguous(), scale, context)
+
+    def values(self) -> torch.Tensor:
+        return self.codes.float() * self.scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], self.context
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Any], context: Any, size: Any, stride: Any) -> Halved:
+        made = cls(inner["codes"], inner["scale"], context)
+        assert (made.size(), made.stride()) == (size, stride)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale, args[0].context)
+        raise NotImplementedError(f"{func} is not there for {cls.__name__}")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Halved({self.codes.tolist()} * {self.scale.item()})"
+
+
+class Around(Halved):
+    """A wrapper around a wrapper."""
+
+    @classmethod
+    def around(cls, inner: Halved) -> Around:
+        made = cls(inner.codes, inner.scale, inner.context)
+        made.inner = inner  # type: ignore[attr-defined]
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Any], context: Any, size: Any, stride: Any) -> Around:
+        return cls.around(inner["inner"])
+
+
+class HalvedMomentum(Optimizer):
+    """SGD with a momentum that is `Halved` for weights, and plain for what is small."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            before = state.get("momentum", torch.zeros_like(param))
+            momentum = param.grad + 0.9 * (before.values() if isinstance(before, Halved) else before)
+            param -= self.param_groups[0]["lr"] * momentum
+            state["step"] = state.get("step", 0) + 1
+            state["momentum"] = Around.around(Halved.of(momentum)) if param.numel() > 4 else momentum
+
+
+class Elementwise(HalvedMomentum):
+    elementwise = True
+
+
+MODEL = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(16, 64))
+MODEL.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def train(optimizer: Optimizer, steps: range) -> list[torch.Tensor]:
+    """The parameters after these steps, on gradients that depend on the step alone."""
+    params: list[torch.Tensor] = optimizer.param_groups[0]["params"]
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for param in params:
+            param.grad = torch.empty_like(param).copy_(torch.randn(param.shape, generator=generator))
+        optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+def plain(kind: Any = HalvedMomentum, **options: Any) -> Optimizer:
+    return kind(copy.deepcopy(MODEL).parameters(), **options)  # type: ignore[no-any-return]
+
+
+def zero(comm: Collectives, kind: Any = HalvedMomentum, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(copy.deepcopy(MODEL).parameters(), kind, comm, **options)
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """Of the same types through and through, with equal tensors in the same order in memory."""
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        ours, theirs = list(ours.values()), list(theirs.values())
+    if isinstance(theirs, (list, tuple)):
+        for one, other in zip(ours, theirs, strict=True):
+            assert_equal(one, other)
+    elif subclasses.is_traceable_wrapper_subclass(theirs):
+        (names, context), (other_names, other_context) = (
+            ours.__tensor_flatten__(),
+            theirs.__tensor_flatten__(),
+        )
+        assert_equal([names, context], [other_names, other_context])
+        assert_equal([getattr(ours, name) for name in names], [getattr(theirs, name) for name in names])
+    elif isinstance(theirs, torch.Tensor):
+        assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
+        assert torch.equal(ours, theirs)
+    else:
+        assert ours == theirs
+
+
+# --------------------------------------------------------------------------------- kept for what they are
+
+
+@pytest.mark.parametrize("to", [0, "all"])
+def test_the_state_dict_is_that_of_the_plain_optimizer_and_each_loads_that_of_the_other(to: Any) -> None:
+    def on_rank(comm: Collectives) -> Any:
+        optimizer = zero(comm)
+        train(optimizer, range(2))
+        optimizer.consolidate_state_dict(to)
+        return optimizer.state_dict() if to in ("all", comm.rank) else None
+
+    def resume(comm: Collectives, state: Any, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        optimizer = zero(comm)
+        start(optimizer, values)
+        optimizer.load_state_dict(state)
+        return train(optimizer, range(2, 4))
+
+    reference = plain()
+    values = train(reference, range(2))
+    expected = copy.copy(reference.state_dict())
+    for gathered in virtual.run(on_rank, 3, timeout=30)[: 1 if to == 0 else 3]:
+        assert_equal(gathered, expected)
+    ends = train(reference, range(2, 4))
+    for world_size in (1, 2, 4):
+        for resumed in virtual.run(resume, world_size, gathered, values, timeout=30):
+            assert_equal(resumed, ends)
+    other = plain()
+    start(other, values)
+    other.load_state_dict(gathered)
+    assert_equal(train(other, range(2, 4)), ends)
+
+
+def start(optimizer: Optimizer, values: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for param, value in zip(optimizer.param_groups[0]["params"], values, strict=True):
+            param.copy_(value)
+
+
+def test_a_repartition_hands_them_over() -> None:
+    def on_rank(comm: Collectives) -> list[torch.Tensor]:
+        optimizer = zero(comm)
+        train(optimizer, range(2))
+        owners = optimizer.partition.owner_of_param
+        optimizer.repartition(
+            [[n for n, owner in enumerate(owners) if (owner + 1) % 3 == r] for r in range(3)]
+        )
+        assert not set(zip(owners, optimizer.partition.owner_of_param, strict=True)) & {
+            (r, r) for r in range(3)
+        }
+        return train(optimizer, range(2, 4))
+
+    expected = train(plain(), range(4))
+    for trained in virtual.run(on_rank, 3, timeout=30):
+        assert_equal(trained, expected)
+
+
+def test_a_sharded_checkpoint_stores_them(tmp_path: Path) -> None:
+    def save(comm: Collectives) -> None:
+        optimizer = zero(comm)
+        train(optimizer, range(2))
+        save_sharded(optimizer, tmp_path)
+
+    def load(comm: Collectives) -> list[torch.Tensor]:
+        optimizer = zero(comm)
+        load_sharded(optimizer, tmp_path)
+        return train(optimizer, range(2, 4))
+
+    virtual.run(save, 3, timeout=30)
+    expected = train(plain(), range(4))
+    for world_size in (1, 2, 4):
+        for trained in virtual.run(load, world_size, timeout=30):
+            assert_equal(trained, expected)
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_those_of_torchao_are_kept(kind: str, tmp_path: Path) -> None:
+    low_bit = getattr(pytest.importorskip("torchao.optim"), kind)
+    params = [
+        torch.randn(64, 64),
+        torch.randn(128, 64),
+        torch.randn(10),
+    ]  # the last is too small for few bits
+
+    def made(comm: Collectives | None = None) -> Any:
+        ours = [nn.Parameter(param.clone()) for param in params]
+        return ZeroRedundancyOptimizer(ours, low_bit, comm, lr=0.01) if comm else low_bit(ours, lr=0.01)
+
+    def on_rank(comm: Collectives) -> Any:
+        optimizer = made(comm)
+        values = train(optimizer, range(2))
+        save_sharded(optimizer, tmp_path)
+        optimizer.consolidate_state_dict("all")
+        state = optimizer.state_dict()
+        optimizer.repartition([[2], [0, 1]])
+        moved = train(optimizer, range(2, 4))
+        loaded = made(comm)
+        start(loaded, values)
+        loaded.load_state_dict(state)
+        sharded = made(comm)
+        load_sharded(sharded, tmp_path)
+        return state, moved, train(loaded, range(2, 4)), train(sharded, range(2, 4))
+
+    halfway, reference = made(), made()  # theirs cannot be copied
+    train(halfway, range(2))
+    expected = halfway.state_dict()["state"]
+    assert subclasses.is_traceable_wrapper_subclass(expected[0]["exp_avg"])
+    train(reference, range(2))
+    ends = train(reference, range(2, 4))
+    for state, *trained in virtual.run(on_rank, 2, timeout=600):
+        assert_equal({number: dict(of_param) for number, of_param in state["state"].items()}, expected)
+        assert_equal(trained, [ends] * 3)
+
+
+# ------------------------------------------------------------------------------------------------- refused
+
+
+def each_rank_raises(function: Callable[[Collectives], Any], text: str) -> None:
+    def on_rank(comm: Collectives) -> None:
+        with pytest.raises((TypeError, RuntimeError), match=text):
+            function(comm)
+
+    virtual.run(on_rank, 2, timeout=30)
+
+
+def test_they_are_not_cut(tmp_path: Path) -> None:
+    whole = plain(Elementwise)
+    train(whole, range(1))
+
+    def trained(comm: Collectives, partition: Any) -> ZeroRedundancyOptimizer:
+        optimizer = zero(comm, Elementwise, partition=partition)
+        train(optimizer, range(1))
+        return optimizer
+
+    virtual.run(lambda comm: save_sharded(trained(comm, "sorted_greedy"), tmp_path), 2, timeout=30)
+    refused: list[Callable[[Collectives], Any]] = [
+        lambda comm: trained(comm, "even").consolidate_state_dict(),
+        lambda comm: save_sharded(trained(comm, "even"), tmp_path / "even"),
+        lambda comm: trained(comm, "even").repartition("sorted_greedy"),
+        lambda comm: trained(comm, "sorted_greedy").repartition("even"),
+        lambda comm: zero(comm, Elementwise, partition="even").load_state_dict(whole.state_dict()),
+        lambda comm: load_sharded(zero(comm, Elementwise, partition="even"), tmp_path),
+    ]
+    for function in refused:
+        each_rank_raises(function, "cannot be cut. Use a partition of whole parameters")
+
+
+def test_a_key_that_reads_as_a_part_of_one_is_refused() -> None:
+    def gather(comm: Collectives) -> None:
+        optimizer = zero(comm)
+        train(optimizer, range(1))
+        for of_param in optimizer.optim.state.values():
+            of_param["momentum::codes"] = 1
+        optimizer.consolidate_state_dict()
+
+    each_rank_raises(gather, "has '::' in its name, which stands for a part of a tensor subclass")
+
+
+class Secretive(Halved):
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], object()
+
+
+def test_what_others_could_not_make_again_is_refused_before_anything_is_sent() -> None:
+    class Hidden(Halved): ...
+
+    for kind, text in ((Secretive, "needs a object, which JSON"), (Hidden, "nobody else finds its class")):
+
+        def gather(comm: Collectives, kind: Any = kind) -> None:
+            optimizer = zero(comm)
+            train(optimizer, range(1))
+            for of_param in optimizer.optim.state.values():
+                if comm.rank == 1:
+                    of_param["momentum"] = kind.of(torch.ones(5))
+            optimizer.consolidate_state_dict()
+
+        each_rank_raises(gather, text)
+
+
+@pytest.mark.parametrize("name", ["os:system", "torch:Tensor", "not_imported:Halved", "builtins:print", ":"])
+def test_a_recipe_names_a_tensor_class_that_the_program_has_imported_or_nothing_is_made(name: str) -> None:
+    recipe = {"class": name, "inner": {}, "size": [2], "stride": [1], "context": None}
+    with pytest.raises(TypeError, match=f"{name}, and this program has no such tensor class"):
+        subclasses.put_together({"momentum::": json.dumps(recipe)})
