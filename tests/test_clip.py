@@ -574,19 +574,21 @@ def a_sparse_gradient(zero: ZeroRedundancyOptimizer, rank: int) -> Any:
 
 
 def after_the_update(zero: ZeroRedundancyOptimizer, rank: int) -> Any:
-    zero.backward.updated = True
+    zero.backward.begin()
+    zero.backward.end_updated(zero.built.params, zero.param_groups)
     try:
         return get_total_norm(zero)
     finally:
-        zero.backward.updated = False
+        assert zero.backward.take_update({})
 
 
 def after_half_a_backward(zero: ZeroRedundancyOptimizer, rank: int) -> Any:
-    zero.backward.begun = True
+    zero.backward.begin()
     try:
         return clip_grad_norm_(zero, 1.0)
     finally:
-        zero.backward.begun = False
+        zero.backward.end_updated([], [])
+        assert zero.backward.take_update({})
 
 
 # What ranks 0 and 1 are told; rank 1 is the one that differs.

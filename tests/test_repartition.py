@@ -573,7 +573,10 @@ def test_between_a_backward_to_owners_and_its_step_it_is_refused() -> None:
     def on_rank(comm: Collectives) -> None:
         model, optimizer = trained(comm)
         fill_gradients(list(model.parameters()), 2, 1)
-        optimizer.backward.owner_only = True  # as reduce_to_owners leaves it
+        params = optimizer.built.params  # as reduce_to_owners leaves them
+        optimizer.backward.end_on_owners(
+            params, frozenset(range(len(params))), scaled=False, may_change=False
+        )
         with pytest.raises(RuntimeError, match=r"Call step\(\) or zero_grad\(\) before repartition"):
             optimizer.repartition("even")
         optimizer.step()

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.algorithms.join import Join
 
 from zero_ref import join
+from zero_ref.gradients import check_no_scaler
 
 Closure = Callable[[], Any]
 Step = TypeVar("Step", bound=Callable[..., Any])
@@ -32,11 +33,14 @@ def in_its_circumstances(step: Step) -> Step:
     def stepping(zero: Any, closure: Closure | None = None, **kwargs: Any) -> Any:
         if zero.joined:
             Join.notify_join_context(zero)
-        zero.backward.check_no_scaler(zero)
+        gradients = zero.backward.gradients
+        check_no_scaler(zero, gradients)
         if closure is None:
-            zero.backward.check_as_kept(zero.rank, zero.built)
+            gradients.check_as_left(zero.rank, zero.built)
         else:
-            closure = _followed_by(closure, lambda: zero.backward.check_as_kept(zero.rank, zero.built))
+            closure = _followed_by(
+                closure, lambda: zero.backward.gradients.check_as_left(zero.rank, zero.built)
+            )
         if closure is not None and (zero.overlap_with_ddp or zero.joined):
             # Its backward makes the update, or ranks without data shadow it.
             closure = _evaluated(closure)

@@ -87,7 +87,7 @@ def clip_grad_norm_(
     """
     chosen, total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params, max_norm)
     clip_grads_with_norm_(chosen.values(), float(max_norm), total, foreach)
-    optimizer.backward.mark_again()
+    optimizer.backward.gradients.changed()
     return total
 
 
@@ -110,7 +110,7 @@ def get_total_norm(
     Args, Returns, Raises, Collective, Cost: as `clip_grad_norm_`.
     """
     total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params)[1]
-    optimizer.backward.may_change = True  # the caller may scale by it, as above
+    optimizer.backward.gradients.changed(freely=True)  # the caller may scale by it, as above
     return total
 
 
@@ -176,23 +176,15 @@ def _chosen(
 
 
 def _check_can_be_clipped(zero: ZeroRedundancyOptimizer, chosen: Mapping[int, torch.Tensor]) -> None:
-    if zero.backward.updated:
-        raise RuntimeError(
-            f"rank {zero.rank}: clipping by global norm needs all gradients before the first parameter is "
-            "updated, and with overlap_with_ddp=True backward has already updated them. Construct the "
-            "optimizer without overlap_with_ddp=True, then clip between backward() and step()."
-        )
-    if zero.backward.begun:
-        raise RuntimeError(
-            f"rank {zero.rank}: the last backward did not come to its end, so gradients are reduced only in "
-            "part and have no common norm. Find what ended it, then call zero_grad() and run it again."
-        )
-    if zero.joined and zero.backward.owner_only:
+    gradients = zero.backward.gradients
+    if gradients.why_no_clipping is not None:
+        raise RuntimeError(f"rank {zero.rank}: {gradients.why_no_clipping}")
+    if zero.joined and gradients.on_owners:
         raise RuntimeError(
             f"rank {zero.rank}: inside Join a rank that has run out of data takes no part in clipping, and "
             "with reduce_to_owners no other has the gradients that it owns. Use DDP without that hook."
         )
-    zero.backward.check_as_kept(zero.rank, zero.built)
+    gradients.check_as_left(zero.rank, zero.built)
     for number, param in chosen.items():  # owned or not: all ranks say the same
         if param.grad is not None and param.grad.layout != torch.strided:
             raise RuntimeError(

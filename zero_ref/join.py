@@ -31,8 +31,8 @@ from torch.distributed.algorithms.join import JoinHook
 from zero_ref.buckets import flat_like
 from zero_ref.built import Built
 from zero_ref.collectives import Collectives, ToPeer, broadcast_json
+from zero_ref.gradients import Backward
 from zero_ref.groups import describe_options, options_of
-from zero_ref.hooks import InBackward
 from zero_ref.partition import Slice
 from zero_ref.shard import Shard, own_slices
 
@@ -46,7 +46,7 @@ class Joined(Protocol):
     rank: int
     world_size: int
     collectives: Collectives
-    backward: InBackward
+    backward: Backward
     built: Built
     shard: Shard
     param_groups: list[dict[str, Any]]
@@ -88,7 +88,7 @@ class ShadowStep(JoinHook):
         zero = self.zero
         if zero.backward.take_update({}):
             return  # DDP's own shadow has run the hook that steps
-        owner_only = zero.backward.owner_only
+        owner_only = zero.backward.gradients.on_owners
         try:
             gradients = lend_to_joined(zero, active=False)
             zero.begin_update()
@@ -144,7 +144,7 @@ def lend_to_joined(zero: Joined, active: bool) -> dict[int, torch.Tensor]:
         return {}
     source = has_data.index(True)
     kinds = _share(zero, source, active)
-    if zero.backward.owner_only:  # the reduction has left each owner its gradients
+    if zero.backward.gradients.on_owners:  # the reduction has left each owner its gradients
         own = {piece.param: param.grad for piece, param, _ in zero.shard.owned if not active}
         return {number: grad for number, grad in own.items() if grad is not None and number in kinds}
     if not active:
@@ -188,8 +188,8 @@ def _share(zero: Joined, source: int, active: bool) -> dict[int, Kind]:
         for number, param in enumerate(zero.built.params)
         if param.requires_grad and (grad := param.grad) is not None
     ]
-    if zero.backward.owner_only:  # then those of other owners have been released
-        kinds = [[number, None] for number in sorted(zero.backward.used)]
+    if zero.backward.gradients.on_owners:  # then those of other owners have been released
+        kinds = [[number, None] for number in sorted(zero.backward.gradients.used)]
     trained = [param.requires_grad for param in zero.built.params]
     options = [
         {key: value for key, value in options_of(group).items() if _is_plain(value)}

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from zero_ref.averagers import ModelAverager
 from zero_ref.collectives import ProcessGroupCollectives, agree, as_collectives
+from zero_ref.gradients import check_no_scaler
 from zero_ref.groups import params_of
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 
@@ -230,7 +231,7 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
         """
         Join.notify_join_context(self)
         if isinstance(self.optim, ZeroRedundancyOptimizer):
-            self.optim.backward.check_no_scaler(self)
+            check_no_scaler(self, self.optim.backward.gradients)
             if closure is None:  # which would compute them later
                 self._check_gradients(self.optim)
         loss = self._step_local(closure)
@@ -244,13 +245,13 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
             return None
         if scale is not None:
             if isinstance(self.optim, ZeroRedundancyOptimizer):
-                self.optim.backward.check_as_kept(self.optim.rank, self.optim.built)
+                self.optim.backward.gradients.check_as_left(self.optim.rank, self.optim.built)
             inverse = scale.double().reciprocal().float()  # as the scaler's own unscale_, to the last bit
             for param in params_of(self.param_groups):
                 if param.grad is not None:
                     param.grad.mul_(inverse.to(param.grad.device))
             if isinstance(self.optim, ZeroRedundancyOptimizer):
-                self.optim.backward.mark_again()
+                self.optim.backward.gradients.changed()
         return self.optim.step(closure) if closure is not None else self.optim.step()
 
     # True makes a torch.amp.GradScaler call step() even if gradients are infinite: a rank that leaves out its
@@ -337,14 +338,14 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
     def _check_gradients(self, zero: ZeroRedundancyOptimizer) -> None:
         """Ranks that share updates must have been given the same gradients; looked at in the first step."""
         if self.averager.step < getattr(self.averager, "warmup_steps", 0):
-            if zero.backward.owner_only:
+            if zero.backward.gradients.on_owners:
                 raise RuntimeError(
                     f"rank {zero.rank}: reduce_to_owners has averaged gradients over the {zero.world_size} "
                     "ranks of this ZeroRedundancyOptimizer, and in the warm-up all ranks are to have the "
                     "same. Use post_localSGD_hook, or an averager with warmup_steps=0."
                 )
             return
-        if self._gradients_checked or zero.backward.owner_only:
+        if self._gradients_checked or zero.backward.gradients.on_owners:
             return
         trained = [param for param in zero.built.params if param.requires_grad]
         sums = [None if param.grad is None else param.grad.double().sum().item() for param in trained]

@@ -31,8 +31,8 @@ from zero_ref.buckets import broadcast_messages, check_can_be_flattened, expect_
 from zero_ref.built import Built, places_of
 from zero_ref.checks import check_can_be_sharded, check_updates_apart, facts_of, facts_of_values
 from zero_ref.collectives import Collectives, RanksLostError, Work, agree, agreement, as_collectives
+from zero_ref.gradients import Backward
 from zero_ref.groups import copy_options, options_of, params_of, specs_of
-from zero_ref.hooks import InBackward
 from zero_ref.partition import ParamSpec, Partition, Strategy, plan_partition
 from zero_ref.repartition import Handover
 from zero_ref.shard import Shard
@@ -111,7 +111,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
         self.broadcast_dtype = broadcast_dtype
-        self.backward = InBackward()
+        self.backward = Backward()
         self._strategy = partition
         self._consolidated: checkpoint.State | None = None
         self._shadow: weakref.ref[join.ShadowStep] | None = None
@@ -245,18 +245,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Frozen parameters have not changed, and a backward under way may still need them.
         torch.autograd.graph.increment_version([param for param in self.built.params if param.requires_grad])
         copy_options(self.optim.param_groups, self.param_groups)
-        self.backward.take_gradients()
+        self.backward.stepped()
         self._opt_called = True  # learning-rate schedulers warn where step() was never called
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's optimizers: forget all gradients."""
         super().zero_grad(set_to_none)
-        self.backward.forget_gradients()
+        self.backward.zeroed()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # True makes torch.amp.GradScaler call step() on every rank, which then refuses on every rank.
-        return self.backward.refuses_scaler is not None
+        return self.backward.gradients.why_no_scaler is not None
 
     # --------------------------------------------------------------------------- building what step uses
 
@@ -404,7 +404,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         built = self.current()
         with agreement(self.collectives, "repartition the optimizer") as facts:
             facts += self.standing_facts()
-            if self.backward.owner_only:
+            if self.backward.gradients.on_owners:
                 raise RuntimeError(
                     f"rank {self.rank}: the last backward reduced gradients to their owners, so new owners "
                     "would not have them. Call step() or zero_grad() before repartition()."

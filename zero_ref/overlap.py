@@ -155,8 +155,6 @@ class OverlappedStep:
 
     def _begin(self, bucket: Any) -> None:
         zero = self.zero
-        if in_backward():
-            zero.backward.check_not_accumulated(bucket.parameters(), self.grads_are_views)
         zero.backward.begin(bucket.parameters(), self.grads_are_views)
         self.under_way, self.broadcasts, self.buckets = [], [], []
         if zero.joined:
@@ -210,7 +208,7 @@ class OverlappedStep:
         """What is left to do when backward is over."""
         zero = self.zero
         # A reduce_to_owners within another hook is none of ours, and has left word.
-        owner_only = self.to_owners is not None or zero.backward.owner_only
+        owner_only = self.to_owners is not None or zero.backward.gradients.on_owners
         if self.late:
             if self.to_owners is not None:
                 self.to_owners.release_others()
@@ -218,8 +216,7 @@ class OverlappedStep:
         if owner_only:
             for param in zero.built.params:
                 param.grad = None  # used up; those that others own were never complete
-            zero.backward.owner_only = False
-        zero.backward.remember(zero.built.params, zero.param_groups)
+        zero.backward.end_updated(zero.built.params, zero.param_groups)
         if self.shard_buckets is not None and self.buckets == self.buckets_before != self.sharded_for:
             zero.repartition(partition_by_buckets(zero.partition, self.buckets, cut=self.shard_buckets))
             self.sharded_for = self.buckets

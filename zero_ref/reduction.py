@@ -207,8 +207,6 @@ class OwnerReduction:
             memory = flat.untyped_storage().data_ptr()
             gradients = [param.grad for param in params if param.grad is not None]
             are_views = any(grad.untyped_storage().data_ptr() == memory for grad in gradients)
-            if in_backward():
-                zero.backward.check_zeroed(params, are_views)
             zero.backward.begin(params, are_views)
             zero.current()
             self._divisor = join.divisor_of_gradients(zero, active=in_backward())
@@ -254,10 +252,9 @@ class OwnerReduction:
     def release_others(self) -> None:
         """Forget the gradients of what other ranks own."""
         zero = self.zero
-        used = (number for number, param in enumerate(zero.built.params) if param.grad is not None)
-        zero.backward.used = frozenset(used)
-        kept = {
-            own.param
+        used = frozenset(n for n, param in enumerate(zero.built.params) if param.grad is not None)
+        kept = {  # in their order, which a set has not: ranks are to watch the same ones in each run
+            own.param: None
             for own in zero.shard.owned
             if own.param.requires_grad and (own.piece.numel or own.local is own.param)
         }
@@ -275,12 +272,10 @@ class OwnerReduction:
             smallest = min(others, key=torch.Tensor.numel)
             smallest.grad = torch.zeros_like(smallest)
             own = [smallest.grad]
-            kept.add(smallest)
+            kept[smallest] = None
         if self.scaled:
             self._share_infinities(own)
-        zero.backward.end()
-        zero.backward.keep(kept)
-        zero.backward.shows_infinities, zero.backward.may_change = self.scaled, self.may_change
+        zero.backward.end_on_owners(kept, used, scaled=self.scaled, may_change=self.may_change)
 
     def _share_infinities(self, own: Sequence[torch.Tensor]) -> None:
         """Give GradScaler something to find on every rank if there is something to find on one."""

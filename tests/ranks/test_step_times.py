@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from zero_ref.lab import ranks
+from zero_ref.lab import ranks, step_times
 from zero_ref.lab.benchmark import Effort, TrainingSize
 from zero_ref.lab.config import TRAINED, GPTConfig, TrainConfig
 from zero_ref.lab.step_times import Trial, compare_steps, predict_step, take_turns
@@ -40,6 +41,35 @@ def test_calls_and_bytes_are_as_planned_and_a_wrong_plan_is_noticed(trials: list
     assert all(len(one.repeats_ms) == 2 and one.measured_ms > 0 for one in compared)
     others = CONFIGS[2:] + CONFIGS[:2]  # each under the strategy of another
     assert not any(one.as_planned for one in compare_steps(others, LOOPBACK, trials))
+
+
+@pytest.mark.ranks
+def test_a_machine_that_shows_no_rate_is_measured_longer(
+    trials: list[Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[int] = []
+
+    def measured(_: Any, world_size: int, configs: Any, effort: Effort, timeout: float) -> list[Trial]:
+        rounds.append(effort.rounds)
+        assert (world_size, configs, timeout) == (2, CONFIGS, 10.0 * effort.rounds)
+        return trials
+
+    def calibrated(*times: Any) -> Any:
+        if len(rounds) < enough:
+            raise ValueError("there is no rate")
+        return times
+
+    monkeypatch.setattr(step_times.ranks, "run", measured)
+    monkeypatch.setattr(step_times, "calibrate", calibrated)
+    effort = Effort((1024,), (), rounds=6)
+    enough = 3
+    found = step_times.calibrate_in_turns(CONFIGS, effort, 2, timeout=60.0)
+    assert found == (trials, tuple(trials[0].times))
+    assert rounds == [6, 12, 24]
+    rounds.clear()
+    enough = 4
+    with pytest.raises(ValueError, match="no rate"):
+        step_times.calibrate_in_turns(CONFIGS, effort, 2, timeout=60.0)
 
 
 def test_an_iteration_is_the_sum_of_its_parts_where_nothing_overlaps() -> None:

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.calls import Call, ordinary
-from zero_ref.lab import meter
+from zero_ref.lab import meter, ranks
 from zero_ref.lab.benchmark import Effort, Times, flops_of, time_collectives, time_training
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
-from zero_ref.lab.ranks import device
 from zero_ref.lab.train import make_optimizer, predict
 from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.simulator.calibrate import undisturbed_ms
+from zero_ref.simulator.calibrate import Calibration, calibrate, undisturbed_ms
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.models import from_module
 from zero_ref.simulator.play import Played, Work, play
@@ -144,12 +143,40 @@ def take_turns(configs: Sequence[TrainConfig], effort: Effort) -> Trial:
     )
 
 
+def calibrate_in_turns(
+    configs: Sequence[TrainConfig],
+    effort: Effort,
+    world_size: int,
+    *,
+    attempts: int = 3,
+    timeout: float = 600.0,
+) -> tuple[list[Trial], Calibration]:
+    """What `take_turns` finds on `world_size` ranks of this machine, and the machine by it.
+
+    Args:
+        attempts: where larger sizes took no longer than small ones, because other programs ran, so often is
+            everything measured, each time with twice the rounds.
+        timeout: seconds, for the first attempt; the next have twice as long.
+    Raises:
+        RankError: a rank failed.
+        ValueError: as `calibrate`, of the last attempt.
+    """
+    trials: list[Trial] = ranks.run(take_turns, world_size, configs, effort, timeout=timeout)
+    try:
+        return trials, calibrate(*trials[0].times)
+    except ValueError:
+        if attempts == 1:
+            raise
+    more = replace(effort, rounds=2 * effort.rounds)
+    return calibrate_in_turns(configs, more, world_size, attempts=attempts - 1, timeout=2 * timeout)
+
+
 class _Run:
     """A training loop that can be left after any iteration, and taken up again."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.model = GPT(config.model, config.seed).to(device())
+        self.model = GPT(config.model, config.seed).to(ranks.device())
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.optimizer = make_optimizer(config, self.model)
         self.calls: list[Call] = []
@@ -164,7 +191,7 @@ class _Run:
         tokens, targets = batch(
             text, config.model, config.batch_size, seed=config.seed, step=number, rank=rank
         )
-        tokens, targets = tokens.to(device()), targets.to(device())
+        tokens, targets = tokens.to(ranks.device()), targets.to(ranks.device())
         self.calls.clear()
         dist.barrier()
         begun = _now()
@@ -176,7 +203,7 @@ class _Run:
 
 
 def _now() -> float:
-    if device().type == "cuda":
+    if ranks.device().type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 

@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from zero_ref.lab import ranks
 from zero_ref.lab.bench.results import Figure
 from zero_ref.lab.benchmark import Effort, TrainingSize
 from zero_ref.lab.compare import compare
 from zero_ref.lab.config import TRAINED, GPTConfig, TrainConfig
-from zero_ref.lab.step_times import StepTime, Trial, compare_steps, take_turns
+from zero_ref.lab.step_times import StepTime, calibrate_in_turns, compare_steps
 from zero_ref.lab.train import Outcome
-from zero_ref.simulator.calibrate import Calibration, calibrate
+from zero_ref.simulator.calibrate import Calibration
 
 KIB = 2**10
 CALIBRATED = Effort(
@@ -57,8 +56,7 @@ class Times(NamedTuple):
 def step_times(world_size: int, turns: int = CALIBRATED.rounds) -> Times:
     """Calibrate, and time iterations of other sizes, in turns."""
     effort = replace(CALIBRATED, rounds=turns)
-    trials: list[Trial] = ranks.run(take_turns, world_size, HELD_OUT, effort, timeout=TURNS_SECONDS)
-    calibration = calibrate(*trials[0].times)
+    trials, calibration = calibrate_in_turns(HELD_OUT, effort, world_size, timeout=TURNS_SECONDS)
     return Times(calibration, compare_steps(HELD_OUT, calibration.cluster, trials))
 
 

@@ -1,4 +1,4 @@
-"""What passes between a backward and the step after it, without any ranks."""
+"""Where a backward has left its gradients, and what may be done with them: without any ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from zero_ref.hooks import InBackward
+from zero_ref.gradients import Backward, check_no_scaler
 
 
 def trained() -> tuple[nn.Linear, optim.SGD]:
@@ -21,20 +21,24 @@ def trained() -> tuple[nn.Linear, optim.SGD]:
     return model, optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def updated(**options: Any) -> tuple[InBackward, nn.Linear, optim.SGD]:
+def updated(**options: Any) -> tuple[Backward, nn.Linear, optim.SGD]:
     model, optimizer = trained()
     optimizer.param_groups[0].update(options)
-    state = InBackward()
+    state = Backward()
     state.begin()
-    state.remember(model.parameters(), optimizer.param_groups)
+    state.end_updated(model.parameters(), optimizer.param_groups)
     return state, model, optimizer
+
+
+def end_on_owners(state: Backward, params: list[nn.Parameter], scaled: bool = False) -> None:
+    state.end_on_owners(params, frozenset(), scaled=scaled, may_change=False)
 
 
 def test_an_update_counts_for_one_step() -> None:
     state, *_ = updated()
     assert state.take_update({})
     assert not state.take_update({})
-    assert not InBackward().take_update({})
+    assert not Backward().take_update({})
 
 
 def test_options_are_refused_as_long_as_the_update_is_there() -> None:
@@ -109,13 +113,13 @@ def test_parameters_added_after_the_update_are_no_option() -> None:
 
 
 def test_a_backward_that_did_not_end_is_told_once() -> None:
-    state = InBackward()
+    state = Backward()
     state.begin()
     with pytest.raises(RuntimeError, match="did not come to its end"):
         state.take_update({})
     assert not state.take_update({})
     state.begin()
-    state.end()
+    end_on_owners(state, [])
     assert not state.take_update({})
 
 
@@ -128,7 +132,7 @@ class Exchange:
 
 
 def test_exchanges_of_a_backward_that_did_not_end_are_waited_for_by_the_next() -> None:
-    state, exchange = InBackward(), Exchange()
+    state, exchange = Backward(), Exchange()
     state.begin()
     state.under_way.append(exchange)
     state.begin()
@@ -136,46 +140,76 @@ def test_exchanges_of_a_backward_that_did_not_end_are_waited_for_by_the_next() -
     state.begin()
     assert exchange.waited == 1
     state.under_way.append(exchange)
-    state.end()
+    end_on_owners(state, [])
     state.begin()
     assert exchange.waited == 1, "those of one that did end are done"
 
 
-def test_a_second_backward_on_top_is_noticed_from_either_kind_of_parameter() -> None:
-    for in_first_bucket in (True, False):
-        state, model, _ = updated()
-        if in_first_bucket:
-            model.bias.grad = None
-            in_place(model.weight)  # backward has added to it
-        first_bucket = [model.weight] if in_first_bucket else [model.bias]
-        with pytest.raises(RuntimeError, match="a second backward has added to gradients"):
-            state.check_not_accumulated(first_bucket, are_views=False)
+def dead(second: float) -> tuple[nn.Linear, Callable[[], None]]:
+    """A model whose weight has a gradient of zero, as a dead unit's, and its backward."""
+    model = nn.Linear(2, 2)
+    return model, lambda: (0 * model.weight.sum() + second * model.bias.sum()).backward()
 
 
-def test_gradients_that_were_zeroed_or_dropped_may_be_added_to() -> None:
-    state, model, _ = updated()
-    model.zero_grad(set_to_none=False)
-    in_place(model.weight)
-    state.check_not_accumulated([model.weight], are_views=False)
+@pytest.mark.parametrize("kind", ["on owners", "updated"])
+@pytest.mark.parametrize("are_views", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("earlier", [0, 2])
+@pytest.mark.parametrize("zeroed", [None, "to none", "to zero", "then under no_sync"])
+def test_a_backward_on_top_is_refused_whatever_is_in_the_gradients(
+    kind: str, are_views: bool, first: int, earlier: int, zeroed: str | None
+) -> None:
+    for scale in (0.0, 1.0):
+        model, run = dead(scale)
+        params = list(model.parameters())
+        state = Backward()
+        refused = []
 
-    state, model, _ = updated()
-    model.zero_grad()
-    model(torch.ones(1, 2)).sum().backward()
-    state.check_not_accumulated([model.weight, model.bias], are_views=False)
+        def on_bucket(
+            _: Any, state: Any = state, bucket: Any = params[first], refused: Any = refused
+        ) -> None:
+            try:
+                state.begin([bucket], are_views)
+            except RuntimeError as error:
+                refused.append(str(error))
 
+        def backward(run: Callable[[], None] = run, params: Any = params, state: Backward = state) -> None:
+            hooks = [param.register_post_accumulate_grad_hook(on_bucket) for param in params[:1]]
+            run()
+            hooks[0].remove()
+            if kind == "on owners":
+                state.end_on_owners(params, frozenset(), scaled=False, may_change=False)
+            else:
+                state.end_updated(params, [])
+
+        for _ in range(earlier):
+            backward()
+            model.zero_grad()
+        backward()
+        assert refused == []
+        if kind == "on owners":
+            state.stepped()
+        if zeroed is not None:
+            model.zero_grad(set_to_none=zeroed != "to zero")
+        if zeroed == "then under no_sync":
+            run()
+        backward()
+        assert len(refused) == (zeroed is None), (scale, refused)
+        assert all("to accumulate, run all but the last backward under" in text for text in refused)
+
+
+def test_after_the_step_gradients_that_all_ranks_have_may_be_added_to() -> None:
     state, model, _ = updated()
     assert state.take_update({})
-    in_place(model.weight)
-    in_place(model.bias)
-    state.check_not_accumulated([model.weight, model.bias], are_views=False)
+    model(torch.ones(1, 2)).sum().backward()
+    state.begin([model.weight])
 
 
-def test_a_window_of_the_first_bucket_tells_nothing() -> None:
-    # After zero_grad(), too, DDP takes the same window, and writes into it once.
+def test_a_gradient_that_the_loop_has_replaced_may_be_added_to() -> None:
     state, model, _ = updated()
-    in_place(model.weight)
-    model.bias.grad = None
-    state.check_not_accumulated([model.weight], are_views=True)
+    for param in model.parameters():
+        replaced(param)
+    state.gradients.check_may_be_added_to()
 
 
 def test_gradients_are_not_kept_alive() -> None:
@@ -198,26 +232,27 @@ def lent_by_scaler() -> Any:
 
 def test_a_scaler_is_refused_after_an_update_and_where_only_owners_have_gradients() -> None:
     state, *_ = updated()
-    assert "were updated during backward" in (state.refuses_scaler or "")
-    state = InBackward(owner_only=True)
-    assert "scaled=True" in (state.refuses_scaler or "")
-    state.shows_infinities = True
-    assert state.refuses_scaler is None
-    assert InBackward().refuses_scaler is None
-    assert InBackward(shows_infinities=True).refuses_scaler is None
+    assert "were updated during backward" in (state.gradients.why_no_scaler or "")
+    end_on_owners(state, [])
+    assert "scaled=True" in (state.gradients.why_no_scaler or "")
+    end_on_owners(state, [], scaled=True)
+    assert state.gradients.why_no_scaler is None
+    assert Backward().gradients.why_no_scaler is None
 
 
 def test_a_refused_scaler_leaves_the_optimizer_as_it_found_it() -> None:
-    state, optimizer = InBackward(owner_only=True), lent_by_scaler()
+    state, optimizer = Backward(), lent_by_scaler()
+    end_on_owners(state, [])
     with pytest.raises(RuntimeError, match=r"GradScaler looks for infinite gradients"):
-        state.check_no_scaler(optimizer)
+        check_no_scaler(optimizer, state.gradients)
     assert not hasattr(optimizer, "found_inf")
     assert not hasattr(optimizer, "grad_scale")
-    state.check_no_scaler(optimizer)
+    check_no_scaler(optimizer, state.gradients)
 
 
 def test_a_scaler_that_can_work_keeps_what_it_lent() -> None:
-    optimizer = lent_by_scaler()
-    InBackward().check_no_scaler(optimizer)
+    state, optimizer = Backward(), lent_by_scaler()
+    check_no_scaler(optimizer, state.gradients)
     assert hasattr(optimizer, "found_inf")
-    InBackward(owner_only=True).check_no_scaler(trained()[1])
+    end_on_owners(state, [])
+    check_no_scaler(trained()[1], state.gradients)
