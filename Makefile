@@ -89,7 +89,7 @@ ranks: $(STAMP)  ## tests on real ranks
 
 notebooks: $(STAMP)  ## run every notebook from top to bottom
 	$(call step,notebooks,\
-	    $(BIN)/python -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=60 --nbval-kernel-startup-timeout=600 -n 2 --dist loadfile notebooks)
+	    $(BIN)/python -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=600 --nbval-kernel-startup-timeout=600 -n 2 --dist loadfile notebooks)
 
 book: $(STAMP)  ## write the book to _build/html; a warning is an error
 	$(call step,book,\
