@@ -17,6 +17,7 @@ from zero_ref.cli._common import need
 from zero_ref.cli.plan import plan_of, print_plan
 from zero_ref.lab.train import Outcome, Pair
 from zero_ref.simulator.models import shapes, specs
+from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import schedule
 
 PLAN = ["plan", "--model", "gpt2-xl", "--ranks", "64"]
@@ -49,7 +50,7 @@ def test_plan_agrees_with_the_schedule(capsys: pytest.CaptureFixture[str], parti
     options = ["--partition", partition, "--dtype", "bfloat16", "--optimizer", "Adagrad"]
     plan = plan_json(capsys, "--model", "gpt2", "--ranks", "7", *options)
     params = specs(shapes("gpt2"), "bfloat16")
-    foreseen = schedule("zero", params, 7, "Adagrad", partition=partition)
+    foreseen = schedule(recipe("zero", optimizer="Adagrad", partition=partition), params, 7)
     assert plan["fullest"]["state_bytes"] == foreseen.state_bytes[plan["fullest"]["rank"]]
     broadcasts = sum(call.op == "broadcast" for call in foreseen.calls)
     assert plan["messages_per_step"]["parameters"] == broadcasts

@@ -16,8 +16,8 @@ from zero_ref import cli
 from zero_ref.cli._simulated import print_runs
 from zero_ref.simulator.cluster import CLUSTERS, cluster
 from zero_ref.simulator.models import MODELS
+from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import Scenario
-from zero_ref.simulator.schedule import STRATEGIES
 from zero_ref.simulator.trace import timelines_of
 
 SIMULATE = ["simulate", "--model", "gpt2", "--ranks", "8"]
@@ -119,9 +119,9 @@ def test_a_cluster_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 @pytest.mark.parametrize("name", list(CLUSTERS))
 def test_every_strategy_on_every_cluster(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    others = [word for strategy in STRATEGIES for word in ("--compare", strategy)]
+    others = [word for strategy in RECIPES for word in ("--compare", strategy)]
     words = ["simulate", "--model", "mlp-tiny", "--ranks", "5", "--cluster", name, *others]
-    assert set(as_json(capsys, *words)["strategies"]) == set(STRATEGIES)
+    assert set(as_json(capsys, *words)["strategies"]) == set(RECIPES)
 
 
 def test_the_trace_has_rank_0_the_fullest_rank_and_stragglers(
@@ -190,7 +190,7 @@ def test_the_table_says_who_meets_how_often_under_local_sgd(capsys: pytest.Captu
     assert "averaged" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("width", "strategies"), [(80, ["zero", "zero-2", "ddp"]), (200, list(STRATEGIES))])
+@pytest.mark.parametrize(("width", "strategies"), [(80, ["zero", "zero-2", "ddp"]), (200, list(RECIPES))])
 def test_a_table_stays_within_its_width(
     capsys: pytest.CaptureFixture[str], width: int, strategies: list[str]
 ) -> None:

@@ -19,7 +19,7 @@ from zero_ref.live.palette import MANY_RANKS, RANK_COLOURS, rank_colour
 from zero_ref.live.svg import bar, element, key, text_width, ticks, wrapped
 from zero_ref.partition import plan_partition
 from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link
-from zero_ref.simulator.memory import Recipe, average_memory
+from zero_ref.simulator.memory import MemorySettings, average_memory
 from zero_ref.simulator.models import MODELS, shapes, specs
 from zero_ref.simulator.play import Work, play
 from zero_ref.simulator.scenario import Scenario
@@ -48,14 +48,14 @@ def test_memory_is_the_average_of_the_simulator(model: str, ranks: int, conventi
     )
     scenario = Scenario(MODELS[model], CLUSTERS["v100-ib"], ranks, 2, 512, checkpointing="selective")
     for stage in range(4):
-        recipe = Recipe(
+        settings = MemorySettings(
             stage,
             convention,
             "SGD",
             gradient_as_bucket_view=True,
             activation_bytes=scenario.activation_bytes,
         )
-        memory = average_memory(specs(shapes(model)), ranks, recipe)
+        memory = average_memory(specs(shapes(model)), ranks, settings)
         drawn = {key: value for key, value in answer.numbers.items() if key.startswith(f"stage {stage}, ")}
         assert sum(drawn.values()) == pytest.approx(memory.total_bytes)  # another order of adding up
         for item in ("parameters", "moments", "communication", "activations"):

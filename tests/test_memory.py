@@ -19,7 +19,7 @@ from zero_ref.simulator.ledger import (
     ledger,
     state_bytes_of_rank,
 )
-from zero_ref.simulator.memory import Memory, Recipe, average_memory, memory_of_ranks, whole_bytes
+from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, whole_bytes
 from zero_ref.simulator.models import blocks, shapes, specs
 
 MIB = 2**20
@@ -34,7 +34,9 @@ def test_a_rank_by_hand_at_every_stage() -> None:
     assert partition.loads == (500, 500)
 
     def of_rank_1(stage: int) -> Memory:
-        return memory_of_ranks(partition, params, Recipe(stage, bucket_bytes=100, activation_bytes=7))[1]
+        return memory_of_ranks(
+            partition, params, MemorySettings(stage, bucket_bytes=100, activation_bytes=7)
+        )[1]
 
     assert of_rank_1(0) == Memory(2000, 2000, 4000, 8000, 12, 0, 2000, 0, 7)
     assert of_rank_1(1) == Memory(2000, 2000, 2000, 4000, 8, 0, 2000, 100, 7)
@@ -46,83 +48,89 @@ def test_a_rank_by_hand_at_every_stage() -> None:
 
 def test_the_optimizer_takes_the_place_of_adams_moments() -> None:
     params = [ParamSpec(10)]
-    whole = {name: whole_bytes(params, Recipe(1, optimizer=name)) for name in ("SGD", "Adam", "Adam+amsgrad")}
+    whole = {
+        name: whole_bytes(params, MemorySettings(1, optimizer=name))
+        for name in ("SGD", "Adam", "Adam+amsgrad")
+    }
     assert [state.moments for state in whole.values()] == [0, 80, 120]
     assert [state.master for state in whole.values()] == [40, 40, 40]
     eight_bit = Convention(2, 2, 4 + 2, moment=1)
-    assert whole_bytes(params, Recipe(1, eight_bit)) == (20, 20, 40, 20, 4)
-    assert whole_bytes(params, Recipe(1, BOTH_GRADS_20, StateRule(1, 0))) == (20, 20, 80, 40, 0)
+    assert whole_bytes(params, MemorySettings(1, eight_bit)) == (20, 20, 40, 20, 4)
+    assert whole_bytes(params, MemorySettings(1, BOTH_GRADS_20, StateRule(1, 0))) == (20, 20, 80, 40, 0)
 
 
 def test_a_frozen_parameter_is_only_held() -> None:
     frozen = [ParamSpec(10, trainable=False)]
-    assert whole_bytes(frozen, Recipe(0)) == (20, 0, 0, 0, 0)
-    assert whole_bytes(frozen, Recipe(0, None, "Adagrad")) == (40, 0, 0, 40, 4)
+    assert whole_bytes(frozen, MemorySettings(0)) == (20, 0, 0, 0, 0)
+    assert whole_bytes(frozen, MemorySettings(0, None, "Adagrad")) == (40, 0, 0, 40, 4)
 
 
 def test_ddp_keeps_its_gradients_twice_unless_they_are_views() -> None:
     params = [ParamSpec(10)]
     for stage, expected in ((0, 20), (1, 20), (2, 0), (3, 0)):
-        assert average_memory(params, 2, Recipe(stage)).gradient_bucket_bytes == expected
+        assert average_memory(params, 2, MemorySettings(stage)).gradient_bucket_bytes == expected
         assert (
-            average_memory(params, 2, Recipe(stage, gradient_as_bucket_view=True)).gradient_bucket_bytes == 0
+            average_memory(
+                params, 2, MemorySettings(stage, gradient_as_bucket_view=True)
+            ).gradient_bucket_bytes
+            == 0
         )
 
 
 def test_one_rank_communicates_nothing() -> None:
     params = specs(shapes("gpt2"))
     for stage in range(4):
-        assert average_memory(params, 1, Recipe(stage)).communication_bytes == 0
+        assert average_memory(params, 1, MemorySettings(stage)).communication_bytes == 0
 
 
 def test_no_buffer_is_larger_than_what_travels() -> None:
     params = [ParamSpec(10), ParamSpec(90, trainable=False)]
-    assert average_memory(params, 2, Recipe(1)).communication_bytes == 20
-    assert average_memory(params, 2, Recipe(2, "fp32-grads-18")).communication_bytes == 40
-    assert average_memory(specs(shapes("gpt2")), 2, Recipe(1)).communication_bytes == 25 * MIB
-    assert average_memory(params, 2, Recipe(1, flat=True)).communication_bytes == 0
-    assert average_memory(params, 2, Recipe(2, flat=True)).communication_bytes == 20
+    assert average_memory(params, 2, MemorySettings(1)).communication_bytes == 20
+    assert average_memory(params, 2, MemorySettings(2, "fp32-grads-18")).communication_bytes == 40
+    assert average_memory(specs(shapes("gpt2")), 2, MemorySettings(1)).communication_bytes == 25 * MIB
+    assert average_memory(params, 2, MemorySettings(1, flat=True)).communication_bytes == 0
+    assert average_memory(params, 2, MemorySettings(2, flat=True)).communication_bytes == 20
 
 
 def test_stage_3_gathers_its_largest_units() -> None:
     named = shapes("llama3-8b")
     root, block, *_ = (sum(named[i].numel for i in unit) for unit in blocks(named))
     assert root > block
-    two = average_memory(specs(named), 64, Recipe(3)).communication_bytes
+    two = average_memory(specs(named), 64, MemorySettings(3)).communication_bytes
     assert two == 2 * (root + 2 * block) + 2 * root, "the root stays, two blocks, and one unit's gradients"
-    four = average_memory(specs(named), 64, Recipe(3, gathered_units=4)).communication_bytes
+    four = average_memory(specs(named), 64, MemorySettings(3, gathered_units=4)).communication_bytes
     assert four - two == 2 * (2 * block)
 
 
 def test_without_names_stage_3_gathers_the_whole_model() -> None:
-    assert average_memory([ParamSpec(10), ParamSpec(20)], 2, Recipe(3)).communication_bytes == 60 + 60
+    assert average_memory([ParamSpec(10), ParamSpec(20)], 2, MemorySettings(3)).communication_bytes == 60 + 60
 
 
 def test_the_fullest_rank_of_whole_tensors_is_far_from_the_average() -> None:
     params = specs(shapes("llama3-8b"), "float32")
-    recipe = Recipe(1, None, gradient_as_bucket_view=True, bucket_bytes=0)
+    settings = MemorySettings(1, None, gradient_as_bucket_view=True, bucket_bytes=0)
     fullest = max(
         memory.moment_bytes
-        for memory in memory_of_ranks(plan_partition("sorted_greedy", params, 1024), params, recipe)
+        for memory in memory_of_ranks(plan_partition("sorted_greedy", params, 1024), params, settings)
     )
     assert fullest == 525_336_576 * 8
-    assert fullest / average_memory(params, 1024, recipe).moment_bytes == pytest.approx(67, abs=0.1)
+    assert fullest / average_memory(params, 1024, settings).moment_bytes == pytest.approx(67, abs=0.1)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Recipe(4), "a ZeRO stage is 0 .* got 4"),
-        (lambda: Recipe(1, "mixed"), "unknown convention 'mixed'; choose mixed-16"),
-        (lambda: Recipe(1, Convention(2, 2, 4)), "no room for Adam's two moments"),
-        (lambda: Recipe(1, optimizer="adam"), "unknown optimizer 'adam'; choose one of SGD"),
-        (lambda: Recipe(1, bucket_bytes=-1), "bucket_bytes must be at least 0, got -1"),
-        (lambda: Recipe(1, activation_bytes=-1), "activation_bytes must be at least 0, got -1"),
-        (lambda: Recipe(3, gathered_units=0), "gathered_units must be at least 1, got 0"),
-        (lambda: Recipe(3, flat=True), "flat tensors are for stages 1 and 2; stage 3 keeps none"),
-        (lambda: average_memory([], 0, Recipe(1)), "world_size must be at least 1 rank, got 0"),
+        (lambda: MemorySettings(4), "a ZeRO stage is 0 .* got 4"),
+        (lambda: MemorySettings(1, "mixed"), "unknown convention 'mixed'; choose mixed-16"),
+        (lambda: MemorySettings(1, Convention(2, 2, 4)), "no room for Adam's two moments"),
+        (lambda: MemorySettings(1, optimizer="adam"), "unknown optimizer 'adam'; choose one of SGD"),
+        (lambda: MemorySettings(1, bucket_bytes=-1), "bucket_bytes must be at least 0, got -1"),
+        (lambda: MemorySettings(1, activation_bytes=-1), "activation_bytes must be at least 0, got -1"),
+        (lambda: MemorySettings(3, gathered_units=0), "gathered_units must be at least 1, got 0"),
+        (lambda: MemorySettings(3, flat=True), "flat tensors are for stages 1 and 2; stage 3 keeps none"),
+        (lambda: average_memory([], 0, MemorySettings(1)), "world_size must be at least 1 rank, got 0"),
         (
-            lambda: memory_of_ranks(sorted_greedy([1], 1), [ParamSpec(2)], Recipe(1)),
+            lambda: memory_of_ranks(sorted_greedy([1], 1), [ParamSpec(2)], MemorySettings(1)),
             "for 1 parameters of 1 elements; got 1 of 2",
         ),
     ],
@@ -149,7 +157,7 @@ PARAMS = st.lists(
 @given(st.integers(0, 10**12), st.integers(1, 2048), st.integers(0, 3), st.sampled_from(list(CONVENTIONS)))
 def test_the_average_is_the_ledger(numel: int, world_size: int, stage: int, convention: str) -> None:
     books = ledger(numel, world_size, stage, convention)
-    memory = average_memory([ParamSpec(numel)], world_size, Recipe(stage, convention))
+    memory = average_memory([ParamSpec(numel)], world_size, MemorySettings(stage, convention))
     assert memory.parameter_bytes == books.parameter_bytes
     assert memory.gradient_bytes == books.gradient_bytes
     # Two quotients are added here where the ledger divides a sum: one rounding of a float apart.
@@ -163,7 +171,7 @@ def test_without_a_convention_it_is_torchs_optimizer_state(
     params: list[ParamSpec], world_size: int, rule: str, optimizer: str
 ) -> None:
     partition = plan_partition(rule, params, world_size)
-    memories = memory_of_ranks(partition, params, Recipe(1, None, optimizer))
+    memories = memory_of_ranks(partition, params, MemorySettings(1, None, optimizer))
     kept = tuple(memory.moment_bytes + memory.scalar_bytes for memory in memories)
     assert kept == state_bytes_of_rank(partition, params, optimizer)
     assert all(memory.master_bytes == 0 for memory in memories)
@@ -173,11 +181,11 @@ def test_without_a_convention_it_is_torchs_optimizer_state(
 def test_what_is_divided_adds_up_and_what_is_not_is_everywhere(
     params: list[ParamSpec], world_size: int, stage: int, convention: str | None
 ) -> None:
-    recipe = Recipe(stage, convention)
+    settings = MemorySettings(stage, convention)
     partition = plan_partition("even", params, world_size)
-    memories = memory_of_ranks(partition, params, recipe)
-    average = average_memory(params, world_size, recipe)
-    whole = whole_bytes(params, recipe)
+    memories = memory_of_ranks(partition, params, settings)
+    average = average_memory(params, world_size, settings)
+    whole = whole_bytes(params, settings)
     for item, first, nbytes in (
         ("parameters", 3, whole.params),
         ("gradients", 2, whole.grads),
@@ -198,9 +206,9 @@ def test_what_is_divided_adds_up_and_what_is_not_is_everywhere(
 def test_padding_is_the_layouts(params: list[ParamSpec], world_size: int) -> None:
     partition = plan_partition("sorted_greedy", params, world_size)
     flats = lay_out(partition, params).flats
-    in_own_dtype = memory_of_ranks(partition, params, Recipe(1, None, flat=True))
+    in_own_dtype = memory_of_ranks(partition, params, MemorySettings(1, None, flat=True))
     assert {memory.padding_bytes for memory in in_own_dtype} == {sum(f.padding * f.itemsize for f in flats)}
-    in_16_bits = memory_of_ranks(partition, params, Recipe(2, flat=True))
+    in_16_bits = memory_of_ranks(partition, params, MemorySettings(2, flat=True))
     assert {memory.padding_bytes for memory in in_16_bits} == {sum(flat.padding * 2 for flat in flats)}
 
 
@@ -209,7 +217,9 @@ def test_a_higher_stage_holds_no_more_of_the_model(
     params: list[ParamSpec], world_size: int, stage: int
 ) -> None:
     numels = [param.numel for param in params]
-    here, further = (memory_of_ranks(even(numels, world_size), params, Recipe(s)) for s in (stage, stage + 1))
+    here, further = (
+        memory_of_ranks(even(numels, world_size), params, MemorySettings(s)) for s in (stage, stage + 1)
+    )
     for lower, higher in zip(here, further, strict=True):
         for item in ("parameters", "gradients", "master copies", "moments", "scalars", "gradient buckets"):
             assert higher.items[item] <= lower.items[item]
@@ -228,6 +238,6 @@ def test_a_rank_alone_holds_what_torch_holds(optimizer: str) -> None:
     held += [param.grad for param in module.parameters()]
     held += [value for state in stepper.state.values() for value in state.values() if value is not None]
     params = [ParamSpec(param.numel()) for param in module.parameters()]
-    recipe = Recipe(0, None, optimizer, gradient_as_bucket_view=True)
-    (memory,) = memory_of_ranks(sorted_greedy([35, 5], 1), params, recipe)
+    settings = MemorySettings(0, None, optimizer, gradient_as_bucket_view=True)
+    (memory,) = memory_of_ranks(sorted_greedy([35, 5], 1), params, settings)
     assert memory.total_bytes == sum(tensor.nbytes for tensor in held)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
+from scheduled import scheduled
 
 from zero_ref.averaging import AveragingSchedule, Level
 from zero_ref.calls import Call
@@ -26,6 +27,7 @@ from zero_ref.simulator.operations import (
     shared_out,
     stage_3,
 )
+from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import Schedule, schedule
 
 PARAMS = [ParamSpec(6), ParamSpec(5), ParamSpec(4), ParamSpec(1)]
@@ -266,10 +268,8 @@ def test_each_gradient_and_parameter_is_computed_and_moved_as_often_as_the_strat
     params: list[ParamSpec], world_size: int, strategy: str, way: str, to_owners: bool, native: bool
 ) -> None:
     buckets = one_bucket_each(params)
-    plan = schedule(
-        *(strategy, params, world_size),
-        ddp_buckets=buckets, to_owners=to_owners, way=way, native=native,
-    )  # fmt: skip
+    how = recipe(strategy, to_owners=to_owners, way=way, native=native)
+    plan = schedule(how, params, world_size, ddp_buckets=buckets)
     trained = sum(param.numel for param in params if param.trainable)
     of_label = {label: [one for one in plan.operations if one.label == label] for label in LABELS}
     assert sum(one.numel for one in of_label["backward"]) == trained
@@ -288,7 +288,7 @@ def test_each_gradient_and_parameter_is_computed_and_moved_as_often_as_the_strat
 def test_what_is_sent_to_owners_is_received(
     params: list[ParamSpec], world_size: int, strategy: str, way: str
 ) -> None:
-    plan = schedule(strategy, params, world_size, to_owners=True, way=way)
+    plan = schedule(recipe(strategy, to_owners=True, way=way), params, world_size)
     messages: dict[str, list[tuple[int, int | None, int]]] = {"send": [], "recv": []}
     for rank in range(world_size):
         for call in plan.calls_of(rank):
@@ -310,7 +310,7 @@ def test_stage_1_sends_2_psi_to_owners_and_3_psi_with_all_reduces(
     rest = (world_size - 1) * psi_of(params)
 
     def wire(name: str, **options: Any) -> int:
-        return schedule(name, params, world_size, **options).wire_bytes(backend)
+        return scheduled(name, params, world_size, **options).wire_bytes(backend)
 
     assert wire("ddp") == 2 * rest
     assert wire(strategy, way=way) == 3 * rest
@@ -348,7 +348,7 @@ def test_a_cycle_of_local_sgd_sends_what_its_averages_and_gradient_groups_take(
 ) -> None:
     averaging, world_size = fitting
     steps = range(averaging.steady.stop) if warm_up_too else averaging.steady
-    plan = schedule("local-sgd", params, world_size, averaging=averaging, steps=steps)
+    plan = schedule(recipe("local-sgd", averaging=averaging), params, world_size, steps=steps)
     assert plan.iterations == len(steps)
     # A group of g sends 2 (g - 1) of a tensor to all-reduce it, and there are N / g groups.
     expected = 0
@@ -368,7 +368,7 @@ def test_a_longer_period_never_sends_more_in_an_iteration(
 ) -> None:
     def of(period: int) -> tuple[int, int]:
         averaging = AveragingSchedule.periodic(period, gradient_group=gradient_group)
-        plan = schedule("local-sgd", params, groups * gradient_group, averaging=averaging)
+        plan = schedule(recipe("local-sgd", averaging=averaging), params, groups * gradient_group)
         return plan.wire_bytes(), plan.iterations
 
     (sent, steps), (sent_longer, steps_longer) = of(period), of(period + 1)
@@ -405,7 +405,9 @@ def test_stage_3_sends_3_psi_where_sizes_divide(rows: list[int], world_size: int
     params = [ParamSpec(row * world_size) for row in rows]
 
     def wire(blocks: list[list[int]], backend: str = "nccl") -> int:
-        return schedule("zero-3", params, world_size, blocks=blocks, prefetch=prefetch).wire_bytes(backend)
+        return schedule(recipe("zero-3", prefetch=prefetch), params, world_size, blocks=blocks).wire_bytes(
+            backend
+        )
 
     each = [[number] for number in range(len(params))]
     rest = (world_size - 1) * psi_of(params)
@@ -421,7 +423,7 @@ def test_stage_3_gathers_all_twice_and_reduces_what_is_trained_once(
     params: list[ParamSpec], world_size: int, prefetch: int
 ) -> None:
     blocks = [[], *([number] for number in range(len(params)))]
-    plan = schedule("zero-3", params, world_size, blocks=blocks, prefetch=prefetch)
+    plan = schedule(recipe("zero-3", prefetch=prefetch), params, world_size, blocks=blocks)
     moved = {
         op: sum(call.nbytes for call in plan.calls if call.op == op)
         for op in ("all_gather", "reduce_scatter")

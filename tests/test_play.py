@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
+from scheduled import scheduled
 
 import zero_ref
 from zero_ref.averaging import AveragingSchedule
@@ -19,7 +20,8 @@ from zero_ref.simulator.cluster import Cluster, Device, Link, cluster
 from zero_ref.simulator.models import blocks, shapes, specs
 from zero_ref.simulator.operations import COMPUTE, NETWORK, SIDE_STREAM, WAYS
 from zero_ref.simulator.play import Played, Work, play
-from zero_ref.simulator.schedule import STRATEGIES, Schedule, schedule
+from zero_ref.simulator.recipe import RECIPES, recipe
+from zero_ref.simulator.schedule import Schedule, schedule
 from zero_ref.simulator.timeline import Timeline
 
 # An element takes 1 ms forward, 2 ms backward, 1 ms to update. A message takes half a millisecond, and 1 ms
@@ -38,7 +40,7 @@ BUCKETS = [[2], [1], [0]]
 
 
 def by_hand(strategy: str, *, overlaps: bool = True, slow: Any = None, **options: Any) -> Played:
-    plan = schedule(strategy, PARAMS, 2, ddp_buckets=BUCKETS, **options)
+    plan = scheduled(strategy, PARAMS, 2, ddp_buckets=BUCKETS, **options)
     return play(plan, replace(BY_HAND, overlaps=overlaps), WORK, slow=slow)
 
 
@@ -153,7 +155,7 @@ def test_stage_3_by_hand() -> None:
 def test_without_prefetch_nothing_hides_a_gather() -> None:
     params = [ParamSpec(4)] * 3
     played = [
-        play(schedule("zero-3", params, 2, blocks=[[0], [1], [2]], prefetch=depth), BY_HAND, WORK)
+        play(schedule(recipe("zero-3", prefetch=depth), params, 2, blocks=[[0], [1], [2]]), BY_HAND, WORK)
         for depth in (0, 1, 2)
     ]
     exposed = [one.timeline().exposed_ms for one in played]
@@ -196,7 +198,7 @@ def test_groups_within_a_node_reduce_over_its_links() -> None:
     averaging = AveragingSchedule.periodic(2, gradient_group=2)
 
     def reductions(world_size: int) -> list[float]:
-        plan = schedule("local-sgd", PARAMS, world_size, ddp_buckets=BUCKETS, averaging=averaging)
+        plan = schedule(recipe("local-sgd", averaging=averaging), PARAMS, world_size, ddp_buckets=BUCKETS)
         events = play(plan, slow_outside, WORK).timeline().on(NETWORK)
         return [round(one.stop_ms - one.start_ms, 9) for one in events if one.label == "reduce"]
 
@@ -274,10 +276,10 @@ params_of_model = st.lists(
 @st.composite
 def plans(draw: st.DrawFn, max_ranks: int = 5) -> Schedule:
     """Any strategy with any options, on a few ranks."""
-    strategy = draw(st.sampled_from(list(STRATEGIES)))
+    strategy = draw(st.sampled_from(list(RECIPES)))
     params, world_size = draw(params_of_model), draw(st.integers(1, max_ranks))
     options: dict[str, Any] = {"activation_bytes": draw(st.integers(0, 1000))}
-    if STRATEGIES[strategy].partition:
+    if RECIPES[strategy].partition:
         options |= {
             "to_owners": draw(st.booleans()),
             "way": draw(st.sampled_from(list(WAYS))),
@@ -298,7 +300,7 @@ def plans(draw: st.DrawFn, max_ranks: int = 5) -> Schedule:
     if strategy != "zero-3":
         trainable = [number for number, param in enumerate(params) if param.trainable]
         options["ddp_buckets"] = [[number] for number in reversed(trainable)]
-    return schedule(strategy, params, world_size, **options)
+    return scheduled(strategy, params, world_size, **options)
 
 
 clusters = st.builds(
@@ -419,7 +421,9 @@ def trillion(strategy: str, world_size: int = 1024, **options: Any) -> Played:
     listed = shapes("zero-1t")
     if strategy == "zero-3":
         options |= {"blocks": blocks(listed), "rows": [param.shape[0] for param in listed]}
-    plan = schedule(strategy, specs(listed, "bfloat16"), world_size, native=strategy == "zero-2", **options)
+    plan = schedule(
+        recipe(strategy, native=strategy == "zero-2"), specs(listed, "bfloat16"), world_size, **options
+    )
     return play(plan, H100, Work(2048, recompute=True))
 
 
@@ -444,10 +448,19 @@ MISTAKES = {
         lambda: schedule("zero-4", PARAMS, 2),
         "unknown strategy 'zero-4'; choose one of ddp, zero,",
     ),
-    "way": (lambda: schedule("zero", PARAMS, 2, way="late"), "unknown way 'late'; choose one of plain, "),
-    "way of ddp": (lambda: schedule("ddp", PARAMS, 2, way="interleaved"), "'ddp' updates after backward"),
-    "owners of ddp": (lambda: schedule("ddp", PARAMS, 2, to_owners=True), "'ddp' has no owners"),
-    "owners of stage 3": (lambda: schedule("zero-3", PARAMS, 2, to_owners=True), "'zero-3' has no owners"),
+    "way": (
+        lambda: schedule(recipe("zero", way="late"), PARAMS, 2),
+        "unknown way 'late'; choose one of plain, ",
+    ),
+    "way of ddp": (
+        lambda: schedule(recipe("ddp", way="interleaved"), PARAMS, 2),
+        "'ddp' updates after backward",
+    ),
+    "owners of ddp": (lambda: schedule(recipe("ddp", to_owners=True), PARAMS, 2), "'ddp' has no owners"),
+    "owners of stage 3": (
+        lambda: schedule(recipe("zero-3", to_owners=True), PARAMS, 2),
+        "'zero-3' has no owners",
+    ),
     "missed by blocks": (
         lambda: schedule("zero-3", PARAMS, 2, blocks=[[0], [1]]),
         "each of the 3 parameters",
@@ -460,10 +473,13 @@ MISTAKES = {
     "rows that do not fit": (lambda: schedule("zero-3", PARAMS, 2, rows=[2, 1, 2]), "first dimension"),
     "no rows": (lambda: schedule("zero-3", PARAMS, 2, rows=[2, 1, 0]), "first dimension"),
     "prefetch": (
-        lambda: schedule("zero-3", PARAMS, 2, prefetch=-1),
+        lambda: schedule(recipe("zero-3", prefetch=-1), PARAMS, 2),
         "prefetch counts units, 0 or more; got -1",
     ),
-    "period": (lambda: schedule("local-sgd", PARAMS, 2, period=0), "period must be at least 1, got 0"),
+    "period": (
+        lambda: schedule(recipe("local-sgd", averaging=AveragingSchedule.periodic(0)), PARAMS, 2),
+        "period must be at least 1, got 0",
+    ),
     "jitter": (lambda: play(schedule("ddp", PARAMS, 2), H100, WORK, jitter=-0.1), "0 or more; got -0.1"),
     "slow rank": (lambda: by_hand("ddp", slow={2: 1.5}), "ranks 0 to 1 and factors above 0; got 1.5 for 2"),
     "slow by nothing": (lambda: by_hand("ddp", slow={1: 0.0}), "factors above 0; got 0 for 1"),

@@ -14,8 +14,8 @@ from zero_ref.cli._simulated import as_json
 from zero_ref.simulator.activations import activation_bytes, head_bytes
 from zero_ref.simulator.cluster import CLUSTERS, Cluster, Device, Link, cluster
 from zero_ref.simulator.models import MLP, MODELS, TRANSFORMERS, Llama
+from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import DTYPES, Scenario
-from zero_ref.simulator.schedule import STRATEGIES
 
 H100 = cluster("h100-ib")
 SMALL = Llama(width=64, depth=2, hidden=160, heads=4, key_value_heads=2, vocabulary=100, positions=16)
@@ -172,7 +172,7 @@ scenarios = st.builds(
 )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", RECIPES)
 @settings(max_examples=40)
 @given(scenario=scenarios)
 def test_the_parts_agree(strategy: str, scenario: Scenario) -> None:
@@ -184,7 +184,7 @@ def test_the_parts_agree(strategy: str, scenario: Scenario) -> None:
     for item in ("master copies", "moments", "parameters", "gradients"):
         together = sum(memory.items[item] for memory in run.memories)
         assert together >= whole.items[item] * (1 - 1e-9)
-    if STRATEGIES[strategy].stage == 3:
+    if RECIPES[strategy].stage == 3:
         masters = sum(memory.master_bytes for memory in run.memories)
         assert masters == pytest.approx(whole.master_bytes)
     for rank, memory in enumerate(run.memories):
@@ -205,7 +205,7 @@ def test_the_parts_agree(strategy: str, scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("strategy", list(RECIPES))
 def test_no_moment_of_a_run_holds_more_than_all_items_together(strategy: str, native: bool) -> None:
     for name, ranks in (("gpt2", 3), ("llama3-8b", 64), ("gpt3-175b", 16)):
         scenario = Scenario(MODELS[name], cluster("h100-ib"), ranks, checkpointing="full", native=native)
@@ -224,7 +224,7 @@ def test_a_library_gives_gradients_back_and_this_package_keeps_ddps_buckets() ->
     assert held == {True: 0, False: 2 * scenario.numel}
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("strategy", list(RECIPES))
 def test_the_work_of_a_run_hardly_grows_with_its_ranks(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

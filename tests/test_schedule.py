@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
+from scheduled import scheduled
 from training import filled
 
 from zero_ref.averaging import AveragingSchedule
@@ -20,8 +21,8 @@ from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.partition import ParamSpec, from_lists, plan_partition
 from zero_ref.simulator.ledger import nbytes_of
 from zero_ref.simulator.models import from_module, shapes, specs
+from zero_ref.simulator.recipe import RECIPES, recipe
 from zero_ref.simulator.schedule import (
-    STRATEGIES,
     calls_of_rank,
     ddp_buckets,
     schedule,
@@ -39,8 +40,8 @@ params_of_model = st.lists(
     min_size=1,
     max_size=20,
 )
-reducing = [name for name, plan in STRATEGIES.items() if plan.stage < 2 and name != "local-sgd"]
-sharded = [name for name in reducing if STRATEGIES[name].partition]
+reducing = [name for name, plan in RECIPES.items() if plan.stage < 2 and name != "local-sgd"]
+sharded = [name for name in reducing if RECIPES[name].partition]
 
 
 def broadcasts(calls: Sequence[Call]) -> list[Call]:
@@ -105,9 +106,9 @@ def test_a_single_rank_reduces_but_broadcasts_nothing() -> None:
 
 def test_a_partition_of_ones_own_takes_the_place_of_the_strategys() -> None:
     params = [ParamSpec(6), ParamSpec(5)]
-    plan = schedule("zero", params, world_size=2, partition=[[1], [0]])
+    plan = schedule(recipe("zero", partition=[[1], [0]]), params, world_size=2)
     assert broadcasts(plan.calls) == [Call("broadcast", 20, peer=0), Call("broadcast", 24, peer=1)]
-    assert schedule("zero", params, 2, partition=from_lists([6, 5], [[1], [0]])) == plan
+    assert schedule(recipe("zero", partition=from_lists([6, 5], [[1], [0]])), params, 2) == plan
 
 
 @pytest.mark.parametrize(
@@ -118,8 +119,8 @@ def test_a_partition_of_ones_own_takes_the_place_of_the_strategys() -> None:
             "'zero3'; choose one of ddp, zero, zero-bucket, zero-even",
         ),
         (lambda: schedule("zero", [ParamSpec(1)], 0), "world_size must be at least 1 rank"),
-        (lambda: schedule("zero", [ParamSpec(1)], 1, "Adan"), "unknown optimizer 'Adan'"),
-        (lambda: schedule("ddp", [ParamSpec(1)], 1, partition="even"), "'ddp' shards nothing"),
+        (lambda: schedule(recipe("zero", optimizer="Adan"), [ParamSpec(1)], 1), "unknown optimizer 'Adan'"),
+        (lambda: schedule(recipe("ddp", partition="even"), [ParamSpec(1)], 1), "'ddp' shards nothing"),
         (lambda: ddp_buckets([ParamSpec(1)] * 3, order=[0, 1]), "each of the 3 .* lists 2, 2 of them"),
         (
             lambda: ddp_buckets([ParamSpec(1)] * 3, order=[0, 1, 1]),
@@ -178,7 +179,7 @@ def test_stage_2_keeps_the_gradients_that_a_rank_owns() -> None:
     assert [call for call in plan.calls_of(1) if call.op == "send"] == [
         Call("send", 2048, peer) for peer in (0, 2, 3)
     ]
-    assert plan.operations == schedule("zero-even", params, world_size=4, to_owners=True).operations
+    assert plan.operations == schedule(recipe("zero-even", to_owners=True), params, world_size=4).operations
 
 
 def test_stage_3_cuts_each_parameter_along_its_rows_and_pads_the_last_ranks() -> None:
@@ -204,7 +205,7 @@ def test_stage_3_of_frozen_parameters_gathers_them_and_reduces_nothing() -> None
 
 def test_local_sgd_sends_parameters_once_a_period_and_shards_nothing() -> None:
     params = [ParamSpec(600), ParamSpec(400, trainable=False)]
-    plan = schedule("local-sgd", params, world_size=4, period=5)
+    plan = schedule(recipe("local-sgd", averaging=AveragingSchedule.periodic(5)), params, world_size=4)
     assert plan.calls == (Call("all_gather", 32), Call("all_reduce", 2400))
     assert (plan.iterations, plan.collectives, plan.payload_bytes) == (5, 2, 2432)
     ddp = schedule("ddp", params, world_size=4)
@@ -212,20 +213,10 @@ def test_local_sgd_sends_parameters_once_a_period_and_shards_nothing() -> None:
     assert plan.state_bytes == ddp.state_bytes
 
 
-def test_a_period_of_local_sgd_stands_for_an_averaging() -> None:
-    params = [ParamSpec(600), ParamSpec(400)]
-    for period in (1, 3):
-        averaging = AveragingSchedule.periodic(period)
-        assert schedule("local-sgd", params, 4, period=period) == schedule(
-            "local-sgd", params, 4, averaging=averaging
-        )
-    assert schedule("local-sgd", params, 4) == schedule("local-sgd", params, 4, period=8)
-
-
 def test_steps_of_local_sgd_are_those_asked_for() -> None:
     averaging = AveragingSchedule.hierarchical({2: 2, 4: 4}, warmup_steps=3, gradient_group=2)
     params = [ParamSpec(100)]
-    plan = schedule("local-sgd", params, 4, averaging=averaging, steps=range(2, 5))
+    plan = schedule(recipe("local-sgd", averaging=averaging), params, 4, steps=range(2, 5))
     assert plan.iterations == 3
     agreed = [Call("all_gather", 32), Call("all_reduce", 400)]
     # Step 2 is the warm-up's last, 3 reduces in pairs, 4 too and then all ranks average.
@@ -244,9 +235,7 @@ def test_steps_of_local_sgd_are_those_asked_for() -> None:
             "averaging= is for 'local-sgd'; strategy 'ddp'",
         ),
         ("zero-3", {"steps": range(4)}, "steps= is for 'local-sgd'; strategy 'zero-3'"),
-        ("local-sgd", {"averaging": AveragingSchedule.periodic(2), "period": 2}, "period=2 or averaging="),
         ("local-sgd", {"steps": range(0)}, "counted from 0"),
-        ("local-sgd", {"period": 0}, "period must be at least 1, got 0"),
         (
             "local-sgd",
             {"averaging": AveragingSchedule.hierarchical({2: 8})},
@@ -258,7 +247,7 @@ def test_an_averaging_that_makes_no_sense_is_refused(
     strategy: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        schedule(strategy, [ParamSpec(4)], 4, **options)
+        scheduled(strategy, [ParamSpec(4)], 4, **options)
 
 
 # ---------------------------------------------------------------------------------------------- property
@@ -281,14 +270,18 @@ def test_gradients_travel_once_and_sharded_parameters_once_more(
 def test_a_rank_keeps_state_for_what_it_sends(
     params: list[ParamSpec], world_size: int, strategy: str
 ) -> None:
-    plan = schedule(strategy, params, world_size, "SGD+momentum")  # one tensor, no scalars: bytes = elements
+    plan = schedule(
+        recipe(strategy, optimizer="SGD+momentum"), params, world_size
+    )  # one tensor, no scalars: bytes = elements
     if world_size > 1:
         sent = [0] * world_size
         for call in broadcasts(plan.calls):
             assert call.peer is not None
             sent[call.peer] += call.nbytes
         assert tuple(sent) == plan.state_bytes
-    assert sum(plan.state_bytes) == schedule("ddp", params, 1, "SGD+momentum").state_bytes[0]
+    assert (
+        sum(plan.state_bytes) == schedule(recipe("ddp", optimizer="SGD+momentum"), params, 1).state_bytes[0]
+    )
 
 
 @given(params_of_model, st.integers(1, 8))
@@ -346,7 +339,7 @@ def model_of_many_kinds() -> torch.nn.Module:
 
 
 def measured(comm: Any, strategy: str, optimizer_class: type[torch.optim.Optimizer]) -> tuple[Any, Any]:
-    plan = STRATEGIES[strategy]
+    plan = RECIPES[strategy]
     model = model_of_many_kinds()
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(),
@@ -371,7 +364,7 @@ def test_the_optimizer_does_on_virtual_ranks_what_the_schedule_says(
     strategy: str, world_size: int, optimizer_class: type[torch.optim.Optimizer]
 ) -> None:
     params = from_module(model_of_many_kinds())
-    plan = schedule(strategy, params, world_size, optimizer_class.__name__)
+    plan = schedule(recipe(strategy, optimizer=optimizer_class.__name__), params, world_size)
     of_rank = virtual.run(measured, world_size, strategy, optimizer_class)
     for rank, (calls, held) in enumerate(of_rank):
         assert tuple(calls) == tuple(broadcasts(plan.calls))
@@ -461,7 +454,7 @@ def test_interleaved_parameters_follow_the_next_reduction() -> None:
 def test_without_overlap_they_are_the_schedules_calls(strategy: str) -> None:
     params = from_module(torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Linear(50, 7)))
     plan = schedule(strategy, params, 3)
-    partition = plan_partition(str(STRATEGIES[strategy].partition), params, 3)
+    partition = plan_partition(str(RECIPES[strategy].partition), params, 3)
     for rank in range(3):
-        calls = calls_of_rank(partition, params, rank, flat=STRATEGIES[strategy].buckets)
+        calls = calls_of_rank(partition, params, rank, flat=RECIPES[strategy].flat)
         assert tuple(calls) == plan.calls

@@ -8,10 +8,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
+from zero_ref.averaging import AveragingSchedule
 from zero_ref.partition import ParamSpec
 from zero_ref.simulator.cluster import CLUSTERS, Cluster, Device, Link, cluster
 from zero_ref.simulator.play import Work, play
-from zero_ref.simulator.schedule import STRATEGIES, Schedule, ddp_buckets, schedule
+from zero_ref.simulator.recipe import RECIPES, recipe
+from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import (
     FACTORS,
     SCALES,
@@ -128,7 +130,7 @@ def test_nothing_helps_where_nothing_takes_time() -> None:
 
 
 def test_local_sgd_is_counted_by_the_iteration() -> None:
-    plan = schedule("local-sgd", PARAMS, 4, period=4)
+    plan = schedule(recipe("local-sgd", averaging=AveragingSchedule.periodic(4)), PARAMS, 4)
     found = what_if(plan, PLAIN, Work(10))
     assert found.iteration_ms == play(plan, PLAIN, Work(10)).makespan_ms / 4
     assert sum(found.critical_ms.values()) == pytest.approx(found.iteration_ms)
@@ -163,7 +165,7 @@ def test_a_setting_has_ranks_and_buckets(sizes: tuple[int, int]) -> None:
 
 # ----------------------------------------------------------------------------------------------- property
 
-names = st.sampled_from([name for name in STRATEGIES if name != "zero-3"])
+names = st.sampled_from([name for name in RECIPES if name != "zero-3"])
 
 
 @given(names, names, st.sampled_from(list(CLUSTERS)), st.integers(1, 20))

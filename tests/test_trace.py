@@ -14,6 +14,7 @@ from zero_ref.partition import ParamSpec
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import ddp_buckets, schedule
 from zero_ref.simulator.timeline import Event, Timeline
 from zero_ref.simulator.trace import LANES, timelines_of, trace, write_trace
@@ -23,7 +24,7 @@ PARAMS = [ParamSpec(1000, name=f"{i}.weight") for i in range(6)]
 
 def played(way: str = "plain") -> Any:
     buckets = ddp_buckets(PARAMS, cap_bytes=8000)
-    plan = schedule("zero-even", PARAMS, 4, way=way, side_stream=True, ddp_buckets=buckets)
+    plan = schedule(recipe("zero-even", way=way), PARAMS, 4, side_stream=True, ddp_buckets=buckets)
     return play(plan, cluster("a100-ib"), Work(64))
 
 

@@ -85,6 +85,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.operations": 13,
     "zero_ref.simulator.operations.order": 7,
     "zero_ref.simulator.operations.local_sgd": 11,
+    "zero_ref.simulator.recipe": 4,
     "zero_ref.simulator.schedule": 4,
     "zero_ref.simulator.schedule.calls_of_rank": 7,
     "zero_ref.simulator.schedule.ddp_buckets": 5,

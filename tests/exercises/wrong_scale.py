@@ -10,6 +10,7 @@ from zero_ref.partition import ParamSpec
 from zero_ref.simulator.calibrate import Sample, fit
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import schedule
 
 Points = list[tuple[float, float]]
@@ -95,7 +96,9 @@ def as_many_as_there_are(params: list[ParamSpec], machines: Cluster, tokens: int
 
 def tokens_not_divided(params: list[ParamSpec], machines: Cluster, tokens: int) -> int:
     def step_ms(n: int) -> float:
-        return play(schedule("zero-even", params, n, native=True), machines, Work(tokens)).iteration_ms
+        return play(
+            schedule(recipe("zero-even", native=True), params, n), machines, Work(tokens)
+        ).iteration_ms
 
     return min((2**power for power in range(13)), key=step_ms)
 
@@ -103,7 +106,7 @@ def tokens_not_divided(params: list[ParamSpec], machines: Cluster, tokens: int) 
 def where_a_tenth_is_exposed(params: list[ParamSpec], machines: Cluster, tokens: int) -> int:
     n = 1
     while n < 4096:
-        played = play(schedule("zero-even", params, n, native=True), machines, Work(tokens // n))
+        played = play(schedule(recipe("zero-even", native=True), params, n), machines, Work(tokens // n))
         if played.timeline().exposed_ms > played.iteration_ms / 10:
             break
         n *= 2

@@ -20,6 +20,7 @@ from zero_ref.lab.recorder import IterationRecorder
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.models import from_module
 from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import ddp_buckets, schedule
 from zero_ref.simulator.timeline import Timeline
 
@@ -90,13 +91,10 @@ def recorded(modes: list[Mode]) -> list[Timeline]:
 def simulated(mode: Mode, rank: int) -> Timeline:
     params = from_module(tower())
     plan = schedule(
-        mode.strategy,
+        recipe(mode.strategy, optimizer="Adam", way=mode.way, to_owners=mode.to_owners),
         params,
         2,
-        "Adam",
         ddp_buckets=ddp_buckets(params, cap_bytes=BUCKET),
-        way=mode.way,
-        to_owners=mode.to_owners,
     )
     return play(plan, cluster("loopback"), Work(3)).timeline(rank)
 

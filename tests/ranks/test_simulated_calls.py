@@ -37,7 +37,8 @@ from zero_ref.partition import ParamSpec, plan_partition
 from zero_ref.reduction import reduce_to_owners
 from zero_ref.simulator.ledger import nbytes_of
 from zero_ref.simulator.models import from_module, ready_order
-from zero_ref.simulator.schedule import MIB, STRATEGIES, Schedule, ddp_buckets, schedule
+from zero_ref.simulator.recipe import RECIPES, recipe
+from zero_ref.simulator.schedule import MIB, Schedule, ddp_buckets, schedule
 
 pytestmark = pytest.mark.ranks
 
@@ -118,7 +119,10 @@ class Run(NamedTuple):
     def foreseen(self, name: str, world_size: int) -> Schedule:
         params, buckets = foreseen_buckets(name)
         return schedule(
-            self.strategy, params, world_size, ddp_buckets=buckets, to_owners=self.to_owners, way=self.way
+            recipe(self.strategy, to_owners=self.to_owners, way=self.way),
+            params,
+            world_size,
+            ddp_buckets=buckets,
         )
 
 
@@ -155,7 +159,7 @@ def recorded(case: Case, run: Run) -> Seen:
     ddp = case.wrap(model)
     calls: list[Call] = []
     reduce = recording_all_reduce(calls)
-    plan = STRATEGIES[run.strategy]
+    plan = RECIPES[run.strategy]
     if plan.partition is None:
         optimizer: Any = torch.optim.AdamW(model.parameters())
         ddp.register_comm_hook(None, reduce)
@@ -241,7 +245,7 @@ def whole_gradients(run: Run, name: str, world_size: int) -> list[int]:
     A rank that owns none has one of zeros, of the smallest parameter.
     """
     params, _ = foreseen_buckets(name)
-    partition = plan_partition(str(STRATEGIES[run.strategy].partition), params, world_size)
+    partition = plan_partition(str(RECIPES[run.strategy].partition), params, world_size)
     smallest = min((param for param in params if param.trainable), key=lambda param: param.numel)
     owned = ({params[piece.param] for piece in slices} for slices in partition.slices_of_rank)
     return [sum(nbytes_of(param) for param in own if param.trainable) or nbytes_of(smallest) for own in owned]
@@ -351,7 +355,7 @@ def test_local_sgd_makes_the_calls_of_the_schedule_from_the_warm_up_on(world_siz
     for name, (kind, averaging) in itertools.product(HALF_THE_CASES, averagings(world_size).items()):
         params, buckets = foreseen_buckets(name)
         plan = schedule(
-            "local-sgd", params, world_size, ddp_buckets=buckets, averaging=averaging, steps=STEPS
+            recipe("local-sgd", averaging=averaging), params, world_size, ddp_buckets=buckets, steps=STEPS
         )
         assert plan.calls
         for rank, seen in enumerate(of_ranks):
@@ -371,7 +375,7 @@ def test_local_sgd_of_one_rank_makes_the_calls_of_the_schedule() -> None:
     finally:
         dist.destroy_process_group()
     params, buckets = foreseen_buckets(name)
-    plan = schedule("local-sgd", params, 1, ddp_buckets=buckets, averaging=averaging, steps=STEPS)
+    plan = schedule(recipe("local-sgd", averaging=averaging), params, 1, ddp_buckets=buckets, steps=STEPS)
     assert seen.calls == list(plan.calls)
     assert {call.op for call in seen.calls} == {"all_reduce"}, "of the warm-up, by DDP"
 
@@ -381,7 +385,7 @@ def test_torchs_local_sgd_makes_the_same_calls_but_for_the_agreement(world_size:
     of_ranks = ranks.run(all_torchs_local_sgd, world_size, timeout=60, backend="gloo")
     for name in CASES:
         params, _ = foreseen_buckets(name)
-        plan = schedule("local-sgd", params, world_size, period=PERIOD)
+        plan = schedule(recipe("local-sgd", averaging=AveragingSchedule.periodic(PERIOD)), params, world_size)
         without_agreement = [call for call in plan.calls if call != Call("all_gather", 32)]
         for rank, seen in enumerate(of_ranks):
             assert seen[name].calls == without_agreement, name

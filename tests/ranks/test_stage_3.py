@@ -19,6 +19,7 @@ from zero_ref.lab.meter import HeldBytes, bytes_sent_by, recording_distributed
 from zero_ref.lab.model import GPT
 from zero_ref.lab.stage_3 import held_bytes, local_part
 from zero_ref.simulator.models import blocks, from_module
+from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import Schedule, schedule
 
 pytestmark = pytest.mark.ranks
@@ -91,7 +92,7 @@ def foreseen(make: Callable[[], nn.Module], world_size: int) -> Schedule:
     model = make()
     params = from_module(model)
     rows = [param.shape[0] for param in model.parameters()]
-    return schedule("zero-3", params, world_size, "AdamW", blocks=blocks(params), rows=rows)
+    return schedule(recipe("zero-3", optimizer="AdamW"), params, world_size, blocks=blocks(params), rows=rows)
 
 
 # -------------------------------------------------------------------------------------------- what is seen

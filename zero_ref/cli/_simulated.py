@@ -8,8 +8,8 @@ from typing import Any
 
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.ledger import format_bytes
+from zero_ref.simulator.recipe import LOCAL_SGD
 from zero_ref.simulator.scenario import Run, Scenario
-from zero_ref.simulator.schedule import LOCAL_SGD
 
 BETTER = {
     "latency": "half the latency",

@@ -25,18 +25,19 @@ from zero_ref.simulator.cluster import CLUSTERS, Cluster
 from zero_ref.simulator.ledger import STATE_RULES
 from zero_ref.simulator.models import MODELS, Architecture, from_config
 from zero_ref.simulator.operations import WAYS
+from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES
 from zero_ref.simulator.scenario import DTYPES, Run, Scenario
-from zero_ref.simulator.schedule import LOCAL_SGD, MIB, STRATEGIES
+from zero_ref.simulator.schedule import MIB
 from zero_ref.simulator.trace import write_trace
 
 MOST_OPERATIONS = 2**20
 """Of local SGD's steps: some ten seconds' worth."""
 
 USED_BY: dict[str, tuple[str, ...]] = {
-    "overlap": tuple(name for name, plan in STRATEGIES.items() if plan.partition),
-    "messages": tuple(name for name, plan in STRATEGIES.items() if plan.partition),
-    "bucket_mib": tuple(name for name, plan in STRATEGIES.items() if plan.stage < 3),
-    "prefetch": tuple(name for name, plan in STRATEGIES.items() if plan.stage == 3),
+    "overlap": tuple(name for name, plan in RECIPES.items() if plan.partition),
+    "messages": tuple(name for name, plan in RECIPES.items() if plan.partition),
+    "bucket_mib": tuple(name for name, plan in RECIPES.items() if plan.stage < 3),
+    "prefetch": tuple(name for name, plan in RECIPES.items() if plan.stage == 3),
     "period": (LOCAL_SGD,),
     "gradient_group": (LOCAL_SGD,),
 }
@@ -63,11 +64,11 @@ def register_simulate(subparsers: Subparsers) -> None:
         metavar="NAME|FILE",
         help=", ".join(CLUSTERS) + ", or what `zero-ref calibrate --out FILE` wrote (default: %(default)s)",
     )
-    strategies = "; ".join(f"{name}: {plan.summary}" for name, plan in STRATEGIES.items())
+    strategies = "; ".join(f"{name}: {plan.summary}" for name, plan in RECIPES.items())
     parser.add_argument(
         "--strategy",
         default="zero-even",
-        choices=list(STRATEGIES),
+        choices=list(RECIPES),
         metavar="NAME",
         help=strategies + " (default: %(default)s)",
     )
@@ -75,7 +76,7 @@ def register_simulate(subparsers: Subparsers) -> None:
         "--compare",
         action="append",
         default=[],
-        choices=list(STRATEGIES),
+        choices=list(RECIPES),
         metavar="NAME",
         help="another strategy beside it; may be given several times",
     )

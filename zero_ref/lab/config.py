@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field
 
 from zero_ref.lab._arguments import LARGEST_SEED, ReplacedFile, number, seed, whole
-from zero_ref.simulator.schedule import STRATEGIES
+from zero_ref.simulator.recipe import RECIPES
 
 VOCABULARY = 256
 """One token for each byte."""
@@ -17,7 +17,7 @@ LONGEST_CONTEXT = 32_768
 """Of a GPT. It reads Python's language reference, of which a tenth, some 50,000 bytes, is held out."""
 
 TRAINED = ("ddp", "zero", "zero-bucket", "zero-even")
-"""The strategies of `simulator.schedule.STRATEGIES` that the main job can be trained under."""
+"""The strategies of `simulator.schedule.RECIPES` that the main job can be trained under."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.strategy not in TRAINED:
-            only = " is simulated only" if self.strategy in STRATEGIES else ""
+            only = " is simulated only" if self.strategy in RECIPES else ""
             raise ValueError(
                 f"cannot train under {self.strategy!r}{only}; choose one of {', '.join(TRAINED)}."
             )

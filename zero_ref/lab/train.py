@@ -31,7 +31,8 @@ from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.ranks import device
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.simulator import models
-from zero_ref.simulator.schedule import STRATEGIES, Schedule, ddp_buckets, schedule
+from zero_ref.simulator.recipe import RECIPES
+from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 
 Progress = Callable[[int, float], None]
 """Called with the number of steps done and the last training loss."""
@@ -113,7 +114,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
 
 def make_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     """AdamW, whole on every rank ("ddp") or sharded as the strategy says."""
-    plan = STRATEGIES[config.strategy]
+    plan = RECIPES[config.strategy]
     if plan.partition is None:
         return torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     return ZeroRedundancyOptimizer(
@@ -121,7 +122,7 @@ def make_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.O
         torch.optim.AdamW,
         lr=config.learning_rate,
         partition=plan.partition,
-        parameters_as_bucket_view=plan.buckets,
+        parameters_as_bucket_view=plan.flat,
     )
 
 
@@ -229,7 +230,7 @@ def predict(config: TrainConfig, world_size: int) -> Schedule:
     tokens, targets = batch(language_reference().training, config.model, 1, seed=0, step=0, rank=0)
     params = models.from_module(model)
     order = models.ready_order(model, lambda: model(tokens, targets).backward())
-    return schedule(config.strategy, params, world_size, "AdamW", ddp_buckets=ddp_buckets(params, order))
+    return schedule(config.strategy, params, world_size, ddp_buckets=ddp_buckets(params, order))
 
 
 class Pair(NamedTuple):

@@ -13,8 +13,8 @@ from zero_ref.live.timelines import lanes
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import Cluster, Link
 from zero_ref.simulator.models import TRANSFORMERS
+from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import Run, Scenario
-from zero_ref.simulator.schedule import STRATEGIES
 
 MS_PER_DAY = 86_400_000.0
 NVLINK_US = 3.0
@@ -120,7 +120,7 @@ DESIGN = Explorer(
     "Cluster designer",
     (
         Control("model", "model", "llama3-70b", tuple(TRANSFORMERS)),
-        Control("strategy", "strategy", "zero-3", tuple(STRATEGIES)),
+        Control("strategy", "strategy", "zero-3", tuple(RECIPES)),
         Control("device", "device", "H100 80 GB", tuple(DEVICES)),
         Control("per_node", "devices in a node", 8, (1, 2, 4, 8, 16)),
         Control("nodes", "nodes", 16, (1, 2, 4, 8, 16, 32, 64, 128)),

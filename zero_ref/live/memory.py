@@ -13,7 +13,7 @@ from zero_ref.live.svg import LINE, MARGIN, axis, bar, key, level, picture, text
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS, Device
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES
-from zero_ref.simulator.memory import Memory, Recipe, average_memory
+from zero_ref.simulator.memory import Memory, MemorySettings, average_memory
 from zero_ref.simulator.models import TRANSFORMERS
 from zero_ref.simulator.scenario import Scenario
 
@@ -79,14 +79,14 @@ def _items(
     run = Scenario(
         TRANSFORMERS[model], CLUSTERS["h100-ib"], ranks, batch, sequence, checkpointing=checkpointing
     )  # which counts activations; of these the cluster is no matter
-    recipe = Recipe(
+    settings = MemorySettings(
         stage,
         convention,
         optimizer,
         gradient_as_bucket_view=True,
         activation_bytes=run.activation_bytes,
     )
-    return named_items(average_memory(params_of(model), ranks, recipe))
+    return named_items(average_memory(params_of(model), ranks, settings))
 
 
 def named_items(memory: Memory) -> dict[str, float]:

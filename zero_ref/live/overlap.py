@@ -13,7 +13,8 @@ from zero_ref.simulator.cluster import CLUSTERS, Link
 from zero_ref.simulator.models import MODELS, blocks, shapes
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.play import Work, play
-from zero_ref.simulator.schedule import MIB, STRATEGIES, Schedule, ddp_buckets, schedule
+from zero_ref.simulator.recipe import RECIPES, recipe
+from zero_ref.simulator.schedule import MIB, Schedule, ddp_buckets, schedule
 
 FACTORS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 
@@ -32,7 +33,7 @@ def _draw(
     native: bool,
 ) -> Answer:
     links = CLUSTERS[cluster].with_links(latency=latency, bandwidth=bandwidth)
-    sharded = STRATEGIES[strategy].partition is not None
+    sharded = RECIPES[strategy].partition is not None
     plans = {"ddp": _plan(model, "ddp", ranks, bucket_mb)}
     options = (way, native, links.backend == "nccl") if sharded else ()
     plans[strategy] = _plan(model, strategy, ranks, bucket_mb, *options)
@@ -64,7 +65,7 @@ def _draw(
     idle = []
     if not sharded:
         idle += ["way", "native"]
-    if STRATEGIES[strategy].stage == 3:
+    if RECIPES[strategy].stage == 3:
         idle.append("bucket_mb")
     return Answer(picture(width, bottom, words, parts), words, rows, numbers, idle)
 
@@ -85,16 +86,14 @@ def _plan(
 ) -> Schedule:
     """A schedule knows no clock: other links, devices and batches play the same one."""
     params = params_of(model)
-    stage_3 = STRATEGIES[strategy].stage == 3
+    stage_3 = RECIPES[strategy].stage == 3
     return schedule(
-        strategy,
+        recipe(strategy, way=way, native=native),
         params,
         ranks,
         ddp_buckets=ddp_buckets(params, cap_bytes=bucket_mb * MIB),
         blocks=blocks(params) if stage_3 else None,
         rows=[one.shape[0] for one in shapes(model)] if stage_3 else None,
-        way=way,
-        native=native,
         side_stream=side_stream,
     )
 
@@ -105,7 +104,7 @@ OVERLAP = Explorer(
     (
         Control("model", "model", "llama3-8b", tuple(MODELS)),
         Control("cluster", "cluster", "a100-ethernet", tuple(CLUSTERS)),
-        Control("strategy", "strategy", "zero-2", tuple(STRATEGIES)),
+        Control("strategy", "strategy", "zero-2", tuple(RECIPES)),
         Control("way", "update", "interleaved", tuple(WAYS), {way: way.replace("_", " ") for way in WAYS}),
         Control("bucket_mb", "bucket, MiB", 25, (1, 2, 4, 8, 16, 25, 32, 64, 128, 256, 512, 1024)),
         Control("latency", "latency, times the cluster's", 1.0, FACTORS),

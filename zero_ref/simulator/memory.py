@@ -30,10 +30,10 @@ FIRST_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
 
 
 @dataclass(frozen=True)
-class Recipe:
+class MemorySettings:
     """How a run keeps its model, as far as memory is concerned.
 
-    >>> Recipe(stage=2).convention
+    >>> MemorySettings(stage=2).convention
     'mixed-16'
 
     Args:
@@ -124,12 +124,12 @@ class Memory:
         return sum(self.items.values())
 
 
-def average_memory(params: Sequence[ParamSpec], world_size: int, recipe: Recipe) -> Memory:
+def average_memory(params: Sequence[ParamSpec], world_size: int, settings: MemorySettings) -> Memory:
     """What a rank holds if everything that the stage divides divides evenly. Padding is not counted.
 
     >>> from zero_ref.simulator.ledger import format_bytes
     >>> from zero_ref.simulator.models import shapes, specs
-    >>> memory = average_memory(specs(shapes("llama3-70b")), 512, Recipe(stage=3))
+    >>> memory = average_memory(specs(shapes("llama3-70b")), 512, MemorySettings(stage=3))
     >>> {item: format_bytes(nbytes, "GB") for item, nbytes in memory.items.items() if nbytes > 1e6}
     {'parameters': '0.28 GB', 'gradients': '0.28 GB', 'master copies': '0.55 GB', 'moments': '1.10 GB',
      'communication': '11.83 GB'}
@@ -143,8 +143,8 @@ def average_memory(params: Sequence[ParamSpec], world_size: int, recipe: Recipe)
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
-    whole = whole_bytes(params, recipe)
-    ranks = {part: world_size if recipe.stage >= first else 1 for part, first in FIRST_STAGE.items()}
+    whole = whole_bytes(params, settings)
+    ranks = {part: world_size if settings.stage >= first else 1 for part, first in FIRST_STAGE.items()}
     return Memory(
         parameter_bytes=whole.params / ranks["parameters"],
         gradient_bytes=whole.grads / ranks["gradients"],
@@ -152,16 +152,16 @@ def average_memory(params: Sequence[ParamSpec], world_size: int, recipe: Recipe)
         moment_bytes=whole.moments / ranks["optimizer"],
         scalar_bytes=whole.scalars / ranks["optimizer"],
         padding_bytes=0,
-        gradient_bucket_bytes=_gradient_bucket_bytes(whole, recipe),
-        communication_bytes=_communication_bytes(params, world_size, recipe),
-        activation_bytes=recipe.activation_bytes,
+        gradient_bucket_bytes=_gradient_bucket_bytes(whole, settings),
+        communication_bytes=_communication_bytes(params, world_size, settings),
+        activation_bytes=settings.activation_bytes,
     )
 
 
 def memory_of_ranks(
     partition: Partition,
     params: Sequence[ParamSpec],
-    recipe: Recipe,
+    settings: MemorySettings,
     *,
     padding_bytes: int | None = None,
 ) -> tuple[Memory, ...]:
@@ -169,8 +169,8 @@ def memory_of_ranks(
 
     >>> from zero_ref.partition import sorted_greedy
     >>> params = [ParamSpec(1000), ParamSpec(24)]
-    >>> recipe = Recipe(stage=1, convention=None, gradient_as_bucket_view=True, bucket_bytes=0)
-    >>> for memory in memory_of_ranks(sorted_greedy([1000, 24], 2), params, recipe):
+    >>> settings = MemorySettings(stage=1, convention=None, gradient_as_bucket_view=True, bucket_bytes=0)
+    >>> for memory in memory_of_ranks(sorted_greedy([1000, 24], 2), params, settings):
     ...     print(memory.parameter_bytes, memory.gradient_bytes, memory.moment_bytes, memory.scalar_bytes)
     4096 4096 8000 4
     4096 4096 192 4
@@ -184,14 +184,14 @@ def memory_of_ranks(
     """
     check_fits(partition, params)
     if padding_bytes is None:
-        padding_bytes = _padding_bytes(partition, params, recipe)
-    whole = whole_bytes(params, recipe)
-    cost_of_param = costs(params, recipe)
+        padding_bytes = _padding_bytes(partition, params, settings)
+    whole = whole_bytes(params, settings)
+    cost_of_param = costs(params, settings)
     on_every_rank = {
         "padding_bytes": padding_bytes,
-        "gradient_bucket_bytes": _gradient_bucket_bytes(whole, recipe),
-        "communication_bytes": _communication_bytes(params, partition.world_size, recipe),
-        "activation_bytes": recipe.activation_bytes,
+        "gradient_bucket_bytes": _gradient_bucket_bytes(whole, settings),
+        "communication_bytes": _communication_bytes(params, partition.world_size, settings),
+        "activation_bytes": settings.activation_bytes,
     }
     memory_of: dict[tuple[tuple[int, StateBytes], ...], Memory] = {}  # most ranks own as much as others
     memories = []
@@ -200,7 +200,7 @@ def memory_of_ranks(
         memory = memory_of.get(pieces)
         if memory is None:
             owned = _total(pieces)
-            held = {part: owned if recipe.stage >= first else whole for part, first in FIRST_STAGE.items()}
+            held = {part: owned if settings.stage >= first else whole for part, first in FIRST_STAGE.items()}
             memory = memory_of[pieces] = Memory(
                 parameter_bytes=held["parameters"].params,
                 gradient_bytes=held["gradients"].grads,
@@ -226,15 +226,15 @@ class StateBytes(NamedTuple):
     scalars: int
 
 
-def costs(params: Sequence[ParamSpec], recipe: Recipe) -> list[StateBytes]:
+def costs(params: Sequence[ParamSpec], settings: MemorySettings) -> list[StateBytes]:
     """What one element of each parameter costs. A frozen one has no gradient and no master copy.
 
-    >>> costs([ParamSpec(10), ParamSpec(3, trainable=False)], Recipe(stage=1))
+    >>> costs([ParamSpec(10), ParamSpec(3, trainable=False)], MemorySettings(stage=1))
     [StateBytes(params=2, grads=2, master=4, moments=8, scalars=4),
      StateBytes(params=2, grads=0, master=0, moments=0, scalars=0)]
     """
-    rule = state_rule(recipe.optimizer)
-    convention = None if recipe.convention is None else convention_named(recipe.convention)
+    rule = state_rule(settings.optimizer)
+    convention = None if settings.convention is None else convention_named(settings.convention)
     listed = []
     for param in params:
         if convention is None:
@@ -256,9 +256,9 @@ def costs(params: Sequence[ParamSpec], recipe: Recipe) -> list[StateBytes]:
     return listed
 
 
-def whole_bytes(params: Sequence[ParamSpec], recipe: Recipe) -> StateBytes:
+def whole_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> StateBytes:
     """The state of the whole model, divided by nobody."""
-    return _total((param.numel, cost) for param, cost in zip(params, costs(params, recipe), strict=True))
+    return _total((param.numel, cost) for param, cost in zip(params, costs(params, settings), strict=True))
 
 
 def _total(pieces: Iterable[tuple[int, StateBytes]]) -> StateBytes:
@@ -274,31 +274,31 @@ def _total(pieces: Iterable[tuple[int, StateBytes]]) -> StateBytes:
 # ------------------------------------------------------------------------------------------------ on top
 
 
-def _gradient_bucket_bytes(whole: StateBytes, recipe: Recipe) -> int:
-    if recipe.stage == 2:
-        return whole.grads if recipe.buckets_stay else 0
-    return whole.grads if recipe.stage < 2 and not recipe.gradient_as_bucket_view else 0
+def _gradient_bucket_bytes(whole: StateBytes, settings: MemorySettings) -> int:
+    if settings.stage == 2:
+        return whole.grads if settings.buckets_stay else 0
+    return whole.grads if settings.stage < 2 and not settings.gradient_as_bucket_view else 0
 
 
-def _communication_bytes(params: Sequence[ParamSpec], world_size: int, recipe: Recipe) -> int:
-    if world_size == 1 or recipe.stage == 0:  # DDP reduces in its buckets
+def _communication_bytes(params: Sequence[ParamSpec], world_size: int, settings: MemorySettings) -> int:
+    if world_size == 1 or settings.stage == 0:  # DDP reduces in its buckets
         return 0
-    cost_of_param = costs(params, recipe)
-    if recipe.stage == 3:
+    cost_of_param = costs(params, settings)
+    if settings.stage == 3:
         units = [_total((params[i].numel, cost_of_param[i]) for i in unit) for unit in blocks(params)]
         root, *others = units
-        gathered = sorted((unit.params for unit in others), reverse=True)[: recipe.gathered_units]
+        gathered = sorted((unit.params for unit in others), reverse=True)[: settings.gathered_units]
         return root.params + sum(gathered) + max(unit.grads for unit in units)
     trainable = [i for i, param in enumerate(params) if param.trainable]
-    sent = 0 if recipe.flat else sum(params[i].numel * cost_of_param[i].params for i in trainable)
-    reduced = whole_bytes(params, recipe).grads if recipe.stage == 2 else 0
-    return min(recipe.bucket_bytes, max(sent, reduced))
+    sent = 0 if settings.flat else sum(params[i].numel * cost_of_param[i].params for i in trainable)
+    reduced = whole_bytes(params, settings).grads if settings.stage == 2 else 0
+    return min(settings.bucket_bytes, max(sent, reduced))
 
 
-def _padding_bytes(partition: Partition, params: Sequence[ParamSpec], recipe: Recipe) -> int:
-    if not recipe.flat:
+def _padding_bytes(partition: Partition, params: Sequence[ParamSpec], settings: MemorySettings) -> int:
+    if not settings.flat:
         return 0
-    convention = recipe.convention
+    convention = settings.convention
     return sum(
         flat.padding * (flat.itemsize if convention is None else convention_named(convention).params)
         for flat in lay_out(partition, params).flats

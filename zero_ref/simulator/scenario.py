@@ -15,11 +15,12 @@ from zero_ref.partition import ParamSpec, Partition, plan_partition
 from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.ledger import StateRule, nbytes_of, state_rule
-from zero_ref.simulator.memory import Memory, Recipe, average_memory, memory_of_ranks
+from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
 from zero_ref.simulator.models import GPT2, Architecture, Llama, ParamShape, blocks, specs
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.play import Played, Work, play
-from zero_ref.simulator.schedule import LOCAL_SGD, STRATEGIES, Schedule, ddp_buckets, schedule
+from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES, Recipe, recipe
+from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
 from zero_ref.simulator.shortfall import Shortfall, why_not_smaller
 from zero_ref.simulator.timeline import Timeline
@@ -52,14 +53,15 @@ class Scenario:
         bucket_bytes: of DDP's gradient buckets; None for 25 MiB after a first of 1 MiB, as DDP.
         checkpointing: one of `activations.CHECKPOINTING`. Attention scores are kept under "none" only: else
             attention is supposed to be flash attention, which PyTorch takes by itself.
-        native: as `schedule`; None for the calls of a library where the backend is NCCL, and for this
+        native: as `Recipe`; None for the calls of a library where the backend is NCCL, and for this
             package's own on Gloo.
-        prefetch, period: as `schedule`.
+        prefetch: as `Recipe`.
+        period: of local-sgd, steps from one average to the next.
         gradient_group: of local-sgd, consecutive ranks that average their gradients in every step, such as
             those of a node; 1 for none.
     Raises:
         ValueError: the batch or sequence is below 1, or the dtype is unknown. (In methods) as `schedule`,
-            `AveragingSchedule`, `Recipe` and `play`.
+            `AveragingSchedule`, `MemorySettings` and `play`.
     """
 
     architecture: Architecture
@@ -172,10 +174,12 @@ class Scenario:
 
     def partition(self, strategy: str) -> Partition | None:
         """Who owns what under a strategy; None if it has no owners. Made once, for schedule and memory."""
-        rule = STRATEGIES[strategy].partition
-        if rule is not None and rule not in self._partitions:
-            self._partitions[rule] = plan_partition(rule, self.params, self.world_size)
-        return None if rule is None else self._partitions[rule]
+        rule = recipe(strategy).partition
+        if rule is None:
+            return None
+        if str(rule) not in self._partitions:  # strategies share a rule
+            self._partitions[str(rule)] = plan_partition(rule, self.params, self.world_size)
+        return self._partitions[str(rule)]
 
     @cached_property
     def buckets(self) -> list[list[int]]:
@@ -196,29 +200,36 @@ class Scenario:
 
     def schedule(self, strategy: str) -> Schedule:
         """The strategy's iteration. Options that it has no use for are not passed on."""
-        partition = self.partition(strategy) if strategy in STRATEGIES else None
         return schedule(
-            strategy,
+            self.recipe(strategy),
             self.params,
             self.world_size,
-            self.state,
             ddp_buckets=self.buckets,
-            partition=partition,
-            way="plain" if partition is None else self.way,
             side_stream=self.cluster.backend == "nccl",
-            native=self.library_calls,
             blocks=blocks(self.params),
             rows=[param.shape[0] for param in self.shapes],
-            prefetch=self.prefetch,
-            averaging=self.averaging if strategy == LOCAL_SGD else None,
-            averaged_itemsize=4,  # the masters beside 16-bit parameters
             activation_bytes=self.activation_bytes,
         )
 
     def recipe(self, strategy: str) -> Recipe:
+        """The strategy's, with what the scenario says of it."""
+        usual = recipe(strategy)
+        owners = usual.shards_by_parameter
+        return recipe(
+            usual,
+            optimizer=self.state,
+            partition=self.partition(strategy),
+            way=self.way if owners else "plain",
+            native=self.library_calls,
+            prefetch=self.prefetch,
+            averaging=usual.averaging and self.averaging,
+            averaged_itemsize=4,  # the masters beside 16-bit parameters
+        )
+
+    def settings(self, strategy: str) -> MemorySettings:
         """How the strategy keeps the model; gradients are views of DDP's buckets."""
-        plan = STRATEGIES[strategy]
-        return Recipe(
+        plan = RECIPES[strategy]
+        return MemorySettings(
             plan.stage,
             convention="mixed-16" if DTYPES[self.dtype] == 2 else None,
             optimizer=self.optimizer,
@@ -228,27 +239,27 @@ class Scenario:
                 default=0,
             ),
             gathered_units=1 + self.prefetch,
-            flat=plan.buckets,
+            flat=plan.flat,
             buckets_stay=not self.library_calls,
             activation_bytes=self.activation_bytes,
         )
 
     def memory(self, strategy: str, plan: Schedule) -> tuple[Memory, ...]:
         """What lies on each rank under a strategy, whose schedule this is."""
-        recipe = self.recipe(strategy)
+        settings = self.settings(strategy)
         partition = self.partition(strategy)
         if partition is not None:
             parameter_bytes = sum(nbytes_of(param) for param in self.params)
             padding_bytes = plan.parameter_bytes[0] - parameter_bytes
-            return memory_of_ranks(partition, self.params, recipe, padding_bytes=padding_bytes)
-        average = average_memory(self.params, self.world_size, recipe)
+            return memory_of_ranks(partition, self.params, settings, padding_bytes=padding_bytes)
+        average = average_memory(self.params, self.world_size, settings)
         if strategy == LOCAL_SGD and self.world_size > 1:
             # The averager copies all that is averaged into one tensor, and sends that.
             average = replace(average, communication_bytes=4 * self.numel)
-        if recipe.stage < 3:
+        if settings.stage < 3:
             return (average,) * self.world_size
         # Each parameter is cut along its first dimension, so the first ranks have more than the last.
-        whole = average_memory(self.params, 1, recipe)
+        whole = average_memory(self.params, 1, settings)
         numel_of_rank = dict(plan.operations[-1].shares or ())
         held = list(
             zip(
@@ -316,7 +327,7 @@ class Run:
     def memory_curve(self, rank: int) -> list[tuple[float, int]]:
         """What a rank holds over time, as `Played.memory`. DDP keeps buckets; a library's stage 2 none."""
         held = self.memories[rank]
-        stage = STRATEGIES[self.strategy].stage
+        stage = RECIPES[self.strategy].stage
         stay = stage < 2 or (stage == 2 and not self.scenario.library_calls)
         comes_and_goes = held.communication_bytes + held.activation_bytes
         if not stay:
@@ -338,8 +349,10 @@ class Run:
         owned = self.scenario.partition(self.strategy)
         if owned is None:
             return None
-        recipe = self.scenario.recipe(self.strategy)
-        return why_not_smaller(owned, self.scenario.params, recipe, rank=self.fullest, memories=self.memories)
+        settings = self.scenario.settings(self.strategy)
+        return why_not_smaller(
+            owned, self.scenario.params, settings, rank=self.fullest, memories=self.memories
+        )
 
     @property
     def sent_bytes(self) -> float:

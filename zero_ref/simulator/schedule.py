@@ -13,12 +13,11 @@ from functools import cached_property
 from itertools import accumulate, islice
 from typing import NamedTuple
 
-from zero_ref.averaging import AveragingSchedule
 from zero_ref.calls import Call
 from zero_ref.layout import BucketLayout, lay_out
-from zero_ref.partition import ParamSpec, Partition, Strategy, plan_partition
+from zero_ref.partition import ParamSpec, Partition, plan_partition
 from zero_ref.simulator.cluster import traffic
-from zero_ref.simulator.ledger import StateRule, itemsize_of, nbytes_of, state_bytes_of_rank, state_rule
+from zero_ref.simulator.ledger import itemsize_of, nbytes_of, state_bytes_of_rank, state_rule
 from zero_ref.simulator.operations import (
     NETWORK,
     Operation,
@@ -30,40 +29,9 @@ from zero_ref.simulator.operations import (
     owned_bytes,
     stage_3,
 )
+from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
 
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class StrategyPlan:
-    """How a strategy shards the optimizer, and how it sends the new parameters.
-
-    Args:
-        partition: the name of its partition; None where every rank keeps the whole optimizer.
-        buckets: send one message for each bucket of a BucketLayout, not one for each owned slice.
-        summary: in words.
-        stage: of ZeRO: what is sharded. 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
-        to_owners: gradients are reduced to their owners only.
-    """
-
-    partition: str | None
-    buckets: bool
-    summary: str
-    stage: int = 1
-    to_owners: bool = False
-
-
-LOCAL_SGD = "local-sgd"
-
-STRATEGIES: dict[str, StrategyPlan] = {
-    "ddp": StrategyPlan(None, False, "every rank keeps the whole optimizer and sends no parameters", 0),
-    "zero": StrategyPlan("sorted_greedy", False, "whole parameters to owners, one broadcast each"),
-    "zero-bucket": StrategyPlan("sorted_greedy", True, "whole parameters to owners, one broadcast an owner"),
-    "zero-even": StrategyPlan("even", True, "1/N of the elements each, to within 64, one broadcast an owner"),
-    "zero-2": StrategyPlan("even", True, "as zero-even, gradients reduced to their owners only", 2, True),
-    "zero-3": StrategyPlan(None, False, "1/N of each parameter, gathered block by block before use", 3),
-    LOCAL_SGD: StrategyPlan(None, False, "every rank for itself, parameters averaged once a period", 0),
-}
 
 
 class Stretch(NamedTuple):
@@ -194,25 +162,16 @@ class Schedule:
 
 
 def schedule(
-    strategy: str,
+    strategy: str | Recipe,
     params: Sequence[ParamSpec],
     world_size: int,
-    optimizer: str | StateRule = "AdamW",
     *,
     ddp_buckets: Sequence[Sequence[int]] | None = None,
-    partition: Strategy | None = None,
-    to_owners: bool | None = None,
-    way: str = "plain",
-    side_stream: bool = False,
-    native: bool = False,
     blocks: Sequence[Sequence[int]] | None = None,
     rows: Sequence[int] | None = None,
-    prefetch: int = 1,
-    period: int | None = None,
-    averaging: AveragingSchedule | None = None,
-    steps: range | None = None,
-    averaged_itemsize: int | None = None,
     activation_bytes: int = 0,
+    steps: range | None = None,
+    side_stream: bool = False,
 ) -> Schedule:
     """Predict one steady-state iteration of a model under DDP and a strategy; of local SGD its steps.
 
@@ -231,58 +190,41 @@ def schedule(
     (12816, 12816)
 
     Args:
-        strategy: a name in STRATEGIES.
-        params: in registration order.
-        optimizer: a name in `ledger.STATE_RULES`, or a rule.
+        strategy: a recipe, or the name of one in `recipe.RECIPES`. Change one by `recipe(name, ...)`.
+        params: of the model, in registration order.
         ddp_buckets: the parameters of each of DDP's gradient buckets, in the order of their all-reduces;
             None for the function `ddp_buckets` with its defaults.
-        partition: who owns what, in place of the strategy's own rule: anything that the optimizer's
-            `partition=` takes.
-        to_owners: reduce gradients to their owners only, and release the rest; None for what the strategy
-            does.
-        way: when updates are made and sent, one of `operations.WAYS`.
-        side_stream: an interleaved update is made beside backward, as on a GPU.
-        native: not the calls of this package but those of a library that has NCCL's own collectives: one
-            reduce for each owner of a bucket, one all-gather for all shards. Under stage 1 and 2.
-        blocks: for zero-3 the parameters of each unit that is gathered together, the root's first
+        blocks: at stage 3 the parameters of each unit that is gathered together, the root's first
             (`models.blocks`); None for one unit of all.
-        rows: for zero-3 the first dimension of each parameter, along which it is cut; None for `numel`.
-        prefetch: for zero-3, how many units ahead parameters are gathered.
-        period: for local-sgd, steps from one average of all ranks to the next; None for 8. It stands for
-            `averaging=AveragingSchedule.periodic(period)`.
-        averaging: for local-sgd, when gradients and parameters are averaged and over whom.
-        steps: for local-sgd, which ones, from 0; None for a cycle of the averaging after its warm-up.
-        averaged_itemsize: for local-sgd, bytes of an element as it is averaged: 4 where the optimizer keeps
-            32-bit copies of 16-bit parameters; None for the parameters' own.
+        rows: at stage 3 the first dimension of each parameter, along which it is cut; None for `numel`.
         activation_bytes: that forward leaves for backward on each rank; only `play` looks at them.
+        steps: of local SGD, which ones, from 0; None for a cycle of the averaging after its warm-up.
+        side_stream: an interleaved update is made beside backward, as on a GPU.
     Raises:
-        ValueError: the strategy, way or optimizer is unknown, the partition or averaging does not fit, or a
-            partition, owners, a way, an averaging or steps are asked of a strategy that has none. Other
-            options that a strategy has no use for are ignored.
+        ValueError: there is no such strategy; its partition or averaging does not fit; steps are asked of one
+            that has none. Facts of the model that a strategy has no use for are ignored.
     Cost: the payload is Ψ elements of gradients, and under ZeRO another Ψ of parameters. On the wire the
         all-reduce moves its payload twice and a broadcast once, so stage 1 sends 1.5 times what DDP does;
         reduced to their owners, as in stage 2, gradients move once, and it is no more than DDP. Stage 3
         gathers parameters twice: 1.5 times again. Local SGD all-reduces parameters once in a period, and 32
         bytes of each rank before.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"unknown strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}.")
+    plan = recipe(strategy)
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
-    plan = STRATEGIES[strategy]
-    _check_options(strategy, plan, partition, to_owners, way)
-    _check_averaging(strategy, period, averaging, steps)
+    averaging = plan.averaging
+    if averaging is None and steps is not None:
+        raise ValueError(f"steps= is for {LOCAL_SGD!r}; strategy {plan.name!r} meets in every step.")
     if plan.stage == 3:
-        return _stage_3(params, world_size, optimizer, blocks, rows, prefetch, activation_bytes)
+        return _stage_3(params, world_size, plan, blocks, rows, activation_bytes)
     buckets = _default_buckets(params) if ddp_buckets is None else ddp_buckets
     parameter_bytes = sum(nbytes_of(param) for param in params)
     gradient_bytes = (sum(nbytes_of(param) for param in params if param.trainable),) * world_size
 
     if plan.partition is None:
         all_on_one = plan_partition("sorted_greedy", params, world_size=1)
-        state_bytes = state_bytes_of_rank(all_on_one, params, optimizer) * world_size
-        if strategy == LOCAL_SGD:
-            averaging = averaging or AveragingSchedule.periodic(8 if period is None else period)
+        state_bytes = state_bytes_of_rank(all_on_one, params, plan.optimizer) * world_size
+        if averaging is not None:
             steps = averaging.steady if steps is None else steps
             operations = local_sgd(
                 params,
@@ -290,7 +232,7 @@ def schedule(
                 averaging,
                 world_size,
                 steps,
-                averaged_itemsize=averaged_itemsize,
+                averaged_itemsize=plan.averaged_itemsize,
                 activation_bytes=activation_bytes,
             )
         else:
@@ -304,9 +246,8 @@ def schedule(
             iterations=len(steps) if steps else 1,
         )
 
-    owned = plan_partition(plan.partition if partition is None else partition, params, world_size)
-    to_owners = plan.to_owners if to_owners is None else to_owners
-    if plan.buckets:
+    owned = plan_partition(plan.partition, params, world_size)
+    if plan.flat:
         parameter_bytes += sum(flat.padding * flat.itemsize for flat in lay_out(owned, params).flats)
     return Schedule(
         data_parallel(
@@ -314,51 +255,26 @@ def schedule(
             world_size,
             owned,
             buckets,
-            flat=plan.buckets,
-            to_owners=to_owners,
-            way=way,
+            flat=plan.flat,
+            to_owners=plan.to_owners,
+            way=plan.way,
             side_stream=side_stream,
-            native=native,
+            native=plan.native,
             activation_bytes=activation_bytes,
         ),
         world_size,
         (parameter_bytes,) * world_size,
-        owned_bytes(owned, params) if to_owners else gradient_bytes,
-        state_bytes_of_rank(owned, params, optimizer),
+        owned_bytes(owned, params) if plan.to_owners else gradient_bytes,
+        state_bytes_of_rank(owned, params, plan.optimizer),
     )
-
-
-def _check_options(
-    strategy: str, plan: StrategyPlan, partition: Strategy | None, to_owners: bool | None, way: str
-) -> None:
-    if plan.partition is not None:
-        return
-    if partition is not None:
-        raise ValueError(f"strategy {strategy!r} shards nothing by parameter, so it takes no partition=.")
-    if to_owners:
-        raise ValueError(f"strategy {strategy!r} has no owners to reduce gradients to.")
-    if way != "plain":
-        raise ValueError(f"strategy {strategy!r} updates after backward: it takes way='plain', not {way!r}.")
-
-
-def _check_averaging(
-    strategy: str, period: int | None, averaging: AveragingSchedule | None, steps: range | None
-) -> None:
-    if strategy != LOCAL_SGD:
-        for name, value in (("averaging", averaging), ("steps", steps)):
-            if value is not None:
-                raise ValueError(f"{name}= is for {LOCAL_SGD!r}; strategy {strategy!r} meets in every step.")
-    elif period is not None and averaging is not None:
-        raise ValueError(f"give period={period} or averaging=, not both: an averaging has its own periods.")
 
 
 def _stage_3(
     params: Sequence[ParamSpec],
     world_size: int,
-    optimizer: str | StateRule,
+    plan: Recipe,
     blocks: Sequence[Sequence[int]] | None,
     rows: Sequence[int] | None,
-    prefetch: int,
     activation_bytes: int,
 ) -> Schedule:
     """Each parameter cut in N along its first dimension, as torch's `fully_shard` does."""
@@ -371,7 +287,7 @@ def _stage_3(
     )
     if len(rows) != len(params) or not all(fits):
         raise ValueError(f"rows takes the first dimension of each of the {len(params)} parameters.")
-    rule = state_rule(optimizer)
+    rule = state_rule(plan.optimizer)
     # Of each parameter every rank has as many rows as the fullest; the last ranks' are partly padding.
     chunks = [-(-row // world_size) for row in rows]
     wide = [param.numel // max(row, 1) for param, row in zip(params, rows)]
@@ -404,7 +320,7 @@ def _stage_3(
     shards = list(accumulate(shard_changes))[:world_size]
     state_bytes = accumulate(state_changes)
     return Schedule(
-        stage_3(units, world_size, shards, prefetch=prefetch, activation_bytes=activation_bytes),
+        stage_3(units, world_size, shards, prefetch=plan.prefetch, activation_bytes=activation_bytes),
         world_size,
         (sum(padded),) * world_size,
         (sum(padded[number] for number in trained),) * world_size,

@@ -11,7 +11,7 @@ from zero_ref.simulator.ledger import format_bytes, state_rule
 from zero_ref.simulator.memory import (
     FIRST_STAGE,
     Memory,
-    Recipe,
+    MemorySettings,
     StateBytes,
     costs,
     memory_of_ranks,
@@ -55,7 +55,7 @@ class Shortfall:
 def why_not_smaller(
     partition: Partition,
     params: Sequence[ParamSpec],
-    recipe: Recipe,
+    settings: MemorySettings,
     *,
     rank: int | None = None,
     memories: Sequence[Memory] | None = None,
@@ -64,7 +64,7 @@ def why_not_smaller(
 
     >>> from zero_ref.partition import sorted_greedy
     >>> params = [ParamSpec(1000, name="embedding"), ParamSpec(24, name="head")]
-    >>> why = why_not_smaller(sorted_greedy([1000, 24], 2), params, Recipe(stage=1, bucket_bytes=0))
+    >>> why = why_not_smaller(sorted_greedy([1000, 24], 2), params, MemorySettings(stage=1, bucket_bytes=0))
     >>> why.rank, why.ideal_bytes, why.total_bytes
     (0, 8192, 18148)
     >>> for name, nbytes, sentence in why.reasons:
@@ -85,41 +85,42 @@ def why_not_smaller(
         ValueError: `params` is not what `partition` was made for, or there is no such rank.
     """
     if memories is None:
-        memories = memory_of_ranks(partition, params, recipe)
+        memories = memory_of_ranks(partition, params, settings)
     if rank is None:
         rank = max(range(len(memories)), key=lambda r: memories[r].total_bytes)
     if not 0 <= rank < len(memories):
         raise ValueError(f"there is no rank {rank}; ranks are 0 to {len(memories) - 1}.")
-    whole = whole_bytes(params, recipe)
+    whole = whole_bytes(params, settings)
     whole_of_part = {part: _of_parts(whole, [part]) for part in FIRST_STAGE}
     share_of_part = {part: nbytes // partition.world_size for part, nbytes in whole_of_part.items()}
-    divided = [part for part, first in FIRST_STAGE.items() if recipe.stage >= first]
+    divided = [part for part, first in FIRST_STAGE.items() if settings.stage >= first]
     reasons = [
         Reason(
             part,
             whole_of_part[part] - share_of_part[part],
-            f"stage {recipe.stage} keeps all of them on every rank; stage {FIRST_STAGE[part]} divides them.",
+            f"stage {settings.stage} keeps all of them on every rank; "
+            f"stage {FIRST_STAGE[part]} divides them.",
         )
         for part in whole_of_part
         if part not in divided
     ]
     if divided:
         share = sum(share_of_part[part] for part in divided)
-        reasons += _of_the_partition(partition, params, recipe, divided, share, rank)
-    reasons += _on_top(memories[rank], recipe)
+        reasons += _of_the_partition(partition, params, settings, divided, share, rank)
+    reasons += _on_top(memories[rank], settings)
     return Shortfall(rank, sum(share_of_part.values()), tuple(reason for reason in reasons if reason.nbytes))
 
 
 def _of_the_partition(
     partition: Partition,
     params: Sequence[ParamSpec],
-    recipe: Recipe,
+    settings: MemorySettings,
     divided: Sequence[str],
     share: int,
     rank: int,
 ) -> list[Reason]:
     """What this rank owns beyond its share of the parts that are divided."""
-    cost_of_param = costs(params, recipe)
+    cost_of_param = costs(params, settings)
     owned = [
         (piece.numel * _of_parts(cost_of_param[piece.param], divided), piece.param)
         for piece in partition.slices_of_rank[rank]
@@ -154,20 +155,20 @@ def _of_parts(state: StateBytes, parts: Sequence[str]) -> int:
     return sum(bytes_of_part[part] for part in parts)
 
 
-def _on_top(memory: Memory, recipe: Recipe) -> list[Reason]:
+def _on_top(memory: Memory, settings: MemorySettings) -> list[Reason]:
     """What no share of the model's state is counted for."""
-    scalar_bytes = state_rule(recipe.optimizer).scalar_bytes
+    scalar_bytes = state_rule(settings.optimizer).scalar_bytes
     what_travels = {
         0: "",
         1: "a bucket of new parameters is on its way.",
         2: "a bucket of gradients or of new parameters is on its way.",
-        3: f"up to {recipe.gathered_units} units are whole while they are used, and one unit's gradients.",
+        3: f"up to {settings.gathered_units} units are whole while they are used, and one unit's gradients.",
     }
     sentences = {
         "scalars": f"the optimizer keeps {scalar_bytes} bytes for each tensor, however small.",
         "padding": "in flat tensors each owner's run begins at a multiple of some elements.",
         "gradient buckets": "DDP keeps a second copy of gradients; gradient_as_bucket_view=True saves it.",
-        "communication": what_travels[recipe.stage],
+        "communication": what_travels[settings.stage],
         "activations": "they grow with the batch and the sequence; no stage divides them.",
     }
     return [Reason(item, int(memory.items[item]), sentence) for item, sentence in sentences.items()]

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zero_ref.lab.bench import machine
 from zero_ref.lab.bench.results import Figure
@@ -15,6 +15,7 @@ from zero_ref.partition import STRATEGIES, ParamSpec, plan_partition
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.models import blocks, shapes, specs
 from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.recipe import RECIPES, Recipe, recipe
 from zero_ref.simulator.schedule import schedule
 
 PLANNED = [ParamSpec(numel) for _ in range(1000) for numel in (64 * 64, 64)]
@@ -24,20 +25,14 @@ PLANNED_RANKS = 4096
 
 MODEL = "zero-1t"
 
-SIMULATED: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddp": ("ddp", {}),
-    "zero": ("zero", {}),
-    "zero-bucket": ("zero-bucket", {}),
-    "zero-even": ("zero-even", {}),
-    "zero-even, to owners": ("zero-even", {"to_owners": True}),
-    "zero-even, interleaved": ("zero-even", {"way": "interleaved", "side_stream": True}),
-    "zero-2": ("zero-2", {}),
-    "zero-2, native": ("zero-2", {"native": True}),
-    "zero-3": ("zero-3", {}),
-    "local-sgd": ("local-sgd", {}),
-    "zero-even, jitter": ("zero-even", {}),
+SIMULATED: dict[str, Recipe] = {
+    **RECIPES,
+    "zero-even, to owners": recipe("zero-even", to_owners=True),
+    "zero-even, interleaved": recipe("zero-even", way="interleaved"),
+    "zero-2, native": recipe("zero-2", native=True),
+    "zero-even, jitter": recipe("zero-even"),
 }
-"""Strategy and options of each case. The last one plays ranks of uneven pace."""
+"""The recipe of each case. The last one plays ranks of uneven pace."""
 
 SIMULATED_RANKS = (1024, 4096)
 
@@ -102,11 +97,16 @@ def cost(case: str, world_size: int, rounds: int) -> Cost:
 
 
 def _simulated(case: str, world_size: int) -> tuple[int, float]:
-    strategy, options = SIMULATED[case]
     listed = shapes(MODEL)
-    if strategy == "zero-3":
-        options = {"blocks": blocks(listed), "rows": [param.shape[0] for param in listed]}
-    plan = schedule(strategy, specs(listed, "bfloat16"), world_size, activation_bytes=10**10, **options)
+    plan = schedule(
+        SIMULATED[case],
+        specs(listed, "bfloat16"),
+        world_size,
+        blocks=blocks(listed),
+        rows=[param.shape[0] for param in listed],
+        activation_bytes=10**10,
+        side_stream=True,
+    )
     jitter = 0.05 if case.endswith("jitter") else 0.0
     played = play(plan, cluster("h100-ib"), Work(2048, recompute=True), jitter=jitter)
     played.critical_ms()

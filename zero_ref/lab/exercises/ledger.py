@@ -244,7 +244,7 @@ def _step_under_zero(numels: Sequence[int]) -> HeldBytes:
 
 def _predicted(numels: Sequence[int], world_size: int) -> HeldBytes:
     """The same on paper, for the fullest rank."""
-    plan = schedule("zero", [ParamSpec(numel) for numel in numels], world_size, "AdamW")
+    plan = schedule("zero", [ParamSpec(numel) for numel in numels], world_size)
     return HeldBytes(plan.parameter_bytes_max, plan.gradient_bytes_max, plan.state_bytes_max)
 
 

@@ -22,6 +22,7 @@ from zero_ref.lab.exercises import Answer, ExerciseFailed, StillTheStub, exercis
 from zero_ref.lab.meter import sent_bytes
 from zero_ref.local_sgd import PostLocalSGDState, post_localSGD_hook
 from zero_ref.partition import ParamSpec
+from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import schedule
 
 # ------------------------------------------------------------------------- 11.1 after which steps ranks agree
@@ -182,7 +183,9 @@ def _check_bytes(answer: Answer, case: tuple[int, int, int, int, int]) -> None:
 def _planned_bytes(case: tuple[int, int, int, int, int]) -> float:
     nbytes, world_size, steps, warmup_steps, period = case
     when = AveragingSchedule.periodic(period, warmup_steps=warmup_steps)
-    plan = schedule("local-sgd", [ParamSpec(nbytes // 4)], world_size, averaging=when, steps=range(steps))
+    plan = schedule(
+        recipe("local-sgd", averaging=when), [ParamSpec(nbytes // 4)], world_size, steps=range(steps)
+    )
     payload = sum(call.nbytes for call in plan.calls if call.op == "all_reduce")
     return 2 * (world_size - 1) / world_size * payload
 

@@ -18,10 +18,11 @@ from zero_ref.partition import ParamSpec
 from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes
 from zero_ref.simulator.calibrate import Sample, fit
 from zero_ref.simulator.cluster import Cluster, Link, cluster
-from zero_ref.simulator.memory import Recipe, average_memory
+from zero_ref.simulator.memory import MemorySettings, average_memory
 from zero_ref.simulator.models import TRANSFORMERS, blocks, shapes, specs
 from zero_ref.simulator.play import Work, play
-from zero_ref.simulator.schedule import STRATEGIES, schedule
+from zero_ref.simulator.recipe import RECIPES, recipe
+from zero_ref.simulator.schedule import schedule
 
 Point = tuple[float, float]
 """Bytes of a message, and the milliseconds that it took."""
@@ -220,8 +221,8 @@ def memory_gb(job: Job, design: Design) -> float:
     """
     _check_design(job, design)
     architecture = TRANSFORMERS[job.model]
-    recipe = Recipe(
-        STRATEGIES[design.strategy].stage,
+    settings = MemorySettings(
+        RECIPES[design.strategy].stage,
         gradient_as_bucket_view=True,
         gathered_units=1 + design.prefetch,
         activation_bytes=activation_bytes(
@@ -232,7 +233,7 @@ def memory_gb(job: Job, design: Design) -> float:
             flash_attention=True,
         ),
     )
-    return average_memory(_params(job.model), design.ranks, recipe).total_bytes / 1e9
+    return average_memory(_params(job.model), design.ranks, settings).total_bytes / 1e9
 
 
 def bill_of(job: Job, design: Design) -> Bill:
@@ -242,18 +243,17 @@ def bill_of(job: Job, design: Design) -> Bill:
         ValueError: as `memory_gb`.
     """
     memory = memory_gb(job, design)
-    params, stage = _params(job.model), STRATEGIES[design.strategy].stage
+    params, stage = _params(job.model), RECIPES[design.strategy].stage
     plan = (
         schedule(
-            design.strategy,
+            recipe(design.strategy, prefetch=design.prefetch),
             params,
             design.ranks,
             blocks=blocks(params),
             rows=[shape.shape[0] for shape in shapes(job.model)],
-            prefetch=design.prefetch,
         )
         if stage == 3
-        else schedule(design.strategy, params, design.ranks, native=stage > 0)
+        else schedule(recipe(design.strategy, native=stage > 0), params, design.ranks)
     )
     work = Work(job.sequences // design.ranks * job.length, recompute=design.checkpointing == "full")
     step_s = play(plan, cluster(job.cluster), work).iteration_ms / 1e3
@@ -309,7 +309,7 @@ def _check_bill(call: str, job: Job, chosen: Design, bill: Bill) -> None:
         state = memory_gb(job, Design(chosen.ranks, chosen.strategy, "full", 0))
         why = (
             "Stages before the third keep all parameters on every rank."
-            if STRATEGIES[chosen.strategy].stage < 3
+            if RECIPES[chosen.strategy].stage < 3
             else "Activations do not shrink when state is divided. Checkpointing helps, or fewer sequences "
             "a rank."
             if state <= room
@@ -372,7 +372,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _step_ms(params: Sequence[ParamSpec], machines: Cluster, n: int, tokens: int) -> float:
-    return play(schedule("zero-even", params, n, native=True), machines, Work(tokens)).iteration_ms
+    return play(schedule(recipe("zero-even", native=True), params, n), machines, Work(tokens)).iteration_ms
 
 
 def _last_that_helps(times: dict[int, float]) -> int:

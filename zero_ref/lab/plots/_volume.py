@@ -170,10 +170,12 @@ def memory_items(
     """What a rank holds, item by item, one bar below the other, against the device's memory.
 
     >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.simulator.memory import Recipe, average_memory
+    >>> from zero_ref.simulator.memory import MemorySettings, average_memory
     >>> from zero_ref.simulator.models import shapes, specs
     >>> params = specs(shapes("llama3-8b"))
-    >>> held = {f"stage {stage}": average_memory(params, 64, Recipe(stage)).items for stage in range(4)}
+    >>> held = {
+    ...     f"stage {stage}": average_memory(params, 64, MemorySettings(stage)).items for stage in range(4)
+    ... }
     >>> fig, ax = figure(6, 3)
     >>> _ = memory_items(held, ax, device_bytes=80e9, chosen="stage 1")
 
