@@ -53,7 +53,7 @@ $(STAMP): $(addprefix requirements/,locked.txt torch.txt cuda.txt) pyproject.tom
 lock:  ## write requirements/*.txt from requirements.txt; UPGRADE=1 for new versions of what it leaves open
 	@$(PYTHON) requirements/lock.py
 
-demo: $(STAMP)  ## train the same model under DDP and three forms of ZeRO; pictures in demo-out/
+demo: $(STAMP)  ## train the same model under DDP, every stage of ZeRO, and local SGD; pictures in demo-out/
 	@$(BIN)/zero-ref demo $(DEMO_ARGS)
 
 notebook: $(STAMP)  ## open the chapters in JupyterLab, installed into .venv the first time

@@ -318,7 +318,9 @@ def test_stage_1_sends_2_psi_to_owners_and_3_psi_with_all_reduces(
     if backend == "nccl":
         assert wire(strategy, way=way, to_owners=True, native=native) == 2 * rest
     averaged = 2 * (world_size - 1) * averaged_bytes(params)
-    assert wire("local-sgd", period=3) == averaged + 32 * world_size * (world_size - 1)
+    assert wire("local-sgd", averaging=AveragingSchedule.periodic(3)) == averaged + 32 * world_size * (
+        world_size - 1
+    )
 
 
 def averaged_bytes(params: Sequence[ParamSpec]) -> int:

@@ -165,7 +165,7 @@ def test_without_prefetch_nothing_hides_a_gather() -> None:
 
 
 def test_local_sgd_averages_once_a_period() -> None:
-    played = by_hand("local-sgd", period=3)
+    played = by_hand("local-sgd", averaging=AveragingSchedule.periodic(3))
     iteration_ms = 6 + 12 + 6
     # The agreement is of 32 bytes of each rank, 8 elements: a round of half a millisecond.
     assert marks(played.timeline(), NETWORK) == [("agree", None, 72, 80.5), ("average", None, 80.5, 87.5)]

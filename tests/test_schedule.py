@@ -175,6 +175,13 @@ def test_stage_2_keeps_the_gradients_that_a_rank_owns() -> None:
     params = [ParamSpec(1024), ParamSpec(1024)]
     plan = schedule("zero-2", params, world_size=4)
     assert plan.gradient_bytes == (4 * 512,) * 4
+    assert plan.left_gradient_bytes == (4 * 1024,) * 4, "of a parameter that is cut each owner keeps it all"
+    one_owner = schedule(recipe("zero-2", partition="sorted_greedy"), params, world_size=4)
+    assert one_owner.left_gradient_bytes == (4096, 4096, 4096, 4096), "ranks 2 and 3 keep one of zeros"
+    native = schedule(recipe("zero-2", native=True), params, world_size=4)
+    assert native.left_gradient_bytes == plan.gradient_bytes
+    in_backward = schedule(recipe("zero-2", way="interleaved"), params, world_size=4)
+    assert in_backward.left_gradient_bytes == (0, 0, 0, 0)
     assert plan.state_bytes == schedule("zero-even", params, world_size=4).state_bytes
     assert [call for call in plan.calls_of(1) if call.op == "send"] == [
         Call("send", 2048, peer) for peer in (0, 2, 3)
@@ -345,7 +352,7 @@ def measured(comm: Any, strategy: str, optimizer_class: type[torch.optim.Optimiz
         model.parameters(),
         optimizer_class,
         comm,
-        parameters_as_bucket_view=plan.buckets,
+        parameters_as_bucket_view=plan.flat,
         partition=plan.partition,
         lr=0.01,
     )

@@ -122,6 +122,7 @@ CHAPTER_OF = {
     "zero_ref.lab.train": 0,
     "zero_ref.lab.compare": 0,
     "zero_ref.lab.stage_3": 13,
+    "zero_ref.lab.strategies": 0,
     "zero_ref.lab.benchmark": 14,
     "zero_ref.lab.step_times": 14,
     "zero_ref.lab.plots": None,

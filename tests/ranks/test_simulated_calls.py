@@ -33,9 +33,8 @@ from zero_ref.lab.model import GPT
 from zero_ref.local_sgd import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
 from zero_ref.optimizer import ZeroRedundancyOptimizer
 from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
-from zero_ref.partition import ParamSpec, plan_partition
+from zero_ref.partition import ParamSpec
 from zero_ref.reduction import reduce_to_owners
-from zero_ref.simulator.ledger import nbytes_of
 from zero_ref.simulator.models import from_module, ready_order
 from zero_ref.simulator.recipe import RECIPES, recipe
 from zero_ref.simulator.schedule import MIB, Schedule, ddp_buckets, schedule
@@ -169,7 +168,7 @@ def recorded(case: Case, run: Run) -> Seen:
             torch.optim.AdamW,
             overlap_with_ddp=run.way in HOOKS,
             partition=plan.partition,
-            parameters_as_bucket_view=plan.buckets,
+            parameters_as_bucket_view=plan.flat,
         )
         optimizer.collectives.observers.append(calls.append)
         hook = reduce_to_owners(optimizer) if run.to_owners else reduce
@@ -230,25 +229,8 @@ def test_each_rank_holds_the_parameters_and_gradients_of_the_schedule(of_ranks: 
         for rank, seen in enumerate(of_ranks):
             held = seen[name, run].held
             assert held.parameters == plan.parameter_bytes[rank], (name, rank)
-            if not run.to_owners:
-                assert held.gradients == plan.gradient_bytes[rank], (name, rank)
-            elif run.way != "plain":
-                assert held.gradients == 0, "used up and freed before backward returns"
-            else:
-                assert held.gradients == whole_gradients(run, name, len(of_ranks))[rank], (name, rank)
-                assert held.gradients >= plan.gradient_bytes[rank], "what it owns"
-
-
-def whole_gradients(run: Run, name: str, world_size: int) -> list[int]:
-    """Bytes of the gradients of which a rank owns a piece. Of a parameter that is cut, each owner has all.
-
-    A rank that owns none has one of zeros, of the smallest parameter.
-    """
-    params, _ = foreseen_buckets(name)
-    partition = plan_partition(str(RECIPES[run.strategy].partition), params, world_size)
-    smallest = min((param for param in params if param.trainable), key=lambda param: param.numel)
-    owned = ({params[piece.param] for piece in slices} for slices in partition.slices_of_rank)
-    return [sum(nbytes_of(param) for param in own if param.trainable) or nbytes_of(smallest) for own in owned]
+            assert held.gradients == plan.left_gradient_bytes[rank], (name, rank)
+            assert run.way != "plain" or held.gradients >= plan.gradient_bytes[rank], "what it owns"
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.strategy}-{run.to_owners}-{run.way}")

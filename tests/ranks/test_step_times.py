@@ -9,13 +9,13 @@ import pytest
 
 from zero_ref.lab import ranks, step_times
 from zero_ref.lab.benchmark import Effort, TrainingSize
-from zero_ref.lab.config import TRAINED, GPTConfig, TrainConfig
+from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig
 from zero_ref.lab.step_times import Trial, compare_steps, predict_step, take_turns
 from zero_ref.simulator.calibrate import ADAMW_BYTES
 from zero_ref.simulator.cluster import cluster
 
 SMALL = GPTConfig(layers=1, heads=2, width=16, context=8)
-CONFIGS = [TrainConfig(strategy, batch_size=size, model=SMALL) for strategy in TRAINED for size in (1, 2)]
+CONFIGS = [TrainConfig(strategy, batch_size=size, model=SMALL) for strategy in COMPARED for size in (1, 2)]
 LOOPBACK = cluster("loopback")
 
 

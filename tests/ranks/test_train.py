@@ -19,9 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.cli import main
 from zero_ref.lab import meter, ranks
-from zero_ref.lab.config import TRAINED, GPTConfig, TrainConfig
+from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
-from zero_ref.lab.train import make_optimizer, outcome, predict, train
+from zero_ref.lab.strategies import make_optimizer, trainable
+from zero_ref.lab.train import outcome, predict, train
+from zero_ref.simulator.recipe import RECIPES, recipe
 
 pytestmark = pytest.mark.ranks
 
@@ -34,15 +36,34 @@ def final_loss(config: TrainConfig, world_size: int) -> float:
     return loss
 
 
+def as_predicted(config: TrainConfig, world_size: int) -> float:
+    """The final loss of a run in which every call and byte was as predicted."""
+    result = outcome(config, predict(config, world_size), ranks.run(train, world_size, config))
+    assert result.as_predicted, result
+    return result.final_loss
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_call_and_byte_is_as_predicted(world_size: int) -> None:
-    losses = set()
-    for strategy in TRAINED:
-        config = replace(SMALL, strategy=strategy)
-        result = outcome(config, predict(config, world_size), ranks.run(train, world_size, config))
-        assert result.as_predicted, result
-        losses.add(result.final_loss)
-    assert len(losses) == 1, "the strategies do the same arithmetic, so the losses are equal to the last bit"
+    losses = {name: as_predicted(replace(SMALL, strategy=name, steps=12), world_size) for name in RECIPES}
+    local = losses.pop("local-sgd")
+    assert (local == losses["ddp"]) == (world_size == 1), "between averages each rank trains its own model"
+    # Few terms are added alike in any order; of four ranks' sums the last bits differ, and that grows.
+    same = COMPARED if world_size == 4 else losses
+    assert len({losses[name] for name in same}) == 1, "the same arithmetic: equal to the last bit"
+    assert list(losses.values()) == pytest.approx([losses["ddp"]] * len(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["after_backward", "interleaved"])
+def test_updates_in_backward_are_as_predicted(way: str) -> None:
+    with_owners = [name for name, one in RECIPES.items() if one.shards_by_parameter]
+    plain = as_predicted(SMALL, 2)
+    assert {as_predicted(replace(SMALL, strategy=name, way=way), 2) for name in with_owners} == {plain}
+
+
+def test_native_messages_are_priced_only() -> None:
+    with pytest.raises(ValueError, match="native messages are another library's, and are priced only"):
+        trainable(recipe("zero-2", native=True), GPT(SMALL.model))
 
 
 def test_training_learns() -> None:
@@ -58,7 +79,7 @@ def profiled_step(strategy: str) -> tuple[list[tuple[str, int]], list[tuple[str,
     config = replace(SMALL, strategy=strategy)
     model = GPT(config.model)
     ddp = DistributedDataParallel(model)
-    optimizer = make_optimizer(config, model)
+    optimizer = make_optimizer(config.recipe, model)
     reductions = meter.DDPRecorder(ddp)
     text, rank = language_reference().training, dist.get_rank()
     tokens, targets = batch(text, config.model, 2, seed=0, step=0, rank=rank)
@@ -100,7 +121,7 @@ def test_a_run_resumed_under_another_strategy_ends_as_if_never_stopped(
     file = str(tmp_path / "deeper" / "run.pt")
     if ranks_then == 2:
         ranks.run(train, 2, replace(SMALL, strategy=saved_under, steps=3, checkpoint=file))
-        for strategy in TRAINED:
+        for strategy in RECIPES.keys() - {"local-sgd"}:
             resumed = replace(SMALL, strategy=strategy, checkpoint=file, resume=True)
             ranks.run(train, 2, replace(SMALL, strategy=saved_under, steps=3, checkpoint=file))
             assert final_loss(resumed, 2) == unbroken
@@ -189,20 +210,22 @@ def test_the_command_compares_strategies_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out.json"
-    names = [word for strategy in TRAINED for word in ("--strategy", strategy)]
+    names = [word for strategy in RECIPES for word in ("--strategy", strategy)]
     assert main(["train", "--ranks", "2", *names, *small_arguments(), "--json", str(file)]) == 0
     assert "predicted | measured" in capsys.readouterr().out
     strategies = json.loads(file.read_text())["strategies"]
-    assert list(strategies) == list(TRAINED)
+    assert list(strategies) == list(RECIPES)
     for result in strategies.values():
         for quantity in ("state_bytes_max", "collectives", "payload_bytes"):
-            assert result[quantity]["predicted"] == result[quantity]["measured"] > 0
-        assert result["final_loss"] == pytest.approx(strategies["ddp"]["final_loss"], rel=1e-6)
+            assert result[quantity]["predicted"] == result[quantity]["measured"]
+            assert result[quantity]["measured"] > 0 or result["strategy"] == "local-sgd"
+        off = abs(result["final_loss"] / strategies["ddp"]["final_loss"] - 1)
+        assert off <= (result["loss_tolerance"] or 1)
 
 
 def test_the_demo_writes_its_pictures_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--ranks", "2", "--out", str(tmp_path), *small_arguments()]) == 0
-    assert "All 20 predictions equal their measurement" in capsys.readouterr().out
+    assert "All 35 predictions equal their measurement" in capsys.readouterr().out
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {
         *("index.html", "outcome.json", "memory.png", "losses.png", "predicted-measured.png"),

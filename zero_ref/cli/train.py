@@ -9,8 +9,9 @@ from pathlib import Path
 
 from zero_ref.cli._common import CommandError, Subparsers, need, write_text
 from zero_ref.lab._arguments import OutputFile, OutputFolder, json_text, rank_processes
-from zero_ref.lab.config import TRAINED, TrainConfig, add_training_arguments, config_from, least_bytes
+from zero_ref.lab.config import TrainConfig, add_training_arguments, config_from, least_bytes
 from zero_ref.simulator.ledger import format_bytes
+from zero_ref.simulator.recipe import RECIPES
 
 
 def register_train(subparsers: Subparsers) -> None:
@@ -25,7 +26,7 @@ def register_train(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--strategy",
         action="append",
-        choices=list(TRAINED),
+        choices=list(RECIPES),
         help="give it several times to compare (default: zero-bucket)",
     )
     add_training_arguments(parser)
@@ -38,7 +39,9 @@ def register_train(subparsers: Subparsers) -> None:
 def run_train(arguments: argparse.Namespace) -> int:
     """Train, print the table, and write JSON if asked to; 1 if a prediction or a loss is off."""
     strategies = list(dict.fromkeys(arguments.strategy or ["zero-bucket"]))
-    config = training_config(arguments, strategies[0])
+    # --overlap is for those that have owners, and refused where none has.
+    with_owners = [name for name in strategies if RECIPES[name].shards_by_parameter]
+    config = training_config(arguments, (with_owners or strategies)[0])
     if len(strategies) > 1 and config.checkpoint:
         raise CommandError("--checkpoint is one file: give one --strategy with it.")
     console = need("rich.console").Console(highlight=False)
@@ -61,7 +64,7 @@ def register_demo(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "demo",
         help="train the same small GPT under every strategy; a table, pictures and a page",
-        description="Train the same small GPT from the same seed under DDP and three forms of ZeRO.",
+        description="Train the same small GPT from the same seed under DDP, each stage of ZeRO, local SGD.",
     )
     parser.add_argument("--ranks", type=rank_processes, default=4, metavar="N", help="default: %(default)s")
     parser.add_argument(
@@ -73,7 +76,7 @@ def register_demo(subparsers: Subparsers) -> None:
 
 def run_demo(arguments: argparse.Namespace) -> int:
     """Run the demo; 1 if a prediction or a loss is off."""
-    config = training_config(arguments, "ddp")
+    config = training_config(arguments, "zero")
     if config.checkpoint:
         raise CommandError("the demo writes no checkpoint; use `zero-ref train --checkpoint FILE`.")
     console = need("rich.console").Console(highlight=False)

@@ -8,7 +8,8 @@ import os
 from dataclasses import dataclass, field
 
 from zero_ref.lab._arguments import LARGEST_SEED, ReplacedFile, number, seed, whole
-from zero_ref.simulator.recipe import RECIPES
+from zero_ref.simulator.operations import WAYS
+from zero_ref.simulator.recipe import Recipe, recipe
 
 VOCABULARY = 256
 """One token for each byte."""
@@ -16,8 +17,8 @@ VOCABULARY = 256
 LONGEST_CONTEXT = 32_768
 """Of a GPT. It reads Python's language reference, of which a tenth, some 50,000 bytes, is held out."""
 
-TRAINED = ("ddp", "zero", "zero-bucket", "zero-even")
-"""The strategies of `simulator.schedule.RECIPES` that the main job can be trained under."""
+COMPARED = ("ddp", "zero", "zero-bucket", "zero-even")
+"""Strategies that do the same arithmetic in the same order, and differ in who does it and what is sent."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ class TrainConfig:
     """What to train and how.
 
     Args:
-        strategy: one of TRAINED.
+        strategy: one of `simulator.recipe.RECIPES`.
         steps: iterations in all, those before a resumed checkpoint included.
+        way: when updates are made, one of `simulator.operations.WAYS`, under strategies that have owners.
         batch_size: passages on each rank.
         warmup_steps: over these the learning rate rises from 0.
         checkpoint: a file to write when done, and every `checkpoint_every` steps if that is not 0.
@@ -67,6 +69,7 @@ class TrainConfig:
 
     strategy: str = "zero-bucket"
     steps: int = 200
+    way: str = field(default="plain", kw_only=True)
     batch_size: int = 8
     learning_rate: float = 2e-3
     warmup_steps: int = 20
@@ -77,10 +80,11 @@ class TrainConfig:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        if self.strategy not in TRAINED:
-            only = " is simulated only" if self.strategy in RECIPES else ""
+        averaging = self.recipe.averaging
+        if averaging is not None and self.checkpoint:
             raise ValueError(
-                f"cannot train under {self.strategy!r}{only}; choose one of {', '.join(TRAINED)}."
+                f"strategy {self.strategy!r} trains another model on each rank between two averages, and a "
+                "checkpoint holds one: leave it out."
             )
         for name in ("steps", "batch_size", "warmup_steps"):
             if getattr(self, name) < 1:
@@ -93,6 +97,22 @@ class TrainConfig:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate:g}.")
         if (self.resume or self.checkpoint_every) and not self.checkpoint:
             raise ValueError("resume and checkpoint_every need the name of a checkpoint file.")
+
+    @property
+    def recipe(self) -> Recipe:
+        """The strategy, with updates made in this way.
+
+        >>> TrainConfig("zero-2", way="interleaved").recipe.title
+        'zero-2, interleaved'
+        """
+        return recipe(self.strategy, way=self.way)
+
+    @property
+    def recorded_steps(self) -> range:
+        """The last one, and of local SGD the last cycle; not step 0, in which DDP builds its buckets."""
+        averaging = self.recipe.averaging
+        cycle = 1 if averaging is None else len(averaging.steady)
+        return range(max(1, self.steps - cycle), self.steps)
 
 
 def least_bytes(config: TrainConfig, ranks: int) -> int:
@@ -112,6 +132,15 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     steps = whole(1, 10**7, "the losses of all steps are kept")
     sizes = whole(1, 2**20, "this is for small models")
     parser.add_argument("--steps", type=steps, default=default.steps)
+    parser.add_argument(
+        "--overlap",
+        type=lambda way: way.replace("_", "-"),
+        choices=[way.replace("_", "-") for way in WAYS],
+        default="plain",
+        metavar="WAY",
+        help="under strategies that have owners: "
+        + "; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
+    )
     parser.add_argument("--batch-size", type=sizes, default=default.batch_size, help="passages on each rank")
     rate = number(above=0, most=1000, why="no training survives such steps")
     parser.add_argument("--learning-rate", type=rate, default=default.learning_rate)
@@ -140,6 +169,7 @@ def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
     return TrainConfig(
         strategy=strategy,
         steps=args.steps,
+        way=args.overlap.replace("-", "_"),
         batch_size=args.batch_size,
         learning_rate=args.learning_rate,
         seed=args.seed,

@@ -7,9 +7,11 @@ has some rows. What is counted here is those rows, and the padding that lies in 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zero_ref.lab.meter import HeldBytes
 
@@ -27,6 +29,49 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         part: torch.Tensor = tensor.to_local()
     return part
+
+
+def shard(model: nn.Module) -> None:
+    """Let torch's `fully_shard` make a unit of each of the model's `blocks`, and one of what is left."""
+    from torch.distributed.fsdp import fully_shard  # loads for a second: only where it is used
+
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    fully_shard(model)
+
+
+def whole(state: Any) -> Any:
+    """A state dict with every DTensor in it gathered. Collective: all ranks of its mesh.
+
+    >>> whole({"step": 3, "exp_avg": [torch.ones(1)]})
+    {'step': 3, 'exp_avg': [tensor([1.])]}
+    """
+    if isinstance(state, dict):
+        return {key: whole(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [whole(value) for value in state]
+    return state.full_tensor() if isinstance(state, DTensor) else state
+
+
+def load_whole(model: nn.Module, optimizer: torch.optim.Optimizer, of_model: Any, of_optimizer: Any) -> None:
+    """Cut whole state dicts as the model's parameters are cut, and load them."""
+    params = dict(model.named_parameters())
+    model.load_state_dict({name: _cut_as(params[name], value) for name, value in of_model.items()})
+    state = {
+        number: {
+            key: _cut_as(param, value) if value.shape == param.shape else value
+            for key, value in of_optimizer["state"][number].items()
+        }
+        for number, param in enumerate(params.values())
+    }
+    optimizer.load_state_dict({**of_optimizer, "state": state})
+
+
+def _cut_as(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return value
+    # Every rank has read the same: nothing is sent.
+    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
 
 
 def held_bytes(params: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> HeldBytes:

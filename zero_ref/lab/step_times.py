@@ -15,15 +15,14 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from zero_ref.calls import Call, ordinary
+from zero_ref.calls import Call
 from zero_ref.lab import meter, ranks
 from zero_ref.lab.benchmark import Effort, Times, flops_of, time_collectives, time_training
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
-from zero_ref.lab.train import make_optimizer, predict
-from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.lab.strategies import trainable
+from zero_ref.lab.train import predict
 from zero_ref.simulator.calibrate import Calibration, calibrate, undisturbed_ms
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.models import from_module
@@ -134,12 +133,7 @@ def take_turns(configs: Sequence[TrainConfig], effort: Effort) -> Trial:
             run.iterate(number, timed=timed)
     return Trial(
         times,
-        [
-            Iterations(
-                ordinary(run.calls), meter.held_bytes(run.model.parameters(), run.optimizer), run.spans
-            )
-            for run in runs
-        ],
+        [Iterations(run.made.calls, run.made.held(), run.spans) for run in runs],
     )
 
 
@@ -176,28 +170,23 @@ class _Run:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.model = GPT(config.model, config.seed).to(ranks.device())
-        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        self.optimizer = make_optimizer(config, self.model)
-        self.calls: list[Call] = []
+        self.made = trainable(config.recipe, GPT(config.model, config.seed).to(ranks.device()))
         self.spans: list[tuple[float, float]] = []
-        self.ddp.register_comm_hook(self.ddp.process_group, meter.recording_all_reduce(self.calls))
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            self.optimizer.collectives.observers.append(self.calls.append)
 
     def iterate(self, number: int, *, timed: bool) -> None:
-        config, rank = self.config, dist.get_rank()
+        config, made = self.config, self.made
         text = language_reference().training
         tokens, targets = batch(
-            text, config.model, config.batch_size, seed=config.seed, step=number, rank=rank
+            text, config.model, config.batch_size, seed=config.seed, step=number, rank=dist.get_rank()
         )
         tokens, targets = tokens.to(ranks.device()), targets.to(ranks.device())
-        self.calls.clear()
+        made.calls.clear()
         dist.barrier()
         begun = _now()
-        self.optimizer.zero_grad()
-        self.ddp(tokens, targets).backward()
-        self.optimizer.step()
+        with made.recording():
+            made.optimizer.zero_grad()
+            made.model(tokens, targets).backward()
+            made.optimizer.step()
         if timed:
             self.spans.append((begun, _now()))
 
@@ -264,5 +253,7 @@ def compare_steps(
 
 
 def _as_planned(plan: Schedule, rank: int, seen: Iterations) -> bool:
-    planned = meter.HeldBytes(plan.parameter_bytes[rank], plan.gradient_bytes[rank], plan.state_bytes[rank])
+    planned = meter.HeldBytes(
+        plan.parameter_bytes[rank], plan.left_gradient_bytes[rank], plan.state_bytes[rank]
+    )
     return tuple(seen.calls) == plan.calls_of(rank) and seen.held == planned

@@ -55,9 +55,9 @@ class Schedule:
         world_size: ranks.
         parameter_bytes, gradient_bytes, state_bytes: one entry for each rank, held between iterations.
             Padding of flat tensors counts as parameters; state is the optimizer's, from its first step on.
-            Of gradients that are reduced to their owners, what a rank owns: this package keeps those of a
-            parameter that is cut whole on each of its owners, and none after an overlapped update.
+            Of gradients that are reduced to their owners, what a rank owns.
         iterations: that `operations` are: 1, of local SGD as many as there are steps.
+        left_to_owners: of gradients that are reduced to their owners, what this package leaves on each rank.
     """
 
     operations: tuple[Operation, ...]
@@ -66,6 +66,7 @@ class Schedule:
     gradient_bytes: tuple[int, ...]
     state_bytes: tuple[int, ...]
     iterations: int = 1
+    left_to_owners: tuple[int, ...] | None = None
 
     @cached_property
     def stretches(self) -> Sequence[Stretch]:
@@ -153,8 +154,17 @@ class Schedule:
         return max(self.parameter_bytes)
 
     @property
+    def left_gradient_bytes(self) -> tuple[int, ...]:
+        """Bytes of every `.grad` between iterations.
+
+        Beside what a rank owns this package keeps the rest of a parameter that is cut, and on a rank that
+        owns nothing one gradient of zeros; after an update in backward it keeps none.
+        """
+        return self.gradient_bytes if self.left_to_owners is None else self.left_to_owners
+
+    @property
     def gradient_bytes_max(self) -> int:
-        return max(self.gradient_bytes)
+        return max(self.left_gradient_bytes)
 
     @property
     def state_bytes_max(self) -> int:
@@ -266,7 +276,18 @@ def schedule(
         (parameter_bytes,) * world_size,
         owned_bytes(owned, params) if plan.to_owners else gradient_bytes,
         state_bytes_of_rank(owned, params, plan.optimizer),
+        left_to_owners=_left_to_owners(owned, params, plan) if plan.to_owners and not plan.native else None,
     )
+
+
+def _left_to_owners(owned: Partition, params: Sequence[ParamSpec], plan: Recipe) -> tuple[int, ...]:
+    """What `reduce_to_owners` leaves on each rank; see there."""
+    if plan.way != "plain":
+        return (0,) * owned.world_size
+    nbytes = [nbytes_of(param) if param.trainable else 0 for param in params]
+    least = min((nbytes_of(param) for param in params if param.trainable and param.numel), default=0)
+    touched = ({piece.param for piece in slices} for slices in owned.slices_of_rank)
+    return tuple(sum(nbytes[number] for number in of_rank) or least for of_rank in touched)
 
 
 def _stage_3(

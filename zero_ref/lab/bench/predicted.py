@@ -11,7 +11,7 @@ from rich.console import Console
 from zero_ref.lab.bench.results import Figure
 from zero_ref.lab.benchmark import Effort, TrainingSize
 from zero_ref.lab.compare import compare
-from zero_ref.lab.config import TRAINED, GPTConfig, TrainConfig
+from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig
 from zero_ref.lab.step_times import StepTime, calibrate_in_turns, compare_steps
 from zero_ref.lab.train import Outcome
 from zero_ref.simulator.calibrate import Calibration
@@ -39,7 +39,7 @@ CALIBRATED = Effort(
 HELD_OUT = [
     TrainConfig(strategy, batch_size=size, model=GPTConfig(layers=layers, width=width))
     for layers, width, size in ((4, 96, 6), (4, 160, 3), (4, 160, 6), (3, 192, 5), (4, 224, 4), (6, 112, 4))
-    for strategy in TRAINED
+    for strategy in COMPARED
 ]
 """Whole iterations, of other sizes than any piece."""
 
@@ -71,7 +71,7 @@ def predicted(
     """
     for world_size in world_sizes:
         config = TrainConfig(steps=steps)
-        for run in compare(TRAINED, config, world_size, Console(quiet=True)):
+        for run in compare(COMPARED, config, world_size, Console(quiet=True)):
             yield _of_outcome(run.outcome)
         for one in step_times(world_size, turns).compared:
             yield from _of_time(one, world_size)

@@ -1,0 +1,117 @@
+"""A model made ready to be trained under a recipe: what wraps it, its optimizer, and what records its calls.
+
+For each recipe that the simulator prices, what a user of it would write. Only those with `native` messages
+stay on paper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_ref.averagers import ModelAverager
+from zero_ref.calls import Call, ordinary
+from zero_ref.lab import meter, stage_3
+from zero_ref.local_sgd import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
+from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+from zero_ref.reduction import reduce_to_owners
+from zero_ref.simulator.recipe import Recipe
+
+IN_BACKWARD = {"after_backward": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}
+"""The hooks of the ways that make the update in backward."""
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """What a training loop needs.
+
+    Args:
+        model: is called with a batch, and returns its loss.
+        optimizer: of its parameters.
+        calls: filled while `recording` lasts.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    calls: list[Call] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Add what this rank sends, but for checks, to `calls`."""
+        with meter.recording_distributed() as calls:
+            yield
+        self.calls.extend(calls)
+
+    def held(self) -> meter.HeldBytes:
+        """What this rank holds between iterations."""
+        return meter.held_bytes(self.model.parameters(), self.optimizer)
+
+
+class UnderDDP(Trainable):
+    """DDP's all-reduces and the optimizer's messages are recorded where they are made."""
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        self.calls.clear()
+        yield
+        self.calls[:] = ordinary(self.calls)
+
+
+class Sharded(Trainable):
+    """Parameters are torch's DTensors."""
+
+    def held(self) -> meter.HeldBytes:
+        return stage_3.held_bytes(self.model.parameters(), self.optimizer)
+
+
+def trainable(recipe: Recipe, model: nn.Module, learning_rate: float = 1e-3) -> Trainable:
+    """The model under this recipe, with AdamW.
+
+    Args:
+        model: on its device; at stage 3 its `blocks` are sharded one by one, and then the rest.
+    Raises:
+        ValueError: the recipe is of another library's calls.
+    Collective: all ranks of the default group.
+    """
+    if recipe.native and recipe.shards_by_parameter:
+        raise ValueError(f"{recipe.name}: native messages are another library's, and are priced only.")
+    if recipe.stage == 3:
+        stage_3.shard(model)
+        return Sharded(model, torch.optim.AdamW(model.parameters(), lr=learning_rate))
+    # Reduced to their owners, gradients leave the buckets: windows of these would free nothing.
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=not recipe.to_owners)
+    optimizer = make_optimizer(recipe, model, learning_rate)
+    if recipe.averaging is not None:
+        averager = ModelAverager(recipe.averaging)
+        ddp.register_comm_hook(PostLocalSGDState.following(averager), post_localSGD_hook)
+        return Trainable(ddp, PostLocalSGDOptimizer(optimizer, averager))
+    made = UnderDDP(ddp, optimizer)
+    hook: Callable[..., Any] = meter.recording_all_reduce(made.calls)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.collectives.observers.append(made.calls.append)
+        hook = reduce_to_owners(optimizer) if recipe.to_owners else hook
+        if recipe.way in IN_BACKWARD:
+            hook = IN_BACKWARD[recipe.way](hook, ddp, optimizer)
+    ddp.register_comm_hook(None, hook)
+    return made
+
+
+def make_optimizer(recipe: Recipe, model: nn.Module, learning_rate: float = 1e-3) -> torch.optim.Optimizer:
+    """AdamW, whole on every rank or sharded by the recipe's partition."""
+    if recipe.partition is None:
+        return torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    return ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        overlap_with_ddp=recipe.way in IN_BACKWARD,
+        lr=learning_rate,
+        partition=recipe.partition,
+        parameters_as_bucket_view=recipe.flat,
+    )
