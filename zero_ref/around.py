@@ -1,6 +1,6 @@
 """What may stand between a training loop and the step, kept out of the step.
 
-An ordinary loop passes through without a message. Where ranks have uneven inputs (`join.py`), where a
+An ordinary loop passes straight through. Where ranks have uneven inputs (`join.py`), where a
 gradient scaler calls the step, or where backward has made the update already (`overlap.py`), this module sees
 to it.
 """
@@ -15,7 +15,7 @@ import torch
 from torch.distributed.algorithms.join import Join
 
 from zero_ref import join
-from zero_ref.gradients import check_no_scaler
+from zero_ref.gradients import WHOLE, check_no_scaler
 
 Closure = Callable[[], Any]
 Step = TypeVar("Step", bound=Callable[..., Any])
@@ -31,9 +31,11 @@ def in_its_circumstances(step: Step) -> Step:
 
     @functools.wraps(step)
     def stepping(zero: Any, closure: Closure | None = None, **kwargs: Any) -> Any:
+        gradients = zero.backward.gradients
+        if gradients is WHOLE and closure is None and not zero.joined:
+            return step(zero, **kwargs)
         if zero.joined:
             Join.notify_join_context(zero)
-        gradients = zero.backward.gradients
         check_no_scaler(zero, gradients)
         if closure is None:
             gradients.check_as_left(zero.rank, zero.built)

@@ -77,6 +77,9 @@ class Gradients:
         return self
 
 
+WHOLE = Gradients()
+
+
 class OnOwners(Gradients):
     """Reduced to their owners by `reduce_to_owners`.
 
@@ -125,7 +128,7 @@ class OnOwners(Gradients):
         return Spent(self.marks)
 
     def zeroed(self) -> Gradients:
-        return Gradients()
+        return WHOLE
 
 
 class Spent(Gradients):
@@ -137,7 +140,7 @@ class Spent(Gradients):
         self.marks = marks
 
     def zeroed(self) -> Gradients:
-        return Gradients()
+        return WHOLE
 
 
 class UsedInBackward(Gradients):
@@ -191,7 +194,7 @@ class UsedInBackward(Gradients):
         return True
 
     def stepped(self) -> Gradients:
-        return Gradients()
+        return WHOLE
 
 
 class Incomplete(Gradients):
@@ -223,7 +226,7 @@ class Backward:
     """
 
     def __init__(self) -> None:
-        self.gradients = Gradients()
+        self.gradients = WHOLE
         self.late = False
         self.under_way: list[Any] = []
         self._first_bucket: Sequence[torch.Tensor] = ()
@@ -268,7 +271,7 @@ class Backward:
         """Whether backward has made the update; it counts once. Args, Raises: as `Gradients.took_update`."""
         gradients = self.gradients
         if isinstance(gradients, Incomplete):
-            self._leave(Gradients())  # it is told once
+            self._leave(WHOLE)  # it is told once
         taken = gradients.took_update(options)
         if taken:
             self.stepped()
@@ -276,7 +279,8 @@ class Backward:
 
     def stepped(self) -> None:
         """A step has used the gradients."""
-        self._leave(self.gradients.stepped())
+        if self.gradients is not WHOLE:
+            self._leave(self.gradients.stepped())
 
     def zeroed(self) -> None:
         """The gradients are gone, or zero."""
