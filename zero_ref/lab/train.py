@@ -256,8 +256,8 @@ class Outcome:
     calls_equal: bool
     step_ms: float
     final_loss: float
-    loss_tolerance: float | None
     losses: list[float]
+    loss_tolerance: float | None = 1e-6
 
     QUANTITIES = (
         "state_bytes_max",
