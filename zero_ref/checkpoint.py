@@ -357,6 +357,33 @@ def check_fits(
         ValueError: no such keys, other groups, options that the class refuses, or a state that it cannot
             have made; names the parameter.
     """
+    _check_structure(state_dict, param_groups)
+    saved_groups = state_dict["param_groups"]
+    _check_options(saved_groups, param_groups, optimizer_class)
+    elementwise = is_elementwise(optimizer_class)
+    kinds: list[tuple[Any, ...]] = []
+    ids = saved_ids(state_dict, param_groups)
+    for number, (id_, param) in enumerate(zip(ids, params_of(param_groups), strict=True)):
+        for key, value in state_dict["state"].get(id_, {}).items():
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+            if elementwise and not _fits(key, value, param):
+                what = f"is {value!r}" if shape is None or key in SCALARS else f"has shape {shape}"
+                raise ValueError(
+                    f"the checkpoint's {key!r} for parameter {specs_of(param_groups)[number].name or number} "
+                    f"{what}; the parameter has {tuple(param.shape)}. The checkpoint is of another model, or "
+                    "of the same parameters in another order."
+                )
+            kinds.append((number, key, shape, value if shape is None else value.dtype))
+    options = [
+        f"group {index}: {option}"
+        for index, group in enumerate(saved_groups)
+        for option in describe_options(group)
+    ]
+    return [*options, f"state of shapes and kinds {hashlib.sha256(repr(kinds).encode()).hexdigest()[:12]}"]
+
+
+def _check_structure(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> None:
+    """Groups and state are there, in the forms that torch gives them, and the groups are as large as ours."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise ValueError(
@@ -380,27 +407,6 @@ def check_fits(
             f"the checkpoint has parameter groups of {saved} parameters and this optimizer has {ours}. "
             "Build the optimizer from the same parameter groups, in the same order, then load again."
         )
-    _check_options(saved_groups, param_groups, optimizer_class)
-    elementwise = is_elementwise(optimizer_class)
-    kinds: list[tuple[Any, ...]] = []
-    ids = saved_ids(state_dict, param_groups)
-    for number, (id_, param) in enumerate(zip(ids, params_of(param_groups), strict=True)):
-        for key, value in state_dict["state"].get(id_, {}).items():
-            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-            if elementwise and not _fits(key, value, param):
-                what = f"is {value!r}" if shape is None or key in SCALARS else f"has shape {shape}"
-                raise ValueError(
-                    f"the checkpoint's {key!r} for parameter {specs_of(param_groups)[number].name or number} "
-                    f"{what}; the parameter has {tuple(param.shape)}. The checkpoint is of another model, or "
-                    "of the same parameters in another order."
-                )
-            kinds.append((number, key, shape, value if shape is None else value.dtype))
-    options = [
-        f"group {index}: {option}"
-        for index, group in enumerate(saved_groups)
-        for option in describe_options(group)
-    ]
-    return [*options, f"state of shapes and kinds {hashlib.sha256(repr(kinds).encode()).hexdigest()[:12]}"]
 
 
 def _check_options(

@@ -184,7 +184,6 @@ def take(directory: Path, take_over: bool = False) -> Hold:
     if hold is not None and hold.is_valid():
         return hold
     me = Owner.this_process()
-    lost = hold is not None
     if hold is not None:
         hold.end()  # nothing is removed: the mark is not ours
         theirs = [
@@ -199,11 +198,18 @@ def take(directory: Path, take_over: bool = False) -> Hold:
         with writing(path) as file:
             file.write(sealed(me._asdict()))
     except FileExistsError:
-        pass
-    else:
-        sync_folder(directory)
-        return _hold(path, me)
+        _replace(path, me, take_over, lost=hold is not None)
+    sync_folder(directory)
+    hold = _HOLDS[path] = Hold(path, me)
+    return hold
 
+
+def _replace(path: Path, me: Owner, take_over: bool, lost: bool) -> None:
+    """Put our mark in the place of another's, if that one is gone, or is to be taken over.
+
+    Args:
+        lost: the mark was ours before, so whoever has it is alive.
+    """
     mine = path.with_name(f"{OWNER}.{me.token}.part")
     with writing(mine) as file:
         file.write(sealed(me._asdict()))
@@ -223,19 +229,12 @@ def take(directory: Path, take_over: bool = False) -> Hold:
             other, gone = f"a process that left no readable {OWNER}", age > STALE_SECONDS
         if not (take_over or (gone and not lost)):
             raise RuntimeError(
-                f"{directory} belongs to another job{' by now' if lost else ''}: {other}; its mark {OWNER} "
+                f"{path.parent} belongs to another job{' by now' if lost else ''}: {other}; its mark {OWNER} "
                 f"was renewed {max(age, 0):.0f} s ago. {_ADVICE}"
             )
         mine.replace(path)
     finally:
         mine.unlink(missing_ok=True)
-    sync_folder(directory)
-    return _hold(path, me)
-
-
-def _hold(path: Path, owner: Owner) -> Hold:
-    hold = _HOLDS[path] = Hold(path, owner)
-    return hold
 
 
 def _is_of(path: Path, owner: Owner) -> bool:

@@ -139,24 +139,35 @@ class Saved(NamedTuple):
         for rank, of_rank in enumerate(contents):
             with damage_in(reader.path_of_table(rank)):
                 for line in of_rank["state"]:
+                    _check_line(line, labels, counts)
                     number, key = line["param"], line["key"]
-                    if type(number) is not int or not 0 <= number < len(params):
-                        raise ValueError(f"a state of parameter {number!r}; there are {len(params)}")
-                    if not isinstance(line.get("value"), (int, float, str, type(None))):
-                        raise TypeError(f"{key!r} of parameter {labels[number]} is {line['value']!r}")
-                    if key in checkpoint.SCALARS and "value" in line:
-                        count = counts.setdefault((number, key), line["value"])
-                        if repr(count) != repr(line["value"]):
-                            raise ValueError(
-                                f"{key!r} of parameter {labels[number]} is {line['value']} here and {count} "
-                                "for another slice, but the slices of a parameter step together"
-                            )
                     of_param = state.setdefault(number, {})
                     if "value" not in line:
                         line = {**line, "device": "meta"}
                     if checkpoint.make_room(of_param, line, params[number]) is not None:
                         _check_stored(metadata, _name_of_state(labels, number, key), of_param[key])
         return cls(metadata, params, labels, {"state": state, "param_groups": groups}, notes)
+
+
+def _check_line(line: Mapping[str, Any], labels: Sequence[str], counts: dict[tuple[int, str], Any]) -> None:
+    """What a table says of one state: of a parameter that there is, and if a count, that of all its slices.
+
+    Args:
+        labels: of all parameters.
+        counts: of the lines before, and then of this one too.
+    """
+    number, key = line["param"], line["key"]
+    if type(number) is not int or not 0 <= number < len(labels):
+        raise ValueError(f"a state of parameter {number!r}; there are {len(labels)}")
+    if not isinstance(line.get("value"), (int, float, str, type(None))):
+        raise TypeError(f"{key!r} of parameter {labels[number]} is {line['value']!r}")
+    if key in checkpoint.SCALARS and "value" in line:
+        count = counts.setdefault((number, key), line["value"])
+        if repr(count) != repr(line["value"]):
+            raise ValueError(
+                f"{key!r} of parameter {labels[number]} is {line['value']} here and {count} for another "
+                "slice, but the slices of a parameter step together"
+            )
 
 
 def _check_stored(metadata: Metadata, name: str, tensor: torch.Tensor) -> None:
