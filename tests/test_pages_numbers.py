@@ -57,7 +57,9 @@ def test_readme_prints_what_the_demo_prints() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for strategy in RECIPES:
         (row,) = re.findall(rf"^{strategy} +(\d.*)$", readme, flags=re.M)
-        values = [getattr(planned(strategy), quantity) for quantity in ROW_NAMES]
+        calls = [planned(strategy).calls_of(rank) for rank in range(4)]
+        values = [getattr(planned(strategy), quantity) for quantity in list(ROW_NAMES)[:3]]
+        values += [max(map(len, calls)), max(sum(call.nbytes for call in of_rank) for of_rank in calls)]
         printed = [str(value) if value < 1000 else f"{value / 1e6:.3f}" for value in values]
         assert row.split() == printed, strategy
     assert CYCLE in readme

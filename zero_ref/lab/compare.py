@@ -28,13 +28,13 @@ from zero_ref.lab.train import Outcome, outcome, predict, train
 from zero_ref.simulator.recipe import LOCAL_SGD, recipe
 
 ROW_NAMES = {
-    "state_bytes_max": "optimizer state, MB",
-    "parameter_bytes_max": "parameters, MB",
-    "gradient_bytes_max": "gradients, MB",
-    "collectives": "calls a step",
-    "payload_bytes": "payload a step, MB",
+    "state_bytes_max": "optimizer state",
+    "parameter_bytes_max": "parameters",
+    "gradient_bytes_max": "gradients",
+    "collectives": "calls",
+    "payload_bytes": "payload",
 }
-"""How the quantities of an Outcome are called in tables and pictures."""
+"""How the quantities of an Outcome are called on the demo's page and in its pictures."""
 
 CYCLE = f"{LOCAL_SGD}: calls and payload of the steps from one average to the next"
 

@@ -63,8 +63,9 @@ class TrainConfig:
         way: when updates are made, one of `simulator.operations.WAYS`, under strategies that have owners.
         batch_size: passages on each rank.
         warmup_steps: over these the learning rate rises from 0.
-        checkpoint: a file to write when done, and every `checkpoint_every` steps if that is not 0.
-        resume: go on from `checkpoint`, written under any strategy and number of ranks.
+        checkpoint: a file to write when done, and every `checkpoint_every` steps if that is not 0. Not under
+            local-sgd.
+        resume: go on from `checkpoint`, which any other strategy and number of ranks may have written.
     """
 
     strategy: str = "zero-bucket"
@@ -118,12 +119,14 @@ class TrainConfig:
 def least_bytes(config: TrainConfig, ranks: int) -> int:
     """What a run needs at least on all ranks of a machine: no less than this, and rather some times as much.
 
-    Parameters and gradients on every rank, AdamW's two moments at least once, and of the activations eight
-    tensors for each block and the logits; all in float32.
+    Parameters on every rank, which each makes before they are sharded, and gradients where the strategy
+    leaves them whole; AdamW's two moments at least once; of the activations eight tensors for each block and
+    the logits; all in float32.
     """
     model = config.model
     activations = config.batch_size * model.context * (8 * model.layers * model.width + VOCABULARY)
-    return 4 * (ranks * (2 * model.numel + activations) + 2 * model.numel)
+    whole = 2 if config.recipe.stage < 2 else 1
+    return 4 * (ranks * (whole * model.numel + activations) + 2 * model.numel)
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:

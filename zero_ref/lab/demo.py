@@ -42,7 +42,9 @@ def run_demo(folder: Path, config: TrainConfig, world_size: int, console: Consol
         console.print(f"[bold red]{problem}[/]")
     if not found:
         count = sum(len(result.pairs()) for result in outcomes)
-        console.print(f"\nAll {count} predictions equal their measurement, and the losses agree.")
+        console.print(
+            f"\nAll {count} predictions equal their measurement, and the losses agree but for local SGD's."
+        )
     console.print(f"Pictures and page: {page}", soft_wrap=True)
     return 1 if found else 0
 
@@ -88,7 +90,7 @@ def write_page(folder: Path, runs: Sequence[Run], config: TrainConfig) -> Path:
     page = folder / "index.html"
     table_rows: list[list[Any]] = [
         [
-            name.removesuffix(", MB"),
+            name,
             *(
                 Check(*result.pairs()[quantity], "" if quantity == "collectives" else "bytes")
                 for result in outcomes
@@ -100,9 +102,10 @@ def write_page(folder: Path, runs: Sequence[Run], config: TrainConfig) -> Path:
     table_rows.append(["held-out loss", *(f"{result.final_loss:.6f}" for result in outcomes)])
     write_report(
         page,
-        title="One optimizer, seven ways to train with it",
+        title="One model, seven ways to train it",
         lead=f"A small GPT trained for {outcomes[0].steps} steps on {world_size} real ranks under each "
-        "strategy. Bytes are those of the rank that holds most; calls and payload are those of one step.",
+        "strategy. Bytes and calls are those of the rank that has most; calls and payload are of one step, "
+        "under local-sgd of the steps from one average to the next.",
         columns=["on the fullest rank", *(result.strategy for result in outcomes)],
         rows=table_rows,
         figures=exhibits,
@@ -141,7 +144,7 @@ def losses_picture(runs: Sequence[Run], width: float = 7) -> plots.Picture:
 def predictions_picture(runs: Sequence[Run], width: float = 7) -> plots.Picture:
     """Each prediction and its measurement."""
     rows = [
-        (run.outcome.strategy, ROW_NAMES[quantity].removesuffix(", MB"), pair.predicted, pair.measured)
+        (run.outcome.strategy, ROW_NAMES[quantity], pair.predicted, pair.measured)
         for run in runs
         for quantity, pair in run.outcome.pairs().items()
     ]

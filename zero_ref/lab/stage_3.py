@@ -1,4 +1,4 @@
-"""ZeRO stage 3 as torch does it, FSDP2's `fully_shard`, measured as `meter` measures our own optimizer.
+"""ZeRO stage 3 as torch does it, FSDP2's `fully_shard`: set up, saved whole, and measured as `meter` does.
 
 Its parameters, gradients and optimizer state are DTensors: each stands for a whole tensor of which this rank
 has some rows. What is counted here is those rows, and the padding that lies in memory behind them.

@@ -95,7 +95,7 @@ class Iterations(NamedTuple):
 
 
 OPS = ("all_reduce", "broadcast")
-"""What the main job's strategies send."""
+"""What the strategies of `config.COMPARED` send."""
 
 
 class Trial(NamedTuple):
@@ -117,7 +117,8 @@ def take_turns(configs: Sequence[TrainConfig], effort: Effort) -> Trial:
 
     Collective: all ranks of the default group, with equal arguments.
     Args:
-        configs: to train. The pieces' models had better be others.
+        configs: to train, under strategies of one iteration: not local-sgd. The pieces' models had better be
+            others.
         effort: the pieces; `rounds` is the number of turns.
     """
     runs = [_Run(config) for config in configs]

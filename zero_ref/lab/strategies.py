@@ -1,7 +1,8 @@
 """A model made ready to be trained under a recipe: what wraps it, its optimizer, and what records its calls.
 
-For each recipe that the simulator prices, what a user of it would write. Only those with `native` messages
-stay on paper.
+For each recipe that the simulator prices, what a user of it would write. A recipe's `native` messages,
+`optimizer`, `prefetch` and `averaged_itemsize` are for paper only: here AdamW is trained, in the parameters'
+own dtype, and `fully_shard` fetches ahead as torch has it.
 """
 
 from __future__ import annotations

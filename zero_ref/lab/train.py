@@ -43,7 +43,7 @@ class Measured(NamedTuple):
 
     Args:
         calls: of `TrainConfig.recorded_steps`.
-        held: bytes kept after it.
+        held: bytes kept after the last step.
         losses: training loss of each step done, the mean over ranks.
         held_out_loss: after the last step, on text that was not trained on; on rank 0 at least.
         step_ms: of each step done.
@@ -235,7 +235,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One strategy's run, prediction beside measurement. Bytes are those of the rank that has most.
+    """One strategy's run, prediction beside measurement. Bytes and calls are those of the rank that has most.
 
     Args:
         collectives, payload_bytes: of the last step; under local SGD of the steps of its last cycle.
@@ -286,6 +286,7 @@ def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -
     """Set a prediction beside what each rank measured."""
     times = [max(at_step) for at_step in zip(*(rank.step_ms for rank in measured), strict=True)]
     first = measured[0]
+    planned = [plan.calls_of(rank) for rank in range(len(measured))]
     assert first.held_out_loss is not None
     return Outcome(
         strategy=config.recipe.title,
@@ -294,14 +295,18 @@ def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -
         state_bytes_max=Pair(plan.state_bytes_max, max(rank.held.optimizer_state for rank in measured)),
         parameter_bytes_max=Pair(plan.parameter_bytes_max, max(rank.held.parameters for rank in measured)),
         gradient_bytes_max=Pair(plan.gradient_bytes_max, max(rank.held.gradients for rank in measured)),
-        collectives=Pair(plan.collectives, len(first.calls)),
-        payload_bytes=Pair(plan.payload_bytes, sum(call.nbytes for call in first.calls)),
-        calls_equal=all(tuple(seen.calls) == plan.calls_of(rank) for rank, seen in enumerate(measured)),
+        collectives=Pair(max(map(len, planned)), max(len(rank.calls) for rank in measured)),
+        payload_bytes=Pair(max(map(_payload, planned)), max(_payload(rank.calls) for rank in measured)),
+        calls_equal=all(tuple(rank.calls) == of_rank for rank, of_rank in zip(measured, planned)),
         step_ms=statistics.median(times[min(3, len(times) // 2) :] or [float("nan")]),
         final_loss=first.held_out_loss,
         loss_tolerance=_loss_tolerance(config),
         losses=first.losses,
     )
+
+
+def _payload(calls: Sequence[Call]) -> int:
+    return sum(call.nbytes for call in calls)
 
 
 def _loss_tolerance(config: TrainConfig) -> float | None:

@@ -7,6 +7,7 @@ Standard library only, so it runs where torch is not installed, and inside a web
 - `activations`: what the forward pass keeps for the backward pass, with and without checkpointing;
 - `memory`: everything that lies on a rank, item by item, on average and exactly for a partition;
 - `shortfall`: why that is more than 1/N of what one rank alone would hold;
+- `recipe`: a strategy as one value: what is sharded, who gets gradients, when updates are made, what travels;
 - `operations`: one iteration in order: what is computed, what is sent, what waits for what;
 - `schedule`: the iteration of a strategy, its calls one by one, and what each rank holds;
 - `timeline`: when each part of an iteration happens on a rank, and what hides behind what;

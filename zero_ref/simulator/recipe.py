@@ -90,7 +90,7 @@ class Recipe:
 
     @property
     def title(self) -> str:
-        """The name, and how it differs from the recipe of that name."""
+        """The name, and what is unusual in where gradients go and when updates are made."""
         usual = RECIPES.get(self.name, self)
         words = [self.name]
         if self.to_owners and not usual.to_owners:

@@ -199,7 +199,7 @@ class Scenario:
         return AveragingSchedule.periodic(self.period, gradient_group=self.gradient_group)
 
     def schedule(self, strategy: str) -> Schedule:
-        """The strategy's iteration. Options that it has no use for are not passed on."""
+        """The strategy's iteration."""
         return schedule(
             self.recipe(strategy),
             self.params,
@@ -212,7 +212,7 @@ class Scenario:
         )
 
     def recipe(self, strategy: str) -> Recipe:
-        """The strategy's, with what the scenario says of it."""
+        """The strategy's, with what the scenario says of it; `way` only where it has owners."""
         usual = recipe(strategy)
         owners = usual.shards_by_parameter
         return recipe(
