@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from torch import nn, optim
 
+from zero_ref.built import Built
 from zero_ref.gradients import Backward, check_no_scaler
 
 
@@ -151,51 +152,131 @@ def dead(second: float) -> tuple[nn.Linear, Callable[[], None]]:
     return model, lambda: (0 * model.weight.sum() + second * model.bias.sum()).backward()
 
 
-@pytest.mark.parametrize("kind", ["on owners", "updated"])
-@pytest.mark.parametrize("are_views", [False, True])
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("earlier", [0, 2])
-@pytest.mark.parametrize("zeroed", [None, "to none", "to zero", "then under no_sync"])
-def test_a_backward_on_top_is_refused_whatever_is_in_the_gradients(
-    kind: str, are_views: bool, first: int, earlier: int, zeroed: str | None
-) -> None:
-    for scale in (0.0, 1.0):
-        model, run = dead(scale)
-        params = list(model.parameters())
-        state = Backward()
-        refused = []
+class Told:
+    """A `Backward` that is told of a model's backwards, and what it refuses."""
 
-        def on_bucket(
-            _: Any, state: Any = state, bucket: Any = params[first], refused: Any = refused
-        ) -> None:
+    def __init__(self, model: nn.Linear, run: Callable[[], None], kind: str, are_views: bool) -> None:
+        self.model, self.run, self.kind, self.are_views = model, run, kind, are_views
+        self.state, self.refused = Backward(), 0
+
+    def backward(self, first: int) -> None:
+        params = list(self.model.parameters())
+
+        def on_bucket(_: Any) -> None:
             try:
-                state.begin([bucket], are_views)
+                self.state.begin([params[first]], self.are_views)
             except RuntimeError as error:
-                refused.append(str(error))
+                self.refused += "to accumulate, run all but the last backward under" in str(error)
 
-        def backward(run: Callable[[], None] = run, params: Any = params, state: Backward = state) -> None:
-            hooks = [param.register_post_accumulate_grad_hook(on_bucket) for param in params[:1]]
-            run()
-            hooks[0].remove()
-            if kind == "on owners":
-                state.end_on_owners(params, frozenset(), scaled=False, may_change=False)
-            else:
-                state.end_updated(params, [])
+        hook = params[first].register_post_accumulate_grad_hook(on_bucket)
+        self.run()
+        hook.remove()
+        if self.kind == "on owners":
+            end_on_owners(self.state, params)
+        else:
+            self.state.end_updated(params, [])
 
-        for _ in range(earlier):
-            backward()
-            model.zero_grad()
-        backward()
-        assert refused == []
-        if kind == "on owners":
-            state.stepped()
-        if zeroed is not None:
-            model.zero_grad(set_to_none=zeroed != "to zero")
-        if zeroed == "then under no_sync":
-            run()
-        backward()
-        assert len(refused) == (zeroed is None), (scale, refused)
-        assert all("to accumulate, run all but the last backward under" in text for text in refused)
+
+ways_of_a_backward = [
+    pytest.mark.parametrize("kind", ["on owners", "updated"]),
+    pytest.mark.parametrize("are_views", [False, True]),
+    pytest.mark.parametrize("first", [0, 1]),
+    pytest.mark.parametrize("earlier", [0, 2]),
+    pytest.mark.parametrize("second", [0.0, 1.0]),
+]
+
+
+def in_all_ways(test: Any) -> Any:
+    for mark in ways_of_a_backward:
+        test = mark(test)
+    return test
+
+
+@in_all_ways
+@pytest.mark.parametrize("between", ["nothing", "a step", "the last gradient dropped"])
+def test_a_backward_on_top_is_refused_whatever_is_in_the_gradients(
+    kind: str, are_views: bool, first: int, earlier: int, second: float, between: str
+) -> None:
+    told = Told(*dead(second), kind, are_views)
+    for _ in range(earlier):
+        told.backward(first)
+        told.model.zero_grad()
+    told.backward(first)
+    assert told.refused == 0
+    if between == "a step" and kind == "on owners":
+        told.state.stepped()
+    if between == "the last gradient dropped" and not are_views:
+        told.model.bias.grad = None
+    told.backward(first)
+    assert told.refused == 1
+
+
+@in_all_ways
+@pytest.mark.parametrize("under_no_sync", [False, True])
+@pytest.mark.parametrize("by_optimizer", [False, True])
+def test_gradients_that_were_dropped_or_zeroed_may_be_added_to(
+    kind: str,
+    are_views: bool,
+    first: int,
+    earlier: int,
+    second: float,
+    by_optimizer: bool,
+    under_no_sync: bool,
+) -> None:
+    told = Told(*dead(second), kind, are_views)
+    for set_to_none in [True] * earlier + [True, True, False, False]:
+        told.backward(first)
+        if by_optimizer:
+            told.state.zeroed()  # as its zero_grad does
+        else:
+            set_to_none |= kind == "on owners" and not are_views
+        told.model.zero_grad(set_to_none=set_to_none)
+        if under_no_sync and set_to_none:
+            told.run()
+    assert told.refused == 0
+
+
+def test_under_no_sync_too_nothing_is_added_to_what_owners_have() -> None:
+    told = Told(*dead(0.0), "on owners", are_views=False)
+    told.backward(0)
+    told.state.stepped()
+    told.run()
+    told.backward(0)
+    assert told.refused == 1
+
+
+def test_after_a_refusal_gradients_still_count_as_changed() -> None:
+    told = Told(*dead(1.0), "on owners", are_views=False)
+    told.backward(0)
+    told.run()
+    with pytest.raises(RuntimeError, match="this backward adds to gradients"):
+        told.state.gradients.check_may_be_added_to([told.model.weight], are_views=False)
+    with pytest.raises(RuntimeError, match="was changed after backward"):
+        told.state.gradients.check_as_left(0, cast(Built, Named(tuple(told.model.parameters()))))
+
+
+class Named(NamedTuple):
+    params: tuple[nn.Parameter, ...]
+
+    def name(self, number: int) -> str:
+        return f"{number}"
+
+
+def test_a_parameter_that_was_frozen_is_not_watched() -> None:
+    told = Told(*dead(1.0), "on owners", are_views=True)
+    told.backward(0)
+    told.model.weight.requires_grad_(False)
+    told.state.stepped()
+    assert not told.model.weight._backward_hooks
+
+
+def test_nothing_is_watched_when_gradients_are_zeroed() -> None:
+    for kind in ("on owners", "updated"):
+        told = Told(*dead(1.0), kind, are_views=True)
+        told.backward(0)
+        assert told.model.weight._backward_hooks
+        told.state.zeroed()
+        assert not any(param._backward_hooks for param in told.model.parameters())
 
 
 def test_after_the_step_gradients_that_all_ranks_have_may_be_added_to() -> None:
@@ -209,7 +290,7 @@ def test_a_gradient_that_the_loop_has_replaced_may_be_added_to() -> None:
     state, model, _ = updated()
     for param in model.parameters():
         replaced(param)
-    state.gradients.check_may_be_added_to()
+    state.gradients.check_may_be_added_to([], are_views=False)
 
 
 def test_gradients_are_not_kept_alive() -> None:

@@ -237,10 +237,12 @@ def test_steps_of_local_sgd_are_those_asked_for() -> None:
     ("strategy", "options", "message"),
     [
         (
-            "ddp",
+            "zero",
             {"averaging": AveragingSchedule.periodic(2)},
-            "averaging= is for 'local-sgd'; strategy 'ddp'",
+            "averaging= is for 'local-sgd'; strategy 'zero'",
         ),
+        ("local-sgd", {"averaging": None}, "'local-sgd' needs an averaging="),
+        ("zero", {"partition": None}, "is of stage 1, which takes a partition="),
         ("zero-3", {"steps": range(4)}, "steps= is for 'local-sgd'; strategy 'zero-3'"),
         ("local-sgd", {"steps": range(0)}, "counted from 0"),
         (

@@ -44,13 +44,16 @@ class Gradients:
             RuntimeError: the gradient of a parameter was changed, as by torch's `clip_grad_norm_`.
         """
 
-    def check_may_be_added_to(self) -> None:
+    def check_may_be_added_to(self, first_bucket: Iterable[torch.Tensor], are_views: bool) -> None:
         """Refuse a backward that adds to them, where that would count something twice.
 
+        Args:
+            first_bucket: the parameters of the bucket that this backward has completed first.
+            are_views: gradients are windows of DDP's buckets.
         Raises:
             RuntimeError: they are still there.
         """
-        if self.marks is not None and self.marks.still_there():
+        if self.marks is not None and self.marks.still_there(first_bucket, are_views):
             raise RuntimeError(self.twice)
 
     def took_update(self, options: Mapping[str, Any]) -> bool:
@@ -196,6 +199,10 @@ class UsedInBackward(Gradients):
     def stepped(self) -> Gradients:
         return WHOLE
 
+    def zeroed(self) -> Gradients:
+        self.marks.let_go()  # a step may still ask whether the update was made
+        return self
+
 
 class Incomplete(Gradients):
     """A hook has begun its work on a backward and has not seen the end of it."""
@@ -245,7 +252,7 @@ class Backward:
         """
         task = torch._C._current_graph_task_id()
         if task >= 0:  # else this rank, which has run out of data, only shadows a backward
-            self.gradients.check_may_be_added_to()
+            self.gradients.check_may_be_added_to(first_bucket, are_views)
         self._first_bucket, self._are_views = first_bucket, are_views
         self._begun += task != self._task  # a hook within a hook begins the same one
         self._task = task
@@ -260,12 +267,12 @@ class Backward:
     ) -> None:
         """Backward is over, and each rank has the gradients of what it owns: these parameters'."""
         self.under_way = []
-        self._leave(OnOwners(self._marks(params), used, scaled=scaled, may_change=may_change))
+        self._leave(OnOwners(self._marks(params, strict=True), used, scaled=scaled, may_change=may_change))
 
     def end_updated(self, params: Iterable[torch.Tensor], groups: Iterable[ParamGroup]) -> None:
         """Backward is over, and the parameters were updated."""
         self.under_way = []
-        self._leave(UsedInBackward(self._marks(params), groups))
+        self._leave(UsedInBackward(self._marks(params, strict=False), groups))
 
     def take_update(self, options: Mapping[str, Any]) -> bool:
         """Whether backward has made the update; it counts once. Args, Raises: as `Gradients.took_update`."""
@@ -292,11 +299,11 @@ class Backward:
             marks.let_go()
         self.gradients = gradients
 
-    def _marks(self, params: Iterable[torch.Tensor]) -> Marks:
+    def _marks(self, params: Iterable[torch.Tensor], strict: bool) -> Marks:
         # Watching one is enough, had not DDP made new buckets after the first backward, and put their windows
         # in place of all gradients: then one that is zero by itself would tell nothing.
         prefer = set(self._first_bucket) if self._begun > 1 else None
-        return Marks(params, prefer, self._are_views)
+        return Marks(params, strict, prefer, self._are_views)
 
 
 def check_no_scaler(optimizer: object, gradients: Gradients) -> None:
@@ -326,52 +333,80 @@ class Mark(NamedTuple):
     version: int
 
     @property
-    def untouched(self) -> bool:
-        """The gradient is there, and nobody has written to it since."""
-        grad = self.param.grad
-        return grad is not None and grad is self.grad() and grad._version == self.version
+    def is_same(self) -> bool:
+        """The gradient is there, and is the same tensor."""
+        return self.param.grad is not None and self.param.grad is self.grad()
+
+    def written(self, times: int) -> bool:
+        """It is, and so often has somebody written to it since."""
+        return self.is_same and self.param.grad._version == self.version + times  # type: ignore[union-attr]
 
 
 class Marks:
     """The gradients of some parameters, to notice later that they were changed, or that they are still there.
 
+    Ranks own different parameters and must come to the same answers, or they wait for each other. So what
+    decides is, as far as it can be seen, who has written to a gradient, and not what is in it: a gradient may
+    be zero by itself.
+
     Args:
         params: those without a gradient are left out.
+        strict: a gradient that is still the same tensor is still there, whoever has written to it.
         prefer: watch one parameter, of these if there is one among them; None to watch all.
-        are_views: gradients are windows of DDP's buckets, which may be others in the next backward.
+        are_views: gradients are windows of DDP's buckets. These are the same tensors after `zero_grad` too,
+            so they are watched.
     """
 
     def __init__(
-        self, params: Iterable[torch.Tensor], prefer: set[torch.Tensor] | None = None, are_views: bool = False
+        self,
+        params: Iterable[torch.Tensor],
+        strict: bool,
+        prefer: set[torch.Tensor] | None = None,
+        are_views: bool = False,
     ) -> None:
-        self._params, self._prefer, self._are_views = list(params), prefer, are_views
+        self._params, self._strict = list(params), strict
+        self._prefer, self._are_views = prefer, are_views
         self._watches: list[_Watch] = []
         self.renew()
 
     def renew(self) -> None:
         """Take the gradients as they are now."""
-        self.let_go()
         self._marks = [
             Mark(param, TensorWeakRef(param.grad), param.grad._version)
             for param in self._params
             if param.grad is not None
         ]
+        self._watch()
+
+    def _watch(self) -> None:
+        self.let_go()
+        if not self._are_views:
+            return
+        trained = [mark for mark in self._marks if mark.param.requires_grad]
         # An empty gradient is always zero.
-        watched = [mark for mark in self._marks if mark.param.numel()] or self._marks
+        watched = [mark for mark in trained if mark.param.numel()] or trained
         if self._prefer is not None:
             watched = ([mark for mark in watched if mark.param in self._prefer] or watched)[:1]
-        self._watches = [_Watch(mark, self._are_views) for mark in watched]
+        self._watches = [_Watch(mark) for mark in watched]
 
     def changed(self) -> torch.Tensor | None:
         """A parameter whose gradient is there and was replaced or written to, if there is one."""
-        return next((m.param for m in self._marks if m.param.grad is not None and not m.untouched), None)
+        return next((m.param for m in self._marks if m.param.grad is not None and not m.written(0)), None)
 
-    def still_there(self) -> bool:
-        """Whether this backward, or the next, adds to them; asked again, only what has come since counts."""
-        added_to = not all(watch.gone for watch in self._watches)
-        if added_to:
-            self.renew()
-        return added_to
+    def still_there(self, first_bucket: Iterable[torch.Tensor], are_views: bool) -> bool:
+        """Whether the backward that has completed this bucket adds to them."""
+        complete = set(first_bucket)
+        for mark in self._marks:
+            added = mark.param in complete
+            if are_views and added:
+                continue  # of those the watches know
+            if mark.written(added) or (self._strict and not are_views and mark.is_same):
+                break
+        else:
+            if all(watch.gone for watch in self._watches):
+                return False
+        self._watch()  # the next backward is asked again
+        return True
 
     def let_go(self) -> None:
         """Stop watching."""
@@ -383,15 +418,15 @@ class Marks:
 class _Watch:
     """Sees whether a gradient is gone, or zeroed, when the next backward comes to it.
 
-    Afterwards it could not be seen: after zero_grad, too, DDP takes the same window for the gradient. What
-    decides is whether somebody has written to it, which all ranks find alike, and only then what is in it: a
-    gradient may be zero by itself, and ranks that came to different answers would wait for each other.
+    Afterwards it could not be seen: after zero_grad, too, DDP takes the same window for the gradient. Windows
+    of a bucket count their writes together, so where other gradients of the bucket come first, or DDP has
+    made new buckets, only what is in the window can tell: a rank whose windows are all zero by themselves then
+    adds to them, and waits for those that refuse.
     """
 
-    def __init__(self, mark: Mark, are_views: bool) -> None:
+    def __init__(self, mark: Mark) -> None:
         # Weak: a parameter holds its hooks.
         self.param, self.grad, self.version = TensorWeakRef(mark.param), mark.grad, mark.version
-        self.are_views = are_views
         self._gone = False
         self._looked_in: int | None = None
         self.handle = mark.param.register_hook(self._before_adding)
@@ -408,9 +443,5 @@ class _Watch:
             self._looked_in = torch._C._current_graph_task_id()
             param = self.param()
             grad = None if param is None else param.grad
-            if grad is None:
-                self._gone = True
-            elif grad is self.grad():
-                self._gone = grad._version != self.version and not bool(grad.any())
-            else:  # replaced, by the loop or by DDP
-                self._gone = not self.are_views or not bool(grad.any())
+            untouched = grad is not None and grad is self.grad() and grad._version == self.version
+            self._gone = grad is None or not (untouched or bool(grad.any()))

@@ -11,7 +11,7 @@ from zero_ref.lab import ranks, step_times
 from zero_ref.lab.benchmark import Effort, TrainingSize
 from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig
 from zero_ref.lab.step_times import Trial, compare_steps, predict_step, take_turns
-from zero_ref.simulator.calibrate import ADAMW_BYTES
+from zero_ref.simulator.calibrate import ADAMW_BYTES, NoRateError
 from zero_ref.simulator.cluster import cluster
 
 SMALL = GPTConfig(layers=1, heads=2, width=16, context=8)
@@ -56,7 +56,7 @@ def test_a_machine_that_shows_no_rate_is_measured_longer(
 
     def calibrated(*times: Any) -> Any:
         if len(rounds) < enough:
-            raise ValueError("there is no rate")
+            raise NoRateError("there is no rate")
         return times
 
     monkeypatch.setattr(step_times.ranks, "run", measured)
@@ -68,8 +68,14 @@ def test_a_machine_that_shows_no_rate_is_measured_longer(
     assert rounds == [6, 12, 24]
     rounds.clear()
     enough = 4
-    with pytest.raises(ValueError, match="no rate"):
+    with pytest.raises(NoRateError, match="no rate"):
         step_times.calibrate_in_turns(CONFIGS, effort, 2, timeout=60.0)
+    monkeypatch.undo()
+    monkeypatch.setattr(step_times.ranks, "run", measured)
+    rounds.clear()
+    with pytest.raises(ValueError, match="it takes 3 or more"):  # too few sizes: no use to measure again
+        step_times.calibrate_in_turns(CONFIGS, effort, 2, timeout=60.0)
+    assert len(rounds) == 1
 
 
 def test_an_iteration_is_the_sum_of_its_parts_where_nothing_overlaps() -> None:

@@ -94,10 +94,6 @@ def training_config(arguments: argparse.Namespace, strategy: str) -> TrainConfig
         CommandError: a value makes no sense; this machine has not the memory; DDP builds its buckets in the
             first step, so the prediction holds from the second on, and one step is refused.
     """
-    if arguments.steps < 2:
-        raise CommandError(
-            f"--steps must be at least 2, got {arguments.steps}: the first builds DDP's buckets."
-        )
     try:
         config = config_from(arguments, strategy)
     except ValueError as error:

@@ -163,8 +163,11 @@ def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
     """The TrainConfig that the options describe.
 
     Raises:
-        ValueError: as `TrainConfig` and `GPTConfig`, or there is no checkpoint to resume.
+        ValueError: as `TrainConfig` and `GPTConfig`; there is no checkpoint to resume; only one step is asked
+            for, in which DDP builds its buckets, so that no prediction holds.
     """
+    if args.steps < 2:
+        raise ValueError(f"--steps must be at least 2, got {args.steps}: the first builds DDP's buckets.")
     if args.resume and args.checkpoint and not os.path.isfile(args.checkpoint):
         raise ValueError(
             f"--resume: there is no file {args.checkpoint} yet; leave --resume out the first time."

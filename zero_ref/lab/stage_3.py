@@ -10,10 +10,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zero_ref.lab.meter import HeldBytes
+from zero_ref.lab.ranks import device
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,22 +38,31 @@ def shard(model: nn.Module) -> None:
     """Let torch's `fully_shard` make a unit of each of the model's `blocks`, and one of what is left."""
     from torch.distributed.fsdp import fully_shard  # loads for a second: only where it is used
 
+    # Left to itself, fully_shard takes a GPU where there is one, also where ranks are too many for the GPUs.
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
-def whole(state: Any) -> Any:
-    """A state dict with every DTensor in it gathered. Collective: all ranks of its mesh.
+def whole(state: Any, keep: bool = True) -> Any:
+    """A state dict with every DTensor in it gathered, one after the other, into the CPU's memory.
 
     >>> whole({"step": 3, "exp_avg": [torch.ones(1)]})
     {'step': 3, 'exp_avg': [tensor([1.])]}
+
+    Args:
+        keep: on this rank; others only take part, and get None for each.
+    Collective: all ranks of the DTensors' mesh.
     """
     if isinstance(state, dict):
-        return {key: whole(value) for key, value in state.items()}
+        return {key: whole(value, keep) for key, value in state.items()}
     if isinstance(state, list):
-        return [whole(value) for value in state]
-    return state.full_tensor() if isinstance(state, DTensor) else state
+        return [whole(value, keep) for value in state]
+    if not isinstance(state, DTensor):
+        return state
+    gathered = state.full_tensor()
+    return gathered.cpu() if keep else None
 
 
 def load_whole(model: nn.Module, optimizer: torch.optim.Optimizer, of_model: Any, of_optimizer: Any) -> None:

@@ -23,7 +23,7 @@ from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.strategies import trainable
 from zero_ref.lab.train import predict
-from zero_ref.simulator.calibrate import Calibration, calibrate, undisturbed_ms
+from zero_ref.simulator.calibrate import Calibration, NoRateError, calibrate, undisturbed_ms
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.models import from_module
 from zero_ref.simulator.play import Played, Work, play
@@ -159,8 +159,8 @@ def calibrate_in_turns(
     trials: list[Trial] = ranks.run(take_turns, world_size, configs, effort, timeout=timeout)
     try:
         return trials, calibrate(*trials[0].times)
-    except ValueError:
-        if attempts == 1:
+    except NoRateError:
+        if attempts <= 1:
             raise
     more = replace(effort, rounds=2 * effort.rounds)
     return calibrate_in_turns(configs, more, world_size, attempts=attempts - 1, timeout=2 * timeout)

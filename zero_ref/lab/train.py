@@ -133,7 +133,9 @@ def save_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Opti
     if dist.get_rank() == 0 or config.recipe.stage == 3:
         of_optimizer = optimizer.state_dict()
     if config.recipe.stage == 3:
-        of_model, of_optimizer = stage_3.whole(of_model), stage_3.whole(of_optimizer)
+        of_model, of_optimizer = (
+            stage_3.whole(state, keep=dist.get_rank() == 0) for state in (of_model, of_optimizer)
+        )
     failure: Exception | None = None
     if dist.get_rank() == 0:
         path = Path(str(config.checkpoint))

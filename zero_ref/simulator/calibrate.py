@@ -183,6 +183,10 @@ class Fit:
         return self.link.ms(calls, amount)
 
 
+class NoRateError(ValueError):
+    """Larger sizes took no longer than small ones, as they may on a machine that does other things."""
+
+
 def fit(what: str, samples: Iterable[Sample], *, resamples: int = 200, seed: int = 0) -> Fit:
     """The cost of a call and the rate that explain the times best.
 
@@ -216,7 +220,7 @@ def fit(what: str, samples: Iterable[Sample], *, resamples: int = 200, seed: int
     measured = [undisturbed_ms(times) for times in repeats]
     per_call, per_unit = _least_relative_errors(sizes, measured)
     if per_unit <= 0:
-        raise ValueError(
+        raise NoRateError(
             f"{what}: {sizes[-1][1]:g} took no longer than {sizes[0][1]:g}, so there is no rate. Measure "
             "larger sizes, more often."
         )

@@ -62,8 +62,10 @@ class Recipe:
     def __post_init__(self) -> None:
         check_stage(self.stage)
         state_rule(self.optimizer)
-        if self.averaging is not None and self.name != LOCAL_SGD:
+        if self.averaging is not None and self.stage > 0:
             raise ValueError(f"averaging= is for {LOCAL_SGD!r}; strategy {self.name!r} meets in every step.")
+        if self.averaging is None and self.name == LOCAL_SGD:
+            raise ValueError(f"{LOCAL_SGD!r} needs an averaging=: without one it is 'ddp'.")
         if self.shards_by_parameter:
             if self.partition is None:
                 raise ValueError(

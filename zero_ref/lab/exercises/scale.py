@@ -16,7 +16,7 @@ from zero_ref.lab.benchmark import time_collectives
 from zero_ref.lab.exercises import Answer, exercise, shown
 from zero_ref.partition import ParamSpec
 from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes
-from zero_ref.simulator.calibrate import Sample, fit
+from zero_ref.simulator.calibrate import NoRateError, Sample, fit
 from zero_ref.simulator.cluster import Cluster, Link, cluster
 from zero_ref.simulator.memory import MemorySettings, average_memory
 from zero_ref.simulator.models import TRANSFORMERS, blocks, shapes, specs
@@ -88,8 +88,8 @@ def _messages_and_link(rounds: int = 5, attempts: int = 3) -> tuple[list[Point],
     real = [(float(one.nbytes), one.ms) for one in timed]
     try:
         return real, fit("broadcast", [Sample(1, nbytes, ms) for nbytes, ms in real], resamples=0).link
-    except ValueError:
-        if attempts == 1:
+    except NoRateError:
+        if attempts <= 1:
             raise
     return _messages_and_link(2 * rounds, attempts - 1)
 
