@@ -420,7 +420,7 @@ class _Watch:
 
     Afterwards it could not be seen: after zero_grad, too, DDP takes the same window for the gradient. Windows
     of a bucket count their writes together, so where other gradients of the bucket come first, or DDP has
-    made new buckets, only what is in the window can tell: a rank whose windows are all zero by themselves then
+    made new buckets, only what is in the window can tell: a rank whose windows are all zero by themselves
     adds to them, and waits for those that refuse.
     """
 
