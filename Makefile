@@ -129,7 +129,7 @@ clean:  ## remove what was built; .venv stays
 # -S leaves site-packages out, so an import of anything but the standard library fails.
 define STANDARD_LIBRARY_ONLY
 import importlib, pkgutil, sys
-names = ["zero_ref.partition", "zero_ref.layout", "zero_ref.moves", "zero_ref.calls", "zero_ref.averaging", "zero_ref.simulator", "zero_ref.live"]
+names = ["zero_ref.plan", "zero_ref.local_sgd.averaging", "zero_ref.simulator", "zero_ref.live"]
 for name in names:
     module = importlib.import_module(name)
     names += [m.name for m in pkgutil.iter_modules(getattr(module, "__path__", []), name + ".")]

@@ -38,8 +38,8 @@ from torch import nn
 
 from zero_ref import ZeroRedundancyOptimizer
 from zero_ref.lab import ranks
-from zero_ref.saves import TABLE
-from zero_ref.sharded import load_sharded, save_sharded, save_sharded_async
+from zero_ref.state.saves import TABLE
+from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_async
 
 TIMEOUT = 240.0
 """Of a call, in seconds; a collective gives up after 80% of it. A guard: nobody comes near it."""

@@ -6,6 +6,7 @@ python bench/seams.py [FOLDER]     # of the repository; another checkout may be 
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from zero_ref import ZeroRedundancyOptimizer  # noqa: E402
 from zero_ref.lab import virtual  # noqa: E402
-from zero_ref.optimizer import ZeroRedundancyOptimizer  # noqa: E402
 
-CORE = sorted((ROOT / "zero_ref").glob("*.py"))
+PACKAGE = ROOT / "zero_ref"
+APPARATUS = {PACKAGE / name for name in ("bench", "cli", "course", "lab", "live", "simulator")}
+CORE = sorted(path for path in PACKAGE.rglob("*.py") if not APPARATUS.intersection(path.parents))
 HOLDERS = ("zero", "optimizer")
 
 
@@ -45,7 +48,7 @@ def code_lines(node: ast.AST, text: str) -> int:
 
 def uses(path: Path) -> int:
     """Underscore names that a module reads of an optimizer."""
-    if path.name in ("optimizer.py", "oss.py"):
+    if path.parent.name == "optimizer" or path.name in ("optimizer.py", "oss.py"):
         return 0
     return sum(
         isinstance(node, ast.Attribute)
@@ -65,11 +68,7 @@ def passed_through(comm: Any) -> set[str]:
     def note(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
         path = Path(code.co_filename)
-        if (
-            event == "call"
-            and path.parent == ROOT / "zero_ref"
-            and "<" not in code.co_qualname.split(".")[-1]
-        ):
+        if event == "call" and path in CORE and "<" not in code.co_qualname.split(".")[-1]:
             seen.add(f"{path.stem}.{code.co_qualname}")
 
     for step in range(7):  # the fifth to seventh compare nothing
@@ -86,7 +85,7 @@ def main() -> None:
     functions = virtual.run(passed_through, 2)[0]
     classes = {name.rpartition(".")[0] for name in functions if name.count(".") > 1 and "<" not in name}
     print(f"functions of one ordinary step {len(functions)}, classes {len(classes)}")
-    text = (ROOT / "zero_ref/optimizer.py").read_text()
+    text = Path(inspect.getfile(ZeroRedundancyOptimizer)).read_text()
     (of_class,) = [n for n in ast.parse(text).body if getattr(n, "name", "") == "ZeroRedundancyOptimizer"]
     attributes = {
         target.attr

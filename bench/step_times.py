@@ -14,9 +14,9 @@ import os
 import statistics
 from pathlib import Path
 
+from zero_ref.bench.predicted import step_times
+from zero_ref.bench.step_times import StepTime
 from zero_ref.lab import plots, ranks
-from zero_ref.lab.bench.predicted import step_times
-from zero_ref.lab.step_times import StepTime
 from zero_ref.simulator.calibrate import Interval
 
 

@@ -12,13 +12,14 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from zero_ref.bench import plots as of_bench
+from zero_ref.bench.comparisons import Comparison, comparisons
+from zero_ref.bench.exponents import Growth, growths
+from zero_ref.bench.growth_point import AXES, GrowthPoint
+from zero_ref.bench.results import LIMIT, LOST, UNDECIDED, WON, Report, Spread, outcome, spread
+from zero_ref.bench.tables import aligned, figures_table, suite_table, targets_table
+from zero_ref.bench.targets import judge
 from zero_ref.lab import plots
-from zero_ref.lab.bench.comparisons import Comparison, comparisons
-from zero_ref.lab.bench.exponents import Growth, growths
-from zero_ref.lab.bench.growth_point import AXES, GrowthPoint
-from zero_ref.lab.bench.results import LIMIT, LOST, UNDECIDED, WON, Report, Spread, outcome, spread
-from zero_ref.lab.bench.tables import aligned, figures_table, suite_table, targets_table
-from zero_ref.lab.bench.targets import judge
 from zero_ref.live.numbers import short, short_count
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
@@ -78,7 +79,7 @@ def against_peers(folder: Path, thing: str) -> Iterator[str]:
         )
         for group, ax in zip(by_ranks, axes, strict=True):
             first = group[0]
-            plots.benchmarks(
+            of_bench.benchmarks(
                 {row.other: row.wall for row in group},
                 ax,
                 ours=first.ours,
@@ -203,7 +204,7 @@ def growth(folder: Path, what: str) -> Iterator[str]:
             if point.axis == axis:
                 curves.setdefault(point.contender, {})[point.amount] = spread(point.times_ms)
         first = next(iter(curves))
-        plots.growth(
+        of_bench.growth(
             curves,
             ax,
             along=axis,

@@ -38,15 +38,15 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import lr_scheduler
 from training import Snapshot, assert_state_dicts_equal, snapshot, sum_in_rank_order
 
-from zero_ref.buckets import flat_view
+from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.clip import clip_grad_norm_
-from zero_ref.collectives import as_collectives
+from zero_ref.comm.collectives import as_collectives
 from zero_ref.lab import ranks, virtual
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
-from zero_ref.partition import Slice
-from zero_ref.reduction import reduce_to_owners
-from zero_ref.sharded import load_sharded, save_sharded, save_sharded_async
+from zero_ref.optimizer.buckets import flat_view
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.partition import Slice
+from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_async
 
 Options = dict[str, Any]
 KERNELS: tuple[Options, ...] = ({}, {"foreach": True}, {"foreach": False})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from zero_ref.partition import ParamSpec
+from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.recipe import Recipe, recipe
 from zero_ref.simulator.schedule import Schedule, schedule
 

@@ -15,13 +15,14 @@ import pytest
 
 import zero_ref
 import zero_ref.lab
+import zero_ref.plan
 import zero_ref.simulator
 
 BOOK = Path(__file__).parents[1] / "book"
 NOTEBOOKS = BOOK.parent / "notebooks"
 
 NOT_FOR_READERS = {
-    "zero_ref.collectives": {
+    "zero_ref.comm.collectives": {
         *("Observable", "AllOf", "Work", "agree", "agreement", "as_collectives"),
         *("RanksLostError", "broadcast_json", "exchange_json", "gather_texts"),
     },
@@ -30,7 +31,7 @@ NOT_FOR_READERS = {
     "zero_ref.simulator.models": {"Named"},
     "zero_ref.simulator.operations": {"broadcasts_of", "messages_of", "owned_bytes", "shared_out"},
     "zero_ref.simulator.timeline": {"covered_ms"},
-    "zero_ref.lab.benchmark": {"flops_of", "load_average"},
+    "zero_ref.bench.pieces": {"flops_of", "load_average"},
     "zero_ref.lab.compare": {"ProgressFile", "as_json", "environment", "problems"},
     "zero_ref.lab.config": {"add_training_arguments", "config_from", "least_bytes"},
     "zero_ref.lab.stage_3": {"load_whole", "shard", "whole"},
@@ -78,10 +79,8 @@ def public_names(module: ModuleType) -> set[str]:
 
 def modules_of_reference() -> list[str]:
     """The modules of which all is shown: those of the plan, of the simulator, of the lab."""
-    names = [
-        f"zero_ref.{name}" for name in ("partition", "layout", "moves", "calls", "averaging", "collectives")
-    ]
-    for package in (zero_ref.simulator, zero_ref.lab):
+    names = ["zero_ref.local_sgd.averaging", "zero_ref.comm.collectives"]
+    for package in (zero_ref.plan, zero_ref.simulator, zero_ref.lab):
         names += [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
     return [
         name
@@ -241,5 +240,5 @@ def test_a_word_that_two_things_have_is_no_link():
     index = api.index_of(["zero_ref.lab.meter.held_bytes", "zero_ref.lab.stage_3.held_bytes", "zero_ref.OSS"])
     assert "held_bytes" not in index
     assert index["meter.held_bytes"] == "zero_ref.lab.meter.held_bytes"
-    assert index["OSS"] == index["zero_ref.oss.OSS"] == "zero_ref.OSS"
+    assert index["OSS"] == index["zero_ref.dropin.oss.OSS"] == "zero_ref.OSS"
     assert index["OSS.state_dict"] == "zero_ref.OSS.state_dict"

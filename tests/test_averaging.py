@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from zero_ref.averaging import AveragingSchedule, Level
+from zero_ref.local_sgd.averaging import AveragingSchedule, Level
 
 # ---------------------------------------------------------------------------------------------- by example
 

@@ -10,11 +10,11 @@ from bench_results import ADAMW, EXCHANGE, report, step_result
 from hypothesis import given, settings
 from hypothesis.strategies import integers, lists
 
-from zero_ref.lab.bench import machine, tables, targets
-from zero_ref.lab.bench.contenders import OURS, TORCH, TORCH_BEST
-from zero_ref.lab.bench.growth_point import AXES, GrowthPoint
-from zero_ref.lab.bench.results import Figure, Report, Spread, SuiteResult, Taken, merge, spread
-from zero_ref.lab.bench.targets import Bounds, Judged, judge
+from zero_ref.bench import machine, tables, targets
+from zero_ref.bench.contenders import OURS, TORCH, TORCH_BEST
+from zero_ref.bench.growth_point import AXES, GrowthPoint
+from zero_ref.bench.results import Figure, Report, Spread, SuiteResult, Taken, merge, spread
+from zero_ref.bench.targets import Bounds, Judged, judge
 
 
 def rows_of(judged: list[Judged], what: str, set_name: str | None = "gpt") -> list[Judged]:

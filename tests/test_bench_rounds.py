@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from zero_ref.bench import rounds
+from zero_ref.bench.rounds import WARM_UP, Case, take_turns
 from zero_ref.lab import meter
-from zero_ref.lab.bench import rounds
-from zero_ref.lab.bench.rounds import WARM_UP, Case, take_turns
 
 
 @pytest.fixture

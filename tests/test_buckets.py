@@ -11,7 +11,10 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from training import PARTITIONS, Tangle, snapshot
 
-from zero_ref.buckets import (
+from zero_ref.comm.collectives import Collectives
+from zero_ref.lab import virtual
+from zero_ref.lab.meter import recording
+from zero_ref.optimizer.buckets import (
     Message,
     broadcast_messages,
     flat_like,
@@ -21,13 +24,10 @@ from zero_ref.buckets import (
     messages_within,
     start_broadcasts,
 )
-from zero_ref.calls import Call
-from zero_ref.collectives import Collectives
-from zero_ref.groups import specs_of
-from zero_ref.lab import virtual
-from zero_ref.lab.meter import recording
-from zero_ref.layout import lay_out
-from zero_ref.partition import Partition, Slice, even, plan_partition, sorted_greedy
+from zero_ref.optimizer.groups import specs_of
+from zero_ref.plan.calls import Call
+from zero_ref.plan.layout import lay_out
+from zero_ref.plan.partition import Partition, Slice, even, plan_partition, sorted_greedy
 
 
 def flatten(

@@ -34,13 +34,13 @@ from training import (
     train,
 )
 
-from zero_ref import checkpoint
-from zero_ref.calls import Call
-from zero_ref.collectives import Collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.sharded import load_sharded, save_sharded
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
+from zero_ref.state import checkpoint
+from zero_ref.state.sharded import load_sharded, save_sharded
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from zero_ref import cli
+from zero_ref.bench import pieces
 from zero_ref.cli.calibrate import print_calibration
-from zero_ref.lab import benchmark, ranks
+from zero_ref.lab import ranks
 from zero_ref.lab._arguments import json_text
 from zero_ref.simulator.calibrate import Computation, Measurement, calibrate
 from zero_ref.simulator.cluster import Cluster, Link, cluster
@@ -19,11 +20,11 @@ MACHINE = replace(cluster("loopback"), within=Link(200, 2))
 TENSORS_AND_AMOUNTS = [(28, 1e8), (52, 8e8), (28, 9e8), (52, 6e9), (100, 8e9)]
 
 
-def imaginary(world_size: int, effort: benchmark.Effort = benchmark.FULL) -> benchmark.Times:
+def imaginary(world_size: int, effort: pieces.Effort = pieces.FULL) -> pieces.Times:
     """What MACHINE would take: 80 us a tensor and 70 G/s."""
     collectives = [
         Measurement(op, nbytes, world_size, MACHINE.ms(op, nbytes, world_size))
-        for op in benchmark.OPS
+        for op in pieces.OPS
         for nbytes in effort.nbytes
     ]
     works = [
@@ -31,12 +32,12 @@ def imaginary(world_size: int, effort: benchmark.Effort = benchmark.FULL) -> ben
         for kind in ("train", "update")
         for tensors, amount in TENSORS_AND_AMOUNTS
     ]
-    return benchmark.Times(collectives, works)
+    return pieces.Times(collectives, works)
 
 
 @pytest.fixture
 def on_an_imaginary_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "measure", imaginary)
+    monkeypatch.setattr(pieces, "measure", imaginary)
     monkeypatch.setattr(ranks, "choose_backend", lambda world_size: "gloo")
 
 
@@ -63,9 +64,9 @@ def test_calibration_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["calibrate", "--quick", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert Cluster.from_json(json.dumps(printed["cluster"])).device.tflops == pytest.approx(0.07)
-    assert [each["what"] for each in printed["fits"]] == [*benchmark.OPS, "train", "update"]
+    assert [each["what"] for each in printed["fits"]] == [*pieces.OPS, "train", "update"]
     held_out = {each["size"] for each in printed["held_out"] if each["what"] == "exchange"}
-    assert held_out == set(benchmark.QUICK.nbytes[1:-1:2])
+    assert held_out == set(pieces.QUICK.nbytes[1:-1:2])
     assert max(abs(each["error"]) for each in printed["held_out"]) < 2e-3
 
 
@@ -99,7 +100,7 @@ def test_the_table_stays_within_its_width(capsys: pytest.CaptureFixture[str], wi
 def test_a_mistake_is_told_before_anything_is_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], answer: str
 ) -> None:
-    monkeypatch.setattr(benchmark, "measure", lambda *_: pytest.fail("it measured"))
+    monkeypatch.setattr(pieces, "measure", lambda *_: pytest.fail("it measured"))
     assert cli.main(["calibrate", *words]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -110,11 +111,11 @@ def test_a_mistake_is_told_before_anything_is_measured(
 def test_times_that_make_no_sense_are_not_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def shrinking(world_size: int, effort: benchmark.Effort) -> benchmark.Times:
+    def shrinking(world_size: int, effort: pieces.Effort) -> pieces.Times:
         times = imaginary(world_size, effort)
         return times._replace(collectives=[replace(each, ms=1 / each.nbytes) for each in times.collectives])
 
-    monkeypatch.setattr(benchmark, "measure", shrinking)
+    monkeypatch.setattr(pieces, "measure", shrinking)
     assert cli.main(["calibrate", "--out", str(tmp_path / "cluster.json")]) == 1
     assert "nothing is written: all_reduce" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

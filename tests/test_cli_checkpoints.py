@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from zero_ref import cli
-from zero_ref.collectives import Collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.saves import MARK
-from zero_ref.sharded import save_sharded
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.state.saves import MARK
+from zero_ref.state.sharded import save_sharded
 
 
 @pytest.fixture

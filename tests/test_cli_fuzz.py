@@ -20,10 +20,10 @@ import pytest
 from bench_results import report, step_result
 
 from zero_ref import cli
+from zero_ref.bench.contenders import OURS, TORCH
+from zero_ref.bench.growth_point import GrowthPoint
+from zero_ref.bench.results import Figure
 from zero_ref.lab._arguments import Output
-from zero_ref.lab.bench.contenders import OURS, TORCH
-from zero_ref.lab.bench.growth_point import GrowthPoint
-from zero_ref.lab.bench.results import Figure
 from zero_ref.simulator.cluster import cluster
 
 CALLS = 60
@@ -129,13 +129,13 @@ def nothing_is_trained_or_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (
         "zero_ref.lab.compare.compare",
         "zero_ref.lab.demo.run_demo",
-        "zero_ref.lab.benchmark.measure",
+        "zero_ref.bench.pieces.measure",
         "zero_ref.lab.ranks.run",
         "zero_ref.lab.ranks.Pool",
         "zero_ref.cli.bench._measured",
     ):
         monkeypatch.setattr(place, begin)
-    monkeypatch.setattr("zero_ref.lab.exercises.notebook._grade_alone", lambda *_: (True, "it passed."))
+    monkeypatch.setattr("zero_ref.course.notebook._grade_alone", lambda *_: (True, "it passed."))
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from hypothesis.strategies import booleans, composite, integers, lists
 from torch import nn, optim
 from training import PARTITIONS, WHOLE, Tangle, describe, fill_gradients
 
-from zero_ref.buckets import flat_view
 from zero_ref.clip import clip_grad_norm_, get_total_norm
-from zero_ref.collectives import Collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.partition import even, from_lists, sorted_greedy
+from zero_ref.optimizer.buckets import flat_view
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.partition import even, from_lists, sorted_greedy
 
 INF = float("inf")
 NORMS: list[Any] = [1, 2, 3, 0.5, INF, "inf", 0, -1, -INF]

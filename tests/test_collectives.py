@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from zero_ref.calls import Call
-from zero_ref.collectives import (
+from zero_ref.comm.collectives import (
     Collectives,
     ProcessGroupCollectives,
     agree,
@@ -19,7 +18,8 @@ from zero_ref.collectives import (
 )
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
-from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
 
 # ------------------------------------------------------------------------------- which ranks, which group
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn, optim
 from training import filled
 
-from zero_ref.collectives import Collectives
-from zero_ref.coupling import couples_parameters
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.optimizer.coupling import couples_parameters
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
 class Each(optim.Optimizer):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from zero_ref.averaging import AveragingSchedule
 from zero_ref.lab.drift import distances, in_groups, who_agrees
+from zero_ref.local_sgd.averaging import AveragingSchedule
 
 
 def test_a_distance_is_the_norm_of_the_difference_from_the_mean() -> None:

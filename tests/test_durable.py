@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn, optim
 
-from zero_ref import durable
-from zero_ref.collectives import Collectives
-from zero_ref.durable import make_directory, open_regular, read_regular, replacing
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import train, virtual
 from zero_ref.lab.config import GPTConfig, TrainConfig
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.sharded import save_sharded
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.state import durable
+from zero_ref.state.durable import make_directory, open_regular, read_regular, replacing
+from zero_ref.state.sharded import save_sharded
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.lab.bench.exponents import exponent, growths, upper_half
-from zero_ref.lab.bench.growth_point import AXES, TIMED, GrowthPoint
+from zero_ref.bench.exponents import exponent, growths, upper_half
+from zero_ref.bench.growth_point import AXES, TIMED, GrowthPoint
 from zero_ref.simulator._records import record
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from zero_ref.layout import ITEMSIZE, Bucket, BucketLayout, Flat, Run, lay_out, runs_within
-from zero_ref.partition import (
+from zero_ref.plan.layout import ITEMSIZE, Bucket, BucketLayout, Flat, Run, lay_out, runs_within
+from zero_ref.plan.partition import (
     ParamSpec,
     Partition,
     Slice,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from zero_ref.partition import ParamSpec, even, from_lists, plan_partition, sorted_greedy
+from zero_ref.plan.partition import ParamSpec, even, from_lists, plan_partition, sorted_greedy
 from zero_ref.simulator.ledger import (
     BOTH_GRADS_20,
     CONVENTIONS,

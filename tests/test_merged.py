@@ -13,10 +13,10 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from training import Backward, Run, assert_state_dicts_equal, assert_trains_as_plain, fill_gradients
 
-from zero_ref.collectives import Collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.merged import SMALL_NUMEL
-from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.optimizer.merged import SMALL_NUMEL
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 VIEWS: list[tuple[Any, bool]] = [("sorted_greedy", True), ("even", True)]
 

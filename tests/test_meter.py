@@ -16,8 +16,7 @@ from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_ref.calls import Call
-from zero_ref.collectives import Collectives, ProcessGroupCollectives
+from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import (
     DDPRecorder,
@@ -31,7 +30,8 @@ from zero_ref.lab.meter import (
     state_bytes,
     wire_bytes,
 )
-from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
 
 # -------------------------------------------------------------------------------------------------- recording
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 from scheduled import scheduled
 
-from zero_ref.averaging import AveragingSchedule, Level
-from zero_ref.calls import Call
-from zero_ref.partition import ParamSpec, Slice, from_lists, plan_partition
+from zero_ref.local_sgd.averaging import AveragingSchedule, Level
+from zero_ref.plan.calls import Call
+from zero_ref.plan.partition import ParamSpec, Slice, from_lists, plan_partition
 from zero_ref.simulator.ledger import nbytes_of
 from zero_ref.simulator.operations import (
     COMPUTE,

@@ -35,15 +35,15 @@ from training import (
     snapshot,
 )
 
-from zero_ref.buckets import flat_view
-from zero_ref.calls import Call
-from zero_ref.checks import WORDS, digests
-from zero_ref.collectives import Collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording, state_bytes
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.partition import Partition, Slice, from_lists
-from zero_ref.sharded import load_sharded, save_sharded
+from zero_ref.optimizer.buckets import flat_view
+from zero_ref.optimizer.checks import WORDS, digests
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
+from zero_ref.plan.partition import Partition, Slice, from_lists
+from zero_ref.state.sharded import load_sharded, save_sharded
 
 WHOLE_MODES = [(partition, view) for partition in WHOLE for view in (False, True)]
 TWO_MODES: list[tuple[Any, bool]] = [("sorted_greedy", False), ("even", True)]
@@ -1501,7 +1501,7 @@ def test_logs_figures_at_the_debug_level_that_torch_has(caplog: pytest.LogCaptur
         caplog.clear()
         dist.set_debug_level(level)
         try:
-            with caplog.at_level(logging.INFO, logger="zero_ref.optimizer"):
+            with caplog.at_level(logging.INFO, logger="zero_ref.optimizer.zero_redundancy_optimizer"):
                 virtual.run(
                     lambda comm: zero(comm, [("w", nn.Parameter(torch.ones(100)))], partition="even"), 2
                 )
@@ -1520,7 +1520,8 @@ def test_logs_figures_at_the_debug_level_that_torch_has(caplog: pytest.LogCaptur
 
 @pytest.mark.ranks
 def test_importing_it_prints_no_warnings() -> None:
-    code = "import zero_ref.optimizer, zero_ref.checkpoint, zero_ref.lab.meter, zero_ref.lab.virtual"
+    modules = ("optimizer.zero_redundancy_optimizer", "state.checkpoint", "lab.meter", "lab.virtual")
+    code = "import " + ", ".join(f"zero_ref.{module}" for module in modules)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=600
     )

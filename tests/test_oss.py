@@ -24,10 +24,10 @@ from training import (
     train,
 )
 
-from zero_ref.collectives import Collectives
+from zero_ref.comm.collectives import Collectives
+from zero_ref.dropin.oss import OSS
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
-from zero_ref.oss import OSS
 
 Sizes = list[tuple[int, bool]]
 """For each parameter its elements, and whether it is trained."""

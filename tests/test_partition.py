@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 import zero_ref
-from zero_ref.partition import (
+from zero_ref.plan.partition import (
     ParamSpec,
     Partition,
     Slice,
@@ -459,7 +459,7 @@ def test_the_plan_and_the_simulator_import_nothing_but_the_standard_library() ->
     script = f"""
 import sys
 sys.path.insert(0, {str(root)!r})
-import zero_ref, zero_ref.partition, zero_ref.layout, zero_ref.calls
+import zero_ref, zero_ref.plan.partition, zero_ref.plan.layout, zero_ref.plan.calls
 import zero_ref.simulator, zero_ref.simulator.ledger, zero_ref.simulator.models, zero_ref.simulator.schedule
 from zero_ref import sorted_greedy
 assert sorted_greedy([2, 1], 2).loads == (2, 1)

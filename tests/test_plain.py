@@ -12,8 +12,8 @@ import nbformat
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.lab.exercises.editions import chapters_in, write_editions
-from zero_ref.lab.exercises.plain import Work, numbers_in, plain, plain_text, works_in
+from zero_ref.course.editions import chapters_in, write_editions
+from zero_ref.course.plain import Work, numbers_in, plain, plain_text, works_in
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = {path: json.loads(path.read_text()) for path in chapters_in(ROOT / "notebooks")}

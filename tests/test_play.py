@@ -14,8 +14,8 @@ from hypothesis import given, strategies as st
 from scheduled import scheduled
 
 import zero_ref
-from zero_ref.averaging import AveragingSchedule
-from zero_ref.partition import ParamSpec
+from zero_ref.local_sgd.averaging import AveragingSchedule
+from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import Cluster, Device, Link, cluster
 from zero_ref.simulator.models import blocks, shapes, specs
 from zero_ref.simulator.operations import COMPUTE, NETWORK, SIDE_STREAM, WAYS

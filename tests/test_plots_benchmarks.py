@@ -9,8 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from pictures import Plot, assert_readable, assert_repeatable, drawn, written
 
+from zero_ref.bench.plots import benchmarks
+from zero_ref.bench.results import Spread
 from zero_ref.lab import plots
-from zero_ref.lab.bench.results import Spread
 
 RATIOS = {
     "torch": Spread(2.3, 2.2, 2.6),
@@ -23,7 +24,7 @@ RATIOS = {
 
 
 def mixed(ax: Axes) -> Axes:
-    return plots.benchmarks(RATIOS, ax, ours="zero_ref, best")
+    return benchmarks(RATIOS, ax, ours="zero_ref, best")
 
 
 def line(ax: Axes, label: str) -> Line2D:
@@ -57,7 +58,7 @@ def test_outcomes_have_marks_of_their_own_and_the_title_counts_them():
 
 def test_the_line_at_1_is_always_in_the_picture():
     for ratio in (Spread(30.0, 20.0, 40.0), Spread(0.02, 0.01, 0.03)):
-        ax = drawn(lambda ax, ratio=ratio: plots.benchmarks({"torch": ratio}, ax, ours="ours"))  # type: ignore[misc]
+        ax = drawn(lambda ax, ratio=ratio: benchmarks({"torch": ratio}, ax, ours="ours"))  # type: ignore[misc]
         low, high = ax.get_xlim()
         assert low < min(1, ratio.low) <= max(1, ratio.high) < high
         assert "1 ×" in written(ax)
@@ -66,18 +67,18 @@ def test_the_line_at_1_is_always_in_the_picture():
 @pytest.mark.parametrize("ratios", [{}, {"torch": Spread(1.0, 0.0, 1.0)}])
 def test_what_has_no_logarithm_is_refused(ratios: dict[str, Spread]) -> None:
     with pytest.raises(ValueError, match="give one or more, all above 0"):
-        plots.benchmarks(ratios, plots.figure()[1], ours="ours")
+        benchmarks(ratios, plots.figure()[1], ours="ours")
 
 
 # -------------------------------------------------------------------------------------------- all pictures
 
 PICTURES: dict[str, Plot] = {
     "mixed": mixed,
-    "one": lambda ax: plots.benchmarks({"torch": Spread(1.0, 1.0, 1.0)}, ax, ours="zero_ref, to owners"),
-    "far": lambda ax: plots.benchmarks(
+    "one": lambda ax: benchmarks({"torch": Spread(1.0, 1.0, 1.0)}, ax, ours="zero_ref, to owners"),
+    "far": lambda ax: benchmarks(
         {"torch": Spread(105.0, 99.0, 120.0), "limit: copy": Spread(0.01, 0.01, 0.02)}, ax, ours="zero_ref"
     ),
-    "titled": lambda ax: plots.benchmarks(RATIOS, ax, ours="zero_ref, best", title="step, gpt, 2 ranks"),
+    "titled": lambda ax: benchmarks(RATIOS, ax, ours="zero_ref, best", title="step, gpt, 2 ranks"),
 }
 
 

@@ -10,9 +10,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from pictures import Plot, assert_readable, assert_repeatable, drawn, written
 
-from zero_ref.averaging import AveragingSchedule
 from zero_ref.lab.drift import in_groups
 from zero_ref.lab.plots import agreement, drift, rank_colour
+from zero_ref.local_sgd.averaging import AveragingSchedule
 
 FLAT = AveragingSchedule.periodic(4, warmup_steps=3)
 NODES = AveragingSchedule.hierarchical({2: 4, 4: 8}, warmup_steps=2, gradient_group=2)

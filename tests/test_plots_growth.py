@@ -10,10 +10,10 @@ from hypothesis import given, settings, strategies as st
 from matplotlib.axes import Axes
 from pictures import Plot, assert_readable, assert_repeatable, drawn, written
 
+from zero_ref.bench.exponents import exponent
+from zero_ref.bench.plots import PROPORTIONAL, growth
+from zero_ref.bench.results import Spread
 from zero_ref.lab import plots
-from zero_ref.lab.bench.exponents import exponent
-from zero_ref.lab.bench.results import Spread
-from zero_ref.lab.plots._growth import PROPORTIONAL
 
 SIZES = [10.0**power for power in range(6, 9)]
 
@@ -32,7 +32,7 @@ WORK = {size: 44 * size for size in SIZES}
 
 
 def three(ax: Axes) -> Axes:
-    return plots.growth(CURVES, ax, along="parameters", work=WORK)
+    return growth(CURVES, ax, along="parameters", work=WORK)
 
 
 def points(ax: Axes, label: str) -> list[tuple[float, float]]:
@@ -55,7 +55,7 @@ def test_marks_are_the_medians_and_bars_the_quartiles():
 @given(st.floats(0.2, 3))
 def test_the_thin_line_is_as_steep_as_the_work_and_ends_at_the_first_curve(power: float) -> None:
     _, ax = plots.figure(6, 3)
-    plots.growth(CURVES, ax, along="parameters", work={size: size**power for size in SIZES})
+    growth(CURVES, ax, along="parameters", work={size: size**power for size in SIZES})
     line = points(ax, PROPORTIONAL)
     assert exponent(*zip(*line)) == pytest.approx(power)
     assert line[-1] == pytest.approx((SIZES[-1], CURVES["zero_ref, best"][SIZES[-1]].median))
@@ -63,7 +63,7 @@ def test_the_thin_line_is_as_steep_as_the_work_and_ends_at_the_first_curve(power
 
 def test_where_there_is_no_work_the_thin_line_has_no_point():
     ranks = {float(n): Spread(5.0 * n, 5.0, 50.0) for n in (1, 2, 4)}
-    ax = drawn(lambda ax: plots.growth({"ours": ranks}, ax, along="ranks", work={1: 0, 2: 16, 4: 48}))
+    ax = drawn(lambda ax: growth({"ours": ranks}, ax, along="ranks", work={1: 0, 2: 16, 4: 48}))
     assert points(ax, PROPORTIONAL) == [(2, 20 / 3), (4, 20)]
     assert {"1", "2", "4"} <= set(written(ax))
 
@@ -88,22 +88,20 @@ def test_curves_differ_in_more_than_colour():
 )
 def test_what_has_no_logarithm_or_no_colour_is_refused(curves: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        plots.growth(curves, plots.figure()[1], along="ranks", work={})
+        growth(curves, plots.figure()[1], along="ranks", work={})
 
 
 # -------------------------------------------------------------------------------------------- all pictures
 
 PICTURES: dict[str, Plot] = {
     "three": three,
-    "flat": lambda ax: plots.growth({"ours": curve(5, 0.001)}, ax, along="tensors", work=WORK),
-    "wide": lambda ax: plots.growth(
+    "flat": lambda ax: growth({"ours": curve(5, 0.001)}, ax, along="tensors", work=WORK),
+    "wide": lambda ax: growth(
         {"ours": curve(1e-3, 1, 3)}, ax, along="tensors", work=WORK, time="Consolidation"
     ),
-    "no key": lambda ax: plots.growth(CURVES, ax, along="parameters", work=WORK, key=False),
-    "one point": lambda ax: plots.growth(
-        {"ours": {3.0: Spread(1, 1, 2)}}, ax, along="ranks", work={3.0: 1.0}
-    ),
-    "ranks": lambda ax: plots.growth(
+    "no key": lambda ax: growth(CURVES, ax, along="parameters", work=WORK, key=False),
+    "one point": lambda ax: growth({"ours": {3.0: Spread(1, 1, 2)}}, ax, along="ranks", work={3.0: 1.0}),
+    "ranks": lambda ax: growth(
         {"ours": {n: Spread(n, n, n) for n in (1, 2, 3, 4, 6, 8)}}, ax, along="ranks", work={}
     ),
 }

@@ -19,7 +19,7 @@ from zero_ref.lab.plots._judged import _RoomyLabels
 from zero_ref.lab.plots._simulated import STEP_COLOURS
 from zero_ref.live.lanes import COLOURS, COLOURS_OF_MORE, flowed_together
 from zero_ref.live.palette import ALARM, ITEM_COLOURS, PAPER, PART_COLOURS
-from zero_ref.partition import ParamSpec
+from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.play import Played, Work, play
 from zero_ref.simulator.schedule import schedule

@@ -29,13 +29,13 @@ from training import (
     train,
 )
 
-from zero_ref.calls import Call
-from zero_ref.collectives import Collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording, state_bytes
-from zero_ref.moves import moves, numels_between
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.partition import Partition, Slice, from_lists
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
+from zero_ref.plan.moves import moves, numels_between
+from zero_ref.plan.partition import Partition, Slice, from_lists
 
 
 def repartition(optimizer: Any, partition: Any) -> None:

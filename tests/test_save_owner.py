@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from zero_ref import save_owner
-from zero_ref.save_owner import OWNER, STALE_SECONDS, Owner, take
-from zero_ref.saves import Mark, new_save, sealed
+from zero_ref.state import save_owner
+from zero_ref.state.save_owner import OWNER, STALE_SECONDS, Owner, take
+from zero_ref.state.saves import Mark, new_save, sealed
 
 
 def leave_mark(directory: Path, age: float = 0.0, **changed: Any) -> Owner:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_ref import saves
-from zero_ref.saves import (
+from zero_ref.state import saves
+from zero_ref.state.saves import (
     FORMAT,
     MARK,
     DamagedError,

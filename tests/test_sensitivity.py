@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.averaging import AveragingSchedule
-from zero_ref.partition import ParamSpec
+from zero_ref.local_sgd.averaging import AveragingSchedule
+from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import CLUSTERS, Cluster, Device, Link, cluster
 from zero_ref.simulator.play import Work, play
 from zero_ref.simulator.recipe import RECIPES, recipe

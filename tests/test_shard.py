@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn, optim
 
-from zero_ref.collectives import Collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.shard import MASTER, Shard
-from zero_ref.sharded import load_sharded, save_sharded
+from zero_ref.optimizer.shard import MASTER, Shard
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.state.sharded import load_sharded, save_sharded
 
 SHAPES = [(64, 32), (32,), (48, 16), (301,), ()]
 DTYPES = [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16, torch.float16]

@@ -12,9 +12,9 @@ from types import ModuleType
 
 import pytest
 
-from zero_ref.lab.bench.growth_point import TIMED, GrowthPoint
-from zero_ref.lab.bench.machine import Commit, Machine
-from zero_ref.lab.bench.results import Report, Session, SuiteResult, Taken
+from zero_ref.bench.growth_point import TIMED, GrowthPoint
+from zero_ref.bench.machine import Commit, Machine
+from zero_ref.bench.results import Report, Session, SuiteResult, Taken
 
 ROOT = Path(__file__).resolve().parent.parent
 

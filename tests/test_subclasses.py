@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_ref import subclasses
-from zero_ref.collectives import Collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.sharded import load_sharded, save_sharded
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.state import subclasses
+from zero_ref.state.sharded import load_sharded, save_sharded
 
 
 class Halved(torch.Tensor):

@@ -8,8 +8,8 @@ from itertools import groupby, pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.calls import Call
-from zero_ref.partition import ParamSpec, sorted_greedy
+from zero_ref.plan.calls import Call
+from zero_ref.plan.partition import ParamSpec, sorted_greedy
 from zero_ref.simulator.schedule import calls_of_rank, ddp_buckets
 from zero_ref.simulator.timeline import (
     WAYS,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.partition import ParamSpec
+from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.play import Work, play

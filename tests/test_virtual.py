@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from training import NEVER_S
 
-from zero_ref.calls import Call
-from zero_ref.collectives import Collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
+from zero_ref.plan.calls import Call
 
 
 def numbered(comm: Collectives) -> torch.Tensor:

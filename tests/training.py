@@ -26,10 +26,10 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from zero_ref.collectives import Collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.partition import Partition, even, sorted_greedy
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.partition import Partition, even, sorted_greedy
 
 T = TypeVar("T")
 NEVER_S = 3600.0  # longer than pytest waits: where only this ends a test it has failed

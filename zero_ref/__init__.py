@@ -10,17 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_ref.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
-    from zero_ref.averaging import AveragingSchedule
+    from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+    from zero_ref.backward.reduction import reduce_to_owners
     from zero_ref.clip import clip_grad_norm_, get_total_norm
-    from zero_ref.local_sgd import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
-    from zero_ref.optimizer import ZeroRedundancyOptimizer
-    from zero_ref.oss import OSS
-    from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
-    from zero_ref.partition import ParamSpec, Partition, Slice, even, registration_greedy, sorted_greedy
-    from zero_ref.reduction import reduce_to_owners
-    from zero_ref.rpc_optimizer import DistributedOptimizer
-    from zero_ref.sharded import PendingSave, load_sharded, save_sharded, save_sharded_async
+    from zero_ref.dropin.oss import OSS
+    from zero_ref.dropin.rpc_optimizer import DistributedOptimizer
+    from zero_ref.local_sgd.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
+    from zero_ref.local_sgd.averaging import AveragingSchedule
+    from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
+    from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+    from zero_ref.plan.partition import ParamSpec, Partition, Slice, even, registration_greedy, sorted_greedy
+    from zero_ref.state.sharded import PendingSave, load_sharded, save_sharded, save_sharded_async
 
 __version__ = "0.1.0"
 
@@ -52,26 +52,26 @@ __all__ = [
     "DistributedOptimizer",
 ]
 
-_MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.partition") | {
-    "ZeroRedundancyOptimizer": "zero_ref.optimizer",
-    "reduce_to_owners": "zero_ref.reduction",
-    "hook_with_zero_step": "zero_ref.overlap",
-    "hook_with_zero_step_interleaved": "zero_ref.overlap",
-    "save_sharded": "zero_ref.sharded",
-    "save_sharded_async": "zero_ref.sharded",
-    "PendingSave": "zero_ref.sharded",
-    "load_sharded": "zero_ref.sharded",
+_MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.partition") | {
+    "ZeroRedundancyOptimizer": "zero_ref.optimizer.zero_redundancy_optimizer",
+    "reduce_to_owners": "zero_ref.backward.reduction",
+    "hook_with_zero_step": "zero_ref.backward.overlap",
+    "hook_with_zero_step_interleaved": "zero_ref.backward.overlap",
+    "save_sharded": "zero_ref.state.sharded",
+    "save_sharded_async": "zero_ref.state.sharded",
+    "PendingSave": "zero_ref.state.sharded",
+    "load_sharded": "zero_ref.state.sharded",
     "clip_grad_norm_": "zero_ref.clip",
     "get_total_norm": "zero_ref.clip",
-    "OSS": "zero_ref.oss",
-    "AveragingSchedule": "zero_ref.averaging",
-    "ModelAverager": "zero_ref.averagers",
-    "PeriodicModelAverager": "zero_ref.averagers",
-    "HierarchicalModelAverager": "zero_ref.averagers",
-    "PostLocalSGDState": "zero_ref.local_sgd",
-    "post_localSGD_hook": "zero_ref.local_sgd",
-    "PostLocalSGDOptimizer": "zero_ref.local_sgd",
-    "DistributedOptimizer": "zero_ref.rpc_optimizer",
+    "OSS": "zero_ref.dropin.oss",
+    "AveragingSchedule": "zero_ref.local_sgd.averaging",
+    "ModelAverager": "zero_ref.local_sgd.averagers",
+    "PeriodicModelAverager": "zero_ref.local_sgd.averagers",
+    "HierarchicalModelAverager": "zero_ref.local_sgd.averagers",
+    "PostLocalSGDState": "zero_ref.local_sgd.optimizer",
+    "post_localSGD_hook": "zero_ref.local_sgd.optimizer",
+    "PostLocalSGDOptimizer": "zero_ref.local_sgd.optimizer",
+    "DistributedOptimizer": "zero_ref.dropin.rpc_optimizer",
 }
 
 

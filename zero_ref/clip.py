@@ -27,10 +27,10 @@ from torch.utils._foreach_utils import (
     _has_foreach_support,
 )
 
-from zero_ref.buckets import flat_like
-from zero_ref.collectives import agree
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.partition import Slice
+from zero_ref.comm.collectives import agree
+from zero_ref.optimizer.buckets import flat_like
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.partition import Slice
 
 # No norm and no digest is negative.
 ABSENT = -1.0

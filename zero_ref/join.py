@@ -28,13 +28,13 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from zero_ref.buckets import flat_like
-from zero_ref.built import Built
-from zero_ref.collectives import Collectives, ToPeer, broadcast_json
-from zero_ref.gradients import Backward
-from zero_ref.groups import describe_options, options_of
-from zero_ref.partition import Slice
-from zero_ref.shard import Shard, own_slices
+from zero_ref.backward.gradients import Backward
+from zero_ref.comm.collectives import Collectives, ToPeer, broadcast_json
+from zero_ref.optimizer.buckets import flat_like
+from zero_ref.optimizer.built import Built
+from zero_ref.optimizer.groups import describe_options, options_of
+from zero_ref.optimizer.shard import Shard, own_slices
+from zero_ref.plan.partition import Slice
 
 Kind = list[int] | None
 """Of a gradient: None where it is dense; [entries, sparse dimensions] where it is sparse."""

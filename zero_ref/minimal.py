@@ -4,10 +4,10 @@ Under data parallelism every rank has all parameters and, after backward, the sa
 parameter needs only one rank that keeps its optimizer state and updates it: its owner. The owner then sends
 the new values to all others. The state on a rank falls to 1/N of the whole.
 
-The rest of the package computes the same and adds what a training run needs: parameters that are cut, so that
-all shares are equal (`partition.py`), one message for each owner (`buckets.py`), the same error on all ranks
-instead of a hang (`collectives.py`), parameter groups and frozen layers (`optimizer.py`), checkpoints that
-load at any number of ranks (`checkpoint.py`, `sharded.py`), and the update during backward (`overlap.py`).
+The rest of the package computes the same and adds what a training run needs: parameters that are cut, so
+that all shares are equal (`plan/`), one message for each owner, parameter groups and frozen layers
+(`optimizer/`), the same error on all ranks instead of a hang (`comm/`), checkpoints that load at any number
+of ranks (`state/`), and the update during backward (`backward/`).
 """
 
 from __future__ import annotations

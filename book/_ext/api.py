@@ -60,14 +60,14 @@ CHAPTER_OF = {
     "zero_ref.post_localSGD_hook": 11,
     "zero_ref.PostLocalSGDOptimizer": 11,
     "zero_ref.DistributedOptimizer": 12,
-    "zero_ref.partition": 3,
-    "zero_ref.oss": 3,
-    "zero_ref.collectives": 2,
-    "zero_ref.averaging": 11,
-    "zero_ref.local_sgd": 11,
-    "zero_ref.layout": 5,
-    "zero_ref.moves": 8,
-    "zero_ref.calls": 4,
+    "zero_ref.plan.partition": 3,
+    "zero_ref.dropin.oss": 3,
+    "zero_ref.comm.collectives": 2,
+    "zero_ref.local_sgd.averaging": 11,
+    "zero_ref.local_sgd.optimizer": 11,
+    "zero_ref.plan.layout": 5,
+    "zero_ref.plan.moves": 8,
+    "zero_ref.plan.calls": 4,
     "zero_ref.simulator.ledger": 1,
     "zero_ref.simulator.ledger.state_bytes_of_rank": 3,
     "zero_ref.simulator.models": 3,
@@ -123,10 +123,11 @@ CHAPTER_OF = {
     "zero_ref.lab.compare": 0,
     "zero_ref.lab.stage_3": 13,
     "zero_ref.lab.strategies": 0,
-    "zero_ref.lab.benchmark": 14,
-    "zero_ref.lab.step_times": 14,
+    "zero_ref.bench.pieces": 14,
+    "zero_ref.bench.step_times": 14,
     "zero_ref.lab.plots": None,
-    "zero_ref.lab.exercises": None,
+    "zero_ref.bench.plots": None,
+    "zero_ref.course": None,
 }
 """The chapter of a name, or of the rest of a module; 0 is the tour, None what all chapters use."""
 
@@ -157,7 +158,7 @@ def load(name: str) -> Any:
 def chapter_of(name: str) -> int | None:
     """The number of the chapter that teaches a name: its own in CHAPTER_OF, else its module's.
 
-    >>> chapter_of("zero_ref.even"), chapter_of("zero_ref.layout.lay_out")
+    >>> chapter_of("zero_ref.even"), chapter_of("zero_ref.plan.layout.lay_out")
     (3, 5)
     """
     while name not in CHAPTER_OF:

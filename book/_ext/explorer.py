@@ -25,10 +25,9 @@ PACKAGE = BOOK.parent / "zero_ref"
 PYODIDE = BOOK / "vendor" / "pyodide" / "pyodide.js"
 MODULES = (
     "__init__.py",
-    "partition.py",
-    "layout.py",
-    "calls.py",
-    "averaging.py",
+    "plan/*.py",
+    "local_sgd/__init__.py",
+    "local_sgd/averaging.py",
     "simulator/*.py",
     "live/*.py",
 )

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 import zero_ref
-from zero_ref.lab import exercises, ranks
-from zero_ref.lab.exercises import ExerciseFailed, StillTheStub, call_text, check, exercise, grade
+from zero_ref import course
+from zero_ref.course import ExerciseFailed, StillTheStub, call_text, check, exercise, grade
+from zero_ref.lab import ranks
 
 
 @pytest.fixture(autouse=True)
 def _graders_for_these_tests_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exercises, "_registered", dict(exercises._registered))
+    monkeypatch.setattr(course, "_registered", dict(course._registered))
 
     @exercise("test.double", seconds=0.3)
     def double(answer: Callable[[int], int]) -> str:
@@ -148,7 +149,7 @@ def test_a_notebook_shows_the_message_and_no_traceback(capsys: pytest.CaptureFix
     interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
     shell = interactiveshell.InteractiveShell.instance()
     try:
-        shell.run_cell("from zero_ref.lab.exercises import check")
+        shell.run_cell("from zero_ref.course import check")
         capsys.readouterr()
         shell.run_cell('check("test.double", lambda number: number + 2)')
         assert capsys.readouterr().out == "ExerciseFailed: twice 5 is 10\n"
@@ -165,7 +166,7 @@ def test_long_arguments_are_shortened() -> None:
 
 
 def test_without_asserts_nothing_is_graded() -> None:
-    script = 'from zero_ref.lab.exercises import check; check("partition.adversary", lambda: [1])'
+    script = 'from zero_ref.course import check; check("partition.adversary", lambda: [1])'
     root = str(Path(zero_ref.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-O", "-c", script],
@@ -180,7 +181,7 @@ def test_without_asserts_nothing_is_graded() -> None:
 
 
 def test_an_answer_travels_and_is_the_same_there() -> None:
-    answer = exercises.Answer(lambda number: None)
+    answer = course.Answer(lambda number: None)
     with pytest.raises(ExerciseFailed, match="returned None"):
         cloudpickle.loads(cloudpickle.dumps(answer))(2)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ref.partition import Partition
+from zero_ref.plan.partition import Partition
 
 # ------------------------------------------------------------------------------------------- flatten
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zero_ref.partition import Partition, Slice
+from zero_ref.plan.partition import Partition, Slice
 
 Table = dict[tuple[int, int], int]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_ref.calls import Call
-from zero_ref.partition import Partition
+from zero_ref.plan.calls import Call
+from zero_ref.plan.partition import Partition
 
 
 def as_ddp_does(nbytes: float, backward_ms: float, latency_ms: float, gb_per_s: float) -> float:

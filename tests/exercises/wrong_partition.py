@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from zero_ref.partition import Slice, sorted_greedy
+from zero_ref.plan.partition import Slice, sorted_greedy
 
 # ------------------------------------------------------------------------------------ largest first
 

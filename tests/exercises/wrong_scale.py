@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from zero_ref.lab.exercises.scale import Design, Job
-from zero_ref.partition import ParamSpec
+from zero_ref.course.scale import Design, Job
+from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.calibrate import Sample, fit
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.play import Work, play

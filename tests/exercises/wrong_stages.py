@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_ref.calls import Call
+from zero_ref.plan.calls import Call
 
 
 def _times(stage: int, backend: str) -> int:

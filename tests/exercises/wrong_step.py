@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ref.partition import Partition
+from zero_ref.plan.partition import Partition
 
 
 def sends_nothing(local: Any, params: Any, owner_of_param: list[int]) -> None:

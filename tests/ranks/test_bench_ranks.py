@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from zero_ref import cli
+from zero_ref.bench.contenders import OURS, TORCH
+from zero_ref.bench.results import Report, SuiteResult, Taken
+from zero_ref.bench.rounds import COUNTS, WARM_UP, Case, take_turns
+from zero_ref.bench.suites import SUITES
+from zero_ref.bench.targets import judge
 from zero_ref.lab import ranks
-from zero_ref.lab.bench.contenders import OURS, TORCH
-from zero_ref.lab.bench.results import Report, SuiteResult, Taken
-from zero_ref.lab.bench.rounds import COUNTS, WARM_UP, Case, take_turns
-from zero_ref.lab.bench.suites import SUITES
-from zero_ref.lab.bench.targets import judge
 
 pytestmark = pytest.mark.ranks
 
@@ -69,7 +69,7 @@ def in_miniature(suite: Callable[[str, int], SuiteResult]) -> Callable[[str, int
     """The suite on a model of a few tensors, and without touching all memory first."""
 
     def run(set_name: str, rounds: int) -> SuiteResult:
-        from zero_ref.lab.bench import sets, state
+        from zero_ref.bench import sets, state
 
         sets.SETS[set_name] = sets.SETS[set_name]._replace(make=lambda: sets.chain([64] * 5))
         state.touch_memory = lambda: None

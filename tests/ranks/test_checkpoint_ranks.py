@@ -22,11 +22,11 @@ from training import (
     train,
 )
 
-from zero_ref.calls import Call
-from zero_ref.collectives import ProcessGroupCollectives
+from zero_ref.comm.collectives import ProcessGroupCollectives
 from zero_ref.lab.meter import recording
 from zero_ref.lab.ranks import run, shutdown
-from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
 
 pytestmark = pytest.mark.ranks
 

@@ -14,12 +14,12 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import Snapshot, Tangle, in_a_hurry, loss_on_own_data, snapshot
 
+from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.clip import clip_grad_norm_, get_total_norm
 from zero_ref.lab.meter import recording
 from zero_ref.lab.ranks import run, shutdown
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
-from zero_ref.reduction import reduce_to_owners
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.ranks
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_ref.calls import Call
 from zero_ref.lab import ranks
 from zero_ref.lab.meter import DDPRecorder
+from zero_ref.plan.calls import Call
 from zero_ref.simulator.models import from_module, ready_order
 from zero_ref.simulator.schedule import ddp_buckets, schedule
 

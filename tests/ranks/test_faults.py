@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn, optim
 from training import NEVER_S, Run, Tangle, assert_same, in_a_hurry, ring_early, snapshot, train
 
-from zero_ref.collectives import ProcessGroupCollectives
+from zero_ref.comm.collectives import ProcessGroupCollectives
 from zero_ref.lab.ranks import RankError, run, shutdown
-from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.ranks
 

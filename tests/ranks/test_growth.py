@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from zero_ref.bench import growth, rounds
+from zero_ref.bench.contenders import OURS, TORCH_BEST
+from zero_ref.bench.growth import Size, sizes
+from zero_ref.bench.growth_point import TIMED, GrowthPoint
 from zero_ref.lab import ranks
-from zero_ref.lab.bench import growth, rounds
-from zero_ref.lab.bench.contenders import OURS, TORCH_BEST
-from zero_ref.lab.bench.growth import Size, sizes
-from zero_ref.lab.bench.growth_point import TIMED, GrowthPoint
 
 pytestmark = pytest.mark.ranks
 

@@ -34,14 +34,14 @@ from training import (
     snapshot,
 )
 
-from zero_ref.calls import Call
+from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.clip import clip_grad_norm_
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording, recording_distributed
 from zero_ref.lab.ranks import RankError, run, shutdown
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
-from zero_ref.reduction import reduce_to_owners
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
 
 pytestmark = pytest.mark.ranks
 

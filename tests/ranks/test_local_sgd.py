@@ -39,16 +39,16 @@ from training import (
     snapshot,
 )
 
-from zero_ref.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
-from zero_ref.averaging import AveragingSchedule, Level
-from zero_ref.calls import Call
-from zero_ref.collectives import Collectives
+from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+from zero_ref.backward.reduction import reduce_to_owners
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.ranks import RankError, run, shutdown
-from zero_ref.local_sgd import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
-from zero_ref.reduction import reduce_to_owners
+from zero_ref.local_sgd.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
+from zero_ref.local_sgd.averaging import AveragingSchedule, Level
+from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
 
 pytestmark = pytest.mark.ranks
 

@@ -17,7 +17,7 @@ from training import assert_state_dicts_equal, fill_gradients
 
 from zero_ref.lab.ranks import run, shutdown
 from zero_ref.minimal import MinimalZero
-from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 from training import Tangle, assert_state_dicts_equal, loss_on_own_data
 
+from zero_ref.dropin.oss import OSS
 from zero_ref.lab.meter import recording
 from zero_ref.lab.ranks import run, shutdown
-from zero_ref.oss import OSS
 
 pytestmark = pytest.mark.ranks
 
@@ -176,7 +176,9 @@ def under_sharded_data_parallel(module: str) -> tuple[list[float], list[torch.Te
 
 @needs_fairscale
 def test_fairscales_sharded_data_parallel_takes_ours() -> None:
-    ours, theirs = (run(under_sharded_data_parallel, 2, m) for m in ("zero_ref.oss", "fairscale.optim"))
+    ours, theirs = (
+        run(under_sharded_data_parallel, 2, m) for m in ("zero_ref.dropin.oss", "fairscale.optim")
+    )
     for (our_losses, our_params), (losses, params) in zip(ours, theirs, strict=True):
         assert our_losses == losses
         assert len(set(losses)) == 5

@@ -43,15 +43,15 @@ from training import (
     sum_in_rank_order,
 )
 
-from zero_ref.calls import Call
-from zero_ref.groups import specs_of
+from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording_all_reduce
 from zero_ref.lab.ranks import RankError, run, shutdown
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
-from zero_ref.partition import Partition, bucket_round_robin, bucket_threshold, from_lists
-from zero_ref.reduction import reduce_to_owners
+from zero_ref.optimizer.groups import specs_of
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
+from zero_ref.plan.partition import Partition, bucket_round_robin, bucket_threshold, from_lists
 from zero_ref.simulator.schedule import calls_of_rank
 
 pytestmark = pytest.mark.ranks

@@ -32,13 +32,13 @@ from training import (
     snapshot,
 )
 
-from zero_ref.calls import Call
-from zero_ref.collectives import Collectives, ProcessGroupCollectives
+from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import DDPRecorder, held_bytes, recording, state_bytes
 from zero_ref.lab.ranks import run, shutdown
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.partition import from_lists
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
+from zero_ref.plan.partition import from_lists
 
 pytestmark = pytest.mark.ranks
 
@@ -536,7 +536,7 @@ def logged() -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    logger = logging.getLogger("zero_ref.optimizer")
+    logger = logging.getLogger("zero_ref.optimizer.zero_redundancy_optimizer")
     handler = Keep()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

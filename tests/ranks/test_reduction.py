@@ -40,16 +40,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import Tangle, assert_same, loss_on_own_data, snapshot
 
-from zero_ref.buckets import flat_view
-from zero_ref.calls import Call
+from zero_ref.backward.reduction import ToOwners, gradients_in, reduce_to_owners
 from zero_ref.clip import clip_grad_norm_, get_total_norm
-from zero_ref.collectives import Collectives
-from zero_ref.groups import specs_of
+from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import held_bytes, recording
 from zero_ref.lab.ranks import run, shutdown
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.reduction import ToOwners, gradients_in, reduce_to_owners
+from zero_ref.optimizer.buckets import flat_view
+from zero_ref.optimizer.groups import specs_of
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
 from zero_ref.simulator.schedule import calls_of_rank
 
 pytestmark = pytest.mark.ranks

@@ -28,9 +28,9 @@ from training import (
     train,
 )
 
-from zero_ref.collectives import ProcessGroupCollectives
+from zero_ref.comm.collectives import ProcessGroupCollectives
 from zero_ref.lab.ranks import RankError, run, shutdown
-from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.ranks
 

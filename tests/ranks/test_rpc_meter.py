@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 
+from zero_ref.dropin.rpc_optimizer import DistributedOptimizer
 from zero_ref.lab import ranks, rpc_meter
 from zero_ref.lab.ranks import RankError
 from zero_ref.lab.rpc_meter import Sent, counting
-from zero_ref.rpc_optimizer import DistributedOptimizer
 
 pytestmark = [
     pytest.mark.ranks,

@@ -19,10 +19,10 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch.optim import Optimizer
 
-from zero_ref import rpc_optimizer
+from zero_ref.dropin import rpc_optimizer
+from zero_ref.dropin.rpc_optimizer import DistributedOptimizer
 from zero_ref.lab import ranks
 from zero_ref.lab.ranks import RankError
-from zero_ref.rpc_optimizer import DistributedOptimizer
 
 pytestmark = [
     pytest.mark.ranks,

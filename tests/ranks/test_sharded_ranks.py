@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import optim
 from training import NEVER_S, Run, Snapshot, Tangle, assert_same, assert_state_dicts_equal, snapshot, train
 
-from zero_ref.calls import Call
 from zero_ref.lab.ranks import RankError, run, shutdown
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.shard_files import ShardWriter
-from zero_ref.sharded import load_sharded, save_sharded, save_sharded_async
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
+from zero_ref.state.files import ShardWriter
+from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_async
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
@@ -142,9 +142,9 @@ def test_training_sends_while_all_ranks_write(tmp_path: Path) -> None:
 LAST_WORDS = """
 import sys, torch
 from zero_ref.lab import virtual
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.sharded import save_sharded_async
-from zero_ref.shard_files import ShardWriter
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.state.sharded import save_sharded_async
+from zero_ref.state.files import ShardWriter
 import time
 write = ShardWriter.write_data
 ShardWriter.write_data = lambda *args: (time.sleep(0.5), write(*args))[1]

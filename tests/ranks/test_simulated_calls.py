@@ -17,9 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as to
 from torch.distributed.algorithms.model_averaging import averagers as torchs_averagers
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_ref.averagers import ModelAverager
-from zero_ref.averaging import AveragingSchedule
-from zero_ref.calls import Call, ordinary
+from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.meter import (
@@ -30,11 +29,12 @@ from zero_ref.lab.meter import (
     sent_bytes,
 )
 from zero_ref.lab.model import GPT
-from zero_ref.local_sgd import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
-from zero_ref.partition import ParamSpec
-from zero_ref.reduction import reduce_to_owners
+from zero_ref.local_sgd.averagers import ModelAverager
+from zero_ref.local_sgd.averaging import AveragingSchedule
+from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call, ordinary
+from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.models import from_module, ready_order
 from zero_ref.simulator.recipe import RECIPES, recipe
 from zero_ref.simulator.schedule import MIB, Schedule, ddp_buckets, schedule

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from zero_ref.calls import Call
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.meter import HeldBytes, bytes_sent_by, recording_distributed
 from zero_ref.lab.model import GPT
 from zero_ref.lab.stage_3 import held_bytes, local_part
+from zero_ref.plan.calls import Call
 from zero_ref.simulator.models import blocks, from_module
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import Schedule, schedule

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_ref.collectives import ProcessGroupCollectives
+from zero_ref.comm.collectives import ProcessGroupCollectives
 from zero_ref.lab import ranks
 from zero_ref.lab.meter import bytes_sent_by
 from zero_ref.simulator.cluster import OPERATIONS, traffic

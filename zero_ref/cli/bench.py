@@ -107,7 +107,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 def _measured(arguments: argparse.Namespace) -> tuple[Any, int]:
     """The report, and how many suites failed. Each table is printed, and written, as it comes."""
-    ranks, benchmark = need("zero_ref.lab.ranks"), need("zero_ref.lab.benchmark")
+    ranks, benchmark = need("zero_ref.lab.ranks"), need("zero_ref.bench.pieces")
     try:
         need("zero_ref.lab.meter").raise_loopback()
     except PermissionError:
@@ -131,15 +131,13 @@ def _measured(arguments: argparse.Namespace) -> tuple[Any, int]:
 
 
 def _empty_report(arguments: argparse.Namespace) -> Any:
-    machine, results, rounds = (
-        need(f"zero_ref.lab.bench.{name}") for name in ("machine", "results", "rounds")
-    )
+    machine, results, rounds = (need(f"zero_ref.bench.{name}") for name in ("machine", "results", "rounds"))
     session = results.Session(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         rounds=arguments.rounds or (3 if arguments.quick else 15),
         quick=arguments.quick,
         wire_counter=rounds.wire_counter(),
-        load_average=(need("zero_ref.lab.benchmark").load_average(), None),
+        load_average=(need("zero_ref.bench.pieces").load_average(), None),
     )
     return results.Report(
         machine.read_machine(), machine.read_versions(), machine.read_commit(), sessions=[session]
@@ -184,7 +182,7 @@ def _tell(line: str) -> None:
 
 
 def _read(files: list[str]) -> Any:
-    results = need("zero_ref.lab.bench.results")
+    results = need("zero_ref.bench.results")
     reports = []
     for file in files:
         try:
@@ -219,16 +217,16 @@ def _load(session: Any) -> str:
 
 
 def _print_suite(result: Any) -> None:
-    print(f"\n{need('zero_ref.lab.bench.tables').suite_table(result)}", flush=True)
+    print(f"\n{need('zero_ref.bench.tables').suite_table(result)}", flush=True)
 
 
 def _print_figures(figures: list[Any]) -> None:
     if figures:
-        print(f"\n{need('zero_ref.lab.bench.tables').figures_table(figures)}", flush=True)
+        print(f"\n{need('zero_ref.bench.tables').figures_table(figures)}", flush=True)
 
 
 def _print_targets(report: Any) -> None:
-    judged = need("zero_ref.lab.bench.targets").judge(report.results, report.figures, report.growth)
-    print(f"\n{need('zero_ref.lab.bench.tables').targets_table(judged)}")
+    judged = need("zero_ref.bench.targets").judge(report.results, report.figures, report.growth)
+    print(f"\n{need('zero_ref.bench.tables').targets_table(judged)}")
     if any(session.quick for session in report.sessions):
         print("\n--quick: so few rounds say that it runs, not what is faster")

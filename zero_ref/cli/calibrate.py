@@ -35,10 +35,10 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
         raise CommandError("--ranks must be at least 2: a single rank sends nothing.")
     if not arguments.json:
         need("rich")  # before the work, not after it
-    benchmark, ranks = need("zero_ref.lab.benchmark"), need("zero_ref.lab.ranks")
-    before = benchmark.load_average()
+    pieces, ranks = need("zero_ref.bench.pieces"), need("zero_ref.lab.ranks")
+    before = pieces.load_average()
     try:
-        times = benchmark.measure(arguments.ranks, benchmark.QUICK if arguments.quick else benchmark.FULL)
+        times = pieces.measure(arguments.ranks, pieces.QUICK if arguments.quick else pieces.FULL)
     except ranks.RankError as error:
         raise CommandError(str(error), code=1) from None
     try:

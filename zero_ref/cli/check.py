@@ -23,7 +23,7 @@ def register_check(subparsers: Subparsers) -> None:
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Print for each exercise whether it passed, and what the check said; 1 if any failed."""
-    check_notebook = need("zero_ref.lab.exercises.notebook").check_notebook
+    check_notebook = need("zero_ref.course.notebook").check_notebook
     try:
         results = check_notebook(arguments.notebook)
     except (OSError, ValueError) as error:

@@ -53,7 +53,7 @@ def listed(directory: Path, verify: bool = False) -> list[dict[str, Any]]:
     Args:
         verify: read the data too, not only the tables.
     """
-    from zero_ref import saves, shard_files
+    from zero_ref.state import files, saves
 
     found = []
     for save in saves.saves_in(directory):
@@ -70,8 +70,8 @@ def listed(directory: Path, verify: bool = False) -> list[dict[str, Any]]:
             entry["state"] = f"incomplete: lacks {save.lacks}"
         else:
             try:
-                entry["notes"] = shard_files.read_tables(save.path)[0]["contents"]["notes"]
-                entry["problems"] = shard_files.verify(save.path) if verify else []
+                entry["notes"] = files.read_tables(save.path)[0]["contents"]["notes"]
+                entry["problems"] = files.verify(save.path) if verify else []
             except (saves.DamagedError, KeyError, TypeError) as error:
                 entry["problems"] = [str(error)]
             if entry["problems"]:

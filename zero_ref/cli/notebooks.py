@@ -32,7 +32,7 @@ def register_notebooks(subparsers: Subparsers) -> None:
 
 def run_notebooks(arguments: argparse.Namespace) -> int:
     """Write the notebooks and print their names."""
-    write_editions = need("zero_ref.lab.exercises.editions").write_editions
+    write_editions = need("zero_ref.course.editions").write_editions
     try:
         written = write_editions(arguments.source, arguments.folder, arguments.audience, arguments.chapter)
     except (OSError, ValueError) as error:

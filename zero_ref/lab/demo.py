@@ -14,7 +14,7 @@ from zero_ref.lab.compare import ROW_NAMES, Run, as_json, compare, environment, 
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.model import GPT
 from zero_ref.lab.report import Check, Exhibit, write_report
-from zero_ref.partition import plan_partition
+from zero_ref.plan.partition import plan_partition
 from zero_ref.simulator.models import from_module
 from zero_ref.simulator.recipe import RECIPES
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero_ref.calls import CHECK, Call
-from zero_ref.collectives import Collectives
+from zero_ref.comm.collectives import Collectives
+from zero_ref.plan.calls import CHECK, Call
 
 
 class HeldBytes(NamedTuple):

@@ -23,11 +23,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero_ref.collectives import Collectives, ToPeer, Work
+from zero_ref.backward.overlap import OverlappedStep
+from zero_ref.backward.reduction import Hook, OwnerReduction
+from zero_ref.comm.collectives import Collectives, ToPeer, Work
 from zero_ref.lab.meter import recording_all_reduce
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.overlap import OverlappedStep
-from zero_ref.reduction import Hook, OwnerReduction
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.simulator.operations import COMPUTE, NETWORK
 from zero_ref.simulator.timeline import Event, Timeline
 

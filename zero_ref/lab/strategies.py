@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_ref.averagers import ModelAverager
-from zero_ref.calls import Call, ordinary
+from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.lab import meter, stage_3
-from zero_ref.local_sgd import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
-from zero_ref.optimizer import ZeroRedundancyOptimizer
-from zero_ref.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
-from zero_ref.reduction import reduce_to_owners
+from zero_ref.local_sgd.averagers import ModelAverager
+from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call, ordinary
 from zero_ref.simulator.recipe import Recipe
 
 IN_BACKWARD = {"after_backward": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}

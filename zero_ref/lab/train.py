@@ -20,19 +20,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero_ref.calls import Call
-from zero_ref.collectives import agree, as_collectives
-from zero_ref.durable import make_directory, replacing
+from zero_ref.comm.collectives import agree, as_collectives
 from zero_ref.lab import meter, stage_3
 from zero_ref.lab._arguments import Parser, complain, json_text, unwritable
 from zero_ref.lab.config import COMPARED, TrainConfig, add_training_arguments, config_from
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.ranks import device
 from zero_ref.lab.strategies import trainable
-from zero_ref.optimizer import ZeroRedundancyOptimizer
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
 from zero_ref.simulator import models
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
+from zero_ref.state.durable import make_directory, replacing
 
 Progress = Callable[[int, float], None]
 """Called with the number of steps done and the last training loss."""

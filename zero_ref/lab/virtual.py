@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zero_ref.collectives import Observable, ToPeer, Work
+from zero_ref.comm.collectives import Observable, ToPeer, Work
 from zero_ref.lab.patience import patience
 
 T = TypeVar("T")

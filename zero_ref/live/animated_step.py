@@ -12,7 +12,7 @@ from zero_ref.live.animation import Animation, Motion
 from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, rank_colour, text_colour_on, tint
 from zero_ref.live.step_frames import MOST_RANKS, PHASES, SECONDS, Frame, step_frames
 from zero_ref.live.svg import LINE, element, line, text, text_width
-from zero_ref.partition import Partition, Slice
+from zero_ref.plan.partition import Partition, Slice
 
 SIDE, TOP = 14.0, 12.0
 GRADIENTS, PARAMETERS, RANK = 22.0, 32.0, 90.0
@@ -22,7 +22,7 @@ GRADIENTS, PARAMETERS, RANK = 22.0, 32.0, 90.0
 def animate_step(partition: Partition, names: Sequence[str] | None = None) -> Animation:
     """One step on 2 to 4 ranks, as the last line of a cell.
 
-    >>> from zero_ref.partition import sorted_greedy
+    >>> from zero_ref.plan.partition import sorted_greedy
     >>> animate_step(sorted_greedy([6, 5, 4], 2), ["W1", "W2", "b"]).words.split(". ")[2]
     'Rank 0 updates W1; Rank 1 updates W2, b'
 

@@ -11,7 +11,7 @@ from zero_ref.live.numbers import short, short_count
 from zero_ref.live.options import RANKS, params_of
 from zero_ref.live.palette import ALARM, INK, MUTED, SERIES_COLOURS, rank_colour
 from zero_ref.live.svg import LINE, MARGIN, bar, curve, key, line, picture, text
-from zero_ref.partition import STRATEGIES, Partition, plan_partition
+from zero_ref.plan.partition import STRATEGIES, Partition, plan_partition
 from zero_ref.simulator.models import MODELS
 
 RULES = tuple(STRATEGIES)

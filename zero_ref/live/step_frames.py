@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zero_ref.calls import Call
-from zero_ref.partition import ParamSpec, Partition, Slice
+from zero_ref.plan.calls import Call
+from zero_ref.plan.partition import ParamSpec, Partition, Slice
 from zero_ref.simulator.operations import data_parallel, messages_of
 
 PHASES = {
@@ -40,7 +40,7 @@ class Frame(NamedTuple):
 def step_frames(partition: Partition) -> list[Frame]:
     """A step's frames, in the order of the package's calls: an all-reduce, the local step, the broadcasts.
 
-    >>> from zero_ref.partition import sorted_greedy
+    >>> from zero_ref.plan.partition import sorted_greedy
     >>> for frame in step_frames(sorted_greedy([6, 5], 2)):
     ...     print(frame.phase, frame.start_s, *(frame.call or ()))
     reduce 0.5 all_reduce 44 None

@@ -4,7 +4,7 @@ Everything that is timed costs so much for each call and so much for each byte o
 rounds and its bytes, forward and backward their tensors and their floating-point operations, an optimizer
 step its tensors and its bytes. So one fit serves all, `fit`. `calibrate` fits on every other size, predicts
 the sizes in between, and keeps both times: these errors are the ones to trust, and the intervals of single
-parameters say how well the times tell them apart. `lab.benchmark` takes the times.
+parameters say how well the times tell them apart. `bench.pieces` takes the times.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
-from zero_ref.layout import ITEMSIZE
-from zero_ref.partition import ParamSpec, Partition
+from zero_ref.plan.layout import ITEMSIZE
+from zero_ref.plan.partition import ParamSpec, Partition
 
 # ---------------------------------------------------------------------------- on average, by the formula
 
@@ -264,7 +264,7 @@ def state_bytes_of_rank(
     Not the average of `ledger`: each rank pays for the slices that it owns, and for the scalars of each.
     Frozen parameters have no state, but under Adagrad they do.
 
-    >>> from zero_ref.partition import even, sorted_greedy
+    >>> from zero_ref.plan.partition import even, sorted_greedy
     >>> params = [ParamSpec(1000), ParamSpec(24)]
     >>> state_bytes_of_rank(sorted_greedy([1000, 24], 2), params)        # 2 tensors x 4 bytes, and `step`
     (8004, 196)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from zero_ref.layout import lay_out
-from zero_ref.partition import ParamSpec, Partition
+from zero_ref.plan.layout import lay_out
+from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.simulator.ledger import (
     UNITS,
     Convention,
@@ -167,7 +167,7 @@ def memory_of_ranks(
 ) -> tuple[Memory, ...]:
     """What lies on each rank of a partition: whole bytes, and the fullest rank can be seen.
 
-    >>> from zero_ref.partition import sorted_greedy
+    >>> from zero_ref.plan.partition import sorted_greedy
     >>> params = [ParamSpec(1000), ParamSpec(24)]
     >>> settings = MemorySettings(stage=1, convention=None, gradient_as_bucket_view=True, bucket_bytes=0)
     >>> for memory in memory_of_ranks(sorted_greedy([1000, 24], 2), params, settings):

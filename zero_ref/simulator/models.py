@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from zero_ref.partition import ParamSpec
+from zero_ref.plan.partition import ParamSpec
 
 
 class ParamShape(NamedTuple):

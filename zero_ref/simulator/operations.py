@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from zero_ref.averaging import AveragingSchedule
-from zero_ref.calls import Call
-from zero_ref.layout import lay_out, runs_within
-from zero_ref.partition import ParamSpec, Partition, Slice
+from zero_ref.local_sgd.averaging import AveragingSchedule
+from zero_ref.plan.calls import Call
+from zero_ref.plan.layout import lay_out, runs_within
+from zero_ref.plan.partition import ParamSpec, Partition, Slice
 from zero_ref.simulator.ledger import itemsize_of, nbytes_of
 
 WAYS: dict[str, str] = {
@@ -28,7 +28,7 @@ COMPUTE = "compute"
 SIDE_STREAM = "side stream"
 
 AGREEMENT_BYTES = 32
-"""That each rank passes in where ranks agree on what comes next, as `zero_ref.collectives.agree` does."""
+"""That each rank passes in where ranks agree on what comes next: `zero_ref.comm.collectives.agree`."""
 
 
 class Operation(NamedTuple):
@@ -102,7 +102,8 @@ def order(parts: int, way: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
     Raises:
         ValueError: the way is not one of WAYS.
-    Source: `OverlappedStep.on_bucket` in zero_ref/overlap.py, and `step` in zero_ref/optimizer.py.
+    Source: `OverlappedStep.on_bucket` in zero_ref/backward/overlap.py, and
+        `ZeroRedundancyOptimizer.step`.
     """
     if way not in WAYS:
         raise ValueError(f"unknown way {way!r}; choose one of {', '.join(WAYS)}.")
@@ -454,8 +455,8 @@ def local_sgd(
             16-bit parameters, since its next step would undo an average of these; None for the parameters'.
     Raises:
         ValueError: the averaging is none for so many ranks, or steps are none, negative, or leave some out.
-    Source: post-local SGD (Lin et al., arXiv:1808.07217), as `zero_ref.local_sgd` does it. torch's own makes
-        no agreement, and else the same calls: tests/ranks/test_simulated_calls.py.
+    Source: post-local SGD (Lin et al., arXiv:1808.07217), as `zero_ref.local_sgd.optimizer` does it.
+        torch's own makes no agreement, and else the same calls: tests/ranks/test_simulated_calls.py.
     """
     averaging.check_fits(world_size)
     steps = averaging.steady if steps is None else steps

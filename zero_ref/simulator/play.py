@@ -92,7 +92,7 @@ class _OfShares(Mapping[int, float]):
 def price(plan: Schedule, cluster: Cluster, work: Work) -> list[Price]:
     """How long each operation of a schedule takes, if nothing holds it up.
 
-    >>> from zero_ref.partition import ParamSpec
+    >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.schedule import schedule
     >>> plan = schedule("ddp", [ParamSpec(10**9, "bfloat16")], world_size=64)
@@ -303,7 +303,7 @@ def play(
 ) -> Played:
     """Play a schedule on a cluster.
 
-    >>> from zero_ref.partition import ParamSpec
+    >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.schedule import schedule
     >>> plan = schedule("ddp", [ParamSpec(10**8, "bfloat16")] * 4, world_size=64)

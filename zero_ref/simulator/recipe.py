@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zero_ref.averaging import AveragingSchedule
-from zero_ref.partition import Strategy
+from zero_ref.local_sgd.averaging import AveragingSchedule
+from zero_ref.plan.partition import Strategy
 from zero_ref.simulator.ledger import StateRule, check_stage, state_rule
 from zero_ref.simulator.operations import WAYS
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from zero_ref.averaging import AveragingSchedule
-from zero_ref.partition import ParamSpec, Partition, plan_partition
+from zero_ref.local_sgd.averaging import AveragingSchedule
+from zero_ref.plan.partition import ParamSpec, Partition, plan_partition
 from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.ledger import StateRule, nbytes_of, state_rule

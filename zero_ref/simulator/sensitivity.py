@@ -163,7 +163,7 @@ def sensitivity(
 ) -> list[Variation]:
     """How two strategies compare when each circumstance is, one at a time, better or worse.
 
-    >>> from zero_ref.partition import ParamSpec
+    >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.schedule import ddp_buckets, schedule
     >>> params = [ParamSpec(10**7, "bfloat16")] * 40
@@ -253,7 +253,7 @@ class WhatIf:
 def what_if(plan: Schedule, cluster: Cluster, work: Work, *, times: float = 2.0, **played: Any) -> WhatIf:
     """What would have to change for the step to get faster: everything that could be better, one at a time.
 
-    >>> from zero_ref.partition import ParamSpec
+    >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.schedule import schedule
     >>> plan = schedule("zero-even", [ParamSpec(10**7, "bfloat16")] * 40, world_size=64)

@@ -115,7 +115,7 @@ def simulate(buckets: Sequence[BucketTimes], way: str, *, side_stream: bool = Fa
             have the whole device, which is optimistic.
     Raises:
         ValueError: there are no buckets, a time is negative, or the way is unknown.
-    Source: `OverlappedStep.on_bucket` in zero_ref/overlap.py. The order of the calls is that of
+    Source: `OverlappedStep.on_bucket` in zero_ref/backward/overlap.py. The order of the calls is that of
         `schedule.calls_of_rank`.
     """
     _check(buckets, way)

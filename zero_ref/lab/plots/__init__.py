@@ -1,6 +1,6 @@
 """The pictures of the book and the demo: data and an `Axes` in, the same Axes out.
 
->>> from zero_ref.partition import sorted_greedy
+>>> from zero_ref.plan.partition import sorted_greedy
 >>> fig, ax = figure(6, 2)
 >>> _ = shard_map(sorted_greedy([6, 5, 4, 1], world_size=2), ax)
 >>> save(fig, "shards.svg")                                                     # doctest: +SKIP
@@ -20,15 +20,12 @@ What clipping does: `norms_together`.
 Who still has data: `shadow_grid`.
 Who trains alone: `drift`, `agreement`.
 What lives on which worker: `ownership`, with a `Crossing` for each thing that is sent.
-How fast it is: `benchmarks`, beside peers and limits, and `growth`, against a size.
 """
 
-from zero_ref.lab.plots._benchmarks import benchmarks
 from zero_ref.lab.plots._buckets import flat_layout, message_times
 from zero_ref.lab.plots._bytes import ledger_stages, memory_by_rank
 from zero_ref.lab.plots._drift import agreement, drift
 from zero_ref.lab.plots._groups import groups_grid
-from zero_ref.lab.plots._growth import growth
 from zero_ref.lab.plots._join import shadow_grid
 from zero_ref.lab.plots._judged import scatter, sensitivity
 from zero_ref.lab.plots._loads import balance_against_ranks, loads
@@ -81,8 +78,6 @@ __all__ = [
     "Crossing",
     "reshard",
     "norms_together",
-    "benchmarks",
-    "growth",
     "rank_colour",
     "text_colour_on",
 ]

@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, label_box, short_names
-from zero_ref.layout import Bucket, BucketLayout, Flat
 from zero_ref.live.numbers import short, short_bytes
 from zero_ref.live.palette import (
     FAINT,
@@ -22,6 +21,7 @@ from zero_ref.live.palette import (
     text_colour_on,
     tint,
 )
+from zero_ref.plan.layout import Bucket, BucketLayout, Flat
 
 ROW = 2.1
 """From one flat tensor to the next, in heights of a window."""
@@ -37,8 +37,8 @@ def flat_layout(layout: BucketLayout, ax: Axes, *, names: Sequence[str] | None =
     line cuts a parameter that two ranks own.
 
     >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.layout import lay_out
-    >>> from zero_ref.partition import ParamSpec, sorted_greedy
+    >>> from zero_ref.plan.layout import lay_out
+    >>> from zero_ref.plan.partition import ParamSpec, sorted_greedy
     >>> layout = lay_out(sorted_greedy([15, 3, 6, 2], 2), [ParamSpec(n) for n in (15, 3, 6, 2)])
     >>> fig, ax = figure(6, 1.8)
     >>> _ = flat_layout(layout, ax, names=["W1", "b1", "W2", "b2"])

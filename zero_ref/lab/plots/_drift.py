@@ -9,10 +9,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from zero_ref.averaging import AveragingSchedule
 from zero_ref.lab.plots._style import MARKERS, SMALL_PT, bare, in_style
 from zero_ref.live.numbers import short
 from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, RANK_COLOURS, rank_colour, tint
+from zero_ref.local_sgd.averaging import AveragingSchedule
 
 
 @in_style

@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 from zero_ref.lab.plots._style import SMALL_PT, bare, in_style
 from zero_ref.live.numbers import short_count
 from zero_ref.live.palette import INK, MUTED, PAPER, RANK_COLOURS, rank_colour, tint
-from zero_ref.partition import Partition, Slice
+from zero_ref.plan.partition import Partition, Slice
 
 COLUMN, ROW, TITLE, GAP = 1.12, 1.0, 0.8, 0.45
 """Sizes in the plot's own units: a bar of the fullest rank is 1 long, a row 1 high."""
@@ -42,7 +42,7 @@ def groups_grid(
     is pale. A dashed line marks an even share.
 
     >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.partition import sorted_greedy
+    >>> from zero_ref.plan.partition import sorted_greedy
     >>> before = sorted_greedy([6, 5, 4, 1], 2)
     >>> after = before.joined(sorted_greedy([3, 2], 2, loads=before.loads))
     >>> fig, ax = figure(6, 4)

@@ -155,7 +155,7 @@ def sensitivity(
     strategy wins. The factors that matter most come first, and those that decide are named in red.
 
     >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.partition import ParamSpec
+    >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.play import Work
     >>> from zero_ref.simulator.schedule import schedule

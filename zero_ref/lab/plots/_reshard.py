@@ -11,8 +11,8 @@ from matplotlib.patches import Rectangle
 
 from zero_ref.lab.plots._style import SMALL_PT, bare, in_style, label_box, names_of, short_names
 from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, RANK_COLOURS, rank_colour, text_colour_on, tint
-from zero_ref.moves import moves
-from zero_ref.partition import Partition
+from zero_ref.plan.moves import moves
+from zero_ref.plan.partition import Partition
 
 BAR, FLOW, NAMES = 1.0, 1.7, 0.55
 """Heights of a bar, of the bands between the two bars, and of the strip with the parameters' names."""
@@ -45,7 +45,7 @@ def reshard(
     is. Lines between the names separate the parameters.
 
     >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.partition import even
+    >>> from zero_ref.plan.partition import even
     >>> numels = [384, 24, 192, 8]
     >>> fig, ax = figure(6, 3)
     >>> _ = reshard(even(numels, 4), even(numels, 3), ax, names=["W1", "b1", "W2", "b2"])

@@ -27,7 +27,7 @@ def memory_curve(
     """Bytes that a rank holds, moment by moment, and where each curve has its peak.
 
     >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.partition import ParamSpec
+    >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.play import Work, play
     >>> from zero_ref.simulator.recipe import recipe
@@ -99,7 +99,7 @@ class StepParts(NamedTuple):
 def step_parts(played: Played, rank: int = 0) -> StepParts:
     """Where the time of an iteration goes; the three add up to `played.iteration_ms`.
 
-    >>> from zero_ref.partition import ParamSpec
+    >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.play import Work, play
     >>> from zero_ref.simulator.schedule import schedule

@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 
 from zero_ref.lab.plots._style import SMALL_PT, bare, in_style, label_box, names_of, short_names
 from zero_ref.live.palette import ALARM, INK, MUTED, PAPER, RANK_COLOURS, rank_colour, text_colour_on, tint
-from zero_ref.partition import Partition, Slice
+from zero_ref.plan.partition import Partition, Slice
 
 STAGES = {
     "gradients": "Gradients, averaged: the same on every rank",
@@ -33,7 +33,7 @@ def step_diagram(
     """One step from above: ranks as rows, parameters as boxes to scale, coloured by owner.
 
     >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.partition import sorted_greedy
+    >>> from zero_ref.plan.partition import sorted_greedy
     >>> fig, ax = figure(6, 6)
     >>> _ = step_diagram(sorted_greedy([6, 5, 4, 2], 2), ax, names=["wte", "qkv", "fc", "proj"])
 

@@ -18,7 +18,7 @@ from matplotlib.text import Text
 from matplotlib.transforms import ScaledTranslation
 
 from zero_ref.live.palette import FAINT, INK, MUTED, PAPER
-from zero_ref.partition import Partition
+from zero_ref.plan.partition import Partition
 
 MARKERS = "osD^vP*X"
 """One for each rank or series, so that lines which lie on each other are still told apart."""

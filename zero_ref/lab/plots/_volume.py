@@ -50,7 +50,7 @@ def volume_against_ranks(volumes: Mapping[str, Mapping[int, float]], ax: Axes) -
     """What a rank sends in an iteration, in units of Ψ, the model's size, as ranks are added.
 
     >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.partition import ParamSpec
+    >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.schedule import schedule
     >>> params, psi_bytes = [ParamSpec(2**20)], 4 * 2**20
     >>> volumes = {

@@ -1,0 +1,308 @@
+"""The optimizer's update made during DDP's backward, bucket by bucket.
+
+DDP calls a communication hook for each bucket of gradients, while autograd is still computing those of
+earlier layers. The hooks made here start the bucket's reduction, and when it is done let its owners step
+their parameters and send the new values:
+
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, overlap_with_ddp=True)
+    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
+
+One partition serves every mode, so this works from the first iteration on, with any optimizer class and any
+parameter groups, whatever buckets DDP builds later. All calls are issued by the thread that runs backward,
+in the order of the buckets: never from a future's callback, where their order would differ between ranks and
+Gloo would wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_ref import join
+from zero_ref.backward.reduction import (
+    ByHook,
+    Hook,
+    OwnerReduction,
+    ToOwners,
+    after_backward,
+    gradients_in,
+    in_backward,
+)
+from zero_ref.comm.collectives import ProcessGroupCollectives, Work
+from zero_ref.optimizer.buckets import finish_broadcasts, messages_within, start_broadcasts
+from zero_ref.optimizer.groups import copy_options
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.partition import Partition, Slice, bucket_round_robin, bucket_threshold, from_lists
+
+
+def hook_with_zero_step(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool | None = None,
+) -> Hook:
+    """A DDP communication hook that runs `hook` on each bucket, and after the last one makes the update.
+
+    The local step of a bucket runs while later buckets are still being reduced; the new parameters are sent
+    when all are. When `backward()` returns, the parameters are new on every rank; `zero.step()` then has
+    nothing left to do and may be called or left out. Each backward makes an update, so to accumulate
+    gradients run all but the last under `ddp.no_sync()`.
+
+    >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))      # doctest: +SKIP
+
+    Args:
+        hook: reduces a bucket: torch's `allreduce_hook` or `fp16_compress_hook`, or `reduce_to_owners(zero)`.
+        zero: made with `overlap_with_ddp=True`. Its local optimizer's `step()` is called once for each
+            bucket, so what it counts must be in its groups or its state.
+        shard_buckets: None leaves every parameter with its owner. False gives DDP's buckets to the ranks in
+            turn, True cuts them where that is more even, as torch's hooks do: the optimizer is repartitioned
+            as soon as DDP has used the same buckets in two iterations, for it rebuilds them after the first.
+    Returns:
+        What `ddp.register_comm_hook` takes. Its state is passed to `hook`.
+    Raises:
+        ValueError: `zero` was not made for it, has a parameter that is not DDP's, or ranks that are not.
+            (In `zero.step`) it is called with options.
+        RuntimeError: (in backward) a parameter is trained that DDP does not reduce; gradients of an earlier
+            update are still there and would count twice; a reduction or a message did not complete. (In
+            `zero.step`) gradients, as by clipping, or a learning rate were changed after the update was made;
+            a torch.amp.GradScaler is in use.
+    Collective: all ranks, in backward.
+    Cost: that of `hook`, and as ZeroRedundancyOptimizer.step.
+    """
+    return OverlappedStep(hook, ddp, zero, shard_buckets, interleaved=False).on_bucket
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool | None = None,
+) -> Hook:
+    """As `hook_with_zero_step`, but each bucket is updated and sent as soon as it is reduced.
+
+    A bucket is finished when the next one is ready, while autograd computes the layers before. With DDP's
+    `static_graph` or `find_unused_parameters` only the end of backward tells which parameters have gradients,
+    and the update is made there.
+
+    A parameter gets its new value while backward is still running, so a model that needs it once more after
+    its gradient is complete (through `detach()`, say) ends with autograd's error about an in-place change.
+    """
+    return OverlappedStep(hook, ddp, zero, shard_buckets, interleaved=True).on_bucket
+
+
+class OverlappedStep:
+    """The state of an overlapped update over the buckets of a backward."""
+
+    def __init__(
+        self,
+        hook: Hook,
+        ddp: DistributedDataParallel,
+        zero: ZeroRedundancyOptimizer,
+        shard_buckets: bool | None,
+        interleaved: bool,
+    ) -> None:
+        owner = getattr(hook, "__self__", None)
+        self.to_owners = owner if isinstance(owner, OwnerReduction) else None
+        _check_fits(ddp, zero, self.to_owners)
+        self.hook, self.zero = hook, zero
+        self.shard_buckets = shard_buckets
+        self.interleaved = interleaved
+        # Not DDP itself: it keeps this hook where no garbage collector looks, and could never be freed.
+        self.group = ddp.process_group
+        self.grads_are_views = ddp.gradient_as_bucket_view
+        # A parameter that no rank has used keeps its gradient of None and must not be stepped, and DDP finds
+        # out which those are at the end of backward.
+        self.late = bool(ddp.find_unused_parameters or ddp.static_graph)
+        zero.backward.late = self.late
+        self.under_way: list[ByHook | ToOwners] = []
+        self.broadcasts: list[Work] = []
+        self.numbers: dict[torch.Tensor, int] = {}
+        self.buckets: list[list[int]] = []
+        self.buckets_before: list[list[int]] = []
+        self.sharded_for: list[list[int]] = []
+        self.side_stream: torch.cuda.Stream | None = None
+
+    # DDP refuses annotations other than its own classes, and typing knows no name for those.
+    @torch.no_grad()
+    def on_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
+        """Start to reduce a bucket, finish those before it, and after the last one the update."""
+        if bucket.index() == 0:
+            self._begin(bucket)
+        reduction = self._start(state, bucket)
+        self.under_way.append(reduction)
+        self.buckets.append([self.numbers[param] for param in reduction.params if param in self.numbers])
+        if self.interleaved and not self.late:
+            self._finish(leave=1)
+        elif self.to_owners is not None:
+            for earlier in self.under_way[:-1]:
+                earlier.wait()  # frees what it has received, which is as large as the bucket
+        if bucket.is_last():
+            self._check_all_reduced()
+            if self.late:
+                for reduction in self.under_way:
+                    reduction.wait()
+                self.under_way = []
+            else:
+                self._finish(leave=0)
+                self._complete()
+            after_backward(self._settle)
+        return reduction.future
+
+    def _begin(self, bucket: Any) -> None:
+        zero = self.zero
+        zero.backward.begin(bucket.parameters(), self.grads_are_views)
+        self.under_way, self.broadcasts, self.buckets = [], [], []
+        if zero.joined:
+            join.share_options(zero, active=in_backward())
+        zero.begin_update()
+        self.numbers = {param: number for number, param in enumerate(zero.built.params)}
+
+    def _start(self, state: Any, bucket: Any) -> ByHook | ToOwners:
+        if self.to_owners is not None:
+            return self.to_owners.start(bucket)
+        if state is None and self.group is not dist.group.WORLD:
+            state = self.group  # which torch's hooks would take to be the default one
+        return ByHook(self.zero.collectives, self.hook, state, bucket)
+
+    def _finish(self, leave: int) -> None:
+        """Step, and if interleaved send, what has been reduced; `leave` so many buckets under way."""
+        zero = self.zero
+        done = self.under_way[: len(self.under_way) - leave]
+        del self.under_way[: len(done)]
+        with self._beside_backward():
+            for reduction in done:
+                params = reduction.params
+                reduced = zip(params, gradients_in(reduction.wait(), params), strict=True)
+                gradients = {self.numbers[param]: grad for param, grad in reduced if param in self.numbers}
+                # Each local step starts from the same options, so that an optimizer that counts its steps in
+                # its groups counts one for an iteration: also on a rank that owns nothing of the bucket.
+                copy_options(zero.param_groups, zero.optim.param_groups)
+                zero.shard.take(gradients)
+                zero.shard.step()
+                zero.shard.publish(gradients)
+                if self.interleaved:
+                    torch.autograd.graph.increment_version(
+                        [zero.built.params[number] for number in gradients]
+                    )
+                    messages = messages_within(zero.built.messages, gradients)
+                    self.broadcasts += start_broadcasts(zero.collectives, messages, zero.broadcast_dtype)
+
+    def _complete(self) -> None:
+        zero = self.zero
+        if not self.interleaved:
+            self.broadcasts = start_broadcasts(zero.collectives, zero.built.messages, zero.broadcast_dtype)
+        with self._beside_backward():
+            finish_broadcasts(self.broadcasts, zero.built.name)
+        self.broadcasts = []
+        if self.side_stream is not None:
+            torch.cuda.current_stream(self.side_stream.device).wait_stream(self.side_stream)
+        zero.end_update()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """What is left to do when backward is over."""
+        zero = self.zero
+        # A reduce_to_owners within another hook is none of ours, and has left word.
+        owner_only = self.to_owners is not None or zero.backward.gradients.on_owners
+        if self.late:
+            if self.to_owners is not None:
+                self.to_owners.release_others()
+            zero.make_update()
+        if owner_only:
+            for param in zero.built.params:
+                param.grad = None  # used up; those that others own were never complete
+        zero.backward.end_updated(zero.built.params, zero.param_groups)
+        if self.shard_buckets is not None and self.buckets == self.buckets_before != self.sharded_for:
+            zero.repartition(partition_by_buckets(zero.partition, self.buckets, cut=self.shard_buckets))
+            self.sharded_for = self.buckets
+        self.buckets_before = self.buckets
+
+    def _check_all_reduced(self) -> None:
+        reduced = {number for bucket in self.buckets for number in bucket}
+        for number, param in enumerate(self.zero.built.params):
+            if param.requires_grad and number not in reduced:
+                raise RuntimeError(
+                    f"rank {self.zero.rank}: parameter {self.zero.built.name(number)} is trained, but "
+                    "DistributedDataParallel does not reduce its gradient: it takes the parameters that "
+                    "require gradients when it is constructed. Construct it again after unfreezing."
+                )
+
+    def _beside_backward(self) -> contextlib.AbstractContextManager[object]:
+        """On a GPU, a stream of its own: waiting for the network must not hold up backward's."""
+        devices = {param.device for param in self.zero.built.params}
+        # What a reduction waits for orders the stream behind backward. One rank alone waits for nothing.
+        beside = self.interleaved and self.zero.world_size > 1
+        if not beside or len(devices) != 1 or next(iter(devices)).type != "cuda":
+            return contextlib.nullcontext()
+        if self.side_stream is None:
+            self.side_stream = torch.cuda.Stream(next(iter(devices)))
+        return torch.cuda.stream(self.side_stream)
+
+
+def partition_by_buckets(partition: Partition, buckets: Sequence[Sequence[int]], cut: bool) -> Partition:
+    """The partition by torch's bucket rules; what is in no bucket, as it is frozen, stays where it is.
+
+    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> before = sorted_greedy([6, 5, 4, 1], 2)              # parameter 2, which is in no bucket, is rank 1's
+    >>> partition_by_buckets(before, [[3, 1], [0]], cut=False).owner_of_param
+    (1, 0, 1, 0)
+
+    Args:
+        partition: of all parameters, as it is.
+        buckets: the parameters of each of DDP's buckets, in the order in which it reduces them.
+        cut: `bucket_threshold`, else `bucket_round_robin`.
+    """
+    members = [number for bucket in buckets for number in bucket]
+    place = {number: index for index, number in enumerate(members)}
+    rule = bucket_threshold if cut else bucket_round_robin
+    of_members = rule(
+        [partition.numels[number] for number in members],
+        partition.world_size,
+        buckets=[[place[number] for number in bucket] for bucket in buckets],
+    )
+    owned: list[list[Slice]] = []
+    for before, now in zip(partition.slices_of_rank, of_members.slices_of_rank, strict=True):
+        staying = [piece for piece in before if piece.param not in place]
+        owned.append([*staying, *(piece._replace(param=members[piece.param]) for piece in now)])
+    return from_lists(partition.numels, owned)
+
+
+def _check_fits(
+    ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, to_owners: OwnerReduction | None
+) -> None:
+    if not isinstance(ddp, DistributedDataParallel):
+        raise ValueError(f"ddp takes the DistributedDataParallel model, not {type(ddp).__name__}.")
+    if not zero.overlap_with_ddp:
+        raise ValueError(
+            "the optimizer was not made for updates during backward. Construct it with overlap_with_ddp=True."
+        )
+    if to_owners is not None and to_owners.zero is not zero:
+        raise ValueError(
+            "reduce_to_owners was made for another optimizer, whose owners are others. Pass the same "
+            "optimizer to reduce_to_owners and to the hook that steps it."
+        )
+    if not isinstance(zero.collectives, ProcessGroupCollectives):
+        raise ValueError(
+            "the optimizer's ranks are no torch.distributed process group, so DistributedDataParallel does "
+            "not reduce over them. Pass the same process_group to both."
+        )
+    ours = dist.get_process_group_ranks(zero.collectives.group)
+    theirs = dist.get_process_group_ranks(ddp.process_group)
+    # Where all of DDP's ranks have every gradient, some of them may share an optimizer.
+    if ours != theirs and (to_owners is not None or not set(ours) <= set(theirs)):
+        raise ValueError(
+            f"the optimizer shards over the ranks {ours}, and DistributedDataParallel reduces over {theirs}. "
+            "Pass the same process_group to both."
+        )
+    reduced = set(ddp.module.parameters())
+    for number, param in enumerate(zero.built.params):
+        if param not in reduced:
+            raise ValueError(
+                f"parameter {zero.built.name(number)} of the optimizer is none of the "
+                "DistributedDataParallel model, so nothing would update it during backward."
+            )

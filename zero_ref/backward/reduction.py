@@ -1,0 +1,287 @@
+"""Gradients of one DDP bucket, summed over the ranks: onto all of them, or only onto the owners.
+
+DDP hands its buckets to a communication hook as their gradients become ready, last layers first. The usual
+hook all-reduces a bucket, so that every rank has every averaged gradient. But only the owner of an element
+updates it. `reduce_to_owners` sends each rank's gradients to their owners and nowhere else: half of the
+all-reduce, and what a rank does not own can be released. That is the second stage of ZeRO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from zero_ref import join
+from zero_ref.comm.collectives import AllOf, Collectives, Work
+from zero_ref.optimizer.buckets import flat_view
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.partition import Partition
+
+Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+"""A DDP communication hook: its state and a `dist.GradBucket` in, the reduced bucket to come out."""
+
+
+def gradients_in(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of a bucket, each in its parameter's shape and strides, sharing the bucket's memory.
+
+    DDP lays a gradient out as its parameter lies in memory; `GradBucket.gradients()` reads it as if it were
+    contiguous, which mixes up the elements of a channels_last weight.
+    """
+    flat = flat.to(params[0].dtype)  # torch's fp16_compress_wrapper leaves it in 16 bits
+    if flat.layout != torch.strided:
+        return [flat]  # a sparse gradient has a bucket to itself
+    parts = flat.split([param.numel() for param in params])
+    return [part.as_strided(param.size(), param.stride()) for part, param in zip(parts, params, strict=True)]
+
+
+def in_backward() -> bool:
+    """Autograd is running a backward in this thread. A rank that has left a Join loop shadows it without."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Call `action` when DDP has put the reduced gradients into their places; at once outside of backward."""
+    if not in_backward():
+        action()
+        return
+    engine = torch.autograd.Variable._execution_engine
+    # DDP queues its own end of backward after it has called the last hook, so queue from a queued call.
+    engine.queue_callback(lambda: engine.queue_callback(action))
+
+
+class ByHook:
+    """The reduction of one bucket by a user's hook, such as torch's `allreduce_hook`.
+
+    Attributes:
+        params: of the bucket, in its order.
+        future: what DDP waits for.
+    """
+
+    def __init__(self, comm: Collectives, hook: Hook, state: Any, bucket: Any) -> None:
+        self.what = f"rank {comm.rank} of {comm.world_size}: the reduction of DDP's bucket {bucket.index()}"
+        self.params: list[torch.Tensor] = bucket.parameters()
+        self.future = hook(state, bucket)
+
+    def wait(self) -> torch.Tensor:
+        """The bucket's gradients end to end, once they are averaged."""
+        try:
+            return self.future.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.what} did not complete: {error}") from error
+
+
+class ToOwners:
+    """The exchange in which each rank receives all ranks' gradients of what it owns, and adds them up.
+
+    Args:
+        flat: (numel,), the bucket: this rank's own gradients.
+        runs_of_rank: for each rank the runs of `flat` that it owns.
+        divisor: of the sum; None for the number of ranks.
+    Cost: sends (N-1)/N of the bucket and receives as much; memory for what is received.
+    """
+
+    def __init__(
+        self,
+        comm: Collectives,
+        flat: torch.Tensor,
+        params: list[torch.Tensor],
+        runs_of_rank: Sequence[Sequence[slice]],
+        divisor: int | None = None,
+    ) -> None:
+        self.flat, self.params, self.runs = flat, params, runs_of_rank[comm.rank]
+        flat.mul_(
+            1 / (divisor or comm.world_size)
+        )  # as DDP does, before the sum, where float16 could overflow
+        peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
+        sends = [(p, _packed(flat, runs_of_rank[p]).to(comm.wire_device)) for p in peers if runs_of_rank[p]]
+        self.sent = [tensor for _, tensor in sends]
+        self.numels = [run.stop - run.start for run in self.runs]
+        received = [
+            (p, torch.empty(sum(self.numels), dtype=flat.dtype, device=comm.wire_device))
+            for p in peers
+            if self.runs
+        ]
+        self.of_lower = [tensor for peer, tensor in received if peer < comm.rank]
+        self.of_higher = [tensor for peer, tensor in received if peer > comm.rank]
+        self.work: Work = comm.exchange(sends, received)
+        on_gpu: list[int | str | torch.device] | None = [flat.device] if flat.device.type == "cuda" else None
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on_gpu)
+
+    def wait(self) -> torch.Tensor:
+        """As `ByHook`, and right in this rank's runs only."""
+        if not self.future.done():
+            self.work.wait()
+            # In the order of ranks, so that the sum is the same whoever owns it.
+            for other in self.of_lower[1:]:
+                self.of_lower[0].add_(other)
+            own = [self.flat[run] for run in self.runs]
+            for packed in (*self.of_lower[:1], *self.of_higher):
+                torch._foreach_add_(own, packed.to(self.flat.device).split(self.numels))
+            self._let_go()
+            self.future.set_result(self.flat)
+        return self.flat
+
+    def _let_go(self) -> None:
+        for tensor in (*self.sent, *self.of_lower, *self.of_higher):
+            if tensor.is_cuda:
+                # Made on backward's stream and perhaps used on another, which has to be done before the
+                # memory is given away again.
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        self.sent, self.of_lower, self.of_higher, self.work = [], [], [], AllOf([])
+
+
+def _packed(flat: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
+    """These runs as one tensor: the memory itself where there is only one."""
+    return flat[runs[0]] if len(runs) == 1 else torch.cat([flat[run] for run in runs] or [flat[:0]])
+
+
+def reduce_to_owners(
+    zero: ZeroRedundancyOptimizer, *, scaled: bool = False, may_change: bool = False
+) -> Hook:
+    """A DDP communication hook after which each rank has the gradients of what it owns, and no others.
+
+    >>> ddp.register_comm_hook(None, reduce_to_owners(zero))                 # doctest: +SKIP
+
+    With the parameter broadcasts of a step, 2Ψ elements travel in an iteration of a model with Ψ parameters,
+    as in plain data parallelism; all-reduced gradients and broadcasts are 3Ψ. After backward `.grad` is None
+    for parameters of which this rank owns nothing, and zero in the parts that others own of a split one. (A
+    rank without any gradient of its own has one of zeros, of the smallest parameter.)
+    DDP's flat buckets stay, so construct it without `gradient_as_bucket_view` to see memory fall. No rank can
+    do by itself what needs all gradients: clip with `zero_ref.clip_grad_norm_`, and call `zero.zero_grad()`
+    in every iteration, for what is left on owners would be averaged once more.
+
+    Args:
+        zero: over the same ranks as DDP. It must have all parameters that DDP reduces.
+        scaled: for use with torch.amp.GradScaler, which looks for infinite gradients on each rank by itself:
+            tell all ranks if one is found. Without, such a scaler is refused in `zero.step`.
+        may_change: gradients may be changed between backward and step by what treats each element by itself,
+            as torch.nn.utils.clip_grad_value_ does. Without, all changes but those by
+            `zero_ref.clip_grad_norm_` and a scaler are refused in `zero.step`.
+    Raises:
+        RuntimeError: (in backward) the reduced gradients of an earlier backward are still there, so they
+            would be averaged twice: zero them after each step. Accumulate under `ddp.no_sync()`.
+        ValueError: (in backward) DDP reduces a parameter that the optimizer does not have, or a sparse
+            gradient.
+    Collective: all ranks, in backward.
+    Cost: each rank sends (N-1)/N of its gradients and receives N-1 shares of its own; `scaled` adds an
+        all-reduce of 4 bytes, a `Join` with `divide_by_initial_world_size=False` one of 8.
+    Source: ZeRO stage 2, "P_os+g" (arXiv:1910.02054, section 5.2).
+    """
+    return OwnerReduction(zero, scaled, may_change).on_bucket
+
+
+class OwnerReduction:
+    """The state of `reduce_to_owners` over the buckets of a backward."""
+
+    def __init__(self, zero: ZeroRedundancyOptimizer, scaled: bool, may_change: bool) -> None:
+        self.zero = zero
+        self.scaled, self.may_change = scaled, may_change
+        self._divisor = zero.world_size
+        self._planned_for: Partition | None = None
+        self._plans: dict[tuple[int, ...], tuple[list[torch.Tensor], list[list[slice]]]] = {}
+
+    # DDP refuses annotations other than its own classes, and typing knows no name for those.
+    def on_bucket(self, _, bucket):  # type: ignore[no-untyped-def]
+        """Start to reduce a bucket, and add up the one before it, whose parts have had time to arrive."""
+        reduction = self.start(bucket)
+        for earlier in self.zero.backward.under_way[:-1]:
+            earlier.wait()
+        if bucket.is_last():
+            reduction.wait()
+            if not in_backward():
+                self.keep_own_gradients()
+            after_backward(self.release_others)
+        return reduction.future
+
+    def start(self, bucket: Any) -> ToOwners:
+        """Send the bucket's gradients on their way."""
+        zero = self.zero
+        flat, params = bucket.buffer(), bucket.parameters()
+        if flat.layout != torch.strided:
+            raise ValueError("reduce_to_owners takes dense gradients; use allreduce_hook for sparse ones.")
+        if bucket.index() == 0:
+            memory = flat.untyped_storage().data_ptr()
+            gradients = [param.grad for param in params if param.grad is not None]
+            are_views = any(grad.untyped_storage().data_ptr() == memory for grad in gradients)
+            zero.backward.begin(params, are_views)
+            zero.current()
+            self._divisor = join.divisor_of_gradients(zero, active=in_backward())
+        # The same buckets come in every backward. A plan keeps its parameters, so an id stays theirs.
+        if self._planned_for is not zero.partition:
+            self._planned_for, self._plans = zero.partition, {}
+        key = tuple(map(id, params))
+        if key not in self._plans:
+            self._plans[key] = params, self._runs_of_rank(params)
+        reduction = ToOwners(zero.collectives, flat, params, self._plans[key][1], self._divisor)
+        zero.backward.under_way.append(reduction)
+        return reduction
+
+    def _runs_of_rank(self, params: Sequence[torch.Tensor]) -> list[list[slice]]:
+        """The runs of a bucket that each rank owns."""
+        zero = self.zero
+        number_of_param = {param: number for number, param in enumerate(zero.built.params)}
+        owned: list[tuple[int, int]] = []  # owner and elements, end to end in the bucket
+        for param in params:
+            if param not in number_of_param:
+                raise ValueError(
+                    f"DDP reduces a parameter of shape {tuple(param.shape)} that the optimizer does not "
+                    "have, so it has no owner. Give the optimizer all parameters of the model."
+                )
+            pieces = zero.partition.pieces_of_param[number_of_param[param]]
+            owned += [(owner, piece.numel) for piece, owner in pieces if piece.numel]
+        runs_of_rank: list[list[slice]] = [[] for _ in range(zero.world_size)]
+        start = 0
+        for owner, run in groupby(owned, key=itemgetter(0)):
+            stop = start + sum(numel for _, numel in run)
+            runs_of_rank[owner].append(slice(start, stop))
+            start = stop
+        return runs_of_rank
+
+    def keep_own_gradients(self) -> None:
+        """Put the gradients in their places, where DDP does not: this rank only shadows a backward."""
+        for reduction in self.zero.backward.under_way:
+            gradients = gradients_in(reduction.flat, reduction.params)
+            for param, grad in zip(reduction.params, gradients, strict=True):
+                param.grad = grad.clone()
+
+    @torch.no_grad()
+    def release_others(self) -> None:
+        """Forget the gradients of what other ranks own."""
+        zero = self.zero
+        used = frozenset(n for n, param in enumerate(zero.built.params) if param.grad is not None)
+        kept = {  # in their order, which a set has not: ranks are to watch the same ones in each run
+            own.param: None
+            for own in zero.shard.owned
+            if own.param.requires_grad and (own.piece.numel or own.local is own.param)
+        }
+        for param in zero.built.params:
+            if param not in kept:
+                param.grad = None
+        for number, param, _ in zero.shard.cut:
+            for piece, owner in zero.partition.pieces_of_param[number]:
+                if param.grad is not None and owner != zero.rank:
+                    flat_view(param.grad)[piece.start : piece.stop] = 0
+        own = [param.grad for param in kept if param.grad is not None and param.numel()]
+        others = [p for p in zero.built.params if p.requires_grad and p.numel() and p not in kept]
+        if not own and others:
+            # What torch does to all gradients shall be seen on this rank too: give it one of what others own.
+            smallest = min(others, key=torch.Tensor.numel)
+            smallest.grad = torch.zeros_like(smallest)
+            own = [smallest.grad]
+            kept[smallest] = None
+        if self.scaled:
+            self._share_infinities(own)
+        zero.backward.end_on_owners(kept, used, scaled=self.scaled, may_change=self.may_change)
+
+    def _share_infinities(self, own: Sequence[torch.Tensor]) -> None:
+        """Give GradScaler something to find on every rank if there is something to find on one."""
+        comm = self.zero.collectives
+        finite = all(bool(grad.norm(torch.inf).isfinite()) for grad in own)
+        found = torch.tensor([0.0 if finite else 1.0], device=comm.wire_device)
+        comm.all_reduce(found).wait()
+        if found.item():
+            flat_view(own[0])[:1] = torch.nan

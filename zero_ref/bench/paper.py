@@ -1,0 +1,115 @@
+"""How long a plan and a simulation take, and how much memory: no rank is started, no tensor made."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from zero_ref.bench import machine
+from zero_ref.bench.results import Figure
+from zero_ref.plan.partition import STRATEGIES, ParamSpec, plan_partition
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.models import blocks, shapes, specs
+from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.recipe import RECIPES, Recipe, recipe
+from zero_ref.simulator.schedule import schedule
+
+PLANNED = [ParamSpec(numel) for _ in range(1000) for numel in (64 * 64, 64)]
+"""As many tensors as the set `tiny` has, and as large."""
+
+PLANNED_RANKS = 4096
+
+MODEL = "zero-1t"
+
+SIMULATED: dict[str, Recipe] = {
+    **RECIPES,
+    "zero-even, to owners": recipe("zero-even", to_owners=True),
+    "zero-even, interleaved": recipe("zero-even", way="interleaved"),
+    "zero-2, native": recipe("zero-2", native=True),
+    "zero-even, jitter": recipe("zero-even"),
+}
+"""The recipe of each case. The last one plays ranks of uneven pace."""
+
+SIMULATED_RANKS = (1024, 4096)
+
+
+def plan(rounds: int = 5) -> Iterator[Figure]:
+    """Who owns what of 2,000 tensors on 4,096 ranks, under each rule: the best of some rounds."""
+    for name in STRATEGIES:
+        ms = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            plan_partition(name, PLANNED, PLANNED_RANKS)
+            ms.append(1e3 * (time.perf_counter() - began))
+        yield Figure("plan", "partition", name.replace("_", "-"), PLANNED_RANKS, min(ms), "ms")
+
+
+class Cost(NamedTuple):
+    """What a simulation took, how many operations its schedule has, and how long the iteration takes."""
+
+    cpu_s: float
+    wall_s: float
+    peak_mb: float | None
+    operations: int
+    iteration_s: float
+
+
+def simulate(
+    rounds: int = 3, world_sizes: Sequence[int] = SIMULATED_RANKS, cases: Sequence[str] = tuple(SIMULATED)
+) -> Iterator[Figure]:
+    """Everything that `zero-ref simulate` does for a strategy on the ZeRO paper's model of 1T parameters.
+
+    Shapes, partition, schedule, play, critical path, a rank's timeline and its memory. Each case has a
+    process of its own, so that its peak memory is its own. Times are the best of some rounds, without the
+    interpreter's start. One thread does it all, so its processor time is what it would take on a machine
+    that does nothing else.
+    """
+    # Not forked, so that a case's peak memory is not that of this process.
+    processes = multiprocessing.get_context("spawn")
+    for world_size in world_sizes:
+        for case in cases:
+            # Ctrl-C in a terminal reaches this process too; it is the caller who ends it, and says so.
+            with processes.Pool(1, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+                found = pool.apply(cost, (case, world_size, rounds))
+            yield Figure("simulate", "processor time", case, world_size, found.cpu_s, "s")
+            yield Figure("simulate", "wall time", case, world_size, found.wall_s, "s")
+            if found.peak_mb is not None:
+                yield Figure("simulate", "peak memory", case, world_size, found.peak_mb, "MB")
+            yield Figure("simulate", "operations", case, world_size, found.operations, "")
+            yield Figure("simulate", "simulated iteration", case, world_size, found.iteration_s, "s")
+
+
+def cost(case: str, world_size: int, rounds: int) -> Cost:
+    """Of one case, in a process that does nothing else."""
+    cpu_s, wall_s = [], []
+    for _ in range(rounds):
+        wall, processor = time.perf_counter(), time.process_time()
+        operations, iteration_ms = _simulated(case, world_size)
+        cpu_s.append(time.process_time() - processor)
+        wall_s.append(time.perf_counter() - wall)
+    # Not ru_maxrss: that of a process begins with what the one that started it had.
+    peak_mb = machine.process_memory("VmHWM") / 1e6 if sys.platform == "linux" else None
+    return Cost(min(cpu_s), min(wall_s), peak_mb, operations, iteration_ms / 1e3)
+
+
+def _simulated(case: str, world_size: int) -> tuple[int, float]:
+    listed = shapes(MODEL)
+    plan = schedule(
+        SIMULATED[case],
+        specs(listed, "bfloat16"),
+        world_size,
+        blocks=blocks(listed),
+        rows=[param.shape[0] for param in listed],
+        activation_bytes=10**10,
+        side_stream=True,
+    )
+    jitter = 0.05 if case.endswith("jitter") else 0.0
+    played = play(plan, cluster("h100-ib"), Work(2048, recompute=True), jitter=jitter)
+    played.critical_ms()
+    played.timeline()
+    played.memory()
+    return len(plan.operations), played.iteration_ms

@@ -1,0 +1,250 @@
+"""Suites of training: gradients of all ranks averaged and stepped from ("sync"), and whole iterations.
+
+Both go through DistributedDataParallel's backward, as a user's training does. At the end all contenders must
+have the same parameters, since they had the same gradients as often: a fast wrong one takes no part.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+from zero_ref.backward.reduction import reduce_to_owners
+from zero_ref.bench import contenders, limits
+from zero_ref.bench.results import SuiteResult, Taken
+from zero_ref.bench.rounds import Case, take_turns, total_numel
+from zero_ref.bench.sets import SETS, give_gradients, result
+from zero_ref.lab import meter, stage_3
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+TO_OWNERS = "zero_ref, to owners"
+REFERENCE = "ddp, fused"
+FSDP_LAYERS = 100
+"""Of a chain of layers so many are gathered and reduced together: the tensors of a block of `gpt` are 12."""
+
+APART = 1e-3
+"""How far contenders may be apart, in lengths of the way that REFERENCE came.
+
+Where more than two gradients are added in another order, an average near 0 may come out with the other sign,
+and AdamW's step depends on little but the sign. That happens to some 2**-24 of the elements, and a length is
+the root of a sum of squares: 2**-12, a quarter of what is allowed. One update lost among 20 is 0.05.
+"""
+
+
+class Way(NamedTuple):
+    """A way to train under DistributedDataParallel.
+
+    Args:
+        make: the optimizer.
+        views: DDP's gradient_as_bucket_view: gradients lie in its buckets and are not copied out of them.
+        hook: makes DDP's communication hook of the model and the optimizer; None for DDP's own all-reduce.
+    """
+
+    make: contenders.Make
+    views: bool = True
+    hook: Callable[[DistributedDataParallel, Any], Any] | None = None
+
+
+class Training(NamedTuple):
+    """A contender ready to train."""
+
+    model: nn.Module
+    optimizer: Optimizer
+
+
+def ways() -> dict[str, Way]:
+    """All contenders under DDP. Defaults have DDP's, the others what was faster here: gradients as views."""
+    makes = contenders.sharded() | contenders.whole()
+    defaults = [contenders.TORCH, "fairscale", "ddp"]
+    peers = [*defaults, contenders.TORCH_BEST, "fairscale, fused", REFERENCE, contenders.OURS]
+    return {
+        **{name: Way(makes[name], views=name not in defaults) for name in peers if name in makes},
+        TO_OWNERS: Way(makes[contenders.OURS], hook=_to_owners),
+        f"{TO_OWNERS}, even": Way(makes["zero_ref, best, even"], hook=_to_owners),
+        f"{TO_OWNERS}, overlapped": Way(_overlapping, hook=_overlapped),
+        f"{TO_OWNERS}, interleaved": Way(_overlapping, hook=_interleaved),
+    }
+
+
+def _to_owners(_: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Any:
+    return reduce_to_owners(zero)
+
+
+def _overlapping(params: Sequence[torch.Tensor]) -> Optimizer:
+    return ZeroRedundancyOptimizer(params, AdamW, overlap_with_ddp=True, partition="even", **contenders.BEST)
+
+
+def _overlapped(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Any:
+    return hook_with_zero_step(reduce_to_owners(zero), ddp, zero)
+
+
+def _interleaved(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Any:
+    return hook_with_zero_step_interleaved(reduce_to_owners(zero), ddp, zero)
+
+
+def wrapped(model: nn.Module, way: Way) -> Training:
+    """The model under DDP, and its optimizer. Collective: all ranks of the default group."""
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=way.views)
+    optimizer = way.make(list(model.parameters()))
+    if way.hook is not None:
+        ddp.register_comm_hook(None, way.hook(ddp, optimizer))
+    return Training(ddp, optimizer)
+
+
+# --------------------------------------------------------------------------------------------------- sync
+
+
+class Given(torch.autograd.Function):
+    """A loss whose gradients are given: nothing to compute in backward, all of them ready at once."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *params: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return params[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        # New tensors on the given memory. What somebody else holds autograd would copy, and it is to take
+        # these for its own, as it does where a layer has computed them.
+        return None, *(gradient.detach() for gradient in ctx.gradients)
+
+
+class WithGiven(nn.Module):
+    """A model whose parameters have given gradients."""
+
+    def __init__(self, model: nn.Module, gradients: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.gradients = model, gradients
+
+    def forward(self) -> torch.Tensor:
+        """A loss without a meaning."""
+        loss: torch.Tensor = Given.apply(self.gradients, *self.parameters())  # type: ignore[no-untyped-call]
+        return loss
+
+
+def sync(set_name: str, rounds: int) -> SuiteResult:
+    """From gradients of each rank's own to new parameters everywhere: average, update, send."""
+    torch.set_num_threads(1)
+    model = SETS[set_name].make()
+    give_gradients(list(model.parameters()), seed=dist.get_rank())
+    drawn = [param.grad for param in model.parameters() if param.grad is not None]
+    # All contenders are given the same memory. DDP averages in it, so what was drawn is put back before each.
+    given = [gradient.clone() for gradient in drawn]
+    trainings: dict[str, Training] = {}
+    cases: dict[str, Case] = {}
+    for name, way in ways().items():
+        ddp, optimizer = trainings[name] = wrapped(WithGiven(SETS[set_name].make(), given), way)
+
+        def run(ddp: nn.Module = ddp, optimizer: Optimizer = optimizer) -> None:
+            ddp().backward()
+            optimizer.step()
+
+        cases[name] = Case(run, lambda: torch._foreach_copy_(given, drawn), optimizer.zero_grad)
+    numel = limits.share(total_numel(drawn), dist.get_world_size())
+    update, exchange = limits.fused_update(numel), limits.exchange(numel)
+    cases["limit: fused AdamW of a share"] = Case(update)
+    cases["limit: exchange of shares, twice"] = Case(lambda: (exchange(), exchange()))
+    cases["limit: exchange, update, exchange"] = Case(lambda: (exchange(), update(), exchange()))
+    return _checked("sync", set_name, take_turns(cases, rounds), trainings)
+
+
+# ---------------------------------------------------------------------------------------------- iteration
+
+
+def iteration(set_name: str, rounds: int) -> SuiteResult:
+    """Forward, backward, step and zero_grad, each rank on its own data."""
+    torch.set_num_threads(1)
+    chosen = SETS[set_name]
+    batches = chosen.batches(dist.get_rank(), 8)
+    trainings = {name: wrapped(chosen.make(), way) for name, way in ways().items()}
+    trainings["fsdp2"] = fully_sharded(chosen.make())
+    cases: dict[str, Case] = {}
+    for name, (model, optimizer) in trainings.items():
+
+        def run(
+            model: nn.Module = model,
+            optimizer: Optimizer = optimizer,
+            inputs: Iterator[tuple[torch.Tensor, ...]] = itertools.cycle(batches),  # noqa: B008 - one for each
+        ) -> None:
+            chosen.loss(model(*next(inputs))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        cases[name] = Case(run)
+    return _checked("iteration", set_name, take_turns(cases, rounds), trainings)
+
+
+def fully_sharded(model: nn.Module) -> Training:
+    """The model under FSDP2, block by block, or so many layers of a chain at a time, and plain fused AdamW.
+
+    Collective: all ranks of the default group.
+    """
+    from torch.distributed.fsdp import fully_shard  # loads for a second: only where it is used
+
+    if isinstance(model, nn.Sequential):
+        layers = list(model)
+        model = nn.Sequential(
+            *(nn.Sequential(*layers[at : at + FSDP_LAYERS]) for at in range(0, len(layers), FSDP_LAYERS))
+        )
+    for block in model if isinstance(model, nn.Sequential) else model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    fully_shard(model)
+    return Training(model, AdamW(model.parameters(), fused=True))
+
+
+# -------------------------------------------------------------------------------------------------- the end
+
+
+def _checked(
+    suite: str, set_name: str, taken: dict[str, Taken], trainings: Mapping[str, Training]
+) -> SuiteResult:
+    """The result, once all contenders have come to the same parameters."""
+    start = _flat(SETS[set_name].make())
+    apart = how_far_apart(start, {name: training.model for name, training in trainings.items()})
+    for name, (model, optimizer) in trainings.items():
+        held = stage_3.held_bytes(model.parameters(), getattr(optimizer, "optim", optimizer))
+        taken[name].figures["state_bytes"] = max(meter.gather_from_ranks(held.optimizer_state))
+        taken[name].figures["apart"] = apart[name]
+    far = {name: distance for name, distance in apart.items() if not distance <= APART}
+    if far:
+        raise RuntimeError(
+            f"{suite}, {set_name}: after as many iterations these are apart from {REFERENCE!r} by more than "
+            f"{APART:g} of the way that it has come: {far}. Their times mean nothing."
+        )
+    return result(suite, set_name, taken)
+
+
+@torch.no_grad()
+def how_far_apart(start: torch.Tensor, models: Mapping[str, nn.Module]) -> dict[str, float]:
+    """How far each model's parameters are from those of REFERENCE, in lengths of the way from `start` to it.
+
+    Infinitely far where ranks do not have the same parameters to the last bit.
+
+    Args:
+        start: (numel,), all parameters end to end as they were.
+    Collective: all ranks of the default group. The same on all ranks.
+    """
+    end = _flat(models[REFERENCE])
+    way = (end - start).norm().item()
+    apart = {}
+    for name, model in models.items():
+        here = _flat(model)
+        on_ranks = meter.gather_from_ranks(int(here.view(torch.int32).sum()))
+        same = len(set(on_ranks)) == 1
+        apart[name] = max(meter.gather_from_ranks((here - end).norm().item() / way if same else torch.inf))
+    return apart
+
+
+@torch.no_grad()
+def _flat(model: nn.Module) -> torch.Tensor:
+    whole = (param.full_tensor() if isinstance(param, DTensor) else param for param in model.parameters())
+    return torch.cat([param.flatten() for param in whole])

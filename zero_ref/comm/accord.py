@@ -1,0 +1,171 @@
+"""What the ranks of an optimizer must go on having in common, and when it is compared.
+
+At construction all is compared. Later the options may come to differ, two optimizers be stepped in another
+order, or an update be lost on one rank. To compare in every step would cost a message in every step. So it
+is compared where ranks agree on something anyway, and before updates 1, 2, 4, 8 and so on: what is wrong from
+the beginning is found at once, and the cost of a long run is a few messages.
+
+An update that one rank has lost cannot wait so long: others would train on. That rank rings an `Alarm`, for
+which the others listen without asking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+
+from zero_ref.comm.collectives import Alarm, Collectives, Fact, agree
+from zero_ref.optimizer.groups import ParamGroup, describe_options, plain
+from zero_ref.plan.calls import CHECK
+
+_MADE: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+
+
+def number_on(process_group: object) -> int:
+    """How many optimizers this rank has made on the group before this one. Ranks make them together."""
+    number = _MADE.get(process_group, 0)
+    _MADE[process_group] = number + 1
+    return number
+
+
+LOAD = (
+    "Load the last checkpoint of parameters and optimizer on all ranks, with load_sharded or with the "
+    "load_state_dict of both, or construct a new optimizer."
+)
+
+
+class Accord:
+    """The agreements of one optimizer after its construction.
+
+    Args:
+        comm: the optimizer's.
+        alarm: to tell of a lost update at once; None where the network has none.
+        what: the optimizer in words: "optimizer 0 (AdamW)".
+
+    Attributes:
+        updates: how many were begun.
+        lost: by rank, what its local optimizer raised in an update that other ranks have made. Where there is
+            no alarm each rank knows only of itself.
+        uncertain: why this rank cannot know whether others have loaded what it has not; empty if it can.
+    """
+
+    def __init__(self, comm: Collectives, alarm: Alarm | None, what: str) -> None:
+        self.comm, self.alarm, self.what = comm, alarm, what
+        self.updates = 0
+        self.lost: dict[int, str] = {}
+        self.uncertain = ""
+
+    def before_update(self, facts: Callable[[], list[str]]) -> None:
+        """Compare before updates 1, 2, 4, 8, ...
+
+        Args:
+            facts: gives what must be the same.
+        Raises:
+            RuntimeError: an update was lost; another rank failed, or is at another update or optimizer.
+            ValueError: the facts differ. The next step compares again.
+        Collective: all ranks of the group.
+        Cost: an all-gather of 32 bytes where it compares.
+        """
+        self.check_nothing_lost()
+        update = self.updates + 1
+        if self.comm.world_size > 1 and update & self.updates == 0:
+            agree(self.comm, f"make update {update} of {self.what}", [*self.facts(), *facts()], told_as=CHECK)
+            self.lost = {}  # if any, the same on all ranks
+        self.updates = update
+
+    def facts(self) -> list[str]:
+        """Whether an update was lost on this rank, for where no alarm has told the others.
+
+        Raises:
+            RuntimeError: an update was lost, and all ranks know.
+        """
+        self.check_nothing_lost()
+        lost = "".join(self.lost.values())
+        return [Fact(f"an update lost by {lost}" if lost else "no update lost", LOAD)]
+
+    def ring(self, error: Exception) -> None:
+        """This owner's local optimizer raised; to be called before others get the values they wait for."""
+        self.lost[self.comm.rank] = f"{type(error).__name__}: {error}"
+        if self.alarm is not None:
+            self.alarm.ring(self.lost[self.comm.rank], self.updates)
+
+    def after_update(self, owners: Iterable[int]) -> None:
+        """Take note of the alarms that came before the new values.
+
+        If the local optimizers of all owners raised, nothing is lost: the unsharded one would have, too.
+        """
+        if self.alarm is not None:
+            self.lost |= self.alarm.heard(self.updates)
+            if self.lost and self.lost.keys() >= set(owners):
+                self.lost = {}
+
+    def check_nothing_lost(self) -> None:
+        """Refuse to go on with parameters and a state that no unsharded optimizer could have.
+
+        Raises:
+            RuntimeError: an update was lost, and all ranks know.
+        """
+        if self.lost and self.alarm is not None:
+            rank, error = min(self.lost.items())
+            raise RuntimeError(
+                f"rank {self.comm.rank}: in update {self.updates} of {self.what} the local optimizer of rank "
+                f"{rank} raised {error}. The other ranks have made that update; for what rank {rank} owns it "
+                f"is lost. {LOAD}"
+            )
+
+    def was_cut_off(self, action: str) -> None:
+        """The network failed while ranks agreed that all can load."""
+        self.uncertain = (
+            f"rank {self.comm.rank} was to {action}, and was cut off while ranks agreed that all can. This "
+            "rank is as it was before; others may have loaded it, so training on would mix the two. Load a "
+            "sharded checkpoint with its parameters, or start again."
+        )
+
+    def check_certain(self) -> None:
+        """Refuse to go on where others may have another state.
+
+        Raises:
+            RuntimeError: with the reason.
+        """
+        if self.uncertain:
+            raise RuntimeError(self.uncertain)
+
+    @contextlib.contextmanager
+    def made_good(self) -> Iterator[None]:
+        """For a load of parameters and state: it makes good what an earlier one has left, unless it fails."""
+        before, self.uncertain = self.uncertain, ""
+        try:
+            yield
+        except BaseException:
+            self.uncertain = self.uncertain or before
+            raise
+
+
+def facts_of_options(param_groups: Sequence[ParamGroup], optim: Optimizer) -> list[str]:
+    """What must be the same on all ranks at any time: options, and what the local optimizer keeps for all.
+
+    An optimizer that computes a value from all its parameters and keeps it there shows by it that ranks, each
+    with other parameters, do not make one update together.
+    """
+    remedy = (
+        "Set options alike on every rank, such as by a scheduler on each. If nobody has set this one, "
+        f"{type(optim).__name__} computes it from all parameters that it has, and cannot be sharded: take an "
+        "optimizer that updates each parameter by itself."
+    )
+    lines = [
+        f"group {index}: {option}"
+        for index, group in enumerate(param_groups)
+        for option in describe_options(group)
+    ]
+    for key, value in optim.state.items():
+        if isinstance(value, (bool, int, float, str)) or _is_number(value):
+            lines.append(f"state {key!r}: {plain(value)!r}")
+    return [Fact(line, remedy) for line in lines]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1

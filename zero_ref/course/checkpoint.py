@@ -1,0 +1,281 @@
+"""Chapter 8's graders: which elements move, shards put together, and a save that is killed at every point."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zero_ref.comm.collectives import Collectives
+from zero_ref.course import Answer, ExerciseFailed, exercise, shown
+from zero_ref.course._disk import Disk, Killed, load
+from zero_ref.lab import virtual
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.moves import moves, numels_between
+from zero_ref.plan.partition import Partition, Slice, even, from_lists, sorted_greedy
+
+# ------------------------------------------------------------------------------ 8.1 which elements move
+
+NUMELS = [384, 24, 192, 8]
+
+RESHARDINGS: list[tuple[Partition, Partition]] = [
+    (even([384], 2), even([384], 3)),
+    (even(NUMELS, 4), even(NUMELS, 3)),
+    (even(NUMELS, 1), even(NUMELS, 2)),
+    (sorted_greedy(NUMELS, 4), even(NUMELS, 4)),
+    (sorted_greedy(NUMELS, 2), sorted_greedy(NUMELS, 6)),
+    (from_lists([9, 5], [[1], [0]]), from_lists([9, 5], [[Slice(0, 0, 4)], [1], [Slice(0, 4, 9)]])),
+    (even([5000] * 3, 16), even([5000] * 3, 9)),
+]
+"""Old and new owners: cut and whole, fewer ranks and more, in order and out of it."""
+
+
+@exercise("checkpoint.between")
+def between(answer: Answer) -> str:
+    """The elements that go from each old owner to each new one, staying ones included."""
+    for old, new in RESHARDINGS:
+        table = _as_table(answer, old, new)
+        truth = numels_between(moves(old, new, staying=True))
+        wrong = sorted(pair for pair in table.keys() | truth.keys() if table.get(pair) != truth.get(pair))
+        if not wrong:
+            continue
+        src, dst = wrong[0]
+        found, right = table.get(wrong[0], 0), truth.get(wrong[0], 0)
+        raise ExerciseFailed(
+            f"parameters of {shown(list(old.numels))} elements, {_owned(old)} before, {_owned(new)} after: "
+            f"{right} elements go from rank {src} to rank {dst}, and {answer.name} says {found}. "
+            f"{_mistake_in_table(table, truth, old)}"
+        )
+    return f"{len(RESHARDINGS)} reshardings, between 1 and 16 ranks"
+
+
+def _owned(partition: Partition) -> str:
+    if partition.world_size > 6:
+        return f"owned by {partition.world_size} ranks"
+    owned = [
+        [f"{piece.param}[{piece.start}:{piece.stop}]" for piece in of_rank]
+        for of_rank in partition.slices_of_rank
+    ]
+    return f"owned as {owned!s}".replace("'", "")
+
+
+def _as_table(answer: Answer, old: Partition, new: Partition) -> dict[tuple[int, int], int]:
+    table = answer(old, new)
+    is_table = isinstance(table, Mapping) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and isinstance(numel, int) for pair, numel in table.items()
+    )
+    assert is_table, (
+        f"{answer.name} returned {shown(table)}. It must return a dict: the number of elements, by the pair "
+        "(old owner, new owner)."
+    )
+    return {pair: numel for pair, numel in table.items() if numel}
+
+
+def _mistake_in_table(
+    table: Mapping[tuple[int, int], int], truth: Mapping[tuple[int, int], int], old: Partition
+) -> str:
+    if table == {(dst, src): numel for (src, dst), numel in truth.items()}:
+        return "The old owner comes first in a pair, the new one second."
+    if table == {(src, dst): numel for (src, dst), numel in truth.items() if src != dst}:
+        return "List what stays too: its old owner is its new one."
+    total = sum(table.values())
+    if total != sum(old.numels):
+        return f"All pairs together have {total} elements, the model {sum(old.numels)}: each has one pair."
+    sent = [sum(numel for (src, _), numel in table.items() if src == rank) for rank in range(old.world_size)]
+    for rank, (numel, owned) in enumerate(zip(sent, old.loads, strict=True)):
+        if numel != owned:
+            return f"Rank {rank} had {owned} elements, and here {numel} come from it."
+    return "Elements are the same ones only in the same parameter and at the same place in it."
+
+
+# ------------------------------------------------------------------------------ 8.2 shards put together
+
+SHAPES = [(16, 24), (24,), (24, 8), (8,)]
+LAST_FIRST: list[list[int | Slice]] = [[Slice(0, 200, 384), 3], [2], [1, Slice(0, 0, 200)]]
+"""Rank 0 owns the end of the first parameter, rank 2 its beginning."""
+
+SHARDINGS: list[tuple[Partition, list[int]]] = [
+    (sorted_greedy(NUMELS, 3), []),
+    (even(NUMELS, 2), []),
+    (even(NUMELS, 4), []),
+    (from_lists(NUMELS, LAST_FIRST), []),
+    (even(NUMELS, 3), [1]),
+    (sorted_greedy(NUMELS, 6), [0, 3]),
+    (sorted_greedy(NUMELS, 1), []),
+]
+"""Partitions, and the parameters that never had a gradient."""
+
+Shard = dict[Slice, dict[str, torch.Tensor]]
+
+
+@exercise("checkpoint.consolidate")
+def consolidate(answer: Answer) -> str:
+    """Shards of the package's optimizer on virtual ranks, against what it consolidates itself."""
+    for partition, unused in SHARDINGS:
+        of_ranks = virtual.run(_shard_and_whole, partition.world_size, partition, unused)
+        shards = [shard for shard, _ in of_ranks]
+        truth = of_ranks[0][1]
+        whole = answer(partition, list(SHAPES), shards)
+        where = f"parameters of shapes {SHAPES}, {_owned(partition)}: "
+        _check_keys(answer.name, whole, truth, where)
+        for param, expected in truth.items():
+            _check_state(
+                whole[param], expected, f"{where}in the state of parameter {param}, ", partition, param
+            )
+        for shard in shards:
+            for of_slice in shard.values():
+                for tensor in of_slice.values():
+                    tensor.add_(1)
+        for param, expected in truth.items():
+            for key, value in expected.items():
+                assert torch.equal(torch.as_tensor(whole[param][key]), value), (
+                    f"{where}the {key!r} of parameter {param} lies in the memory of a shard, so that "
+                    "rank's next step changes what you return. Copy it, as with clone()."
+                )
+    return f"{len(SHARDINGS)} sharded states, equal to what the package consolidates"
+
+
+def _shard_and_whole(
+    comm: Collectives, partition: Partition, unused: Sequence[int]
+) -> tuple[Shard, dict[int, dict[str, torch.Tensor]]]:
+    """On a virtual rank: after two steps of Adam the state of its slices, and the whole."""
+    generator = torch.Generator().manual_seed(8)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.Adam, comm, partition=partition, lr=0.1)
+    for _ in range(2):
+        for number, param in enumerate(params):
+            gradient = torch.randn(param.shape, generator=generator)
+            param.grad = None if number in unused else gradient
+        optimizer.step()
+    optimizer.consolidate_state_dict(to="all")
+    shard = {
+        own.piece: {
+            key: value.detach().flatten().clone() if value.ndim else value.clone()
+            for key, value in optimizer.state[own.local].items()
+        }
+        for own in optimizer.shard.owned
+        if own.local in optimizer.state
+    }
+    return shard, optimizer.state_dict()["state"]
+
+
+def _check_keys(name: str, whole: Any, truth: Mapping[int, Any], where: str) -> None:
+    is_state = isinstance(whole, Mapping) and all(isinstance(state, Mapping) for state in whole.values())
+    assert is_state, (
+        f"{name} returned {shown(whole)}. It must return a dict: each parameter's state by its number."
+    )
+    missing = sorted(truth.keys() - whole.keys())
+    assert not missing, f"{where}parameter {missing[0]} is missing from what {name} returned."
+    strange = sorted(whole.keys() - truth.keys(), key=str)
+    assert not strange, (
+        f"{where}{name} returned a state for {strange[0]!r}. No rank has one: a parameter that never had a "
+        "gradient has no state, in plain Adam either."
+    )
+
+
+def _check_state(
+    state: Any, expected: Mapping[str, Any], where: str, partition: Partition, param: int
+) -> None:
+    assert state.keys() == expected.keys(), f"{where}the keys are {list(state)}, not {list(expected)}."
+    count = float(state["step"])
+    assert count == float(expected["step"]), (
+        f"{where}'step' is {count:g}, after {float(expected['step']):g} steps. The slices of a parameter "
+        "step together, so each one's count is that of the whole."
+    )
+    for key in ("exp_avg", "exp_avg_sq"):
+        value, right = state[key], expected[key]
+        assert isinstance(value, torch.Tensor), f"{where}{key!r} is {shown(value)}, not a tensor."
+        assert value.shape == right.shape, (
+            f"{where}{key!r} has the shape {tuple(value.shape)}; its parameter has {tuple(right.shape)}, "
+            "and so has its state in plain Adam."
+        )
+        if torch.equal(value, right):
+            continue
+        owners = [rank for _, rank in partition.pieces_of_param[param]]
+        same_elements = torch.equal(value.flatten().sort().values, right.flatten().sort().values)
+        raise ExerciseFailed(
+            f"{where}{key!r} has the right elements in the wrong order. Its slices belong to the ranks "
+            f"{owners}, from the first element to the last: a slice's place is its `start`, not its rank."
+            if same_elements
+            else f"{where}{key!r} has {int((value != right).sum())} wrong elements of {right.numel()}. A "
+            "slice fills the elements `start` to `stop` of the flat tensor, and the slices together fill all."
+        )
+
+
+# ------------------------------------------------------------------------- 8.3 killed while it saves
+
+WORLDS = [(1, 1), (3, 3), (4, 2), (2, 5)]
+"""The ranks of the save that is there and of the one that is killed."""
+
+
+@exercise("checkpoint.save", may_return_none=True)
+def save(answer: Answer) -> str:
+    """Kill the save at each of its changes of the disk, read after each, and save once more."""
+    killed = []
+    for before, after in WORLDS:
+        old, new = _shards("old", before), _shards("new", after)
+        start = {f"save-9/shard-{rank}-of-{before}": shard for rank, shard in enumerate(old)}
+        disk = Disk(start)
+        _save(answer, disk, 10, new)
+        _check_complete(disk, new, 10)
+        for killed_at in range(1, len(disk.changes) + 1):
+            disk = Disk(start, killed_at)
+            with contextlib.suppress(Killed):
+                _save(answer, disk, 10, new)
+            _check_after_kill(disk, old, new)
+            killed.append((disk.files, _shards("last", after)))
+    for files, last in killed:
+        disk = Disk(files)
+        _save(answer, disk, 11, last)
+        _check_complete(disk, last, 11)
+    return f"killed at {len(killed)} points, and no checkpoint lost"
+
+
+def _shards(word: str, world_size: int) -> list[bytes]:
+    return [f"{word} shard {rank} of {world_size}, ".encode() * (rank + 1) for rank in range(world_size)]
+
+
+def _save(answer: Answer, disk: Disk, number: int, shards: list[bytes]) -> None:
+    answer(disk, number, list(shards))
+    assert disk.changes, f"{answer.name} wrote nothing to the disk."
+
+
+def _check_after_kill(disk: Disk, old: list[bytes], new: list[bytes]) -> None:
+    done = ", ".join(disk.changes[:-1][-3:]) or "nothing"
+    where = f"killed in {disk.changes[-1]}, change {len(disk.changes)}, after {done}: "
+    try:
+        found = load(disk)
+    except FileNotFoundError:
+        raise ExerciseFailed(
+            f"{where}the reader finds no complete save. The old one may go only when the new one is complete."
+        ) from None
+    if found in (old, new):
+        return
+    for rank, shard in enumerate(found):
+        assert shard in (*old, *new), (
+            f"{where}the reader takes the half of shard {rank} for the whole. A file may have its final name "
+            "only when all of it is there: write it under another name, then rename it."
+        )
+    words = [shard.split()[0].decode() for shard in found]
+    raise ExerciseFailed(
+        f"{where}the reader finds shards of two saves side by side, {words}. A save "
+        "goes into a folder of its own, and no file of an older one is touched before it is complete."
+    )
+
+
+def _check_complete(disk: Disk, new: list[bytes], number: int) -> None:
+    names = [f"save-{number}/shard-{rank}-of-{len(new)}" for rank in range(len(new))]
+    missing = [name for name in names if name not in disk.files]
+    assert not missing, (
+        f"after save number {number} the file {missing[0]!r} is missing; there are {disk.names()}."
+    )
+    assert [disk.files[name] for name in names] == new, (
+        f"after save number {number} its files do not hold the shards, each in the file of its rank."
+    )
+    left = [name for name in disk.names() if name not in names]
+    assert not left, (
+        f"after save number {number} there still are {left}: what older saves and killed ones leave fills "
+        "the disk, save by save. Remove it at the end."
+    )

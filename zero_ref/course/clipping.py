@@ -1,0 +1,292 @@
+"""Graders of chapter 9, clipping and precision: what must be global?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_ref.comm.collectives import Collectives, as_collectives
+from zero_ref.course import Answer, ExerciseFailed, StillTheStub, exercise, shown
+from zero_ref.lab import ranks, virtual
+from zero_ref.lab.meter import recording
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
+
+Gradients = list[list[float]]
+"""The slices that one rank owns, each a list of its elements."""
+
+MOST_BYTES = 512
+"""What an answer may send: a few numbers for each rank, and no gradients."""
+
+
+def _on_each_rank(answer: Answer, gradients: Sequence[Gradients], *options: Any) -> list[Any]:
+    """What the answer returns on each virtual rank, where each is given its own gradients."""
+    try:
+        outcomes = virtual.run(_observed, len(gradients), answer, gradients, *options, timeout=3.0)
+    except RuntimeError as error:
+        cause = error.__cause__
+        if isinstance(cause, StillTheStub) or cause is None:
+            raise (cause or error) from None
+        if "did not complete" in str(cause) or "but the ranks call" in str(cause):
+            raise ExerciseFailed(
+                f"with {_shown(gradients)}, the ranks do not make the same calls, and wait for each other: "
+                f"{cause} Every rank must make every call, with tensors of one shape and dtype, also a rank "
+                "that owns nothing or has already found what it looked for."
+            ) from None
+        raise cause from None
+    return _values(answer, gradients, outcomes)
+
+
+def _on_real_ranks(answer: Answer, gradients: Sequence[Gradients], *options: Any) -> list[Any]:
+    # Gloo even where there are GPUs: its time-out is an error, NCCL's ends the process.
+    outcomes = ranks.run(
+        _observed_here, len(gradients), answer, gradients, *options, timeout=20.0, backend="gloo"
+    )
+    return _values(answer, gradients, outcomes)
+
+
+def _observed_here(answer: Answer, gradients: Sequence[Gradients], *options: Any) -> tuple[Any, list[Call]]:
+    return _observed(as_collectives(None), answer, gradients, *options)
+
+
+def _observed(
+    comm: Collectives, answer: Answer, gradients: Sequence[Gradients], *options: Any
+) -> tuple[Any, list[Call]]:
+    own = [torch.tensor(elements) for elements in gradients[comm.rank]]
+    with recording(comm) as calls:
+        value = answer(own, *options, comm)
+    for tensor, elements in zip(own, gradients[comm.rank]):
+        same = torch.equal(tensor.nan_to_num(), torch.tensor(elements).nan_to_num())
+        assert same, f"{answer.name} changed the gradients of rank {comm.rank}. It is only to look at them."
+    return value, calls
+
+
+def _values(answer: Answer, gradients: Sequence[Gradients], outcomes: Sequence[Any]) -> list[Any]:
+    for rank, (_, calls) in enumerate(outcomes):
+        nbytes = sum(call.nbytes for call in calls)
+        assert nbytes <= MOST_BYTES, (
+            f"{answer.name} sends {nbytes:,} bytes on rank {rank} of {len(gradients)}. Gradients stay where "
+            "they are: only a number or two for each rank has to travel."
+        )
+    return [value for value, _ in outcomes]
+
+
+def _shown(gradients: Sequence[Gradients]) -> str:
+    owned = ", ".join(f"{shown(of_rank)} on rank {rank}" for rank, of_rank in enumerate(gradients))
+    return f"the gradients {owned}"
+
+
+# ------------------------------------------------------------------------------------- 9.1 the global norm
+
+
+def _random_gradients(sizes: Sequence[Sequence[int]]) -> list[Gradients]:
+    generator = torch.Generator().manual_seed(0)
+    return [[torch.randn(numel, generator=generator).tolist() for numel in of_rank] for of_rank in sizes]
+
+
+OWNED: list[list[Gradients]] = [
+    [[[3.0, 0.0]], [[-4.0], [12.0]]],
+    [[[3.0, 4.0, -12.0], [1.0]]],
+    [[[1.0, -2.0]], [], [[-3.0], [0.0, 0.5]]],
+    [[], [[5.0, -5.0]]],
+    _random_gradients([[400, 7], [300], [1], [200, 200, 50], []]),
+]
+"""For each case the gradients of each rank: of two, of one, with ranks that own nothing, of many elements."""
+
+NORM_TYPES = [2.0, 1.0, 3.0, math.inf]
+
+
+@exercise("clipping.global_norm", on_ranks=True)
+def global_norm(answer: Answer) -> str:
+    """The norm of all ranks' gradients, on virtual ranks and once on real ones, beside torch's."""
+    for gradients in OWNED:
+        for norm_type in NORM_TYPES:
+            _check_norms(answer, gradients, norm_type, _on_each_rank(answer, gradients, norm_type))
+    for norm_type in (2.0, math.inf):
+        _check_norms(answer, OWNED[0], norm_type, _on_real_ranks(answer, OWNED[0], norm_type))
+    return f"torch's norm of all gradients, on 1 to {len(OWNED[-1])} ranks and for p = 1, 2, 3 and infinity"
+
+
+def _check_norms(answer: Answer, gradients: Sequence[Gradients], norm_type: float, values: list[Any]) -> None:
+    right = _norm([part for of_rank in gradients for part in of_rank], norm_type)
+    given = f"norm_type={norm_type:g} and {_shown(gradients)}"
+    for rank, value in enumerate(values):
+        try:
+            ours = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ExerciseFailed(
+                f"{answer.name} returned {shown(value)} on rank {rank}. It must return one number."
+            ) from None
+        if not math.isclose(ours, right, rel_tol=1e-5):
+            raise AssertionError(
+                f"with {given}, {answer.name} returns {ours:.6g} on rank {rank}; the norm of them all is "
+                f"{right:.6g}. {_mistake_in_norm(gradients, norm_type, rank, ours)}"
+            )
+
+
+def _norm(parts: Sequence[Sequence[float]], norm_type: float) -> float:
+    elements = [element for part in parts for element in part]
+    return torch.linalg.vector_norm(torch.tensor(elements, dtype=torch.float64), norm_type).item()
+
+
+def _mistake_in_norm(gradients: Sequence[Gradients], norm_type: float, rank: int, value: float) -> str:
+    parts = [part for of_rank in gradients for part in of_rank]
+    own = [_norm(of_rank, norm_type) for of_rank in gradients]
+    of_slices = [_norm([part], norm_type) for part in parts]
+
+    def is_(number: float) -> bool:
+        return math.isclose(value, number, rel_tol=1e-5)
+
+    if not math.isfinite(value):
+        return (
+            "For p = infinity the largest element counts: no power and no root gives it. An all-reduce adds; "
+            "let each rank write its norm into a place of its own, among zeros."
+        )
+    if is_(own[rank]) and len(gradients) > 1:
+        return "That is what this rank owns, alone. What do the others own?"
+    if is_(sum(own)) or is_(sum(of_slices)):
+        return "That is the sum of norms. Norms are the sides of right angles: their p-th powers add up."
+    if norm_type != math.inf:
+        if is_(_norm(parts, norm_type) ** norm_type):
+            return "That is the sum of the p-th powers. Take the p-th root of it."
+        if is_(_norm(parts, norm_type) / len(gradients)) or is_(
+            _norm(parts, norm_type) / len(gradients) ** (1 / norm_type)
+        ):
+            return "That is divided by the number of ranks. Gradients are averaged; parts of a norm add up."
+        if is_(sum(norm**norm_type for norm in of_slices) ** 0.5) and norm_type != 2:
+            return "The p-th powers are added; their root must be the p-th one, too."
+    if is_(_norm(parts, 2.0)):
+        return "That is the 2-norm, whatever `norm_type` is."
+    return "Each rank's norm is the norm of its slices' norms, and the global one the norm of those."
+
+
+# ---------------------------------------------------------------------------------------- 9.2 who may step?
+
+INF, NAN = math.inf, math.nan
+SPOILED: list[list[Gradients]] = [
+    [[[1.0, 2.0]], [[3.0]]],
+    [[[1.0, INF]], [[3.0]]],
+    [[[1.0]], [[2.0], [0.0, -INF]]],
+    [[[1.0]], [[NAN, 2.0]], [[3.0]]],
+    [[[INF]], [[-INF]]],
+    [[], [[INF]], [[1.0]]],
+    [[], [[0.0, 1.0]]],
+    [[[INF, 1.0]]],
+    [[[3e38, 3e38]], [[3e38], [-3e38]]],
+]
+"""Finite and not; the last one's sum would overflow, and its elements do not."""
+
+
+@exercise("clipping.may_step", on_ranks=True)
+def may_step(answer: Answer) -> str:
+    """Whether to step, decided alike on all virtual ranks, and once on real ones."""
+    for gradients in SPOILED:
+        _check_decisions(answer, gradients, _on_each_rank(answer, gradients))
+    for gradients in SPOILED[:2]:
+        _check_decisions(answer, gradients, _on_real_ranks(answer, gradients))
+    return f"all ranks decide alike in {len(SPOILED)} cases"
+
+
+def _check_decisions(answer: Answer, gradients: Sequence[Gradients], values: list[Any]) -> None:
+    for value in values:
+        is_truth = isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        assert is_truth, f"{answer.name} returned {shown(value)}. It must return True or False."
+    ours = [bool(value) for value in values]
+    finite = [all(math.isfinite(x) for part in of_rank for x in part) for of_rank in gradients]
+    if ours == [all(finite)] * len(finite):
+        return
+    given = f"with {_shown(gradients)}, {answer.name} returns {ours}"
+    if ours == finite:
+        hint = "Each rank looks at its own gradients only, so some step and some do not."
+    elif len(set(ours)) > 1:
+        hint = "Ranks that step send parameters to ranks that do not: the decision must be one."
+    elif all(finite):
+        hint = "Every element is finite, so nothing forbids the step. (A sum of finite numbers may overflow.)"
+    elif not any(math.isinf(x) for of_rank in gradients for part in of_rank for x in part):
+        hint = "A NaN is not infinite, but it is not finite either. One is enough to spoil the parameters."
+    else:
+        hint = "One element that is not finite, on any rank, is enough: then no rank may step."
+    raise AssertionError(f"{given}. {hint}")
+
+
+# -------------------------------------------------------------------------------------- 9.3 what a step sends
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+Spec = tuple[int, torch.dtype, bool]
+"""Elements, dtype, and whether the parameter is trained."""
+
+MODELS: list[tuple[list[Spec], torch.dtype | None, int]] = [
+    ([(100, F32, True), (20, F32, True)], BF16, 2),
+    ([(100, F32, True), (20, F32, True)], None, 2),
+    ([(100, F32, True), (20, BF16, True), (7, F16, True)], BF16, 2),
+    ([(100, F64, True), (20, F32, True)], BF16, 3),
+    ([(100, F32, True), (20, BF16, True), (8, F64, True)], F32, 2),
+    ([(100, F32, True), (50, F32, False)], BF16, 2),
+    ([(100, F32, True), (20, F32, True)], BF16, 1),
+    ([(10, torch.complex64, True), (20, F32, True)], BF16, 2),
+]
+"""Parameters, broadcast_dtype, ranks."""
+
+
+@exercise("clipping.sent_bytes")
+def sent_bytes(answer: Answer) -> str:
+    """The bytes of a step's broadcasts, beside those that the package's optimizer makes."""
+    for specs, dtype, world_size in MODELS:
+        returned = answer(_params(specs), dtype, world_size)
+        is_count = isinstance(returned, (int, float)) and not isinstance(returned, bool)
+        assert is_count, f"{answer.name} returned {shown(returned)}. It must return a number of bytes."
+        recorded = virtual.run(_bytes_of_a_step, world_size, specs, dtype)[0]
+        if returned != recorded:
+            owned = ", ".join(
+                f"{numel} {_name(kind)}" + ("" if trained else " (frozen)") for numel, kind, trained in specs
+            )
+            raise AssertionError(
+                f"parameters of {owned}, broadcast_dtype={_name(dtype)}, {world_size} ranks: a step sends "
+                f"{recorded} bytes, and {answer.name} says {returned:g}. "
+                + _mistake_in_bytes(specs, dtype, world_size, returned)
+            )
+    return f"the bytes that the package's optimizer sends, for {len(MODELS)} models"
+
+
+def _params(specs: Sequence[Spec]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(numel, dtype=dtype), trained) for numel, dtype, trained in specs]
+
+
+def _bytes_of_a_step(comm: Collectives, specs: Sequence[Spec], dtype: torch.dtype | None) -> int:
+    params = _params(specs)
+    zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, comm, broadcast_dtype=dtype, lr=0.1)
+    for param in params:
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+    with recording(comm) as calls:
+        zero.step()
+    return sum(call.nbytes for call in calls)
+
+
+def _mistake_in_bytes(specs: Sequence[Spec], dtype: torch.dtype | None, world_size: int, value: float) -> str:
+    trained = [(numel, kind) for numel, kind, is_trained in specs if is_trained]
+    if world_size == 1:
+        return "A single rank has nobody to send to."
+    if value == sum(numel * (dtype or kind).itemsize for numel, kind in trained):
+        return (
+            "Only what becomes smaller is converted: a parameter of as few bytes or fewer travels as it is, "
+            "and so does one that is not floating-point."
+        )
+    if value == sum(numel * kind.itemsize for numel, kind in trained):
+        return "That is what the parameters take in memory; they travel in `dtype`."
+    if len(trained) < len(specs):
+        return "A frozen parameter does not change, so nobody sends it."
+    if value == sum(numel * kind.itemsize for numel, kind in trained) / 2:
+        return "Not each of them is halved: it depends on the bytes of an element before and after."
+    if any(kind.is_complex for _, kind in trained):
+        return (
+            "A complex number is not floating-point: `dtype.is_floating_point` says so. It travels as it is."
+        )
+    return "Each parameter travels once, numel times the bytes of an element on the wire."
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,315 @@
+"""Chapter 4's graders: a step on real ranks beside the plain optimizer's, and a broadcast that is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from zero_ref.comm.collectives import Collectives
+from zero_ref.course import Answer, ExerciseFailed, call_text, exercise, shown
+from zero_ref.lab import ranks, virtual
+from zero_ref.lab.meter import gather_from_ranks
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.partition import Partition, even, from_lists, sorted_greedy
+
+# -------------------------------------------------------------------------------------- 4.1 write `step`
+
+STEPS = 2
+"""After one step, a parameter sent too early looks like one that was never sent. After two it does not."""
+
+WORLDS: list[tuple[int, list[tuple[int, ...]], list[int]]] = [
+    (2, [(4, 3), (3,), (3, 2), (2,)], [0, 1, 1, 1]),
+    (3, [(2,), (3, 2), (3,), (4, 3)], [2, 1, 2, 0]),
+    (3, [(6, 5), (5,)], [1, 0]),
+    (1, [(4, 3), (3,)], [0, 0]),
+]
+"""Ranks, the shapes of parameters, their owners. In the third, rank 2 owns nothing."""
+
+Ages = list[int | None]
+"""For each parameter how many steps its value is behind the plain optimizer's; None if that never had it."""
+
+
+POINT_TO_POINT = ("send", "recv", "isend", "irecv")
+"""They pair two ranks, so ranks need not make them alike."""
+
+
+class RanksDiffer(ExerciseFailed):
+    """Ranks are about to make different calls, and would wait for each other."""
+
+
+@dataclass
+class Calls:
+    """What one rank called in one step, in order."""
+
+    names: list[str] = field(default_factory=list)
+    under_way: dict[int, str] = field(default_factory=dict)
+    """Started with async_op=True and never waited for: name and number among the calls of that name."""
+
+
+class Watched:
+    """A call under way, taken off `under_way` when somebody waits for it, in whichever way."""
+
+    def __init__(self, work: Any, calls: Calls) -> None:
+        self._work, self._calls, self._number = work, calls, len(calls.names) - 1
+        name = calls.names[-1]
+        calls.under_way[self._number] = f"{name} {calls.names.count(name) - 1}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("wait", "get_future"):
+            self._calls.under_way.pop(self._number, None)
+        return getattr(self._work, name)
+
+    def is_completed(self) -> bool:
+        done = bool(self._work.is_completed())
+        if done:
+            self._calls.under_way.pop(self._number, None)
+        return done
+
+
+@exercise("step.write_step", seconds=20.0, may_return_none=True, on_ranks=True)
+def write_step(answer: Answer) -> str:
+    """Two steps of a sharded optimizer on 1, 2 and 3 ranks, each parameter compared bit for bit."""
+    for world_size, shapes, owners in WORLDS:
+        # Gloo even where there are GPUs: its time-out is an error, NCCL's ends the process.
+        outcomes = ranks.run(
+            _train_beside_plain, world_size, answer, shapes, owners, timeout=30.0, backend="gloo"
+        )
+        differ = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        assert not differ, differ[0]
+        steps = list(zip(*(outcome for outcome in outcomes if not isinstance(outcome, str)), strict=True))
+        for of_ranks in steps:
+            _check_waited([calls for _, calls in of_ranks])
+        for step, of_ranks in enumerate(steps, start=1):
+            _check_ages([ages for ages, _ in of_ranks], owners, step)
+        for of_ranks in steps:
+            _check_only_broadcasts([calls for _, calls in of_ranks])
+    return f"{STEPS} steps on 1, 2 and 3 real ranks are the plain optimizer's, bit for bit"
+
+
+def _train_beside_plain(
+    answer: Answer, shapes: Sequence[tuple[int, ...]], owners: list[int]
+) -> list[tuple[Ages, Calls]] | str:
+    """On a rank: step with the answer and with a plain optimizer, from the same start and gradients.
+
+    Returns:
+        The ages after each step and the calls made in it, or in what the ranks' calls differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    owned = [param for param, owner in zip(params, owners) if owner == dist.get_rank()]
+    local = torch.optim.Adam([{"params": owned}], lr=0.1)
+    plain = torch.optim.Adam(twins, lr=0.1)
+    values_of_twins = [[twin.detach().clone()] for twin in twins]  # the newest first
+    steps = []
+    for _ in range(STEPS):
+        for param, twin in zip(params, twins):
+            twin.grad = torch.randn(twin.shape, generator=generator)
+            param.grad = twin.grad.clone()
+        try:
+            calls = _step_in_company(answer, local, params, owners)
+        except RanksDiffer as difference:
+            return str(difference)
+        plain.step()
+        for twin, values in zip(twins, values_of_twins):
+            values.insert(0, twin.detach().clone())
+        steps.append(([_age(param, values) for param, values in zip(params, values_of_twins)], calls))
+    return steps
+
+
+def _step_in_company(answer: Answer, local: torch.optim.Adam, params: list[Any], owners: list[int]) -> Calls:
+    """Call the answer; before each of its collectives, and at its end, see whether all ranks are there."""
+    call = call_text(answer.name, local, params, owners)
+    calls = Calls()
+    with contextlib.ExitStack() as patches:
+        for name in ("broadcast", "all_reduce", "all_gather", "reduce", *POINT_TO_POINT):
+            patches.enter_context(patch.object(dist, name, _in_company(name, getattr(dist, name), calls)))
+        try:
+            answer(local, params, list(owners))
+        except RanksDiffer:
+            raise
+        except ExerciseFailed as failure:  # say the arguments' names: their values fill a page
+            named = f"{answer.name}(local, params, {owners})"
+            raise ExerciseFailed(str(failure).replace(call, named)) from None
+    _meet("returns")
+    return calls
+
+
+def _in_company(name: str, collective: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+    def collective_in_company(*args: Any, **kwargs: Any) -> Any:
+        source = kwargs.get("group_src", kwargs.get("src", args[1] if len(args) > 1 else None))
+        if name not in POINT_TO_POINT:
+            _meet(f"calls {name}" + (f" from rank {source}" if name == "broadcast" else ""))
+        calls.names.append(name)
+        work = collective(*args, **kwargs)
+        return Watched(work, calls) if isinstance(work, dist.Work) else work
+
+    return collective_in_company
+
+
+def _meet(about_to: str) -> None:
+    """Compare what the ranks are about to do.
+
+    Raises:
+        RanksDiffer: on all of them alike.
+    """
+    of_ranks = gather_from_ranks(about_to)
+    if len(set(of_ranks)) > 1:
+        raise RanksDiffer(
+            "the ranks make different calls, so some would wait for ever: "
+            + ", ".join(f"rank {rank} {does}" for rank, does in enumerate(of_ranks))
+            + ". Every rank calls the broadcast of every parameter, in the same order, also of those that it "
+            "does not own: there it receives."
+        )
+
+
+def _age(param: torch.Tensor, newest_first: Sequence[torch.Tensor]) -> int | None:
+    return next((age for age, value in enumerate(newest_first) if torch.equal(param, value)), None)
+
+
+def _check_waited(calls_of_rank: Sequence[Calls]) -> None:
+    """Values that arrived unwaited for were in luck: on a slower network they would not have."""
+    for rank, calls in enumerate(calls_of_rank):
+        for started in calls.under_way.values():
+            raise AssertionError(
+                f"on rank {rank}, {started} (counted from 0) was started with async_op=True and never waited "
+                "for: when `step` returns, its value need not have arrived. Call .wait() on what "
+                f"{started.split()[0]} returned, or leave async_op out."
+            )
+
+
+def _check_only_broadcasts(calls_of_rank: Sequence[Calls]) -> None:
+    names = {name for calls in calls_of_rank for name in calls.names}
+    others = " and ".join(sorted(names - {"broadcast"}))
+    twice = ", which moves each value twice as often as needed (chapter 2)" if others == "all_reduce" else ""
+    assert not others or "broadcast" in names, (
+        f"The values are right, but they came by {others}{twice}. Use one broadcast for each parameter."
+    )
+    assert not others, (
+        f"The values are right, but besides broadcast the step calls {others}{twice}. The gradients are "
+        "averaged already, and one broadcast for each parameter is all that it needs."
+    )
+
+
+def _check_ages(ages_of_rank: Sequence[Ages], owners: Sequence[int], step: int) -> None:
+    """Tell from who holds which value of what, after a step, what went wrong in it."""
+    stepped = any(age == 0 for ages in ages_of_rank for age in ages)
+    for param, owner in enumerate(owners):
+        ages = [of_rank[param] for of_rank in ages_of_rank]
+        others = ages[:owner] + ages[owner + 1 :]
+        late = next((rank for rank, age in enumerate(ages) if age != 0), None)
+        if late is None:
+            continue
+        if step < STEPS and ages[owner] == 0 and None not in ages and all(others):
+            continue  # sent too early, or never: the next step tells
+        where = f"after step {step} on {len(ages)} ranks, parameter {param}, which rank {owner} owns,"
+        assert None not in ages, (
+            f"{where} has on rank {ages.index(None)} a value that the plain optimizer never gave it. Either "
+            "the owner's value was added to the others' or averaged with them, where it should replace them, "
+            "or the update was another: gradients are averaged already, and the optimizer to step is `local`."
+        )
+        assert stepped, f"{where} is old everywhere, as are all others. Was local.step() called?"
+        assert ages[owner] == 0, (
+            f"{where} is old even there: another rank's old value was written over the new one. Each "
+            "parameter is sent by its own owner."
+        )
+        assert step == 1 or set(others) != {1}, (
+            f"{where} is one step behind on the other ranks: it was sent before it was updated. "
+            "Step first, then send."
+        )
+        raise AssertionError(
+            f"{where} is old on rank {late}: the new value did not arrive there. Every rank calls the "
+            "broadcast of every parameter, its owner to send and all others to receive. If all of them were "
+            "called: was it the parameter itself? A clone, or its gradient, leaves the parameter as it was. "
+            "Pass param.detach()."
+        )
+
+
+# --------------------------------------------------------------------------------- 4.2 a broadcast is lost
+
+PARTITIONS: list[Partition] = [
+    sorted_greedy([12, 3, 6, 2], 3),
+    sorted_greedy([2, 6, 3, 12], 2),
+    from_lists([3, 3, 3], [[2], [], [0, 1]]),
+    sorted_greedy([5, 4], 4),
+    even([192, 64, 128], 3),
+]
+"""In registration order and out of it, with ranks that own nothing, with a parameter of two owners."""
+
+
+@exercise("step.stale")
+def stale(answer: Answer) -> str:
+    """For each rank the parameters that are old after a step that lost one broadcast."""
+    tried = 0
+    for partition in PARTITIONS:
+        sent = [
+            (rank, piece.param) for rank, slices in enumerate(partition.slices_of_rank) for piece in slices
+        ]
+        for lost in range(len(sent)):
+            theirs = _lists(answer, partition, lost)
+            truth = virtual.run(_stale_on_this_rank, partition.world_size, partition, lost)
+            owned = [[piece.param for piece in slices] for slices in partition.slices_of_rank]
+            assert theirs == truth, (
+                f"{len(owned)} ranks own the parameters {owned}, and broadcast {lost} is lost. The optimizer "
+                f"leaves {truth} old; {answer.name} says {theirs}. {_mistake_in_stale(theirs, sent, lost)}"
+            )
+            tried += 1
+    return f"{tried} lost broadcasts, each tried on the package's optimizer"
+
+
+def _stale_on_this_rank(comm: Collectives, partition: Partition, lost: int) -> list[int]:
+    """On a virtual rank: the parameters that are not what a step without loss makes them."""
+    params = [torch.nn.Parameter(torch.zeros(numel)) for numel in partition.numels]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, comm, partition=partition, lr=1.0)
+    for param in params:
+        param.grad = -torch.ones_like(param)
+    broadcast, number = comm.broadcast, itertools.count()
+
+    def losing_one(tensor: torch.Tensor, src: int, expected: Any = None) -> Any:
+        # The lost one still takes place, for the others' sake: what arrives is thrown away.
+        return broadcast(tensor.clone() if next(number) == lost else tensor, src)
+
+    comm.broadcast = losing_one  # type: ignore[method-assign]
+    optimizer.step()
+    return [index for index, param in enumerate(params) if not torch.equal(param, torch.ones_like(param))]
+
+
+def _lists(answer: Answer, partition: Partition, lost: int) -> list[list[int]]:
+    """What the answer returns, once it is a list of parameters for each rank."""
+    returned = answer(partition, lost)
+    are_lists = isinstance(returned, (list, tuple)) and all(
+        isinstance(of_rank, (list, tuple, set)) for of_rank in returned
+    )
+    assert are_lists, (
+        f"{answer.name} returned {shown(returned)}. It must return one list of parameters for each rank, "
+        "empty where nothing is old."
+    )
+    assert len(returned) == partition.world_size, (
+        f"{answer.name} returned {len(returned)} lists for {partition.world_size} ranks. A rank that owns "
+        "nothing receives too, so it has a list as well."
+    )
+    return [sorted(of_rank) for of_rank in returned]
+
+
+def _mistake_in_stale(theirs: list[list[int]], sent: Sequence[tuple[int, int]], lost: int) -> str:
+    owner, param = sent[lost]
+    everybody = range(len(theirs))
+    if theirs == [[param]] * len(theirs):
+        return f"Rank {owner} owns parameter {param} and has stepped it: it needs no broadcast."
+    if theirs == [[param] if rank == owner else [] for rank in everybody]:
+        return f"Rank {owner} has the new value: it made it. Old are those that waited for it."
+    if param != lost and set().union(*theirs) == {lost}:
+        return (
+            f"Broadcast {lost} is not that of parameter {lost}: the ranks' parameters go out owner by owner, "
+            f"rank 0's first. This one is parameter {param}, from rank {owner}."
+        )
+    if any(len(of_rank) > 1 for of_rank in theirs):
+        return "Each broadcast carries one slice; the others arrived."
+    return f"It was parameter {param}, sent by rank {owner}, that did not arrive at the others."

@@ -1,0 +1,1 @@
+"""Interfaces of others on the same engine: FairScale's OSS, and torch's optimizer over RPC."""

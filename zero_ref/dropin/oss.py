@@ -1,0 +1,244 @@
+"""FairScale's OSS on this package's engine: for programs written for it, which change an import.
+
+    from zero_ref import OSS                    # was: from fairscale.optim import OSS
+
+OSS (optimizer state sharding) was the first public implementation of ZeRO's stage 1; its repository is
+archived. Its own names and defaults are here; what they do is done by `ZeroRedundancyOptimizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import SGD, Optimizer
+
+from zero_ref.clip import clip_grad_norm_, get_total_norm
+from zero_ref.comm.collectives import Collectives
+from zero_ref.optimizer.groups import options_of
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.partition import ParamSpec, Strategy, registration_greedy
+
+
+class ParamBucket(NamedTuple):
+    """The trained parameters of one rank on one device.
+
+    Args:
+        buffers: one (numel,) tensor for each dtype; the parameters are views of them.
+        params: what lies there.
+    """
+
+    buffers: tuple[torch.Tensor, ...]
+    params: tuple[torch.Tensor, ...]
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The only one of `buffers`.
+
+        Raises:
+            RuntimeError: there are several, as the parameters have several dtypes.
+        """
+        if len(self.buffers) > 1:
+            raise RuntimeError(
+                f"this bucket has parameters of {len(self.buffers)} dtypes, each in a tensor of its own: "
+                "use `buffers`."
+            )
+        return self.buffers[0]
+
+
+class OSS(ZeroRedundancyOptimizer):
+    """Shards an optimizer over the ranks of a group. A drop-in for fairscale.optim.OSS.
+
+    >>> optimizer = OSS(ddp.parameters(), torch.optim.Adam, lr=1e-3)             # doctest: +SKIP
+
+    Beyond it, parameters may have several dtypes, loading leaves the caller's state dict as it was, and the
+    next step sees a change of `requires_grad` by itself. What a program written for it may notice: all ranks
+    call `load_state_dict` together, and `state_dict` refuses to give a state from before the last step.
+
+    Args:
+        params, optim, group: as `params`, `optimizer_class`, `process_group` of `ZeroRedundancyOptimizer`.
+        broadcast_buffer_size, force_broadcast_object: accepted and not used.
+        broadcast_fp16: send new parameters as float16. Unlike FairScale's, the owner keeps its own in full,
+            so that small updates add up; the others, and a model that one rank saves, have rounded ones. May
+            be set later, on all ranks.
+        broadcast_dtype: the same with another dtype, such as torch.bfloat16, whose range is that of float32.
+        **default: passed to `optim`.
+
+    Attributes:
+        optim, rank, world_size, global_rank: as `ZeroRedundancyOptimizer`.
+        group: the process group.
+
+    Raises:
+        ValueError: both `broadcast_fp16` and `broadcast_dtype` are given. Else as `ZeroRedundancyOptimizer`.
+    Collective, Cost: as `ZeroRedundancyOptimizer`, one message from each owner in a step.
+    Source: the interface and the partition rule of fairscale.optim.OSS 0.4.13.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optim: type[Optimizer] = SGD,
+        group: dist.ProcessGroup | Collectives | None = None,
+        broadcast_buffer_size: int = -1,
+        broadcast_fp16: bool = False,
+        force_broadcast_object: bool = False,
+        *,
+        broadcast_dtype: torch.dtype | None = None,
+        **default: Any,
+    ) -> None:
+        if broadcast_fp16 and broadcast_dtype is not None:
+            raise ValueError(
+                f"broadcast_fp16=True and broadcast_dtype={broadcast_dtype} both say what to send parameters "
+                "in; pass one of them."
+            )
+        super().__init__(
+            params,
+            optim,
+            group,
+            parameters_as_bucket_view=True,
+            partition="registration_greedy",
+            broadcast_dtype=torch.float16 if broadcast_fp16 else broadcast_dtype,
+            **default,
+        )
+
+    @property
+    def group(self) -> dist.ProcessGroup | Collectives | None:
+        return self.process_group
+
+    @property
+    def broadcast_fp16(self) -> bool:
+        """New parameters travel as float16."""
+        return self.broadcast_dtype == torch.float16
+
+    @broadcast_fp16.setter
+    def broadcast_fp16(self, wanted: bool) -> None:
+        self.broadcast_dtype = torch.float16 if wanted else None
+
+    # ----------------------------------------------------------------------------------------- who owns what
+
+    def partition_parameters(self) -> list[list[dict[str, Any]]]:
+        """For each rank its parameter groups: the options of all, of the parameters those that it owns.
+
+        They go in registration order, each to the rank with the fewest trained elements so far.
+
+        >>> from zero_ref.lab import virtual
+        >>> def on_rank(comm):
+        ...     weights = [torch.nn.Parameter(torch.zeros(numel)) for numel in (6, 5, 4, 1)]
+        ...     first, second = OSS(weights, group=comm).partition_parameters()
+        ...     return [len(param) for param in first[0]["params"]], len(second[0]["params"])
+        >>> virtual.run(on_rank, 2)[0]
+        ([6, 1], 2)
+        """
+        rank_of_param = self._param_to_rank
+        return [
+            [
+                {
+                    **options_of(group),
+                    "params": [param for param in group["params"] if rank_of_param[param] == rank],
+                }
+                for group in self.param_groups
+            ]
+            for rank in range(self.world_size)
+        ]
+
+    @property
+    def buckets(self) -> dict[torch.device, dict[int, ParamBucket]]:
+        """For each device, for each rank that trains parameters there, the memory they lie in and share."""
+        params = self.built.params
+        of_device: dict[torch.device, dict[int, ParamBucket]] = {}
+        for message in self.built.messages:
+            of_rank = of_device.setdefault(message.tensor.device, {})
+            before = of_rank.get(message.owner, ParamBucket((), ()))
+            of_rank[message.owner] = ParamBucket(
+                (*before.buffers, message.tensor),
+                (*before.params, *(params[piece.param] for piece in message.slices)),
+            )
+        return of_device
+
+    @property
+    def _param_to_rank(self) -> dict[torch.Tensor, int]:
+        """Each parameter's owner. fairscale.nn.ShardedDataParallel reads this and the next."""
+        return dict(zip(self.built.params, self.partition.owner_of_param, strict=True))
+
+    @property
+    def _per_device_params(self) -> dict[torch.device, list[list[torch.Tensor]]]:
+        of_device: dict[torch.device, list[list[torch.Tensor]]] = {}
+        for param, rank in self._param_to_rank.items():
+            of_device.setdefault(param.device, [[] for _ in range(self.world_size)])[rank].append(param)
+        return of_device
+
+    def refresh_trainable(self) -> None:
+        """Take note of parameters that were frozen, unfrozen or moved. The next step would do so by itself.
+
+        Collective: all ranks of the group.
+        Cost: nothing if `requires_grad` is as it was, else one all-gather of 32 bytes.
+        """
+        self.current()
+
+    def _strategy_for_later(self, specs: Sequence[ParamSpec]) -> Strategy:
+        """The same rule goes on for added parameters: frozen ones have counted as one element."""
+        if self._strategy != "registration_greedy":  # after `repartition`
+            return super()._strategy_for_later(specs)
+        loads = [
+            sum(piece.numel if specs[piece.param].trainable else 1 for piece in slices)
+            for slices in self.partition.slices_of_rank
+        ]
+        added = [spec.trainable for spec in specs[len(self.partition.numels) :]]
+        return partial(registration_greedy, trainable=added, loads=loads)
+
+    # ---------------------------------------------------------------------------------------------- clipping
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        filter_params_fn: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]] | None = None,
+    ) -> torch.Tensor:
+        """Scale all gradients by one factor, so that their norm is at most `max_norm`.
+
+        Args:
+            max_norm, norm_type: as `torch.nn.utils.clip_grad_norm_`; `norm_type` may be infinity.
+            filter_params_fn: takes the trained parameters, returns those whose gradients count in the norm;
+                all are scaled. The same ones on every rank.
+        Returns:
+            The norm before clipping, shape (), the same on all ranks.
+        Raises, Collective, Cost: as `zero_ref.clip.clip_grad_norm_`. Over the ranks of `group`, where
+            FairScale's takes all there are.
+        """
+        if filter_params_fn is None:
+            return clip_grad_norm_(self, max_norm, norm_type)
+
+        def counted() -> Iterator[torch.Tensor]:  # called where an error of one rank is told to the others
+            yield from filter_params_fn([param for param in self.built.params if param.requires_grad])
+
+        total = get_total_norm(self, norm_type, params=counted())
+        clip_grads_with_norm_(self.built.params, float(max_norm), total)
+        return total
+
+    # ------------------------------------------------------------------------------------------- checkpoints
+
+    def consolidate_state_dict(self, recipient_rank: int | Literal["all"] = 0) -> None:
+        """Gather the optimizer state onto one rank of the group, or onto all.
+
+        Args:
+            recipient_rank: a rank; -1 or "all" for all ranks.
+        Raises, Collective, Cost: as `ZeroRedundancyOptimizer.consolidate_state_dict`.
+        """
+        super().consolidate_state_dict("all" if recipient_rank == -1 else recipient_rank)
+
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """The state that the unsharded optimizer would have, where it was gathered.
+
+        Args:
+            all_ranks: gather it on all ranks first.
+        Raises:
+            RuntimeError: it was not consolidated onto this rank since the last step.
+        Collective: with `all_ranks=True` all ranks of the group, otherwise none.
+        """
+        if all_ranks:
+            self.consolidate_state_dict(-1)
+        return super().state_dict()

@@ -1,0 +1,218 @@
+"""Averagers: after a step, give ranks the mean of their parameters, where a schedule says so.
+
+`AveragingSchedule` knows when and over whom, `ModelAverager` counts the steps and does it. The other two
+classes are torch's in name and arguments.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives, agree, agreement, as_collectives
+from zero_ref.local_sgd.averaging import AveragingSchedule
+
+
+class ModelAverager:
+    """Averages the parameters of all ranks, or of groups of them, at the steps that a schedule names.
+
+    >>> averager = ModelAverager(AveragingSchedule.periodic(4, gradient_group=8))         # doctest: +SKIP
+    >>> averager.average_parameters(model.parameters())     # after each step             # doctest: +SKIP
+
+    Args:
+        schedule: when, and over whom.
+        process_group: the ranks that train together; None is the default group. A `Collectives` works too,
+            where the schedule has no smaller groups.
+        timeout: of calls in the groups that are made here; None for torch's default of new groups, which may
+            differ from that of `process_group`.
+
+    Attributes:
+        step: steps so far; the hook reads it too.
+        collectives: the way to all ranks; append to its `observers` to see every call. `group_of` has those
+            of smaller groups.
+
+    Raises:
+        ValueError: the schedule is none for so many ranks, or ranks pass different ones. All raise.
+
+    Collective: all ranks of the group construct it together.
+    Cost: one all-gather of 32 bytes, and a new group for each size that the schedule names.
+    """
+
+    def __init__(
+        self,
+        schedule: AveragingSchedule,
+        process_group: dist.ProcessGroup | Collectives | None = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.step = 0
+        self.collectives = as_collectives(process_group)
+        self.process_group = dist.group.WORLD if process_group is None else process_group
+        world_size = self.collectives.world_size
+        self.group_of: dict[int | None, Collectives] = {None: self.collectives, world_size: self.collectives}
+        smaller = [size for size in schedule.group_sizes if size < world_size]
+        with agreement(self.collectives, "construct the averager") as facts:
+            facts.append(repr(schedule))
+            schedule.check_fits(world_size)
+            if smaller and not isinstance(self.collectives, ProcessGroupCollectives):
+                raise TypeError(
+                    f"groups of {smaller[0]} ranks are made of a process group, not of {process_group!r}. "
+                    "Average over all ranks, or pass a process group."
+                )
+        for size in smaller:
+            self.group_of[size] = ProcessGroupCollectives(_consecutive(self.collectives, size, timeout))
+
+    @property
+    def period(self) -> int:
+        """Steps from one average of all ranks to the next, at most."""
+        return self.schedule.levels[-1].period
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps in which gradients are averaged over all ranks, and parameters are not."""
+        return self.schedule.warmup_steps
+
+    def average_parameters(self, params: Iterable[Any]) -> None:
+        """Count a step, and if one is due give every rank the average of the group's parameters.
+
+        Returns with equal parameters on all ranks of the group that was averaged. Frozen parameters are left
+        alone, for they have not changed, and so are buffers: DDP sends those of rank 0 in every forward,
+        unless told not to (`forward_sync_buffers=False`, in older torch `broadcast_buffers=False`).
+
+        Args:
+            params: those of the model, in an order that all ranks share, or the groups of an optimizer. They
+                must be what the optimizer updates: if it keeps 32-bit copies of its own, pass those, or its
+                next step undoes the average.
+        Raises:
+            TypeError: `params` holds something else. If one rank raises, all raise.
+            ValueError: ranks average different parameters. All raise.
+            RuntimeError: ranks meet after different numbers of steps, which all say; or another rank stopped
+                or did not come.
+        Collective: at the steps of the schedule all ranks of a group, at others none.
+        Cost: one all-gather of 32 bytes, and one all-reduce of all parameters, in the dtype that takes them
+            all; memory for as much. One for each device, if they are on several.
+        """
+        level = self.schedule.level(self.step)
+        if level is not None and level.group_size != 1:
+            _average(self.group_of[level.group_size], params, self.step)
+        self.step += 1
+
+
+class PeriodicModelAverager(ModelAverager):
+    """Averages over all ranks every `period` steps. A drop-in for torch's class of that name.
+
+    >>> PeriodicModelAverager(period=4, warmup_steps=100)                                 # doctest: +SKIP
+
+    Args:
+        period: steps from one average to the next, H. With 1 as much is sent as by DDP, which hides it.
+        warmup_steps: how many steps come first in which gradients are averaged.
+        process_group, timeout: as ModelAverager.
+        gradient_group: as AveragingSchedule.
+    Raises, Collective, Cost: as ModelAverager.
+    """
+
+    def __init__(
+        self,
+        period: int,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | Collectives | None = None,
+        *,
+        gradient_group: int = 1,
+        timeout: timedelta | None = None,
+    ) -> None:
+        rule = AveragingSchedule.periodic
+        schedule = _planned(process_group, rule, period, warmup_steps, gradient_group)
+        super().__init__(schedule, process_group, timeout=timeout)
+
+
+class HierarchicalModelAverager(ModelAverager):
+    """Averages within groups of several sizes, the wider the less often. A drop-in for torch's class.
+
+    >>> HierarchicalModelAverager({4: 8, 16: 64}, warmup_steps=100)                       # doctest: +SKIP
+
+    Args:
+        period_group_size_dict: {period: ranks in a group}, from small groups averaged often to all ranks.
+            Periods are counted from step 0, not from the end of the warm-up.
+        warmup_steps, process_group, timeout: as PeriodicModelAverager.
+        gradient_group: as AveragingSchedule.
+    Raises, Collective, Cost: as ModelAverager.
+    """
+
+    def __init__(
+        self,
+        period_group_size_dict: Mapping[int, int] | None = None,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        gradient_group: int = 1,
+        timeout: timedelta | None = None,
+    ) -> None:
+        rule, periods = AveragingSchedule.hierarchical, period_group_size_dict or {}
+        schedule = _planned(process_group, rule, periods, warmup_steps, gradient_group)
+        super().__init__(schedule, process_group, timeout=timeout)
+
+
+def _planned(
+    process_group: dist.ProcessGroup | Collectives | None,
+    rule: Callable[..., AveragingSchedule],
+    periods: int | Mapping[int, int],
+    warmup_steps: int,
+    gradient_group: int,
+) -> AveragingSchedule:
+    """The schedule; if one rank's arguments make none, all ranks raise."""
+    try:
+        schedule = rule(periods, warmup_steps=warmup_steps, gradient_group=gradient_group)
+    except (TypeError, ValueError) as error:
+        agree(as_collectives(process_group), "construct the averager", error)
+        raise
+    if schedule.levels[-1].period == 1:
+        warnings.warn(
+            "with a period of 1 all parameters are averaged after every step: as much is sent as by "
+            "DistributedDataParallel, which hides it behind backward. Use that alone, or a longer period.",
+            stacklevel=3,
+        )
+    return schedule
+
+
+def _consecutive(world: Collectives, size: int, timeout: timedelta | None) -> Any:
+    """The process group of the `size` consecutive ranks of `world` that this rank is one of."""
+    assert isinstance(world, ProcessGroupCollectives)
+    members = dist.get_process_group_ranks(world.group or dist.group.WORLD)
+    first = world.rank - world.rank % size
+    # Only its members make a group: ranks outside of `world` need not take part.
+    return dist.new_group(members[first : first + size], timeout=timeout, use_local_synchronization=True)
+
+
+def _trainable(params: Iterable[Any]) -> list[torch.Tensor]:
+    listed = [p for entry in params for p in (entry["params"] if isinstance(entry, dict) else [entry])]
+    for param in listed:
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(
+                f"an averager takes parameters, as of model.parameters(), or the param_groups of an "
+                f"optimizer, and was given a {type(param).__name__}."
+            )
+    return [param for param in listed if param.requires_grad]
+
+
+@torch.no_grad()
+def _average(comm: Collectives, params: Iterable[Any], step: int) -> None:
+    if comm.world_size == 1:
+        return
+    with agreement(comm, f"average the parameters after its step {step}") as facts:
+        trainable = _trainable(params)
+        facts += [f"parameter {number}: {tuple(p.shape)} {p.dtype}" for number, p in enumerate(trainable)]
+    for device in dict.fromkeys(param.device for param in trainable):
+        here = [param for param in trainable if param.device == device]
+        flat = torch.cat([param.reshape(-1) for param in here])
+        # Divided before they are added up: the sum of many 16-bit numbers might have no room.
+        flat /= comm.world_size
+        comm.all_reduce(flat).wait()
+        means = flat.split([param.numel() for param in here])
+        for param, mean in zip(here, means):
+            param.copy_(mean.view_as(param))  # in place: it may be a view of a flat bucket

@@ -1,0 +1,370 @@
+"""Local SGD: ranks train by themselves and average their parameters once in a while.
+
+    averager = PeriodicModelAverager(period=4, warmup_steps=100)
+    ddp.register_comm_hook(PostLocalSGDState.following(averager), post_localSGD_hook)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), averager)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss_function(ddp(inputs), targets).backward()
+        optimizer.step()        # averages too: do not call averager.average_parameters besides
+
+Three parts share one `AveragingSchedule` and one count of steps. The hook decides what becomes of gradients:
+over all ranks during the warm-up, then within a group or not at all. The optimizer takes its local step. The
+averager then brings parameters together, where the schedule says so. Interfaces are torch's, so each part
+also works with torch's other parts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+
+from zero_ref.backward.gradients import check_no_scaler
+from zero_ref.comm.collectives import ProcessGroupCollectives, agree, as_collectives
+from zero_ref.local_sgd.averagers import ModelAverager
+from zero_ref.optimizer.groups import params_of
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+# ------------------------------------------------------------------------------------------------- the hook
+
+
+class PostLocalSGDState:
+    """Over which ranks `post_localSGD_hook` averages gradients, and until when. As torch's PostLocalSGDState.
+
+    `PostLocalSGDState.following(averager)` takes both from an averager's schedule, and the step from its
+    count. Given as numbers, as here, they must be the averager's by your own care, also after a restart: the
+    count begins at 0 then, and with it the warm-up.
+
+    Args:
+        process_group: all ranks; None is the default group.
+        subgroup: this rank's group after the warm-up; None for the ranks of this machine's GPUs, if gradients
+            are averaged then. Make it with `torch.distributed.new_subgroups` where there are none.
+        start_localSGD_iter: steps of the warm-up.
+        post_local_gradient_allreduce: whether gradients are averaged after the warm-up, within `subgroup`.
+    Raises:
+        ValueError: `start_localSGD_iter` is below 0, or there is no subgroup and no GPU.
+    Collective: where it has to make the groups of machines, all ranks.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        subgroup: dist.ProcessGroup | None,
+        start_localSGD_iter: int,
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:
+        if start_localSGD_iter < 0:
+            raise ValueError(f"start_localSGD_iter must be at least 0, got {start_localSGD_iter}.")
+        if post_local_gradient_allreduce and subgroup is None:
+            if not torch.cuda.is_available():
+                raise ValueError(
+                    "there is no GPU to tell which ranks share a machine: pass "
+                    "subgroup=torch.distributed.new_subgroups(ranks)[0], or "
+                    "post_local_gradient_allreduce=False to average no gradients after the warm-up."
+                )
+            subgroup = dist.new_subgroups()[0]
+        self.process_group = process_group
+        self.subgroup = subgroup
+        self.start_localSGD_iter = start_localSGD_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self._averager: ModelAverager | None = None
+        self._iter = 0
+
+    @classmethod
+    def following(cls, averager: ModelAverager) -> PostLocalSGDState:
+        """The state that goes with an averager: its ranks, its groups, its warm-up, its count of steps.
+
+        Raises:
+            TypeError: the averager is none of this package's, which alone have a schedule, or does not
+                average over a process group.
+        """
+        if not isinstance(averager, ModelAverager):
+            raise TypeError(
+                f"a {type(averager).__name__} has no schedule to follow. Use zero_ref's averagers, or give "
+                "PostLocalSGDState the numbers that you gave this one."
+            )
+        size = averager.schedule.gradient_group
+        everybody, within = averager.collectives, averager.group_of.get(size)
+        if not isinstance(everybody, ProcessGroupCollectives):
+            raise TypeError(f"DDP reduces over a process group, and this averager is of {everybody!r}.")
+        subgroup = None
+        if size > 1:
+            assert isinstance(within, ProcessGroupCollectives)
+            subgroup = within.group or dist.group.WORLD
+        state = cls(everybody.group, subgroup, averager.warmup_steps, post_local_gradient_allreduce=size > 1)
+        state._averager = averager
+        return state
+
+    @property
+    def iter(self) -> int:
+        """Steps so far; those of the averager, if it follows one, and then not to be set here."""
+        return self._iter if self._averager is None else self._averager.step
+
+    @iter.setter
+    def iter(self, steps: int) -> None:
+        if self._averager is not None:
+            raise AttributeError("this state follows an averager's count: set averager.step.")
+        self._iter = steps
+
+    def maybe_increase_iter(self, bucket: Any) -> None:
+        """Count a step at the last bucket of its backward, if no averager counts them."""
+        if bucket.is_last():
+            self._iter += 1
+
+
+# DDP refuses annotations other than its own classes, and typing knows no name for those.
+def post_localSGD_hook(state, bucket):  # type: ignore[no-untyped-def]
+    """A DDP communication hook: gradients of all ranks during the warm-up, then of the subgroup or none.
+
+    >>> ddp.register_comm_hook(PostLocalSGDState.following(averager), post_localSGD_hook)  # doctest: +SKIP
+
+    Args:
+        state: a PostLocalSGDState, this package's or torch's.
+    Collective: all ranks of the group that is due, in backward.
+    Cost: an all-reduce of the bucket, or nothing.
+    """
+    if state.iter < state.start_localSGD_iter:
+        state.maybe_increase_iter(bucket)
+        return allreduce_hook(state.process_group, bucket)
+    if state.post_local_gradient_allreduce:
+        return allreduce_hook(state.subgroup, bucket)
+    unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    unchanged.set_result(bucket.buffer())
+    return unchanged
+
+
+# -------------------------------------------------------------------------------------------- the optimizer
+
+
+class Averager(Protocol):
+    """What PostLocalSGDOptimizer asks of an averager. Those of torch have it too."""
+
+    step: int
+
+    def average_parameters(self, params: Any) -> None:
+        """Called once after each step."""
+
+
+class PostLocalSGDOptimizer(Optimizer, Joinable):
+    """Takes a local step, then lets the averager bring the parameters together. A drop-in for torch's class.
+
+    It neither reduces gradients nor decides when to average: the hook of DDP and the averager do. Its groups
+    and its state are the local optimizer's own.
+
+    >>> optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), averager)
+    ... # doctest: +SKIP
+
+    The local optimizers of ranks come to hold different state, such as momentum, and a checkpoint has that of
+    the rank which writes it. Save after a step at which all ranks agree, and the parameters are everybody's.
+
+    The optimizer must update the parameters themselves. If it keeps 32-bit copies of its own, an average of
+    the parameters is undone by its next step.
+
+    Under `Join` all ranks meet in every step after all, in small all-reduces that count who has data: bytes
+    are saved, waits are not. It takes DDP first. A rank without data updates nothing, in the warm-up neither.
+    It takes part in averages of parameters with those that it has, and in averages of gradients with zeros.
+    When all have left, DDP gives them the parameters of one that stayed longest: what others have learned
+    since the last average of all is lost.
+
+    Args:
+        optim: the local optimizer. A ZeroRedundancyOptimizer shares updates among its ranks, so it must be of
+            a group whose ranks see the same gradients after the warm-up too: the hook's subgroup.
+        averager: of this package or of torch.
+    Raises:
+        TypeError: either is something else.
+        ValueError: the ranks of a ZeroRedundancyOptimizer are all that the averager averages.
+    Source: post-local SGD (Lin et al., arXiv:1808.07217).
+    """
+
+    def __init__(self, optim: Optimizer, averager: Averager) -> None:
+        Joinable.__init__(self)
+        if not isinstance(optim, Optimizer):
+            raise TypeError(f"optim must be an optimizer, not {optim!r}.")
+        if not callable(getattr(averager, "average_parameters", None)) or not hasattr(averager, "step"):
+            raise TypeError(f"averager must be one of zero_ref or torch, not {averager!r}.")
+        # All that an Optimizer has but state and groups, which stay the local optimizer's.
+        Optimizer.__setstate__(self, {"defaults": dict(optim.defaults)})
+        self.optim = optim
+        self.averager = averager
+        self._gradients_checked = False
+        if isinstance(optim, ZeroRedundancyOptimizer):
+            averaged = as_collectives(getattr(averager, "process_group", None)).world_size
+            if 1 < averaged <= optim.world_size:
+                raise ValueError(
+                    "this ZeroRedundancyOptimizer sends the parameters of their owners to all "
+                    f"{optim.world_size} ranks after every step, and the averager is to average these "
+                    f"{averaged}: none would train by itself. Shard over a group of fewer ranks, such as "
+                    "those of a machine, and average gradients within it."
+                )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the local optimizer, also after it has loaded others."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the local optimizer."""
+        return self.optim.state
+
+    def __repr__(self) -> str:
+        return f"PostLocalSGDOptimizer({self.optim!r}, step {self.averager.step})"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take the local step, then average the parameters if that is due.
+
+        Returns:
+            What the local optimizer's `step` returns.
+        Raises:
+            RuntimeError, ValueError: as the averager; gradients differ on the ranks of a
+                ZeroRedundancyOptimizer, on the first step after the warm-up, or are reduced to their owners
+                before it.
+        Collective: as the averager: all ranks of the group, at the same steps.
+        Cost: as the averager. With a ZeroRedundancyOptimizer as its `step`, and once 32 bytes more.
+        """
+        Join.notify_join_context(self)
+        if isinstance(self.optim, ZeroRedundancyOptimizer):
+            check_no_scaler(self, self.optim.backward.gradients)
+            if closure is None:  # which would compute them later
+                self._check_gradients(self.optim)
+        loss = self._step_local(closure)
+        self.averager.average_parameters(self.param_groups)
+        return loss
+
+    def _step_local(self, closure: Callable[[], Any] | None) -> Any:
+        # With `_step_supports_amp_scaling` a torch.amp.GradScaler leaves its verdict here.
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf:
+            return None
+        if scale is not None:
+            if isinstance(self.optim, ZeroRedundancyOptimizer):
+                self.optim.backward.gradients.check_as_left(self.optim.rank, self.optim.built)
+            inverse = scale.double().reciprocal().float()  # as the scaler's own unscale_, to the last bit
+            for param in params_of(self.param_groups):
+                if param.grad is not None:
+                    param.grad.mul_(inverse.to(param.grad.device))
+            if isinstance(self.optim, ZeroRedundancyOptimizer):
+                self.optim.backward.gradients.changed()
+        return self.optim.step(closure) if closure is not None else self.optim.step()
+
+    # True makes a torch.amp.GradScaler call step() even if gradients are infinite: a rank that leaves out its
+    # update must still come to the average, or the others would wait for it.
+    _step_supports_amp_scaling = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the local optimizer."""
+        self.optim.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the local optimizer. The next average has the new parameters too."""
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the local optimizer, and the averager's count of steps under "step".
+
+        A ZeroRedundancyOptimizer is to be consolidated first: `optimizer.optim.consolidate_state_dict()`.
+        """
+        for before_hook in self._optimizer_state_dict_pre_hooks.values():
+            before_hook(self)
+        state_dict = {**self.optim.state_dict(), "step": self.averager.step}
+        for after_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = after_hook(self, state_dict) or state_dict
+        return state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the local optimizer's state and the averager's count, which a hook that follows it reads too.
+
+        Warns if there is no count, as in the state of the local optimizer alone, and starts at 0. As torch's
+        optimizers do, a local one may go on in the very tensors of `state_dict`.
+
+        Collective: as the local optimizer's; all ranks must load the same count.
+        """
+        loaded = dict(state_dict)
+        for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = before_hook(self, loaded) or loaded
+        step = loaded.pop("step", None)
+        self.optim.load_state_dict(loaded)
+        if step is None:
+            # torch's words: its tests, and scripts that filter the warning, match them.
+            warnings.warn(
+                "Loaded state dict does not contain a step counter for an averager. "
+                "Setting step counter to 0.",
+                stacklevel=2,
+            )
+        self.averager.step = step or 0
+        for after_hook in self._optimizer_load_state_dict_post_hooks.values():
+            after_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a PostLocalSGDOptimizer cannot be copied or pickled: its averager is tied to those of the other "
+            "ranks. Use state_dict()."
+        )
+
+    # -------------------------------------------------------------------------------------- uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch.distributed.algorithms.join.Join: a rank without data goes on taking part in averages.
+
+        Raises:
+            ValueError: the local optimizer is a ZeroRedundancyOptimizer, whose updates need every rank.
+        """
+        if isinstance(self.optim, ZeroRedundancyOptimizer):
+            raise ValueError(
+                "PostLocalSGDOptimizer cannot join around a ZeroRedundancyOptimizer, whose ranks must all "
+                "make every update. Give all ranks equally many batches."
+            )
+        return _ShadowAverage(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where Join counts the ranks that have data."""
+        return params_of(self.param_groups)[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group whose ranks join."""
+        return getattr(self.averager, "process_group", None) or dist.group.WORLD
+
+    # -------------------------------------------------------------------------- a sharded local optimizer
+
+    def _check_gradients(self, zero: ZeroRedundancyOptimizer) -> None:
+        """Ranks that share updates must have been given the same gradients; looked at in the first step."""
+        if self.averager.step < getattr(self.averager, "warmup_steps", 0):
+            if zero.backward.gradients.on_owners:
+                raise RuntimeError(
+                    f"rank {zero.rank}: reduce_to_owners has averaged gradients over the {zero.world_size} "
+                    "ranks of this ZeroRedundancyOptimizer, and in the warm-up all ranks are to have the "
+                    "same. Use post_localSGD_hook, or an averager with warmup_steps=0."
+                )
+            return
+        if self._gradients_checked or zero.backward.gradients.on_owners:
+            return
+        trained = [param for param in zero.built.params if param.requires_grad]
+        sums = [None if param.grad is None else param.grad.double().sum().item() for param in trained]
+        facts = [f"gradient of parameter {number}: sum {total}" for number, total in enumerate(sums)]
+        try:
+            agree(zero.collectives, "share the update of the same gradients", facts)
+        except ValueError as error:
+            raise ValueError(
+                f"rank {zero.rank}: after the warm-up the {zero.world_size} ranks of this "
+                "ZeroRedundancyOptimizer have different gradients, so each parameter would be trained on its "
+                "owner's data alone. Average gradients over these ranks: with a schedule of "
+                f"gradient_group={zero.world_size}, or this group as the hook's subgroup."
+            ) from error
+        self._gradients_checked = True
+
+
+class _ShadowAverage(JoinHook):
+    def __init__(self, optimizer: PostLocalSGDOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self.optimizer.averager.average_parameters(self.optimizer.param_groups)

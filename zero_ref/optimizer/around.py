@@ -1,0 +1,86 @@
+"""What may stand between a training loop and the step, kept out of the step.
+
+An ordinary loop passes straight through. Where ranks have uneven inputs (`join.py`), where a
+gradient scaler calls the step, or where backward has made the update already (`overlap.py`), this module sees
+to it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.algorithms.join import Join
+
+from zero_ref import join
+from zero_ref.backward.gradients import WHOLE, check_no_scaler
+
+Closure = Callable[[], Any]
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+
+def in_its_circumstances(step: Step) -> Step:
+    """The step of an optimizer, made only where it is due, and with what a `Join` or a closure asks for.
+
+    Raises:
+        RuntimeError: a gradient scaler cannot work on these gradients; they were changed after backward as
+            each rank sees fit, or after the update was made from them.
+    """
+
+    @functools.wraps(step)
+    def stepping(zero: Any, closure: Closure | None = None, **kwargs: Any) -> Any:
+        gradients = zero.backward.gradients
+        if gradients is WHOLE and closure is None and not zero.joined:
+            return step(zero, **kwargs)
+        if zero.joined:
+            Join.notify_join_context(zero)
+        check_no_scaler(zero, gradients)
+        if closure is None:
+            gradients.check_as_left(zero.rank, zero.built)
+        else:
+            closure = _followed_by(
+                closure, lambda: zero.backward.gradients.check_as_left(zero.rank, zero.built)
+            )
+        if closure is not None and (zero.overlap_with_ddp or zero.joined):
+            # Its backward makes the update, or ranks without data shadow it.
+            closure = _evaluated(closure)
+        if zero.backward.take_update(kwargs):
+            return closure and closure()
+        if zero.joined:
+            join.lend_to_joined(zero, active=True)
+        return step(zero, closure, **kwargs)
+
+    return stepping  # type: ignore[return-value]
+
+
+def noting_errors(closure: Closure, errors: list[Exception]) -> Closure:
+    """The closure, which puts what it raises into the list."""
+
+    def noting() -> Any:
+        try:
+            return closure()
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    return noting
+
+
+def _followed_by(closure: Closure, check: Callable[[], None]) -> Closure:
+    """The closure, which computes the gradients, followed by a check of them."""
+
+    def closure_then_check() -> Any:
+        loss = closure()
+        check()
+        return loss
+
+    return closure_then_check
+
+
+def _evaluated(closure: Closure) -> Closure:
+    """The closure's loss, computed now and once, in the form of a closure."""
+    with torch.enable_grad():
+        loss = closure()
+    return lambda: loss

@@ -1,0 +1,86 @@
+"""What parameter groups say: which parameters there are, in what order, and their options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from zero_ref.plan.partition import ParamSpec
+
+ParamGroup = dict[str, Any]
+
+PARAM_KEYS = ("params", "param_names")
+"""The entries of a parameter group that are not options."""
+
+
+def specs_of(param_groups: Sequence[ParamGroup]) -> list[ParamSpec]:
+    """What a plan may know of the parameters, in registration order."""
+    return [
+        ParamSpec(
+            numel=param.numel(),
+            dtype=dtype_name(param.dtype),
+            device=str(param.device),
+            group=index,
+            trainable=param.requires_grad,
+            name=name,
+        )
+        for index, group in enumerate(param_groups)
+        for param, name in zip(
+            group["params"], group.get("param_names") or [""] * len(group["params"]), strict=True
+        )
+    ]
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """As torch prints it, without the `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def name_of(specs: Sequence[ParamSpec], number: int) -> str:
+    """A parameter's name, its number where it has none."""
+    return specs[number].name or str(number)
+
+
+def params_of(param_groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
+    """The parameters in registration order: the order of the groups, then that within a group."""
+    return [param for group in param_groups for param in group["params"]]
+
+
+def options_of(group: ParamGroup) -> dict[str, Any]:
+    """A parameter group without its parameters: learning rate, betas and so on."""
+    return {key: value for key, value in group.items() if key not in PARAM_KEYS}
+
+
+def copy_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
+    """Copy learning rates and all other options from groups to groups; parameters stay."""
+    for theirs, ours in zip(source, target, strict=True):
+        ours.update(options_of(theirs))
+
+
+def loaded_options(saved: ParamGroup, ours: ParamGroup, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group's options are after loading: the saved ones, and ours for those that were not yet known.
+
+    As in torch, what is no option of the optimizer, such as a scheduler's `initial_lr`, goes if it was not
+    saved.
+    """
+    return {key: ours[key] for key in defaults if key in ours} | options_of(saved)
+
+
+def describe_options(group: ParamGroup) -> list[str]:
+    """The options in words that are equal on two ranks where the options are: no addresses, no devices."""
+    options = sorted(options_of(group).items())
+    return [re.sub(r" at 0x[0-9a-fA-F]+", "", f"{key}={plain(value)!r}") for key, value in options]
+
+
+def plain(value: Any) -> Any:
+    """The value with the numbers of its tensors in their place: a tensor prints its device, and rounds."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    return value

@@ -1,0 +1,343 @@
+"""What this rank owns: its slices, the local optimizer that steps them, and where their gradients are.
+
+`minimal.py` hands its whole parameters to the local optimizer and is done. Here a slice may be a part of a
+parameter, and what is stepped in its place a copy in another dtype. A step uses three verbs:
+
+    shard.take(gradients)     give each local tensor the gradient of its slice
+    shard.step(closure)       the local optimizer
+    shard.publish()           bring new values to the parameters' memory, where they are not there already
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from zero_ref.optimizer.buckets import flat_like, flat_view, kept_view
+from zero_ref.optimizer.built import Built
+from zero_ref.optimizer.checks import is_elementwise
+from zero_ref.optimizer.groups import ParamGroup, loaded_options
+from zero_ref.optimizer.merged import MergedSlices
+from zero_ref.plan.partition import Partition, Slice
+
+MASTER = "master"
+"""The key of a copy's values in its state, which travels and is stored with them."""
+
+
+class OwnedSlice(NamedTuple):
+    """A slice that this rank owns, and the tensor that the local optimizer steps in its place.
+
+    `local` is the parameter itself where it is owned whole, else a 1-D leaf that shares its memory. A copy in
+    another dtype has the same shape.
+    """
+
+    piece: Slice
+    param: torch.Tensor
+    local: torch.Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """It is all of the parameter."""
+        return self.piece.numel == self.param.numel()
+
+    @property
+    def is_copy(self) -> bool:
+        """The local tensor has memory of its own."""
+        return self.local.dtype != self.param.dtype
+
+    @property
+    def window(self) -> torch.Tensor:
+        """The slice in the parameter's memory, in the shape of `local`."""
+        return self.local.detach() if not self.is_copy else _window(self.piece, self.param)
+
+
+def _window(piece: Slice, param: torch.Tensor) -> torch.Tensor:
+    # detach, not .data: autograd still notices when a tensor that it saved is overwritten.
+    whole = piece.numel == param.numel()
+    return param.detach() if whole else flat_view(param.detach())[piece.start : piece.stop]
+
+
+def own_slices(
+    pieces: Iterable[Slice],
+    params: Sequence[torch.Tensor],
+    dtype: torch.dtype | None = None,
+    kept: Mapping[Slice, torch.Tensor] | None = None,
+) -> list[OwnedSlice]:
+    """The tensors to step for these slices.
+
+    Args:
+        dtype: of copies, for parameters of another floating-point dtype; None for the parameters' own memory.
+        kept: copies that are there already.
+    """
+    owned = []
+    for piece in pieces:
+        param = params[piece.param]
+        if dtype is not None and param.is_floating_point() and param.dtype != dtype:
+            local = (kept or {}).get(piece)
+            local = _window(piece, param).to(dtype) if local is None else local.detach().to(param.device)
+            local.requires_grad_(param.requires_grad)
+        elif piece.numel == param.numel():
+            local = param
+        else:
+            local = _window(piece, param).requires_grad_(param.requires_grad)
+        owned.append(OwnedSlice(piece, param, local))
+    return owned
+
+
+class Shard:
+    """A rank's part of an optimizer.
+
+    Args:
+        built: the parameters and who owns what.
+        rank: this one.
+        groups: for each parameter group the options that the user gave for it.
+        optimizer_class, defaults: of the local optimizer.
+        merge: step small neighbours as one tensor, where the optimizer treats each element by itself.
+        dtype: of copies to step in place of parameters of another floating-point dtype.
+
+    Attributes:
+        owned: the slices.
+        optim: the local optimizer.
+        cut: of each parameter that more than one rank owns a part of: its number, itself, its strides.
+    """
+
+    def __init__(
+        self,
+        built: Built,
+        rank: int,
+        groups: Sequence[ParamGroup],
+        optimizer_class: type[Optimizer],
+        defaults: Mapping[str, Any],
+        *,
+        merge: bool,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.rank, self.dtype = rank, dtype
+        self.owned = own_slices(built.partition.slices_of_rank[rank], built.params, dtype)
+        local = self._by_group(built, len(groups))
+        self.optim = optimizer_class(
+            [{**given, "params": params} for given, params in zip(groups, local, strict=True)], **defaults
+        )
+        self._merge = merge and dtype is None and is_elementwise(optimizer_class)
+        self.merged = MergedSlices(self.optim, [], [])
+        self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._arrange(built)
+
+    # ---------------------------------------------------------------------------------------- the three verbs
+
+    def take(self, gradients: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Point the local tensors to their gradients, and frozen parameters to none.
+
+        In the usual case, whole parameters that are all trained, there is nothing to do.
+
+        Args:
+            gradients: by parameter number, each in its parameter's shape and strides. The step then updates
+                these parameters alone. None for what each parameter has in `.grad`.
+        Raises:
+            RuntimeError: a parameter that is split has a sparse gradient. Every rank looks at all of them, so
+                that all raise alike.
+        """
+
+        def gradient_of(number: int, param: torch.Tensor) -> torch.Tensor | None:
+            return param.grad if gradients is None else gradients.get(number)
+
+        for number, param, _ in self.cut:
+            grad = gradient_of(number, param)
+            if grad is not None and grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"parameter {self.built.name(number)} has a sparse gradient, which cannot be cut. Use a "
+                    'partition of whole parameters, such as "sorted_greedy".'
+                )
+        for own in self._apart:
+            grad = gradient_of(own.piece.param, own.param)
+            own.local.grad = None if grad is None else _part(grad, own)
+        for own in self._frozen:
+            # A gradient left from before the parameter was frozen would move it on its owner alone.
+            self._replace(own.param, None)
+        if gradients is None:
+            self.merged.merge()
+        else:
+            self.merged.dissolve()
+            for own in self._in_place:
+                self._replace(own.param, gradients.get(own.piece.param))
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step the local optimizer, then leave all gradients as they were before `take`.
+
+        Args:
+            closure: computes the gradients, which are then taken.
+            **kwargs: of the local optimizer's `step`.
+        Returns:
+            What that returns.
+        """
+        if closure is not None:
+            kwargs["closure"] = self._taking_after(closure)
+        try:
+            return self.optim.step(**kwargs)
+        finally:
+            self.give_back()
+
+    @torch.no_grad()
+    def publish(self, numbers: Container[int] | None = None) -> None:
+        """Round the new values of copies into their parameters: of all, or of these numbers."""
+        for own in self._copies:
+            if own.param.requires_grad and (numbers is None or own.piece.param in numbers):
+                own.window.copy_(own.local)
+
+    def give_back(self) -> None:
+        """Undo `take`."""
+        self.merged.split()
+        for own in self._apart:
+            own.local.grad = None  # else the slice would keep the whole gradient alive after zero_grad()
+        for param, grad in self._withheld:
+            param.grad = grad
+        self._withheld.clear()
+
+    def _replace(self, param: torch.Tensor, grad: torch.Tensor | None) -> None:
+        self._withheld.append((param, param.grad))
+        param.grad = grad
+
+    def _taking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def closure_then_take() -> Any:
+            self.give_back()  # while the user's code runs, all is as it left it
+            self.publish()  # an optimizer may move what it steps before it calls the closure
+            loss = closure()
+            self.take()
+            return loss
+
+        return closure_then_take
+
+    # -------------------------------------------------------------------------------- when something changes
+
+    def own(self, partition: Partition, params: Sequence[torch.Tensor], first: int = 0) -> list[OwnedSlice]:
+        """What this rank would own under another partition, from slice `first` on. Copies are made anew."""
+        return own_slices(partition.slices_of_rank[self.rank][first:], params, self.dtype)
+
+    @torch.no_grad()
+    def place(self, built: Built) -> None:
+        """Follow the parameters to where they lie now, on whatever device, and to what is trained now."""
+        before = self.owned
+        copies = {own.piece: own.local for own in before if own.is_copy}
+        pieces = built.partition.slices_of_rank[self.rank]
+        self.owned = own_slices(pieces, built.params, self.dtype, copies)
+        for old, new in zip(before, self.owned, strict=True):
+            if old.local is not new.local and old.local in self.optim.state:
+                self.optim.state[new.local] = self.optim.state.pop(old.local)
+        for group, local in zip(
+            self.optim.param_groups, self._by_group(built, len(self.optim.param_groups)), strict=True
+        ):
+            group["params"] = local
+        if any(old != own.local.device for old, own in zip(self._devices, self.owned)):
+            # Loading brings each value to where its optimizer wants it; step counters may belong on the CPU.
+            state = self.optim.state
+            here = {n: state[own.local] for n, own in enumerate(self.owned) if own.local in state}
+            self.load(here, self.optim.param_groups)
+        self._arrange(built)
+
+    @torch.no_grad()
+    def _arrange(self, built: Built) -> None:
+        """Sort the slices by what `take` and `publish` do with them."""
+        self.built = built
+        self.cut = [
+            (number, param, param.stride())
+            for number, param in enumerate(built.params)
+            if built.is_cut(number)
+        ]
+        self._devices = [own.local.device for own in self.owned]
+        self._copies = [own for own in self.owned if own.is_copy]
+        trained = [own for own in self.owned if own.param.requires_grad]
+        self._in_place = [own for own in trained if own.local is own.param]
+        self._apart = [own for own in trained if own.local is not own.param]
+        self._frozen = [own for own in self.owned if own.local is own.param and not own.param.requires_grad]
+        self.merged.dissolve()
+        mine = [message for message in built.messages if self._merge and message.owner == self.rank]
+        self.merged = MergedSlices(self.optim, mine, built.params)
+
+    def _by_group(self, built: Built, count: int) -> list[list[torch.Tensor]]:
+        """For each parameter group the local tensors of this rank's slices."""
+        local: list[list[torch.Tensor]] = [[] for _ in range(count)]
+        for own in self.owned:
+            local[built.specs[own.piece.param].group].append(own.local)
+        return local
+
+    def check_keeps_no_views(self, action: str) -> None:
+        """Refuse to move parameters of which the local optimizer keeps views: those would stay behind.
+
+        Raises:
+            RuntimeError: it does; names the parameter.
+        """
+        number = kept_view(self.optim, self.built.params)
+        if number is not None:
+            raise RuntimeError(
+                f"rank {self.rank}: {type(self.optim).__name__} keeps views of parameter "
+                f"{self.built.name(number)} from when it was constructed, and to {action} would give it "
+                "other tensors: it would go on updating the old ones. Consolidate the state, construct a new "
+                "optimizer as you want it, and load."
+            )
+
+    # ---------------------------------------------------------------------------------------------- its state
+
+    @property
+    def state(self) -> Mapping[Any, dict[str, Any]]:
+        """By local tensor, what travels and is stored: the optimizer's state, and the values of copies."""
+        copies = {
+            own.local: {**self.optim.state.get(own.local, {}), MASTER: own.local.detach()}
+            for own in self._copies
+        }
+        return {**self.optim.state, **copies} if copies else self.optim.state
+
+    def load(self, state: Mapping[int, Mapping[str, Any]], saved_groups: Sequence[ParamGroup]) -> None:
+        """Hand state and options to the local optimizer, which puts them on the device and dtype it wants.
+
+        Args:
+            state: by position in `owned`, in the form of `state`.
+            saved_groups: as in a state dict; only their options are looked at.
+        Raises:
+            ValueError: the values of a copy have another shape.
+        """
+        for number, of_slice in state.items():
+            own, values = self.owned[number], of_slice.get(MASTER)
+            if own.is_copy and values is not None and values.shape != own.local.shape:
+                raise ValueError(
+                    f"the state {MASTER!r} of parameter {self.built.name(own.piece.param)} has shape "
+                    f"{tuple(values.shape)}, and what it stands for has {tuple(own.local.shape)}."
+                )
+        ends = [0, *accumulate(len(group["params"]) for group in self.optim.param_groups)]
+        # Ranges: torch looks for each entry of the state in them, which in lists takes quadratic time.
+        groups = [
+            {**loaded_options(saved, ours, self.optim.defaults), "params": range(*of_group)}
+            for ours, saved, of_group in zip(
+                self.optim.param_groups, saved_groups, pairwise(ends), strict=True
+            )
+        ]
+        self.optim.load_state_dict({"state": state, "param_groups": groups})
+        for number, of_slice in state.items():
+            # torch takes a text for an iterable, and puts str(generator) in its place.
+            texts = {key: value for key, value in of_slice.items() if isinstance(value, str)}
+            self.optim.state[self.owned[number].local].update(texts)
+
+    def adopt(self, owned: list[OwnedSlice], state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Own these slices from now on, which have this state. `place` has to follow."""
+        self.owned = owned
+        self._devices = [own.local.device for own in owned]
+        self.optim.state.clear()
+        self.optim.state.update(state)
+        self.settle()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take the values of copies out of the state that was loaded, or from the parameters if not there."""
+        for own in self.owned:
+            if own.is_copy:
+                values = self.optim.state.get(own.local, {}).pop(MASTER, None)
+                own.local.copy_(own.window if values is None else values)
+
+
+def _part(grad: torch.Tensor, own: OwnedSlice) -> torch.Tensor:
+    """The gradient of a slice, in the dtype of what is stepped."""
+    part = grad if own.is_whole else flat_like(grad, own.param)[own.piece.start : own.piece.stop]
+    return part.to(own.local.dtype)

@@ -1,0 +1,588 @@
+"""ZeroRedundancyOptimizer: every rank updates its own shard of the parameters, then all share the results.
+
+Under data parallelism every rank holds all parameters and, after the gradients are reduced, the same
+gradients. An ordinary optimizer then does the same update N times and keeps its state N times. Here each
+element has one owner, which alone keeps its optimizer state and updates it; a broadcast brings the new
+values to the others. State per rank falls to 1/N, and what travels is the parameters, once.
+
+Read `minimal.py` first, then `step` and `make_update` here: the same lines. The rest keeps up what they use
+while the user adds groups, freezes parameters, changes owners or loads: the parameters and the plan for them
+(`built.py`), what this rank owns of them (`shard.py`), and what ranks must have in common (`accord.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.optim import Optimizer
+
+from zero_ref import join
+from zero_ref.backward.gradients import Backward
+from zero_ref.comm.accord import Accord, facts_of_options, number_on
+from zero_ref.comm.collectives import Collectives, RanksLostError, Work, agree, agreement, as_collectives
+from zero_ref.optimizer.around import in_its_circumstances, noting_errors
+from zero_ref.optimizer.buckets import broadcast_messages, check_can_be_flattened, expect_broadcasts
+from zero_ref.optimizer.built import Built, places_of
+from zero_ref.optimizer.checks import check_can_be_sharded, check_updates_apart, facts_of, facts_of_values
+from zero_ref.optimizer.groups import copy_options, options_of, params_of, specs_of
+from zero_ref.optimizer.shard import Shard
+from zero_ref.plan.partition import ParamSpec, Partition, Strategy, plan_partition
+from zero_ref.state import checkpoint
+from zero_ref.state.repartition import Handover
+
+logger = logging.getLogger(__name__)
+
+
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
+    """Shards an optimizer over the ranks of a process group. A drop-in for torch's class of that name.
+
+    It shares the updates, not the gradients: they must be averaged over the ranks before `step`, as
+    DistributedDataParallel does in its backward. Without that each owner would train on its own data alone.
+
+    >>> optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)  # doctest: +SKIP
+
+    Args:
+        params: an iterable of parameters, of dicts (parameter groups) or of `named_parameters()`.
+        optimizer_class: the optimizer to shard: any that updates each parameter by itself.
+        process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
+        parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
+            message for each owner, not one for each parameter, and steps small neighbours as one tensor.
+        overlap_with_ddp: the update is made during backward, by `hook_with_zero_step` or
+            `hook_with_zero_step_interleaved` on the DistributedDataParallel model; see `overlap.py`. Without
+            a hook, and where backward did not reduce, `step` makes it as ever.
+        partition: who owns what: "sorted_greedy" (torch's rule, the default), "registration_greedy"
+            (FairScale's), "even" (1/N, to within 64 elements; for elementwise optimizers), a function, lists
+            of parameter numbers for each rank, or a Partition.
+        broadcast_dtype: send new parameters in this dtype, such as torch.bfloat16, to halve what travels. The
+            owner keeps its values in full; the others get rounded ones, so ranks no longer hold the same. In
+            torch.float16, of which the largest number is 65504, a step waits for the GPU to look for others.
+        **defaults: passed to `optimizer_class`.
+
+    Attributes:
+        optim: the local optimizer, on this rank's slices.
+        partition: who owns what.
+        built: the parameters, their partition and the messages of a step.
+        shard: what this rank owns, and what steps it.
+        backward: what DDP's hooks have done in the last backward.
+        accord: what ranks must go on having in common.
+        collectives: the way to the other ranks; append to its `observers` to see every call.
+        process_group, rank, world_size, global_rank: as torch's. `rank` counts within the group.
+
+    Raises:
+        TypeError, ValueError: as torch's optimizers on wrong `params` or options, and where the partition
+            cannot work for this optimizer; parameters that are cut already (DTensor) or whose values differ
+            between ranks; an optimizer whose update of a parameter depends on others. If one rank raises, or
+            ranks pass different things, all raise.
+
+    Collective: all ranks of the group construct it together.
+    Cost: one all-gather of 32 bytes, and one pass over the parameters' memory.
+    Source: ZeRO stage 1, "P_os" (arXiv:1910.02054, section 5.1).
+    """
+
+    shard_type: Callable[..., Shard] = Shard
+
+    _opt_called: bool  # learning-rate schedulers set and read it
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        process_group: dist.ProcessGroup | Collectives | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        partition: Strategy = "sorted_greedy",
+        broadcast_dtype: torch.dtype | None = None,
+        **defaults: Any,
+    ) -> None:
+        Joinable.__init__(self)
+        self.collectives = as_collectives(process_group)
+        self.process_group = dist.group.WORLD if process_group is None else process_group
+        self.rank = self.collectives.rank
+        self.world_size = self.collectives.world_size
+        self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.overlap_with_ddp = overlap_with_ddp
+        self.broadcast_dtype = broadcast_dtype
+        self.backward = Backward()
+        self._strategy = partition
+        self._consolidated: checkpoint.State | None = None
+        self._shadow: weakref.ref[join.ShadowStep] | None = None
+
+        # Whatever can go wrong by itself goes wrong before the first message, and then on all ranks alike.
+        number = number_on(self.process_group)
+        with agreement(self.collectives, "construct the optimizer") as facts:
+            # Optimizer.__init__ writes every default into each group, and an option of a group wins over what
+            # the local optimizer's constructor computes of its arguments. That gets what the user gave.
+            self._given: list[dict[str, Any]] = []
+            Optimizer.__init__(self, params, defaults)
+            specs, all_params = specs_of(self.param_groups), params_of(self.param_groups)
+            planned = plan_partition(partition, specs, self.world_size)
+            check_can_be_sharded(optimizer_class, planned, all_params, specs)
+            if parameters_as_bucket_view:
+                check_can_be_flattened(all_params)
+            # Before they are moved to where words of eight bytes begin elsewhere.
+            start_values = facts_of_values(all_params, specs)
+            check_updates_apart(optimizer_class, self._given[0], defaults)
+            # First: the local optimizer may keep views of its parameters, which would not move with them.
+            self.built = Built.of(all_params, specs, planned, parameters_as_bucket_view)
+            # An update in backward steps some parameters at a time, so there each is stepped by itself.
+            self.shard = self.shard_type(
+                self.built, self.rank, self._given, optimizer_class, defaults, merge=not overlap_with_ddp
+            )
+            self.defaults = self.optim.defaults
+            copy_options(self.optim.param_groups, self.param_groups)
+            facts.append(f"optimizer {number} of the group")
+            facts += self._facts(specs, planned)
+            facts += start_values  # last, so that what has another shape is said to have that
+        alarm = self.collectives.open_channel(number, {param.device for param in self.built.params})
+        self.accord = Accord(self.collectives, alarm, f"optimizer {number} ({type(self.optim).__name__})")
+        self.state = self.optim.state
+        self._log()
+
+    @property
+    def optim(self) -> Optimizer:
+        return self.shard.optim
+
+    @property
+    def partition(self) -> Partition:
+        return self.built.partition
+
+    # ------------------------------------------------------------------------------------------- the step
+
+    @in_its_circumstances
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update this rank's shard, then bring every shard to every rank.
+
+        Returns with the same new parameters on all ranks.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; called as the local optimizer calls it.
+            **kwargs: passed to the local optimizer's `step`.
+        Returns:
+            What the local optimizer's `step` returns: the closure's loss, or None.
+        Raises:
+            RuntimeError: another rank stopped, or makes other calls; says what this one waited for. A value
+                is too large for `broadcast_dtype`, or gradients that only their owners have were changed
+                other than by `zero_ref.clip_grad_norm_`; names the parameter, on all ranks. The local
+                optimizer of another rank raised: up to 8 ranks on the CPU all hear of it in the same step,
+                otherwise in the next comparison. Then all refuse to step and to save until a state is loaded.
+            ValueError: options, or what the local optimizer keeps for all parameters, differ between ranks.
+                Compared before updates 1, 2, 4, 8, ..., and where ranks agree on something anyway.
+        Collective: all ranks of the group, once each iteration, after their gradients were reduced.
+        Cost: each rank receives (N-1)/N of the trainable parameters, and sends its own 1/N to the others. The
+            first step after a change of `requires_grad`, and updates 1, 2, 4, 8, ..., also make an all-gather
+            of 32 bytes. Nothing where backward has made the update already (`overlap_with_ddp`).
+        """
+        self.begin_update()
+        return self.make_update(closure, **kwargs)
+
+    def begin_update(self) -> None:
+        """Take over what has changed since the last update: parameters, options."""
+        self._consolidated = None
+        self.current()
+        self.accord.before_update(self.standing_facts)
+        copy_options(self.param_groups, self.optim.param_groups)
+
+    def make_update(
+        self,
+        closure: Callable[[], Any] | None = None,
+        gradients: Mapping[int, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The update itself: each rank steps its shard, then all send what they own."""
+        # What is to be rounded has another place to arrive in, and a closure runs the model as it is.
+        early = closure is None and self.broadcast_dtype is None
+        expected = expect_broadcasts(self.collectives, self.built.messages) if early else []
+        with self._failure_told(expected) as by_closure:
+            if closure is None:  # else it computes them
+                self.shard.take(gradients)
+            loss = self.shard.step(closure and noting_errors(closure, by_closure), **kwargs)
+            self.shard.publish()
+        self._exchange(expected)
+        self.end_update()
+        self.accord.check_nothing_lost()
+        return loss
+
+    @contextlib.contextmanager
+    def _failure_told(self, expected: Sequence[Work | None]) -> Iterator[list[Exception]]:
+        """If the local optimizer raises, give the others the old values, and tell them.
+
+        They wait for values, and would take those of the next step for them.
+
+        Yields:
+            A list for what the closure raises, which is the caller's affair.
+        """
+        by_closure: list[Exception] = []
+        try:
+            yield by_closure
+        except Exception as error:
+            if error not in by_closure:
+                if any(message.owner == self.rank for message in self.built.messages):
+                    self.accord.ring(error)
+                with contextlib.suppress(RuntimeError):
+                    self._exchange(expected)
+            raise
+
+    def _exchange(self, expected: Sequence[Work | None]) -> None:
+        """Send what this rank owns, receive what others own, and hear who could not step."""
+        built = self.built
+        try:
+            broadcast_messages(self.collectives, built.messages, self.broadcast_dtype, expected, built.name)
+        finally:
+            self.accord.after_update(message.owner for message in built.messages)
+
+    def end_update(self) -> None:
+        """Tell autograd, schedulers and the user's groups."""
+        # The network writes behind autograd's back: tell it, on every rank as on the owner.
+        # Frozen parameters have not changed, and a backward under way may still need them.
+        torch.autograd.graph.increment_version([param for param in self.built.params if param.requires_grad])
+        copy_options(self.optim.param_groups, self.param_groups)
+        self.backward.stepped()
+        self._opt_called = True  # learning-rate schedulers warn where step() was never called
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's optimizers: forget all gradients."""
+        super().zero_grad(set_to_none)
+        self.backward.zeroed()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # True makes torch.amp.GradScaler call step() on every rank, which then refuses on every rank.
+        return self.backward.gradients.why_no_scaler is not None
+
+    # --------------------------------------------------------------------------- building what step uses
+
+    def _rebuild(self, partition: Partition) -> None:
+        """Lay out messages and local tensors for this partition of the parameters as they are now."""
+        params, specs = params_of(self.param_groups), specs_of(self.param_groups)
+        built = Built.of(params, specs, partition, self.parameters_as_bucket_view, self.built)
+        self.shard.place(built)
+        self.built = built  # last: if one of these fails, the next step tries again
+        self.state = self.optim.state
+        self._log()
+
+    def current(self) -> Built:
+        """What is built, for the parameters as they are now.
+
+        Raises:
+            RuntimeError: this rank may not go on, as after a load that was cut off; a parameter has other
+                elements than it had; the local optimizer keeps views of what has moved.
+            ValueError: `requires_grad` differs between ranks.
+        Collective: where `requires_grad` of a parameter has changed, all ranks of the group.
+        Cost: then one all-gather of 32 bytes.
+        """
+        self.accord.check_certain()
+        built = self.built
+        now = places_of(params_of(self.param_groups))
+        if now == built.places:
+            return built
+        keeps_views: RuntimeError | None = None
+        if self.parameters_as_bucket_view or self.shard.cut:
+            try:
+                self.shard.check_keeps_no_views("change which parameters are trained, or where they lie")
+            except RuntimeError as error:
+                keeps_views = error
+        if [trainable for _, trainable in now] != [trainable for _, trainable in built.places]:
+            # Ranks that send different parameters overwrite each other's memory, or abort in Gloo.
+            facts = [
+                f"parameter {spec.name or i}: requires_grad={spec.trainable}"
+                for i, spec in enumerate(specs_of(self.param_groups))
+            ]
+            if not self.joined:  # where a step brings options to ranks without data
+                facts += facts_of_options(self.param_groups, self.optim)
+            agree(self.collectives, "change which parameters are trained", keeps_views or facts)
+        if keeps_views is not None:
+            raise keeps_views
+        for number, param in enumerate(params_of(self.param_groups)):
+            if param.numel() != built.partition.numels[number]:
+                raise RuntimeError(
+                    f"rank {self.rank}: parameter {built.name(number)} had {built.partition.numels[number]} "
+                    f"elements and now has {param.numel()}. Build a new optimizer for a model of other sizes."
+                )
+        for number, param, strides in self.shard.cut:
+            if param.stride() != strides:
+                raise RuntimeError(
+                    f"rank {self.rank}: parameter {built.name(number)} is split between ranks along its "
+                    f"memory, and its strides changed from {strides} to {param.stride()}: its state would "
+                    "belong to other elements. Change the memory format before constructing the optimizer, "
+                    'or use a partition of whole parameters, such as "sorted_greedy".'
+                )
+        self._rebuild(built.partition)
+        return self.built
+
+    # -------------------------------------------------------------------------------- parameters added later
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as torch's optimizers do; what is already placed stays where it is.
+
+        Raises:
+            TypeError, ValueError: as torch's optimizers.
+            RuntimeError: with `parameters_as_bucket_view`, the local optimizer keeps views of its parameters.
+            If one rank raises, or ranks add different groups, all raise and the optimizer is as it was.
+        Collective: all ranks of the group.
+        Cost: one all-gather of 32 bytes.
+        """
+        given = options_of(param_group) if isinstance(param_group, dict) else {}  # which torch refuses
+        if not hasattr(self, "shard"):
+            # Optimizer.__init__ hands over one group at a time; all are planned together when it is done.
+            super().add_param_group(param_group)
+            self._given.append(given)
+            return
+        built = self.current()
+        count, known = len(self.param_groups), len(built.params)
+        try:
+            with agreement(self.collectives, "add a parameter group") as facts:
+                if self.parameters_as_bucket_view:
+                    self.shard.check_keeps_no_views("add a parameter group")
+                super().add_param_group(param_group)
+                specs, all_params = specs_of(self.param_groups), params_of(self.param_groups)
+                strategy = self._strategy_for_later(specs)
+                later = plan_partition(strategy, specs[known:], self.world_size, loads=built.partition.loads)
+                partition = built.partition.joined(later)
+                check_can_be_sharded(type(self.optim), partition, all_params, specs)
+                owned = self.shard.own(partition, all_params, first=len(self.shard.owned))
+                self.optim.add_param_group({**given, "params": [own.local for own in owned]})
+                copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
+                facts += self._facts(specs, partition, first=known)
+                facts += facts_of_values(all_params, specs, first=known)
+        except Exception:
+            del self.param_groups[count:], self.optim.param_groups[count:]
+            raise
+        self.shard.owned = [*self.shard.owned, *owned]
+        self.built = replace(
+            built, params=tuple(all_params), specs=tuple(specs), partition=partition, places=()
+        )
+        self._consolidated = None
+        self._rebuild(partition)
+
+    def _strategy_for_later(self, specs: Sequence[ParamSpec]) -> Strategy:
+        """A rule is applied again; an explicit assignment says nothing of new parameters: the default.
+
+        Args:
+            specs: of all parameters, the new ones last.
+        """
+        rule = self._strategy
+        return rule if isinstance(rule, str) or callable(rule) else "sorted_greedy"
+
+    # ---------------------------------------------------------------------------------------- checkpoints
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be copied or pickled: it is tied to those of the other ranks. "
+            "Use consolidate_state_dict() and state_dict()."
+        )
+
+    def repartition(self, partition: Strategy) -> None:
+        """Give elements to other owners in the middle of training, which goes on as if nothing had happened.
+
+        Only the state of what changes owner moves, from its old owner straight to the new one; slices that do
+        not change keep their very tensors. Options stay, and so does a state that was consolidated.
+
+        >>> optimizer.repartition("even")                                    # doctest: +SKIP
+
+        Args:
+            partition: as in the constructor. A rule also places the groups that are added later.
+        Raises:
+            TypeError, ValueError: the partition does not fit, or cannot work for this optimizer; something in
+                the state cannot be moved; the parts of a parameter were not stepped together.
+            RuntimeError: the last backward reduced gradients to their owners, and no step has used them yet;
+                the local optimizer keeps views of its parameters; another rank stopped. If one rank raises,
+                or ranks pass different partitions, all raise and the optimizer is as it was.
+        Collective: all ranks of the group.
+        Cost: each element that changes owner is sent once, with its state, and with its value where there is
+            a `broadcast_dtype`; a table of contents from each rank to each that it sends to; three
+            all-gathers of 32 bytes. While it lasts, the state of slices that change is held twice.
+        """
+        built = self.current()
+        with agreement(self.collectives, "repartition the optimizer") as facts:
+            facts += self.standing_facts()
+            if self.backward.gradients.on_owners:
+                raise RuntimeError(
+                    f"rank {self.rank}: the last backward reduced gradients to their owners, so new owners "
+                    "would not have them. Call step() or zero_grad() before repartition()."
+                )
+            self.shard.check_keeps_no_views("repartition it")
+            new = plan_partition(partition, built.specs, self.world_size)
+            check_can_be_sharded(type(self.optim), new, built.params, built.specs)
+            handover = Handover(
+                self.rank,
+                built.partition,
+                new,
+                built.params if self.broadcast_dtype is not None else (),
+                self.shard.owned,
+                self.shard.own(new, built.params),
+                self.shard.state,
+            )
+            facts += self._facts(built.specs, new)
+        self.shard.adopt(handover.owned, handover.exchange(self.collectives))
+        self.built, self._strategy = replace(built, partition=new, places=()), partition
+        self._rebuild(new)
+
+    def consolidate_state_dict(self, to: int | Literal["all"] = 0) -> None:
+        """Gather the optimizer state onto one rank, or onto all; then `state_dict()` returns it there.
+
+        Args:
+            to: a rank of the group, or "all".
+        Raises:
+            ValueError: there is no such rank, or ranks pass different ones.
+            TypeError: the state holds something that is neither a tensor, a number, a text nor None.
+            MemoryError: there is no room for it. Whatever one rank raises, all raise.
+        Collective: all ranks of the group.
+        Cost: `to` receives the (N-1)/N of the state that it does not own, into its final place in CPU
+            memory. The others allocate 256 KiB, for small tensors that travel together. Three all-gathers of
+            32 bytes.
+        """
+        built = self.current()
+        with agreement(self.collectives, "consolidate the optimizer state") as facts:
+            facts += [f"to={to}", *self.standing_facts()]
+            if to != "all" and not (isinstance(to, int) and 0 <= to < self.world_size):
+                raise ValueError(
+                    f"rank {self.rank}: to={to!r} is no rank of a group of {self.world_size}, nor 'all'."
+                )
+            packed = checkpoint.pack(self.shard.owned, self.shard.state)
+        self._consolidated = checkpoint.consolidate(self.collectives, to, built.params, packed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that the unsharded optimizer would have, in its form: it loads there, and anywhere here.
+
+        Raises:
+            RuntimeError: it was not consolidated onto this rank since the last step.
+        """
+        for before_hook in self._optimizer_state_dict_pre_hooks.values():
+            before_hook(self)
+        if self._consolidated is None:
+            raise RuntimeError(
+                f"rank {self.rank}: the optimizer state is spread over {self.world_size} ranks and has not "
+                "been gathered on this one since the last step. Call "
+                f"consolidate_state_dict({self.rank}) on all ranks, or state_dict() only on the rank that "
+                "the state was gathered to."
+            )
+        state_dict: dict[str, Any] = {
+            "state": {param: dict(state) for param, state in self._consolidated.items()},
+            "param_groups": checkpoint.packed_groups(self.param_groups),
+        }
+        for after_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = after_hook(self, state_dict) or state_dict
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's shard of a whole optimizer's state.
+
+        Args:
+            state_dict: of the plain torch optimizer or of a consolidated ZeroRedundancyOptimizer, at any
+                world size and partition. It is not changed, now or by later steps: this rank's part of it is
+                copied.
+        Raises:
+            ValueError: it is not of these parameters; names the first that does not fit. If it fits on one
+                rank and not on another, all raise and the optimizer is as it was.
+        Collective: all ranks of the group, each with the whole dict.
+        Cost: one all-gather of 32 bytes.
+        """
+        self.current()
+        with self.loading("load the state dict") as facts:
+            for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = before_hook(self, state_dict) or state_dict
+            facts += checkpoint.check_fits(state_dict, self.param_groups, type(self.optim))
+            ids = checkpoint.saved_ids(state_dict, self.param_groups)
+            mine = checkpoint.shard_of(state_dict["state"], ids, self.shard.owned)
+            self.shard.load(mine, state_dict["param_groups"])
+        for after_hook in self._optimizer_load_state_dict_post_hooks.values():
+            after_hook(self)
+
+    @contextlib.contextmanager
+    def loading(self, action: str) -> Iterator[list[str]]:
+        """As `agreement`, on what loads the shard, which stays as it was if a rank raises.
+
+        If the network fails in the agreement itself, others may have gone on. This rank, which has not, then
+        refuses to step.
+        """
+        before = {"state": self.optim.state, "param_groups": self.optim.param_groups}
+        try:
+            with agreement(self.collectives, action) as facts:
+                yield facts
+                facts += facts_of_options(self.optim.param_groups, self.optim)
+        except BaseException as error:
+            self.optim.__setstate__(before)
+            if isinstance(error, RanksLostError) or not isinstance(error, Exception):
+                self.accord.was_cut_off(action)
+            raise
+        finally:
+            self.state = self.optim.state
+        self.shard.settle()
+        for theirs, ours in zip(self.optim.param_groups, self.param_groups, strict=True):
+            for key in options_of(ours).keys() - theirs.keys():
+                del ours[key]
+        copy_options(self.optim.param_groups, self.param_groups)
+        self._consolidated = None
+        self.accord.lost = {}
+
+    # ------------------------------------------------------------------------------------- uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch.distributed.algorithms.join.Join: a rank without data goes on updating its shard."""
+        shadow = join.ShadowStep(self, **kwargs)
+        self._shadow = weakref.ref(shadow)
+        return shadow
+
+    @property
+    def joined(self) -> join.ShadowStep | None:
+        """What `Join` runs in place of this rank's steps when its data end; None outside of a `Join`.
+
+        torch never takes back what a `Join` has set in `_join_config`. But a `Join` that has ended, be it by
+        an error, is gone, and with it what it runs.
+        """
+        return self._shadow() if self._join_config.enable and self._shadow is not None else None
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where Join counts the ranks that have data."""
+        return self.collectives.wire_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group whose ranks join."""
+        return self.process_group
+
+    # ----------------------------------------------------------------------------------- checks and logging
+
+    def standing_facts(self) -> list[str]:
+        """What must be the same on all ranks at any time."""
+        return [*self.accord.facts(), *facts_of_options(self.param_groups, self.optim)]
+
+    def _facts(self, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:
+        way = (
+            f"{type(self.optim).__name__}, parameters_as_bucket_view={self.parameters_as_bucket_view}, "
+            f"overlap_with_ddp={self.overlap_with_ddp}, broadcast_dtype={self.broadcast_dtype}"
+        )
+        return [way, *facts_of(self.param_groups, specs, partition, first)]
+
+    def _log(self) -> None:
+        """Partition and message figures, at TORCH_DISTRIBUTED_DEBUG=INFO; every owned slice at DETAIL."""
+        level = dist.get_debug_level()  # type: ignore[attr-defined]
+        if level == dist.DebugLevel.OFF:  # type: ignore[attr-defined]
+            return
+        total = sum(self.partition.numels)
+        logger.info(
+            "rank %d of %d owns %d of %d elements (%.1f%%) in %d slices; a step sends %d messages, %d bytes",
+            self.rank,
+            self.world_size,
+            self.partition.loads[self.rank],
+            total,
+            100 * self.partition.loads[self.rank] / max(total, 1),
+            len(self.shard.owned),
+            len(self.built.messages),
+            sum(message.tensor.nbytes for message in self.built.messages),
+        )
+        if level == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
+            for own in self.shard.owned:
+                name = self.built.name(own.piece.param)
+                logger.info("rank %d owns %s of parameter %s", self.rank, own.piece, name)

@@ -1,0 +1,1 @@
+"""Integers: who owns what, where it lies, what changes hands, and the calls. Standard library only."""

@@ -1,0 +1,437 @@
+"""The tensors of a sharded checkpoint in files: torch.distributed.checkpoint (DCP) reads and writes them.
+
+`saves.py` shows what lies in a save's folder. A data file is this rank's tensors, end to end. Its table says
+where each piece lies, and has for each MiB of a piece its SHA-256: whoever reads a range of it, at another
+world size, checks the blocks that it touches. Tables carry the identity of their save and their rank, so that
+no file can stand in for another one. Numbers and JSON are all that is stored: reading executes nothing,
+whatever the files contain, and nothing that a table claims is believed before it fits the files' sizes.
+
+This module knows nothing of optimizers: it stores flat tensors by name, each in any number of pieces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from zero_ref.optimizer.groups import dtype_name
+from zero_ref.state.checkpoint import dtype_of
+from zero_ref.state.durable import open_regular, replacing, writing
+from zero_ref.state.saves import FORMAT, DamagedError, Mark, damage_in, look_at, read_sealed, sealed
+
+BLOCK_NBYTES = 2**20
+"""A checksum covers so much of a piece, or what is left of it."""
+
+TABLE_NBYTES = 2**26
+"""A table is no larger than this, or than the data it describes: what is larger is not read."""
+
+Table = dict[str, Any]
+"""What a rank's JSON file holds: "tensors", and the "contents" that it was given."""
+
+
+class FlatSlices(torch.Tensor):
+    """A flat tensor of which only some ranges are here: what DCP saves from, or loads into, on one rank.
+
+    It has a size, a dtype and no values of its own. DCP's planners ask it for its ranges.
+
+    >>> part = FlatSlices({4: torch.tensor([7.0, 8.0])}, numel=10)
+    >>> part.size(), part
+    (torch.Size([10]), FlatSlices([4, 6) of 10))
+
+    Args:
+        pieces: by the number of their first element, 1-D tensors of one dtype, at least one.
+        numel: of the whole tensor.
+    """
+
+    pieces: dict[int, torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, pieces: dict[int, torch.Tensor], numel: int) -> FlatSlices:
+        one = next(iter(pieces.values()))
+        slices: FlatSlices = torch.Tensor._make_wrapper_subclass(
+            cls, (numel,), dtype=one.dtype, device=one.device
+        )
+        slices.pieces = pieces
+        return slices
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(start, piece.numel()) for start, piece in self.pieces.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self.pieces[index.offset[0]]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        ranges = ", ".join(f"[{start}, {start + piece.numel()})" for start, piece in self.pieces.items())
+        return f"FlatSlices({ranges} of {self.numel()})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{func} needs the whole tensor, of which only a part is here.")
+
+
+class ShardWriter(FileSystemWriter):
+    """DCP's way to the files of one rank: `write_data` writes its tensors, `finish` its table.
+
+    Args:
+        folder: of the save; it exists.
+        contents: whatever JSON can express, to be stored with the tensors.
+        save: the identity of the save, from its mark.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, world_size: int, contents: Any = None, save: str = ""
+    ) -> None:
+        super().__init__(folder)
+        self.table_path = folder / f"shard-{rank}-of-{world_size}.json"
+        self.head = {"format": FORMAT, "save": save, "rank": rank, "ranks": world_size}
+        self.contents = contents
+
+    def save(self, tensors: Mapping[str, FlatSlices]) -> None:
+        """What torch.distributed.checkpoint.save does on a rank between its calls to the others."""
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors), is_coordinator=True)
+        [plan], metadata = planner.create_global_plan([planner.create_local_plan()])
+        self.finish(metadata, [self.write_data(plan, planner).value()])
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        with writing(self.table_path.with_suffix(".bin")) as file:
+            for item in plan.items:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, torch.Tensor)
+                tensor = tensor.detach().cpu().contiguous()
+                memory = _memory_of(tensor)
+                place = (file.tell(), _digests_of(memory))
+                file.write(memory)
+                results.append(WriteResult(item.index, tensor.nbytes, storage_data=place))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        tensors: dict[str, Any] = {}
+        nbytes = 0
+        for result in itertools.chain.from_iterable(results):
+            stored = metadata.state_dict_metadata[result.index.fqn]
+            assert isinstance(stored, TensorStorageMetadata)
+            assert result.index.offset is not None
+            dtype = stored.properties.dtype
+            entry = tensors.setdefault(
+                result.index.fqn, {"dtype": dtype_name(dtype), "numel": stored.size.numel(), "pieces": []}
+            )
+            numel = result.size_in_bytes // dtype.itemsize
+            entry["pieces"].append([result.index.offset[0], numel, *result.storage_data])
+            nbytes += result.size_in_bytes
+        table = {
+            **self.head,
+            "byteorder": sys.byteorder,
+            "nbytes": nbytes,
+            "tensors": tensors,
+            "contents": self.contents,
+        }
+        text = sealed(table)
+        if len(text) > max(TABLE_NBYTES, nbytes):
+            raise ValueError(
+                f"{self.table_path} would have {len(text)} bytes, most of them notes: nobody would read it. "
+                f"Keep notes and options below {TABLE_NBYTES} bytes."
+            )
+        with replacing(self.table_path) as file:
+            file.write(text)
+
+
+class _Piece(NamedTuple):
+    """Where a piece of a tensor lies, as a table says, and the checksums of its blocks, in hexadecimal."""
+
+    path: Path
+    name: str
+    dtype: torch.dtype
+    start: int
+    numel: int
+    offset: int
+    digests: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def _pieces_of(path: Path, table: Table) -> Iterator[_Piece]:
+    """The pieces of a table, which tile its data file: so it claims nothing that is not there.
+
+    Args:
+        path: of the data file.
+    Raises:
+        ValueError, TypeError, KeyError: they do not.
+    """
+    end = 0
+    pieces = [
+        _Piece(path, name, dtype_of(tensor["dtype"]), *entry)
+        for name, tensor in table["tensors"].items()
+        for entry in tensor["pieces"]
+    ]
+    for piece in sorted(pieces, key=lambda piece: (piece.offset, piece.numel)):
+        numbers = (piece.start, piece.numel, piece.offset)
+        if any(type(number) is not int or number < 0 for number in numbers) or piece.offset != end:
+            raise ValueError(f"{piece.name}: a piece lies outside of the data file, or on another one")
+        end += piece.nbytes
+        if len(piece.digests) != _DIGEST * -(-piece.nbytes // BLOCK_NBYTES):
+            raise ValueError(f"{piece.name}: a piece of {piece.nbytes} bytes has other checksums")
+        yield piece
+    if end != table["nbytes"]:
+        raise ValueError(f"{end} bytes are in pieces, of {table['nbytes']}")
+
+
+class ShardReader(FileSystemReader):
+    """DCP's way from the files of all ranks. Reads the blocks in which lie the bytes that are asked for.
+
+    It serves torch.distributed.checkpoint.load too, for tensors by the names under which they are stored:
+
+    >>> weight = torch.empty(12)
+    >>> dcp.load({"parameters.up.weight": weight}, storage_reader=ShardReader(folder))  # doctest: +SKIP
+
+    Args:
+        folder: of one save.
+        tables: from `read_tables`, if they have been read.
+    """
+
+    def __init__(self, folder: Path, tables: Sequence[Table] | None = None) -> None:
+        super().__init__(folder)
+        self.folder = folder
+        self.tables = read_tables(folder) if tables is None else tables
+
+    def load(self, tensors: Mapping[str, FlatSlices], metadata: Metadata) -> None:
+        """What torch.distributed.checkpoint.load does on a rank between its calls to the others."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors), metadata)
+        self.set_up_storage_reader(metadata, is_coordinator=True)
+        self.read_data(planner.create_local_plan(), planner)
+
+    def path_of_table(self, rank: int) -> Path:
+        """The JSON file of a rank."""
+        return self.folder / f"shard-{rank}-of-{len(self.tables)}.json"
+
+    def pieces_of_rank(self, rank: int) -> Iterator[_Piece]:
+        """What lies in a rank's data file.
+
+        Raises:
+            DamagedError: its table says what cannot be.
+        """
+        path = self.path_of_table(rank)
+        with damage_in(path):
+            yield from _pieces_of(path.with_suffix(".bin"), self.tables[rank])
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Put the tables of all ranks together.
+
+        Raises:
+            DamagedError: they say what cannot be, or leave elements out.
+        """
+        stored: dict[str, TensorStorageMetadata] = {}
+        places: dict[MetadataIndex, _Piece] = {}
+        for rank, table in enumerate(self.tables):
+            with damage_in(self.path_of_table(rank)):
+                for piece in self.pieces_of_rank(rank):
+                    name, dtype = piece.name, piece.dtype
+                    size = torch.Size([table["tensors"][name]["numel"]])
+                    known = stored.setdefault(
+                        name, TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks=[])
+                    )
+                    if (known.properties.dtype, known.size) != (dtype, size):
+                        raise ValueError(f"{name} is {dtype} of {size} here, and not so for another rank")
+                    # State that does not follow its parameter is stored by each owner of a part of it.
+                    index = MetadataIndex(name, (piece.start,))
+                    if index not in places:
+                        places[index] = piece
+                        known.chunks.append(_chunk(piece.start, piece.numel))
+        for name, tensor in stored.items():
+            _check_is_whole(self.folder, name, tensor)
+        return Metadata(dict(stored), storage_data=places)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        requests: list[tuple[_Piece, Any]] = sorted(
+            ((self.storage_data[item.storage_index], item) for item in plan.items),
+            key=lambda request: (request[0].path, request[0].offset),
+        )
+        for path, of_file in itertools.groupby(requests, key=lambda request: request[0].path):
+            with _opened(path) as file:
+                for piece, item in of_file:
+                    target = planner.resolve_tensor(item).detach()
+                    direct = (
+                        target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
+                    )
+                    room = target if direct else torch.empty(target.shape, dtype=piece.dtype)
+                    first = item.storage_offsets[0] * piece.dtype.itemsize
+                    _read_checked(file, piece, first, _memory_of(room))
+                    if not direct:
+                        target.copy_(room)
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def read_tables(folder: Path) -> list[Table]:
+    """The tables of all ranks of a complete save, in rank order.
+
+    Raises:
+        DamagedError: a file is missing, damaged, of another save or program, or not of its size; names it.
+    """
+    save = look_at(folder)
+    if save is None or save.mark is None:
+        raise DamagedError(save.problem if save else f"{folder} is no folder of a save.")
+    if save.lacks:
+        raise DamagedError(f"{folder} lacks {save.lacks}.")
+    return [_read_table(folder, rank, save.mark) for rank in range(save.mark.ranks)]
+
+
+def _read_table(folder: Path, rank: int, mark: Mark) -> Table:
+    path = folder / f"shard-{rank}-of-{mark.ranks}.json"
+    data = path.with_suffix(".bin")
+    size = data.stat().st_size if data.exists() else None
+    table = read_sealed(path, max(TABLE_NBYTES, size or 0))
+    with damage_in(path):
+        if table["format"] != FORMAT or table["byteorder"] != sys.byteorder:
+            raise ValueError(f"{table['format']!r}, {table['byteorder']}-endian")
+        if [table["save"], table["rank"], table["ranks"]] != [mark.id, rank, mark.ranks]:
+            raise ValueError(
+                f"it was written by rank {table['rank']} of {table['ranks']} for the save {table['save']}; "
+                f"this is {folder.name}, {mark.id}"
+            )
+        expected = table["nbytes"]
+    if size != expected:
+        found = "is missing" if size is None else f"has {size} bytes"
+        raise DamagedError(f"{data} {found}; its table says {expected} bytes. The checkpoint is damaged.")
+    return table
+
+
+def verify(folder: Path) -> list[str]:
+    """Read every byte of a complete save, on one process; what is damaged, a line each."""
+    try:
+        reader = ShardReader(folder)
+        reader.read_metadata()
+    except DamagedError as error:
+        return [str(error)]
+    problems = []
+    for rank in range(len(reader.tables)):
+        with _opened(reader.path_of_table(rank).with_suffix(".bin")) as file:
+            for piece in reader.pieces_of_rank(rank):
+                room = memoryview(bytearray(min(piece.nbytes, BLOCK_NBYTES)))
+                for first in range(0, piece.nbytes, BLOCK_NBYTES):
+                    try:
+                        _read_checked(file, piece, first, room[: piece.nbytes - first])
+                    except DamagedError as error:
+                        problems.append(str(error))
+    return problems
+
+
+def _check_is_whole(folder: Path, name: str, tensor: TensorStorageMetadata) -> None:
+    chunks = sorted(tensor.chunks, key=lambda chunk: chunk.offsets)
+    starts = [*(chunk.offsets[0] for chunk in chunks), tensor.size[0]]
+    stops = itertools.accumulate((chunk.sizes[0] for chunk in chunks), initial=0)
+    for start, covered in zip(starts, stops, strict=True):
+        if start != covered:
+            raise DamagedError(
+                f"{folder}: {name} has {tensor.size[0]} elements; those from {covered} on are in no shard, "
+                "or others are in two. The checkpoint is damaged."
+            )
+
+
+# ----------------------------------------------------------------------------------------------- the bytes
+
+_DIGEST = len(hashlib.sha256().hexdigest())
+
+
+def _chunk(start: int, numel: int) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size([start]), sizes=torch.Size([numel]))
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, to read into and to write from. Without NumPy, torch has none."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _digests_of(memory: memoryview) -> str:
+    """The checksums of its blocks, one after the other."""
+    starts = range(0, len(memory), BLOCK_NBYTES)
+    return "".join(hashlib.sha256(memory[start : start + BLOCK_NBYTES]).hexdigest() for start in starts)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    with damage_in(path):
+        return open_regular(path)
+
+
+def _read_checked(file: IO[bytes], piece: _Piece, first: int, into: memoryview) -> None:
+    """Read the bytes of a piece from `first` on, and check the blocks in which they lie.
+
+    Raises:
+        OSError: they cannot be read.
+        DamagedError: they are not those that were written.
+    """
+    end = first + len(into)
+    for number in range(first // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)):
+        start = number * BLOCK_NBYTES
+        stop = min(start + BLOCK_NBYTES, piece.nbytes)
+        wanted = slice(max(start, first), min(stop, end))
+        here = into[wanted.start - first : wanted.stop - first]
+        block = here if len(here) == stop - start else memoryview(bytearray(stop - start))
+        _read(file, piece.offset + start, block)
+        expected = piece.digests[number * _DIGEST : (number + 1) * _DIGEST]
+        if hashlib.sha256(block).hexdigest() != expected:
+            elements = [piece.start + place // piece.dtype.itemsize for place in (start, stop)]
+            raise DamagedError(
+                f"{piece.path} is damaged: {piece.name}, elements [{elements[0]}, {elements[1]}), is not "
+                f"what rank {piece.path.name.split('-')[1]} wrote there: its SHA-256 is another."
+            )
+        if block is not here:
+            here[:] = block[wanted.start - start : wanted.stop - start]
+
+
+def _read(file: IO[bytes], offset: int, memory: memoryview) -> None:
+    file.seek(offset)
+    done = 0
+    while done < len(memory):
+        count = file.readinto(memory[done:])  # type: ignore[attr-defined]
+        if not count:
+            raise DamagedError(f"{file.name} ends at byte {offset + done}; the checkpoint is damaged.")
+        done += count
