@@ -22,6 +22,7 @@ BOOK = Path(__file__).parents[1] / "book"
 NOTEBOOKS = BOOK.parent / "notebooks"
 
 NOT_FOR_READERS = {
+    "zero_ref.plan.partition": {"elements", "elements_if_trainable", "rule_named"},
     "zero_ref.comm.collectives": {
         *("Observable", "AllOf", "Work", "agree", "agreement", "as_collectives"),
         *("RanksLostError", "broadcast_json", "exchange_json", "gather_texts"),

@@ -233,7 +233,7 @@ def test_llama_on_1024_ranks_meets_the_floor_of_its_largest_tensor() -> None:
 
 def test_specs_are_trainable_parameters_of_one_group() -> None:
     assert specs([ParamShape("w", (2, 3)), ParamShape("scale", ())], "bfloat16") == [
-        ParamSpec(6, "bfloat16", "cpu", 0, True, "w"),
+        ParamSpec(6, "bfloat16", "cpu", 0, True, "w", (2, 3)),
         ParamSpec(1, "bfloat16", "cpu", 0, True, "scale"),
     ]
 
@@ -265,16 +265,16 @@ def test_a_module_is_read_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False, dtype=torch.bfloat16))
     model[0].bias.requires_grad_(False)
     assert from_module(model) == [
-        ParamSpec(6, name="0.weight"),
-        ParamSpec(2, trainable=False, name="0.bias"),
-        ParamSpec(4, "bfloat16", name="1.weight"),
+        ParamSpec(6, name="0.weight", shape=(2, 3)),
+        ParamSpec(2, trainable=False, name="0.bias", shape=(2,)),
+        ParamSpec(4, "bfloat16", name="1.weight", shape=(2, 2)),
     ]
 
 
 def test_a_module_on_the_meta_device_takes_no_memory() -> None:
     with torch.device("meta"):
         model = nn.Linear(10**6, 10**6)  # 4 TB
-    assert from_module(model)[0] == ParamSpec(10**12, device="meta", name="weight")
+    assert from_module(model)[0] == ParamSpec(10**12, device="meta", name="weight", shape=(10**6, 10**6))
 
 
 def test_a_tied_weight_is_listed_once() -> None:

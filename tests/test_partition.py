@@ -25,6 +25,8 @@ from zero_ref.plan.partition import (
     bucket_threshold,
     even,
     from_lists,
+    loads_under,
+    partition_rule,
     plan_partition,
     registration_greedy,
     sorted_greedy,
@@ -68,7 +70,7 @@ def test_registration_greedy_takes_parameters_as_they_come() -> None:
 
 def test_registration_greedy_counts_a_frozen_parameter_as_one_element() -> None:
     # The frozen 100 weighs 1, so rank 0 gets the next but one: 1 against 5.
-    partition = registration_greedy([100, 5, 3], world_size=2, trainable=[False, True, True])
+    partition = registration_greedy([ParamSpec(100, trainable=False), 5, 3], world_size=2)
     assert partition.owner_of_param == (0, 1, 0)
 
 
@@ -88,7 +90,8 @@ def test_even_moves_a_cut_up_to_a_multiple_of_the_alignment_within_its_parameter
 
 
 def test_even_cuts_each_kind_by_itself() -> None:
-    partition = even([8, 2, 8, 2], world_size=2, kinds=["a", "b", "a", "b"], alignment=1)
+    bfloat16 = ParamSpec(2, dtype="bfloat16")
+    partition = even([8, bfloat16, 8, bfloat16], world_size=2, alignment=1)
     assert partition.owner_of_param == (0, 0, 1, 1)
     assert even([8, 2, 8, 2], world_size=2, alignment=1).loads == (10, 10)
 
@@ -130,7 +133,7 @@ def test_no_parameters_and_empty_parameters_are_fine(strategy: Callable[..., Par
 def test_a_group_added_later_moves_nothing() -> None:
     first, later = [7, 5, 5, 3, 1], [9, 8, 2]
     before = sorted_greedy(first, 3)
-    after = sorted_greedy(first + later, 3, groups=[0] * 5 + [1] * 3)
+    after = sorted_greedy([*first, *(ParamSpec(numel, group=1) for numel in later)], 3)
     assert after.owner_of_param[:5] == before.owner_of_param
     assert before.joined(sorted_greedy(later, 3, loads=before.loads)) == after
 
@@ -159,15 +162,37 @@ def test_a_user_may_choose_by_name_function_lists_or_partition(choice: Any) -> N
 
 def test_a_plan_by_name_uses_what_it_knows_of_the_parameters() -> None:
     params = [ParamSpec(4, trainable=False), ParamSpec(9, group=1), ParamSpec(3, dtype="bfloat16", group=0)]
-    by_hand = sorted_greedy([4, 9, 3], 2, groups=[0, 1, 0])
-    assert by_hand != sorted_greedy([4, 9, 3], 2)
-    assert plan_partition("sorted_greedy", params, 2) == by_hand
-    by_hand = registration_greedy([4, 9, 3], 2, trainable=[False, True, True])
-    assert plan_partition("registration_greedy", params, 2) == by_hand
-    by_hand = even([4, 9, 3], 2, kinds=["frozen", "float32", "bfloat16"])
-    assert plan_partition("even", params, 2) == by_hand
+    assert plan_partition("sorted_greedy", params, 2).owner_of_param == (0, 1, 1)  # group 0 first: 4, 3; 9
+    assert plan_partition("registration_greedy", params, 2).owner_of_param == (0, 1, 0)  # 1, 9, 3
+    assert plan_partition("even", params, 2).owner_of_param == (0, 0, 0)  # each by itself, below 64 elements
     added = plan_partition("sorted_greedy", params[:1], 2, loads=[9, 1])
     assert added.owner_of_param == (1,)
+
+
+def test_a_users_function_is_given_plain_numbers_and_a_marked_rule_what_is_known() -> None:
+    params = [ParamSpec(6, shape=(2, 3)), ParamSpec(5, shape=(5,))]
+    seen: list[object] = []
+
+    def on_the_first(given: Any, world_size: int, **rest: Any) -> list[list[int]]:
+        seen.append((list(given), rest))
+        return [list(range(len(given))), *([] for _ in range(world_size - 1))]
+
+    plan_partition(on_the_first, params, 2, loads=[3, 4])
+    plan_partition(partition_rule()(on_the_first), params, 2, loads=[3, 4])
+    assert seen == [([6, 5], {}), (params, {"loads": [3, 4]})]
+
+
+def test_the_load_of_a_rank_is_counted_in_the_weights_of_its_rule() -> None:
+    params = [ParamSpec(8, shape=(4, 2)), ParamSpec(6, trainable=False), ParamSpec(1)]
+    halves = from_lists([8, 6], [[Slice(0, 0, 4)], [Slice(0, 4, 8), 1]])
+
+    @partition_rule(weight=lambda param: 10 * param.rows)
+    def by_rows(params: Any, world_size: int, *, loads: Any = None) -> Any: ...
+
+    assert loads_under("even", halves, params) == (4, 10)
+    assert loads_under("registration-greedy", halves, params) == (4, 4 + 1)
+    assert loads_under(by_rows, halves, params) == (20, 20 + 60)
+    assert loads_under([[0], [1]], halves, params) == (4, 10)
 
 
 # ------------------------------------------------------------------------------------------------ errors
@@ -179,10 +204,7 @@ def test_a_plan_by_name_uses_what_it_knows_of_the_parameters() -> None:
         (lambda: sorted_greedy([1], 0), ValueError, "world_size must be at least 1 rank, got 0"),
         (lambda: even([1], -1), ValueError, "world_size must be at least 1 rank, got -1"),
         (lambda: sorted_greedy([1, -2], 2), ValueError, "parameter 1 has -2 elements"),
-        (lambda: sorted_greedy([1, 2], 2, groups=[0]), ValueError, "groups has 1 entries.* 2"),
         (lambda: sorted_greedy([1, 2], 3, loads=[0, 0]), ValueError, "loads has 2 entries.* each rank, 3"),
-        (lambda: registration_greedy([1, 2], 3, trainable=[True]), ValueError, "trainable has 1 entries"),
-        (lambda: even([1, 2], 3, kinds=["a"]), ValueError, "kinds has 1 entries"),
         (lambda: even([1], 1, alignment=0), ValueError, "alignment must be at least 1 element, got 0"),
         (lambda: from_lists([6, 5], [[0], []]), ValueError, r"parameter 1: elements \[0, 5\) have no owner"),
         (lambda: from_lists([6], [[0], [0]]), ValueError, r"parameter 0: elements \[0, 6\) have two owners"),
@@ -267,7 +289,8 @@ def test_even_cuts_fall_on_multiples_of_the_alignment(case: tuple[list[int], int
 def test_kinds_are_even_each_by_itself(case: tuple[list[int], int], data: st.DataObject) -> None:
     numels, world_size = case
     kinds = data.draw(st.lists(st.sampled_from("abc"), min_size=len(numels), max_size=len(numels)))
-    partition = even(numels, world_size, kinds=kinds, alignment=8)
+    params = [ParamSpec(numel, dtype=kind) for numel, kind in zip(numels, kinds)]
+    partition = even(params, world_size, alignment=8)
     for kind in set(kinds):
         loads = [
             sum(piece.numel for piece in slices if kinds[piece.param] == kind)
@@ -301,8 +324,11 @@ def test_groups_added_one_by_one_end_where_groups_known_at_once_do(
 ) -> None:
     numels, world_size = case
     borders = sorted(data.draw(st.lists(st.integers(0, len(numels)), max_size=3)))
-    groups = [sum(border <= param for border in borders) for param in range(len(numels))]
-    at_once = sorted_greedy(numels, world_size, groups=groups)
+    params = [
+        ParamSpec(numel, group=sum(border <= place for border in borders))
+        for place, numel in enumerate(numels)
+    ]
+    at_once = sorted_greedy(params, world_size)
     one_by_one = sorted_greedy([], world_size)
     for start, stop in zip([0, *borders], [*borders, len(numels)]):
         added = sorted_greedy(numels[start:stop], world_size, loads=one_by_one.loads)
@@ -413,7 +439,7 @@ def test_sorted_greedy_is_torchs_partition(seed: int) -> None:
             for group in groups_of_rank
             for param in group["params"]
         }
-    ours = sorted_greedy(numels, world_size, groups=groups)
+    ours = sorted_greedy([ParamSpec(numel, group=group) for numel, group in zip(numels, groups)], world_size)
     assert ours.owner_of_param == tuple(rank_of_param[param] for param in params)
 
 

@@ -418,12 +418,9 @@ def test_the_critical_path_has_no_gap_and_adds_up_to_the_makespan(played: Played
 
 
 def trillion(strategy: str, world_size: int = 1024, **options: Any) -> Played:
-    listed = shapes("zero-1t")
-    if strategy == "zero-3":
-        options |= {"blocks": blocks(listed), "rows": [param.shape[0] for param in listed]}
-    plan = schedule(
-        recipe(strategy, native=strategy == "zero-2"), specs(listed, "bfloat16"), world_size, **options
-    )
+    params = specs(shapes("zero-1t"), "bfloat16")
+    how = recipe(strategy, native=strategy == "zero-2")
+    plan = schedule(how, params, world_size, blocks=blocks(params), **options)
     return play(plan, H100, Work(2048, recompute=True))
 
 
@@ -469,9 +466,6 @@ MISTAKES = {
         lambda: schedule("zero-3", PARAMS, 2, blocks=[[0, 1], [1, 2]]),
         "the 3 parameters once",
     ),
-    "too few rows": (lambda: schedule("zero-3", PARAMS, 2, rows=[2, 1]), "first dimension of each of the 3"),
-    "rows that do not fit": (lambda: schedule("zero-3", PARAMS, 2, rows=[2, 1, 2]), "first dimension"),
-    "no rows": (lambda: schedule("zero-3", PARAMS, 2, rows=[2, 1, 0]), "first dimension"),
     "prefetch": (
         lambda: schedule(recipe("zero-3", prefetch=-1), PARAMS, 2),
         "prefetch counts units, 0 or more; got -1",

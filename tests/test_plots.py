@@ -26,7 +26,7 @@ from zero_ref.lab.plots._step import TITLE
 from zero_ref.lab.plots._style import FittingText
 from zero_ref.live.numbers import short_bytes
 from zero_ref.live.palette import PART_COLOURS, RANK_COLOURS
-from zero_ref.plan.partition import STRATEGIES, Partition, even, from_lists, sorted_greedy
+from zero_ref.plan.partition import RULES, Partition, even, from_lists, sorted_greedy
 from zero_ref.simulator.ledger import MIXED_16, ledger
 
 NUMELS = [600, 500, 400, 100, 0, 30]
@@ -68,7 +68,7 @@ def boxes_labelled(ax: Axes, label: str) -> list[Rectangle]:
     sampled_from(["sorted_greedy", "even"]),
 )
 def test_each_rank_has_as_much_width_as_it_owns_elements(numels, world_size, strategy):
-    partition = STRATEGIES[strategy](numels, world_size)
+    partition = RULES[strategy](numels, world_size)
     _, ax = plots.figure(6, 3)
     plots.shard_map(partition, ax)
     assert widths_of_owner(ax) == pytest.approx(partition.loads)
@@ -333,7 +333,7 @@ def test_pairs_without_a_ratio_have_a_place(predicted, measured, place):
 
 @pytest.mark.parametrize("strategy", ["sorted_greedy", "even"])
 def test_before_the_broadcast_each_rank_has_new_values_of_its_own_shard_only(strategy):
-    partition = STRATEGIES[strategy](NUMELS, 3)
+    partition = RULES[strategy](NUMELS, 3)
     ax = drawn(lambda ax: plots.step_diagram(partition, ax, stages=["local step"]), height=7)
     for rank, load in enumerate(partition.loads):
         new = boxes_labelled(ax, f"local step: new, owner {rank}")

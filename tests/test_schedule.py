@@ -191,8 +191,8 @@ def test_stage_2_keeps_the_gradients_that_a_rank_owns() -> None:
 
 def test_stage_3_cuts_each_parameter_along_its_rows_and_pads_the_last_ranks() -> None:
     # (5, 3) on 4 ranks: 2, 2, 1 and 0 rows, each rank with memory for 2; (2,): 1, 1, 0, 0.
-    params = [ParamSpec(15), ParamSpec(2)]
-    plan = schedule("zero-3", params, world_size=4, rows=[5, 2], blocks=[[1], [0]])
+    params = [ParamSpec(15, shape=(5, 3)), ParamSpec(2, shape=(2,))]
+    plan = schedule("zero-3", params, world_size=4, blocks=[[1], [0]])
     assert plan.parameter_bytes == plan.gradient_bytes == (4 * (6 + 1),) * 4
     assert plan.state_bytes == tuple(8 * numel + 2 * 4 for numel in (7, 7, 3, 0))
     assert plan.calls == (

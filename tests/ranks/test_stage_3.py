@@ -91,8 +91,7 @@ def foreseen(make: Callable[[], nn.Module], world_size: int) -> Schedule:
     """Made in one process, from names, shapes and dtypes."""
     model = make()
     params = from_module(model)
-    rows = [param.shape[0] for param in model.parameters()]
-    return schedule(recipe("zero-3", optimizer="AdamW"), params, world_size, blocks=blocks(params), rows=rows)
+    return schedule(recipe("zero-3", optimizer="AdamW"), params, world_size, blocks=blocks(params))
 
 
 # -------------------------------------------------------------------------------------------- what is seen

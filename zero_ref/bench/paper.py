@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zero_ref.bench import machine
 from zero_ref.bench.results import Figure
-from zero_ref.plan.partition import STRATEGIES, ParamSpec, plan_partition
+from zero_ref.plan.partition import RULES, ParamSpec, plan_partition
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.models import blocks, shapes, specs
 from zero_ref.simulator.play import Work, play
@@ -39,7 +39,7 @@ SIMULATED_RANKS = (1024, 4096)
 
 def plan(rounds: int = 5) -> Iterator[Figure]:
     """Who owns what of 2,000 tensors on 4,096 ranks, under each rule: the best of some rounds."""
-    for name in STRATEGIES:
+    for name in RULES:
         ms = []
         for _ in range(rounds):
             began = time.perf_counter()
@@ -103,7 +103,6 @@ def _simulated(case: str, world_size: int) -> tuple[int, float]:
         specs(listed, "bfloat16"),
         world_size,
         blocks=blocks(listed),
-        rows=[param.shape[0] for param in listed],
         activation_bytes=10**10,
         side_stream=True,
     )

@@ -147,7 +147,7 @@ def _empty_report(arguments: argparse.Namespace) -> Any:
 def _parts(arguments: argparse.Namespace, report: Any) -> Iterator[tuple[str, Callable[[], None]]]:
     """What to measure, by name; each adds to the report and prints what it found."""
     ranks, suites, singles, growth = (
-        need(f"zero_ref.lab.{name}") for name in ("ranks", "bench.suites", "bench.singles", "bench.growth")
+        need(f"zero_ref.{name}") for name in ("lab.ranks", "bench.suites", "bench.singles", "bench.growth")
     )
     count = report.sessions[0].rounds
     world_sizes = list(dict.fromkeys(arguments.ranks or [2]))

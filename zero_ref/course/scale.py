@@ -250,7 +250,6 @@ def bill_of(job: Job, design: Design) -> Bill:
             params,
             design.ranks,
             blocks=blocks(params),
-            rows=[shape.shape[0] for shape in shapes(job.model)],
         )
         if stage == 3
         else schedule(recipe(design.strategy, native=stage > 0), params, design.ranks)

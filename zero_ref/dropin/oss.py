@@ -8,8 +8,7 @@ archived. Its own names and defaults are here; what they do is done by `ZeroRedu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from zero_ref.clip import clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.groups import options_of
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.partition import ParamSpec, Strategy, registration_greedy
 
 
 class ParamBucket(NamedTuple):
@@ -178,17 +176,6 @@ class OSS(ZeroRedundancyOptimizer):
         Cost: nothing if `requires_grad` is as it was, else one all-gather of 32 bytes.
         """
         self.current()
-
-    def _strategy_for_later(self, specs: Sequence[ParamSpec]) -> Strategy:
-        """The same rule goes on for added parameters: frozen ones have counted as one element."""
-        if self._strategy != "registration_greedy":  # after `repartition`
-            return super()._strategy_for_later(specs)
-        loads = [
-            sum(piece.numel if specs[piece.param].trainable else 1 for piece in slices)
-            for slices in self.partition.slices_of_rank
-        ]
-        added = [spec.trainable for spec in specs[len(self.partition.numels) :]]
-        return partial(registration_greedy, trainable=added, loads=loads)
 
     # ---------------------------------------------------------------------------------------------- clipping
 

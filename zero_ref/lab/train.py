@@ -223,7 +223,6 @@ def predict(config: TrainConfig, world_size: int) -> Schedule:
         world_size,
         ddp_buckets=ddp_buckets(params, order),
         blocks=models.blocks(params),
-        rows=[param.shape[0] for param in model.parameters()],
         steps=config.recorded_steps if config.recipe.averaging else None,
     )
 

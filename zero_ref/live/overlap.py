@@ -10,7 +10,7 @@ from zero_ref.live.options import RANKS, params_of
 from zero_ref.live.svg import MARGIN, picture
 from zero_ref.live.timelines import lanes
 from zero_ref.simulator.cluster import CLUSTERS, Link
-from zero_ref.simulator.models import MODELS, blocks, shapes
+from zero_ref.simulator.models import MODELS, blocks
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.play import Work, play
 from zero_ref.simulator.recipe import RECIPES, recipe
@@ -93,7 +93,6 @@ def _plan(
         ranks,
         ddp_buckets=ddp_buckets(params, cap_bytes=bucket_mb * MIB),
         blocks=blocks(params) if stage_3 else None,
-        rows=[one.shape[0] for one in shapes(model)] if stage_3 else None,
         side_stream=side_stream,
     )
 

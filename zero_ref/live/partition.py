@@ -11,10 +11,9 @@ from zero_ref.live.numbers import short, short_count
 from zero_ref.live.options import RANKS, params_of
 from zero_ref.live.palette import ALARM, INK, MUTED, SERIES_COLOURS, rank_colour
 from zero_ref.live.svg import LINE, MARGIN, bar, curve, key, line, picture, text
-from zero_ref.plan.partition import STRATEGIES, Partition, plan_partition
+from zero_ref.plan.partition import RULES, Partition, plan_partition
 from zero_ref.simulator.models import MODELS
 
-RULES = tuple(STRATEGIES)
 POWERS = tuple(2**power for power in range(11))
 NAMES = {rule: rule.replace("_", " ") for rule in RULES}
 MOST_BARS = 64

@@ -27,6 +27,7 @@ def specs_of(param_groups: Sequence[ParamGroup]) -> list[ParamSpec]:
             group=index,
             trainable=param.requires_grad,
             name=name,
+            shape=tuple(param.shape),
         )
         for index, group in enumerate(param_groups)
         for param, name in zip(

@@ -34,7 +34,7 @@ from zero_ref.optimizer.built import Built, places_of
 from zero_ref.optimizer.checks import check_can_be_sharded, check_updates_apart, facts_of, facts_of_values
 from zero_ref.optimizer.groups import copy_options, options_of, params_of, specs_of
 from zero_ref.optimizer.shard import Shard
-from zero_ref.plan.partition import ParamSpec, Partition, Strategy, plan_partition
+from zero_ref.plan.partition import Choice, ParamSpec, Partition, loads_under, plan_partition
 from zero_ref.state import checkpoint
 from zero_ref.state.repartition import Handover
 
@@ -99,7 +99,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
-        partition: Strategy = "sorted_greedy",
+        partition: Choice = "sorted_greedy",
         broadcast_dtype: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
@@ -113,7 +113,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.overlap_with_ddp = overlap_with_ddp
         self.broadcast_dtype = broadcast_dtype
         self.backward = Backward()
-        self._strategy = partition
+        self._choice = partition
         self._consolidated: checkpoint.State | None = None
         self._shadow: weakref.ref[join.ShadowStep] | None = None
 
@@ -345,8 +345,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     self.shard.check_keeps_no_views("add a parameter group")
                 super().add_param_group(param_group)
                 specs, all_params = specs_of(self.param_groups), params_of(self.param_groups)
-                strategy = self._strategy_for_later(specs)
-                later = plan_partition(strategy, specs[known:], self.world_size, loads=built.partition.loads)
+                rule = self._rule_for_later
+                loads = loads_under(rule, built.partition, specs)
+                later = plan_partition(rule, specs[known:], self.world_size, loads=loads)
                 partition = built.partition.joined(later)
                 check_can_be_sharded(type(self.optim), partition, all_params, specs)
                 owned = self.shard.own(partition, all_params, first=len(self.shard.owned))
@@ -364,14 +365,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated = None
         self._rebuild(partition)
 
-    def _strategy_for_later(self, specs: Sequence[ParamSpec]) -> Strategy:
-        """A rule is applied again; an explicit assignment says nothing of new parameters: the default.
-
-        Args:
-            specs: of all parameters, the new ones last.
-        """
-        rule = self._strategy
-        return rule if isinstance(rule, str) or callable(rule) else "sorted_greedy"
+    @property
+    def _rule_for_later(self) -> Choice:
+        """A rule is applied again; an explicit assignment says nothing of new parameters: the default."""
+        return self._choice if isinstance(self._choice, str) or callable(self._choice) else "sorted_greedy"
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
@@ -381,7 +378,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             "Use consolidate_state_dict() and state_dict()."
         )
 
-    def repartition(self, partition: Strategy) -> None:
+    def repartition(self, partition: Choice) -> None:
         """Give elements to other owners in the middle of training, which goes on as if nothing had happened.
 
         Only the state of what changes owner moves, from its old owner straight to the new one; slices that do
@@ -424,7 +421,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
             facts += self._facts(built.specs, new)
         self.shard.adopt(handover.owned, handover.exchange(self.collectives))
-        self.built, self._strategy = replace(built, partition=new, places=()), partition
+        self.built, self._choice = replace(built, partition=new, places=()), partition
         self._rebuild(new)
 
     def consolidate_state_dict(self, to: int | Literal["all"] = 0) -> None:

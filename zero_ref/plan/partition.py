@@ -7,8 +7,8 @@ Everything here is arithmetic on integers. No tensor is touched and nothing is s
 the same partition by itself, and a laptop can compute one for 4,096 ranks. The optimizer executes the
 result, the simulator prices it, the plots draw it.
 
-Reading order: `Slice` and `Partition` (the values), the strategies (pure functions that make a Partition),
-`plan_partition` (a user's choice of strategy, resolved).
+Reading order: `Slice`, `ParamSpec` and `Partition` (the values), the rules (pure functions that make a
+Partition), `plan_partition` (what a user may choose, made a Partition).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 
 class Slice(NamedTuple):
@@ -40,7 +40,7 @@ class Slice(NamedTuple):
 
 
 class ParamSpec(NamedTuple):
-    """What a plan may know of a parameter: its size and a few labels, never its values.
+    """What a plan may know of a parameter: its size, its shape and a few labels, never its values.
 
     Args:
         numel: elements.
@@ -48,6 +48,7 @@ class ParamSpec(NamedTuple):
         group: index of its parameter group.
         trainable: its `requires_grad`.
         name: what errors call it; the parameter's index where this is empty.
+        shape: its dimensions; empty for a single number, and where a plan is made from sizes alone.
     """
 
     numel: int
@@ -56,6 +57,12 @@ class ParamSpec(NamedTuple):
     group: int = 0
     trainable: bool = True
     name: str = ""
+    shape: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """The first dimension, along which stage 3 cuts; all elements where there is no shape."""
+        return self.shape[0] if self.shape else self.numel
 
 
 @dataclass(frozen=True)
@@ -150,15 +157,47 @@ class Partition:
         )
 
 
-# ---------------------------------------------------------------------------------------------- strategies
+# --------------------------------------------------------------------------------------------------- rules
+
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
+def elements(param: ParamSpec) -> float:
+    """What most rules balance: a parameter weighs its elements."""
+    return param.numel
+
+
+def elements_if_trainable(param: ParamSpec) -> float:
+    """A frozen parameter has no optimizer state, and weighs one element."""
+    return param.numel if param.trainable else 1
+
+
+def partition_rule(weight: Callable[[ParamSpec], float] = elements) -> Callable[[Function], Function]:
+    """Mark a function `(params, world_size, *, loads)` as a rule that takes ParamSpecs.
+
+    A function without this mark is called as `(numels, world_size)`, with plain numbers.
+
+    >>> @partition_rule(weight=lambda param: param.numel * len(param.shape))
+    ... def all_to_the_least_loaded(params, world_size, *, loads=None):
+    ...     owner = min(range(world_size), key=(loads or [0] * world_size).__getitem__)
+    ...     return [list(range(len(params))) if rank == owner else [] for rank in range(world_size)]
+    >>> plan_partition(all_to_the_least_loaded, [ParamSpec(6, shape=(2, 3))], 2, loads=[9, 4]).loads
+    (0, 6)
+
+    Args:
+        weight: what a parameter adds to the load of the rank that owns it.
+    """
+
+    def marked(rule: Function) -> Function:
+        rule.weight = weight  # type: ignore[attr-defined]
+        return rule
+
+    return marked
+
+
+@partition_rule()
 def sorted_greedy(
-    numels: Sequence[int],
-    world_size: int,
-    *,
-    groups: Sequence[int] | None = None,
-    loads: Sequence[int] | None = None,
+    params: Sequence[int | ParamSpec], world_size: int, *, loads: Sequence[float] | None = None
 ) -> Partition:
     """Largest parameter first, each to the least loaded rank (ties: the lowest). The default.
 
@@ -169,28 +208,25 @@ def sorted_greedy(
     (0, 1, 1, 0)
 
     Args:
-        numels: elements per parameter, in registration order.
+        params: in registration order; a plain number is the elements of a parameter without further labels.
+            Parameter groups are packed one after the other, each largest first, so a group added later
+            moves nothing that is already placed.
         world_size: ranks.
-        groups: parameter group of each parameter. Groups are packed one after the other, each largest
-            first, so a group added later moves nothing that is already placed. One group if None.
-        loads: elements that each rank already owns.
+        loads: what each rank already owns, in the rule's own weights: here elements.
     Raises:
-        ValueError: `world_size` is below 1, a size is negative, or `groups` or `loads` has another length.
+        ValueError: `world_size` is below 1, a size is negative, or `loads` has another length.
     Source:
         The packing rule of torch.distributed.optim.ZeroRedundancyOptimizer, equal to it parameter for
         parameter (tests/test_partition.py). Largest-first packing: Graham, SIAM J. Appl. Math. 17 (1969).
     """
-    _check_length("groups", groups, len(numels), "parameter")
-    order = sorted(range(len(numels)), key=lambda i: (groups[i] if groups else 0, -numels[i]))
-    return _pack(numels, order, numels, world_size, loads)
+    specs = _specs(params)
+    order = sorted(range(len(specs)), key=lambda i: (specs[i].group, -specs[i].numel))
+    return _pack(specs, order, elements, world_size, loads)
 
 
+@partition_rule(weight=elements_if_trainable)
 def registration_greedy(
-    numels: Sequence[int],
-    world_size: int,
-    *,
-    trainable: Sequence[bool] | None = None,
-    loads: Sequence[int] | None = None,
+    params: Sequence[int | ParamSpec], world_size: int, *, loads: Sequence[float] | None = None
 ) -> Partition:
     """Parameters as they come, each to the least loaded rank; a frozen one weighs one element.
 
@@ -199,21 +235,20 @@ def registration_greedy(
     >>> registration_greedy([1, 2, 6], world_size=2).loads      # the largest comes last: 7 against 2
     (7, 2)
 
-    Args: as `sorted_greedy`, and
-        trainable: the `requires_grad` of each parameter. All True if None.
+    Args and Raises: as `sorted_greedy`; `loads` too counts one element for each frozen parameter.
     Source:
         The rule of fairscale.optim.OSS: frozen parameters have no optimizer state to balance.
     """
-    _check_length("trainable", trainable, len(numels), "parameter")
-    weights = [n if trainable is None or trainable[i] else 1 for i, n in enumerate(numels)]
-    return _pack(numels, range(len(numels)), weights, world_size, loads)
+    specs = _specs(params)
+    return _pack(specs, range(len(specs)), elements_if_trainable, world_size, loads)
 
 
+@partition_rule()
 def even(
-    numels: Sequence[int],
+    params: Sequence[int | ParamSpec],
     world_size: int,
     *,
-    kinds: Sequence[object] | None = None,
+    loads: Sequence[float] | None = None,
     alignment: int = 64,
 ) -> Partition:
     """Lay all parameters end to end and cut the range in `world_size` equal parts.
@@ -222,13 +257,16 @@ def even(
     no longer sets the floor. Cuts fall inside parameters, so this is right for optimizers that treat each
     element by itself (Adam, SGD), and wrong for those that look at a shape (Adafactor, Muon).
 
+    Parameters that cannot share a flat tensor, since they differ in device or dtype, are cut by themselves,
+    so bytes are even too. So are frozen ones: they have no state, and the trainable ones stay even.
+
     >>> even([6, 5, 4, 1], world_size=2, alignment=1).slices_of_rank     # doctest: +NORMALIZE_WHITESPACE
     ((Slice(param=0, start=0, stop=6), Slice(param=1, start=0, stop=2)),
      (Slice(param=1, start=2, stop=5), Slice(param=2, start=0, stop=4), Slice(param=3, start=0, stop=1)))
 
-    Args: as `sorted_greedy`, and
-        kinds: anything that tells apart parameters that cannot share a flat tensor (device and dtype).
-            Each kind is cut by itself, so bytes are even too. One kind if None.
+    Args:
+        params, world_size: as `sorted_greedy`.
+        loads: changes nothing: what is added later is cut evenly by itself.
         alignment: a cut moves up to the next multiple of this many elements from its parameter's start (or
             to the parameter's end), so a load differs from 1/N by less than that. Some CPU kernels
             (those of `fused=True`) compute a tensor's last few elements one by one and round some of them
@@ -239,14 +277,17 @@ def even(
     Source:
         The flat split of DeepSpeed's ZeRO-1 and of Megatron-LM's distributed optimizer.
     """
+    specs = _specs(params)
+    numels = [spec.numel for spec in specs]
     _check_sizes(numels, world_size)
-    _check_length("kinds", kinds, len(numels), "parameter")
     if alignment < 1:
         raise ValueError(f"alignment must be at least 1 element, got {alignment}.")
+    members: dict[object, list[int]] = {}
+    for number, spec in enumerate(specs):
+        members.setdefault((spec.device, spec.dtype, spec.trainable), []).append(number)
     slices_of_rank: list[list[Slice]] = [[] for _ in range(world_size)]
-    for kind in dict.fromkeys(kinds) if kinds else (None,):
-        members = [i for i in range(len(numels)) if kinds is None or kinds[i] == kind]
-        for piece, rank in _cut_evenly(members, numels, world_size, alignment):
+    for of_kind in members.values():
+        for piece, rank in _cut_evenly(of_kind, numels, world_size, alignment):
             slices_of_rank[rank].append(piece)
     return Partition(tuple(numels), tuple(tuple(sorted(slices)) for slices in slices_of_rank))
 
@@ -339,23 +380,38 @@ def from_lists(numels: Sequence[int], owned: Iterable[Iterable[int | Slice]]) ->
 # ------------------------------------------------------------------------------------- a user's choice
 
 
-Strategy = str | Partition | Callable[..., "Partition | Sequence[Sequence[int]]"] | Sequence[Sequence[int]]
-"""How owners may be chosen: a name in `STRATEGIES`, such as "even"; a finished `Partition`; a function
-`(numels, world_size)` that returns one; or for each rank the numbers of its parameters."""
+Choice = str | Partition | Callable[..., "Partition | Sequence[Sequence[int]]"] | Sequence[Sequence[int]]
+"""How owners may be chosen: a name in `RULES`, such as "even"; a finished `Partition`; a function
+`(numels, world_size)` that returns one, or a rule marked by `partition_rule`; or for each rank the numbers of
+its parameters."""
 
-STRATEGIES: dict[str, Callable[..., Partition]] = {
+RULES: dict[str, Callable[..., Partition]] = {
     "sorted_greedy": sorted_greedy,
     "registration_greedy": registration_greedy,
     "even": even,
 }
 
 
+def rule_named(choice: Choice) -> Choice:
+    """The rule of that name; anything but a name as it is.
+
+    Raises:
+        ValueError: there is no such name.
+    """
+    if not isinstance(choice, str):
+        return choice
+    name = choice.replace("-", "_")
+    if name not in RULES:
+        raise ValueError(f"unknown partition {choice!r}; choose one of {', '.join(RULES)}.")
+    return RULES[name]
+
+
 def plan_partition(
-    strategy: Strategy,
+    choice: Choice,
     params: Sequence[ParamSpec],
     world_size: int,
     *,
-    loads: Sequence[int] | None = None,
+    loads: Sequence[float] | None = None,
 ) -> Partition:
     """Turn what a user may write for `partition=` into a Partition of these parameters.
 
@@ -363,25 +419,21 @@ def plan_partition(
     (384, 384)
 
     Args:
-        strategy: a name in STRATEGIES ("sorted_greedy" or "sorted-greedy"), a function
-            `(numels, world_size)` that returns a Partition or one list of parameter numbers for each
-            rank, such lists themselves, or a finished Partition.
+        choice: a name in RULES ("sorted_greedy" or "sorted-greedy"), a function `(numels, world_size)` that
+            returns a Partition or one list of parameter numbers for each rank, a rule marked by
+            `partition_rule`, such lists themselves, or a finished Partition.
         params: in registration order.
-        loads: elements that each rank already owns, when parameters are added to a live optimizer.
+        loads: what each rank already owns, when parameters are added to a live optimizer: `loads_under`.
     Raises:
         ValueError: the name is unknown, or the result does not fit these parameters and this world size.
-        TypeError: `strategy` is none of the above.
+        TypeError: `choice` is none of the above.
     """
     numels = [param.numel for param in params]
-    if isinstance(strategy, str):
-        name = strategy.replace("-", "_")
-        if name not in STRATEGIES:
-            raise ValueError(f"unknown partition {strategy!r}; choose one of {', '.join(STRATEGIES)}.")
-        strategy = STRATEGIES[name]
-    if callable(strategy):
-        made = strategy(numels, world_size, **_labels_for(strategy, params, loads))
-    else:
-        made = strategy
+    rule = rule_named(choice)
+    made: object = rule
+    if callable(rule):
+        takes_specs = hasattr(rule, "weight")
+        made = rule(params, world_size, loads=loads) if takes_specs else rule(numels, world_size)
     if not isinstance(made, Partition):
         if not isinstance(made, Sequence):
             raise TypeError(
@@ -398,41 +450,52 @@ def plan_partition(
     return made
 
 
-def _labels_for(
-    strategy: Callable[..., object], params: Sequence[ParamSpec], loads: Sequence[int] | None
-) -> dict[str, object]:
-    """The keyword arguments that our own strategies take; a user's function takes none."""
-    if strategy is sorted_greedy:
-        return {"groups": [param.group for param in params], "loads": loads}
-    if strategy is registration_greedy:
-        return {"trainable": [param.trainable for param in params], "loads": loads}
-    if strategy is even:
-        # Frozen parameters have no state: cut by themselves, they leave the trainable ones even.
-        return {"kinds": [(param.device, param.dtype, param.trainable) for param in params]}
-    return {}
+def loads_under(choice: Choice, partition: Partition, params: Sequence[ParamSpec]) -> tuple[float, ...]:
+    """What each rank owns, in the weights that the chosen rule balances.
+
+    >>> frozen = [ParamSpec(6), ParamSpec(9, trainable=False)]
+    >>> loads_under("registration_greedy", from_lists([6, 9], [[0], [1]]), frozen)
+    (6, 1)
+
+    Args:
+        params: those of the partition; more may follow.
+    """
+    weight = getattr(rule_named(choice), "weight", elements)
+
+    def load(piece: Slice) -> float:
+        whole, numel = weight(params[piece.param]), partition.numels[piece.param]
+        return whole if piece.numel == numel else whole * piece.numel / numel
+
+    return tuple(sum(map(load, slices)) for slices in partition.slices_of_rank)
 
 
 # ------------------------------------------------------------------------------------------- small parts
 
 
+def _specs(params: Sequence[int | ParamSpec]) -> list[ParamSpec]:
+    return [param if isinstance(param, ParamSpec) else ParamSpec(param) for param in params]
+
+
 def _pack(
-    numels: Sequence[int],
+    params: Sequence[ParamSpec],
     order: Iterable[int],
-    weights: Sequence[int],
+    weight: Callable[[ParamSpec], float],
     world_size: int,
-    loads: Sequence[int] | None,
+    loads: Sequence[float] | None,
 ) -> Partition:
     """Give each parameter, in `order`, to the rank with the least weight so far."""
+    numels = tuple(param.numel for param in params)
     _check_sizes(numels, world_size)
-    _check_length("loads", loads, world_size, "rank")
+    if loads is not None and len(loads) != world_size:
+        raise ValueError(f"loads has {len(loads)} entries; it takes one for each rank, {world_size}.")
     heap = [(load, rank) for rank, load in enumerate(loads or [0] * world_size)]
     heapq.heapify(heap)
     slices_of_rank: list[list[Slice]] = [[] for _ in range(world_size)]
-    for param in order:
+    for number in order:
         load, rank = heap[0]
-        slices_of_rank[rank].append(Slice(param, 0, numels[param]))
-        heapq.heapreplace(heap, (load + weights[param], rank))
-    return Partition(tuple(numels), tuple(tuple(sorted(slices)) for slices in slices_of_rank))
+        slices_of_rank[rank].append(Slice(number, 0, numels[number]))
+        heapq.heapreplace(heap, (load + weight(params[number]), rank))
+    return Partition(numels, tuple(tuple(sorted(slices)) for slices in slices_of_rank))
 
 
 def _cut_evenly(
@@ -478,11 +541,6 @@ def _check_sizes(numels: Sequence[int], world_size: int) -> None:
     for param, numel in enumerate(numels):
         if numel < 0:
             raise ValueError(f"parameter {param} has {numel} elements; a size cannot be negative.")
-
-
-def _check_length(name: str, labels: Sequence[object] | None, expected: int, of_each: str) -> None:
-    if labels is not None and len(labels) != expected:
-        raise ValueError(f"{name} has {len(labels)} entries; it takes one for each {of_each}, {expected}.")
 
 
 def _coverage_error(param: int, numel: int, covered: int, piece: Slice, rank: int) -> str:

@@ -215,9 +215,9 @@ def specs(shapes: Iterable[ParamShape], dtype: str = "float32") -> list[ParamSpe
     """Shapes as the parameters of one trainable group, which is what partitions and schedules take.
 
     >>> specs([ParamShape("weight", (2, 3))], dtype="bfloat16")
-    [ParamSpec(numel=6, dtype='bfloat16', device='cpu', group=0, trainable=True, name='weight')]
+    [ParamSpec(numel=6, dtype='bfloat16', device='cpu', group=0, trainable=True, name='weight', shape=(2, 3))]
     """
-    return [ParamSpec(param.numel, dtype, name=param.name) for param in shapes]
+    return [ParamSpec(param.numel, dtype, name=param.name, shape=param.shape) for param in shapes]
 
 
 class Named(Protocol):
@@ -373,7 +373,7 @@ def from_module(module: Any) -> list[ParamSpec]:
 
     >>> import torch
     >>> from_module(torch.nn.Linear(3, 2, device="meta", dtype=torch.bfloat16))[0]
-    ParamSpec(numel=6, dtype='bfloat16', device='meta', group=0, trainable=True, name='weight')
+    ParamSpec(numel=6, dtype='bfloat16', device='meta', group=0, trainable=True, name='weight', shape=(2, 3))
     """
     return [
         ParamSpec(
@@ -382,6 +382,7 @@ def from_module(module: Any) -> list[ParamSpec]:
             device=str(param.device),
             trainable=param.requires_grad,
             name=name,
+            shape=tuple(param.shape),
         )
         for name, param in module.named_parameters()
     ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
-from zero_ref.plan.partition import Strategy
+from zero_ref.plan.partition import Choice
 from zero_ref.simulator.ledger import StateRule, check_stage, state_rule
 from zero_ref.simulator.operations import WAYS
 
@@ -49,7 +49,7 @@ class Recipe:
     name: str
     summary: str
     stage: int
-    partition: Strategy | None = None
+    partition: Choice | None = None
     flat: bool = False
     to_owners: bool = False
     way: str = "plain"

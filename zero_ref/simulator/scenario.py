@@ -207,7 +207,6 @@ class Scenario:
             ddp_buckets=self.buckets,
             side_stream=self.cluster.backend == "nccl",
             blocks=blocks(self.params),
-            rows=[param.shape[0] for param in self.shapes],
             activation_bytes=self.activation_bytes,
         )
 

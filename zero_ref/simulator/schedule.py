@@ -178,7 +178,6 @@ def schedule(
     *,
     ddp_buckets: Sequence[Sequence[int]] | None = None,
     blocks: Sequence[Sequence[int]] | None = None,
-    rows: Sequence[int] | None = None,
     activation_bytes: int = 0,
     steps: range | None = None,
     side_stream: bool = False,
@@ -201,12 +200,11 @@ def schedule(
 
     Args:
         strategy: a recipe, or the name of one in `recipe.RECIPES`. Change one by `recipe(name, ...)`.
-        params: of the model, in registration order.
+        params: of the model, in registration order. Stage 3 cuts each along the first dimension of its shape.
         ddp_buckets: the parameters of each of DDP's gradient buckets, in the order of their all-reduces;
             None for the function `ddp_buckets` with its defaults.
         blocks: at stage 3 the parameters of each unit that is gathered together, the root's first
             (`models.blocks`); None for one unit of all.
-        rows: at stage 3 the first dimension of each parameter, along which it is cut; None for `numel`.
         activation_bytes: that forward leaves for backward on each rank; only `play` looks at them.
         steps: of local SGD, which ones, from 0; None for a cycle of the averaging after its warm-up.
         side_stream: an interleaved update is made beside backward, as on a GPU.
@@ -226,7 +224,7 @@ def schedule(
     if averaging is None and steps is not None:
         raise ValueError(f"steps= is for {LOCAL_SGD!r}; strategy {plan.name!r} meets in every step.")
     if plan.stage == 3:
-        return _stage_3(params, world_size, plan, blocks, rows, activation_bytes)
+        return _stage_3(params, world_size, plan, blocks, activation_bytes)
     buckets = _default_buckets(params) if ddp_buckets is None else ddp_buckets
     parameter_bytes = sum(nbytes_of(param) for param in params)
     gradient_bytes = (sum(nbytes_of(param) for param in params if param.trainable),) * world_size
@@ -295,21 +293,15 @@ def _stage_3(
     world_size: int,
     plan: Recipe,
     blocks: Sequence[Sequence[int]] | None,
-    rows: Sequence[int] | None,
     activation_bytes: int,
 ) -> Schedule:
     """Each parameter cut in N along its first dimension, as torch's `fully_shard` does."""
     blocks = [range(len(params))] if blocks is None else blocks
-    rows = [param.numel for param in params] if rows is None else rows
     if sorted(number for block in blocks for number in block) != list(range(len(params))):
         raise ValueError(f"blocks must list each of the {len(params)} parameters once.")
-    fits = (
-        row > 0 and param.numel % row == 0 if param.numel else row >= 0 for param, row in zip(params, rows)
-    )
-    if len(rows) != len(params) or not all(fits):
-        raise ValueError(f"rows takes the first dimension of each of the {len(params)} parameters.")
     rule = state_rule(plan.optimizer)
     # Of each parameter every rank has as many rows as the fullest; the last ranks' are partly padding.
+    rows = [param.rows for param in params]
     chunks = [-(-row // world_size) for row in rows]
     wide = [param.numel // max(row, 1) for param, row in zip(params, rows)]
     padded = [chunk * width * itemsize_of(param.dtype) for param, chunk, width in zip(params, chunks, wide)]

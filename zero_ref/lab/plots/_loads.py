@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, label_box, rank_ticks
 from zero_ref.live.numbers import short, short_bytes, short_count
 from zero_ref.live.palette import FAINT, INK, PAPER, SERIES_COLOURS, rank_colour, text_colour_on
-from zero_ref.plan.partition import STRATEGIES, Partition
+from zero_ref.plan.partition import RULES, Partition
 
 MOST_BARS = 64
 """Above this many ranks a bar is thinner than a line: one filled outline says more."""
@@ -132,7 +132,7 @@ def balance_against_ranks(
     Args:
         numels: elements per parameter, in registration order.
         world_sizes: numbers of ranks, rising.
-        strategies: names in `zero_ref.plan.partition.STRATEGIES`.
+        strategies: names in `zero_ref.plan.partition.RULES`.
         bytes_per_element: draw the fullest rank's bytes, this many an element (8: Adam's two running means in
             fp32). Its load divided by the mean if None.
     Raises:
@@ -141,9 +141,9 @@ def balance_against_ranks(
     total, largest = sum(numels), max(numels, default=0)
     if not total:
         raise ValueError("the model has no elements: there is nothing to balance.")
-    unknown = [name for name in strategies if name not in STRATEGIES]
+    unknown = [name for name in strategies if name not in RULES]
     if unknown:
-        raise ValueError(f"unknown partition {unknown[0]!r}; choose of {', '.join(STRATEGIES)}.")
+        raise ValueError(f"unknown partition {unknown[0]!r}; choose of {', '.join(RULES)}.")
 
     def height(load: int, world_size: int) -> float:
         return load * world_size / total if bytes_per_element is None else load * bytes_per_element
@@ -153,7 +153,7 @@ def balance_against_ranks(
 
     floor = [height(largest, n) for n in world_sizes]
     curves = {
-        name: [height(max(STRATEGIES[name](numels, n).loads), n) for n in world_sizes] for name in strategies
+        name: [height(max(RULES[name](numels, n).loads), n) for n in world_sizes] for name in strategies
     }
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
