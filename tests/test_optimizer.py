@@ -1501,7 +1501,7 @@ def test_logs_figures_at_the_debug_level_that_torch_has(caplog: pytest.LogCaptur
         caplog.clear()
         dist.set_debug_level(level)
         try:
-            with caplog.at_level(logging.INFO, logger="zero_ref.optimizer.zero_redundancy_optimizer"):
+            with caplog.at_level(logging.INFO, logger="zero_ref.optimizer"):
                 virtual.run(
                     lambda comm: zero(comm, [("w", nn.Parameter(torch.ones(100)))], partition="even"), 2
                 )

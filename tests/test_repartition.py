@@ -544,7 +544,7 @@ def test_a_refused_repartition_raises_on_all_ranks_and_changes_nothing(
             prepare(optimizer)
         before = (
             optimizer.partition,
-            optimizer._strategy,
+            optimizer._choice,
             optimizer.built.messages,
             optimizer.optim.param_groups,
         )
@@ -554,7 +554,7 @@ def test_a_refused_repartition_raises_on_all_ranks_and_changes_nothing(
             optimizer.repartition(asked)
         after = (
             optimizer.partition,
-            optimizer._strategy,
+            optimizer._choice,
             optimizer.built.messages,
             optimizer.optim.param_groups,
         )

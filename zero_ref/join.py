@@ -43,8 +43,6 @@ Kind = list[int] | None
 class Joined(Protocol):
     """What is asked of an optimizer here; see `ZeroRedundancyOptimizer`."""
 
-    rank: int
-    world_size: int
     collectives: Collectives
     backward: Backward
     built: Built
@@ -118,7 +116,7 @@ def divisor_of_gradients(zero: Joined, active: bool) -> int:
     Cost: there one all-reduce of 8 bytes, else nothing.
     """
     if zero.joined is None or zero.joined.divide_by_initial_world_size:
-        return zero.world_size
+        return zero.collectives.world_size
     count = torch.tensor([int(active)], device=zero.collectives.wire_device)
     zero.collectives.all_reduce(count).wait()
     return int(count.item())
@@ -149,7 +147,7 @@ def lend_to_joined(zero: Joined, active: bool) -> dict[int, torch.Tensor]:
         return {number: grad for number, grad in own.items() if grad is not None and number in kinds}
     if not active:
         return _borrowed(zero, source, kinds)
-    if zero.rank == source:
+    if zero.collectives.rank == source:
         joined = [rank for rank, stays in enumerate(has_data) if not stays]
         zero.collectives.exchange([lent for rank in joined for lent in _lent_to(zero, rank)], []).wait()
     return {}

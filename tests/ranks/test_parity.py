@@ -536,7 +536,7 @@ def logged() -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    logger = logging.getLogger("zero_ref.optimizer.zero_redundancy_optimizer")
+    logger = logging.getLogger("zero_ref.optimizer")
     handler = Keep()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

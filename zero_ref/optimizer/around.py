@@ -8,14 +8,17 @@ to it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from zero_ref import join
 from zero_ref.backward.gradients import WHOLE, check_no_scaler
+from zero_ref.comm.collectives import Collectives, Work
 
 Closure = Callable[[], Any]
 Step = TypeVar("Step", bound=Callable[..., Any])
@@ -53,6 +56,62 @@ def in_its_circumstances(step: Step) -> Step:
         return step(zero, closure, **kwargs)
 
     return stepping  # type: ignore[return-value]
+
+
+class TakesPartInJoin(Joinable):
+    """What torch.distributed.algorithms.join.Join asks of an optimizer."""
+
+    collectives: Collectives
+    process_group: Any
+    _shadow: weakref.ref[join.ShadowStep] | None = None
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """A rank without data goes on updating its shard."""
+        shadow = join.ShadowStep(self, **kwargs)  # type: ignore[arg-type]
+        self._shadow = weakref.ref(shadow)
+        return shadow
+
+    @property
+    def joined(self) -> join.ShadowStep | None:
+        """What `Join` runs in place of this rank's steps when its data end; None outside of a `Join`.
+
+        torch never takes back what a `Join` has set in `_join_config`. But a `Join` that has ended, be it by
+        an error, is gone, and with it what it runs.
+        """
+        return self._shadow() if self._join_config.enable and self._shadow is not None else None
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where Join counts the ranks that have data."""
+        return self.collectives.wire_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group whose ranks join."""
+        return self.process_group
+
+
+@contextmanager
+def failure_told(zero: Any, expected: Sequence[Work | None]) -> Iterator[list[Exception]]:
+    """If the local optimizer raises, give the other ranks the old values, and tell them.
+
+    They wait for values, and would take those of the next step for them.
+
+    Args:
+        expected: what the others send and this rank has begun to receive.
+    Yields:
+        A list for what the closure raises, which is the caller's affair.
+    """
+    by_closure: list[Exception] = []
+    try:
+        yield by_closure
+    except Exception as error:
+        if error not in by_closure:
+            if any(message.owner == zero.rank for message in zero.built.messages):
+                zero.accord.ring(error)
+            with suppress(RuntimeError):
+                zero.exchange(expected)
+        raise
 
 
 def noting_errors(closure: Closure, errors: list[Exception]) -> Closure:

@@ -166,13 +166,18 @@ def messages_within(messages: Iterable[Message], params: Container[int]) -> list
     ]
 
 
-def expect_broadcasts(comm: Collectives, messages: Iterable[Message]) -> list[Work | None]:
+def expect_broadcasts(
+    comm: Collectives, messages: Iterable[Message], dtype: torch.dtype | None = None
+) -> list[Work | None]:
     """Let what others will broadcast arrive at any time from now on, where the network can.
 
+    Args:
+        dtype: as of `start_broadcasts`. What is rounded on the way has another place to arrive in: nothing
+            is expected.
     Returns:
         What to pass to `start_broadcasts`, which has to follow with the same messages.
     """
-    return [comm.expect(message.tensor, message.owner) for message in messages]
+    return [] if dtype is not None else [comm.expect(message.tensor, message.owner) for message in messages]
 
 
 def start_broadcasts(

@@ -10,11 +10,13 @@ parameter, and what is stepped in its place a copy in another dtype. A step uses
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zero_ref.optimizer.buckets import flat_like, flat_view, kept_view
@@ -23,6 +25,8 @@ from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.groups import ParamGroup, loaded_options
 from zero_ref.optimizer.merged import MergedSlices
 from zero_ref.plan.partition import Partition, Slice
+
+logger = logging.getLogger("zero_ref.optimizer")
 
 MASTER = "master"
 """The key of a copy's values in its state, which travels and is stored with them."""
@@ -264,6 +268,27 @@ class Shard:
             local[built.specs[own.piece.param].group].append(own.local)
         return local
 
+    def check_same_elements(self, params: Sequence[torch.Tensor]) -> None:
+        """Refuse parameters whose elements are no longer those of the plan.
+
+        Raises:
+            RuntimeError: a parameter has another size, or one that is cut has other strides.
+        """
+        for number, (param, numel) in enumerate(zip(params, self.built.partition.numels, strict=True)):
+            if param.numel() != numel:
+                raise RuntimeError(
+                    f"rank {self.rank}: parameter {self.built.name(number)} had {numel} elements and now has "
+                    f"{param.numel()}. Build a new optimizer for a model of other sizes."
+                )
+        for number, param, strides in self.cut:
+            if param.stride() != strides:
+                raise RuntimeError(
+                    f"rank {self.rank}: parameter {self.built.name(number)} is split between ranks along its "
+                    f"memory, and its strides changed from {strides} to {param.stride()}: its state would "
+                    "belong to other elements. Change the memory format before constructing the optimizer, "
+                    'or use a partition of whole parameters, such as "sorted_greedy".'
+                )
+
     def check_keeps_no_views(self, action: str) -> None:
         """Refuse to move parameters of which the local optimizer keeps views: those would stay behind.
 
@@ -341,3 +366,26 @@ def _part(grad: torch.Tensor, own: OwnedSlice) -> torch.Tensor:
     """The gradient of a slice, in the dtype of what is stepped."""
     part = grad if own.is_whole else flat_like(grad, own.param)[own.piece.start : own.piece.stop]
     return part.to(own.local.dtype)
+
+
+def log_share(built: Built, shard: Shard, world_size: int) -> None:
+    """Partition and message figures, at TORCH_DISTRIBUTED_DEBUG=INFO; every owned slice at DETAIL."""
+    level = dist.get_debug_level()  # type: ignore[attr-defined]
+    if level == dist.DebugLevel.OFF:  # type: ignore[attr-defined]
+        return
+    total, mine = sum(built.partition.numels), built.partition.loads[shard.rank]
+    logger.info(
+        "rank %d of %d owns %d of %d elements (%.1f%%) in %d slices; a step sends %d messages, %d bytes",
+        shard.rank,
+        world_size,
+        mine,
+        total,
+        100 * mine / max(total, 1),
+        len(shard.owned),
+        len(built.messages),
+        sum(message.tensor.nbytes for message in built.messages),
+    )
+    if level == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
+        for own in shard.owned:
+            name = built.name(own.piece.param)
+            logger.info("rank %d owns %s of parameter %s", shard.rank, own.piece, name)

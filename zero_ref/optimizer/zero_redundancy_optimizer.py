@@ -12,36 +12,29 @@ while the user adds groups, freezes parameters, changes owners or loads: the par
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from zero_ref import join
 from zero_ref.backward.gradients import Backward
 from zero_ref.comm.accord import Accord, facts_of_options, number_on
-from zero_ref.comm.collectives import Collectives, RanksLostError, Work, agree, agreement, as_collectives
-from zero_ref.optimizer.around import in_its_circumstances, noting_errors
+from zero_ref.comm.collectives import Collectives, Work, agree, agreement, as_collectives
+from zero_ref.optimizer.around import TakesPartInJoin, failure_told, in_its_circumstances, noting_errors
 from zero_ref.optimizer.buckets import broadcast_messages, check_can_be_flattened, expect_broadcasts
 from zero_ref.optimizer.built import Built, places_of
 from zero_ref.optimizer.checks import check_can_be_sharded, check_updates_apart, facts_of, facts_of_values
 from zero_ref.optimizer.groups import copy_options, options_of, params_of, specs_of
-from zero_ref.optimizer.shard import Shard
+from zero_ref.optimizer.shard import Shard, log_share
 from zero_ref.plan.partition import Choice, ParamSpec, Partition, loads_under, plan_partition
-from zero_ref.state import checkpoint
 from zero_ref.state.repartition import Handover
+from zero_ref.state.whole import WithWholeState
 
-logger = logging.getLogger(__name__)
 
-
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
     """Shards an optimizer over the ranks of a process group. A drop-in for torch's class of that name.
 
     It shares the updates, not the gradients: they must be averaged over the ranks before `step`, as
@@ -103,19 +96,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         broadcast_dtype: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
-        Joinable.__init__(self)
+        TakesPartInJoin.__init__(self)
         self.collectives = as_collectives(process_group)
         self.process_group = dist.group.WORLD if process_group is None else process_group
-        self.rank = self.collectives.rank
-        self.world_size = self.collectives.world_size
-        self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
         self.broadcast_dtype = broadcast_dtype
         self.backward = Backward()
         self._choice = partition
-        self._consolidated: checkpoint.State | None = None
-        self._shadow: weakref.ref[join.ShadowStep] | None = None
 
         # Whatever can go wrong by itself goes wrong before the first message, and then on all ranks alike.
         number = number_on(self.process_group)
@@ -124,16 +112,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             # the local optimizer's constructor computes of its arguments. That gets what the user gave.
             self._given: list[dict[str, Any]] = []
             Optimizer.__init__(self, params, defaults)
-            specs, all_params = specs_of(self.param_groups), params_of(self.param_groups)
-            planned = plan_partition(partition, specs, self.world_size)
-            check_can_be_sharded(optimizer_class, planned, all_params, specs)
-            if parameters_as_bucket_view:
-                check_can_be_flattened(all_params)
-            # Before they are moved to where words of eight bytes begin elsewhere.
-            start_values = facts_of_values(all_params, specs)
-            check_updates_apart(optimizer_class, self._given[0], defaults)
-            # First: the local optimizer may keep views of its parameters, which would not move with them.
-            self.built = Built.of(all_params, specs, planned, parameters_as_bucket_view)
+            self.built, start_values = self._planned(optimizer_class, defaults)
             # An update in backward steps some parameters at a time, so there each is stepped by itself.
             self.shard = self.shard_type(
                 self.built, self.rank, self._given, optimizer_class, defaults, merge=not overlap_with_ddp
@@ -141,16 +120,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.defaults = self.optim.defaults
             copy_options(self.optim.param_groups, self.param_groups)
             facts.append(f"optimizer {number} of the group")
-            facts += self._facts(specs, planned)
+            facts += self._facts(self.built.specs, self.partition)
             facts += start_values  # last, so that what has another shape is said to have that
         alarm = self.collectives.open_channel(number, {param.device for param in self.built.params})
         self.accord = Accord(self.collectives, alarm, f"optimizer {number} ({type(self.optim).__name__})")
         self.state = self.optim.state
-        self._log()
+        log_share(self.built, self.shard, self.world_size)
 
     @property
-    def optim(self) -> Optimizer:
-        return self.shard.optim
+    def global_rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else self.rank
 
     @property
     def partition(self) -> Partition:
@@ -199,40 +178,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **kwargs: Any,
     ) -> Any:
         """The update itself: each rank steps its shard, then all send what they own."""
-        # What is to be rounded has another place to arrive in, and a closure runs the model as it is.
-        early = closure is None and self.broadcast_dtype is None
-        expected = expect_broadcasts(self.collectives, self.built.messages) if early else []
-        with self._failure_told(expected) as by_closure:
-            if closure is None:  # else it computes them
+        expected: list[Work | None] = []
+        with failure_told(self, expected) as by_closure:
+            if closure is None:  # else it computes the gradients, and runs the model as it is
+                expected += expect_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype)
                 self.shard.take(gradients)
             loss = self.shard.step(closure and noting_errors(closure, by_closure), **kwargs)
             self.shard.publish()
-        self._exchange(expected)
+        self.exchange(expected)
         self.end_update()
         self.accord.check_nothing_lost()
         return loss
 
-    @contextlib.contextmanager
-    def _failure_told(self, expected: Sequence[Work | None]) -> Iterator[list[Exception]]:
-        """If the local optimizer raises, give the others the old values, and tell them.
-
-        They wait for values, and would take those of the next step for them.
-
-        Yields:
-            A list for what the closure raises, which is the caller's affair.
-        """
-        by_closure: list[Exception] = []
-        try:
-            yield by_closure
-        except Exception as error:
-            if error not in by_closure:
-                if any(message.owner == self.rank for message in self.built.messages):
-                    self.accord.ring(error)
-                with contextlib.suppress(RuntimeError):
-                    self._exchange(expected)
-            raise
-
-    def _exchange(self, expected: Sequence[Work | None]) -> None:
+    def exchange(self, expected: Sequence[Work | None]) -> None:
         """Send what this rank owns, receive what others own, and hear who could not step."""
         built = self.built
         try:
@@ -261,6 +219,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # --------------------------------------------------------------------------- building what step uses
 
+    def _planned(
+        self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any]
+    ) -> tuple[Built, list[str]]:
+        """The plan, checked and laid out; and the values that the parameters had before, as facts."""
+        specs, params = specs_of(self.param_groups), params_of(self.param_groups)
+        partition = plan_partition(self._choice, specs, self.world_size)
+        check_can_be_sharded(optimizer_class, partition, params, specs)
+        if self.parameters_as_bucket_view:
+            check_can_be_flattened(params)
+        # Before they are moved to where words of eight bytes begin elsewhere.
+        start_values = facts_of_values(params, specs)
+        check_updates_apart(optimizer_class, self._given[0], defaults)
+        return Built.of(params, specs, partition, self.parameters_as_bucket_view), start_values
+
     def _rebuild(self, partition: Partition) -> None:
         """Lay out messages and local tensors for this partition of the parameters as they are now."""
         params, specs = params_of(self.param_groups), specs_of(self.param_groups)
@@ -268,7 +240,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.shard.place(built)
         self.built = built  # last: if one of these fails, the next step tries again
         self.state = self.optim.state
-        self._log()
+        log_share(self.built, self.shard, self.world_size)
 
     def current(self) -> Built:
         """What is built, for the parameters as they are now.
@@ -302,20 +274,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             agree(self.collectives, "change which parameters are trained", keeps_views or facts)
         if keeps_views is not None:
             raise keeps_views
-        for number, param in enumerate(params_of(self.param_groups)):
-            if param.numel() != built.partition.numels[number]:
-                raise RuntimeError(
-                    f"rank {self.rank}: parameter {built.name(number)} had {built.partition.numels[number]} "
-                    f"elements and now has {param.numel()}. Build a new optimizer for a model of other sizes."
-                )
-        for number, param, strides in self.shard.cut:
-            if param.stride() != strides:
-                raise RuntimeError(
-                    f"rank {self.rank}: parameter {built.name(number)} is split between ranks along its "
-                    f"memory, and its strides changed from {strides} to {param.stride()}: its state would "
-                    "belong to other elements. Change the memory format before constructing the optimizer, "
-                    'or use a partition of whole parameters, such as "sorted_greedy".'
-                )
+        self.shard.check_same_elements(params_of(self.param_groups))
         self._rebuild(built.partition)
         return self.built
 
@@ -370,13 +329,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """A rule is applied again; an explicit assignment says nothing of new parameters: the default."""
         return self._choice if isinstance(self._choice, str) or callable(self._choice) else "sorted_greedy"
 
-    # ---------------------------------------------------------------------------------------- checkpoints
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "a ZeroRedundancyOptimizer cannot be copied or pickled: it is tied to those of the other ranks. "
-            "Use consolidate_state_dict() and state_dict()."
-        )
+    # ----------------------------------------------------------------------------------------- other owners
 
     def repartition(self, partition: Choice) -> None:
         """Give elements to other owners in the middle of training, which goes on as if nothing had happened.
@@ -424,132 +377,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.built, self._choice = replace(built, partition=new, places=()), partition
         self._rebuild(new)
 
-    def consolidate_state_dict(self, to: int | Literal["all"] = 0) -> None:
-        """Gather the optimizer state onto one rank, or onto all; then `state_dict()` returns it there.
-
-        Args:
-            to: a rank of the group, or "all".
-        Raises:
-            ValueError: there is no such rank, or ranks pass different ones.
-            TypeError: the state holds something that is neither a tensor, a number, a text nor None.
-            MemoryError: there is no room for it. Whatever one rank raises, all raise.
-        Collective: all ranks of the group.
-        Cost: `to` receives the (N-1)/N of the state that it does not own, into its final place in CPU
-            memory. The others allocate 256 KiB, for small tensors that travel together. Three all-gathers of
-            32 bytes.
-        """
-        built = self.current()
-        with agreement(self.collectives, "consolidate the optimizer state") as facts:
-            facts += [f"to={to}", *self.standing_facts()]
-            if to != "all" and not (isinstance(to, int) and 0 <= to < self.world_size):
-                raise ValueError(
-                    f"rank {self.rank}: to={to!r} is no rank of a group of {self.world_size}, nor 'all'."
-                )
-            packed = checkpoint.pack(self.shard.owned, self.shard.state)
-        self._consolidated = checkpoint.consolidate(self.collectives, to, built.params, packed)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that the unsharded optimizer would have, in its form: it loads there, and anywhere here.
-
-        Raises:
-            RuntimeError: it was not consolidated onto this rank since the last step.
-        """
-        for before_hook in self._optimizer_state_dict_pre_hooks.values():
-            before_hook(self)
-        if self._consolidated is None:
-            raise RuntimeError(
-                f"rank {self.rank}: the optimizer state is spread over {self.world_size} ranks and has not "
-                "been gathered on this one since the last step. Call "
-                f"consolidate_state_dict({self.rank}) on all ranks, or state_dict() only on the rank that "
-                "the state was gathered to."
-            )
-        state_dict: dict[str, Any] = {
-            "state": {param: dict(state) for param, state in self._consolidated.items()},
-            "param_groups": checkpoint.packed_groups(self.param_groups),
-        }
-        for after_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = after_hook(self, state_dict) or state_dict
-        return state_dict
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's shard of a whole optimizer's state.
-
-        Args:
-            state_dict: of the plain torch optimizer or of a consolidated ZeroRedundancyOptimizer, at any
-                world size and partition. It is not changed, now or by later steps: this rank's part of it is
-                copied.
-        Raises:
-            ValueError: it is not of these parameters; names the first that does not fit. If it fits on one
-                rank and not on another, all raise and the optimizer is as it was.
-        Collective: all ranks of the group, each with the whole dict.
-        Cost: one all-gather of 32 bytes.
-        """
-        self.current()
-        with self.loading("load the state dict") as facts:
-            for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = before_hook(self, state_dict) or state_dict
-            facts += checkpoint.check_fits(state_dict, self.param_groups, type(self.optim))
-            ids = checkpoint.saved_ids(state_dict, self.param_groups)
-            mine = checkpoint.shard_of(state_dict["state"], ids, self.shard.owned)
-            self.shard.load(mine, state_dict["param_groups"])
-        for after_hook in self._optimizer_load_state_dict_post_hooks.values():
-            after_hook(self)
-
-    @contextlib.contextmanager
-    def loading(self, action: str) -> Iterator[list[str]]:
-        """As `agreement`, on what loads the shard, which stays as it was if a rank raises.
-
-        If the network fails in the agreement itself, others may have gone on. This rank, which has not, then
-        refuses to step.
-        """
-        before = {"state": self.optim.state, "param_groups": self.optim.param_groups}
-        try:
-            with agreement(self.collectives, action) as facts:
-                yield facts
-                facts += facts_of_options(self.optim.param_groups, self.optim)
-        except BaseException as error:
-            self.optim.__setstate__(before)
-            if isinstance(error, RanksLostError) or not isinstance(error, Exception):
-                self.accord.was_cut_off(action)
-            raise
-        finally:
-            self.state = self.optim.state
-        self.shard.settle()
-        for theirs, ours in zip(self.optim.param_groups, self.param_groups, strict=True):
-            for key in options_of(ours).keys() - theirs.keys():
-                del ours[key]
-        copy_options(self.optim.param_groups, self.param_groups)
-        self._consolidated = None
-        self.accord.lost = {}
-
-    # ------------------------------------------------------------------------------------- uneven inputs
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch.distributed.algorithms.join.Join: a rank without data goes on updating its shard."""
-        shadow = join.ShadowStep(self, **kwargs)
-        self._shadow = weakref.ref(shadow)
-        return shadow
-
-    @property
-    def joined(self) -> join.ShadowStep | None:
-        """What `Join` runs in place of this rank's steps when its data end; None outside of a `Join`.
-
-        torch never takes back what a `Join` has set in `_join_config`. But a `Join` that has ended, be it by
-        an error, is gone, and with it what it runs.
-        """
-        return self._shadow() if self._join_config.enable and self._shadow is not None else None
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where Join counts the ranks that have data."""
-        return self.collectives.wire_device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The group whose ranks join."""
-        return self.process_group
-
-    # ----------------------------------------------------------------------------------- checks and logging
+    # ------------------------------------------------------------------------------- what ranks compare
 
     def standing_facts(self) -> list[str]:
         """What must be the same on all ranks at any time."""
@@ -561,25 +389,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             f"overlap_with_ddp={self.overlap_with_ddp}, broadcast_dtype={self.broadcast_dtype}"
         )
         return [way, *facts_of(self.param_groups, specs, partition, first)]
-
-    def _log(self) -> None:
-        """Partition and message figures, at TORCH_DISTRIBUTED_DEBUG=INFO; every owned slice at DETAIL."""
-        level = dist.get_debug_level()  # type: ignore[attr-defined]
-        if level == dist.DebugLevel.OFF:  # type: ignore[attr-defined]
-            return
-        total = sum(self.partition.numels)
-        logger.info(
-            "rank %d of %d owns %d of %d elements (%.1f%%) in %d slices; a step sends %d messages, %d bytes",
-            self.rank,
-            self.world_size,
-            self.partition.loads[self.rank],
-            total,
-            100 * self.partition.loads[self.rank] / max(total, 1),
-            len(self.shard.owned),
-            len(self.built.messages),
-            sum(message.tensor.nbytes for message in self.built.messages),
-        )
-        if level == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
-            for own in self.shard.owned:
-                name = self.built.name(own.piece.param)
-                logger.info("rank %d owns %s of parameter %s", self.rank, own.piece, name)
