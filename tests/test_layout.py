@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from zero_ref.plan.layout import ITEMSIZE, Bucket, BucketLayout, Flat, Run, lay_out, runs_within
+from zero_ref.plan.layout import ITEMSIZE, Bucket, BucketLayout, Flat, SliceRun, lay_out, runs_within
 from zero_ref.plan.partition import (
     ParamSpec,
     Partition,
@@ -233,8 +233,8 @@ def test_an_even_layout_keeps_the_registration_order(params: list[ParamSpec], wo
 def test_runs_join_what_lies_together_and_leave_out_the_rest() -> None:
     slices = [Slice(0, 2, 6), Slice(1, 0, 3), Slice(2, 0, 0), Slice(3, 0, 5), Slice(4, 0, 1)]
     assert runs_within(slices, {0, 1, 2, 4}) == [
-        Run(0, 7, (Slice(0, 2, 6), Slice(1, 0, 3))),
-        Run(12, 13, (Slice(4, 0, 1),)),
+        SliceRun(0, 7, (Slice(0, 2, 6), Slice(1, 0, 3))),
+        SliceRun(12, 13, (Slice(4, 0, 1),)),
     ]
     assert runs_within(slices, {2}) == []
     assert runs_within(slices, set()) == []

@@ -24,7 +24,7 @@ ALIGNMENT = 64
 """As in `partition.even`: what begins at such a multiple is computed as in its own tensor, bit for bit."""
 
 
-class Run:
+class MergedRun:
     """Parameters that lie end to end, and the one tensor over all of them.
 
     Args:
@@ -97,7 +97,7 @@ class MergedSlices:
     def __init__(self, optim: Optimizer, messages: Iterable[Message], params: Sequence[torch.Tensor]) -> None:
         self.optim = optim
         numbers = {param: number for number, param in enumerate(params)}
-        self.runs: list[Run] = []
+        self.runs: list[MergedRun] = []
         self.apart = [group["params"] for group in optim.param_groups]
         self.together: list[list[torch.Tensor]] = []
         for of_group in self.apart:
@@ -106,7 +106,7 @@ class MergedSlices:
                 for param in of_group
                 if param in numbers and param.numel() <= SMALL_NUMEL and param.numel() % ALIGNMENT == 0
             }
-            runs = [Run(m, params) for m in messages_within(messages, small) if len(m.slices) > 1]
+            runs = [MergedRun(m, params) for m in messages_within(messages, small) if len(m.slices) > 1]
             merged = {member for run in runs for member in run.members}
             self.runs += runs
             self.together.append(

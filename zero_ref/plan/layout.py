@@ -141,7 +141,7 @@ def _flat(partition: Partition, members: list[int], device: str, dtype: str, ali
     return Flat(device, dtype, _round_up(end, alignment), offset_of_param, tuple(buckets))
 
 
-class Run(NamedTuple):
+class SliceRun(NamedTuple):
     """Elements `start` to `stop` of a message, and the slices that lie there end to end."""
 
     start: int
@@ -149,7 +149,7 @@ class Run(NamedTuple):
     slices: tuple[Slice, ...]
 
 
-def runs_within(slices: Iterable[Slice], params: Container[int]) -> list[Run]:
+def runs_within(slices: Iterable[Slice], params: Container[int]) -> list[SliceRun]:
     """Of slices that lie end to end, the runs that belong to `params`.
 
     What the optimizer sends when only these parameters have new values, and what the simulator prices.
@@ -168,7 +168,7 @@ def runs_within(slices: Iterable[Slice], params: Container[int]) -> list[Run]:
             found[-1][1].append(piece)
             end = start + piece.numel
         start += piece.numel
-    return [Run(first, first + sum(piece.numel for piece in run), tuple(run)) for first, run in found]
+    return [SliceRun(first, first + sum(piece.numel for piece in run), tuple(run)) for first, run in found]
 
 
 def _round_up(numel: int, multiple: int) -> int:
