@@ -144,7 +144,7 @@ class Saved(NamedTuple):
                     of_param = state.setdefault(number, {})
                     if "value" not in line:
                         line = {**line, "device": "meta"}
-                    if checkpoint.make_room(of_param, line, params[number]) is not None:
+                    if checkpoint.allocate(of_param, line, params[number]) is not None:
                         _check_stored(metadata, _name_of_state(labels, number, key), of_param[key])
         return cls(metadata, params, labels, {"state": state, "param_groups": groups}, notes)
 
