@@ -33,8 +33,8 @@ State = dict[int, dict[str, Any]]
 """The state of parameters, or of slices, by number."""
 
 Entry = dict[str, Any]
-"""One value of a slice's state, described in JSON: "param", "key", and either its "value" or, of its elements,
-"dtype", "numel" and place. The place is "start" and "stop" in the parameter, or a "shape" of its own."""
+"""One value of a slice's state, described: "param", "key", and either its "value" or the "dtype", "numel"
+and place of its elements. The place is "start" and "stop" in the parameter, or a "shape" of its own."""
 
 Packed = tuple[Entry, torch.Tensor | None]
 """An entry, and its elements as a 1-D tensor; None if the entry has the value."""

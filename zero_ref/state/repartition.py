@@ -103,7 +103,7 @@ class Handover:
         return {local: of_slice for local, of_slice in state.items() if of_slice}
 
     def _exchange_entries(self, comm: Collectives) -> Entries:
-        """The entries of all moves that begin or end here. A rank sends each peer those of all moves at once."""
+        """The entries of all moves that begin or end here. Those for one peer are sent together."""
         entries = {move: [entry for entry, _ in packed] for move, packed in self._packed.items()}
         to_send: dict[int, list[list[Entry]]] = {}
         expected: dict[int, list[Move]] = {}
