@@ -1,6 +1,6 @@
 """The two files of each rank of a sharded checkpoint: flat tensors by name, each in any number of pieces.
 
-This module adds to `minimal.py`, which writes no files, that any range of a tensor can be read again at another
+This module adds to `minimal.py`, which writes no files, that any range of a tensor can be read again, at any
 world size, and that damage is found. A rank's data file is its tensors, end to end. Its table says where each
 piece lies, and has the SHA-256 of each MiB of it, so that reading a range checks the blocks that it touches.
 A table also names its save and its rank, so that no file can be taken for another one. Only numbers and JSON
@@ -284,11 +284,11 @@ class ShardReader(FileSystemReader):
                     direct = (
                         target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
                     )
-                    room = target if direct else torch.empty(target.shape, dtype=piece.dtype)
+                    buffer = target if direct else torch.empty(target.shape, dtype=piece.dtype)
                     first = item.storage_offsets[0] * piece.dtype.itemsize
-                    _read_checked(file, piece, first, _memory_of(room))
+                    _read_checked(file, piece, first, _memory_of(buffer))
                     if not direct:
-                        target.copy_(room)
+                        target.copy_(buffer)
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
@@ -340,10 +340,10 @@ def verify(folder: Path) -> list[str]:
     for rank in range(len(reader.tables)):
         with _opened(reader.path_of_table(rank).with_suffix(".bin")) as file:
             for piece in reader.pieces_of_rank(rank):
-                room = memoryview(bytearray(min(piece.nbytes, BLOCK_NBYTES)))
+                buffer = memoryview(bytearray(min(piece.nbytes, BLOCK_NBYTES)))
                 for first in range(0, piece.nbytes, BLOCK_NBYTES):
                     try:
-                        _read_checked(file, piece, first, room[: piece.nbytes - first])
+                        _read_checked(file, piece, first, buffer[: piece.nbytes - first])
                     except DamagedError as error:
                         problems.append(str(error))
     return problems

@@ -2,16 +2,16 @@
 
 This module adds to `minimal.py`, which saves nothing, that two jobs never save into one directory: they would
 remove each other's saves, and a load would find those of either. The usual case is a requeued job whose
-predecessor still runs. A job writes `owner.json`, its mark, with its first save, and removes it when the
-optimizers that saved are gone, or the process ends. A crashed job leaves a mark behind, which becomes stale:
+predecessor still runs. A job writes `owner.json` with its first save, and removes it when the optimizers that
+saved are gone, or the process ends. A crashed job leaves the file behind, which becomes stale:
 
 - On the same machine since the same boot, as soon as that process is gone.
-- Elsewhere nobody can see whether the process lives. So the owner renews the mark every 30 s, and 5 minutes
+- Elsewhere nobody can see whether the process lives. So the owner renews the file every 30 s, and 5 minutes
   after the last renewal it is stale. Slurm and torchrun count restarts: for a later restart of the same job,
-  the mark of an earlier one is stale at once.
+  the file of an earlier one is stale at once.
 - With `take_over=True`, always.
 
-A mark may become stale too early, as when a process is stopped for 5 minutes and then continued. Nothing is
+The file may become stale too early, as when a process is stopped for 5 minutes and then continued. Nothing is
 lost then: a job removes only saves that it has written itself or found when it became the owner, never those
 of the next owner, and its own next save raises an error that names the new owner.
 
@@ -86,7 +86,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> Owner:
-        """Read a mark; OSError if there is none or it cannot be read, DamagedError if it is damaged."""
+        """Read `owner.json`; OSError if it is missing or unreadable, DamagedError if it is damaged."""
         entries = read_sealed(path, 2**16)
         with damage_in(path):
             owner = cls(*(entries[name] for name in cls._fields))
@@ -99,11 +99,11 @@ class Owner(NamedTuple):
         return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
     def is_gone(self, me: Owner, age: float) -> bool:
-        """Whether this owner's mark is stale.
+        """Whether this owner's `owner.json` is stale.
 
         Args:
             me: the process that asks.
-            age: seconds since the mark was renewed.
+            age: seconds since the file was renewed.
         """
         if self.machine == me.machine and os.name == "posix":
             return self.pid == me.pid or not _is_alive(self.pid, self.started)
@@ -141,7 +141,7 @@ def _is_alive(pid: int, started: str) -> bool:
     return True
 
 
-class Hold:
+class Ownership:
     """This process's ownership of a directory. It ends with the last reference to this object.
 
     Attributes:
@@ -172,27 +172,29 @@ _ADVICE = (
     f"been renewed for {STALE_SECONDS:.0f} s."
 )
 
-_HOLDS: weakref.WeakValueDictionary[Path, Hold] = weakref.WeakValueDictionary()
+_OWNERSHIPS: weakref.WeakValueDictionary[Path, Ownership] = weakref.WeakValueDictionary()
 
 
-def take(directory: Path, take_over: bool = False) -> Hold:
+def become_owner(directory: Path, take_over: bool = False) -> Ownership:
     """Become the owner of a directory, which exists; if this process is the owner, it remains so.
 
     Args:
         take_over: replace any other owner.
     Raises:
-        OSError: the mark cannot be written or read.
+        OSError: `owner.json` cannot be written or read.
         RuntimeError: another process is the owner, and is named; or no job has written that `owner.json`.
     """
     path = directory / OWNER
-    hold = _HOLDS.get(path)
-    if hold is not None and hold.is_valid():
-        return hold
+    ownership = _OWNERSHIPS.get(path)
+    if ownership is not None and ownership.is_valid():
+        return ownership
     me = Owner.this_process()
-    if hold is not None:
-        hold.end()  # The mark stays: it is another's.
+    if ownership is not None:
+        ownership.end()  # Stop renewing. The file stays, as it is another's.
         theirs = [
-            save.path.name for save in saves_in(directory) if save.mark and not hold.may_remove(save.mark)
+            save.path.name
+            for save in saves_in(directory)
+            if save.mark and not ownership.may_remove(save.mark)
         ]
         if theirs and not take_over:
             raise RuntimeError(
@@ -203,14 +205,14 @@ def take(directory: Path, take_over: bool = False) -> Hold:
         with writing(path) as file:
             file.write(sealed(me._asdict()))
     except FileExistsError:
-        _replace(path, me, take_over, lost=hold is not None)
+        _replace(path, me, take_over, lost=ownership is not None)
     sync_folder(directory)
-    hold = _HOLDS[path] = Hold(path, me)
-    return hold
+    ownership = _OWNERSHIPS[path] = Ownership(path, me)
+    return ownership
 
 
 def _replace(path: Path, me: Owner, take_over: bool, lost: bool) -> None:
-    """Replace the mark of another process by that of `me`, if the other one is gone, or is to be taken over.
+    """Replace the `owner.json` of another process, if that one is gone, or is to be taken over.
 
     Args:
         lost: the directory was this process's before, so the other one took it over and is alive.
@@ -250,7 +252,7 @@ def _is_of(path: Path, owner: Owner) -> bool:
 
 
 def _renew(path: Path, owner: Owner, stop: threading.Event) -> None:
-    """Renew the mark, which others see by its time, until `stop` is set or the mark is another's."""
+    """Renew the file's time until `stop` is set, or another process is the owner."""
     while not stop.wait(RENEW_SECONDS):
         with contextlib.suppress(OSError, DamagedError):
             if Owner.read(path).token != owner.token:

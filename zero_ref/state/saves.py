@@ -1,6 +1,6 @@
 """The folders of sharded saves: which of them are ours, which are complete, and which may be removed.
 
-This module adds to `minimal.py`, which writes no files, that an interrupted save leaves the one before intact:
+This module adds to `minimal.py`, which saves nothing, that an interrupted save leaves the one before intact:
 
     directory/
         owner.json               the job that saves here (`save_owner.py`)

@@ -8,7 +8,7 @@ each other is here. Below it are
     contents.py       what a rank stores of an optimizer: named flat tensors, and JSON
     files.py          how these lie in a rank's two files, and how damage is found
     saves.py          the folders of a directory: which save is complete, which may be removed
-    save_owner.py     which job may save into the directory
+    save_owner.py     which job may save into a directory
 
 The `save` and `load` of torch.distributed.checkpoint (DCP) are not called: they exchange pickled objects
 between ranks, which a background thread must not do while training communicates. Here ranks agree before they
@@ -37,7 +37,7 @@ from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.state.contents import Contents, LoadedShard, contents_of, slices_to_save
 from zero_ref.state.durable import make_directory
 from zero_ref.state.files import ShardReader, ShardWriter, Table, read_tables
-from zero_ref.state.save_owner import Hold, take
+from zero_ref.state.save_owner import Ownership, become_owner
 from zero_ref.state.saves import DamagedError, name_of, new_save, nothing_in, remove_old, saves_in
 
 Directory = str | os.PathLike[str]
@@ -141,7 +141,7 @@ class PendingSave:
 _PENDING: weakref.WeakKeyDictionary[ZeroRedundancyOptimizer, PendingSave] = weakref.WeakKeyDictionary()
 """The last background save of each optimizer."""
 
-_HELD: weakref.WeakKeyDictionary[ZeroRedundancyOptimizer, set[Hold]] = weakref.WeakKeyDictionary()
+_OWNERSHIPS: weakref.WeakKeyDictionary[ZeroRedundancyOptimizer, set[Ownership]] = weakref.WeakKeyDictionary()
 """The directories that an optimizer has saved to, which belong to this job for as long as it lives."""
 
 _KNOWN_DAMAGED: set[Path] = set()
@@ -171,7 +171,7 @@ class _Saving:
         _wait_for_pending(optimizer)
         optimizer.current()
         self.comm, self.keep = optimizer.collectives, keep
-        self.hold: Hold | None = None  # of rank 0
+        self.ownership: Ownership | None = None  # of rank 0
         path = Path(directory).absolute()
         name_and_id = ["", ""]
         with agreement(self.comm, "save a sharded checkpoint") as facts:
@@ -194,10 +194,10 @@ class _Saving:
 
     def _make_folder(self, path: Path, take_over: bool, optimizer: ZeroRedundancyOptimizer) -> list[str]:
         make_directory(path)
-        self.hold = take(path, take_over)
-        _HELD.setdefault(optimizer, set()).add(self.hold)
-        self.folder, mark = new_save(path, self.comm.world_size, self.hold.owner._asdict())
-        self.hold.first = self.hold.first or mark.number
+        self.ownership = become_owner(path, take_over)
+        _OWNERSHIPS.setdefault(optimizer, set()).add(self.ownership)
+        self.folder, mark = new_save(path, self.comm.world_size, self.ownership.owner._asdict())
+        self.ownership.first = self.ownership.first or mark.number
         self._remove_old()
         return [self.folder.name, mark.id]
 
@@ -217,9 +217,9 @@ class _Saving:
             self._remove_old()
 
     def _remove_old(self) -> None:
-        if self.hold is not None and self.hold.is_valid():
+        if self.ownership is not None and self.ownership.is_valid():
             damaged = {path.name for path in _KNOWN_DAMAGED if path.parent == self.folder.parent}
-            remove_old(self.folder, self.keep, self.hold.may_remove, damaged)
+            remove_old(self.folder, self.keep, self.ownership.may_remove, damaged)
 
 
 def _notes_as_json(notes: Mapping[str, Any] | None) -> str:

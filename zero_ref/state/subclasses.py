@@ -1,8 +1,8 @@
 """State that is a tensor subclass, such as torchao's 8-bit moments, taken apart and put together again.
 
-This module adds to `state_dict` of `minimal.py` that such state needs no pickle. A wrapper holds plain tensors:
-`__tensor_flatten__` names them and what else the wrapper needs, and `__tensor_unflatten__` makes the wrapper
-from both, as torch.compile requires too. While state is sent or stored, plain tensors replace the wrapper:
+This module adds to `state_dict` of `minimal.py` that such state needs no pickle. A wrapper holds plain
+tensors: `__tensor_flatten__` names them and what else the wrapper needs, and `__tensor_unflatten__` makes the
+wrapper from both, as torch.compile requires too. While state is sent or stored, plain tensors replace it:
 
     {"exp_avg": wrapper}      {"exp_avg::codes": tensor, "exp_avg::scale": tensor, "exp_avg::": recipe}
 
