@@ -163,7 +163,7 @@ def _noted(failures: list[Exception]) -> Iterator[None]:
 def _parcels(entries: Iterable[Entry]) -> list[list[int]]:
     """The numbers of the tensors that travel as one message: small tensors of one dtype are joined.
 
-    Large ones come last: nobody waits for one of them before the end, and small ones would wait behind them.
+    Large ones come last: parcels of small ones are waited for one by one, and would wait behind them.
 
     >>> entries = [{"dtype": "float32", "numel": numel} for numel in (10, 10**6, 20, 10**6, 5)]
     >>> _parcels(entries)
@@ -463,7 +463,7 @@ def shard_of(
             subclasses.take_apart({key: value}, own.piece.param, whole=False)  # raises for a tensor subclass
             if value.shape == own.param.shape and value.ndim:
                 return flat_like(value, own.param)[own.piece.start : own.piece.stop].clone()
-        return subclasses.mapped(torch.clone, value)
+        return subclasses.cloned(value)
 
     return {
         number: {key: part(key, value, own) for key, value in state[saved_ids[own.piece.param]].items()}

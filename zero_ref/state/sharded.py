@@ -118,8 +118,8 @@ class PendingSave:
     """A sharded save under way in the background."""
 
     def __init__(self, save: _Saving, writing: Future[None]) -> None:
-        self._save, self._writing = save, writing
-        self._waited_for = False
+        self._unsettled: _Saving | None = save
+        self._writing = writing
 
     def done(self) -> bool:
         """This rank has written its part, or failed to. The others may still write."""
@@ -133,9 +133,9 @@ class PendingSave:
             RuntimeError: another rank could not, or stopped.
         Collective: all ranks of the group.
         """
-        if not self._waited_for:
-            self._waited_for = True
-            self._save.settle(self._writing.result)
+        save, self._unsettled = self._unsettled, None
+        if save is not None:
+            save.settle(self._writing.result)
 
 
 _PENDING: weakref.WeakKeyDictionary[ZeroRedundancyOptimizer, PendingSave] = weakref.WeakKeyDictionary()

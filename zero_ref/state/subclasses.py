@@ -90,12 +90,12 @@ def put_together(plain: Mapping[Any, Any]) -> dict[Any, Any]:
     return of_param
 
 
-def mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `function` to a tensor, or to each plain tensor of a wrapper, which is then made again."""
+def cloned(value: torch.Tensor) -> Any:
+    """A copy of a tensor; of a wrapper, one made from copies of its plain tensors."""
     if not is_traceable_wrapper_subclass(value):
-        return function(value)
+        return value.clone()
     names, context = value.__tensor_flatten__()
-    inner = {name: mapped(function, getattr(value, name)) for name in names}
+    inner = {name: cloned(getattr(value, name)) for name in names}
     return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
 
 
