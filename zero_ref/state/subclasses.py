@@ -90,7 +90,7 @@ def put_together(plain: Mapping[Any, Any]) -> dict[Any, Any]:
     return of_param
 
 
-def cloned(value: torch.Tensor) -> Any:
+def cloned(value: Any) -> Any:
     """A copy of a tensor; of a wrapper, one made from copies of its plain tensors."""
     if not is_traceable_wrapper_subclass(value):
         return value.clone()
