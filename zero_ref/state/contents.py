@@ -102,6 +102,11 @@ def _name_of_state(labels: Sequence[str], number: int, key: str) -> str:
 class Contents:
     """What all ranks' tables together say of an optimizer. Tensors are on "meta": their values are not read.
 
+    Attributes:
+        metadata: where the values are, for `ShardReader.load`.
+        params, labels: the parameters, and their names in the files.
+        state_dict: as of the unsharded optimizer.
+        notes: the user's.
     Raises:
         DamagedError: the tables contradict themselves, or are of another program; names the file.
     """

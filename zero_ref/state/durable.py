@@ -56,7 +56,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that its files are found after a loss of power; on Windows nothing is done."""
+    """Sync a folder, so that its files are found after a loss of power. Does nothing on Windows."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

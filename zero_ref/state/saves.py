@@ -188,11 +188,9 @@ class Save(NamedTuple):
     def lacks(self) -> str:
         """In words, the tables that are missing; empty where none is, or there is no valid mark."""
         ranks = self.mark.ranks if self.mark else 0
-        # Not a list of all: a mark may claim any number of ranks.
-        missing = (
-            name for name in (table_name(rank, ranks) for rank in range(ranks)) if name not in self.names
-        )
-        first = list(itertools.islice(missing, 3))
+        tables = (table_name(rank, ranks) for rank in range(ranks))
+        # No list of all that are missing: a mark may claim any number of ranks.
+        first = list(itertools.islice((name for name in tables if name not in self.names), 3))
         matches = filter(None, map(TABLE.fullmatch, self.names))
         there = {int(match[1]) for match in matches if int(match[2]) == ranks}
         more = ranks - len(first) - sum(rank < ranks for rank in there)
