@@ -322,7 +322,7 @@ def test_each_rank_sends_its_share_once_and_only_to_the_receiver(monkeypatch: py
         return calls
 
     receiver, sender = virtual.run(on_rank, 2)
-    # agree; the length of the table of contents and the table; agree; moments of 15 elements, joined; others;
+    # agree; the length of the entries and the entries; agree; moments of 15 elements, joined; others;
     # agree
     ops = ["all_gather", "send", "send", "all_gather", "send", "send", "send", "all_gather"]
     assert [call.op for call in sender] == ops
@@ -349,7 +349,7 @@ FAULTY = threading.local()
 
 @pytest.mark.parametrize("to", [0, 1, "all"])
 @pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize(("module", "name"), [(checkpoint, "make_room"), (torch, "_foreach_copy_")])
+@pytest.mark.parametrize(("module", "name"), [(checkpoint, "allocate"), (torch, "_foreach_copy_")])
 def test_an_error_while_state_is_gathered_reaches_all_ranks_and_the_next_attempt_works(
     monkeypatch: pytest.MonkeyPatch, to: Any, elsewhere: bool, module: Any, name: str
 ) -> None:

@@ -19,10 +19,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings, strategies as st
+from saved import newest_complete
 
 from zero_ref.state import durable, files
 from zero_ref.state.files import FlatSlices, ShardReader, ShardWriter, read_tables, verify
-from zero_ref.state.saves import MARK, Mark, newest_complete, sealed
+from zero_ref.state.saves import MARK, Mark, sealed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.int16]
 DTYPES += [torch.uint8, torch.bool, torch.float8_e4m3fn]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from zero_ref.state import save_owner
-from zero_ref.state.save_owner import OWNER, STALE_SECONDS, Owner, take
+from zero_ref.state.save_owner import OWNER, STALE_SECONDS, Owner, become_owner
 from zero_ref.state.saves import Mark, new_save, sealed
 
 
@@ -38,8 +38,8 @@ ELSEWHERE: dict[str, Any] = {"host": "node7", "machine": "of another boot"}
 
 
 def test_a_directory_belongs_to_the_process_for_as_long_as_anyone_holds_it(tmp_path: Path) -> None:
-    hold = take(tmp_path)
-    again = take(tmp_path)
+    hold = become_owner(tmp_path)
+    again = become_owner(tmp_path)
     assert again is hold
     assert Owner.read(tmp_path / OWNER) == hold.owner
     assert (hold.owner.pid, hold.is_valid()) == (os.getpid(), True)
@@ -59,13 +59,13 @@ def test_the_later_job_hears_who_the_owner_is(tmp_path: Path) -> None:
     other = leave_mark(tmp_path, job="SLURM_JOB_ID=4711")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="belongs to another job") as raised:
-            take(tmp_path)
+            become_owner(tmp_path)
     said = str(raised.value)
     assert f"process {os.getppid()} on {other.host}, SLURM_JOB_ID=4711, since {other.since}" in said
     assert "pass take_over=True" in said
     assert os.listdir(tmp_path) == [OWNER], "the failed attempt leaves nothing"
     assert token_in(tmp_path) == other.token
-    hold = take(tmp_path, take_over=True)
+    hold = become_owner(tmp_path, take_over=True)
     assert token_in(tmp_path) == hold.owner.token
 
 
@@ -105,7 +105,7 @@ def second_restart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mark", STALE.values(), ids=STALE.keys())
 def test_a_stale_mark_is_taken_over(tmp_path: Path, mark: Any) -> None:
     leave_mark(tmp_path, **mark())
-    hold = take(tmp_path)
+    hold = become_owner(tmp_path)
     assert hold.is_valid()
     assert hold.owner.job == "SLURM_JOB_ID=12"
     assert os.listdir(tmp_path) == [OWNER]
@@ -116,7 +116,7 @@ def test_a_stale_mark_is_taken_over(tmp_path: Path, mark: Any) -> None:
 def test_a_mark_that_may_be_of_a_living_job_is_respected(tmp_path: Path, mark: Any) -> None:
     other = leave_mark(tmp_path, **mark())
     with pytest.raises(RuntimeError, match="belongs to another job"):
-        take(tmp_path)
+        become_owner(tmp_path)
     assert token_in(tmp_path) == other.token
 
 
@@ -124,10 +124,10 @@ def test_a_mark_that_cannot_be_read_is_respected_until_it_is_old(tmp_path: Path)
     path = tmp_path / OWNER
     path.write_text('{"sha256": "half a ma')
     with pytest.raises(RuntimeError, match="a process that left no readable owner"):
-        take(tmp_path)
+        become_owner(tmp_path)
     then = path.stat().st_mtime - STALE_SECONDS - 60
     os.utime(path, (then, then))
-    assert take(tmp_path).is_valid()
+    assert become_owner(tmp_path).is_valid()
 
 
 @pytest.mark.parametrize("take_over", [False, True])
@@ -136,7 +136,7 @@ def test_a_file_of_the_users_own_is_left_as_it_is(tmp_path: Path, take_over: boo
     path.write_text('{"owner": "Ada"}')
     os.utime(path, (0, 0))
     with pytest.raises(RuntimeError, match="is no mark of a job that saves, so it is left as it is"):
-        take(tmp_path, take_over)
+        become_owner(tmp_path, take_over)
     assert [file.name for file in tmp_path.iterdir()] == [OWNER]
     assert path.read_text() == '{"owner": "Ada"}'
 
@@ -144,7 +144,7 @@ def test_a_file_of_the_users_own_is_left_as_it_is(tmp_path: Path, take_over: boo
 def test_an_owner_that_was_taken_for_dead_hears_of_it_and_removes_nothing_of_the_next_one(
     tmp_path: Path,
 ) -> None:
-    hold = take(tmp_path)
+    hold = become_owner(tmp_path)
     hold.first = 5
     other = leave_mark(tmp_path, **ELSEWHERE)
     assert not hold.is_valid()
@@ -152,14 +152,14 @@ def test_an_owner_that_was_taken_for_dead_hears_of_it_and_removes_nothing_of_the
     may = [hold.may_remove(Mark(n, "", 1, "", owner)) for n, owner in ((4, theirs), (5, mine), (6, theirs))]
     assert may == [True, True, False]
     with pytest.raises(RuntimeError, match=r"belongs to another job by now: process .* on node7"):
-        take(tmp_path)
+        become_owner(tmp_path)
     del hold
     gc.collect()
     assert token_in(tmp_path) == other.token, "the mark of another is not removed"
 
 
 def test_an_owner_that_was_taken_for_dead_hears_of_it_when_the_next_one_has_ended_too(tmp_path: Path) -> None:
-    hold = take(tmp_path)
+    hold = become_owner(tmp_path)
     _, mine = new_save(tmp_path, 1, hold.owner._asdict())
     hold.first = mine.number
     leave_mark(tmp_path, **ELSEWHERE)
@@ -169,8 +169,8 @@ def test_an_owner_that_was_taken_for_dead_hears_of_it_when_the_next_one_has_ende
         with pytest.raises(
             RuntimeError, match="belongs to another job by now, which has saved save-00000002"
         ):
-            take(tmp_path)
-    assert take(tmp_path, take_over=True).is_valid()
+            become_owner(tmp_path)
+    assert become_owner(tmp_path, take_over=True).is_valid()
 
 
 def test_the_mark_is_renewed_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_the_mark_is_renewed_while_it_is_held(tmp_path: Path, monkeypatch: pytes
         renewed.set()
 
     monkeypatch.setattr(save_owner, "RENEW_SECONDS", 0.01)
-    hold = take(tmp_path)
+    hold = become_owner(tmp_path)
     utime(tmp_path / OWNER, (0, 0))
     monkeypatch.setattr(save_owner.os, "utime", noticed)
     assert renewed.wait(60)
@@ -193,7 +193,7 @@ def test_the_mark_is_renewed_while_it_is_held(tmp_path: Path, monkeypatch: pytes
 def test_a_process_that_was_forked_neither_owns_nor_releases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold = take(tmp_path)
+    hold = become_owner(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(save_owner.os, "getpid", lambda: -1)
         assert not hold.is_valid()

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from saved import newest_complete
 
 from zero_ref.state import saves
 from zero_ref.state.saves import (
@@ -18,7 +19,6 @@ from zero_ref.state.saves import (
     Mark,
     look_at,
     new_save,
-    newest_complete,
     read_sealed,
     remove_old,
     saves_in,

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved import newest_complete
 from torch import nn, optim
 from training import (
     MODES,
@@ -40,7 +41,7 @@ from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import Partition, Slice, from_lists
-from zero_ref.state import files, save_owner, saves, sharded
+from zero_ref.state import files, save_owner, sharded
 from zero_ref.state.files import ShardWriter
 from zero_ref.state.saves import sealed
 from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_async
@@ -867,7 +868,7 @@ def test_training_goes_on_while_the_state_of_before_is_written(tmp_path: Path, g
             group["lr"] = 99.0
         assert not pending.done()
         with pytest.raises(FileNotFoundError):
-            saves.newest_complete(tmp_path)
+            newest_complete(tmp_path)
         comm.all_gather(torch.zeros(1))
         gate.set()
         pending.wait()
@@ -923,7 +924,7 @@ def test_the_next_save_and_a_load_wait_for_the_one_in_the_background(
         trainee.steps(range(1, 2))
         threading.Timer(0.2, gate.set).start()
         second = save_sharded_async(trainee.optimizer, tmp_path, notes={"iteration": 2})
-        assert saves.newest_complete(tmp_path).number == 1
+        assert newest_complete(tmp_path).number == 1
         assert load_sharded(trainee.optimizer, tmp_path) == {"iteration": 2}
         second.wait()
 

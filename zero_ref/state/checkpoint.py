@@ -1,11 +1,10 @@
-"""Optimizer state between the sharded form and the whole one.
+"""Optimizer state in two forms: sharded, and whole as in the unsharded torch optimizer's `state_dict()`.
 
-It adds to `state_dict` of `minimal.py` that parameters may be cut, that nothing is pickled, that each tensor
-travels straight into its place, and the way back: loading, at any number of ranks.
+This module adds to `state_dict` of `minimal.py` that parameters may be cut, that nothing is pickled, that
+large tensors are received straight into their final place, and that a state dict can be loaded.
 
-One form everywhere: what `state_dict()` of the unsharded torch optimizer would be. `consolidate` brings
-shards together into it, `shard_of` takes a rank's part out of it, so a checkpoint written under one world
-size and partition loads under any other, and in plain torch.
+`consolidate` gathers the shards into the whole form, and `shard_of` takes one rank's part out of it. So a
+checkpoint written at one world size and under one partition loads at any other, and in plain torch.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import contextlib
 import copy
 import hashlib
 import inspect
+import itertools
 import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,11 +30,17 @@ from zero_ref.optimizer.shard import OwnedSlice
 from zero_ref.state import subclasses
 
 State = dict[int, dict[str, Any]]
-Line = tuple[dict[str, Any], torch.Tensor | None]
-"""A line of a table of contents, and its tensor, 1-D, if it travels as one."""
+"""The state of parameters, or of slices, by number."""
+
+Entry = dict[str, Any]
+"""One value of a slice's state, described: "param", "key", and either its "value" or the "dtype", "numel"
+and place of its elements. The place is "start" and "stop" in the parameter, or a "shape" of its own."""
+
+Packed = tuple[Entry, torch.Tensor | None]
+"""An entry, and its elements as a 1-D tensor; None if the entry has the value."""
 
 PARCEL_NBYTES = 2**18
-"""Up to here tensors are joined into one message: copying them takes less time than messages of their own."""
+"""Tensors are joined into messages of up to this size: copying takes less time than a message for each."""
 
 
 # ------------------------------------------------------------------------------------------- shards to whole
@@ -42,16 +48,12 @@ PARCEL_NBYTES = 2**18
 
 @torch.no_grad()
 def consolidate(
-    comm: Collectives,
-    to: int | Literal["all"],
-    params: Sequence[torch.Tensor],
-    packed: Sequence[Line],
+    comm: Collectives, to: int | Literal["all"], params: Sequence[torch.Tensor], packed: Sequence[Packed]
 ) -> State | None:
     """Gather the state of all slices on rank `to`, or on all ranks.
 
-    Each owner sends a table of contents (JSON, no pickle), then its tensors as they are; each is received
-    straight into its place in the final tensor. Numbers and zero-dimensional tensors ride in the table, small
-    tensors together.
+    Each owner sends its entries as JSON, without pickle, then its tensors. A large tensor is received
+    straight into its place in the final tensor; small tensors travel together.
 
     Args:
         to: a rank, or "all".
@@ -64,31 +66,32 @@ def consolidate(
     Collective: all ranks, with the same `to`.
     Cost: as ZeroRedundancyOptimizer.consolidate_state_dict.
     """
-    route = _ToAll(comm) if to == "all" else _ToOne(comm, to)
     tensors = [tensor for _, tensor in packed if tensor is not None]
-    contents = route.contents([entry for entry, _ in packed])
+    entries_of_owner = _gather_entries(comm, to, [entry for entry, _ in packed])
     whole: State = {}
     places: dict[int, list[torch.Tensor]] = {}
-    parcels: dict[int, list[list[torch.Tensor]]] = {}
-    # All that takes memory comes first: what a rank then sends is waited for.
+    parcels: list[tuple[int, list[torch.Tensor]]] = []
+    # Allocate all memory before the first tensor is sent: from then on, other ranks wait for this one.
     with agreement(comm, "make room for the optimizer state"):
-        if to in ("all", comm.rank):
-            for owner, entries in contents.items():
-                rooms = [make_room(whole.setdefault(e["param"], {}), e, params[e["param"]]) for e in entries]
-                places[owner] = [place for place in rooms if place is not None]
-        for owner, entries in contents.items():
-            ends = tensors if owner == comm.rank else places[owner]  # where it starts from, or arrives
-            parcels[owner] = [[ends[n] for n in parcel] for parcel in _parcels(entries) if owner != to]
+        for owner, entries in entries_of_owner.items():
+            if to in ("all", comm.rank):
+                allocated = [
+                    allocate(whole.setdefault(e["param"], {}), e, params[e["param"]]) for e in entries
+                ]
+                places[owner] = [place for place in allocated if place is not None]
+            ends = tensors if owner == comm.rank else places[owner]
+            if owner != to:
+                parcels += [(owner, [ends[n] for n in parcel]) for parcel in _parcels(entries)]
         whole = {param: subclasses.put_together(whole[param]) for param in sorted(whole)}
-        landing = _landing_for([parcel for of_owner in parcels.values() for parcel in of_owner], comm)
+        staged = [sum(end.nbytes for end in ends) for _, ends in parcels if not _goes_as_it_is(ends, comm)]
+        staging = torch.empty(max(staged, default=0), dtype=torch.uint8, device=comm.wire_device)
     failures: list[Exception] = []
     works: list[Work] = []
-    for owner in contents:
-        if tensors and owner == comm.rank and owner in places:
-            with _noted(failures):
-                torch._foreach_copy_(places[owner], tensors)
-        for parcel in parcels[owner]:
-            works += _travel(route, parcel, owner, comm, landing, failures)
+    for owner, ends in parcels:
+        works += _transfer_parcel(comm, to, owner, ends, staging, failures)
+    if tensors and places:  # while the last tensors of other owners arrive
+        with _noted(failures):
+            torch._foreach_copy_(places[comm.rank], tensors)
     for work in works:
         work.wait()
     with agreement(comm, "consolidate the optimizer state"):
@@ -97,42 +100,56 @@ def consolidate(
     return whole if places else None
 
 
-def _travel(
-    route: _ToOne | _ToAll,
-    ends: list[torch.Tensor],
-    owner: int,
+def _gather_entries(comm: Collectives, to: int | Literal["all"], mine: list[Entry]) -> dict[int, list[Entry]]:
+    """Each owner's entries by its rank; a rank that receives no state gets only its own. Collective."""
+    if to == "all":
+        return {owner: broadcast_json(comm, mine, owner) for owner in range(comm.world_size)}
+    if comm.rank != to:
+        exchange_json(comm, {to: mine}, [])
+        return {comm.rank: mine}
+    others = [rank for rank in range(comm.world_size) if rank != to]
+    return {**dict(zip(others, exchange_json(comm, {}, others), strict=True)), to: mine}
+
+
+def _transfer(comm: Collectives, to: int | Literal["all"], owner: int, tensor: torch.Tensor) -> Work:
+    if to == "all":
+        return comm.broadcast(tensor, owner)
+    return comm.send(tensor, to) if owner == comm.rank else comm.recv(tensor, owner)
+
+
+def _transfer_parcel(
     comm: Collectives,
-    landing: torch.Tensor,
+    to: int | Literal["all"],
+    owner: int,
+    ends: list[torch.Tensor],
+    staging: torch.Tensor,
     failures: list[Exception],
 ) -> list[Work]:
-    """Send these tensors as one, or receive them, and give what is still under way.
+    """Send or receive tensors as one message, and return what is still under way.
 
-    What goes wrong on this rank alone is noted. It takes part all the same, for others wait for that.
+    An error of this rank alone is noted. The rank takes part all the same, because others wait for it.
+
+    Args:
+        ends: where the elements come from on the owner, and where they go on a receiver.
+        staging: (nbytes,), uint8 on the wire's device, large enough for a parcel that has to be copied.
     """
     if _goes_as_it_is(ends, comm):
-        return [route.start(ends[0], owner)]
-    sending = owner == comm.rank
-    travelling = landing[: sum(end.nbytes for end in ends)].view(ends[0].dtype)
-    parts = list(travelling.split([end.numel() for end in ends]))
+        return [_transfer(comm, to, owner, ends[0])]
+    parcel = staging[: sum(end.nbytes for end in ends)].view(ends[0].dtype)
+    parts = list(parcel.split([end.numel() for end in ends]))
     with _noted(failures):
-        if sending:
+        if owner == comm.rank:
             torch._foreach_copy_(parts, ends)
-    # One at a time: neither the wire's device nor a sender need have room for the state of all.
-    route.start(travelling, owner).wait()
+    # One parcel at a time, so that neither end needs memory on the wire's device for the state of all.
+    _transfer(comm, to, owner, parcel).wait()
     with _noted(failures):
-        if not sending:
+        if owner != comm.rank:
             torch._foreach_copy_(ends, parts)
     return []
 
 
 def _goes_as_it_is(ends: Sequence[torch.Tensor], comm: Collectives) -> bool:
     return len(ends) == 1 and ends[0].device == comm.wire_device
-
-
-def _landing_for(parcels: Iterable[Sequence[torch.Tensor]], comm: Collectives) -> torch.Tensor:
-    """Bytes on the wire's device for any of these parcels, if it does not go as it is."""
-    staged = (sum(end.nbytes for end in ends) for ends in parcels if not _goes_as_it_is(ends, comm))
-    return torch.empty(max(staged, default=0), dtype=torch.uint8, device=comm.wire_device)
 
 
 @contextlib.contextmanager
@@ -143,19 +160,19 @@ def _noted(failures: list[Exception]) -> Iterator[None]:
         failures.append(error)
 
 
-def _parcels(contents: Iterable[Mapping[str, Any]]) -> list[list[int]]:
-    """Which of the tensors in a table of contents travel as one, by their numbers: small ones of a dtype.
+def _parcels(entries: Iterable[Entry]) -> list[list[int]]:
+    """The numbers of the tensors that travel as one message: small tensors of one dtype are joined.
 
-    Large ones come last. Nobody waits for one of them, and what is small would have to wait behind them.
+    Large ones come last: parcels of small ones are waited for one by one, and would wait behind them.
 
-    >>> lines = [{"dtype": "float32", "numel": numel} for numel in (10, 10**6, 20, 10**6, 5)]
-    >>> _parcels(lines)
+    >>> entries = [{"dtype": "float32", "numel": numel} for numel in (10, 10**6, 20, 10**6, 5)]
+    >>> _parcels(entries)
     [[0, 2, 4], [1], [3]]
     """
     large: list[list[int]] = []
     small: dict[str, list[list[int]]] = {}
-    left: dict[str, int] = {}  # bytes, in the last parcel of each dtype
-    for number, entry in enumerate(entry for entry in contents if "numel" in entry):
+    left: dict[str, int] = {}  # bytes that the last parcel of a dtype still has room for
+    for number, entry in enumerate(entry for entry in entries if "numel" in entry):
         dtype, nbytes = entry["dtype"], entry["numel"] * dtype_of(entry["dtype"]).itemsize
         if nbytes > PARCEL_NBYTES:
             large.append([number])
@@ -165,23 +182,18 @@ def _parcels(contents: Iterable[Mapping[str, Any]]) -> list[list[int]]:
             left[dtype] = PARCEL_NBYTES
         small[dtype][-1].append(number)
         left[dtype] -= nbytes
-    return [*(parcel for of_dtype in small.values() for parcel in of_dtype), *large]
+    return [*itertools.chain.from_iterable(small.values()), *large]
 
 
-def pack(owned: Sequence[OwnedSlice], state: Mapping[Any, Mapping[Any, Any]]) -> list[Line]:
-    """A table of contents of this rank's state, each line with its tensor, if it travels as one.
+def pack(owned: Sequence[OwnedSlice], state: Mapping[Any, Mapping[Any, Any]]) -> list[Packed]:
+    """This rank's state as entries and 1-D tensors, which are views of the state where memory allows.
 
     Raises:
         TypeError: the state holds something that is neither a tensor, a number, a text nor None, or something
             that belongs to no parameter.
     """
     check_belongs_to_parameters(state)
-    return [line for own in owned for line in pack_slice(own, plain_state(own, state))]
-
-
-def plain_state(own: OwnedSlice, state: Mapping[Any, Mapping[Any, Any]]) -> dict[Any, Any]:
-    """The state of one slice, its tensor subclasses taken apart; raises as `pack`."""
-    return subclasses.take_apart(state.get(own.local, {}), own.piece.param, whole=own.is_whole)
+    return [packed for own in owned for packed in pack_slice(own, plain_state(own, state))]
 
 
 def check_belongs_to_parameters(state: Mapping[Any, Any]) -> None:
@@ -197,12 +209,17 @@ def check_belongs_to_parameters(state: Mapping[Any, Any]) -> None:
         )
 
 
-def pack_slice(own: OwnedSlice, of_slice: Mapping[Any, Any]) -> list[Line]:
-    """The lines of one slice's plain state; raises as `pack`. Tensors are views where memory allows."""
+def plain_state(own: OwnedSlice, state: Mapping[Any, Mapping[Any, Any]]) -> dict[Any, Any]:
+    """The state of one slice, its tensor subclasses taken apart; raises as `pack`."""
+    return subclasses.take_apart(state.get(own.local, {}), own.piece.param, whole=own.is_whole)
+
+
+def pack_slice(own: OwnedSlice, plain: Mapping[Any, Any]) -> list[Packed]:
+    """The `plain_state` of one slice as entries and tensors; raises as `pack`."""
     piece, _, local = own
-    lines: list[Line] = []
-    for key, value in of_slice.items():
-        entry: dict[str, Any] = {"param": piece.param, "key": key}
+    packed: list[Packed] = []
+    for key, value in plain.items():
+        entry: Entry = {"param": piece.param, "key": key}
         tensor = None
         if not isinstance(value, torch.Tensor):
             if not isinstance(key, str) or not isinstance(value, (int, float, str, bool, type(None))):
@@ -214,24 +231,23 @@ def pack_slice(own: OwnedSlice, of_slice: Mapping[Any, Any]) -> list[Line]:
         elif value.ndim == 0 and not value.is_complex():
             entry |= {"value": value.item(), "dtype": dtype_name(value.dtype)}
         else:
-            # What is within a subclass has an order of its own.
+            # A part of a subclass may have the slice's shape by chance; its elements are in another order.
             follows_param = value.shape == local.shape and not subclasses.is_within(key)
             tensor = flat_like(value, local) if follows_param else value.contiguous().view(-1)
             place = {"start": piece.start, "stop": piece.stop} if follows_param else {"shape": [*value.shape]}
             entry |= {"dtype": dtype_name(value.dtype), "numel": tensor.numel(), **place}
-        lines.append((entry, tensor))
-    return lines
+        packed.append((entry, tensor))
+    return packed
 
 
-def make_room(
-    of_param: dict[str, Any], entry: Mapping[str, Any], like: torch.Tensor, first: int = 0
+def allocate(
+    of_param: dict[str, Any], entry: Entry, like: torch.Tensor, first: int = 0
 ) -> torch.Tensor | None:
-    """Make room for a line in a state, and give the place of its elements; None if it is a value.
+    """Add an entry's key to a state, its elements still empty, and return the 1-D view where they go.
 
     Args:
-        of_param: the state of a parameter, or of a slice of it, so far.
-        entry: the line; what it makes lies on its "device", on that of `like` if this is "parameter", on the
-            CPU if it has none.
+        of_param: the state of a parameter or slice so far. An entry with a value adds it, and returns None.
+        entry: its "device" is a name, "parameter" for the device of `like`, or missing for the CPU.
         like: the parameter or slice; state that follows it gets its shape and strides.
         first: the number that the first element of `like` has in its parameter.
     """
@@ -249,41 +265,9 @@ def make_room(
         return flat_view(of_param[key])
     if key not in of_param:
         of_param[key] = torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
-    room = flat_view(of_param[key])
-    # Most have it all, and a slice takes as long as the rest.
-    return room if room.numel() == entry["numel"] else room[entry["start"] - first : entry["stop"] - first]
-
-
-class _ToOne:
-    """Owners send point to point to one rank."""
-
-    def __init__(self, comm: Collectives, to: int) -> None:
-        self.comm, self.to = comm, to
-
-    def contents(self, mine: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-        comm = self.comm
-        if comm.rank != self.to:
-            exchange_json(comm, {self.to: mine}, [])
-            return {comm.rank: mine}
-        others = [rank for rank in range(comm.world_size) if rank != self.to]
-        # Its own last: copied while that of the others arrives.
-        return {**dict(zip(others, exchange_json(comm, {}, others), strict=True)), comm.rank: mine}
-
-    def start(self, tensor: torch.Tensor, owner: int) -> Work:
-        return self.comm.send(tensor, self.to) if owner == self.comm.rank else self.comm.recv(tensor, owner)
-
-
-class _ToAll:
-    """Owners broadcast."""
-
-    def __init__(self, comm: Collectives) -> None:
-        self.comm = comm
-
-    def contents(self, mine: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-        return {owner: broadcast_json(self.comm, mine, owner) for owner in range(self.comm.world_size)}
-
-    def start(self, tensor: torch.Tensor, owner: int) -> Work:
-        return self.comm.broadcast(tensor, owner)
+    flat = flat_view(of_param[key])
+    # Most entries are of the whole tensor, and slicing would take as long as the rest of this function.
+    return flat if flat.numel() == entry["numel"] else flat[entry["start"] - first : entry["stop"] - first]
 
 
 @cache
@@ -298,32 +282,30 @@ def dtype_of(name: str) -> torch.dtype:
 # ------------------------------------------------------------------------------------------- whole to shards
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-"""What torch's elementwise optimizers keep once for a parameter."""
+"""The state that torch's elementwise optimizers keep once for a parameter."""
 
 SHAPED = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg"}
     | {"grad_avg", "acc_delta", "ax", "prev", "step_size"}
 )
-"""What they keep for each element, in the parameter's shape."""
+"""The state that they keep for each element, in the parameter's shape."""
 
 
 def packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups as in a torch state dict: options, and parameters as running numbers."""
-    packed = []
-    first = 0
-    for group in param_groups:
-        numbers = list(range(first, first + len(group["params"])))
-        first += len(numbers)
-        options = {key: value for key, value in group.items() if key != "params"}
-        packed.append({**copy.deepcopy(options), "params": numbers})
-    return packed
+    running = itertools.count()
+    return [
+        copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+        | {"params": [next(running) for _ in group["params"]]}
+        for group in param_groups
+    ]
 
 
 def saved_ids(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> list[Any]:
-    """For each of our parameters the id under which its state was saved: by name where both sides have names.
+    """The id under which the state of each parameter was saved: by name where both sides have names.
 
     Raises:
-        ValueError: the names are not ours, or an id stands for two parameters.
+        ValueError: the saved names are not those of `param_groups`, or an id stands for two parameters.
     """
     ids: list[Any] = []
     for index, (saved, ours) in enumerate(zip(state_dict["param_groups"], param_groups, strict=True)):
@@ -352,9 +334,9 @@ def check_fits(
     """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
 
     Args:
-        optimizer_class: of one of torch's elementwise ones the state has shapes that are known.
+        optimizer_class: if it is one of torch's elementwise ones, the shapes of its state are checked.
     Raises:
-        ValueError: no such keys, other groups, options that the class refuses, or a state that it cannot
+        ValueError: missing keys, other groups, options that the class refuses, or a state that it cannot
             have made; names the parameter.
     """
     _check_structure(state_dict, param_groups)
@@ -374,16 +356,13 @@ def check_fits(
                     "of the same parameters in another order."
                 )
             kinds.append((number, key, shape, value if shape is None else value.dtype))
-    options = [
-        f"group {index}: {option}"
-        for index, group in enumerate(saved_groups)
-        for option in describe_options(group)
-    ]
+    described = enumerate(map(describe_options, saved_groups))
+    options = [f"group {index}: {option}" for index, of_group in described for option in of_group]
     return [*options, f"state of shapes and kinds {hashlib.sha256(repr(kinds).encode()).hexdigest()[:12]}"]
 
 
 def _check_structure(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> None:
-    """Groups and state are there, in the forms that torch gives them, and the groups are as large as ours."""
+    """Refuse what lacks groups or state in torch's forms, or has groups of other sizes."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise ValueError(
@@ -421,7 +400,7 @@ def _check_options(
                     f"the checkpoint's {option!r} of group {index} is {saved[option]!r}, this optimizer's is "
                     f"{value!r}. The checkpoint is damaged, or of another optimizer."
                 )
-        # torch checks options in its constructors. A class that refuses our own, too, cannot be asked so.
+        # torch checks options in its constructors. A class that refuses our own options says nothing by it.
         refusal = _refusal(optimizer_class, {**ours, **saved})
         if refusal and not _refusal(optimizer_class, ours):
             raise ValueError(
@@ -430,7 +409,7 @@ def _check_options(
 
 
 def _alike(theirs: Any, ours: Any) -> bool:
-    """Whether two values of an option are of one kind: numbers, texts, sequences. None may stand for any."""
+    """Two values of an option are of one kind: numbers, texts or sequences. None may stand for any kind."""
     if isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)):
         as_long = isinstance(ours, list) or len(theirs) == len(ours)
         return as_long and all(map(_alike, theirs, ours))
@@ -440,7 +419,7 @@ def _alike(theirs: Any, ours: Any) -> bool:
 
 
 def _refusal(optimizer_class: type[torch.optim.Optimizer], group: dict[str, Any]) -> str:
-    """What the class's constructor says to a group's options, if it refuses them. It gets no parameters."""
+    """The error of the class's constructor for a group's options, without parameters; "" if it has none."""
     accepted = inspect.signature(optimizer_class.__init__).parameters
     options = {key: value for key, value in options_of(group).items() if key in accepted}
     try:
@@ -481,10 +460,10 @@ def shard_of(
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         if not own.is_whole:
-            subclasses.take_apart({key: value}, own.piece.param, whole=False)  # raises if it is one
+            subclasses.take_apart({key: value}, own.piece.param, whole=False)  # raises for a tensor subclass
             if value.shape == own.param.shape and value.ndim:
                 return flat_like(value, own.param)[own.piece.start : own.piece.stop].clone()
-        return subclasses.mapped(torch.clone, value)
+        return subclasses.cloned(value)
 
     return {
         number: {key: part(key, value, own) for key, value in state[saved_ids[own.piece.param]].items()}

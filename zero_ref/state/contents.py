@@ -1,39 +1,41 @@
-"""What a rank writes into a sharded checkpoint, and where it goes when it is read. Nothing is sent here.
+"""What a sharded checkpoint holds of an optimizer: named flat tensors, and JSON. Nothing is sent here.
 
+This module adds to `state_dict` of `minimal.py` a form of which each rank makes and takes only its own part.
 Tensors are stored flat, in the order of the parameter's memory: "parameters.<name>" and "state.<name>.<key>",
-with a number in place of the name where the optimizer has no names. A rank owns ranges of them. All else is
-JSON, in each rank's table:
+with a number in place of the name where the optimizer has no names. A rank stores the ranges that it owns.
+All else is JSON, the "contents" in each rank's table:
 
-    state           a line for each piece of this rank's state, as in `checkpoint.pack`: numbers stand in it
+    state           a `checkpoint.Entry` for each value of this rank's state
     parameters      of rank 0 only, as what follows: shape, strides and dtype, in registration order
     param_groups    as in a state dict
     notes           the user's
 
-`slices_to_save` and `contents_of` make it, `Saved` understands it, `Room` takes what this rank wants of it.
+`slices_to_save` and `contents_of` make the tensors and the JSON, `Contents` checks the JSON of all ranks,
+`LoadedShard` reads the ranges that this rank will own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zero_ref.optimizer.buckets import flat_like, flat_view
 from zero_ref.optimizer.groups import dtype_name
 from zero_ref.optimizer.shard import OwnedSlice
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.state import checkpoint, subclasses
-from zero_ref.state.checkpoint import dtype_of
+from zero_ref.state.checkpoint import Entry, dtype_of
 from zero_ref.state.files import FlatSlices, ShardReader
 from zero_ref.state.saves import damage_in
 
 
 def slices_to_save(
     optimizer: ZeroRedundancyOptimizer, parameters: bool, as_copies: bool
-) -> tuple[dict[str, FlatSlices], list[dict[str, Any]]]:
-    """This rank's ranges of the stored tensors, and its lines of state.
+) -> tuple[dict[str, FlatSlices], list[Entry]]:
+    """This rank's ranges of the stored tensors, and the entries of its state.
 
     Args:
         parameters: the owned slices of the parameters too.
@@ -41,32 +43,31 @@ def slices_to_save(
     Raises:
         TypeError: as `checkpoint.pack`.
     """
-    lines = checkpoint.pack(optimizer.shard.owned, optimizer.shard.state)
+    packed = checkpoint.pack(optimizer.shard.owned, optimizer.shard.state)
     labels = _labels_of(optimizer.param_groups)
-    tensors: dict[str, FlatSlices] = {}
+    slices: dict[str, FlatSlices] = {}
 
     def add(name: str, numel: int, start: int, flat: torch.Tensor) -> None:
-        _add(tensors, name, numel, start, flat.to("cpu", copy=True) if as_copies else flat)
+        _add_slice(slices, name, numel, start, flat.to("cpu", copy=True) if as_copies else flat)
 
-    for line, flat in lines:
+    for entry, flat in packed:
         if flat is not None:
-            follows_param = "shape" not in line  # the rest, such as the factors of Adafactor, is stored whole
-            numel = optimizer.partition.numels[line["param"]] if follows_param else flat.numel()
-            add(_name_of_state(labels, line["param"], line["key"]), numel, line.get("start", 0), flat)
-    if parameters:
-        for own in optimizer.shard.owned:
-            numel, start = own.param.numel(), own.piece.start
-            add(_name_of_param(labels, own.piece.param), numel, start, flat_view(own.window))
-    return tensors, [line for line, _ in lines]
+            # State with a shape of its own, such as the factors of Adafactor, is stored whole.
+            numel = flat.numel() if "shape" in entry else optimizer.partition.numels[entry["param"]]
+            add(_name_of_state(labels, entry["param"], entry["key"]), numel, entry.get("start", 0), flat)
+    for own in optimizer.shard.owned if parameters else ():
+        name = _name_of_param(labels, own.piece.param)
+        add(name, own.param.numel(), own.piece.start, flat_view(own.window))
+    return slices, [entry for entry, _ in packed]
 
 
-def _add(to: dict[str, FlatSlices], name: str, numel: int, start: int, flat: torch.Tensor) -> None:
-    """One more piece of the tensor of that name, which has `numel` elements."""
+def _add_slice(to: dict[str, FlatSlices], name: str, numel: int, start: int, flat: torch.Tensor) -> None:
+    """Add a range of the tensor of that name, which has `numel` elements."""
     to.setdefault(name, FlatSlices({start: flat}, numel)).pieces[start] = flat
 
 
 def contents_of(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """What all ranks know, in a form that JSON can express.
+    """The contents that all ranks know, as JSON.
 
     Raises:
         TypeError: an option of a parameter group cannot be expressed.
@@ -98,172 +99,169 @@ def _name_of_state(labels: Sequence[str], number: int, key: str) -> str:
     return f"state.{labels[number]}.{key}"
 
 
-class Saved(NamedTuple):
-    """What a checkpoint holds, as a state dict. Its tensors are "meta": they have no values yet."""
-
-    metadata: Metadata
-    params: list[torch.Tensor]
-    labels: list[str]
-    state_dict: dict[str, Any]
-    notes: dict[str, Any]
-
-    @classmethod
-    def of(cls, reader: ShardReader) -> Saved:
-        """Understand the tables.
-
-        Raises:
-            DamagedError: they contradict themselves, or are of another program; names the file.
-        """
-        metadata = reader.read_metadata()
-        contents = [table["contents"] for table in reader.tables]
-        with damage_in(reader.path_of_table(0)):
-            params = [
-                torch.empty_strided(p["shape"], p["strides"], dtype=dtype_of(p["dtype"]), device="meta")
-                for p in contents[0]["parameters"]
-            ]
-            groups = [
-                {key: _from_json(value) for key, value in group.items()}
-                for group in contents[0]["param_groups"]
-            ]
-            numbers = [number for group in groups for number in group["params"]]
-            if numbers != list(range(len(params))):
-                raise ValueError(f"there are {len(params)} parameters, but groups of {numbers}")
-            labels = _labels_of(groups)
-            for number, param in enumerate(params):
-                flat_view(param)  # raises if there are gaps between the elements
-                if _name_of_param(labels, number) in metadata.state_dict_metadata:
-                    _check_stored(metadata, _name_of_param(labels, number), param)
-            notes = dict(contents[0]["notes"])
-        state: dict[int, dict[str, Any]] = {}
-        counts: dict[tuple[int, str], Any] = {}
-        for rank, of_rank in enumerate(contents):
-            with damage_in(reader.path_of_table(rank)):
-                for line in of_rank["state"]:
-                    _check_line(line, labels, counts)
-                    number, key = line["param"], line["key"]
-                    of_param = state.setdefault(number, {})
-                    if "value" not in line:
-                        line = {**line, "device": "meta"}
-                    if checkpoint.make_room(of_param, line, params[number]) is not None:
-                        _check_stored(metadata, _name_of_state(labels, number, key), of_param[key])
-        return cls(metadata, params, labels, {"state": state, "param_groups": groups}, notes)
-
-
-def _check_line(line: Mapping[str, Any], labels: Sequence[str], counts: dict[tuple[int, str], Any]) -> None:
-    """What a table says of one state: of a parameter that there is, and if a count, that of all its slices.
-
-    Args:
-        labels: of all parameters.
-        counts: of the lines before, and then of this one too.
-    """
-    number, key = line["param"], line["key"]
-    if type(number) is not int or not 0 <= number < len(labels):
-        raise ValueError(f"a state of parameter {number!r}; there are {len(labels)}")
-    if not isinstance(line.get("value"), (int, float, str, type(None))):
-        raise TypeError(f"{key!r} of parameter {labels[number]} is {line['value']!r}")
-    if key in checkpoint.SCALARS and "value" in line:
-        count = counts.setdefault((number, key), line["value"])
-        if repr(count) != repr(line["value"]):
-            raise ValueError(
-                f"{key!r} of parameter {labels[number]} is {line['value']} here and {count} for another "
-                "slice, but the slices of a parameter step together"
-            )
-
-
-def _check_stored(metadata: Metadata, name: str, tensor: torch.Tensor) -> None:
-    stored = metadata.state_dict_metadata[name]
-    assert isinstance(stored, TensorStorageMetadata)
-    if (stored.size.numel(), stored.properties.dtype) != (tensor.numel(), tensor.dtype):
-        raise ValueError(
-            f"{name} is stored as {stored.size.numel()} elements of {stored.properties.dtype}, and described "
-            f"as {tensor.numel()} of {tensor.dtype}"
-        )
-
-
-def facts_for_loading(saved: Saved, optimizer: ZeroRedundancyOptimizer, parameters: bool) -> list[str]:
-    """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
-
-    Raises:
-        ValueError: other groups, names or shapes, or no values where `parameters` are wanted; names the
-            parameter.
-    """
-    facts = checkpoint.check_fits(saved.state_dict, optimizer.param_groups, type(optimizer.optim))
-    ids = checkpoint.saved_ids(saved.state_dict, optimizer.param_groups)
-    for number, (id_, ours) in enumerate(zip(ids, optimizer.built.params, strict=True)):
-        theirs = saved.params[id_]
-        if theirs.shape != ours.shape:
-            raise ValueError(
-                f"the checkpoint's parameter {saved.labels[id_]} has shape {tuple(theirs.shape)}; this "
-                f"optimizer's parameter {optimizer.built.name(number)} has {tuple(ours.shape)}. The "
-                "checkpoint is of another model, or of the same parameters in another order."
-            )
-        if parameters and _name_of_param(saved.labels, id_) not in saved.metadata.state_dict_metadata:
-            raise ValueError(
-                f"the checkpoint has no values of parameter {saved.labels[id_]}: it was saved with "
-                "parameters=False. Load it with parameters=False."
-            )
-    return facts
-
-
-class Room:
-    """Room in CPU memory for what this rank owns of a checkpoint, from which it goes to its place.
+class Contents:
+    """What all ranks' tables together say of an optimizer. Tensors are on "meta": their values are not read.
 
     Attributes:
-        parameters: for each owned slice the values to write into it; empty if parameters are not wanted.
+        metadata: where the values are, for `ShardReader.load`.
+        params, labels: the parameters, and their names in the files.
+        state_dict: as of the unsharded optimizer.
+        notes: the user's.
+    Raises:
+        DamagedError: the tables contradict themselves, or are of another program; names the file.
     """
 
-    def __init__(self, saved: Saved, optimizer: ZeroRedundancyOptimizer, parameters: bool) -> None:
-        self.saved_groups = saved.state_dict["param_groups"]
-        self.tensors: dict[str, FlatSlices] = {}
-        self.wholes: dict[str, torch.Tensor] = {}
-        self.in_other_order: list[tuple[torch.Tensor, torch.Tensor, OwnedSlice]] = []
+    def __init__(self, reader: ShardReader) -> None:
+        self.metadata = reader.read_metadata()
+        contents_of_rank = [table["contents"] for table in reader.tables]
+        with damage_in(reader.path_of_table(0)):
+            self._take_common(contents_of_rank[0])
+        counts: dict[tuple[int, str], Any] = {}
+        for rank, contents in enumerate(contents_of_rank):
+            with damage_in(reader.path_of_table(rank)):
+                for entry in contents["state"]:
+                    self._take_entry(entry, counts)
+
+    def _take_common(self, contents: Mapping[str, Any]) -> None:
+        self.params = [
+            torch.empty_strided(p["shape"], p["strides"], dtype=dtype_of(p["dtype"]), device="meta")
+            for p in contents["parameters"]
+        ]
+        groups = [
+            {key: _from_json(value) for key, value in group.items()} for group in contents["param_groups"]
+        ]
+        numbers = [number for group in groups for number in group["params"]]
+        if numbers != list(range(len(self.params))):
+            raise ValueError(f"there are {len(self.params)} parameters, but groups of {numbers}")
+        self.labels = _labels_of(groups)
+        for number, param in enumerate(self.params):
+            flat_view(param)  # raises if there are gaps between the elements
+            if self.has_values(number):
+                self._check_stored(_name_of_param(self.labels, number), param)
+        self.notes = dict(contents["notes"])
+        self.state_dict: dict[str, Any] = {"state": {}, "param_groups": groups}
+
+    def _take_entry(self, entry: Entry, counts: dict[tuple[int, str], Any]) -> None:
+        """Add one value of the state: of a parameter that there is; a count is that of all its slices.
+
+        Args:
+            counts: of the entries before, and then of this one too.
+        """
+        number, key = entry["param"], entry["key"]
+        if type(number) is not int or not 0 <= number < len(self.params):
+            raise ValueError(f"a state of parameter {number!r}; there are {len(self.params)}")
+        if not isinstance(entry.get("value"), (int, float, str, type(None))):
+            raise TypeError(f"{key!r} of parameter {self.labels[number]} is {entry['value']!r}")
+        if key in checkpoint.SCALARS and "value" in entry:
+            count = counts.setdefault((number, key), entry["value"])
+            if repr(count) != repr(entry["value"]):
+                raise ValueError(
+                    f"{key!r} of parameter {self.labels[number]} is {entry['value']} here and {count} for "
+                    "another slice, but the slices of a parameter step together"
+                )
+        of_param = self.state_dict["state"].setdefault(number, {})
+        if "value" not in entry:
+            entry = {**entry, "device": "meta"}
+        if checkpoint.allocate(of_param, entry, self.params[number]) is not None:
+            self._check_stored(_name_of_state(self.labels, number, key), of_param[key])
+
+    def has_values(self, number: int) -> bool:
+        """Whether the elements of a parameter were saved, not only its state."""
+        return _name_of_param(self.labels, number) in self.metadata.state_dict_metadata
+
+    def _check_stored(self, name: str, tensor: torch.Tensor) -> None:
+        stored = self.metadata.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata)
+        if (stored.size.numel(), stored.properties.dtype) != (tensor.numel(), tensor.dtype):
+            raise ValueError(
+                f"{name} is stored as {stored.size.numel()} elements of {stored.properties.dtype}, and "
+                f"described as {tensor.numel()} of {tensor.dtype}"
+            )
+
+    def check_fits(self, optimizer: ZeroRedundancyOptimizer, parameters: bool) -> list[str]:
+        """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
+
+        Raises:
+            ValueError: other groups, names or shapes, or no values where `parameters` are wanted; names the
+                parameter.
+        """
+        facts = checkpoint.check_fits(self.state_dict, optimizer.param_groups, type(optimizer.optim))
+        ids = checkpoint.saved_ids(self.state_dict, optimizer.param_groups)
+        for number, (id_, ours) in enumerate(zip(ids, optimizer.built.params, strict=True)):
+            theirs = self.params[id_]
+            if theirs.shape != ours.shape:
+                raise ValueError(
+                    f"the checkpoint's parameter {self.labels[id_]} has shape {tuple(theirs.shape)}; this "
+                    f"optimizer's parameter {optimizer.built.name(number)} has {tuple(ours.shape)}. The "
+                    "checkpoint is of another model, or of the same parameters in another order."
+                )
+            if parameters and not self.has_values(id_):
+                raise ValueError(
+                    f"the checkpoint has no values of parameter {self.labels[id_]}: it was saved with "
+                    "parameters=False. Load it with parameters=False."
+                )
+        return facts
+
+
+class LoadedShard:
+    """The part of a checkpoint that this rank will own, read into CPU memory.
+
+    Attributes:
+        state: by position in the optimizer's owned slices, as from `checkpoint.shard_of`.
+        parameters: each owned slice with the values to write into it; empty if parameters are not wanted.
+    """
+
+    def __init__(
+        self, reader: ShardReader, contents: Contents, optimizer: ZeroRedundancyOptimizer, parameters: bool
+    ) -> None:
         self.state: checkpoint.State = {}
         self.parameters: list[tuple[OwnedSlice, torch.Tensor]] = []
-        ids = checkpoint.saved_ids(saved.state_dict, optimizer.param_groups)
-        for number, own in enumerate(optimizer.shard.owned):
-            id_ = ids[own.piece.param]
-            if id_ in saved.state_dict["state"]:
+        self._contents = contents
+        self._slices: dict[str, FlatSlices] = {}
+        self._wholes: dict[str, torch.Tensor] = {}
+        self._reordered: list[tuple[torch.Tensor, torch.Tensor, OwnedSlice]] = []
+        saved_state = contents.state_dict["state"]
+        ids = checkpoint.saved_ids(contents.state_dict, optimizer.param_groups)
+        for position, own in enumerate(optimizer.shard.owned):
+            number = ids[own.piece.param]
+            if number in saved_state:
                 plain = {
-                    key: self._room(
-                        _name_of_state(saved.labels, id_, key), key, value, saved.params[id_], own
-                    )
-                    for key, value in saved.state_dict["state"][id_].items()
+                    key: self._allocate(own, number, key, value) for key, value in saved_state[number].items()
                 }
-                what = f"the checkpoint's state of parameter {saved.labels[id_]}"
+                what = f"the checkpoint's state of parameter {contents.labels[number]}"
                 subclasses.check_is_whole(plain, own.is_whole, what)
-                self.state[number] = subclasses.put_together(plain)
+                self.state[position] = subclasses.put_together(plain)
             if parameters:
-                name = _name_of_param(saved.labels, id_)
-                self.parameters.append((own, self._room_for_slice(name, saved.params[id_], own)))
+                name = _name_of_param(contents.labels, number)
+                self.parameters.append((own, self._allocate_slice(own, name, contents.params[number])))
+        reader.load(self._slices, contents.metadata)
+        for flat, whole, own in self._reordered:
+            flat.copy_(flat_like(whole, own.param)[own.piece.start : own.piece.stop])
 
-    def _room(self, name: str, key: str, value: Any, saved_param: torch.Tensor, own: OwnedSlice) -> Any:
+    def _allocate(self, own: OwnedSlice, number: int, key: str, value: Any) -> Any:
+        """A value of the state, as saved, for this slice; a tensor's elements are still to be read."""
         if not isinstance(value, torch.Tensor):
             return value
         if not value.is_meta:
             return value.clone()  # each slice counts its own steps
-        if value.shape == saved_param.shape and not subclasses.is_within(key):
-            return self._room_for_slice(name, value, own)
+        name = _name_of_state(self._contents.labels, number, key)
+        if value.shape == self._contents.params[number].shape and not subclasses.is_within(key):
+            return self._allocate_slice(own, name, value)
         whole = torch.empty(value.shape, dtype=value.dtype)
-        _add(self.tensors, name, whole.numel(), 0, flat_view(whole))
+        _add_slice(self._slices, name, whole.numel(), 0, flat_view(whole))
         return whole
 
-    def _room_for_slice(self, name: str, saved: torch.Tensor, own: OwnedSlice) -> torch.Tensor:
-        room = torch.empty_like(own.local, dtype=saved.dtype, device="cpu", requires_grad=False)
+    def _allocate_slice(self, own: OwnedSlice, name: str, saved: torch.Tensor) -> torch.Tensor:
+        values = torch.empty_like(own.local, dtype=saved.dtype, device="cpu", requires_grad=False)
         if saved.stride() == own.param.stride():
-            _add(self.tensors, name, saved.numel(), own.piece.start, flat_view(room))
-            return room
-        # It lay in memory in another order, as with channels_last: what is a range here is scattered there.
-        if name not in self.wholes:
-            self.wholes[name] = torch.empty_strided(saved.shape, saved.stride(), dtype=saved.dtype)
-            _add(self.tensors, name, saved.numel(), 0, flat_view(self.wholes[name]))
-        self.in_other_order.append((flat_view(room), self.wholes[name], own))
-        return room
-
-    def read(self, reader: ShardReader, saved: Saved) -> None:
-        """Fill it from the files."""
-        reader.load(self.tensors, saved.metadata)
-        for flat, whole, own in self.in_other_order:
-            flat.copy_(flat_like(whole, own.param)[own.piece.start : own.piece.stop])
+            _add_slice(self._slices, name, saved.numel(), own.piece.start, flat_view(values))
+            return values
+        # It was saved with other strides, as with channels_last, so the slice is scattered over the file.
+        if name not in self._wholes:
+            self._wholes[name] = torch.empty_strided(saved.shape, saved.stride(), dtype=saved.dtype)
+            _add_slice(self._slices, name, saved.numel(), 0, flat_view(self._wholes[name]))
+        self._reordered.append((flat_view(values), self._wholes[name], own))
+        return values
 
 
 def _to_json(value: Any, option: str) -> Any:

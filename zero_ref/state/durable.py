@@ -1,7 +1,8 @@
-"""Files that survive a loss of power, and files that are what they seem to be. Standard library only.
+"""Files that survive a loss of power, and reading that cannot hang. Standard library only.
 
-A file is on the disk when it has been synced, and found there again when the folder that lists it has been
-synced too; that folder, when the one above it has been. `make_directory` and `replacing` see to all of it.
+This module adds to `minimal.py`, which writes no files, what a file needs to be found after a crash: the file
+must be synced, then the folder that lists it, then the folder above that. `make_directory` and `replacing`
+sync all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import IO
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it that are missing, each listed durably in the one above it."""
+    """Make a directory and those above it that are missing, and sync the one above each."""
     missing = list(itertools.takewhile(lambda folder: not folder.exists(), [path, *path.parents]))
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -25,7 +26,7 @@ def make_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path, mode: str = "xb") -> Iterator[IO[bytes]]:
-    """A new file, on the disk and not only on its way there when the context ends.
+    """A new file, synced when the context ends.
 
     Raises:
         OSError: such as for a full disk; always names the file.
@@ -36,16 +37,16 @@ def writing(path: Path, mode: str = "xb") -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        if error.filename is None:  # a full disk is reported without saying for which file
+        if error.filename is None:  # as of a full disk
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under its name complete and at once; until then the one before it stays.
+    """A file that replaces the one of its name, if any, by one rename when it is complete and synced.
 
-    An interruption leaves at most a file of that name with `.part` behind it.
+    An interruption leaves at most a file of that name with `.part` added.
     """
     part = path.with_name(path.name + ".part")
     with writing(part, "wb") as file:
@@ -55,7 +56,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what the folder lists survive a loss of power, where the system can be asked for that."""
+    """Sync a folder, so that its files are found after a loss of power. Does nothing on Windows."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -66,7 +67,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file to read it, unbuffered, if it is one: opening a pipe or a device may wait for ever.
+    """Open a regular file to read it, unbuffered; opening a pipe or a device might wait for ever.
 
     Raises:
         OSError: it cannot be opened.

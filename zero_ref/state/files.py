@@ -1,12 +1,13 @@
-"""The tensors of a sharded checkpoint in files: torch.distributed.checkpoint (DCP) reads and writes them.
+"""The two files of each rank of a sharded checkpoint: flat tensors by name, each in any number of pieces.
 
-`saves.py` shows what lies in a save's folder. A data file is this rank's tensors, end to end. Its table says
-where each piece lies, and has for each MiB of a piece its SHA-256: whoever reads a range of it, at another
-world size, checks the blocks that it touches. Tables carry the identity of their save and their rank, so that
-no file can stand in for another one. Numbers and JSON are all that is stored: reading executes nothing,
-whatever the files contain, and nothing that a table claims is believed before it fits the files' sizes.
+This module adds to `minimal.py`, which writes no files, that any range of a tensor can be read again, at any
+world size, and that damage is found. A rank's data file is its tensors, end to end. Its table says where each
+piece lies, and has the SHA-256 of each MiB of it, so that reading a range checks the blocks that it touches.
+A table also names its save and its rank, so that no file can be taken for another one. Only numbers and JSON
+are stored: reading executes nothing, whatever the files contain, and nothing that a table claims is believed
+before it fits the files' sizes. `saves.py` shows the folder, `contents.py` gives the tensors their meaning.
 
-This module knows nothing of optimizers: it stores flat tensors by name, each in any number of pieces.
+torch.distributed.checkpoint (DCP) plans the reading, and can read these files by `ShardReader`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -32,34 +33,40 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
-    SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zero_ref.optimizer.groups import dtype_name
 from zero_ref.state.checkpoint import dtype_of
 from zero_ref.state.durable import open_regular, replacing, writing
-from zero_ref.state.saves import FORMAT, DamagedError, Mark, damage_in, look_at, read_sealed, sealed
+from zero_ref.state.saves import (
+    FORMAT,
+    DamagedError,
+    Mark,
+    damage_in,
+    look_at,
+    read_sealed,
+    sealed,
+    table_name,
+)
 
 BLOCK_NBYTES = 2**20
-"""A checksum covers so much of a piece, or what is left of it."""
+"""A checksum covers a block of so many bytes of a piece; the last block of a piece may be smaller."""
 
 TABLE_NBYTES = 2**26
-"""A table is no larger than this, or than the data it describes: what is larger is not read."""
+"""A table is no larger than this, or than the data it describes. A larger file is not read."""
 
 Table = dict[str, Any]
-"""What a rank's JSON file holds: "tensors", and the "contents" that it was given."""
+"""A rank's JSON file: the pieces of its "tensors", and the "contents" that `ShardWriter` was given."""
 
 
 class FlatSlices(torch.Tensor):
-    """A flat tensor of which only some ranges are here: what DCP saves from, or loads into, on one rank.
+    """A flat tensor of which this rank has only some ranges, to be saved, or to be loaded into.
 
-    It has a size, a dtype and no values of its own. DCP's planners ask it for its ranges.
+    It has a size, a dtype and no values of its own. DCP's planners ask for its ranges by the dunder methods.
 
     >>> part = FlatSlices({4: torch.tensor([7.0, 8.0])}, numel=10)
     >>> part.size(), part
@@ -107,67 +114,49 @@ class FlatSlices(torch.Tensor):
         raise NotImplementedError(f"{func} needs the whole tensor, of which only a part is here.")
 
 
-class ShardWriter(FileSystemWriter):
-    """DCP's way to the files of one rank: `write_data` writes its tensors, `finish` its table.
+class ShardWriter:
+    """Writes the two files of one rank: `write_data` its tensors, then `finish` its table.
 
     Args:
         folder: of the save; it exists.
-        contents: whatever JSON can express, to be stored with the tensors.
+        contents: whatever JSON can express, to be stored in the table.
         save: the identity of the save, from its mark.
     """
 
     def __init__(
         self, folder: Path, rank: int, world_size: int, contents: Any = None, save: str = ""
     ) -> None:
-        super().__init__(folder)
-        self.table_path = folder / f"shard-{rank}-of-{world_size}.json"
+        self.table_path = folder / table_name(rank, world_size)
         self.head = {"format": FORMAT, "save": save, "rank": rank, "ranks": world_size}
         self.contents = contents
 
     def save(self, tensors: Mapping[str, FlatSlices]) -> None:
-        """What torch.distributed.checkpoint.save does on a rank between its calls to the others."""
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(tensors), is_coordinator=True)
-        [plan], metadata = planner.create_global_plan([planner.create_local_plan()])
-        self.finish(metadata, [self.write_data(plan, planner).value()])
+        """Write both files. Raises OSError, such as for a full disk, and ValueError as `finish`."""
+        self.finish(*self.write_data(tensors))
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = []
+    def write_data(self, tensors: Mapping[str, FlatSlices]) -> tuple[dict[str, Any], int]:
+        """Write the pieces of the tensors end to end; return what the table says of them, and their bytes."""
+        described = {}
         with writing(self.table_path.with_suffix(".bin")) as file:
-            for item in plan.items:
-                tensor = planner.resolve_data(item)
-                assert isinstance(tensor, torch.Tensor)
-                tensor = tensor.detach().cpu().contiguous()
-                memory = _memory_of(tensor)
-                place = (file.tell(), _digests_of(memory))
-                file.write(memory)
-                results.append(WriteResult(item.index, tensor.nbytes, storage_data=place))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+            for name, slices in tensors.items():
+                pieces: list[tuple[int, int, int, str]] = []
+                for start, piece in slices.pieces.items():
+                    tensor = piece.detach().cpu().contiguous()
+                    memory = _memory_of(tensor)
+                    pieces.append((start, tensor.numel(), file.tell(), _digests_of(memory)))
+                    file.write(memory)
+                dtype = dtype_name(slices.dtype)
+                described[name] = {"dtype": dtype, "numel": slices.numel(), "pieces": pieces}
+            return described, file.tell()
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        tensors: dict[str, Any] = {}
-        nbytes = 0
-        for result in itertools.chain.from_iterable(results):
-            stored = metadata.state_dict_metadata[result.index.fqn]
-            assert isinstance(stored, TensorStorageMetadata)
-            assert result.index.offset is not None
-            dtype = stored.properties.dtype
-            entry = tensors.setdefault(
-                result.index.fqn, {"dtype": dtype_name(dtype), "numel": stored.size.numel(), "pieces": []}
-            )
-            numel = result.size_in_bytes // dtype.itemsize
-            entry["pieces"].append([result.index.offset[0], numel, *result.storage_data])
-            nbytes += result.size_in_bytes
-        table = {
-            **self.head,
-            "byteorder": sys.byteorder,
-            "nbytes": nbytes,
-            "tensors": tensors,
-            "contents": self.contents,
-        }
-        text = sealed(table)
+    def finish(self, described: Mapping[str, Any], nbytes: int) -> None:
+        """Write the table, which says that this rank's data are complete.
+
+        Raises:
+            ValueError: the table is too large to be read again.
+        """
+        table = {**self.head, "byteorder": sys.byteorder, "nbytes": nbytes, "tensors": described}
+        text = sealed({**table, "contents": self.contents})
         if len(text) > max(TABLE_NBYTES, nbytes):
             raise ValueError(
                 f"{self.table_path} would have {len(text)} bytes, most of them notes: nobody would read it. "
@@ -178,7 +167,15 @@ class ShardWriter(FileSystemWriter):
 
 
 class _Piece(NamedTuple):
-    """Where a piece of a tensor lies, as a table says, and the checksums of its blocks, in hexadecimal."""
+    """A piece of a tensor in a data file, as its table says.
+
+    Args:
+        path: of the data file.
+        name, dtype: of the tensor.
+        start, numel: its elements in the tensor.
+        offset: of its first byte in the file.
+        digests: the SHA-256 of its blocks one after the other, in hexadecimal.
+    """
 
     path: Path
     name: str
@@ -193,36 +190,10 @@ class _Piece(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
-def _pieces_of(path: Path, table: Table) -> Iterator[_Piece]:
-    """The pieces of a table, which tile its data file: so it claims nothing that is not there.
-
-    Args:
-        path: of the data file.
-    Raises:
-        ValueError, TypeError, KeyError: they do not.
-    """
-    end = 0
-    pieces = [
-        _Piece(path, name, dtype_of(tensor["dtype"]), *entry)
-        for name, tensor in table["tensors"].items()
-        for entry in tensor["pieces"]
-    ]
-    for piece in sorted(pieces, key=lambda piece: (piece.offset, piece.numel)):
-        numbers = (piece.start, piece.numel, piece.offset)
-        if any(type(number) is not int or number < 0 for number in numbers) or piece.offset != end:
-            raise ValueError(f"{piece.name}: a piece lies outside of the data file, or on another one")
-        end += piece.nbytes
-        if len(piece.digests) != _DIGEST * -(-piece.nbytes // BLOCK_NBYTES):
-            raise ValueError(f"{piece.name}: a piece of {piece.nbytes} bytes has other checksums")
-        yield piece
-    if end != table["nbytes"]:
-        raise ValueError(f"{end} bytes are in pieces, of {table['nbytes']}")
-
-
 class ShardReader(FileSystemReader):
-    """DCP's way from the files of all ranks. Reads the blocks in which lie the bytes that are asked for.
+    """Reads ranges of tensors from the files of all ranks, and checks each block that a range touches.
 
-    It serves torch.distributed.checkpoint.load too, for tensors by the names under which they are stored:
+    torch.distributed.checkpoint.load can use it too, for tensors by the names under which they are stored:
 
     >>> weight = torch.empty(12)
     >>> dcp.load({"parameters.up.weight": weight}, storage_reader=ShardReader(folder))  # doctest: +SKIP
@@ -246,23 +217,39 @@ class ShardReader(FileSystemReader):
 
     def path_of_table(self, rank: int) -> Path:
         """The JSON file of a rank."""
-        return self.folder / f"shard-{rank}-of-{len(self.tables)}.json"
+        return self.folder / table_name(rank, len(self.tables))
 
     def pieces_of_rank(self, rank: int) -> Iterator[_Piece]:
-        """What lies in a rank's data file.
+        """The pieces in a rank's data file. They must fill it, so a table claims nothing that is not there.
 
         Raises:
-            DamagedError: its table says what cannot be.
+            DamagedError: the table says what cannot be.
         """
-        path = self.path_of_table(rank)
+        path, table, end = self.path_of_table(rank), self.tables[rank], 0
         with damage_in(path):
-            yield from _pieces_of(path.with_suffix(".bin"), self.tables[rank])
+            pieces = [
+                _Piece(path.with_suffix(".bin"), name, dtype_of(tensor["dtype"]), *piece)
+                for name, tensor in table["tensors"].items()
+                for piece in tensor["pieces"]
+            ]
+            for piece in sorted(pieces, key=lambda piece: (piece.offset, piece.numel)):
+                numbers = (piece.start, piece.numel, piece.offset)
+                if any(type(number) is not int or number < 0 for number in numbers) or piece.offset != end:
+                    raise ValueError(
+                        f"{piece.name}: a piece lies outside of the data file, or on another one"
+                    )
+                end += piece.nbytes
+                if len(piece.digests) != _DIGEST * -(-piece.nbytes // BLOCK_NBYTES):
+                    raise ValueError(f"{piece.name}: a piece of {piece.nbytes} bytes has other checksums")
+                yield piece
+            if end != table["nbytes"]:
+                raise ValueError(f"{end} bytes are in pieces, of {table['nbytes']}")
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Put the tables of all ranks together.
+        """The tensors of all ranks' tables together.
 
         Raises:
-            DamagedError: they say what cannot be, or leave elements out.
+            DamagedError: the tables say what cannot be, or leave elements out.
         """
         stored: dict[str, TensorStorageMetadata] = {}
         places: dict[MetadataIndex, _Piece] = {}
@@ -276,7 +263,7 @@ class ShardReader(FileSystemReader):
                     )
                     if (known.properties.dtype, known.size) != (dtype, size):
                         raise ValueError(f"{name} is {dtype} of {size} here, and not so for another rank")
-                    # State that does not follow its parameter is stored by each owner of a part of it.
+                    # State with a shape of its own is stored by each owner of a part of the parameter.
                     index = MetadataIndex(name, (piece.start,))
                     if index not in places:
                         places[index] = piece
@@ -297,11 +284,11 @@ class ShardReader(FileSystemReader):
                     direct = (
                         target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
                     )
-                    room = target if direct else torch.empty(target.shape, dtype=piece.dtype)
+                    buffer = target if direct else torch.empty(target.shape, dtype=piece.dtype)
                     first = item.storage_offsets[0] * piece.dtype.itemsize
-                    _read_checked(file, piece, first, _memory_of(room))
+                    _read_checked(file, piece, first, _memory_of(buffer))
                     if not direct:
-                        target.copy_(room)
+                        target.copy_(buffer)
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
@@ -323,7 +310,7 @@ def read_tables(folder: Path) -> list[Table]:
 
 
 def _read_table(folder: Path, rank: int, mark: Mark) -> Table:
-    path = folder / f"shard-{rank}-of-{mark.ranks}.json"
+    path = folder / table_name(rank, mark.ranks)
     data = path.with_suffix(".bin")
     size = data.stat().st_size if data.exists() else None
     table = read_sealed(path, max(TABLE_NBYTES, size or 0))
@@ -343,7 +330,7 @@ def _read_table(folder: Path, rank: int, mark: Mark) -> Table:
 
 
 def verify(folder: Path) -> list[str]:
-    """Read every byte of a complete save, on one process; what is damaged, a line each."""
+    """Read every byte of a complete save, on one process; return a line for each damaged block."""
     try:
         reader = ShardReader(folder)
         reader.read_metadata()
@@ -353,10 +340,10 @@ def verify(folder: Path) -> list[str]:
     for rank in range(len(reader.tables)):
         with _opened(reader.path_of_table(rank).with_suffix(".bin")) as file:
             for piece in reader.pieces_of_rank(rank):
-                room = memoryview(bytearray(min(piece.nbytes, BLOCK_NBYTES)))
+                buffer = memoryview(bytearray(min(piece.nbytes, BLOCK_NBYTES)))
                 for first in range(0, piece.nbytes, BLOCK_NBYTES):
                     try:
-                        _read_checked(file, piece, first, room[: piece.nbytes - first])
+                        _read_checked(file, piece, first, buffer[: piece.nbytes - first])
                     except DamagedError as error:
                         problems.append(str(error))
     return problems
@@ -384,14 +371,14 @@ def _chunk(start: int, numel: int) -> ChunkStorageMetadata:
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, to read into and to write from. Without NumPy, torch has none."""
+    """The bytes of a contiguous CPU tensor, to read into and to write from, without NumPy."""
     if tensor.nbytes == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _digests_of(memory: memoryview) -> str:
-    """The checksums of its blocks, one after the other."""
+    """The checksums of the blocks of `memory`, one after the other."""
     starts = range(0, len(memory), BLOCK_NBYTES)
     return "".join(hashlib.sha256(memory[start : start + BLOCK_NBYTES]).hexdigest() for start in starts)
 
@@ -405,8 +392,8 @@ def _read_checked(file: IO[bytes], piece: _Piece, first: int, into: memoryview) 
     """Read the bytes of a piece from `first` on, and check the blocks in which they lie.
 
     Raises:
-        OSError: they cannot be read.
-        DamagedError: they are not those that were written.
+        OSError: the file cannot be read.
+        DamagedError: a block is not what was written.
     """
     end = first + len(into)
     for number in range(first // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)):

@@ -1,8 +1,9 @@
-"""A live optimizer's state on its way to new owners: what `ZeroRedundancyOptimizer.repartition` is made of.
+"""A live optimizer's state, sent from old owners to new ones: `ZeroRedundancyOptimizer.repartition`.
 
-`moves.py` says which elements go from whom to whom. Each rank packs what leaves it, tells each rank that it
-sends to what will come, and makes room for what comes to it; only when all ranks have room does anything
-move. Parameters are on every rank already and stay.
+This module adds to `minimal.py` that owners may change during training. `plan/moves.py` says which elements
+go from which rank to which. Each rank packs the state that it gives away, describes it to each receiver, and
+allocates memory for what it receives; tensors are sent only when all ranks have that memory. Parameters are
+on every rank already and stay.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from zero_ref.optimizer.shard import OwnedSlice
 from zero_ref.plan.moves import Move, moves
 from zero_ref.plan.partition import Partition
 from zero_ref.state import checkpoint, subclasses
-from zero_ref.state.checkpoint import Line
+from zero_ref.state.checkpoint import Entry, Packed
 
 SliceState = dict[str, Any]
-Contents = dict[Move, list[dict[str, Any]]]
-"""For each move what it brings, as lines of a table of contents."""
+Entries = dict[Move, list[Entry]]
+"""The state that each move brings, as `checkpoint.Entry` describes it."""
 Tensors = dict[Move, list[torch.Tensor]]
-"""For each move the tensors with elements that it takes along, or the places where they go."""
+"""The elements that each move brings: 1-D tensors to send, or to receive into."""
 
 
 class Handover:
-    """One rank's part in a repartition: planned and packed when it is made, without communication.
+    """One rank's part in a repartition. The constructor plans and packs, without communication.
 
     Args:
         rank: this one.
         old, new: the partitions, the same ones on all ranks.
         params: in registration order, where their elements travel too as only their owner has them in full;
             else none.
-        leaving, owned: this rank's slices in `old` and in `new`.
+        owned_before, owned: this rank's slices in `old` and in `new`.
         state: of the slices in `old`. It is not changed.
     Attributes:
         planned: the moves that begin or end here.
@@ -51,20 +52,22 @@ class Handover:
         old: Partition,
         new: Partition,
         params: Sequence[torch.Tensor],
-        leaving: Sequence[OwnedSlice],
+        owned_before: Sequence[OwnedSlice],
         owned: list[OwnedSlice],
         state: Mapping[Any, SliceState],
     ) -> None:
         checkpoint.check_belongs_to_parameters(state)
         self.planned = moves_of_rank(rank, old, new)
-        self.leaving = _pack(rank, self.planned, leaving, state)
         self.owned = owned
         self._params = params
-        self._staying = {own.piece: state[own.local] for own in leaving if own.local in state}
+        self._kept = {own.piece: state[own.local] for own in owned_before if own.local in state}
+        self._packed: dict[Move, list[Packed]] = {}
+        for own, parts in _by_slice([move for move in self.planned if move.src == rank], owned_before):
+            self._packed |= _pack_moves(own, parts, state)
 
     @torch.no_grad()
     def exchange(self, comm: Collectives) -> dict[torch.Tensor, SliceState]:
-        """Make the moves, and give the state of the slices that this rank owns from now on.
+        """Make the moves, and return the state of the slices that this rank owns from now on.
 
         Returns:
             By the local tensors of `owned`, as an optimizer keeps it. Slices that did not change have their
@@ -75,35 +78,88 @@ class Handover:
             RuntimeError: another rank stopped, or something went wrong there. All raise then too.
         Collective: all ranks of the group.
         Cost: each element that changes owner travels once, with all its state, from its old owner to the new
-            one; between two ranks also a table of contents; two all-gathers of 32 bytes. While it lasts, the
-            state of slices that change is held twice, as it was and as it becomes.
+            one; between two ranks also the entries; two all-gathers of 32 bytes. While it lasts, the state of
+            slices that change is held twice, as it was and as it becomes.
         """
-        contents = _exchange_contents(comm, self.planned, self.leaving)
-        # All that takes memory comes first: what a rank then sends is waited for.
+        entries = self._exchange_entries(comm)
+        # Allocate all memory before the first tensor is sent: from then on, other ranks wait for this one.
         with agreement(comm, "make room for the optimizer state"):
-            state, places = _make_room(comm.rank, self.planned, contents, self.owned)
-            tensors = {
-                move: _travelling(tensor for _, tensor in lines) for move, lines in self.leaving.items()
-            }
+            state, places = self._allocate(comm.rank, entries)
+            tensors = {move: _with_elements(tensor for _, tensor in of) for move, of in self._packed.items()}
             for move in self.planned if self._params else []:
                 if move.src != move.dst and move.piece.numel:
                     param, start, stop = move.piece
                     ends = tensors if move.src == comm.rank else places
                     ends[move].append(flat_view(self._params[param].detach())[start:stop])
-            sends, recvs, arriving = _routed(comm, self.planned, tensors, places)
+            sends, recvs, received = self._plan_messages(comm, tensors, places)
         comm.exchange(sends, recvs).wait()
         with agreement(comm, "take over the optimizer state"):
-            for place, landing in arriving:
-                if landing is not place:
-                    place.copy_(landing)
+            for place, tensor in received:
+                if tensor is not place:
+                    place.copy_(tensor)
         torch.autograd.graph.increment_version(self._params)
         for own in self.owned:
-            state.setdefault(own.local, self._staying.get(own.piece, {}))
+            state.setdefault(own.local, self._kept.get(own.piece, {}))
         return {local: of_slice for local, of_slice in state.items() if of_slice}
+
+    def _exchange_entries(self, comm: Collectives) -> Entries:
+        """The entries of all moves that begin or end here. Those for one peer are sent together."""
+        entries = {move: [entry for entry, _ in packed] for move, packed in self._packed.items()}
+        to_send: dict[int, list[list[Entry]]] = {}
+        expected: dict[int, list[Move]] = {}
+        for move in self.planned:
+            if move.src != comm.rank:
+                expected.setdefault(move.src, []).append(move)
+            elif move.dst != comm.rank:
+                to_send.setdefault(move.dst, []).append(entries[move])
+        for of_peer, received in zip(expected.values(), exchange_json(comm, to_send, expected), strict=True):
+            entries |= zip(of_peer, received, strict=True)
+        return entries
+
+    def _allocate(self, rank: int, entries: Entries) -> tuple[dict[torch.Tensor, SliceState], Tensors]:
+        """The state of each slice that changes, still empty, and the places in it that each move fills."""
+        state: dict[torch.Tensor, SliceState] = {}
+        places: Tensors = {}
+        for own, parts in _by_slice([move for move in self.planned if move.dst == rank], self.owned):
+            _check_stepped_together(rank, parts, entries)
+            of_slice: SliceState = {}
+            for move in parts:
+                places[move] = _with_elements(
+                    checkpoint.allocate(of_slice, entry, own.local, own.piece.start)
+                    for entry in entries[move]
+                )
+            state[own.local] = subclasses.put_together(of_slice)
+        return state, places
+
+    def _plan_messages(
+        self, comm: Collectives, tensors: Tensors, places: Tensors
+    ) -> tuple[list[ToPeer], list[ToPeer], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """What to send and to receive, on the wire's device, and pairs (place, tensor to copy there)."""
+        sends: list[ToPeer] = []
+        recvs: list[ToPeer] = []
+        received: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for move in self.planned:  # in the same order on all ranks, which messages of two ranks must have
+            if move.dst != comm.rank:
+                sends += [(move.dst, tensor.to(comm.wire_device)) for tensor in tensors[move]]
+                continue
+            arriving = (
+                tensors[move]
+                if move.src == comm.rank
+                else [
+                    place
+                    if place.device == comm.wire_device
+                    else torch.empty_like(place, device=comm.wire_device)
+                    for place in places[move]
+                ]
+            )
+            if move.src != comm.rank:
+                recvs += [(move.src, tensor) for tensor in arriving]
+            received += zip(places[move], arriving, strict=True)
+        return sends, recvs, received
 
 
 def moves_of_rank(rank: int, old: Partition, new: Partition) -> list[Move]:
-    """What `rank` hands over and what it gets, also from itself where a slice is cut otherwise.
+    """The moves from and to `rank`, also from itself to itself where a slice is cut otherwise.
 
     A slice that is the same in both partitions is left out: its state stays untouched.
 
@@ -123,32 +179,10 @@ def moves_of_rank(rank: int, old: Partition, new: Partition) -> list[Move]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------- packing
-
-
-def _pack(
-    rank: int, planned: Sequence[Move], owned: Sequence[OwnedSlice], state: Mapping[Any, SliceState]
-) -> dict[Move, list[Line]]:
-    """For each move that begins here its lines; their tensors are views of the state where memory allows."""
-    packed: dict[Move, list[Line]] = {}
-    for own, parts in _by_slice([move for move in planned if move.src == rank], owned):
-        of_slice = checkpoint.plain_state(own, state)
-        lines = checkpoint.pack_slice(own, of_slice)
-        stays_whole = all(move.piece == own.piece for move in parts)
-        subclasses.check_is_whole(of_slice, stays_whole, f"the state of parameter {own.piece.param}")
-        for value, (entry, _) in zip(of_slice.values(), lines, strict=True):
-            if isinstance(value, torch.Tensor):
-                # What is cuda:0 here may be cuda:1 there.
-                with_param = value.device == own.param.device
-                entry["device"] = "parameter" if with_param else str(value.device)
-        packed |= {move: [_narrowed(line, move, own) for line in lines] for move in parts}
-    return packed
-
-
 def _by_slice(
-    of_moves: Sequence[Move], owned: Sequence[OwnedSlice]
+    of_moves: Iterable[Move], owned: Sequence[OwnedSlice]
 ) -> Iterator[tuple[OwnedSlice, list[Move]]]:
-    """The slices that take part in these moves, each with its own."""
+    """The slices that take part in these moves, each with its own moves."""
     of_param: dict[int, list[Move]] = {}
     for move in of_moves:
         of_param.setdefault(move.piece.param, []).append(move)
@@ -160,62 +194,38 @@ def _by_slice(
             yield own, parts
 
 
-def _narrowed(line: Line, move: Move, own: OwnedSlice) -> Line:
-    """The part of a line that belongs to the move; what a slice has only once goes with each part."""
-    entry, tensor = line
+def _pack_moves(
+    own: OwnedSlice, parts: Sequence[Move], state: Mapping[Any, SliceState]
+) -> dict[Move, list[Packed]]:
+    """The state that each of a slice's moves takes along, as views of the state where memory allows."""
+    plain = checkpoint.plain_state(own, state)
+    packed = checkpoint.pack_slice(own, plain)
+    stays_whole = all(move.piece == own.piece for move in parts)
+    subclasses.check_is_whole(plain, stays_whole, f"the state of parameter {own.piece.param}")
+    for value, (entry, _) in zip(plain.values(), packed, strict=True):
+        if isinstance(value, torch.Tensor):
+            # The parameter's device is not sent by name: what is cuda:0 here may be cuda:1 there.
+            entry["device"] = "parameter" if value.device == own.param.device else str(value.device)
+    return {move: [_narrowed(entry, tensor, move, own) for entry, tensor in packed] for move in parts}
+
+
+def _narrowed(entry: Entry, tensor: torch.Tensor | None, move: Move, own: OwnedSlice) -> Packed:
+    """The part of a value that belongs to the move; a value without a place goes along with each part."""
     if tensor is None or "start" not in entry:
-        return line
+        return entry, tensor
     _, start, stop = move.piece
     part = tensor[start - own.piece.start : stop - own.piece.start]
     return {**entry, "start": start, "stop": stop, "numel": stop - start}, part
 
 
-# ---------------------------------------------------------------------------------------------- exchanging
-
-
-def _exchange_contents(
-    comm: Collectives, planned: Sequence[Move], leaving: Mapping[Move, Sequence[Line]]
-) -> Contents:
-    """What the moves that begin or end here bring: between each two ranks goes one table for all theirs."""
-    contents = {move: [entry for entry, _ in lines] for move, lines in leaving.items()}
-    tables: dict[int, list[list[dict[str, Any]]]] = {}
-    coming: dict[int, list[Move]] = {}
-    for move in planned:
-        if move.src != comm.rank:
-            coming.setdefault(move.src, []).append(move)
-        elif move.dst != comm.rank:
-            tables.setdefault(move.dst, []).append(contents[move])
-    for of_peer, table in zip(coming.values(), exchange_json(comm, tables, coming), strict=True):
-        contents |= zip(of_peer, table, strict=True)
-    return contents
-
-
-def _make_room(
-    rank: int, planned: Sequence[Move], contents: Contents, owned: Sequence[OwnedSlice]
-) -> tuple[dict[torch.Tensor, SliceState], Tensors]:
-    """Room for the state of each slice that changes, by its local tensor, and where each move's part goes."""
-    state: dict[torch.Tensor, SliceState] = {}
-    places: Tensors = {}
-    for own, parts in _by_slice([move for move in planned if move.dst == rank], owned):
-        _check_stepped_together(rank, parts, contents)
-        of_slice = state[own.local] = {}
-        for move in parts:
-            places[move] = _travelling(
-                checkpoint.make_room(of_slice, entry, own.local, own.piece.start) for entry in contents[move]
-            )
-    return {local: subclasses.put_together(of_slice) for local, of_slice in state.items()}, places
-
-
-def _travelling(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+def _with_elements(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor is not None and tensor.numel() > 0]
 
 
-def _check_stepped_together(rank: int, parts: Sequence[Move], contents: Contents) -> None:
+def _check_stepped_together(rank: int, parts: Sequence[Move], entries: Entries) -> None:
     def kinds(move: Move) -> set[str]:
         place = ("start", "stop", "numel")
-        return {
-            json.dumps({key: entry[key] for key in entry if key not in place}) for entry in contents[move]
-        }
+        return {json.dumps({key: entry[key] for key in entry if key not in place}) for entry in entries[move]}
 
     first = parts[0]
     for other in parts[1:]:
@@ -226,27 +236,3 @@ def _check_stepped_together(rank: int, parts: Sequence[Move], contents: Contents
                 f"{other.src} have, and only one of these has the state {min(differing)}. The parts of a "
                 "parameter must be stepped together: give it a gradient on all ranks or on none."
             )
-
-
-def _routed(
-    comm: Collectives, planned: Sequence[Move], leaving: Tensors, places: Tensors
-) -> tuple[list[ToPeer], list[ToPeer], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """What goes to whom and comes from whom, on the wire's device; each place and what arrives for it."""
-    sends: list[ToPeer] = []
-    recvs: list[ToPeer] = []
-    arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for move in planned:  # one order on all ranks: messages of a pair of ranks keep theirs
-        if move.dst != comm.rank:
-            sends += [(move.dst, tensor.to(comm.wire_device)) for tensor in leaving[move]]
-        elif move.src == comm.rank:
-            arriving += zip(places[move], leaving[move], strict=True)
-        else:
-            landings = [
-                place
-                if place.device == comm.wire_device
-                else torch.empty_like(place, device=comm.wire_device)
-                for place in places[move]
-            ]
-            recvs += [(move.src, landing) for landing in landings]
-            arriving += zip(places[move], landings, strict=True)
-    return sends, recvs, arriving

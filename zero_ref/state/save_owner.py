@@ -1,21 +1,22 @@
-"""Who saves into a directory: one job at a time, which leaves its mark there, `owner.json`.
+"""Which job saves into a directory: one at a time, the one that `owner.json` there names.
 
-Two jobs would remove each other's saves, and whoever loads would find now this one's, now that one's. A
-requeued job whose predecessor still runs is the usual case. The mark is made with the first save and removed
-when the optimizers that saved are gone, or the process ends. After a crash it is left behind, and stale:
+This module adds to `minimal.py`, which saves nothing, that two jobs never save into one directory: they would
+remove each other's saves, and a load would find those of either. The usual case is a requeued job whose
+predecessor still runs. A job writes `owner.json` with its first save, and removes it when the optimizers that
+saved are gone, or the process ends. A crashed job leaves the file behind, which becomes stale:
 
-- On the same machine since the same boot: as soon as that process is gone.
-- Anywhere else nobody can look whether it lives, so the owner renews the mark every 30 s, and after 5
-  minutes without that it is stale. Slurm and torchrun count their restarts: to a later one of the same job
-  the mark of an earlier one is stale at once.
-- `take_over=True` declares it stale.
+- On the same machine since the same boot, as soon as that process is gone.
+- Elsewhere nobody can see whether the process lives. So the owner renews the file every 30 s, and 5 minutes
+  after the last renewal it is stale. Slurm and torchrun count restarts: for a later restart of the same job,
+  the file of an earlier one is stale at once.
+- With `take_over=True`, always.
 
-This may go wrong, as for a process that was stopped for 5 minutes and goes on. Nothing is lost then: a job
-removes only what it has written itself or found when it became the owner, so never what the next one writes,
-and its own next save raises an error that names the new owner.
+The file may become stale too early, as when a process is stopped for 5 minutes and then continued. Nothing is
+lost then: a job removes only saves that it has written itself or found when it became the owner, never those
+of the next owner, and its own next save raises an error that names the new owner.
 
-It needs no locks of the file system, which network file systems lack or do not mean: only that one of two
-processes that create the same file fails, and that a rename is all or nothing. Standard library only.
+Network file systems may have no reliable locks, and none is needed: only that one of two processes that
+create the same file fails, and that a rename is atomic. Standard library only.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ OWNER = "owner.json"
 RENEW_SECONDS = 30.0
 STALE_SECONDS = 300.0
 RESTARTS = {"SLURM_JOB_ID": "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID": "TORCHELASTIC_RESTART_COUNT"}
-"""Where a scheduler says which job this is, and how often it was restarted."""
+"""The environment variables with a scheduler's name of this job, each with that of its number of restarts."""
 
 
 class Owner(NamedTuple):
-    """A process that saves.
+    """A process that saves into a directory.
 
     Args:
-        token: of this process's hold on this directory, and of no other.
-        machine: it and its boot, and the processes that can be seen; two processes that say the same can
-            look whether the other lives.
-        started: by the machine's clock, since a process's number is given again.
-        job, restart: the scheduler's name for it, empty where there is none.
+        token: unique to this process and this directory.
+        machine: the boot of the machine and the PID namespace; two processes with equal ones can see whether
+            the other lives.
+        started: the process's start by the machine's clock, since a pid is used again.
+        job, restart: the scheduler's name of the job, empty where there is none.
         since: ISO 8601, UTC.
     """
 
@@ -85,12 +86,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> Owner:
-        """Read a mark.
-
-        Raises:
-            OSError: there is none, or it cannot be read.
-            DamagedError: it is damaged.
-        """
+        """Read `owner.json`; OSError if it is missing or unreadable, DamagedError if it is damaged."""
         entries = read_sealed(path, 2**16)
         with damage_in(path):
             owner = cls(*(entries[name] for name in cls._fields))
@@ -103,11 +99,11 @@ class Owner(NamedTuple):
         return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
     def is_gone(self, me: Owner, age: float) -> bool:
-        """Whether this owner's mark is stale.
+        """Whether this owner's `owner.json` is stale.
 
         Args:
-            me: who asks.
-            age: seconds for which the mark has not been renewed.
+            me: the process that asks.
+            age: seconds since the file was renewed.
         """
         if self.machine == me.machine and os.name == "posix":
             return self.pid == me.pid or not _is_alive(self.pid, self.started)
@@ -125,7 +121,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """The start of a process in the machine's clock ticks; empty where it is gone, or cannot be known."""
+    """The start of a process in the machine's clock ticks; empty if it is gone, or if this is not Linux."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -145,11 +141,12 @@ def _is_alive(pid: int, started: str) -> bool:
     return True
 
 
-class Hold:
-    """This process's ownership of a directory. It ends when nobody refers to it any more.
+class Ownership:
+    """This process's ownership of a directory. It ends with the last reference to this object.
 
     Attributes:
-        first: the number of the first save that was made under it.
+        first: the number of the first save that was made during it.
+        end: a function that ends it now.
     """
 
     def __init__(self, path: Path, owner: Owner) -> None:
@@ -164,7 +161,7 @@ class Hold:
         return self.owner.pid == os.getpid() and _is_of(self.path, self.owner)
 
     def may_remove(self, mark: Mark) -> bool:
-        """Whether a save is one of ours, or was there before us."""
+        """Whether this process wrote the save of that mark, or found it when it became the owner."""
         ours = mark.owner.get("token") == self.owner.token
         return ours or (self.first is not None and mark.number < self.first)
 
@@ -175,27 +172,29 @@ _ADVICE = (
     f"been renewed for {STALE_SECONDS:.0f} s."
 )
 
-_HOLDS: weakref.WeakValueDictionary[Path, Hold] = weakref.WeakValueDictionary()
+_OWNERSHIPS: weakref.WeakValueDictionary[Path, Ownership] = weakref.WeakValueDictionary()
 
 
-def take(directory: Path, take_over: bool = False) -> Hold:
-    """Become the owner of a directory, which exists, or stay it.
+def become_owner(directory: Path, take_over: bool = False) -> Ownership:
+    """Become the owner of a directory, which exists; if this process is the owner, it remains so.
 
     Args:
-        take_over: whoever the owner is.
+        take_over: replace any other owner.
     Raises:
-        OSError: the mark cannot be written or read.
-        RuntimeError: it is another process's; names it. There is a file of that name that no job has written.
+        OSError: `owner.json` cannot be written or read.
+        RuntimeError: another process is the owner, and is named; or no job has written that `owner.json`.
     """
     path = directory / OWNER
-    hold = _HOLDS.get(path)
-    if hold is not None and hold.is_valid():
-        return hold
+    ownership = _OWNERSHIPS.get(path)
+    if ownership is not None and ownership.is_valid():
+        return ownership
     me = Owner.this_process()
-    if hold is not None:
-        hold.end()  # nothing is removed: the mark is not ours
+    if ownership is not None:
+        ownership.end()  # Stop renewing. The file stays, as it is another's.
         theirs = [
-            save.path.name for save in saves_in(directory) if save.mark and not hold.may_remove(save.mark)
+            save.path.name
+            for save in saves_in(directory)
+            if save.mark and not ownership.may_remove(save.mark)
         ]
         if theirs and not take_over:
             raise RuntimeError(
@@ -206,23 +205,23 @@ def take(directory: Path, take_over: bool = False) -> Hold:
         with writing(path) as file:
             file.write(sealed(me._asdict()))
     except FileExistsError:
-        _replace(path, me, take_over, lost=hold is not None)
+        _replace(path, me, take_over, lost=ownership is not None)
     sync_folder(directory)
-    hold = _HOLDS[path] = Hold(path, me)
-    return hold
+    ownership = _OWNERSHIPS[path] = Ownership(path, me)
+    return ownership
 
 
 def _replace(path: Path, me: Owner, take_over: bool, lost: bool) -> None:
-    """Put our mark in the place of another's, if that one is gone, or is to be taken over.
+    """Replace the `owner.json` of another process, if that one is gone, or is to be taken over.
 
     Args:
-        lost: the mark was ours before, so whoever has it is alive.
+        lost: the directory was this process's before, so the other one took it over and is alive.
     """
     mine = path.with_name(f"{OWNER}.{me.token}.part")
     with writing(mine) as file:
         file.write(sealed(me._asdict()))
     try:
-        # By the clock of the file system, which need not be ours.
+        # Both times are by the file system's clock, which may differ from the machine's.
         age = mine.stat().st_mtime - path.stat().st_mtime
         try:
             other: Any = Owner.read(path)
@@ -233,7 +232,7 @@ def _replace(path: Path, me: Owner, take_over: bool, lost: bool) -> None:
                     f"{path} is no mark of a job that saves, so it is left as it is: move it away, or save "
                     "into another directory."
                 ) from None
-            # Perhaps it is just being written.
+            # It may be half written, by a process that is alive.
             other, gone = f"a process that left no readable {OWNER}", age > STALE_SECONDS
         if not (take_over or (gone and not lost)):
             raise RuntimeError(
@@ -253,7 +252,7 @@ def _is_of(path: Path, owner: Owner) -> bool:
 
 
 def _renew(path: Path, owner: Owner, stop: threading.Event) -> None:
-    """Renew the mark now and then, until it ends or is another's."""
+    """Renew the file's time until `stop` is set, or another process is the owner."""
     while not stop.wait(RENEW_SECONDS):
         with contextlib.suppress(OSError, DamagedError):
             if Owner.read(path).token != owner.token:
@@ -263,6 +262,6 @@ def _renew(path: Path, owner: Owner, stop: threading.Event) -> None:
 
 def _release(path: Path, owner: Owner, stop: threading.Event) -> None:
     stop.set()
-    if owner.pid == os.getpid() and _is_of(path, owner):  # not in a process forked from the owner
+    if owner.pid == os.getpid() and _is_of(path, owner):  # A forked process is not the owner.
         with contextlib.suppress(OSError):
             path.unlink()

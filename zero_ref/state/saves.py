@@ -1,20 +1,22 @@
-"""The folders of sharded saves: which of them are ours, which are complete, and which may go.
+"""The folders of sharded saves: which of them are ours, which are complete, and which may be removed.
+
+This module adds to `minimal.py`, which saves nothing, that an interrupted save leaves the one before intact:
 
     directory/
         owner.json               the job that saves here (`save_owner.py`)
         save-00000007/           one folder for each save; nothing is ever written into an older one
             save.json            its mark, written first: the identity of the save, how many ranks
-            shard-0-of-4.bin     rank 0's tensors, end to end, as they lie in memory
-            shard-0-of-4.json    its table: where each piece begins, its checksums, and all that is no tensor
+            shard-0-of-4.bin     rank 0's data: its tensors, end to end, as they lie in memory
+            shard-0-of-4.json    rank 0's table: where each piece begins, its checksums, and its contents
             shard-1-of-4.bin     ...
 
-A rank's table appears by one rename, when its data are safely on the disk, and a save is complete when the
+A rank's table appears by one rename, when its data are synced to the disk, and a save is complete when the
 tables of all its ranks are there. So no rank has to be told that a save is complete, an interrupted save
-never looks like one, and the one before it is not touched.
+never looks complete, and the one before it is not touched.
 
-Marks and tables are JSON, sealed: they begin with the SHA-256 of the rest. Only what carries a mark is ever
-counted or removed, and of that only the files that a save writes: a folder of the user's own may have any
-name. Standard library only.
+Marks and tables are sealed JSON: they begin with the SHA-256 of the rest. Only folders with a mark are ever
+counted or removed, and in these only the files that a save writes: a user's own folder may have any name.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from zero_ref.state.durable import make_directory, open_regular, read_regular, r
 FORMAT = "zero_ref sharded checkpoint 2"
 MARK = "save.json"
 MARK_NBYTES = 2**16
-"""A mark is smaller: what is larger is not read."""
+"""A larger file is no mark, and is not read."""
 
 TABLE = re.compile(r"shard-(\d+)-of-(\d+)\.json")
 _FOLDER = re.compile(r"save-(\d{8,})")
@@ -44,12 +46,12 @@ _OURS = re.compile(r"(shard-\d+-of-\d+\.(json|bin)|save\.json)(\.part)?")
 
 
 class DamagedError(ValueError):
-    """What lies in the files is not what a save has written there."""
+    """The files do not hold what a save has written there."""
 
 
 @contextlib.contextmanager
 def damage_in(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong inside, but what the system reports, into a DamagedError of this file."""
+    """Turn any error inside, except an OSError, into a DamagedError of this file."""
     try:
         yield
     except (OSError, DamagedError):
@@ -64,7 +66,7 @@ def damage_in(path: Path) -> Iterator[None]:
 
 
 def sealed(value: Mapping[str, Any]) -> bytes:
-    """As JSON, in which each bit is covered: the first entry is the SHA-256 of what follows it.
+    """JSON whose first entry is the SHA-256 of all that follows it, so no bit of it can change unnoticed.
 
     >>> sealed({"number": 7}).splitlines()[1]
     b'"number": 7}'
@@ -74,7 +76,7 @@ def sealed(value: Mapping[str, Any]) -> bytes:
 
 
 def begins_as_sealed(path: Path) -> bool:
-    """It may be what `sealed` has made, perhaps cut short: a file of somebody else's begins otherwise."""
+    """The file may be from `sealed`, perhaps cut short. Files of other programs begin otherwise."""
     with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
         return _SEAL.startswith(file.read(len(_SEAL)))
     return False
@@ -88,7 +90,7 @@ def _seal_of(body: bytes) -> bytes:
 
 
 def read_sealed(path: Path, limit: int) -> dict[str, Any]:
-    """What `sealed` has made, from a file of at most `limit` bytes.
+    """Read a file of at most `limit` bytes from `sealed`.
 
     Raises:
         OSError: it cannot be read.
@@ -107,10 +109,10 @@ def read_sealed(path: Path, limit: int) -> dict[str, Any]:
 
 
 class Mark(NamedTuple):
-    """What the mark of a folder says.
+    """The mark of a save's folder.
 
     Args:
-        id: of this save and no other. It stands in all its tables.
+        id: of this save and no other; all its tables have it too.
         began: ISO 8601, UTC.
         owner: the job, as in `save_owner.Owner`.
     """
@@ -123,11 +125,8 @@ class Mark(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> Mark:
-        """Read the mark of a folder.
-
-        Raises:
-            OSError: there is none, or it cannot be read.
-            DamagedError: it is damaged, or of another folder.
+        """Read the mark of a folder; OSError if there is none or it cannot be read, DamagedError if it is
+        damaged, or of another folder.
         """
         path = folder / MARK
         entries = read_sealed(path, MARK_NBYTES)
@@ -148,6 +147,11 @@ class Mark(NamedTuple):
             file.write(sealed({"format": FORMAT, **self._asdict()}))
 
 
+def table_name(rank: int, ranks: int) -> str:
+    """The name of a rank's table. That of its data file ends in .bin."""
+    return f"shard-{rank}-of-{ranks}.json"
+
+
 def name_of(number: int) -> str:
     """The name of a save's folder.
 
@@ -164,9 +168,9 @@ class Save(NamedTuple):
     """A folder that looks like a save.
 
     Args:
-        mark: None where it carries none that is valid; then it is never removed.
-        problem: what is wrong with the mark, if there is none.
-        names: of the files in it.
+        mark: None if it is missing or damaged; then the folder is never removed.
+        problem: what is wrong with the mark; empty if nothing is.
+        names: of the files in the folder.
     """
 
     path: Path
@@ -178,27 +182,23 @@ class Save(NamedTuple):
     @property
     def is_complete(self) -> bool:
         """The tables of all ranks are there."""
-        return next(self._missing(), None) is None and self.mark is not None
+        return self.mark is not None and not self.lacks
 
     @property
     def lacks(self) -> str:
-        """In words, the tables that are missing; empty where there are all."""
-        first = list(itertools.islice(self._missing(), 3))
-        if not first or self.mark is None:
-            return ""
-        matches = (TABLE.fullmatch(name) for name in self.names)
-        there = {int(match[1]) for match in matches if match and int(match[2]) == self.mark.ranks}
-        more = self.mark.ranks - sum(rank < self.mark.ranks for rank in there) - len(first)
-        return ", ".join(first) + (f" and {more} more" if more else "")
-
-    def _missing(self) -> Iterator[str]:
+        """In words, the tables that are missing; empty where none is, or there is no valid mark."""
         ranks = self.mark.ranks if self.mark else 0
-        names = (f"shard-{rank}-of-{ranks}.json" for rank in range(ranks))
-        return (name for name in names if name not in self.names)
+        tables = (table_name(rank, ranks) for rank in range(ranks))
+        # No list of all that are missing: a mark may claim any number of ranks.
+        first = list(itertools.islice((name for name in tables if name not in self.names), 3))
+        matches = filter(None, map(TABLE.fullmatch, self.names))
+        there = {int(match[1]) for match in matches if int(match[2]) == ranks}
+        more = ranks - len(first) - sum(rank < ranks for rank in there)
+        return ", ".join(first) + (f" and {more} more" if first and more > 0 else "")
 
 
 def look_at(folder: Path) -> Save | None:
-    """A folder as a save; None where it is none, which takes a number in its name and a mark or a table."""
+    """The folder as a save; None unless it has the name of a save, and a mark or a table in it."""
     match = _FOLDER.fullmatch(folder.name)
     if match is None or folder.name != name_of(int(match[1])) or not folder.is_dir():
         return None
@@ -226,19 +226,6 @@ def saves_in(directory: Path) -> list[Save]:
     return sorted((save for save in looked if save), key=lambda save: save.number)
 
 
-def newest_complete(directory: Path) -> Save:
-    """The newest save of which all tables are there; whether they are intact is another question.
-
-    Raises:
-        FileNotFoundError: there is none; says what is missing.
-    """
-    saves = saves_in(directory)
-    for save in reversed(saves):
-        if save.is_complete:
-            return save
-    raise nothing_in(directory, saves)
-
-
 def nothing_in(directory: Path, saves: list[Save]) -> FileNotFoundError:
     """The error where no save is complete."""
     lacks = f"; the newest save lacks {saves[-1].lacks}" if saves else ""
@@ -249,7 +236,7 @@ def nothing_in(directory: Path, saves: list[Save]) -> FileNotFoundError:
 
 
 def new_save(directory: Path, ranks: int, owner: Mapping[str, Any]) -> tuple[Path, Mark]:
-    """Make and mark a new folder, numbered on from what carries our mark. By one rank."""
+    """Make and mark a new folder, with the number after those that have a mark. Called by one rank."""
     make_directory(directory)
     number = 1 + max((save.number for save in saves_in(directory) if save.mark), default=0)
     while True:
@@ -257,7 +244,7 @@ def new_save(directory: Path, ranks: int, owner: Mapping[str, Any]) -> tuple[Pat
         try:
             folder.mkdir()
             break
-        except FileExistsError:  # the user's own, or a save whose mark is damaged
+        except FileExistsError:  # a folder of the user's own, or a save whose mark is damaged
             number += 1
     began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     mark = Mark(number, secrets.token_hex(16), ranks, began, dict(owner))
@@ -269,15 +256,15 @@ def new_save(directory: Path, ranks: int, owner: Mapping[str, Any]) -> tuple[Pat
 def remove_old(
     newest: Path, keep: int, may_remove: Callable[[Mark], bool], damaged: Collection[str] = ()
 ) -> None:
-    """Keep `keep` complete saves; of those before `newest` remove older ones and what came to no end.
+    """Keep `keep` complete saves; remove older ones, and those before `newest` that were interrupted.
 
     Args:
-        newest: the save under way, or just completed. What is newer than it is not its business.
-        may_remove: whether a save of that mark may go.
+        newest: the save under way, or just completed. Saves after it stay, and do not count.
+        may_remove: whether a save with that mark may be removed.
         damaged: names of folders that are known to be damaged; they do not count as complete.
     """
-    saves = [save for save in saves_in(newest.parent) if save.mark]
-    saves = [save for save in saves if save.number <= int(newest.name.removeprefix("save-"))]
+    last = int(newest.name.removeprefix("save-"))
+    saves = [save for save in saves_in(newest.parent) if save.mark and save.number <= last]
     intact = [save for save in saves if save.is_complete and save.path.name not in damaged]
     oldest = min((save.number for save in intact[-keep:]), default=0)
     for save in saves:
@@ -289,12 +276,9 @@ def remove_old(
 
 def _remove(save: Save) -> None:
     """Remove what a save writes, and the folder if nothing else is in it; what cannot be removed stays."""
-
-    def place(name: str) -> int:
-        """Tables first, or what is left of an interrupted removal would look complete; the mark last."""
-        return 0 if TABLE.fullmatch(name) else 2 if name == MARK else 1
-
+    # Tables first, so that an interrupted removal leaves no save that looks complete; the mark last.
     with contextlib.suppress(OSError):
-        for name in sorted(filter(_OURS.fullmatch, save.names), key=place):
+        ours = filter(_OURS.fullmatch, save.names)
+        for name in sorted(ours, key=lambda name: (name == MARK, not TABLE.fullmatch(name))):
             (save.path / name).unlink(missing_ok=True)
         save.path.rmdir()

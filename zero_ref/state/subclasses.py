@@ -1,13 +1,13 @@
 """State that is a tensor subclass, such as torchao's 8-bit moments, taken apart and put together again.
 
-Such a tensor is a wrapper around plain ones. It says itself which these are and what else it needs
-(`__tensor_flatten__`), and its class makes it again from both (`__tensor_unflatten__`): torch.compile wants
-that of it too. While state travels or lies in files, the plain tensors stand in place of the wrapper:
+This module adds to `state_dict` of `minimal.py` that such state needs no pickle. A wrapper holds plain
+tensors: `__tensor_flatten__` names them and what else the wrapper needs, and `__tensor_unflatten__` makes the
+wrapper from both, as torch.compile requires too. While state is sent or stored, plain tensors replace it:
 
     {"exp_avg": wrapper}      {"exp_avg::codes": tensor, "exp_avg::scale": tensor, "exp_avg::": recipe}
 
-The recipe is JSON. It names the class, and that must be one that this program has imported by itself: nothing
-is imported, and no pickle is read, because another rank or a file says so.
+The recipe is JSON. It names the class, which this program must have imported by itself: nothing that another
+rank or a file says causes an import, and no pickle is read.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def is_within(key: Any) -> bool:
-    """Under this key stands a part of a wrapper."""
+    """The key is that of a part of a wrapper."""
     return isinstance(key, str) and PART in key
 
 
 def take_apart(of_param: Mapping[Any, Any], param: int, whole: bool) -> dict[Any, Any]:
-    """The state of a parameter without wrappers.
+    """The state of a parameter, with plain tensors and a recipe in place of each wrapper.
 
     Args:
-        param: its number.
-        whole: this is all of it, and not a slice.
+        param: the parameter's number.
+        whole: this is the state of all of the parameter, and not of a slice.
     Raises:
-        TypeError: a wrapper is one of a slice, has something that JSON cannot express, or a class that others
-            could not find.
+        TypeError: a wrapper in the state of a slice, or one that holds what JSON cannot express, or whose
+            class other ranks could not find by its name.
     """
     plain: dict[Any, Any] = {}
     for key, value in of_param.items():
@@ -56,10 +56,12 @@ def take_apart(of_param: Mapping[Any, Any], param: int, whole: bool) -> dict[Any
 
 
 def check_is_whole(plain: Mapping[Any, Any], whole: bool, what: str) -> None:
-    """Refuse a wrapper, taken apart, where only a slice of the state belongs.
+    """Refuse parts of a wrapper in the state of a slice.
 
+    Args:
+        what: the state, in words.
     Raises:
-        TypeError: `what`, in words, has one.
+        TypeError: there are such parts, and not `whole`.
     """
     if not whole and any(map(is_within, plain)):
         raise TypeError(f"{what} has a tensor subclass, which cannot be cut. {WHOLE}")
@@ -71,7 +73,7 @@ WHOLE = 'Use a partition of whole parameters, such as "sorted_greedy".'
 
 
 def put_together(plain: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What `take_apart` was given. The plain tensors may still wait for their values.
+    """Undo `take_apart`. The plain tensors may be filled later: the wrappers share their memory.
 
     Raises:
         TypeError: this program has no such class.
@@ -88,17 +90,17 @@ def put_together(plain: Mapping[Any, Any]) -> dict[Any, Any]:
     return of_param
 
 
-def mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """What `function` makes of a tensor; of a wrapper, the wrapper around what it makes of each in it."""
+def cloned(value: Any) -> Any:
+    """A copy of a tensor; of a wrapper, one made from copies of its plain tensors."""
     if not is_traceable_wrapper_subclass(value):
-        return function(value)
+        return value.clone()
     names, context = value.__tensor_flatten__()
-    inner = {name: mapped(function, getattr(value, name)) for name in names}
+    inner = {name: cloned(getattr(value, name)) for name in names}
     return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
 
 
 def _flattened(value: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The recipe of a wrapper, and the plain tensors in it by name."""
+    """The recipe of a wrapper, and its plain tensors by name."""
     names, context = value.__tensor_flatten__()
     kind = type(value)
     recipe: dict[str, Any] = {"class": f"{kind.__module__}:{kind.__qualname__}", "inner": {}}
@@ -132,7 +134,7 @@ def _unflattened(recipe: Mapping[str, Any], plain: Mapping[str, Any], prefix: st
 
 
 def _named(path: str) -> Any:
-    """The wrapper class of that name, if this program has imported one."""
+    """The wrapper class of that name, or None if this program has imported none."""
     module, _, name = path.partition(":")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -142,7 +144,7 @@ def _named(path: str) -> Any:
 
 
 def _encoded(value: Any) -> Any:
-    """As JSON. What JSON does not know is an object that says its kind."""
+    """The value for JSON. A type that JSON lacks becomes an object {kind: parts}."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
@@ -173,4 +175,4 @@ _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
     "device": (torch.device, str, torch.device),
 }
-"""What else a context may hold: its type, what of it JSON takes, and how it is made again."""
+"""The types in a context that JSON lacks: (type, function to parts, function from parts)."""
