@@ -7,11 +7,10 @@ from functools import partial
 from typing import NamedTuple
 
 from zero_ref.live.animation import Animation, Motion
-from zero_ref.live.lanes import alone, label_colour, label_key, rows_of
+from zero_ref.live.lanes import LANE, alone, label_colour, label_key, rows_of, time_axis
 from zero_ref.live.numbers import short_time
 from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, text_colour_on, tint
 from zero_ref.live.svg import LINE, MARGIN, element, key, line, text, text_width, wrapped
-from zero_ref.live.timelines import LANE, time_axis
 from zero_ref.simulator.operations import COMPUTE
 from zero_ref.simulator.timeline import Event, Timeline
 

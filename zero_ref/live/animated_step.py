@@ -61,6 +61,7 @@ class _Board(NamedTuple):
 
     partition: Partition
     names: Sequence[str]
+    hatch: str
     left: float
     width: float
 
@@ -86,7 +87,13 @@ class _Board(NamedTuple):
         named = text(x + width / 2, y + height / 2 + 4.5, fits, fill=text_colour_on(fill), anchor="middle")
         return rect + (element("g", named, class_=more["appears"]) if "appears" in more else named)
 
-    def row(self, y: float, height: float, phase: str, rank: int, hatch: str) -> list[str]:
+    def old(self, x: float, y: float, width: float, height: float, name: str) -> str:
+        """A hatched box: what a rank holds there is of the step before."""
+        size = {"x": x + 0.5, "y": y + 0.5, "width": max(0.0, width - 2), "height": height - 1}
+        hint = element("title", escape(f"{name}, old"))
+        return element("rect", hint, **size, fill=f"url(#{self.hatch})", stroke=tint(MUTED, 0.45))
+
+    def row(self, y: float, height: float, phase: str, rank: int) -> list[str]:
         """What a rank holds in a phase: averaged gradients, or parameters."""
         parts = []
         for piece, owner, x, wide in self.boxes():
@@ -96,54 +103,40 @@ class _Board(NamedTuple):
             elif owner == rank or phase == "equal":
                 parts.append(self.box(x, y, wide, height, colour, name))
             else:
-                parts.append(_old(x, y, wide, height, name, hatch))
+                parts.append(self.old(x, y, wide, height, name))
         return parts
 
 
 def _draw(
     partition: Partition, names: Sequence[str], frames: Sequence[Frame], words: str, width: float, name: str
 ) -> str:
-    ranks, columns = partition.world_size, 2 if width >= 600 else 1
+    columns = 2 if width >= 600 else 1
+    board = _Board(partition, names, f"{name}-old", SIDE, width - 2 * SIDE)
     motion = Motion(name, SECONDS["equal"][1], SECONDS["equal"][0] + 0.9)
-    hatch = f"{name}-old"
     top = TOP + 27 * len(PHASES) / columns
-    height = top + RANK * ranks + LINE
-    parts = [
-        _hatching(hatch),
-        element("g", *_four(partition, names, width, height, columns, hatch), class_="still"),
-    ]
-    moving = [
-        *_progress(frames, motion, width, columns),
-        *_ranks(_Board(partition, names, SIDE, width - 2 * SIDE), frames, motion, top, hatch),
-    ]
+    height = top + RANK * partition.world_size + LINE
+    still = element("g", *_four(board, height, columns), class_="still")
+    moving = [*_progress(frames, motion, board.width, columns), *_ranks(board, frames, motion, top)]
     for frame in frames:
         if frame.call:
             sender = "" if frame.call.peer is None else f" from rank {frame.call.peer}"
             said = f"network: {frame.call.op}{sender}, {frame.call.nbytes} bytes"
             seen = motion.appears(frame.start_s, frame.stop_s)
             moving.append(element("g", text(SIDE, height - 9, said, fill=MUTED), class_=seen))
-    parts.append(element("g", *moving, class_="moving"))
+    parts = [_hatching(board.hatch), still, element("g", *moving, class_="moving")]
     return motion.picture(width, height, words, parts)
 
 
 def _hatching(name: str) -> str:
     stroke = line(0, 0, 0, 7, tint(MUTED, 0.45), 2.2)
     ground = element("rect", width=7, height=7, fill=PAPER)
-    return element(
-        "pattern", ground, stroke, id=name, width=7, height=7, patternUnits="userSpaceOnUse",
-        patternTransform="rotate(45)",
-    )  # fmt: skip
-
-
-def _old(x: float, y: float, width: float, height: float, name: str, hatch: str) -> str:
-    hint = element("title", escape(f"{name}, old"))
-    size = {"x": x + 0.5, "y": y + 0.5, "width": max(0.0, width - 2), "height": height - 1}
-    return element("rect", hint, **size, fill=f"url(#{hatch})", stroke=tint(MUTED, 0.45))
+    size = {"width": 7, "height": 7, "patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
+    return element("pattern", ground, stroke, id=name, **size)
 
 
 def _place(number: int, width: float, columns: int) -> tuple[float, float, int]:
     """Of one of four things in columns: its left edge, its width, its row."""
-    wide = (width - 2 * SIDE - 20 * (columns - 1)) / columns
+    wide = (width - 20 * (columns - 1)) / columns
     rows = len(PHASES) // columns
     return SIDE + number // rows * (wide + 20), wide, number % rows
 
@@ -167,7 +160,7 @@ def _progress(frames: Sequence[Frame], motion: Motion, width: float, columns: in
     return parts
 
 
-def _ranks(board: _Board, frames: Sequence[Frame], motion: Motion, top: float, hatch: str) -> list[str]:
+def _ranks(board: _Board, frames: Sequence[Frame], motion: Motion, top: float) -> list[str]:
     """The ranks below each other; above them what travels from one to another."""
     everyone = range(board.partition.world_size)
     reduce, step = (next(one for one in frames if one.phase == phase) for phase in ("reduce", "step"))
@@ -180,16 +173,11 @@ def _ranks(board: _Board, frames: Sequence[Frame], motion: Motion, top: float, h
         parts += [
             text(board.left, y + 13, f"rank {rank}", bold=True),
             board.box(board.left, y + LINE, board.width + 1, GRADIENTS, FAINT, "gradients of its own batch"),
-            element("g", *board.row(y + LINE, GRADIENTS, "reduce", rank, hatch), class_=averaged),
+            element("g", *board.row(y + LINE, GRADIENTS, "reduce", rank), class_=averaged),
         ]
         for sender in everyone:
             if sender != rank:
-                flies = motion.of(
-                    (reduce.start_s, f"transform:translateY({RANK * (sender - rank):g}px);opacity:0"),
-                    (reduce.start_s + 0.1, f"transform:translateY({RANK * (sender - rank):g}px);opacity:.4"),
-                    (arrive_s, "transform:translateY(0px);opacity:.4"),
-                    (reduce.stop_s, "transform:translateY(0px);opacity:0"),
-                )
+                flies = motion.flies(RANK * (sender - rank), ".4", reduce.start_s, arrive_s, reduce.stop_s)
                 above.append(
                     element(
                         "rect", x=board.left, y=y + LINE, width=board.width, height=GRADIENTS, fill=MUTED,
@@ -199,17 +187,14 @@ def _ranks(board: _Board, frames: Sequence[Frame], motion: Motion, top: float, h
         low = y + LINE + GRADIENTS + 4
         for piece, owner, x, wide in board.boxes():
             name, colour = board.names[piece.param], rank_colour(owner, MOST_RANKS)
-            parts.append(_old(x, low, wide, PARAMETERS, name, hatch))
+            parts.append(board.old(x, low, wide, PARAMETERS, name))
             if owner == rank:
                 new = board.box(x, low, wide, PARAMETERS, colour, name, grows=updated, appears=named)
                 parts.append(element("g", new, data_phase="step", data_param=piece.param, data_rank=rank))
                 continue
             frame = next(one for one in frames if one.piece == piece)
-            flies = motion.of(
-                (frame.start_s, f"transform:translateY({RANK * (owner - rank):g}px);opacity:0"),
-                (frame.start_s + 0.01, f"transform:translateY({RANK * (owner - rank):g}px);opacity:1"),
-                (frame.start_s + 0.8 * (frame.stop_s - frame.start_s), "transform:translateY(0px);opacity:1"),
-            )
+            landed_s = frame.start_s + 0.8 * (frame.stop_s - frame.start_s)
+            flies = motion.flies(RANK * (owner - rank), "1", frame.start_s, landed_s)
             above.append(
                 element(
                     "g", board.box(x, low, wide, PARAMETERS, colour, name),
@@ -220,25 +205,22 @@ def _ranks(board: _Board, frames: Sequence[Frame], motion: Motion, top: float, h
     return parts + above
 
 
-def _four(
-    partition: Partition, names: Sequence[str], width: float, height: float, columns: int, hatch: str
-) -> list[str]:
+def _four(board: _Board, height: float, columns: int) -> list[str]:
     """All four phases at once, for who sees nothing move."""
-    ranks, rows = partition.world_size, len(PHASES) // columns
-    high = (height - TOP) / rows
-    each = (high - LINE - 14) / ranks
+    high = (height - TOP) * columns / len(PHASES)
+    each = (high - LINE - 14) / board.partition.world_size
     parts = []
     for number, (phase, said) in enumerate(PHASES.items()):
-        x, wide, row = _place(number, width, columns)
+        x, wide, row = _place(number, board.width, columns)
         y = TOP + high * row
-        board = _Board(partition, names, x + 50, wide - 50)
+        small = board._replace(left=x + 50, width=wide - 50)
         parts.append(text(x, y + 11, f"{number + 1}  {said}"))
         y += LINE
-        for rank in range(ranks):
+        for rank in range(board.partition.world_size):
             parts.append(text(x, y + each * rank + each / 2 + 3, f"rank {rank}", fill=MUTED))
-            parts += board.row(y + each * rank, each - 3, phase, rank, hatch)
+            parts += small.row(y + each * rank, each - 3, phase, rank)
         if phase == "broadcast":
-            parts += _arrows(board, y, each)
+            parts += _arrows(small, y, each)
     return parts
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
-from zero_ref.live.explorer import Answer, Control, Explorer
+from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
 from zero_ref.live.numbers import short_bytes
-from zero_ref.live.options import RANKS, params_of
 from zero_ref.live.palette import ALARM, INK, ITEM_COLOURS
 from zero_ref.live.svg import LINE, MARGIN, axis, bar, key, level, picture, text
 from zero_ref.simulator.activations import CHECKPOINTING
@@ -28,21 +28,8 @@ HIGH = 26.0
 """Pixels of a bar of items."""
 
 
-def _draw(
-    width: float,
-    model: str,
-    ranks: int,
-    stage: int,
-    convention: str,
-    optimizer: str,
-    device: str,
-    batch: int,
-    sequence: int,
-    checkpointing: str,
-) -> Answer:
-    held = [
-        _items(model, ranks, one, convention, optimizer, batch, sequence, checkpointing) for one in range(4)
-    ]
+def _draw(width: float, model: str, ranks: int, stage: int, device: str, **counted: Any) -> Answer:
+    held = [_items(model, ranks, one, **counted) for one in range(4)]
     totals = [sum(items.values()) for items in held]
     device_bytes = 1e9 * (DEVICES[device].memory_gb or 0)
     numbers = {
@@ -57,12 +44,8 @@ def _draw(
         f"{'.' if fits else ', which is too much.'} "
         f"Plain data parallelism would hold {short_bytes(totals[0])}."
     )
-    return Answer(
-        _picture(width, held, device_bytes, stage, words),
-        words,
-        _table(held),
-        {**numbers, "device, bytes": device_bytes},
-    )
+    svg = _picture(width, held, device_bytes, stage, words)
+    return Answer(svg, words, _table(held), {**numbers, "device, bytes": device_bytes})
 
 
 @lru_cache(maxsize=64)
@@ -76,16 +59,12 @@ def _items(
     sequence: int,
     checkpointing: str,
 ) -> dict[str, float]:
+    # The scenario counts the activations, which are the same on every cluster.
     run = Scenario(
         TRANSFORMERS[model], CLUSTERS["h100-ib"], ranks, batch, sequence, checkpointing=checkpointing
-    )  # which counts activations; of these the cluster is no matter
-    settings = MemorySettings(
-        stage,
-        convention,
-        optimizer,
-        gradient_as_bucket_view=True,
-        activation_bytes=run.activation_bytes,
     )
+    activations = {"gradient_as_bucket_view": True, "activation_bytes": run.activation_bytes}
+    settings = MemorySettings(stage, convention, optimizer, **activations)
     return named_items(average_memory(params_of(model), ranks, settings))
 
 

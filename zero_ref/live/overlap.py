@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from zero_ref.live.explorer import Answer, Control, Explorer
+from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
+from zero_ref.live.lanes import lanes
 from zero_ref.live.numbers import short, short_time
-from zero_ref.live.options import RANKS, params_of
 from zero_ref.live.svg import MARGIN, picture
-from zero_ref.live.timelines import lanes
 from zero_ref.simulator.cluster import CLUSTERS, Link
 from zero_ref.simulator.models import MODELS, blocks, shapes
 from zero_ref.simulator.operations import WAYS

@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from zero_ref.live.explorer import Answer, Control, Explorer
+from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
 from zero_ref.live.numbers import short, short_count
-from zero_ref.live.options import RANKS, params_of
 from zero_ref.live.palette import ALARM, INK, MUTED, SERIES_COLOURS, rank_colour
 from zero_ref.live.svg import LINE, MARGIN, bar, curve, key, line, picture, text
 from zero_ref.plan.partition import STRATEGIES, Partition, plan_partition
@@ -128,15 +127,14 @@ def _balance(
         parts.append(text(at, top + high + 17, f"{power:,}", fill=MUTED, anchor="middle"))
     at = x + wide * _log2(ranks) / _log2(POWERS[-1])
     parts.append(line(at, top, at, top + high, ALARM, 1.6, "5 3"))
-    colours = {NAMES[rule]: colour for rule, colour in zip(balance, SERIES_COLOURS)}
-    for place, (rule, colour) in enumerate(zip(balance, SERIES_COLOURS)):
+    for place, (colour, values) in enumerate(zip(SERIES_COLOURS, balance.values())):
         points = [
             (x + wide * _log2(power) / _log2(POWERS[-1]), top + high * (1 - _log2(value) / doublings))
-            for power, value in zip(POWERS, balance[rule])
+            for power, value in zip(POWERS, values)
         ]
         parts.append(curve(points, colour, 7.0 - 2.2 * place))  # lines that coincide are all seen
     parts.append(text(x + wide, top + high + 34, "ranks; dashed: here", fill=MUTED, anchor="end"))
-    names, bottom = key(colours, left, top + high + 46, width)
+    names, bottom = key(dict(zip(NAMES.values(), SERIES_COLOURS)), left, top + high + 46, width)
     return parts + names, bottom + 2
 
 

@@ -60,13 +60,7 @@ def picture(width: float, height: float, label: str, parts: Iterable[str]) -> st
 
 
 def text(
-    x: float,
-    y: float,
-    words: str,
-    *more: str,
-    fill: str = INK,
-    anchor: str = "start",
-    bold: bool = False,
+    x: float, y: float, words: str, *more: str, fill: str = INK, anchor: str = "start", bold: bool = False
 ) -> str:
     """One line of text whose baseline is at `y`; `more` elements in it; `anchor` is start, middle or end."""
     return element(
@@ -113,17 +107,11 @@ def bar(x: float, y: float, width: float, height: float, fill: str, hint: str = 
 
 
 def line(
-    x1: float,
-    y1: float,
-    x2: float,
-    y2: float,
-    stroke: str = FAINT,
-    width: float = 1.0,
-    dashes: str | None = None,
+    x1: float, y1: float, x2: float, y2: float, stroke: str = FAINT, width: float = 1.0, dashes: str = ""
 ) -> str:
     """A straight line."""
     return element(
-        "line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, stroke_width=width, stroke_dasharray=dashes
+        "line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, stroke_width=width, stroke_dasharray=dashes or None
     )
 
 
@@ -184,10 +172,8 @@ def axis(
     parts = []
     for value, name in named.items():
         at = x + width * value / most if most else x
-        parts += [
-            line(at, top, at, bottom),
-            _centred(at, bottom + 15, name, MUTED, x - MARGIN, x + width + MARGIN),
-        ]
+        below = _centred(at, bottom + 15, name, MUTED, x - MARGIN, x + width + MARGIN)
+        parts += [line(at, top, at, bottom), below]
     if unit:
         parts.append(text(x + width, bottom + 31, unit, fill=MUTED, anchor="end"))
     return parts
