@@ -130,12 +130,8 @@ def verdict(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> tuple[boo
 
     A table without a Check has no verdict to be proud of: it counts as not equal.
     """
-    checks = [
-        (f"{row[0]}, {column}", cell)
-        for row in rows
-        for column, cell in zip(columns, row)
-        if isinstance(cell, Check)
-    ]
+    cells = [(f"{row[0]}, {column}", cell) for row in rows for column, cell in zip(columns, row)]
+    checks = [(name, cell) for name, cell in cells if isinstance(cell, Check)]
     if not checks:
         return False, "No prediction was held against a measurement", []
     misses = [f"{name}: {_in_words(cell)}" for name, cell in checks if not cell.equal]
@@ -157,7 +153,7 @@ def _cell(column: str, cell: Cell) -> str:
     if not isinstance(cell, Check):
         return element("td", element("span", escape(_plain(cell))), data_label=column)
     # Rounded numbers could look equal where the exact ones are not: then the exact ones are shown.
-    pair = [_written(value, cell.unit, rounded=cell.equal) for value in (cell.predicted, cell.measured)]
+    pair = [escape(_written(value, cell.unit, cell.equal)) for value in (cell.predicted, cell.measured)]
     shown = element("span", "<i> | </i>".join(pair), element("b", " =" if cell.equal else " ≠"))
     look = "equal" if cell.equal else "differs"
     return element("td", shown, data_label=column, class_=look, title=_in_words(cell))
@@ -195,8 +191,7 @@ def _data_uri(image: str | Path | Drawn) -> str:
     if not isinstance(image, str | Path):
         content, kind = image._repr_svg_().encode(), "svg+xml"
     else:
-        kinds = {".png": "png", ".svg": "svg+xml"}
-        kind = kinds.get(Path(image).suffix.lower(), "")
+        kind = {".png": "png", ".svg": "svg+xml"}.get(Path(image).suffix.lower(), "")
         if not kind:
             raise ValueError(f"cannot show {Path(image).name!r}: a picture is a .png or .svg file.")
         content = Path(image).read_bytes()
