@@ -76,9 +76,7 @@ class Motion:
             at = {"0%": moments[0][1]}
             at |= {f"{round(100 * second / self.loop_s, 3):g}%": css for second, css in moments}
             at["100%"] = moments[-1][1]
-            joined = [
-                f"{','.join(same)}{{{css}}}" for css, same in groupby(at, key=lambda when, at=at: at[when])
-            ]
+            joined = (f"{','.join(same)}{{{css}}}" for css, same in groupby(at, at.__getitem__))
             rules.append(f".{name} .{of_class}{{animation-name:{of_class}}}")
             frames.append(f"@keyframes {of_class}{{{''.join(joined)}}}")
         timing = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from zero_ref.live.explorer import Answer, Control, Explorer
 from zero_ref.live.lanes import lanes
@@ -22,22 +23,12 @@ NVLINK_US = 3.0
 
 
 def _draw(
-    width: float,
-    model: str,
-    strategy: str,
-    device: str,
-    per_node: int,
-    nodes: int,
-    within: float,
-    between: float,
-    latency: float,
-    batch: int,
-    checkpointing: str,
-    tokens: int,
-) -> Answer:
+    width: float, model: str, strategy: str, device: str, per_node: int, nodes: int, within: float,
+    between: float, latency: float, tokens: int, **of_scenario: Any,
+) -> Answer:  # fmt: skip
     ranks = per_node * nodes
     cluster = Cluster("designed", DEVICES[device], per_node, Link(NVLINK_US, within), Link(latency, between))
-    scenario = Scenario(TRANSFORMERS[model], cluster, ranks, batch=batch, checkpointing=checkpointing)
+    scenario = Scenario(TRANSFORMERS[model], cluster, ranks, **of_scenario)
     run = _run(scenario, strategy)
     days = tokens / run.tokens_per_second * 1e3 / MS_PER_DAY
     gpu_hours = 24 * days * ranks

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zero_ref.live.numbers import short, short_time, time_unit
 from zero_ref.live.palette import ALARM, INK, MUTED, PART_COLOURS
-from zero_ref.live.svg import LINE, axis, bar, element, key, line, text
+from zero_ref.live.svg import LINE, Drawn, axis, bar, element, key, line, text
 from zero_ref.simulator.operations import COMPUTE, NETWORK
 from zero_ref.simulator.timeline import Event, Timeline
 
@@ -22,9 +22,7 @@ COLOURS = {
 }
 COLOURS_OF_MORE = {
     "forward": "#B9C0CB",
-    "gather": PART_COLOURS["parameters"],
-    "average": PART_COLOURS["parameters"],
-    "agree": PART_COLOURS["parameters"],
+    **dict.fromkeys(("gather", "average", "agree"), PART_COLOURS["parameters"]),
 }
 OTHER = "#77722A"  # whatever else a measured run may name
 
@@ -124,8 +122,8 @@ def alone(timeline: Timeline) -> list[tuple[float, float]]:
 # ------------------------------------------------------------------------------------------------ the picture
 
 
-def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -> tuple[list[str], float]:
-    """Iterations on one scale of time, below each other; and where the next line begins.
+def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -> Drawn:
+    """Iterations on one scale of time, below each other.
 
     Underlined in red is exposed communication. Events shorter than a pixel flow together: how long each kind
     takes stays right.

@@ -9,7 +9,7 @@ from typing import Any
 from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
 from zero_ref.live.numbers import short_bytes
 from zero_ref.live.palette import ALARM, INK, ITEM_COLOURS
-from zero_ref.live.svg import LINE, MARGIN, axis, bar, key, level, picture, text
+from zero_ref.live.svg import LINE, MARGIN, Drawn, axis, bar, key, level, picture, text
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS, Device
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES
@@ -50,21 +50,13 @@ def _draw(width: float, model: str, ranks: int, stage: int, device: str, **count
 
 @lru_cache(maxsize=64)
 def _items(
-    model: str,
-    ranks: int,
-    stage: int,
-    convention: str,
-    optimizer: str,
-    batch: int,
-    sequence: int,
-    checkpointing: str,
+    model: str, ranks: int, stage: int, convention: str, optimizer: str, **of_scenario: Any
 ) -> dict[str, float]:
     # The scenario counts the activations, which are the same on every cluster.
-    run = Scenario(
-        TRANSFORMERS[model], CLUSTERS["h100-ib"], ranks, batch, sequence, checkpointing=checkpointing
+    run = Scenario(TRANSFORMERS[model], CLUSTERS["h100-ib"], ranks, **of_scenario)
+    settings = MemorySettings(
+        stage, convention, optimizer, gradient_as_bucket_view=True, activation_bytes=run.activation_bytes
     )
-    activations = {"gradient_as_bucket_view": True, "activation_bytes": run.activation_bytes}
-    settings = MemorySettings(stage, convention, optimizer, **activations)
     return named_items(average_memory(params_of(model), ranks, settings))
 
 
@@ -74,10 +66,8 @@ def named_items(memory: Memory) -> dict[str, float]:
     return {**named, "other": memory.total_bytes - sum(named.values())}
 
 
-def items_key(
-    held: Sequence[Mapping[str, float]], x: float, y: float, width: float
-) -> tuple[list[str], float]:
-    """The colours of what somebody holds, and where the next line begins."""
+def items_key(held: Sequence[Mapping[str, float]], x: float, y: float, width: float) -> Drawn:
+    """The colours of what somebody holds."""
     shown = {item: colour for item, colour in ITEM_COLOURS.items() if any(items[item] > 0 for items in held)}
     return key(shown, x, y, width)
 

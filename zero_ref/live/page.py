@@ -33,7 +33,9 @@ def html(name: str, **values: Value) -> str:
     # A cell without a character would close itself, which HTML does not know.
     head, *body = [[escape(cell) or " " for cell in row] for row in wide.table]
     numbers = table(head, [[first, *(element("td", cell) for cell in others)] for first, *others in body])
-    region = {"class_": "explorer-table", "tabindex": 0, "role": "region", "aria_label": "The numbers"}
+    region = element(
+        "div", numbers, class_="explorer-table", tabindex=0, role="region", aria_label="The numbers"
+    )
     return element(
         "section",
         element("p", escape(shown.title), class_="explorer-title", id=heading),
@@ -41,12 +43,7 @@ def html(name: str, **values: Value) -> str:
         element("p", "The picture stands still: this page has no Python to run.", class_="explorer-note"),
         two_widths("explorer", wide.svg, narrow.svg),
         element("p", escape(wide.words), class_="explorer-words", aria_live="polite"),
-        element(
-            "details",
-            element("summary", "The numbers"),
-            element("div", numbers, **region),
-            class_="explorer-numbers",
-        ),
+        element("details", element("summary", "The numbers"), region, class_="explorer-numbers"),
         class_="explorer",
         data_explorer=name,
         data_values=json.dumps(values),

@@ -12,6 +12,9 @@ from html import escape
 
 from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER
 
+Drawn = tuple[list[str], float]
+"""Elements, and where the next line begins below them."""
+
 FONT = 13.0
 LINE = 18.0
 """Text is 13 pixels high, a line of it 18."""
@@ -44,19 +47,11 @@ def picture(width: float, height: float, label: str, parts: Iterable[str]) -> st
     """A whole picture on its own light ground. `label` says what it shows, for who cannot see it."""
     ground = element("rect", width=width, height=height, rx=6, fill=PAPER)
     return element(
-        "svg",
-        element("title", escape(label)),
-        ground,
-        *parts,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width:g} {height:g}",
-        width=width,
-        height=height,
-        role="img",
-        font_family="system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif",
-        font_size=FONT,
+        "svg", element("title", escape(label)), ground, *parts, xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width:g} {height:g}", width=width, height=height, role="img",
+        font_family="system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif", font_size=FONT,
         fill=INK,
-    )
+    )  # fmt: skip
 
 
 def text(
@@ -64,15 +59,9 @@ def text(
 ) -> str:
     """One line of text whose baseline is at `y`; `more` elements in it; `anchor` is start, middle or end."""
     return element(
-        "text",
-        escape(words),
-        *more,
-        x=x,
-        y=y,
-        fill=None if fill == INK else fill,
-        text_anchor=None if anchor == "start" else anchor,
-        font_weight=600 if bold else None,
-    )
+        "text", escape(words), *more, x=x, y=y, fill=None if fill == INK else fill,
+        text_anchor=None if anchor == "start" else anchor, font_weight=600 if bold else None,
+    )  # fmt: skip
 
 
 def text_width(words: str) -> float:
@@ -135,8 +124,8 @@ def ticks(top: float, most: int = 5) -> list[float]:
     return [step * count for count in range(int(top / step * (1 + 1e-9)) + 1)]
 
 
-def key(colours: Mapping[str, str], x: float, y: float, width: float) -> tuple[list[str], float]:
-    """Coloured squares with their meaning, in as many rows as they need; and where the next line begins."""
+def key(colours: Mapping[str, str], x: float, y: float, width: float) -> Drawn:
+    """Coloured squares with their meaning, in as many rows as they need."""
     parts: list[str] = []
     left = x
     for name, colour in colours.items():
@@ -186,8 +175,5 @@ def level(x: float, top: float, bottom: float, words: str, left: float, right: f
 
 def _centred(x: float, y: float, words: str, fill: str, left: float, right: float) -> str:
     half = text_width(words) / 2
-    if x - half < left:
-        return text(left, y, words, fill=fill)
-    if x + half > right:
-        return text(right, y, words, fill=fill, anchor="end")
-    return text(x, y, words, fill=fill, anchor="middle")
+    at, anchor = (left, "start") if x - half < left else (right, "end") if x + half > right else (x, "middle")
+    return text(at, y, words, fill=fill, anchor=anchor)
