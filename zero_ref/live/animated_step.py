@@ -10,13 +10,86 @@ from typing import NamedTuple
 
 from zero_ref.live.animation import Animation, Motion
 from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, rank_colour, text_colour_on, tint
-from zero_ref.live.step_frames import MOST_RANKS, PHASES, SECONDS, Frame, step_frames
 from zero_ref.live.svg import LINE, element, line, text, text_width
-from zero_ref.plan.partition import Partition, Slice
+from zero_ref.plan.calls import Call
+from zero_ref.plan.partition import ParamSpec, Partition, Slice
+from zero_ref.simulator.operations import data_parallel, messages_of
+
+PHASES = {
+    "reduce": "Gradients are averaged over all ranks",
+    "step": "Each rank updates only what it owns",
+    "broadcast": "Each owner sends its new values",
+    "equal": "All ranks hold the same again",
+}
+SECONDS = {"reduce": (0.5, 2.3), "step": (2.9, 4.5), "broadcast": (5.1, 9.1), "equal": (9.1, 12.0)}
+MOST_RANKS, MOST_PIECES = 4, 24
 
 SIDE, TOP = 14.0, 12.0
 GRADIENTS, PARAMETERS, RANK = 22.0, 32.0, 90.0
 """Pixels: two strips of a rank, and all of a rank with its name and the space below."""
+
+
+class Frame(NamedTuple):
+    """What happens next, on all ranks at once.
+
+    Args:
+        phase: one of PHASES.
+        start_s, stop_s: of the loop.
+        call: what each rank asks of the network, if anything.
+        piece: what a broadcast carries.
+        receivers: the ranks to which it is new.
+    """
+
+    phase: str
+    start_s: float
+    stop_s: float
+    call: Call | None = None
+    piece: Slice | None = None
+    receivers: tuple[int, ...] = ()
+
+
+def step_frames(partition: Partition) -> list[Frame]:
+    """A step's frames, in the order of the package's calls: an all-reduce, the local step, the broadcasts.
+
+    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> for frame in step_frames(sorted_greedy([6, 5], 2)):
+    ...     print(frame.phase, frame.start_s, *(frame.call or ()))
+    reduce 0.5 all_reduce 44 None
+    step 2.9
+    broadcast 5.1 broadcast 24 0
+    broadcast 7.1 broadcast 20 1
+    equal 9.1
+
+    Args:
+        partition: of float32 parameters, on 2 to 4 ranks. The time of a call says nothing: all broadcasts
+            take equally long, however much they carry.
+    Raises:
+        ValueError: other numbers of ranks, or more slices than can be told apart.
+    Source: `simulator.operations.data_parallel`, whose calls are compared with real ones in chapter 4.
+    """
+    ranks = partition.world_size
+    params = [ParamSpec(numel) for numel in partition.numels]
+    pieces = [piece for _, (piece,) in messages_of(partition, params, flat=False) if piece.numel]
+    if not 2 <= ranks <= MOST_RANKS or not 1 <= len(pieces) <= MOST_PIECES:
+        raise ValueError(
+            f"{len(pieces)} slices on {ranks} ranks: a step moves with 1 to {MOST_PIECES} slices on 2 to "
+            f"{MOST_RANKS} ranks. `lab.plots.step_diagram` draws up to 8 ranks."
+        )
+    one_bucket = [list(reversed(range(len(params))))]
+    sent = iter(pieces)
+    frames: list[Frame] = []
+    for one in data_parallel(params, ranks, partition, one_bucket):
+        if one.label == "broadcast":
+            start_s, stop_s = SECONDS["broadcast"]
+            each_s = (stop_s - start_s) / len(pieces)
+            start_s += each_s * sum(frame.phase == "broadcast" for frame in frames)
+            (call,) = one.calls_of(0, ranks)
+            receivers = tuple(rank for rank in range(ranks) if rank != call.peer)
+            frames.append(Frame("broadcast", start_s, start_s + each_s, call, next(sent), receivers))
+        elif one.label in PHASES:
+            calls = one.calls_of(0, ranks)
+            frames.append(Frame(one.label, *SECONDS[one.label], call=calls[0] if calls else None))
+    return [*frames, Frame("equal", *SECONDS["equal"])]
 
 
 def animate_step(partition: Partition, names: Sequence[str] | None = None) -> Animation:
@@ -116,7 +189,7 @@ def _draw(
     top = TOP + 27 * len(PHASES) / columns
     height = top + RANK * partition.world_size + LINE
     still = element("g", *_four(board, height, columns), class_="still")
-    moving = [*_progress(frames, motion, board.width, columns), *_ranks(board, frames, motion, top)]
+    moving = [*_progress(motion, board.width, columns), *_ranks(board, frames, motion, top)]
     for frame in frames:
         if frame.call:
             sender = "" if frame.call.peer is None else f" from rank {frame.call.peer}"
@@ -141,17 +214,15 @@ def _place(number: int, width: float, columns: int) -> tuple[float, float, int]:
     return SIDE + number // rows * (wide + 20), wide, number % rows
 
 
-def _progress(frames: Sequence[Frame], motion: Motion, width: float, columns: int) -> list[str]:
+def _progress(motion: Motion, width: float, columns: int) -> list[str]:
     """The names of the phases; below each a line that fills while it goes on."""
     parts = []
     for number, (phase, said) in enumerate(PHASES.items()):
         x, wide, row = _place(number, width, columns)
         y = TOP + 27 * row
-        spans = [(frame.start_s, frame.stop_s) for frame in frames if frame.phase == phase]
-        start_s, stop_s = spans[0][0], spans[-1][1]
-        if phase == "equal":
-            stop_s = start_s + 0.5  # what is left is the pause at the end
-        fills = motion.grows(start_s, stop_s)
+        start_s, stop_s = SECONDS[phase]
+        # After half a second what is left of the last phase is the pause at the end.
+        fills = motion.grows(start_s, start_s + 0.5 if phase == "equal" else stop_s)
         parts += [
             text(x, y + 11, f"{number + 1}  {said}"),
             element("rect", x=x, y=y + 16, width=wide, height=3, fill=FAINT),
@@ -163,10 +234,10 @@ def _progress(frames: Sequence[Frame], motion: Motion, width: float, columns: in
 def _ranks(board: _Board, frames: Sequence[Frame], motion: Motion, top: float) -> list[str]:
     """The ranks below each other; above them what travels from one to another."""
     everyone = range(board.partition.world_size)
-    reduce, step = (next(one for one in frames if one.phase == phase) for phase in ("reduce", "step"))
-    arrive_s = reduce.stop_s - 0.4
-    averaged, updated = motion.appears(arrive_s), motion.grows(step.start_s, step.stop_s, "Y")
-    named = motion.appears((step.start_s + step.stop_s) / 2)
+    (begin_s, reduced_s), (step_s, stepped_s) = SECONDS["reduce"], SECONDS["step"]
+    arrive_s = reduced_s - 0.4
+    averaged, updated = motion.appears(arrive_s), motion.grows(step_s, stepped_s, "Y")
+    named = motion.appears((step_s + stepped_s) / 2)
     parts, above = [], []
     for rank in everyone:
         y = top + RANK * rank
@@ -177,7 +248,7 @@ def _ranks(board: _Board, frames: Sequence[Frame], motion: Motion, top: float) -
         ]
         for sender in everyone:
             if sender != rank:
-                flies = motion.flies(RANK * (sender - rank), ".4", reduce.start_s, arrive_s, reduce.stop_s)
+                flies = motion.flies(RANK * (sender - rank), ".4", begin_s, arrive_s, reduced_s)
                 above.append(
                     element(
                         "rect", x=board.left, y=y + LINE, width=board.width, height=GRADIENTS, fill=MUTED,

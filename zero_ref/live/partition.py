@@ -82,8 +82,8 @@ def _picture(
 def _bars(
     plan: Partition, x: float, y: float, width: float, high: float, most: float, fullest_first: bool
 ) -> list[str]:
-    order = range(plan.world_size)
-    ranks = sorted(order, key=lambda rank: -plan.loads[rank]) if fullest_first else list(order)
+    # sorted() keeps the order of equal keys: without fullest_first that of the ranks.
+    ranks = sorted(range(plan.world_size), key=lambda rank: -plan.loads[rank] * fullest_first)
     each = width / len(ranks)
     base = line(x, y + high, x + width, y + high, MUTED)
     if len(ranks) > MOST_BARS:
