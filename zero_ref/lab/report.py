@@ -199,19 +199,15 @@ def _data_uri(image: str | Path | Drawn) -> str:
 
 
 _PAGE = Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
+<html lang="en"><head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
   content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>$title</title>
 <style>$style</style>
-</head>
-<body>
-<main>
+</head><body><main>
 $body
-</main>
-</body>
+</main></body>
 </html>
 """)

@@ -11,7 +11,7 @@ from zero_ref.live.animation import Animation, Motion
 from zero_ref.live.lanes import LANE, alone, label_colour, label_key, rows_of, time_axis
 from zero_ref.live.numbers import short_time
 from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, text_colour_on, tint
-from zero_ref.live.svg import LINE, MARGIN, Drawn, element, key, line, text, text_width, wrapped
+from zero_ref.live.svg import LINE, MARGIN, Stacked, element, key, line, text, text_width, wrapped
 from zero_ref.simulator.operations import COMPUTE
 from zero_ref.simulator.timeline import Event, Timeline
 
@@ -151,7 +151,7 @@ def _lane(frames: Sequence[Frame], motion: Motion, x: float, y: float, px: float
     return parts
 
 
-def _exposed(one: Timeline, motion: Motion, x: float, y: float, px: float, longest_ms: float) -> Drawn:
+def _exposed(one: Timeline, motion: Motion, x: float, y: float, px: float, longest_ms: float) -> Stacked:
     """Below the network where nothing hides it, and all of it added up."""
     parts = [text(x, y + 22, f"exposed communication, added up: {short_time(one.exposed_ms)}", fill=ALARM)]
     sum_ms = 0.0

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zero_ref.live.numbers import short, short_time, time_unit
 from zero_ref.live.palette import ALARM, INK, MUTED, PART_COLOURS
-from zero_ref.live.svg import LINE, Drawn, axis, bar, element, key, line, text
+from zero_ref.live.svg import LINE, Stacked, axis, bar, element, key, line, text
 from zero_ref.simulator.operations import COMPUTE, NETWORK
 from zero_ref.simulator.timeline import Event, Timeline
 
@@ -122,7 +122,7 @@ def alone(timeline: Timeline) -> list[tuple[float, float]]:
 # ------------------------------------------------------------------------------------------------ the picture
 
 
-def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -> Drawn:
+def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -> Stacked:
     """Iterations on one scale of time, below each other.
 
     Underlined in red is exposed communication. Events shorter than a pixel flow together: how long each kind

@@ -9,7 +9,7 @@ from typing import Any
 from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
 from zero_ref.live.numbers import short_bytes
 from zero_ref.live.palette import ALARM, INK, ITEM_COLOURS
-from zero_ref.live.svg import LINE, MARGIN, Drawn, axis, bar, key, level, picture, text
+from zero_ref.live.svg import LINE, MARGIN, Stacked, axis, bar, centred, key, line, picture, text
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS, Device
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES
@@ -66,7 +66,7 @@ def named_items(memory: Memory) -> dict[str, float]:
     return {**named, "other": memory.total_bytes - sum(named.values())}
 
 
-def items_key(held: Sequence[Mapping[str, float]], x: float, y: float, width: float) -> Drawn:
+def items_key(held: Sequence[Mapping[str, float]], x: float, y: float, width: float) -> Stacked:
     """The colours of what somebody holds."""
     shown = {item: colour for item, colour in ITEM_COLOURS.items() if any(items[item] > 0 for items in held)}
     return key(shown, x, y, width)
@@ -95,7 +95,8 @@ def device_mark(
     words = f"the device's {short_bytes(device_bytes)}"
     if device_bytes > most:
         return [text(x + width, top - 5, f"{words}: far to the right", fill=ALARM, anchor="end")]
-    return level(x + width * device_bytes / most, top, bottom, words, x, x + width)
+    at = x + width * device_bytes / most
+    return [line(at, top, at, bottom, ALARM, 1.6, "5 3"), centred(at, top - 5, words, ALARM, x, x + width)]
 
 
 def _picture(width: float, held: list[dict[str, float]], device_bytes: float, stage: int, words: str) -> str:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
 from zero_ref.live.numbers import short, short_count
 from zero_ref.live.palette import ALARM, INK, MUTED, SERIES_COLOURS, rank_colour
-from zero_ref.live.svg import LINE, MARGIN, Drawn, bar, curve, key, line, picture, text
+from zero_ref.live.svg import LINE, MARGIN, Stacked, bar, curve, key, line, picture, text
 from zero_ref.plan.partition import STRATEGIES, Partition, plan_partition
 from zero_ref.simulator.models import MODELS
 
@@ -110,7 +110,7 @@ def _bars(
 
 def _balance(
     balance: Mapping[str, Sequence[float]], ranks: int, left: float, y: float, width: float
-) -> Drawn:
+) -> Stacked:
     """The fullest rank beside the mean as ranks are added; on both scales a step doubles."""
     parts = [text(left, y, "fullest rank / mean, as ranks are added", bold=True)]
     doublings = math.ceil(max(1.0, *(_log2(max(values)) for values in balance.values())))

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
-from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER
+from zero_ref.live.palette import FAINT, INK, MUTED, PAPER
 
-Drawn = tuple[list[str], float]
+Stacked = tuple[list[str], float]
 """Elements, and where the next line begins below them."""
 
 FONT = 13.0
@@ -124,7 +124,7 @@ def ticks(top: float, most: int = 5) -> list[float]:
     return [step * count for count in range(int(top / step * (1 + 1e-9)) + 1)]
 
 
-def key(colours: Mapping[str, str], x: float, y: float, width: float) -> Drawn:
+def key(colours: Mapping[str, str], x: float, y: float, width: float) -> Stacked:
     """Coloured squares with their meaning, in as many rows as they need."""
     parts: list[str] = []
     left = x
@@ -161,19 +161,15 @@ def axis(
     parts = []
     for value, name in named.items():
         at = x + width * value / most if most else x
-        below = _centred(at, bottom + 15, name, MUTED, x - MARGIN, x + width + MARGIN)
+        below = centred(at, bottom + 15, name, MUTED, x - MARGIN, x + width + MARGIN)
         parts += [line(at, top, at, bottom), below]
     if unit:
         parts.append(text(x + width, bottom + 31, unit, fill=MUTED, anchor="end"))
     return parts
 
 
-def level(x: float, top: float, bottom: float, words: str, left: float, right: float) -> list[str]:
-    """A dashed vertical line with its name above, which stays between `left` and `right`."""
-    return [line(x, top, x, bottom, ALARM, 1.6, "5 3"), _centred(x, top - 5, words, ALARM, left, right)]
-
-
-def _centred(x: float, y: float, words: str, fill: str, left: float, right: float) -> str:
+def centred(x: float, y: float, words: str, fill: str, left: float, right: float) -> str:
+    """Text in the middle of `x`, or as near to it as `left` and `right` let it be."""
     half = text_width(words) / 2
     at, anchor = (left, "start") if x - half < left else (right, "end") if x + half > right else (x, "middle")
     return text(at, y, words, fill=fill, anchor=anchor)
