@@ -108,27 +108,43 @@ class Article(HTMLParser):
         """The rewritten text."""
         return "".join(self.pieces)
 
-    def emit(self, text: str) -> None:
-        """Add a piece, unless it is within something left out."""
+    def handle_data(self, data: str) -> None:
+        """Add a piece of text, unless it is within something left out."""
         if not self.skipping:
-            self.pieces.append(text)
+            self.pieces.append(data)
+
+    def handle_entityref(self, name: str) -> None:
+        self.handle_data(f"&{name};")
+
+    def handle_charref(self, name: str) -> None:
+        self.handle_data(f"&#{name};")
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Called for every opening tag."""
         if self.skipping:
             return
         given = {name: value or "" for name, value in attrs}
         if tag == "script" or "headerlink" in given.get("class", "").split():
             self.skipping = tag
             return
+        opening = self.get_starttag_text() or ""
         changed = {name: self.rewritten(tag, name, value) for name, value in given.items()}
         if tag == "a" and changed.get("href") is None and "href" in given:
             self.ends_to_drop.add(tag)
         elif changed == given:
-            self.emit(self.get_starttag_text() or "")
+            self.handle_data(opening)
         else:
             inner = "".join(f' {name}="{html.escape(value or "")}"' for name, value in changed.items())
-            self.emit(f"<{tag}{inner}{'/' * (self.get_starttag_text() or '').endswith('/>')}>")
+            self.handle_data(f"<{tag}{inner}{'/' * opening.endswith('/>')}>")
+
+    handle_startendtag = handle_starttag
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.skipping:
+            self.skipping = "" if self.skipping == tag else self.skipping
+        elif tag in self.ends_to_drop:
+            self.ends_to_drop.remove(tag)
+        else:
+            self.handle_data(f"</{tag}>")
 
     def rewritten(self, tag: str, name: str, value: str) -> str | None:
         """An attribute's value in the one file; None if it is a link to a page that is not in it."""
@@ -149,31 +165,6 @@ class Article(HTMLParser):
         page = posixpath.normpath(beside) if parts.path else self.page
         return f"#{anchor_of(page, unquote(parts.fragment))}" if page in self.pages else None
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Called for a tag that closes itself."""
-        self.handle_starttag(tag, attrs)
-
-    def handle_endtag(self, tag: str) -> None:
-        """Called for every closing tag."""
-        if self.skipping:
-            self.skipping = "" if self.skipping == tag else self.skipping
-        elif tag in self.ends_to_drop:
-            self.ends_to_drop.remove(tag)
-        else:
-            self.emit(f"</{tag}>")
-
-    def handle_data(self, data: str) -> None:
-        """Called for text."""
-        self.emit(data)
-
-    def handle_entityref(self, name: str) -> None:
-        """Called for `&name;`."""
-        self.emit(f"&{name};")
-
-    def handle_charref(self, name: str) -> None:
-        """Called for `&#name;`."""
-        self.emit(f"&#{name};")
-
 
 def styles(sheets: Mapping[str, str]) -> str:
     """Style sheets, by name, as one element.
@@ -190,11 +181,8 @@ def styles(sheets: Mapping[str, str]) -> str:
 
 def mathjax(pages: Mapping[str, str], script: str) -> str:
     """MathJax with the pages' own settings, less its menu, which would load more files."""
-    settings = next(
-        (m[1] for text in pages.values() if (m := re.search(r"window\.MathJax = (\{.*\})</script>", text))),
-        "{}",
-    )
-    window = json.loads(settings)
+    found = (re.search(r"window\.MathJax = (\{.*\})</script>", text) for text in pages.values())
+    window = json.loads(next((match[1] for match in found if match), "{}"))
     window["options"] = {**window.get("options", {}), "enableMenu": False}
     inline = script.replace("</script", r"<\/script")
     return f"<script>window.MathJax = {json.dumps(window)}</script>\n<script>{inline}</script>"
@@ -212,33 +200,27 @@ def edition(root: Path, sheets: Mapping[str, str], script: str) -> str:
     """
     entries = contents((root / FRONT).read_text(encoding="utf-8"))
     pages = {entry.page: (root / entry.page).read_text(encoding="utf-8") for entry in entries}
-    lines, articles = [], []
+    listed, articles = [], []
     for part, page, title in entries:
-        inner = (
-            pages[page]
-            .partition('<article class="bd-article"')[2]
-            .partition(">")[2]
-            .rpartition("</article>")[0]
-        )
+        inside = pages[page].partition('<article class="bd-article"')[2].partition(">")[2]
+        inner = inside.rpartition("</article>")[0]
         if not inner.strip():
             raise ValueError(f"{page} has no article in it; another theme writes it otherwise.")
         anchor = anchor_of(page)
         article = Article(page, inner, set(pages), root).written
         articles.append(f'<article class="bd-article" id="{anchor}">{article}</article>')
-        lines.append(f'<li class="part">{part}</li>' if part else "")
-        lines.append(f'<li><a href="#{anchor}">{title}</a></li>')
+        listed += [f'<li class="part">{part}</li>'] if part else []
+        listed.append(f'<li><a href="#{anchor}">{title}</a></li>')
     # The front page comes first, then the contents, so that the file opens as the book does.
-    listed = f'<nav id="contents" aria-label="Contents"><h2>Contents</h2><ul>{"".join(lines)}</ul></nav>'
-    body = (BOOK / "offline_edition.html").read_text(encoding="utf-8")
-    text = "\n".join([articles[0], listed, *articles[1:]])
+    nav = f'<nav id="contents" aria-label="Contents"><h2>Contents</h2><ul>{"".join(listed)}</ul></nav>'
+    text = "\n".join([articles[0], nav, *articles[1:]])
     twice = [name for name, n in Counter(re.findall(r'<[^<>]*\sid="([^"]*)"', text)).items() if n > 1]
     if twice:
         raise ValueError(f"These ids stand more than once in the one file: {', '.join(twice)}")
-    return (
-        body.replace("<!-- styles -->", styles(sheets))
-        .replace("<!-- mathjax -->", mathjax(pages, script))
-        .replace("<!-- book -->", text)
-    )
+    page = (BOOK / "offline_edition.html").read_text(encoding="utf-8")
+    for place, filling in {"styles": styles(sheets), "mathjax": mathjax(pages, script), "book": text}.items():
+        page = page.replace(f"<!-- {place} -->", filling)
+    return page
 
 
 def main() -> None:

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from zero_ref.live.animated_overlap import LOOP_S, RUN_S, animate_overlap, overlap_frames
-from zero_ref.live.animated_step import PHASES, animate_step
+from zero_ref.live.animated_step import PHASES, SECONDS, animate_step, step_frames
 from zero_ref.live.animation import Animation, Motion
 from zero_ref.live.palette import RANK_COLOURS
-from zero_ref.live.step_frames import SECONDS, step_frames
 from zero_ref.live.svg import text_width
 from zero_ref.plan.partition import ParamSpec, Partition, Slice, even, from_lists, sorted_greedy
 from zero_ref.simulator.schedule import calls_of_rank

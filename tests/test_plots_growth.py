@@ -80,7 +80,7 @@ def test_curves_differ_in_more_than_colour():
     [
         ({}, "0 curves that are no limits"),
         ({"limit: copy": curve(1, 1)}, "0 curves that are no limits"),
-        ({str(number): curve(1, 1) for number in range(7)}, "7 curves that are no limits: give 1 to 6"),
+        ({str(number): curve(1, 1) for number in range(8)}, "8 curves that are no limits: give 1 to 7"),
         ({"a": {}}, "a: give one size or more"),
         ({"a": {0.0: Spread(1, 1, 1)}}, "sizes and times above 0"),
         ({"a": {1.0: Spread(1, 0, 1)}}, "sizes and times above 0"),

@@ -329,10 +329,10 @@ def test_a_conclusion_that_nothing_changes_is_said_to_stand() -> None:
 @pytest.mark.parametrize(
     ("plot", "message"),
     [
-        (lambda ax: plots.memory_curve({}, ax), "give 1 to 6 curves"),
+        (lambda ax: plots.memory_curve({}, ax), "give 1 to 7 curves"),
         (lambda ax: plots.memory_curve({"one": []}, ax), "a point or more"),
-        (lambda ax: plots.volume_against_ranks({}, ax), "give 1 to 6 curves"),
-        (lambda ax: plots.volume_against_ranks({str(i): {1: 1} for i in range(7)}, ax), "give 1 to 6 curves"),
+        (lambda ax: plots.volume_against_ranks({}, ax), "give 1 to 7 curves"),
+        (lambda ax: plots.volume_against_ranks({str(i): {1: 1} for i in range(8)}, ax), "give 1 to 7 curves"),
         (lambda ax: plots.memory_against_ranks({"one": {1: 0}}, ax), "above 0"),
         (lambda ax: plots.step_time_against_ranks({}, ax), "same numbers of ranks"),
         (
@@ -340,7 +340,7 @@ def test_a_conclusion_that_nothing_changes_is_said_to_stand() -> None:
             "same numbers",
         ),
         (lambda ax: plots.memory_items({"a": {}}, ax, chosen="b"), "none named 'b'"),
-        (lambda ax: plots.scatter([], ax), "1 to 6 kinds"),
+        (lambda ax: plots.scatter([], ax), "1 to 7 kinds"),
         (lambda ax: plots.scatter(ROWS, ax, band=1.5), "between 0 and 1"),
         (lambda ax: plots.scatter([("send", "1 B", 0.0, 1.0)], ax), "send 1 B: 0 and 1 ms"),
         (lambda ax: plots.sensitivity([], ax), "one or more"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -13,7 +12,7 @@ from zero_ref.lab._arguments import json_text
 from zero_ref.lab.compare import ROW_NAMES, Run, as_json, compare, environment, problems, table
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.model import GPT
-from zero_ref.lab.report import Check, Exhibit, write_report
+from zero_ref.lab.report import Check, write_report
 from zero_ref.plan.partition import plan_partition
 from zero_ref.simulator.models import from_module
 from zero_ref.simulator.recipe import RECIPES
@@ -53,62 +52,62 @@ def write_page(folder: Path, runs: Sequence[Run], config: TrainConfig) -> Path:
     """Draw what was measured as PNG files, and one HTML page that holds them all."""
     outcomes = [run.outcome for run in runs]
     world_size = outcomes[0].ranks
-    exhibits: list[Exhibit] = []
-
-    def show(name: str, picture: plots.Picture, caption: str, alt: str) -> None:
-        plots.save(picture, folder / f"{name}.png")
-        exhibits.append(Exhibit(picture, caption, alt))
-
-    show(
-        "memory",
-        memory_picture(runs),
-        "What each rank held after the last step, measured. Stage 1 divides the optimizer state, stage 2 the "
-        "gradients too, stage 3 the parameters too.",
-        f"Stacked bars for {world_size} ranks under each strategy: optimizer state is whole under DDP and "
-        "local SGD and divided under ZeRO; zero-2 holds fewer gradients, and zero-3 fewer parameters too.",
-    )
-    for rule in ("sorted_greedy", "even"):
-        show(
-            f"shards-{rule.replace('_', '-')}",
-            shards_picture(rule, config, world_size),
-            f"Who owns what under the partition {rule}, to scale.",
-            f"The model's parameters end to end, coloured by the rank that owns them under {rule}.",
-        )
-    show(
-        "losses",
-        losses_picture(runs),
-        "Training loss at each step, the mean over ranks.",
-        "One loss curve for each strategy; all but that of local SGD lie on each other.",
-    )
-    show(
-        "predicted-measured",
-        predictions_picture(runs),
-        "Each prediction, made before the run, and what was measured.",
-        "A ring for each prediction and a dot for its measurement, all dots inside their rings "
-        "if the predictions hold.",
-    )
-    page = folder / "index.html"
-    table_rows: list[list[Any]] = [
-        [
-            name,
-            *(
-                Check(*result.pairs()[quantity], "" if quantity == "collectives" else "bytes")
-                for result in outcomes
-            ),
-        ]
-        for quantity, name in ROW_NAMES.items()
+    pictures = [
+        (
+            "memory",
+            memory_picture(runs),
+            "What each rank held after the last step, measured. Stage 1 divides the optimizer state, stage 2 "
+            "the gradients too, stage 3 the parameters too.",
+            f"Stacked bars for {world_size} ranks under each strategy: optimizer state is whole under DDP and"
+            " local SGD and divided under ZeRO; zero-2 holds fewer gradients, and zero-3 fewer parameters"
+            " too.",
+        ),
+        *(
+            (
+                f"shards-{rule.replace('_', '-')}",
+                shards_picture(rule, config, world_size),
+                f"Who owns what under the partition {rule}, to scale.",
+                f"The model's parameters end to end, coloured by the rank that owns them under {rule}.",
+            )
+            for rule in ("sorted_greedy", "even")
+        ),
+        (
+            "losses",
+            losses_picture(runs),
+            "Training loss at each step, the mean over ranks.",
+            "One loss curve for each strategy; all but that of local SGD lie on each other.",
+        ),
+        (
+            "predicted-measured",
+            predictions_picture(runs),
+            "Each prediction, made before the run, and what was measured.",
+            "A ring for each prediction and a dot for its measurement, all dots inside their rings "
+            "if the predictions hold.",
+        ),
     ]
-    table_rows.append(["step time", *(f"{result.step_ms:.0f} ms" for result in outcomes)])
-    table_rows.append(["held-out loss", *(f"{result.final_loss:.6f}" for result in outcomes)])
+    for name, picture, _, _ in pictures:
+        plots.save(picture, folder / f"{name}.png")
+    page = folder / "index.html"
     write_report(
         page,
         title="One model, seven ways to train it",
         lead=f"A small GPT trained for {outcomes[0].steps} steps on {world_size} real ranks under each "
         "strategy. Bytes and calls are those of the rank that has most; calls and payload are of one step, "
         "under local-sgd of the last 8 steps.",
-        columns=["on the fullest rank", *(result.strategy for result in outcomes)],
-        rows=table_rows,
-        figures=exhibits,
+        columns=["on the fullest rank", *ROW_NAMES.values(), "step time", "held-out loss"],
+        rows=[
+            [
+                result.strategy,
+                *(
+                    Check(*pair, "" if quantity == "collectives" else "bytes")
+                    for quantity, pair in result.pairs().items()
+                ),
+                f"{result.step_ms:.0f} ms",
+                f"{result.final_loss:.6f}",
+            ]
+            for result in outcomes
+        ],
+        figures=[(picture, caption, alt) for _, picture, caption, alt in pictures],
         environment=environment(world_size),
     )
     return page

@@ -13,6 +13,8 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple, Protocol
 
+from zero_ref.live.page import table
+from zero_ref.live.svg import element
 from zero_ref.simulator.ledger import format_bytes
 
 
@@ -96,21 +98,27 @@ def write_report(
         if len(row) != len(columns):
             raise ValueError(f"the row of {row[:1]} has {len(row)} cells for {len(columns)} columns.")
     equal, text, misses = verdict(columns, rows)
-    page = _PAGE.substitute(
-        style=_STYLE,
-        title=escape(title),
-        lead=f'<p class="lead">{escape(lead)}</p>' if lead else "",
-        verdict_class="good" if equal else "bad",
-        verdict=escape(text),
-        misses="".join(f"<li>{escape(miss)}</li>" for miss in misses),
-        head="".join(_head(i, column, rows) for i, column in enumerate(columns)),
-        body="\n".join(_row(columns, row) for row in rows),
-        figures="\n".join(_figure(Exhibit(*figure)) for figure in figures),
-        environment="".join(
-            f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
-            for name, value in (environment or {}).items()
-        ),
-    )
+    listed = [element("ul", *(element("li", escape(miss)) for miss in misses))] if misses else []
+    heads = [_head(column, cells) for column, *cells in zip(columns, *rows)]
+    body = [[escape(_plain(row[0])), *map(_cell, columns[1:], row[1:])] for row in rows]
+    ran = [
+        element("div", element("dt", escape(name)), element("dd", escape(str(value))))
+        for name, value in (environment or {}).items()
+    ]
+    parts = [
+        element("h1", escape(title)),
+        element("p", escape(lead), class_="lead") if lead else "",
+        element("div", escape(text), *listed, class_=f"verdict {'good' if equal else 'bad'}", role="status"),
+        element("h2", "Predicted and measured"),
+        element("p", "Pairs are predicted | measured.", class_="narrow"),
+        element("div", table(heads, body), class_="scroll"),
+        element("h2", "Pictures"),
+        element("div", "", *(_figure(Exhibit(*figure)) for figure in figures), class_="pictures"),
+        element("h2", "Where this ran"),
+        element("dl", "", *ran),
+    ]
+    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+    page = _PAGE.substitute(style=style, title=escape(title), body="\n".join(parts))
     Path(path).write_text(page, encoding="utf-8")
 
 
@@ -122,19 +130,11 @@ def verdict(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> tuple[boo
 
     A table without a Check has no verdict to be proud of: it counts as not equal.
     """
-    checks = [
-        (f"{row[0]}, {column}", cell)
-        for row in rows
-        for column, cell in zip(columns, row)
-        if isinstance(cell, Check)
-    ]
+    cells = [(f"{row[0]}, {column}", cell) for row in rows for column, cell in zip(columns, row)]
+    checks = [(name, cell) for name, cell in cells if isinstance(cell, Check)]
     if not checks:
         return False, "No prediction was held against a measurement", []
-    misses = [
-        f"{name}: predicted {_exact(cell.predicted, cell.unit)}, measured {_exact(cell.measured, cell.unit)}"
-        for name, cell in checks
-        if not cell.equal
-    ]
+    misses = [f"{name}: {_in_words(cell)}" for name, cell in checks if not cell.equal]
     count = len(checks) - len(misses)
     verb = "equals its" if count == 1 else "equal their"
     noun = "prediction" if len(checks) == 1 else "predictions"
@@ -144,29 +144,19 @@ def verdict(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> tuple[boo
 # ------------------------------------------------------------------------------------------ parts of the page
 
 
-def _head(index: int, column: str, rows: Sequence[Sequence[Cell]]) -> str:
-    checked = any(isinstance(row[index], Check) for row in rows)
-    note = "<small>predicted | measured</small>" if checked else ""
-    return f'<th scope="col">{escape(column)}{note}</th>'
-
-
-def _row(columns: Sequence[str], row: Sequence[Cell]) -> str:
-    cells = "".join(_cell(column, cell) for column, cell in zip(columns[1:], row[1:]))
-    return f'<tr><th scope="row">{escape(_plain(row[0]))}</th>{cells}</tr>'
+def _head(column: str, cells: Sequence[Cell]) -> str:
+    checked = any(isinstance(cell, Check) for cell in cells)
+    return escape(column) + ("<small>predicted | measured</small>" if checked else "")
 
 
 def _cell(column: str, cell: Cell) -> str:
-    label = f' data-label="{escape(column)}"'
     if not isinstance(cell, Check):
-        return f"<td{label}><span>{escape(_plain(cell))}</span></td>"
+        return element("td", element("span", escape(_plain(cell))), data_label=column)
     # Rounded numbers could look equal where the exact ones are not: then the exact ones are shown.
-    show = _rounded if cell.equal else _exact
-    exact = f"predicted {_exact(cell.predicted, cell.unit)}, measured {_exact(cell.measured, cell.unit)}"
-    return (
-        f'<td{label} class="{"equal" if cell.equal else "differs"}" title="{escape(exact)}">'
-        f"<span>{escape(show(cell.predicted, cell.unit))}<i> | </i>{escape(show(cell.measured, cell.unit))}"
-        f"<b>{' =' if cell.equal else ' ≠'}</b></span></td>"
-    )
+    pair = [escape(_written(value, cell.unit, cell.equal)) for value in (cell.predicted, cell.measured)]
+    shown = element("span", "<i> | </i>".join(pair), element("b", " =" if cell.equal else " ≠"))
+    look = "equal" if cell.equal else "differs"
+    return element("td", shown, data_label=column, class_=look, title=_in_words(cell))
 
 
 def _plain(cell: Cell) -> str:
@@ -177,11 +167,14 @@ def _plain(cell: Cell) -> str:
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:,.6g}"
 
 
-def _rounded(value: float, unit: str) -> str:
-    return format_bytes(value) if unit == "bytes" else _exact(value, unit)
+def _in_words(check: Check) -> str:
+    predicted, measured = (_written(value, check.unit) for value in (check.predicted, check.measured))
+    return f"predicted {predicted}, measured {measured}"
 
 
-def _exact(value: float, unit: str) -> str:
+def _written(value: float, unit: str, rounded: bool = False) -> str:
+    if rounded and unit == "bytes":
+        return format_bytes(value)
     number = f"{int(value):,}" if value == int(value) else repr(value)
     return f"{number} {'B' if unit == 'bytes' else unit}".rstrip()
 
@@ -189,10 +182,8 @@ def _exact(value: float, unit: str) -> str:
 def _figure(exhibit: Exhibit) -> str:
     if not exhibit.alt.strip():
         raise ValueError(f"the picture {exhibit.caption!r} has no alternative text: say what it shows.")
-    return (
-        f'<figure><img src="{_data_uri(exhibit.image)}" alt="{escape(exhibit.alt)}">'
-        f"<figcaption>{escape(exhibit.caption)}</figcaption></figure>"
-    )
+    image = f'<img src="{_data_uri(exhibit.image)}" alt="{escape(exhibit.alt)}">'
+    return element("figure", image, element("figcaption", escape(exhibit.caption)))
 
 
 def _data_uri(image: str | Path | Drawn) -> str:
@@ -200,116 +191,23 @@ def _data_uri(image: str | Path | Drawn) -> str:
     if not isinstance(image, str | Path):
         content, kind = image._repr_svg_().encode(), "svg+xml"
     else:
-        kinds = {".png": "png", ".svg": "svg+xml"}
-        kind = kinds.get(Path(image).suffix.lower(), "")
+        kind = {".png": "png", ".svg": "svg+xml"}.get(Path(image).suffix.lower(), "")
         if not kind:
             raise ValueError(f"cannot show {Path(image).name!r}: a picture is a .png or .svg file.")
         content = Path(image).read_bytes()
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
-_STYLE = """
-:root {
-  color-scheme: light dark;
-  --ground: #ffffff; --panel: #f5f4f1; --ink: #20242a; --muted: #5c6470; --line: #dedcd6;
-  --good: #0b6b4a; --good-ground: #e5f3ec; --bad: #b3001b; --bad-ground: #fdeaea;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --ground: #14171b; --panel: #1d2126; --ink: #e8e6e1; --muted: #a2a9b4; --line: #343a42;
-    --good: #7fd6b0; --good-ground: #12312a; --bad: #ff9a9a; --bad-ground: #40161b;
-  }
-  figure img { filter: brightness(.93); }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0 auto; max-width: 1180px; padding: clamp(1.25rem, 4vw, 3.5rem) clamp(1rem, 4vw, 2.5rem);
-  background: var(--ground); color: var(--ink);
-  font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
-}
-h1 { font-size: clamp(1.5rem, 4vw, 2.1rem); line-height: 1.2; margin: 0 0 .5rem; letter-spacing: -.01em; }
-h2 { font-size: 1.15rem; margin: 3rem 0 1rem; }
-.lead { margin: 0; max-width: 44rem; color: var(--muted); }
-.verdict {
-  margin: 1.75rem 0 0; padding: .9rem 1.2rem; border-radius: 10px; border-left: 5px solid currentColor;
-  font-weight: 600; font-size: 1.05rem;
-}
-.verdict ul { margin: .5rem 0 0; padding-left: 1.2rem; font-weight: 400; font-size: .95rem; }
-.verdict ul:empty { display: none; }
-.good { color: var(--good); background: var(--good-ground); }
-.bad { color: var(--bad); background: var(--bad-ground); }
-.narrow { display: none; }
-.scroll { overflow-x: auto; }
-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
-th, td { padding: .65rem .6rem; text-align: right; border-bottom: 1px solid var(--line); }
-td { white-space: nowrap; }
-th:first-child { text-align: left; padding-left: 0; }
-tr > :last-child { padding-right: 0; }
-thead th { color: var(--muted); font-weight: 500; vertical-align: bottom; line-height: 1.3; }
-thead small { display: block; font-size: .78rem; font-weight: 400; white-space: nowrap; }
-tbody th { font-weight: 600; white-space: nowrap; }
-td i { color: var(--muted); font-style: normal; }
-td b { font-weight: 600; }
-.equal b { color: var(--good); }
-.differs, .differs i { color: var(--bad); font-weight: 700; }
-.pictures { display: grid; gap: 2.5rem 2rem; align-items: start; }
-@media (min-width: 900px) { .pictures { grid-template-columns: 1fr 1fr; } }
-figure { margin: 0; }
-figure img {
-  display: block; width: 100%; height: auto; background: #fcfbf9; border-radius: 10px;
-  border: 1px solid var(--line);
-}
-figcaption { margin-top: .65rem; color: var(--muted); font-size: .92rem; }
-dl { display: grid; gap: .35rem 2rem; margin: 0; font-size: .92rem; }
-@media (min-width: 900px) { dl { grid-template-columns: 1fr 1fr; } }
-dl div { display: flex; gap: .75rem; border-bottom: 1px solid var(--line); padding: .3rem 0; }
-dt { color: var(--muted); flex: none; }
-dd { margin: 0 0 0 auto; text-align: right; overflow-wrap: anywhere; }
-@media (max-width: 720px) {
-  thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
-  table, tbody, tr, th, td { display: block; }
-  tr { background: var(--panel); border-radius: 10px; padding: .8rem 1rem; margin-bottom: .9rem; }
-  tbody th { padding: 0 0 .4rem; border: 0; font-size: 1.02rem; }
-  .narrow { display: block; margin: -.6rem 0 1rem; color: var(--muted); font-size: .92rem; }
-  td, tr > :last-child { display: flex; align-items: baseline; padding: .4rem 0; }
-  td::before {
-    content: attr(data-label); margin-right: auto; padding-right: 1rem; color: var(--muted);
-    text-align: left; white-space: normal; font-weight: 400; line-height: 1.35;
-  }
-  tr > :last-child { border-bottom: 0; }
-}
-"""
-
 _PAGE = Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
+<html lang="en"><head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
   content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>$title</title>
 <style>$style</style>
-</head>
-<body>
-<main>
-<h1>$title</h1>
-$lead
-<div class="verdict $verdict_class" role="status">$verdict<ul>$misses</ul></div>
-<h2>Predicted and measured</h2>
-<p class="narrow">Pairs are predicted | measured.</p>
-<div class="scroll"><table>
-<thead><tr>$head</tr></thead>
-<tbody>
+</head><body><main>
 $body
-</tbody>
-</table></div>
-<h2>Pictures</h2>
-<div class="pictures">
-$figures
-</div>
-<h2>Where this ran</h2>
-<dl>$environment</dl>
-</main>
-</body>
+</main></body>
 </html>
 """)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from html import escape
 from typing import NamedTuple
 
 from zero_ref.live.animation import Animation, Motion
-from zero_ref.live.lanes import alone, label_colour, label_key, rows_of
+from zero_ref.live.lanes import LANE, alone, label_colour, label_key, rows_of, time_axis
 from zero_ref.live.numbers import short_time
 from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, text_colour_on, tint
-from zero_ref.live.svg import LINE, MARGIN, element, key, line, text, text_width, wrapped
-from zero_ref.live.timelines import LANE, time_axis
+from zero_ref.live.svg import LINE, MARGIN, Stacked, element, key, line, text, text_width, wrapped
 from zero_ref.simulator.operations import COMPUTE
 from zero_ref.simulator.timeline import Event, Timeline
 
@@ -98,10 +98,8 @@ def _draw(
     motion = Motion(name, LOOP_S, LOOP_S - 1.5)
     parts, y = key(label_key(frame.event.label for frame in frames), x, 14.0, inner)
     top = y
-    runs = motion.of(
-        (START_S, "transform:translateX(0px)"),
-        (START_S + RUN_S, f"transform:translateX({inner:g}px)"),
-    )
+    moves = ((START_S, 0.0), (START_S + RUN_S, inner))
+    runs = motion.of(*((second, f"transform:translateX({px:g}px)") for second, px in moves))
     for title, one in timelines.items():
         said, took = wrapped(title, inner / BOLD), short_time(one.makespan_ms)
         if BOLD * text_width(f"{said[-1]}: {took}") <= inner:
@@ -111,11 +109,10 @@ def _draw(
         for words_of_line in said:
             parts.append(text(x, y + 14, words_of_line, bold=True))
             y += LINE
-        of_this = [frame for frame in frames if frame.title == title]
         begin = y + 4
         for lane in sorted(one.lanes, key=lambda lane: lane != COMPUTE):
             parts.append(text(x, y + 15, lane, fill=MUTED))
-            on_lane = [frame for frame in of_this if frame.event.lane == lane]
+            on_lane = [frame for frame in frames if (frame.title, frame.event.lane) == (title, lane)]
             parts += _lane(on_lane, motion, x, y + 20, inner / longest_ms)
             y += 20 + LANE
         clock = element("line", x1=x, y1=begin, x2=x, y2=y + 5, stroke=INK, stroke_width=2.5, class_=runs)
@@ -138,27 +135,23 @@ def _lane(frames: Sequence[Frame], motion: Motion, x: float, y: float, px: float
         colour, low = label_colour(event.label), y + row * high
         words = "all" if event.bucket is None else str(event.bucket)
         hint = f"{event.label} {words}: {short_time(event.start_ms)} to {short_time(event.stop_ms)}"
-        size = {"x": left, "y": low, "width": max(0.5, wide - 0.6), "height": high - 1}
-        middle, base = left + wide / 2, low + high / 2 + 4
-        named = [words] if text_width(words) + 2 <= wide and high >= 14 else []
-        to_come = [text(middle, base, word, anchor="middle") for word in named]
+        rect = partial(element, "rect", x=left, y=low, width=max(0.5, wide - 0.6), height=high - 1)
+        named = partial(text, left + wide / 2, low + high / 2 + 4, words, anchor="middle")
+        fits = text_width(words) + 2 <= wide and high >= 14
         grows, seen = motion.grows(start_s, stop_s), motion.appears((start_s + stop_s) / 2)
         parts += [
-            element("g", element("rect", **size, fill=tint(colour, 0.3)), *to_come, class_="moving"),
-            element(
-                "rect", element("title", hint), **size, fill=colour, class_=grows,
-                data_label=event.label, data_bucket=words, data_start_s=start_s, data_stop_s=stop_s,
+            element("g", rect(fill=tint(colour, 0.3)), named() if fits else "", class_="moving"),
+            rect(
+                element("title", escape(hint)), fill=colour, class_=grows, data_label=event.label,
+                data_bucket=words, data_start_s=start_s, data_stop_s=stop_s,
             ),
         ]  # fmt: skip
-        for word in named:
-            on_colour = text(middle, base, word, fill=text_colour_on(colour), anchor="middle")
-            parts.append(element("g", on_colour, class_=seen))
+        if fits:
+            parts.append(element("g", named(fill=text_colour_on(colour)), class_=seen))
     return parts
 
 
-def _exposed(
-    one: Timeline, motion: Motion, x: float, y: float, px: float, longest_ms: float
-) -> tuple[list[str], float]:
+def _exposed(one: Timeline, motion: Motion, x: float, y: float, px: float, longest_ms: float) -> Stacked:
     """Below the network where nothing hides it, and all of it added up."""
     parts = [text(x, y + 22, f"exposed communication, added up: {short_time(one.exposed_ms)}", fill=ALARM)]
     sum_ms = 0.0

@@ -10,13 +10,86 @@ from typing import NamedTuple
 
 from zero_ref.live.animation import Animation, Motion
 from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, rank_colour, text_colour_on, tint
-from zero_ref.live.step_frames import MOST_RANKS, PHASES, SECONDS, Frame, step_frames
 from zero_ref.live.svg import LINE, element, line, text, text_width
-from zero_ref.plan.partition import Partition, Slice
+from zero_ref.plan.calls import Call
+from zero_ref.plan.partition import ParamSpec, Partition, Slice
+from zero_ref.simulator.operations import data_parallel, messages_of
+
+PHASES = {
+    "reduce": "Gradients are averaged over all ranks",
+    "step": "Each rank updates only what it owns",
+    "broadcast": "Each owner sends its new values",
+    "equal": "All ranks hold the same again",
+}
+SECONDS = {"reduce": (0.5, 2.3), "step": (2.9, 4.5), "broadcast": (5.1, 9.1), "equal": (9.1, 12.0)}
+MOST_RANKS, MOST_PIECES = 4, 24
 
 SIDE, TOP = 14.0, 12.0
 GRADIENTS, PARAMETERS, RANK = 22.0, 32.0, 90.0
 """Pixels: two strips of a rank, and all of a rank with its name and the space below."""
+
+
+class Frame(NamedTuple):
+    """What happens next, on all ranks at once.
+
+    Args:
+        phase: one of PHASES.
+        start_s, stop_s: of the loop.
+        call: what each rank asks of the network, if anything.
+        piece: what a broadcast carries.
+        receivers: the ranks to which it is new.
+    """
+
+    phase: str
+    start_s: float
+    stop_s: float
+    call: Call | None = None
+    piece: Slice | None = None
+    receivers: tuple[int, ...] = ()
+
+
+def step_frames(partition: Partition) -> list[Frame]:
+    """A step's frames, in the order of the package's calls: an all-reduce, the local step, the broadcasts.
+
+    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> for frame in step_frames(sorted_greedy([6, 5], 2)):
+    ...     print(frame.phase, frame.start_s, *(frame.call or ()))
+    reduce 0.5 all_reduce 44 None
+    step 2.9
+    broadcast 5.1 broadcast 24 0
+    broadcast 7.1 broadcast 20 1
+    equal 9.1
+
+    Args:
+        partition: of float32 parameters, on 2 to 4 ranks. The time of a call says nothing: all broadcasts
+            take equally long, however much they carry.
+    Raises:
+        ValueError: other numbers of ranks, or more slices than can be told apart.
+    Source: `simulator.operations.data_parallel`, whose calls are compared with real ones in chapter 4.
+    """
+    ranks = partition.world_size
+    params = [ParamSpec(numel) for numel in partition.numels]
+    pieces = [piece for _, (piece,) in messages_of(partition, params, flat=False) if piece.numel]
+    if not 2 <= ranks <= MOST_RANKS or not 1 <= len(pieces) <= MOST_PIECES:
+        raise ValueError(
+            f"{len(pieces)} slices on {ranks} ranks: a step moves with 1 to {MOST_PIECES} slices on 2 to "
+            f"{MOST_RANKS} ranks. `lab.plots.step_diagram` draws up to 8 ranks."
+        )
+    one_bucket = [list(reversed(range(len(params))))]
+    sent = iter(pieces)
+    frames: list[Frame] = []
+    for one in data_parallel(params, ranks, partition, one_bucket):
+        if one.label == "broadcast":
+            start_s, stop_s = SECONDS["broadcast"]
+            each_s = (stop_s - start_s) / len(pieces)
+            start_s += each_s * sum(frame.phase == "broadcast" for frame in frames)
+            (call,) = one.calls_of(0, ranks)
+            receivers = tuple(rank for rank in range(ranks) if rank != call.peer)
+            frames.append(Frame("broadcast", start_s, start_s + each_s, call, next(sent), receivers))
+        elif one.label in PHASES:
+            calls = one.calls_of(0, ranks)
+            frames.append(Frame(one.label, *SECONDS[one.label], call=calls[0] if calls else None))
+    return [*frames, Frame("equal", *SECONDS["equal"])]
 
 
 def animate_step(partition: Partition, names: Sequence[str] | None = None) -> Animation:
@@ -61,6 +134,7 @@ class _Board(NamedTuple):
 
     partition: Partition
     names: Sequence[str]
+    hatch: str
     left: float
     width: float
 
@@ -86,7 +160,13 @@ class _Board(NamedTuple):
         named = text(x + width / 2, y + height / 2 + 4.5, fits, fill=text_colour_on(fill), anchor="middle")
         return rect + (element("g", named, class_=more["appears"]) if "appears" in more else named)
 
-    def row(self, y: float, height: float, phase: str, rank: int, hatch: str) -> list[str]:
+    def old(self, x: float, y: float, width: float, height: float, name: str) -> str:
+        """A hatched box: what a rank holds there is of the step before."""
+        size = {"x": x + 0.5, "y": y + 0.5, "width": max(0.0, width - 2), "height": height - 1}
+        hint = element("title", escape(f"{name}, old"))
+        return element("rect", hint, **size, fill=f"url(#{self.hatch})", stroke=tint(MUTED, 0.45))
+
+    def row(self, y: float, height: float, phase: str, rank: int) -> list[str]:
         """What a rank holds in a phase: averaged gradients, or parameters."""
         parts = []
         for piece, owner, x, wide in self.boxes():
@@ -96,69 +176,53 @@ class _Board(NamedTuple):
             elif owner == rank or phase == "equal":
                 parts.append(self.box(x, y, wide, height, colour, name))
             else:
-                parts.append(_old(x, y, wide, height, name, hatch))
+                parts.append(self.old(x, y, wide, height, name))
         return parts
 
 
 def _draw(
     partition: Partition, names: Sequence[str], frames: Sequence[Frame], words: str, width: float, name: str
 ) -> str:
-    ranks, columns = partition.world_size, 2 if width >= 600 else 1
+    columns = 2 if width >= 600 else 1
+    board = _Board(partition, names, f"{name}-old", SIDE, width - 2 * SIDE)
     motion = Motion(name, SECONDS["equal"][1], SECONDS["equal"][0] + 0.9)
-    hatch = f"{name}-old"
     top = TOP + 27 * len(PHASES) / columns
-    height = top + RANK * ranks + LINE
-    parts = [
-        _hatching(hatch),
-        element("g", *_four(partition, names, width, height, columns, hatch), class_="still"),
-    ]
-    moving = [
-        *_progress(frames, motion, width, columns),
-        *_ranks(_Board(partition, names, SIDE, width - 2 * SIDE), frames, motion, top, hatch),
-    ]
+    height = top + RANK * partition.world_size + LINE
+    still = element("g", *_four(board, height, columns), class_="still")
+    moving = [*_progress(motion, board.width, columns), *_ranks(board, frames, motion, top)]
     for frame in frames:
         if frame.call:
             sender = "" if frame.call.peer is None else f" from rank {frame.call.peer}"
             said = f"network: {frame.call.op}{sender}, {frame.call.nbytes} bytes"
             seen = motion.appears(frame.start_s, frame.stop_s)
             moving.append(element("g", text(SIDE, height - 9, said, fill=MUTED), class_=seen))
-    parts.append(element("g", *moving, class_="moving"))
+    parts = [_hatching(board.hatch), still, element("g", *moving, class_="moving")]
     return motion.picture(width, height, words, parts)
 
 
 def _hatching(name: str) -> str:
     stroke = line(0, 0, 0, 7, tint(MUTED, 0.45), 2.2)
     ground = element("rect", width=7, height=7, fill=PAPER)
-    return element(
-        "pattern", ground, stroke, id=name, width=7, height=7, patternUnits="userSpaceOnUse",
-        patternTransform="rotate(45)",
-    )  # fmt: skip
-
-
-def _old(x: float, y: float, width: float, height: float, name: str, hatch: str) -> str:
-    hint = element("title", escape(f"{name}, old"))
-    size = {"x": x + 0.5, "y": y + 0.5, "width": max(0.0, width - 2), "height": height - 1}
-    return element("rect", hint, **size, fill=f"url(#{hatch})", stroke=tint(MUTED, 0.45))
+    size = {"width": 7, "height": 7, "patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
+    return element("pattern", ground, stroke, id=name, **size)
 
 
 def _place(number: int, width: float, columns: int) -> tuple[float, float, int]:
     """Of one of four things in columns: its left edge, its width, its row."""
-    wide = (width - 2 * SIDE - 20 * (columns - 1)) / columns
+    wide = (width - 20 * (columns - 1)) / columns
     rows = len(PHASES) // columns
     return SIDE + number // rows * (wide + 20), wide, number % rows
 
 
-def _progress(frames: Sequence[Frame], motion: Motion, width: float, columns: int) -> list[str]:
+def _progress(motion: Motion, width: float, columns: int) -> list[str]:
     """The names of the phases; below each a line that fills while it goes on."""
     parts = []
     for number, (phase, said) in enumerate(PHASES.items()):
         x, wide, row = _place(number, width, columns)
         y = TOP + 27 * row
-        spans = [(frame.start_s, frame.stop_s) for frame in frames if frame.phase == phase]
-        start_s, stop_s = spans[0][0], spans[-1][1]
-        if phase == "equal":
-            stop_s = start_s + 0.5  # what is left is the pause at the end
-        fills = motion.grows(start_s, stop_s)
+        start_s, stop_s = SECONDS[phase]
+        # After half a second what is left of the last phase is the pause at the end.
+        fills = motion.grows(start_s, start_s + 0.5 if phase == "equal" else stop_s)
         parts += [
             text(x, y + 11, f"{number + 1}  {said}"),
             element("rect", x=x, y=y + 16, width=wide, height=3, fill=FAINT),
@@ -167,29 +231,24 @@ def _progress(frames: Sequence[Frame], motion: Motion, width: float, columns: in
     return parts
 
 
-def _ranks(board: _Board, frames: Sequence[Frame], motion: Motion, top: float, hatch: str) -> list[str]:
+def _ranks(board: _Board, frames: Sequence[Frame], motion: Motion, top: float) -> list[str]:
     """The ranks below each other; above them what travels from one to another."""
     everyone = range(board.partition.world_size)
-    reduce, step = (next(one for one in frames if one.phase == phase) for phase in ("reduce", "step"))
-    arrive_s = reduce.stop_s - 0.4
-    averaged, updated = motion.appears(arrive_s), motion.grows(step.start_s, step.stop_s, "Y")
-    named = motion.appears((step.start_s + step.stop_s) / 2)
+    (begin_s, reduced_s), (step_s, stepped_s) = SECONDS["reduce"], SECONDS["step"]
+    arrive_s = reduced_s - 0.4
+    averaged, updated = motion.appears(arrive_s), motion.grows(step_s, stepped_s, "Y")
+    named = motion.appears((step_s + stepped_s) / 2)
     parts, above = [], []
     for rank in everyone:
         y = top + RANK * rank
         parts += [
             text(board.left, y + 13, f"rank {rank}", bold=True),
             board.box(board.left, y + LINE, board.width + 1, GRADIENTS, FAINT, "gradients of its own batch"),
-            element("g", *board.row(y + LINE, GRADIENTS, "reduce", rank, hatch), class_=averaged),
+            element("g", *board.row(y + LINE, GRADIENTS, "reduce", rank), class_=averaged),
         ]
         for sender in everyone:
             if sender != rank:
-                flies = motion.of(
-                    (reduce.start_s, f"transform:translateY({RANK * (sender - rank):g}px);opacity:0"),
-                    (reduce.start_s + 0.1, f"transform:translateY({RANK * (sender - rank):g}px);opacity:.4"),
-                    (arrive_s, "transform:translateY(0px);opacity:.4"),
-                    (reduce.stop_s, "transform:translateY(0px);opacity:0"),
-                )
+                flies = motion.flies(RANK * (sender - rank), ".4", begin_s, arrive_s, reduced_s)
                 above.append(
                     element(
                         "rect", x=board.left, y=y + LINE, width=board.width, height=GRADIENTS, fill=MUTED,
@@ -199,17 +258,14 @@ def _ranks(board: _Board, frames: Sequence[Frame], motion: Motion, top: float, h
         low = y + LINE + GRADIENTS + 4
         for piece, owner, x, wide in board.boxes():
             name, colour = board.names[piece.param], rank_colour(owner, MOST_RANKS)
-            parts.append(_old(x, low, wide, PARAMETERS, name, hatch))
+            parts.append(board.old(x, low, wide, PARAMETERS, name))
             if owner == rank:
                 new = board.box(x, low, wide, PARAMETERS, colour, name, grows=updated, appears=named)
                 parts.append(element("g", new, data_phase="step", data_param=piece.param, data_rank=rank))
                 continue
             frame = next(one for one in frames if one.piece == piece)
-            flies = motion.of(
-                (frame.start_s, f"transform:translateY({RANK * (owner - rank):g}px);opacity:0"),
-                (frame.start_s + 0.01, f"transform:translateY({RANK * (owner - rank):g}px);opacity:1"),
-                (frame.start_s + 0.8 * (frame.stop_s - frame.start_s), "transform:translateY(0px);opacity:1"),
-            )
+            landed_s = frame.start_s + 0.8 * (frame.stop_s - frame.start_s)
+            flies = motion.flies(RANK * (owner - rank), "1", frame.start_s, landed_s)
             above.append(
                 element(
                     "g", board.box(x, low, wide, PARAMETERS, colour, name),
@@ -220,25 +276,22 @@ def _ranks(board: _Board, frames: Sequence[Frame], motion: Motion, top: float, h
     return parts + above
 
 
-def _four(
-    partition: Partition, names: Sequence[str], width: float, height: float, columns: int, hatch: str
-) -> list[str]:
+def _four(board: _Board, height: float, columns: int) -> list[str]:
     """All four phases at once, for who sees nothing move."""
-    ranks, rows = partition.world_size, len(PHASES) // columns
-    high = (height - TOP) / rows
-    each = (high - LINE - 14) / ranks
+    high = (height - TOP) * columns / len(PHASES)
+    each = (high - LINE - 14) / board.partition.world_size
     parts = []
     for number, (phase, said) in enumerate(PHASES.items()):
-        x, wide, row = _place(number, width, columns)
+        x, wide, row = _place(number, board.width, columns)
         y = TOP + high * row
-        board = _Board(partition, names, x + 50, wide - 50)
+        small = board._replace(left=x + 50, width=wide - 50)
         parts.append(text(x, y + 11, f"{number + 1}  {said}"))
         y += LINE
-        for rank in range(ranks):
+        for rank in range(board.partition.world_size):
             parts.append(text(x, y + each * rank + each / 2 + 3, f"rank {rank}", fill=MUTED))
-            parts += board.row(y + each * rank, each - 3, phase, rank, hatch)
+            parts += small.row(y + each * rank, each - 3, phase, rank)
         if phase == "broadcast":
-            parts += _arrows(board, y, each)
+            parts += _arrows(small, y, each)
     return parts
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from zlib import crc32
 
-from zero_ref.live.page import NARROW, WIDE
+from zero_ref.live.page import NARROW, WIDE, two_widths
 from zero_ref.live.svg import element, picture
 
 Moment = tuple[float, str]
@@ -59,24 +60,32 @@ class Motion:
         """The class of what grows from nothing, to the right along X, upwards along Y."""
         return self.of((start_s, f"transform:scale{along}(0)"), (stop_s, f"transform:scale{along}(1)"))
 
+    def flies(
+        self, from_px: float, opacity: str, start_s: float, arrive_s: float, gone_s: float | None = None
+    ) -> str:
+        """The class of what comes to its place from so many pixels below it, and stays or is gone again."""
+        far, here = (f"transform:translateY({px:g}px);opacity:" for px in (from_px, 0.0))
+        seen_s = start_s + (JUMP_S if gone_s is None else 0.1)
+        moments = [(start_s, f"{far}0"), (seen_s, f"{far}{opacity}"), (arrive_s, f"{here}{opacity}")]
+        return self.of(*moments, *([] if gone_s is None else [(gone_s, f"{here}0")]))
+
     def style(self) -> str:
         """The style sheet of all movements so far; `still` and `moving` are for what only one state shows."""
         name, rules, frames = self.name, [], []
         for moments, of_class in self._class_of.items():
-            rules.append(f".{of_class}{{animation-name:{of_class}}}")
-            at: dict[str, str] = {"0%": moments[0][1]}
+            at = {"0%": moments[0][1]}
             at |= {f"{round(100 * second / self.loop_s, 3):g}%": css for second, css in moments}
             at["100%"] = moments[-1][1]
-            frames.append(
-                f"@keyframes {of_class}{{{''.join(f'{when}{{{css}}}' for when, css in _joined(at))}}}"
-            )
+            joined = (f"{','.join(same)}{{{css}}}" for css, same in groupby(at, at.__getitem__))
+            rules.append(f".{name} .{of_class}{{animation-name:{of_class}}}")
+            frames.append(f"@keyframes {of_class}{{{''.join(joined)}}}")
         timing = (
             f"animation:{self.loop_s:g}s linear {self.first_s * -1:g}s infinite;"
             "transform-box:fill-box;transform-origin:left bottom"
         )
         moving = (
             f".{name} .still{{display:none}}.{name} .moving{{display:inline}}"
-            f'.{name} [class^="{name}-"]{{{timing}}}{"".join(f".{name} {rule}" for rule in rules)}'
+            f'.{name} [class^="{name}-"]{{{timing}}}{"".join(rules)}'
         )
         return (
             f".{name} .moving{{display:none}}"
@@ -87,17 +96,6 @@ class Motion:
         """The whole picture with its style sheet."""
         drawn = element("g", *parts, class_=self.name)
         return picture(width, height, words, [element("style", self.style()), drawn])
-
-
-def _joined(at: dict[str, str]) -> list[tuple[str, str]]:
-    """Neighbours with the same declarations as one."""
-    joined: list[tuple[str, str]] = []
-    for when, css in at.items():
-        if joined and joined[-1][1] == css:
-            joined[-1] = f"{joined[-1][0]},{when}", css
-        else:
-            joined.append((when, css))
-    return joined
 
 
 # Here and not in a style sheet of the book, so that a notebook has it too. Paused is what the tick says, so
@@ -132,12 +130,7 @@ def html(wide: str, narrow: str, label: str) -> str:
         element("style", STYLE),
         element("input", type="checkbox", id=tick, class_="zero-animation-pause"),
         element("label", escape(label), for_=tick),
-        element(
-            "div",
-            element("div", wide, class_="zero-animation-wide"),
-            element("div", narrow, class_="zero-animation-narrow"),
-            class_="zero-animation-picture",
-        ),
+        two_widths("zero-animation", wide, narrow),
         class_="zero-animation",
     )
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from zero_ref.live.explorer import Answer, Control, Explorer
+from zero_ref.live.lanes import lanes
 from zero_ref.live.memory import DEVICES, device_mark, items_bar, items_key, named_items, scale_bytes
 from zero_ref.live.numbers import short, short_bytes, short_count, short_time
-from zero_ref.live.palette import ALARM
+from zero_ref.live.palette import ALARM, INK
 from zero_ref.live.svg import LINE, MARGIN, axis, picture, text
-from zero_ref.live.timelines import lanes
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import Cluster, Link
 from zero_ref.simulator.models import TRANSFORMERS
@@ -22,22 +23,12 @@ NVLINK_US = 3.0
 
 
 def _draw(
-    width: float,
-    model: str,
-    strategy: str,
-    device: str,
-    per_node: int,
-    nodes: int,
-    within: float,
-    between: float,
-    latency: float,
-    batch: int,
-    checkpointing: str,
-    tokens: int,
-) -> Answer:
+    width: float, model: str, strategy: str, device: str, per_node: int, nodes: int, within: float,
+    between: float, latency: float, tokens: int, **of_scenario: Any,
+) -> Answer:  # fmt: skip
     ranks = per_node * nodes
     cluster = Cluster("designed", DEVICES[device], per_node, Link(NVLINK_US, within), Link(latency, between))
-    scenario = Scenario(TRANSFORMERS[model], cluster, ranks, batch=batch, checkpointing=checkpointing)
+    scenario = Scenario(TRANSFORMERS[model], cluster, ranks, **of_scenario)
     run = _run(scenario, strategy)
     days = tokens / run.tokens_per_second * 1e3 / MS_PER_DAY
     gpu_hours = 24 * days * ranks
@@ -87,20 +78,18 @@ def _picture(width: float, run: Run, rows: list[list[str]], device_bytes: float,
     parts: list[str] = []
     y = 12.0
     for name, value in rows[1:]:
-        alarm = name.startswith("memory") and not run.fits
+        fill = ALARM if name.startswith("memory") and not run.fits else INK
         parts += [
             text(left, y + 12, name),
-            text(left + wide, y + 12, value, anchor="end", bold=True, **({"fill": ALARM} if alarm else {})),
+            text(left + wide, y + 12, value, fill=fill, anchor="end", bold=True),
         ]
         y += LINE + 2
     items = named_items(run.memory)
     names, y = items_key([items], left, y + 12, wide)
     most = scale_bytes([run.memory.total_bytes], device_bytes)
     top = y + LINE
-    bars = [
-        *items_bar(items, left, top + 4, wide / most),
-        *device_mark(device_bytes, most, left, wide, top, top + 36),
-    ]
+    bars = items_bar(items, left, top + 4, wide / most)
+    bars += device_mark(device_bytes, most, left, wide, top, top + 36)
     grid = axis(left, wide, top, top + 36, most, short_bytes)
     time, bottom = lanes({"iteration": run.timeline}, left, top + 66, wide)
     return picture(width, bottom, words, [*parts, *names, *grid, *bars, *time])

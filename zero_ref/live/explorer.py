@@ -7,10 +7,23 @@ the browser, and so does a notebook (`zero_ref.lab.widgets`). Both get the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
+from zero_ref.plan.partition import ParamSpec
+from zero_ref.simulator.models import shapes, specs
+
 Value = str | int | float | bool
+
+RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Numbers of ranks to choose from: all of a node's, then in steps of a half and a third."""
+
+
+@lru_cache(maxsize=4)
+def params_of(model: str) -> tuple[ParamSpec, ...]:
+    """The parameters of a preset, in 16 bits."""
+    return tuple(specs(shapes(model), "bfloat16"))
 
 
 @dataclass(frozen=True)
@@ -62,14 +75,8 @@ class Control:
 
     def as_dict(self) -> dict[str, Any]:
         """For a page: JSON."""
-        return {
-            "name": self.name,
-            "label": self.label,
-            "kind": self.kind,
-            "value": self.value,
-            "options": list(self.options),
-            "words": [self.written(one) for one in self.options],
-        }
+        options = {"options": list(self.options), "words": [self.written(one) for one in self.options]}
+        return {**asdict(self), "kind": self.kind, **options}
 
 
 @dataclass(frozen=True)
@@ -92,13 +99,7 @@ class Answer:
 
     def as_dict(self) -> dict[str, Any]:
         """For a page: JSON."""
-        return {
-            "svg": self.svg,
-            "words": self.words,
-            "table": [list(row) for row in self.table],
-            "numbers": dict(self.numbers),
-            "idle": list(self.idle),
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True)

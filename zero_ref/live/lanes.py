@@ -1,15 +1,17 @@
-"""Lanes of time, as a picture needs them: colours, rows, what is exposed, and short events taken together."""
+"""Lanes of time: colours, rows, what is exposed, short events taken together; and all of it as SVG."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from math import inf
+from collections.abc import Iterable, Mapping, Sequence
 
-from zero_ref.live.palette import PART_COLOURS
-from zero_ref.simulator.operations import NETWORK
+from zero_ref.live.numbers import short, short_time, time_unit
+from zero_ref.live.palette import ALARM, INK, MUTED, PART_COLOURS
+from zero_ref.live.svg import LINE, Stacked, axis, bar, element, key, line, text
+from zero_ref.simulator.operations import COMPUTE, NETWORK
 from zero_ref.simulator.timeline import Event, Timeline
+
+LANE = 30.0
+"""Pixels of a lane's height."""
 
 # What is sent has the colour of what it carries: gradients, parameters. A step is the optimizer's.
 COLOURS = {
@@ -20,9 +22,7 @@ COLOURS = {
 }
 COLOURS_OF_MORE = {
     "forward": "#B9C0CB",
-    "gather": PART_COLOURS["parameters"],
-    "average": PART_COLOURS["parameters"],
-    "agree": PART_COLOURS["parameters"],
+    **dict.fromkeys(("gather", "average", "agree"), PART_COLOURS["parameters"]),
 }
 OTHER = "#77722A"  # whatever else a measured run may name
 
@@ -102,29 +102,87 @@ def alone(timeline: Timeline) -> list[tuple[float, float]]:
     >>> alone(simulate([BucketTimes(4, 3, 1, 2)], "plain"))
     [(4.0, 7.0), (8.0, 10.0)]
     """
-    moments = sorted({moment for event in timeline.events for moment in (event.start_ms, event.stop_ms)})
-    computing = _stretches(event for event in timeline.events if event.lane != NETWORK)
-    sending = _stretches(timeline.on(NETWORK))
+    changes = sorted(
+        (moment, event.lane == NETWORK, change)
+        for event in timeline.events
+        for moment, change in ((event.start_ms, 1), (event.stop_ms, -1))
+    )
     pieces: list[tuple[float, float]] = []
-    for start, stop in pairwise(moments):
-        if _goes_on(sending, start, stop) and not _goes_on(computing, start, stop):
-            joined = pieces.pop()[0] if pieces and pieces[-1][1] == start else start
-            pieces.append((joined, stop))
+    under_way = {True: 0, False: 0}  # how many events of the network, and how many others
+    before = 0.0
+    for moment, network, change in changes:
+        if moment > before and under_way[True] and not under_way[False]:
+            joined = pieces.pop()[0] if pieces and pieces[-1][1] == before else before
+            pieces.append((joined, moment))
+        under_way[network] += change
+        before = moment
     return pieces
 
 
-def _stretches(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """When at least one of the events goes on, in order; stretches that touch are one."""
-    joined: list[tuple[float, float]] = []
-    for start, stop in sorted((event.start_ms, event.stop_ms) for event in events):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
-        else:
-            joined.append((start, stop))
-    return joined
+# ------------------------------------------------------------------------------------------------ the picture
 
 
-def _goes_on(stretches: Sequence[tuple[float, float]], start_ms: float, stop_ms: float) -> bool:
-    """Whether one of the stretches covers this time: the last that begins by `start_ms`, if any does."""
-    place = bisect_right(stretches, (start_ms, inf)) - 1
-    return place >= 0 and stop_ms <= stretches[place][1]
+def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -> Stacked:
+    """Iterations on one scale of time, below each other.
+
+    Underlined in red is exposed communication. Events shorter than a pixel flow together: how long each kind
+    takes stays right.
+
+    Args:
+        timelines: for each title its events.
+        x, y, width: where to draw, in pixels.
+    """
+    scale_ms = max((one.makespan_ms for one in timelines.values()), default=0.0) or 1.0
+    labels = {event.label for one in timelines.values() for event in one.events}
+    parts, y = key(label_key(labels), x, y, width)
+    grid_top = y
+    for title, one in timelines.items():
+        exposed = element("tspan", f" {short_time(one.exposed_ms)} exposed", fill=ALARM, font_weight=400)
+        parts.append(text(x, y + 14, f"{title}: {short_time(one.makespan_ms)},", exposed, bold=True))
+        y += LINE + 4
+        end = x + width * one.makespan_ms / scale_ms
+        top = y
+        for lane in sorted(one.lanes, key=lambda lane: lane != COMPUTE):
+            parts.append(text(x, y + 11, lane, fill=MUTED))
+            y += 15
+            parts += _lane(one, lane, x, y, width / scale_ms)
+            y += LANE
+            if lane == NETWORK:
+                parts += [
+                    line(x + width * start / scale_ms, y + 3, x + width * stop / scale_ms, y + 3, ALARM, 3.5)
+                    for start, stop in alone(one)
+                ]
+                y += 6
+        parts.append(line(end, top, end, y, INK, 1.4))
+        y += 12
+    return time_axis(x, width, grid_top, y, scale_ms) + parts, y + 40
+
+
+def time_axis(x: float, width: float, top: float, bottom: float, longest_ms: float) -> list[str]:
+    """Grid lines of time, all in the unit that suits the longest."""
+    unit, in_ms = time_unit(longest_ms)
+    below = f"{unit} since the beginning"
+    return axis(x, width, top, bottom, longest_ms, lambda ms: short(ms / in_ms), below)
+
+
+def _lane(timeline: Timeline, lane: str, x: float, y: float, px_per_ms: float) -> list[str]:
+    events = [event for event in timeline.on(lane) if event.stop_ms > event.start_ms]
+    row_of, rows = rows_of(events)
+    high = LANE / rows
+    parts: list[str] = []
+    short_ones: list[list[Event]] = [[] for _ in range(rows)]
+    for event, row in zip(events, row_of):
+        wide = px_per_ms * (event.stop_ms - event.start_ms)
+        if wide < 2:
+            short_ones[row].append(event)
+            continue
+        named = event.label if event.bucket is None else f"{event.label} {event.bucket}"
+        hint = f"{named}: {short_time(event.start_ms)} to {short_time(event.stop_ms)}"
+        left, gap = x + px_per_ms * event.start_ms, 0.6 if wide >= 4 else 0.0
+        parts.append(bar(left, y + row * high, wide - gap, high - 1, label_colour(event.label), hint))
+    for row, few in enumerate(short_ones):
+        for label, pieces in flowed_together(few, 1 / px_per_ms).items():
+            for start, stop in pieces:
+                left, wide = x + px_per_ms * start, px_per_ms * (stop - start)
+                parts.append(bar(left, y + row * high, wide, high - 1, label_colour(label)))
+    return parts

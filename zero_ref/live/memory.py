@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
-from zero_ref.live.explorer import Answer, Control, Explorer
+from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
 from zero_ref.live.numbers import short_bytes
-from zero_ref.live.options import RANKS, params_of
 from zero_ref.live.palette import ALARM, INK, ITEM_COLOURS
-from zero_ref.live.svg import LINE, MARGIN, axis, bar, key, level, picture, text
+from zero_ref.live.svg import LINE, MARGIN, Stacked, axis, bar, centred, key, line, picture, text
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS, Device
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES
@@ -28,21 +28,8 @@ HIGH = 26.0
 """Pixels of a bar of items."""
 
 
-def _draw(
-    width: float,
-    model: str,
-    ranks: int,
-    stage: int,
-    convention: str,
-    optimizer: str,
-    device: str,
-    batch: int,
-    sequence: int,
-    checkpointing: str,
-) -> Answer:
-    held = [
-        _items(model, ranks, one, convention, optimizer, batch, sequence, checkpointing) for one in range(4)
-    ]
+def _draw(width: float, model: str, ranks: int, stage: int, device: str, **counted: Any) -> Answer:
+    held = [_items(model, ranks, one, **counted) for one in range(4)]
     totals = [sum(items.values()) for items in held]
     device_bytes = 1e9 * (DEVICES[device].memory_gb or 0)
     numbers = {
@@ -57,34 +44,18 @@ def _draw(
         f"{'.' if fits else ', which is too much.'} "
         f"Plain data parallelism would hold {short_bytes(totals[0])}."
     )
-    return Answer(
-        _picture(width, held, device_bytes, stage, words),
-        words,
-        _table(held),
-        {**numbers, "device, bytes": device_bytes},
-    )
+    svg = _picture(width, held, device_bytes, stage, words)
+    return Answer(svg, words, _table(held), {**numbers, "device, bytes": device_bytes})
 
 
 @lru_cache(maxsize=64)
 def _items(
-    model: str,
-    ranks: int,
-    stage: int,
-    convention: str,
-    optimizer: str,
-    batch: int,
-    sequence: int,
-    checkpointing: str,
+    model: str, ranks: int, stage: int, convention: str, optimizer: str, **of_scenario: Any
 ) -> dict[str, float]:
-    run = Scenario(
-        TRANSFORMERS[model], CLUSTERS["h100-ib"], ranks, batch, sequence, checkpointing=checkpointing
-    )  # which counts activations; of these the cluster is no matter
+    # The scenario counts the activations, which are the same on every cluster.
+    run = Scenario(TRANSFORMERS[model], CLUSTERS["h100-ib"], ranks, **of_scenario)
     settings = MemorySettings(
-        stage,
-        convention,
-        optimizer,
-        gradient_as_bucket_view=True,
-        activation_bytes=run.activation_bytes,
+        stage, convention, optimizer, gradient_as_bucket_view=True, activation_bytes=run.activation_bytes
     )
     return named_items(average_memory(params_of(model), ranks, settings))
 
@@ -95,10 +66,8 @@ def named_items(memory: Memory) -> dict[str, float]:
     return {**named, "other": memory.total_bytes - sum(named.values())}
 
 
-def items_key(
-    held: Sequence[Mapping[str, float]], x: float, y: float, width: float
-) -> tuple[list[str], float]:
-    """The colours of what somebody holds, and where the next line begins."""
+def items_key(held: Sequence[Mapping[str, float]], x: float, y: float, width: float) -> Stacked:
+    """The colours of what somebody holds."""
     shown = {item: colour for item, colour in ITEM_COLOURS.items() if any(items[item] > 0 for items in held)}
     return key(shown, x, y, width)
 
@@ -126,7 +95,8 @@ def device_mark(
     words = f"the device's {short_bytes(device_bytes)}"
     if device_bytes > most:
         return [text(x + width, top - 5, f"{words}: far to the right", fill=ALARM, anchor="end")]
-    return level(x + width * device_bytes / most, top, bottom, words, x, x + width)
+    at = x + width * device_bytes / most
+    return [line(at, top, at, bottom, ALARM, 1.6, "5 3"), centred(at, top - 5, words, ALARM, x, x + width)]
 
 
 def _picture(width: float, held: list[dict[str, float]], device_bytes: float, stage: int, words: str) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from zero_ref.live.explorer import Answer, Control, Explorer
+from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
+from zero_ref.live.lanes import lanes
 from zero_ref.live.numbers import short, short_time
-from zero_ref.live.options import RANKS, params_of
 from zero_ref.live.svg import MARGIN, picture
-from zero_ref.live.timelines import lanes
 from zero_ref.simulator.cluster import CLUSTERS, Link
 from zero_ref.simulator.models import MODELS, blocks
 from zero_ref.simulator.operations import WAYS
@@ -20,18 +19,9 @@ FACTORS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 def _draw(
-    width: float,
-    model: str,
-    cluster: str,
-    strategy: str,
-    way: str,
-    bucket_mb: int,
-    latency: float,
-    bandwidth: float,
-    ranks: int,
-    tokens: int,
-    native: bool,
-) -> Answer:
+    width: float, model: str, cluster: str, strategy: str, way: str, bucket_mb: int, latency: float,
+    bandwidth: float, ranks: int, tokens: int, native: bool,
+) -> Answer:  # fmt: skip
     links = CLUSTERS[cluster].with_links(latency=latency, bandwidth=bandwidth)
     sharded = RECIPES[strategy].partition is not None
     plans = {"ddp": _plan(model, "ddp", ranks, bucket_mb)}
@@ -62,9 +52,7 @@ def _draw(
         f"{_written(links.within)}."
     )
     parts, bottom = lanes(timelines, MARGIN, 14.0, width - 2 * MARGIN)
-    idle = []
-    if not sharded:
-        idle += ["way", "native"]
+    idle = [] if sharded else ["way", "native"]
     if RECIPES[strategy].stage == 3:
         idle.append("bucket_mb")
     return Answer(picture(width, bottom, words, parts), words, rows, numbers, idle)
@@ -76,14 +64,9 @@ def _written(link: Link) -> str:
 
 @lru_cache(maxsize=8)
 def _plan(
-    model: str,
-    strategy: str,
-    ranks: int,
-    bucket_mb: int,
-    way: str = "plain",
-    native: bool = False,
+    model: str, strategy: str, ranks: int, bucket_mb: int, way: str = "plain", native: bool = False,
     side_stream: bool = False,
-) -> Schedule:
+) -> Schedule:  # fmt: skip
     """A schedule knows no clock: other links, devices and batches play the same one."""
     params = params_of(model)
     stage_3 = RECIPES[strategy].stage == 3

@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from zero_ref.live.explorer import Answer, Control, Explorer
+from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
 from zero_ref.live.numbers import short, short_count
-from zero_ref.live.options import RANKS, params_of
 from zero_ref.live.palette import ALARM, INK, MUTED, SERIES_COLOURS, rank_colour
-from zero_ref.live.svg import LINE, MARGIN, bar, curve, key, line, picture, text
+from zero_ref.live.svg import LINE, MARGIN, Stacked, bar, curve, key, line, picture, text
 from zero_ref.plan.partition import RULES, Partition, plan_partition
 from zero_ref.simulator.models import MODELS
 
@@ -51,13 +50,9 @@ def _over_mean(plan: Partition) -> float:
 
 
 def _picture(
-    width: float,
-    plans: Mapping[str, Partition],
-    over_mean: Mapping[str, float],
-    balance: Mapping[str, Sequence[float]],
-    fullest_first: bool,
-    words: str,
-) -> str:
+    width: float, plans: Mapping[str, Partition], over_mean: Mapping[str, float],
+    balance: Mapping[str, Sequence[float]], fullest_first: bool, words: str,
+) -> str:  # fmt: skip
     left, right, high, y = MARGIN, width - MARGIN, 76.0, 10.0
     some = next(iter(plans.values()))
     mean = sum(some.numels) / some.world_size
@@ -86,8 +81,8 @@ def _picture(
 def _bars(
     plan: Partition, x: float, y: float, width: float, high: float, most: float, fullest_first: bool
 ) -> list[str]:
-    order = range(plan.world_size)
-    ranks = sorted(order, key=lambda rank: -plan.loads[rank]) if fullest_first else list(order)
+    # sorted() keeps the order of equal keys: without fullest_first that of the ranks.
+    ranks = sorted(range(plan.world_size), key=lambda rank: -plan.loads[rank] * fullest_first)
     each = width / len(ranks)
     base = line(x, y + high, x + width, y + high, MUTED)
     if len(ranks) > MOST_BARS:
@@ -114,7 +109,7 @@ def _bars(
 
 def _balance(
     balance: Mapping[str, Sequence[float]], ranks: int, left: float, y: float, width: float
-) -> tuple[list[str], float]:
+) -> Stacked:
     """The fullest rank beside the mean as ranks are added; on both scales a step doubles."""
     parts = [text(left, y, "fullest rank / mean, as ranks are added", bold=True)]
     doublings = math.ceil(max(1.0, *(_log2(max(values)) for values in balance.values())))
@@ -127,15 +122,14 @@ def _balance(
         parts.append(text(at, top + high + 17, f"{power:,}", fill=MUTED, anchor="middle"))
     at = x + wide * _log2(ranks) / _log2(POWERS[-1])
     parts.append(line(at, top, at, top + high, ALARM, 1.6, "5 3"))
-    colours = {NAMES[rule]: colour for rule, colour in zip(balance, SERIES_COLOURS)}
-    for place, (rule, colour) in enumerate(zip(balance, SERIES_COLOURS)):
+    for place, (colour, values) in enumerate(zip(SERIES_COLOURS, balance.values())):
         points = [
             (x + wide * _log2(power) / _log2(POWERS[-1]), top + high * (1 - _log2(value) / doublings))
-            for power, value in zip(POWERS, balance[rule])
+            for power, value in zip(POWERS, values)
         ]
         parts.append(curve(points, colour, 7.0 - 2.2 * place))  # lines that coincide are all seen
     parts.append(text(x + wide, top + high + 34, "ranks; dashed: here", fill=MUTED, anchor="end"))
-    names, bottom = key(colours, left, top + high + 46, width)
+    names, bottom = key(dict(zip(NAMES.values(), SERIES_COLOURS)), left, top + high + 46, width)
     return parts + names, bottom + 2
 
 

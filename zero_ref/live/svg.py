@@ -10,7 +10,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
-from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER
+from zero_ref.live.palette import FAINT, INK, MUTED, PAPER
+
+Stacked = tuple[list[str], float]
+"""Elements, and where the next line begins below them."""
 
 FONT = 13.0
 LINE = 18.0
@@ -44,41 +47,21 @@ def picture(width: float, height: float, label: str, parts: Iterable[str]) -> st
     """A whole picture on its own light ground. `label` says what it shows, for who cannot see it."""
     ground = element("rect", width=width, height=height, rx=6, fill=PAPER)
     return element(
-        "svg",
-        element("title", escape(label)),
-        ground,
-        *parts,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width:g} {height:g}",
-        width=width,
-        height=height,
-        role="img",
-        font_family="system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif",
-        font_size=FONT,
+        "svg", element("title", escape(label)), ground, *parts, xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width:g} {height:g}", width=width, height=height, role="img",
+        font_family="system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif", font_size=FONT,
         fill=INK,
-    )
+    )  # fmt: skip
 
 
 def text(
-    x: float,
-    y: float,
-    words: str,
-    *more: str,
-    fill: str = INK,
-    anchor: str = "start",
-    bold: bool = False,
+    x: float, y: float, words: str, *more: str, fill: str = INK, anchor: str = "start", bold: bool = False
 ) -> str:
     """One line of text whose baseline is at `y`; `more` elements in it; `anchor` is start, middle or end."""
     return element(
-        "text",
-        escape(words),
-        *more,
-        x=x,
-        y=y,
-        fill=None if fill == INK else fill,
-        text_anchor=None if anchor == "start" else anchor,
-        font_weight=600 if bold else None,
-    )
+        "text", escape(words), *more, x=x, y=y, fill=None if fill == INK else fill,
+        text_anchor=None if anchor == "start" else anchor, font_weight=600 if bold else None,
+    )  # fmt: skip
 
 
 def text_width(words: str) -> float:
@@ -113,17 +96,11 @@ def bar(x: float, y: float, width: float, height: float, fill: str, hint: str = 
 
 
 def line(
-    x1: float,
-    y1: float,
-    x2: float,
-    y2: float,
-    stroke: str = FAINT,
-    width: float = 1.0,
-    dashes: str | None = None,
+    x1: float, y1: float, x2: float, y2: float, stroke: str = FAINT, width: float = 1.0, dashes: str = ""
 ) -> str:
     """A straight line."""
     return element(
-        "line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, stroke_width=width, stroke_dasharray=dashes
+        "line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, stroke_width=width, stroke_dasharray=dashes or None
     )
 
 
@@ -147,8 +124,8 @@ def ticks(top: float, most: int = 5) -> list[float]:
     return [step * count for count in range(int(top / step * (1 + 1e-9)) + 1)]
 
 
-def key(colours: Mapping[str, str], x: float, y: float, width: float) -> tuple[list[str], float]:
-    """Coloured squares with their meaning, in as many rows as they need; and where the next line begins."""
+def key(colours: Mapping[str, str], x: float, y: float, width: float) -> Stacked:
+    """Coloured squares with their meaning, in as many rows as they need."""
     parts: list[str] = []
     left = x
     for name, colour in colours.items():
@@ -184,24 +161,15 @@ def axis(
     parts = []
     for value, name in named.items():
         at = x + width * value / most if most else x
-        parts += [
-            line(at, top, at, bottom),
-            _centred(at, bottom + 15, name, MUTED, x - MARGIN, x + width + MARGIN),
-        ]
+        below = centred(at, bottom + 15, name, MUTED, x - MARGIN, x + width + MARGIN)
+        parts += [line(at, top, at, bottom), below]
     if unit:
         parts.append(text(x + width, bottom + 31, unit, fill=MUTED, anchor="end"))
     return parts
 
 
-def level(x: float, top: float, bottom: float, words: str, left: float, right: float) -> list[str]:
-    """A dashed vertical line with its name above, which stays between `left` and `right`."""
-    return [line(x, top, x, bottom, ALARM, 1.6, "5 3"), _centred(x, top - 5, words, ALARM, left, right)]
-
-
-def _centred(x: float, y: float, words: str, fill: str, left: float, right: float) -> str:
+def centred(x: float, y: float, words: str, fill: str, left: float, right: float) -> str:
+    """Text in the middle of `x`, or as near to it as `left` and `right` let it be."""
     half = text_width(words) / 2
-    if x - half < left:
-        return text(left, y, words, fill=fill)
-    if x + half > right:
-        return text(right, y, words, fill=fill, anchor="end")
-    return text(x, y, words, fill=fill, anchor="middle")
+    at, anchor = (left, "start") if x - half < left else (right, "end") if x + half > right else (x, "middle")
+    return text(at, y, words, fill=fill, anchor=anchor)

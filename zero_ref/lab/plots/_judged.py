@@ -41,7 +41,7 @@ def scatter(
         band: how far from its measurement a prediction may be, as a share of it.
         unit: of all numbers.
     Raises:
-        ValueError: there is no row, there are more than 6 kinds, a number is not above 0, or the band is not
+        ValueError: there is no row, there are more than 7 kinds, a number is not above 0, or the band is not
             between 0 and 1.
     """
     kinds = list(dict.fromkeys(kind for kind, _, _, _ in rows))

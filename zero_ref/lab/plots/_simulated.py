@@ -42,7 +42,7 @@ def memory_curve(
         curves: name -> (milliseconds, bytes from then on), as `Played.memory(rank)` gives them.
         device_bytes: of the device's memory, drawn as a line; far above all curves it is only named.
     Raises:
-        ValueError: there is no curve, more than 6, or one without a point.
+        ValueError: there is no curve, more than 7, or one without a point.
     """
     _check(curves, {name: len(curve) for name, curve in curves.items()})
     colours = dict(zip(curves, SERIES_COLOURS))

@@ -63,7 +63,7 @@ def volume_against_ranks(volumes: Mapping[str, Mapping[int, float]], ax: Axes) -
     Args:
         volumes: strategy -> number of ranks -> bytes that a rank sends, over the bytes of all parameters.
     Raises:
-        ValueError: there is no strategy, more than 6, or one without a point.
+        ValueError: there is no strategy, more than 7, or one without a point.
     """
     colours = _lines(ax, volumes)
     highest = max(max(curve.values()) for curve in volumes.values())
@@ -95,7 +95,7 @@ def memory_against_ranks(
         memories: strategy -> number of ranks -> bytes, above 0: of the fullest rank, or on average.
         device_bytes: of the device's memory, drawn as a line.
     Raises:
-        ValueError: there is no strategy, more than 6, or one without a point; or bytes are not above 0.
+        ValueError: there is no strategy, more than 7, or one without a point; or bytes are not above 0.
     """
     for name, curve in memories.items():
         if min(curve.values(), default=1) <= 0:
