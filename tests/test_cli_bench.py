@@ -13,12 +13,10 @@ from bench_results import report, step_result
 
 from zero_ref import cli
 from zero_ref.bench import machine, paper, targets
-from zero_ref.bench.growth_point import GrowthPoint
-from zero_ref.bench.results import Figure
-from zero_ref.bench.sets import SETS
-from zero_ref.bench.singles import SINGLES, of_starts
+from zero_ref.bench.contenders import SETS
+from zero_ref.bench.results import Figure, GrowthPoint
 from zero_ref.bench.starts import Starts
-from zero_ref.bench.suites import SUITES
+from zero_ref.bench.suites import SINGLES, SUITES, of_starts
 from zero_ref.bench.targets import judge
 from zero_ref.cli import bench as command
 

@@ -152,15 +152,16 @@ def _joint_ms(do: Callable[[], object]) -> float:
     dist.barrier()
     for _ in range(8):  # a core that has just rested, or waited in a barrier, answers sooner than in training
         square @ square
-    start = _now()
+    start = now()
     do()
-    last = torch.tensor([start, _now()], dtype=torch.float64, device=device)
+    last = torch.tensor([start, now()], dtype=torch.float64, device=device)
     dist.all_reduce(last, op=dist.ReduceOp.MAX)
     last_start, last_end = last.tolist()
     return 1e3 * (last_end - last_start)
 
 
-def _now() -> float:
+def now() -> float:
+    """Seconds, when this rank's device has done all that it was asked to do."""
     if ranks.device().type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -176,18 +177,22 @@ def time_training(sizes: Sequence[TrainingSize], rounds: int) -> list[Computatio
     Returns:
         The same on all ranks.
     """
-    text, rank = language_reference().training, dist.get_rank()
     timed: list[Computation] = []
     runs = [_TrainingRun(size) for size in sizes]
     for number, run in itertools.product(range(rounds + 2), runs):  # DDP builds its buckets in the first two
-        tokens, targets = batch(text, run.size.model, run.size.batch_size, seed=0, step=number, rank=rank)
+        run.given = passages(*run.size, seed=0, step=number, rank=dist.get_rank())
         run.optimizer.zero_grad()
-        run.tokens, run.targets = tokens.to(ranks.device()), targets.to(ranks.device())
         train_ms, update_ms = _joint_ms(run.forward_and_backward), _joint_ms(run.optimizer.step)
         if number > 1:
             timed.append(Computation("train", run.tensors, run.flops, train_ms))
             timed.append(Computation("update", run.tensors, run.numel * ADAMW_BYTES, update_ms))
     return timed
+
+
+def passages(model: GPTConfig, batch_size: int, **drawn: int) -> tuple[torch.Tensor, ...]:
+    """What `lab.model.batch` draws of the language reference, on this rank's device."""
+    given = batch(language_reference().training, model, batch_size, **drawn)
+    return tuple(part.to(ranks.device()) for part in given)
 
 
 class _TrainingRun:
@@ -202,10 +207,10 @@ class _TrainingRun:
         self.tensors = len(list(model.parameters()))
         self.numel = sum(param.numel() for param in model.parameters())
         self.flops = flops_of(size.model, size.batch_size)
-        self.tokens = self.targets = torch.empty(0)
+        self.given: tuple[torch.Tensor, ...] = ()
 
     def forward_and_backward(self) -> None:
-        self.ddp(self.tokens, self.targets).backward()
+        self.ddp(*self.given).backward()
 
 
 # DDP refuses annotations other than its own classes, and typing knows no name for those.

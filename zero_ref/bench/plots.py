@@ -11,7 +11,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from zero_ref.bench.results import LOST, UNDECIDED, WON, Spread, outcome
+from zero_ref.bench.comparisons import LOST, UNDECIDED, WON, outcome
+from zero_ref.bench.results import Spread
 from zero_ref.lab.plots._judged import beside_one
 from zero_ref.lab.plots._style import MARKERS, SMALL_PT, bare, in_style
 from zero_ref.live.numbers import short, short_count
