@@ -101,15 +101,12 @@ def read_commit(file: str | None = zero_ref.__file__) -> Commit | None:
         return None
 
     def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(Path(file).parent), *words], capture_output=True, text=True, check=True
-        )
-        return done.stdout.strip()
+        command = ["git", "-C", str(Path(file).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git(
-            "ls-files", "--error-unmatch", str(Path(file))
-        )  # an environment may lie within someone's checkout
+        # Within someone's checkout may lie an environment, whose files are not part of it.
+        git("ls-files", "--error-unmatch", file)
         return Commit(git("rev-parse", "HEAD"), bool(git("status", "--porcelain")))
     except (OSError, subprocess.CalledProcessError):
         return None

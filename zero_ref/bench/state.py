@@ -15,18 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ref.bench import contenders
-from zero_ref.bench.contenders import (
-    EVEN,
-    OURS,
-    PLAIN,
-    SETS,
-    TORCH,
-    TORCH_BEST,
-    Make,
-    Set,
-    give_gradients,
-    result,
-)
+from zero_ref.bench.contenders import OURS, PLAIN, SETS, TORCH, TORCH_BEST, Make, Set, give_gradients, result
 from zero_ref.bench.results import SuiteResult, Taken
 from zero_ref.bench.rounds import WARM_UP, Case, peak_growth, take_turns, touch_memory
 from zero_ref.lab import meter
@@ -35,7 +24,7 @@ State = Mapping[int, Mapping[str, Any]]
 
 CONSOLIDATING = ("zero_ref", TORCH, "fairscale")
 LOADING = ("zero_ref", OURS, TORCH, TORCH_BEST, "fairscale")
-CONSTRUCTED = ("zero_ref", OURS, EVEN, TORCH, TORCH_BEST, "fairscale")
+CONSTRUCTED = ("zero_ref", OURS, contenders.EVEN, TORCH, TORCH_BEST, "fairscale")
 
 MOST_CONSOLIDATIONS = 5
 """However many rounds are asked for: one of torch's takes seconds."""

@@ -8,6 +8,7 @@ no part.
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,21 +24,14 @@ from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_i
 from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.bench import contenders
 from zero_ref.bench.contenders import (
-    BEST,
-    EVEN,
     OURS,
-    PLAIN,
     REFERENCE,
     SETS,
     TO_OWNERS,
     TORCH,
     TORCH_BEST,
-    copy,
-    exchange,
-    fused_update,
     give_gradients,
     result,
-    share,
 )
 from zero_ref.bench.results import SuiteResult, Taken
 from zero_ref.bench.rounds import Case, take_turns
@@ -81,11 +75,13 @@ class Training(NamedTuple):
 def ways() -> dict[str, Way]:
     """All contenders under DDP. Defaults have DDP's, the others what was faster here: gradients as views."""
     makes = contenders.sharded() | contenders.whole()
-    defaults = [TORCH, "fairscale", PLAIN]
+    defaults = [TORCH, "fairscale", contenders.PLAIN]
     peers = [*defaults, TORCH_BEST, "fairscale, fused", REFERENCE, OURS]
 
     def overlapping(params: Sequence[torch.Tensor]) -> Optimizer:
-        return ZeroRedundancyOptimizer(params, AdamW, overlap_with_ddp=True, partition="even", **BEST)
+        return ZeroRedundancyOptimizer(
+            params, AdamW, overlap_with_ddp=True, partition="even", **contenders.BEST
+        )
 
     def overlapped(hook_with_step: Callable[..., Any]) -> Way:
         return Way(overlapping, hook=lambda ddp, zero: hook_with_step(reduce_to_owners(zero), ddp, zero))
@@ -93,7 +89,7 @@ def ways() -> dict[str, Way]:
     return {
         **{name: Way(makes[name], views=name not in defaults) for name in peers if name in makes},
         TO_OWNERS: Way(makes[OURS], hook=lambda _, zero: reduce_to_owners(zero)),
-        f"{TO_OWNERS}, even": Way(makes[EVEN], hook=lambda _, zero: reduce_to_owners(zero)),
+        f"{TO_OWNERS}, even": Way(makes[contenders.EVEN], hook=lambda _, zero: reduce_to_owners(zero)),
         f"{TO_OWNERS}, overlapped": overlapped(hook_with_zero_step),
         f"{TO_OWNERS}, interleaved": overlapped(hook_with_zero_step_interleaved),
     }
@@ -121,7 +117,7 @@ def step(set_name: str, rounds: int) -> SuiteResult:
         cases[name] = Case(make(params).step)
     numel, update, send = _limits(params)
     cases["limit: fused AdamW of a share"] = Case(update)
-    cases["limit: copy of as many bytes"] = Case(copy(ADAMW_BYTES * numel))
+    cases["limit: copy of as many bytes"] = Case(contenders.copy(ADAMW_BYTES * numel))
     cases["limit: exchange of shares"] = Case(send)
     cases["limit: both, one after the other"] = Case(lambda: (update(), send()))
     return result("step", set_name, take_turns(cases, rounds))
@@ -129,8 +125,8 @@ def step(set_name: str, rounds: int) -> SuiteResult:
 
 def _limits(params: Sequence[torch.Tensor]) -> tuple[int, Callable[[], object], Callable[[], object]]:
     """Elements of a rank's share, the fused update of them, and their exchange."""
-    numel = share(sum(param.numel() for param in params), dist.get_world_size())
-    return numel, fused_update(numel), exchange(numel)
+    numel = contenders.share(sum(param.numel() for param in params), dist.get_world_size())
+    return numel, contenders.fused_update(numel), contenders.exchange(numel)
 
 
 class Given(torch.autograd.Function):
@@ -215,16 +211,12 @@ def fully_sharded(model: nn.Module) -> Training:
 
     Collective: all ranks of the default group.
     """
-    from torch.distributed.fsdp import fully_shard  # loads for a second: only where it is used
-
     if isinstance(model, nn.Sequential):
-        layers = list(model)
+        starts = range(0, len(model), FSDP_LAYERS)
         model = nn.Sequential(
-            *(nn.Sequential(*layers[at : at + FSDP_LAYERS]) for at in range(0, len(layers), FSDP_LAYERS))
+            OrderedDict(blocks=nn.Sequential(*(model[at : at + FSDP_LAYERS] for at in starts)))
         )
-    for block in model if isinstance(model, nn.Sequential) else model.blocks:  # type: ignore[union-attr]
-        fully_shard(block)
-    fully_shard(model)
+    stage_3.shard(model)
     return Training(model, AdamW(model.parameters(), fused=True))
 
 
