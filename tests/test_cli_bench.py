@@ -69,8 +69,8 @@ def test_a_start_that_hung_or_lost_an_update_is_no_success(
 
 def test_a_simulation_is_of_a_trillion_parameters() -> None:
     found = paper.cost("zero-3", 1024, rounds=1)
-    assert found.operations > 0
-    assert found.iteration_s > 0
+    assert found["operations"][0] > 0
+    assert found["simulated iteration"][0] > 0
     numel = sum(param.numel for param in paper.shapes(paper.MODEL))
     assert numel == pytest.approx(1e12, rel=0.01)
 

@@ -14,7 +14,7 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from zero_ref.bench import contenders
-from zero_ref.bench.contenders import BEST, OURS, TORCH_BEST, give_gradients
+from zero_ref.bench.contenders import BEST, OURS, TORCH_BEST, copy, exchange, fused_update, give_gradients
 from zero_ref.bench.results import AXES, LIMIT, GrowthPoint
 from zero_ref.bench.rounds import Case, take_turns, touch_memory
 from zero_ref.lab import ranks
@@ -137,11 +137,6 @@ def _ready(make: Make, size: Size) -> Any:
     return make(params, AdamW, **BEST)
 
 
-def _step_alone(size: Size) -> Case:
-    update, exchange = contenders.fused_update(_share(size)), contenders.exchange(_share(size))
-    return Case(lambda: (update(), exchange()))
-
-
 def _consolidate(make: Make, size: Size) -> Case:
     optimizer = _ready(make, size)
     # A step drops what was consolidated last.
@@ -157,8 +152,11 @@ def _construct(make: Make, size: Size) -> Case:
     )
 
 
-def _share(size: Size) -> int:
-    return contenders.share(size.parameters, size.ranks)
+def _alone(size: Size, *runs: Callable[[int], Callable[[], object]]) -> Case:
+    """Made of one rank's share, one after the other."""
+    share = contenders.share(size.parameters, size.ranks)
+    made = [run(share) for run in runs]
+    return Case(lambda: [run() for run in made])
 
 
 class Timed(NamedTuple):
@@ -177,19 +175,19 @@ class Timed(NamedTuple):
 
 TIMED: dict[str, Timed] = {
     "step": Timed(
-        lambda make, size: Case(_ready(make, size).step), "fused AdamW of a share, exchange", _step_alone
+        lambda make, size: Case(_ready(make, size).step),
+        "fused AdamW of a share, exchange",
+        lambda size: _alone(size, fused_update, exchange),
     ),
     "sync": Timed(
         lambda make, size: Case(make(_params(size), Still, parameters_as_bucket_view=True).step),
         "exchange of shares",
-        lambda size: Case(contenders.exchange(_share(size))),
+        lambda size: _alone(size, exchange),
     ),
     "consolidate": Timed(
         _consolidate,
         "two shares to rank 0",
-        lambda size: Case(contenders.exchange(2 * _share(size), to=[0])),
+        lambda size: _alone(size, lambda share: exchange(2 * share, to=[0])),
     ),
-    "construct": Timed(
-        _construct, "copy of the parameters", lambda size: Case(contenders.copy(4 * size.parameters))
-    ),
+    "construct": Timed(_construct, "copy of the parameters", lambda size: Case(copy(4 * size.parameters))),
 }

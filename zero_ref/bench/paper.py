@@ -9,7 +9,6 @@ import time
 import timeit
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from zero_ref.bench import machine
 from zero_ref.bench.results import Figure
@@ -47,16 +46,6 @@ def plan(rounds: int = 5) -> Iterator[Figure]:
         yield Figure("plan", "partition", name.replace("_", "-"), PLANNED_RANKS, ms, "ms")
 
 
-class Cost(NamedTuple):
-    """What a simulation took, how many operations its schedule has, and how long the iteration takes."""
-
-    cpu_s: float
-    wall_s: float
-    peak_mb: float | None
-    operations: int
-    iteration_s: float
-
-
 def simulate(
     rounds: int = 3, world_sizes: Sequence[int] = SIMULATED_RANKS, cases: Sequence[str] = tuple(SIMULATED)
 ) -> Iterator[Figure]:
@@ -73,26 +62,24 @@ def simulate(
         for case in cases:
             # Ctrl-C in a terminal reaches this process too; it is the caller who ends it, and says so.
             with processes.Pool(1, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-                found = pool.apply(cost, (case, world_size, rounds))
-            yield Figure("simulate", "processor time", case, world_size, found.cpu_s, "s")
-            yield Figure("simulate", "wall time", case, world_size, found.wall_s, "s")
-            if found.peak_mb is not None:
-                yield Figure("simulate", "peak memory", case, world_size, found.peak_mb, "MB")
-            yield Figure("simulate", "operations", case, world_size, found.operations, "")
-            yield Figure("simulate", "simulated iteration", case, world_size, found.iteration_s, "s")
+                figures = pool.apply(cost, (case, world_size, rounds))
+            for name, (value, unit) in figures.items():
+                yield Figure("simulate", name, case, world_size, value, unit)
 
 
-def cost(case: str, world_size: int, rounds: int) -> Cost:
-    """Of one case, in a process that does nothing else."""
+def cost(case: str, world_size: int, rounds: int) -> dict[str, tuple[float, str]]:
+    """Of one case, in a process that does nothing else: each figure and its unit."""
     cpu_s, wall_s = [], []
     for _ in range(rounds):
         wall, processor = time.perf_counter(), time.process_time()
         operations, iteration_ms = _simulated(case, world_size)
         cpu_s.append(time.process_time() - processor)
         wall_s.append(time.perf_counter() - wall)
-    # Not ru_maxrss: that of a process begins with what the one that started it had.
-    peak_mb = machine.process_memory("VmHWM") / 1e6 if sys.platform == "linux" else None
-    return Cost(min(cpu_s), min(wall_s), peak_mb, operations, iteration_ms / 1e3)
+    found = {"processor time": (min(cpu_s), "s"), "wall time": (min(wall_s), "s")}
+    if sys.platform == "linux":
+        # Not ru_maxrss: that of a process begins with what the one that started it had.
+        found["peak memory"] = (machine.process_memory("VmHWM") / 1e6, "MB")
+    return found | {"operations": (operations, ""), "simulated iteration": (iteration_ms / 1e3, "s")}
 
 
 def _simulated(case: str, world_size: int) -> tuple[int, float]:

@@ -52,18 +52,16 @@ class Effort:
     rounds: int
 
 
-def _training(widths: Sequence[int]) -> tuple[TrainingSize, ...]:
+def _effort(largest: int, widths: Sequence[int], rounds: int) -> Effort:
     """Few and many passages for each width; then half as many layers, to tell tensors from operations."""
+    nbytes = itertools.takewhile(lambda size: size <= largest, (KIB * 4**power for power in range(20)))
     deep = [TrainingSize(GPTConfig(width=width), size) for width in widths for size in (2, 8)]
-    return (*deep, *(TrainingSize(GPTConfig(layers=2, width=width), 4) for width in (96, widths[-1])))
+    flat = [TrainingSize(GPTConfig(layers=2, width=width), 4) for width in (96, widths[-1])]
+    return Effort(tuple(nbytes), (*deep, *flat), rounds)
 
 
-def _payloads(largest: int) -> tuple[int, ...]:
-    return tuple(itertools.takewhile(lambda size: size <= largest, (KIB * 4**power for power in range(20))))
-
-
-FULL = Effort(_payloads(64 * MIB), _training((64, 128, 192, 256)), rounds=15)
-QUICK = Effort(_payloads(16 * MIB), _training((64, 128, 192)), rounds=7)
+FULL = _effort(64 * MIB, (64, 128, 192, 256), rounds=15)
+QUICK = _effort(16 * MIB, (64, 128, 192), rounds=7)
 
 
 class Times(NamedTuple):
@@ -99,12 +97,11 @@ def time_collectives(nbytes: Sequence[int], rounds: int, ops: Sequence[str] = OP
     comm = as_collectives(None)
     starts = {(op, size): _starter(op, size, comm) for size in nbytes for op in ops}
     timed: list[Measurement] = []
-    for number in range(rounds + 1):
-        for (op, size), start in starts.items():
-            calls = _burst(op, size)
-            ms = _joint_ms(partial(_start_then_wait, start, calls)) / calls
-            if number:
-                timed.append(Measurement(op, size, comm.world_size, ms))
+    for number, ((op, size), start) in itertools.product(range(rounds + 1), starts.items()):
+        calls = _burst(op, size)
+        ms = _joint_ms(partial(_start_then_wait, start, calls)) / calls
+        if number:
+            timed.append(Measurement(op, size, comm.world_size, ms))
     return timed
 
 
@@ -204,8 +201,8 @@ class _TrainingRun:
         self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.ddp.register_comm_hook(dist.get_world_size(), _send_nothing)
         self.optimizer = torch.optim.AdamW(model.parameters())
-        self.tensors = len(list(model.parameters()))
-        self.numel = sum(param.numel() for param in model.parameters())
+        numels = [param.numel() for param in model.parameters()]
+        self.tensors, self.numel = len(numels), sum(numels)
         self.flops = flops_of(size.model, size.batch_size)
         self.given: tuple[torch.Tensor, ...] = ()
 
