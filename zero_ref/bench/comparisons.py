@@ -65,11 +65,10 @@ def comparisons(results: Sequence[SuiteResult]) -> list[Comparison]:
             for name in times:
                 other, _, of_other = (name, "", half) if name.startswith(LIMIT) else name.partition(": ")
                 if of_other == half and not other.startswith("zero_ref"):
-                    wall, cpu = result.ratio(name, ours), result.ratio(name, ours, of="cpu_ms")
+                    of = thing, result.set, result.ranks, mine, other
                     both_ms = spread(times[ours]), spread(times[name])
-                    found.append(
-                        Comparison(thing, result.set, result.ranks, mine, other, wall, cpu, *both_ms)
-                    )
+                    cpu = result.ratio(name, ours, of="cpu_ms")
+                    found.append(Comparison(*of, result.ratio(name, ours), cpu, *both_ms))
     return found
 
 

@@ -5,7 +5,7 @@ Beside it torch's in its best form, and what the machine takes for the bytes alo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 
 from zero_ref.bench import contenders
 from zero_ref.bench.contenders import BEST, OURS, TORCH_BEST, copy, exchange, fused_update, give_gradients
-from zero_ref.bench.results import AXES, LIMIT, GrowthPoint
+from zero_ref.bench.results import LIMIT, GrowthPoint
 from zero_ref.bench.rounds import Case, take_turns, touch_memory
 from zero_ref.lab import ranks
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -64,26 +64,20 @@ def sizes(quick: bool = False) -> Iterator[Size]:
 
 
 def measure_growth(
-    rounds: int,
-    quick: bool = False,
-    *,
-    axes: Container[str] = AXES,
-    tell: Callable[[str], object] = lambda line: None,
+    rounds: int, quick: bool = False, *, tell: Callable[[str], object] = lambda line: None
 ) -> list[GrowthPoint]:
     """Time step, sync alone, consolidation and construction at all sizes, on ranks that it starts.
 
     Args:
         rounds: at each size.
         quick: a tenth of the sizes, and fewer: to see that it works.
-        axes: along which.
         tell: called with a line before each size.
     """
     points: list[GrowthPoint] = []
     for size in sizes(quick):
-        if size.axis in axes:
-            tell(f"{size.axis}: {size.ranks} ranks, {size.tensors:,} tensors, {size.parameters:,} parameters")
-            with closing(ranks.Pool(size.ranks)) as pool:  # all memory goes back before the next
-                points += pool.run(measure, size, rounds, timeout=POINT_SECONDS)[0]
+        tell(f"{size.axis}: {size.ranks} ranks, {size.tensors:,} tensors, {size.parameters:,} parameters")
+        with closing(ranks.Pool(size.ranks)) as pool:  # all memory goes back before the next
+            points += pool.run(measure, size, rounds, timeout=POINT_SECONDS)[0]
     return points
 
 

@@ -5,6 +5,7 @@ Nothing that names the machine: no host name, no user, no folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -73,12 +74,10 @@ def process_memory(line: str) -> int:
 
 def read_versions() -> dict[str, str | None]:
     """Of Python and of the packages that take part; None for one that is not installed."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()} | dict.fromkeys(PACKAGES)
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
     return versions
 
 

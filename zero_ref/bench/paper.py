@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import signal
 import sys
 import time
 import timeit
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 from zero_ref.bench import machine
@@ -46,9 +47,7 @@ def plan(rounds: int = 5) -> Iterator[Figure]:
         yield Figure("plan", "partition", name.replace("_", "-"), PLANNED_RANKS, ms, "ms")
 
 
-def simulate(
-    rounds: int = 3, world_sizes: Sequence[int] = SIMULATED_RANKS, cases: Sequence[str] = tuple(SIMULATED)
-) -> Iterator[Figure]:
+def simulate(rounds: int = 3) -> Iterator[Figure]:
     """Everything that `zero-ref simulate` does for a strategy on the ZeRO paper's model of 1T parameters.
 
     Shapes, partition, schedule, play, critical path, a rank's timeline and its memory. Each case has a
@@ -58,13 +57,12 @@ def simulate(
     """
     # Not forked, so that a case's peak memory is not that of this process.
     processes = multiprocessing.get_context("spawn")
-    for world_size in world_sizes:
-        for case in cases:
-            # Ctrl-C in a terminal reaches this process too; it is the caller who ends it, and says so.
-            with processes.Pool(1, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-                figures = pool.apply(cost, (case, world_size, rounds))
-            for name, (value, unit) in figures.items():
-                yield Figure("simulate", name, case, world_size, value, unit)
+    for world_size, case in itertools.product(SIMULATED_RANKS, SIMULATED):
+        # Ctrl-C in a terminal reaches this process too; it is the caller who ends it, and says so.
+        with processes.Pool(1, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+            figures = pool.apply(cost, (case, world_size, rounds))
+        for name, (value, unit) in figures.items():
+            yield Figure("simulate", name, case, world_size, value, unit)
 
 
 def cost(case: str, world_size: int, rounds: int) -> dict[str, tuple[float, str]]:

@@ -179,20 +179,10 @@ def _as_the_work(ax: Axes, curve: Mapping[float, Spread], work: Mapping[float, f
 
 def _key(ax: Axes, styles: Mapping[str, dict[str, Any]]) -> None:
     """The curves in two rows above the Axes, the thin line last."""
-    handles = [
-        Line2D([], [], **{**style, "linewidth": min(style["linewidth"], 2)}, label=name)
-        for name, style in styles.items()
-    ]
-    handles.append(Line2D([], [], color=INK, linewidth=0.9, label=PROPORTIONAL))
-    ax.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        bbox_transform=ax.transAxes + ScaledTranslation(0, 5 / 72, ax.figure.dpi_scale_trans),
-        ncols=2,
-        borderpad=0,
-        borderaxespad=0,
-        handlelength=1.8,
-        handletextpad=0.5,
-        columnspacing=1.4,
-    )
+    looks = {name: {**look, "linewidth": min(look["linewidth"], 2)} for name, look in styles.items()}
+    looks[PROPORTIONAL] = {"color": INK, "linewidth": 0.9}
+    above = ax.transAxes + ScaledTranslation(0, 5 / 72, ax.figure.dpi_scale_trans)
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "bbox_transform": above}
+    room: dict[str, Any] = {"borderpad": 0, "borderaxespad": 0, "handlelength": 1.8, "handletextpad": 0.5}
+    handles = [Line2D([], [], label=name, **look) for name, look in looks.items()]
+    ax.legend(handles=handles, ncols=2, columnspacing=1.4, **place, **room)

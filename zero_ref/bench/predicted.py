@@ -37,22 +37,16 @@ HELD_OUT = [
 TURNS_SECONDS = 1800.0
 
 
-def predicted(
-    world_sizes: Sequence[int],
-    *,
-    turns: int = CALIBRATED.rounds,
-    steps: int = 4,
-    tell: Tell = lambda *_: None,
-) -> Iterator[Figure]:
+def predicted(world_sizes: Sequence[int], turns: int, tell: Tell) -> Iterator[Figure]:
     """How far predictions were off: a count for each strategy, an error for each size and strategy.
 
     Args:
         turns: of calibration and of iterations of other sizes, one after the other.
-        steps: of the run whose calls and bytes are compared; of those each step has the same.
         tell: called with the number of ranks, the fits, and all that was compared.
     """
     for world_size in world_sizes:
-        for run in compare(COMPARED, TrainConfig(steps=steps), world_size, Console(quiet=True)):
+        # Of calls and bytes each step has the same.
+        for run in compare(COMPARED, TrainConfig(steps=4), world_size, Console(quiet=True)):
             pairs, name = run.outcome.pairs().values(), "quantities not as predicted"
             wrong = sum(pair.predicted != pair.measured for pair in pairs) + (not run.outcome.calls_equal)
             yield Figure("predicted", name, run.outcome.strategy, run.outcome.ranks, wrong)

@@ -251,7 +251,7 @@ def _check_growth(points: Sequence[GrowthPoint]) -> None:
 def _check_numbers(
     what: str, sizes: object, times_ms: Sequence[float] = (), figures: Sequence[float] = ()
 ) -> None:
-    for name in ("ranks", "tensors", "parameters"):
+    for name in AXES:
         amount = getattr(sizes, name, 1)  # a figure has no tensors
         if not 1 <= amount <= MOST:
             raise ValueError(f"{what}: {name} must be 1 to {MOST:,}, not {amount:,}")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import itertools
 import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,9 +62,7 @@ def checkpoint(set_name: str, rounds: int) -> SuiteResult:
 
     consolidating = {name: optimizers[name] for name in CONSOLIDATING if name in optimizers}
     gathering = {
-        f"{name}: consolidate": Case(
-            each.consolidate_state_dict, touch_memory, functools.partial(_forget, name, each)
-        )
+        f"{name}: consolidate": Case(each.consolidate_state_dict, touch_memory, partial(_forget, name, each))
         for name, each in consolidating.items()
     }
     taken = take_turns(gathering, min(rounds, MOST_CONSOLIDATIONS))
@@ -72,7 +70,7 @@ def checkpoint(set_name: str, rounds: int) -> SuiteResult:
         taken[label].figures = _peaks_by_rank(case)
     check_gathers(consolidating, whole)
 
-    loading = {f"{name}: load": _loading(name, each, whole) for name, each in optimizers.items()}
+    loading = {f"{name}: load": _loading(each, whole) for name, each in optimizers.items()}
     taken |= take_turns(loading, rounds)
     for case in loading.values():
         case.before()
@@ -114,7 +112,7 @@ def _peaks_by_rank(case: Case) -> dict[str, float]:
     }
 
 
-def _loading(name: str, optimizer: Any, whole: State) -> Case:
+def _loading(optimizer: Any, whole: State) -> Case:
     """The optimizer begins without state, as a new one does, and gets a state dict with its own options."""
     numbers = itertools.count()
     groups = [

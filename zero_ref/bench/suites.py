@@ -60,6 +60,6 @@ SINGLES: dict[str, Callable[[Sequence[int], Amount], Iterable[Figure]]] = {
     "starts": _starts,
     "plan": lambda _, amount: paper.plan(amount.repeats),
     "simulate": lambda _, amount: paper.simulate(amount.repeats),
-    "predicted": lambda world_sizes, amount: predicted(world_sizes, turns=amount.rounds, tell=amount.tell),
+    "predicted": lambda world_sizes, amount: predicted(world_sizes, amount.rounds, amount.tell),
 }
 """Nobody takes turns: figures of some numbers of ranks, or on paper of others."""
