@@ -56,9 +56,8 @@ def main() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for name in NAMES:
             found = starts_s(f"http://127.0.0.1:{server.server_port}/", name)
-            print(
-                f"{name:10} median {statistics.median(found):.1f} s, longest {max(found):.1f} s of {STARTS}"
-            )
+            median, longest = statistics.median(found), max(found)
+            print(f"{name:10} median {median:.1f} s, longest {longest:.1f} s of {STARTS}")
         server.shutdown()
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import os
 import random
 import signal
@@ -29,7 +30,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,9 +53,8 @@ def make_model() -> nn.Module:
     """6.3 million parameters: with their state 76 MB, in matrices that `even` cuts."""
     model = nn.Sequential(*(nn.Linear(1449, 1449) for _ in range(3)))
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(generator=generator)
+    for param in model.parameters():
+        param.data.normal_(generator=generator)
     return model
 
 
@@ -68,27 +69,19 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, iteration: int) -
 def digest(model: nn.Module, state: Mapping[int, Mapping[str, torch.Tensor]]) -> str:
     """Of every bit of parameters and state."""
     hashed = hashlib.sha256()
-    for param in model.parameters():
-        hashed.update(param.detach().numpy())
-    for number in sorted(state):
-        for key in sorted(state[number]):
-            hashed.update(state[number][key].numpy())
+    of_params = [value for _, of_param in sorted(state.items()) for _, value in sorted(of_param.items())]
+    for tensor in [*model.parameters(), *of_params]:
+        hashed.update(tensor.detach().numpy())
     return hashed.hexdigest()
 
 
-class UnshardedRun:
-    """The digest after each number of updates of the plain optimizer."""
-
-    def __init__(self) -> None:
-        self.model = make_model()
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.digests: list[str] = [digest(self.model, {})]
-
-    def after(self, updates: int) -> str:
-        while len(self.digests) <= updates:
-            update(self.model, self.optimizer, len(self.digests) - 1)
-            self.digests.append(digest(self.model, self.optimizer.state_dict()["state"]))
-        return self.digests[updates]
+def unsharded_digests() -> Iterator[str]:
+    """The digest after each number of updates of the plain optimizer, from none on."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for updates in itertools.count():
+        yield digest(model, optimizer.state_dict()["state"])
+        update(model, optimizer, updates)
 
 
 # ------------------------------------------------------------------------------------------- on the ranks
@@ -127,9 +120,8 @@ def load(directory: Path) -> tuple[int, str | None]:
     """How many updates the newest checkpoint says it has, and, on rank 0, the digest of what was loaded."""
     torch.set_num_threads(1)
     model = make_model()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
+    for param in model.parameters():
+        param.data.zero_()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition="sorted_greedy")
     iteration: int = load_sharded(optimizer, directory)["iteration"]
     optimizer.consolidate_state_dict(to=0)
@@ -148,11 +140,6 @@ def progress_of(folder: Path, world_size: int) -> str:
     return f"{tables} of {world_size} tables" if names else "nothing"
 
 
-def newest_number(directory: Path) -> int:
-    """Of the saves there, complete or not."""
-    return max((int(path.name.removeprefix("save-")) for path in directory.glob("save-*")), default=0)
-
-
 class Round(NamedTuple):
     """What became of one killed save."""
 
@@ -166,7 +153,8 @@ def kill_once(directory: Path, world_size: int, in_background: bool, victim: int
     """Start new ranks, let them save, kill one."""
     for old in [*directory.glob("error-*"), *directory.glob("killed")]:
         old.unlink()
-    folder = directory / f"save-{newest_number(directory) + 1:08d}"
+    numbers = [int(path.name.removeprefix("save-")) for path in directory.glob("save-*")]  # complete or not
+    folder = directory / f"save-{max(numbers, default=0) + 1:08d}"
     try:
         with ranks.Pool(world_size, backend="gloo") as pool:
             pool.run(train_and_save, directory, in_background, victim, delay, timeout=TIMEOUT)
@@ -184,30 +172,27 @@ def kill_once(directory: Path, world_size: int, in_background: bool, victim: int
 def run(kills: int, world_size: int, seed: int) -> int:
     """Print a line for each kill; the number of checkpoints lost."""
     draw = random.Random(seed)
-    unsharded = UnshardedRun()
+    unsharded = unsharded_digests()
+    on_ranks = partial(ranks.run, backend="gloo", timeout=TIMEOUT)
     lost, waits, progress = 0, [0.0], Counter[str]()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        own_part = {
-            in_background: statistics.median(
-                seconds
-                for _ in range(3)
-                for seconds in ranks.run(
-                    train_and_save, world_size, directory, in_background, backend="gloo", timeout=TIMEOUT
-                )
-            )
-            for in_background in (False, True)
-        }
+        own_part = []
+        for in_background in (False, True):
+            took = [on_ranks(train_and_save, world_size, directory, in_background) for _ in range(3)]
+            own_part.append(statistics.median(itertools.chain(*took)))
         print(f"{world_size} ranks; a rank writes its part in {1e3 * own_part[False]:.0f} ms", end=", ")
         print(f"in the background in {1e3 * own_part[True]:.0f} ms")
         done = 6
+        digests = [*itertools.islice(unsharded, done + 1)]
         for kill in range(1, kills + 1):
             in_background = kill % 2 == 0
             victim, delay = draw.randrange(world_size), draw.uniform(0, 1.25 * own_part[in_background])
             round_ = kill_once(directory, world_size, in_background, victim, delay)
-            found, loaded = ranks.run(load, world_size - 1, directory, backend="gloo", timeout=TIMEOUT)[0]
+            found, loaded = on_ranks(load, world_size - 1, directory)[0]
             expected = done + (round_.progress == "complete")
-            right = found == expected and loaded == unsharded.after(found) and not round_.hung
+            digests += itertools.islice(unsharded, expected + 1 - len(digests))
+            right = found == expected and loaded == digests[found] and not round_.hung
             lost += not right
             waits.append(round_.seconds)
             progress[round_.progress] += 1
@@ -227,9 +212,8 @@ def run(kills: int, world_size: int, seed: int) -> int:
 def main() -> int:
     """Exit code 0 where no checkpoint was lost."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
+    for name, default in (("--kills", 20), ("--ranks", 4), ("--seed", 0)):
+        parser.add_argument(name, type=int, default=default)
     options = parser.parse_args()
     if options.ranks < 2:
         parser.error("--ranks takes 2 or more: one is killed")

@@ -25,25 +25,15 @@ CORE = sorted(path for path in PACKAGE.rglob("*.py") if not APPARATUS.intersecti
 HOLDERS = ("zero", "optimizer")
 
 
-def code_lines(node: ast.AST, text: str) -> int:
+def code_lines(node: Any, text: str) -> int:
     """Lines of a function or class without docstrings, comments and empty lines."""
-    docstrings = {
-        number
-        for part in ast.walk(node)
-        if isinstance(part, (ast.FunctionDef, ast.ClassDef))
-        and part.body
-        and isinstance(part.body[0], ast.Expr)
-        and isinstance(part.body[0].value, ast.Constant)
-        for number in range(part.body[0].lineno, (part.body[0].end_lineno or 0) + 1)
-    }
+    numbers = set(range(node.lineno, node.end_lineno + 1))
+    for part in ast.walk(node):
+        first = part.body[0] if isinstance(part, (ast.FunctionDef, ast.ClassDef)) else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+            numbers -= set(range(first.lineno, (first.end_lineno or 0) + 1))
     lines = text.splitlines()
-    assert isinstance(node, (ast.FunctionDef, ast.ClassDef))
-    numbers = range(node.lineno, (node.end_lineno or 0) + 1)
-    return sum(
-        bool(lines[n - 1].strip()) and not lines[n - 1].lstrip().startswith("#")
-        for n in numbers
-        if n not in docstrings
-    )
+    return sum(lines[number - 1].lstrip()[:1] not in ("", "#") for number in numbers)
 
 
 def uses(path: Path) -> int:
@@ -88,30 +78,22 @@ def main() -> None:
     text = Path(inspect.getfile(ZeroRedundancyOptimizer)).read_text()
     (of_class,) = [n for n in ast.parse(text).body if getattr(n, "name", "") == "ZeroRedundancyOptimizer"]
     attributes = {
-        target.attr
+        node.attr
         for node in ast.walk(of_class)
-        if isinstance(node, (ast.Assign, ast.AnnAssign))
-        for whole in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        for target in ast.walk(whole)
-        if isinstance(target, ast.Attribute) and getattr(target.value, "id", "") == "self"
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if getattr(node.value, "id", "") == "self"
     }
     print(f"optimizer class: {code_lines(of_class, text)} lines of code, {len(attributes)} attributes")
-    longest = max(
+    longest, name = max(
         (code_lines(node, path.read_text()), f"{path.stem}.{node.name}")
         for path in CORE
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)
     )
-    print(f"longest function of the core: {longest[0]} lines of code, {longest[1]}")
-    print(
-        "underscore names of an optimizer in other modules:",
-        sum(map(uses, (ROOT / "zero_ref").rglob("*.py"))),
-    )
-    for what, paths in (
-        ("core", CORE),
-        ("package", sorted((ROOT / "zero_ref").rglob("*.py"))),
-        ("tests", sorted((ROOT / "tests").rglob("*.py"))),
-    ):
+    print(f"longest function of the core: {longest} lines of code, {name}")
+    package, tests = (sorted((ROOT / folder).rglob("*.py")) for folder in ("zero_ref", "tests"))
+    print("underscore names of an optimizer in other modules:", sum(map(uses, package)))
+    for what, paths in (("core", CORE), ("package", package), ("tests", tests)):
         print(f"lines, {what}: {sum(len(path.read_text().splitlines()) for path in paths)}")
 
 

@@ -13,10 +13,8 @@ from functools import cache
 from pathlib import Path
 
 from zero_ref.bench import plots as of_bench
-from zero_ref.bench.comparisons import Comparison, comparisons
-from zero_ref.bench.exponents import Growth, growths
-from zero_ref.bench.growth_point import AXES, GrowthPoint
-from zero_ref.bench.results import LIMIT, LOST, UNDECIDED, WON, Report, Spread, outcome, spread
+from zero_ref.bench.comparisons import LOST, UNDECIDED, WON, Comparison, Growth, comparisons, growths, outcome
+from zero_ref.bench.results import AXES, LIMIT, GrowthPoint, Report, Spread, spread
 from zero_ref.bench.tables import aligned, figures_table, suite_table, targets_table
 from zero_ref.bench.targets import judge
 from zero_ref.lab import plots

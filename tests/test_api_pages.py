@@ -32,7 +32,7 @@ NOT_FOR_READERS = {
     "zero_ref.simulator.models": {"Named"},
     "zero_ref.simulator.operations": {"broadcasts_of", "messages_of", "owned_bytes", "shared_out"},
     "zero_ref.simulator.timeline": {"covered_ms"},
-    "zero_ref.bench.pieces": {"flops_of", "load_average"},
+    "zero_ref.bench.pieces": {"flops_of", "load_average", "now", "passages"},
     "zero_ref.lab.compare": {"ProgressFile", "as_json", "environment", "problems"},
     "zero_ref.lab.config": {"add_training_arguments", "config_from", "least_bytes"},
     "zero_ref.lab.stage_3": {"load_whole", "shard", "whole"},

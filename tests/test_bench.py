@@ -11,9 +11,18 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers, lists
 
 from zero_ref.bench import machine, tables, targets
-from zero_ref.bench.contenders import OURS, TORCH, TORCH_BEST
-from zero_ref.bench.growth_point import AXES, GrowthPoint
-from zero_ref.bench.results import Figure, Report, Spread, SuiteResult, Taken, merge, spread
+from zero_ref.bench.contenders import OURS, OURS_IN, TO_OWNERS, TORCH, TORCH_BEST
+from zero_ref.bench.results import (
+    AXES,
+    Figure,
+    GrowthPoint,
+    Report,
+    Spread,
+    SuiteResult,
+    Taken,
+    merge,
+    spread,
+)
 from zero_ref.bench.targets import Bounds, Judged, judge
 
 
@@ -33,7 +42,7 @@ def test_a_ratio_divides_times_of_the_same_round() -> None:
 
 def test_a_limit_of_several_is_their_sum_in_each_round() -> None:
     result = step_result(**{OURS: [11.0, 20.0, 30.0], ADAMW: [1.0, 9.0, 10.0], EXCHANGE: [10.0, 1.0, 10.0]})
-    assert result.over(OURS, (ADAMW, EXCHANGE)) == spread([1.0, 1.5, 2.0])
+    assert result.ratio(OURS, ADAMW, EXCHANGE) == spread([1.0, 1.5, 2.0])
 
 
 def test_bytes_on_the_wire_are_told_in_parameters_for_all_ranks_but_one() -> None:
@@ -115,14 +124,14 @@ def test_the_contender_that_counts_was_named_before() -> None:
 def test_bytes_sent_are_those_predicted_up_to_headers(wire_bytes: int, reached: bool) -> None:
     result = replace(step_result(), suite="sync")
     taken = Taken([1.0], [1.0], wire_bytes)
-    result.taken = {targets.TO_OWNERS: taken, TORCH: taken, TORCH_BEST: taken}
+    result.taken = {TO_OWNERS: taken, TORCH: taken, TORCH_BEST: taken}
     (row,) = [row for row in rows_of(judge([result]), "gradients and step") if "bytes" in row.says]
     assert row.reached is reached
 
 
 def test_state_is_held_against_an_even_share_of_all_of_it() -> None:
     taken = {name: Taken(figures={"state_bytes": nbytes}) for name, nbytes in (("ddp", 8000.0), (OURS, 1.0))}
-    even = targets.OURS_IN["state"]
+    even = OURS_IN["state"]
     for nbytes, reached in ((2000.0, True), (2001.0, True), (2010.0, False)):
         taken[even] = Taken(figures={"state_bytes": nbytes, "peak_bytes": 0.0})
         (row,) = rows_of(judge([SuiteResult("memory", "gpt", 4, 3, 1000, taken)]), "optimizer state")

@@ -21,8 +21,7 @@ from bench_results import report, step_result
 
 from zero_ref import cli
 from zero_ref.bench.contenders import OURS, TORCH
-from zero_ref.bench.growth_point import GrowthPoint
-from zero_ref.bench.results import Figure
+from zero_ref.bench.results import Figure, GrowthPoint
 from zero_ref.lab._arguments import Output
 from zero_ref.simulator.cluster import cluster
 

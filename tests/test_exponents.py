@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.bench.exponents import exponent, growths, upper_half
-from zero_ref.bench.growth_point import AXES, TIMED, GrowthPoint
+from zero_ref.bench.comparisons import exponent, growths, upper_half
+from zero_ref.bench.results import AXES, GROWING, GrowthPoint
 from zero_ref.simulator._records import record
 
 
@@ -48,7 +49,7 @@ def test_what_has_no_slope_is_refused(sizes, values):
 
 
 def test_work_by_hand():
-    two_ranks = {what: point(10, 1.0, what=what).work for what in TIMED}
+    two_ranks = {what: point(10, 1.0, what=what).work for what in GROWING}
     # 28 bytes of the update and 16 on the way to the other; of 8 bytes of state half copied, half sent
     assert two_ranks == {"step": 440, "sync": 160, "consolidate": 40 * 2 + 40 * 4, "construct": 160}
     assert point(300, 1.0, axis="tensors").work == 300
@@ -59,7 +60,7 @@ def test_nothing_is_sent_to_nobody():
     assert point(1, 1.0, what="step", axis="ranks").work == 28 * 10**6
 
 
-@given(st.sampled_from(TIMED), st.integers(1, 64), st.integers(1, 1000))
+@given(st.sampled_from(GROWING), st.integers(1, 64), st.integers(1, 1000))
 def test_work_is_proportional_to_the_parameters(what, ranks, times):
     one, many = (GrowthPoint("parameters", what, "ours", ranks, 1, n, (), ()).work for n in (8, 8 * times))
     assert many == pytest.approx(times * one)
@@ -113,4 +114,4 @@ def test_a_single_point_has_no_growth():
 @given(st.sampled_from(AXES), st.lists(st.floats(0.001, 1e6), max_size=3))
 def test_a_point_survives_json(axis, times):
     one = point(7, *times, axis=axis)
-    assert record(GrowthPoint, json.loads(json.dumps(one.as_json())), "point") == one
+    assert record(GrowthPoint, json.loads(json.dumps(asdict(one))), "point") == one

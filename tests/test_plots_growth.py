@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from matplotlib.axes import Axes
 from pictures import Plot, assert_readable, assert_repeatable, drawn, written
 
-from zero_ref.bench.exponents import exponent
+from zero_ref.bench.comparisons import exponent
 from zero_ref.bench.plots import PROPORTIONAL, growth
 from zero_ref.bench.results import Spread
 from zero_ref.lab import plots

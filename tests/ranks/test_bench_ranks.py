@@ -69,9 +69,11 @@ def in_miniature(suite: Callable[[str, int], SuiteResult]) -> Callable[[str, int
     """The suite on a model of a few tensors, and without touching all memory first."""
 
     def run(set_name: str, rounds: int) -> SuiteResult:
-        from zero_ref.bench import sets, state
+        from zero_ref.bench import contenders, state
 
-        sets.SETS[set_name] = sets.SETS[set_name]._replace(make=lambda: sets.chain([64] * 5))
+        contenders.SETS[set_name] = contenders.SETS[set_name]._replace(
+            make=lambda: contenders.chain([64] * 5)
+        )
         state.touch_memory = lambda: None
         return suite(set_name, rounds)
 

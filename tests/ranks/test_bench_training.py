@@ -9,8 +9,8 @@ import torch
 from torch.optim import AdamW
 
 from zero_ref.bench import contenders, starts as starts_module, training
+from zero_ref.bench.contenders import SETS, Set, chain
 from zero_ref.bench.results import SuiteResult
-from zero_ref.bench.sets import SETS, Set, chain
 from zero_ref.bench.starts import Outcome, starts
 from zero_ref.bench.training import TO_OWNERS, Way, WithGiven
 from zero_ref.lab import ranks

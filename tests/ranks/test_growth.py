@@ -7,7 +7,7 @@ import pytest
 from zero_ref.bench import growth, rounds
 from zero_ref.bench.contenders import OURS, TORCH_BEST
 from zero_ref.bench.growth import Size, sizes
-from zero_ref.bench.growth_point import TIMED, GrowthPoint
+from zero_ref.bench.results import GROWING, GrowthPoint
 from zero_ref.lab import ranks
 
 pytestmark = pytest.mark.ranks
@@ -23,8 +23,8 @@ def test_every_thing_is_timed_for_ours_for_torch_and_alone(world_size):
     size = Size("ranks", world_size, 3, 3_001)
     points, *others = ranks.run(measured, world_size, size, timeout=100)
     assert all(of_rank == points for of_rank in others)
-    assert {point.what for point in points} == set(TIMED)
-    for what in TIMED:
+    assert {point.what for point in points} == set(GROWING)
+    for what in GROWING:
         of_what = {point.contender: point for point in points if point.what == what}
         assert {OURS, TORCH_BEST} <= of_what.keys()
         assert len(of_what) == (2 if world_size == 1 and what in ("sync", "consolidate") else 3)

@@ -1,19 +1,43 @@
-"""Who takes part: this package's optimizer in its forms, and its peers from their released packages."""
+"""Who takes part, which models they train, and what the machine can do: computing and communicating alone.
+
+Contenders are this package's optimizer in its forms, and its peers from their released packages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from zero_ref.bench.pieces import passages
+from zero_ref.bench.results import SuiteResult, Taken
+from zero_ref.lab import ranks
+from zero_ref.lab.config import GPTConfig
+from zero_ref.lab.model import GPT
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 Make = Callable[[Sequence[torch.Tensor]], Optimizer]
 
-OURS = "zero_ref, best"
+OURS, EVEN, TO_OWNERS = "zero_ref, best", "zero_ref, best, even", "zero_ref, to owners"
 TORCH, TORCH_BEST = "torch", "torch, best"
+PLAIN, REFERENCE = "ddp", "ddp, fused"
+
+OURS_IN = {
+    "step": OURS,
+    "sync": TO_OWNERS,
+    "iteration": TO_OWNERS,
+    "consolidate": "zero_ref: consolidate",
+    "load": f"{OURS}: load",
+    "construction": OURS,
+    "state": EVEN,
+    "memory": OURS,
+}
+"""Which of our forms has to reach the targets, for each thing that is measured."""
 
 BEST: dict[str, Any] = {"parameters_as_bucket_view": True, "fused": True}
 
@@ -25,26 +49,24 @@ def sharded() -> dict[str, Make]:
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
 
-    made: dict[str, Make] = {
-        "zero_ref": lambda params: ZeroRedundancyOptimizer(params, AdamW),
-        "zero_ref, fused": lambda params: ZeroRedundancyOptimizer(params, AdamW, fused=True),
-        OURS: lambda params: ZeroRedundancyOptimizer(params, AdamW, **BEST),
-        "zero_ref, best, even": lambda params: ZeroRedundancyOptimizer(
-            params, AdamW, partition="even", **BEST
-        ),
-        TORCH: lambda params: TorchOptimizer(params, AdamW),
-        TORCH_BEST: lambda params: TorchOptimizer(params, AdamW, **BEST),
+    def of(optimizer: Any, **options: Any) -> Make:
+        return lambda params: optimizer(params, AdamW, **options)
+
+    made = {
+        "zero_ref": of(ZeroRedundancyOptimizer),
+        "zero_ref, fused": of(ZeroRedundancyOptimizer, fused=True),
+        OURS: of(ZeroRedundancyOptimizer, **BEST),
+        EVEN: of(ZeroRedundancyOptimizer, partition="even", **BEST),
+        TORCH: of(TorchOptimizer),
+        TORCH_BEST: of(TorchOptimizer, **BEST),
     }
-    fairscale = fairscale_optimizer()
-    if fairscale is not None:
-        made["fairscale"] = lambda params: fairscale(params, AdamW)
-        made["fairscale, fused"] = lambda params: fairscale(params, AdamW, fused=True)
-    return made
+    oss = fairscale_optimizer()
+    return made | ({} if oss is None else {"fairscale": of(oss), "fairscale, fused": of(oss, fused=True)})
 
 
 def whole() -> dict[str, Make]:
     """Optimizers that keep all state on every rank, for plain data parallelism."""
-    return {"ddp": lambda params: AdamW(params), "ddp, fused": lambda params: AdamW(params, fused=True)}
+    return {PLAIN: lambda params: AdamW(params), REFERENCE: lambda params: AdamW(params, fused=True)}
 
 
 def fairscale_optimizer() -> Any | None:
@@ -54,3 +76,105 @@ def fairscale_optimizer() -> Any | None:
     except ImportError:
         return None
     return OSS
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+GPT_SIZE = GPTConfig(layers=12, heads=8, width=464, context=256)
+
+
+class Set(NamedTuple):
+    """A model and its data.
+
+    Args:
+        make: a new model, the same on every rank.
+        batches: that many inputs for one rank, different from rank to rank: what the model is called with.
+        loss: of what the model returned, a tensor without dimensions.
+    """
+
+    make: Callable[[], nn.Module]
+    batches: Callable[[int, int], list[tuple[torch.Tensor, ...]]]
+    loss: Callable[[torch.Tensor], torch.Tensor]
+
+
+def chain(widths: Sequence[int]) -> nn.Module:
+    """Linear layers one after the other.
+
+    Two tensors a layer, so that their number and their size can be chosen one without the other.
+    """
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(one, other) for one, other in pairwise(widths)))
+
+
+def _passages(rank: int, count: int) -> list[tuple[torch.Tensor, ...]]:
+    return [passages(GPT_SIZE, 1, seed=0, step=step, rank=rank) for step in range(count)]
+
+
+def _noise(rank: int, count: int) -> list[tuple[torch.Tensor, ...]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [(torch.randn(16, 64, generator=generator).to(ranks.device()),) for _ in range(count)]
+
+
+SETS: dict[str, Set] = {
+    "gpt": Set(lambda: GPT(GPT_SIZE).to(ranks.device()), _passages, lambda loss: loss),
+    "tiny": Set(lambda: chain([64] * 1001).to(ranks.device()), _noise, lambda out: out.square().mean()),
+}
+"""gpt: 148 tensors, 31.3 million parameters, one passage of 256 bytes a rank. tiny: 2,000 and 4.2 million."""
+
+
+def give_gradients(params: Sequence[torch.Tensor], seed: int = 0) -> None:
+    """Set `.grad` of each parameter to noise: the same on all ranks if `seed` is."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(param.device)
+
+
+def result(suite: str, set_name: str, taken: dict[str, Taken]) -> SuiteResult:
+    """What was taken, and of how much."""
+    numels = [param.numel() for param in SETS[set_name].make().parameters()]
+    return SuiteResult(suite, set_name, dist.get_world_size(), len(numels), sum(numels), taken)
+
+
+# ------------------------------------------------------------------------------------------------- limits
+
+ALIGNMENT = 64
+
+
+def share(parameters: int, world_size: int) -> int:
+    """Elements that each rank owns of an even split."""
+    return -(-parameters // (world_size * ALIGNMENT)) * ALIGNMENT
+
+
+def fused_update(numel: int) -> Callable[[], object]:
+    """AdamW's fused step on one flat tensor of `numel` elements: 28 bytes of memory traffic an element."""
+    flat = torch.zeros(numel, requires_grad=True, device=ranks.device())
+    flat.grad = torch.randn_like(flat)
+    return AdamW([flat], fused=True).step
+
+
+def copy(nbytes: int) -> Callable[[], object]:
+    """Copy so many bytes from memory to memory: half of them read, half written."""
+    source = torch.ones(nbytes // 8, device=ranks.device())
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def exchange(numel: int, to: Sequence[int] | None = None) -> Callable[[], object]:
+    """Every rank sends `numel` float32 elements to each other rank, all receives posted before.
+
+    Args:
+        to: only these ranks receive; None for all.
+    """
+    rank, world = dist.get_rank(), range(dist.get_world_size())
+    receivers = [other for other in (world if to is None else to) if other != rank]
+    mine = torch.ones(numel if receivers else 0, device=ranks.device())
+    senders = [other for other in world if other != rank and (to is None or rank in to)]
+    theirs = [torch.empty(numel, device=mine.device) for _ in senders]
+
+    def run() -> None:
+        works = [dist.irecv(flat, group_src=sender) for flat, sender in zip(theirs, senders)]
+        for work in works + [dist.isend(mine, group_dst=receiver) for receiver in receivers]:
+            assert work is not None  # None is what ranks outside the group get
+            work.wait()
+
+    return run

@@ -5,21 +5,18 @@ Beside it torch's in its best form, and what the machine takes for the bytes alo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.optim import AdamW, Optimizer
 
-from zero_ref.bench import limits
-from zero_ref.bench.contenders import BEST, OURS, TORCH_BEST
-from zero_ref.bench.growth_point import AXES, GrowthPoint
-from zero_ref.bench.results import LIMIT
+from zero_ref.bench import contenders
+from zero_ref.bench.contenders import BEST, OURS, TORCH_BEST, copy, exchange, fused_update, give_gradients
+from zero_ref.bench.results import LIMIT, GrowthPoint
 from zero_ref.bench.rounds import Case, take_turns, touch_memory
-from zero_ref.bench.sets import give_gradients
 from zero_ref.lab import ranks
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -67,24 +64,17 @@ def sizes(quick: bool = False) -> Iterator[Size]:
 
 
 def measure_growth(
-    rounds: int,
-    quick: bool = False,
-    *,
-    axes: Container[str] = AXES,
-    tell: Callable[[str], object] = lambda line: None,
+    rounds: int, quick: bool = False, *, tell: Callable[[str], object] = lambda line: None
 ) -> list[GrowthPoint]:
     """Time step, sync alone, consolidation and construction at all sizes, on ranks that it starts.
 
     Args:
         rounds: at each size.
         quick: a tenth of the sizes, and fewer: to see that it works.
-        axes: along which.
         tell: called with a line before each size.
     """
     points: list[GrowthPoint] = []
     for size in sizes(quick):
-        if size.axis not in axes:
-            continue
         tell(f"{size.axis}: {size.ranks} ranks, {size.tensors:,} tensors, {size.parameters:,} parameters")
         with closing(ranks.Pool(size.ranks)) as pool:  # all memory goes back before the next
             points += pool.run(measure, size, rounds, timeout=POINT_SECONDS)[0]
@@ -93,20 +83,22 @@ def measure_growth(
 
 def measure(size: Size, rounds: int) -> list[GrowthPoint]:
     """Time everything at one size. Collective: all ranks of the default group, which are `size.ranks`."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
+
     torch.set_num_threads(1)
+    most_parameters, most_tensors = TORCH_CONSOLIDATES
     points = []
-    for what, case_of in TIMED.items():
-        makers: dict[str, Callable[[], Case]] = {
-            name: partial(case_of, make, size) for name, make in _contenders(size, what).items()
-        }
+    for what, timed in TIMED.items():
+        makers: dict[str, Callable[[], Case]] = {OURS: partial(timed.case, ZeroRedundancyOptimizer, size)}
+        if what != "consolidate" or (size.parameters <= most_parameters and size.tensors <= most_tensors):
+            makers[TORCH_BEST] = partial(timed.case, TorchOptimizer, size)
         if size.ranks > 1 or what in ("step", "construct"):  # nothing is sent to nobody
-            limit, of_limit = _limit(what, size)
-            makers[LIMIT + limit] = of_limit
+            makers[LIMIT + timed.limit] = partial(timed.alone, size)
         for group in [[name] for name in makers] if size.parameters > LARGE else [list(makers)]:
             touch_memory()
             taken = take_turns({name: makers[name]() for name in group}, rounds)
             points += [
-                GrowthPoint(*size[:1], what, name, *size[1:], tuple(of.wall_ms), tuple(of.cpu_ms))
+                GrowthPoint(size.axis, what, name, *size[1:], tuple(of.wall_ms), tuple(of.cpu_ms))
                 for name, of in taken.items()
             ]
     return points
@@ -128,16 +120,6 @@ class Still(Optimizer):
         """Nothing."""
 
 
-def _contenders(size: Size, what: str) -> Mapping[str, Make]:
-    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
-
-    made: dict[str, Make] = {OURS: ZeroRedundancyOptimizer, TORCH_BEST: TorchOptimizer}
-    most_parameters, most_tensors = TORCH_CONSOLIDATES
-    if what == "consolidate" and (size.parameters > most_parameters or size.tensors > most_tensors):
-        del made[TORCH_BEST]
-    return made
-
-
 def _params(size: Size) -> list[torch.Tensor]:
     numel, left = divmod(size.parameters, size.tensors)
     return [torch.ones(numel + (left if n == 0 else 0), requires_grad=True) for n in range(size.tensors)]
@@ -149,19 +131,10 @@ def _ready(make: Make, size: Size) -> Any:
     return make(params, AdamW, **BEST)
 
 
-def _step(make: Make, size: Size) -> Case:
-    return Case(_ready(make, size).step)
-
-
-def _sync(make: Make, size: Size) -> Case:
-    return Case(make(_params(size), Still, parameters_as_bucket_view=True).step)
-
-
 def _consolidate(make: Make, size: Size) -> Case:
     optimizer = _ready(make, size)
-    return Case(
-        lambda: optimizer.consolidate_state_dict(0), before=optimizer.step
-    )  # a step drops the last one
+    # A step drops what was consolidated last.
+    return Case(lambda: optimizer.consolidate_state_dict(0), before=optimizer.step)
 
 
 def _construct(make: Make, size: Size) -> Case:
@@ -173,43 +146,42 @@ def _construct(make: Make, size: Size) -> Case:
     )
 
 
-TIMED: dict[str, Callable[[Make, Size], Case]] = {
-    "step": _step,
-    "sync": _sync,
-    "consolidate": _consolidate,
-    "construct": _construct,
+def _alone(size: Size, *runs: Callable[[int], Callable[[], object]]) -> Case:
+    """Made of one rank's share, one after the other."""
+    share = contenders.share(size.parameters, size.ranks)
+    made = [run(share) for run in runs]
+    return Case(lambda: [run() for run in made])
+
+
+class Timed(NamedTuple):
+    """One of `results.GROWING`.
+
+    Args:
+        case: made of an optimizer's class and a size.
+        limit: what the machine takes for the bytes alone.
+        alone: its case.
+    """
+
+    case: Callable[[Make, Size], Case]
+    limit: str
+    alone: Callable[[Size], Case]
+
+
+TIMED: dict[str, Timed] = {
+    "step": Timed(
+        lambda make, size: Case(_ready(make, size).step),
+        "fused AdamW of a share, exchange",
+        lambda size: _alone(size, fused_update, exchange),
+    ),
+    "sync": Timed(
+        lambda make, size: Case(make(_params(size), Still, parameters_as_bucket_view=True).step),
+        "exchange of shares",
+        lambda size: _alone(size, exchange),
+    ),
+    "consolidate": Timed(
+        _consolidate,
+        "two shares to rank 0",
+        lambda size: _alone(size, lambda share: exchange(2 * share, to=[0])),
+    ),
+    "construct": Timed(_construct, "copy of the parameters", lambda size: Case(copy(4 * size.parameters))),
 }
-"""In the order of `growth_point.TIMED`."""
-
-
-def _limit(what: str, size: Size) -> tuple[str, Callable[[], Case]]:
-    """The bytes alone: its name, and what makes it."""
-    share = limits.share(size.parameters, size.ranks)
-
-    def step() -> Case:
-        update, exchange = limits.fused_update(share), limits.exchange(share)
-        return Case(lambda: (update(), exchange()))
-
-    return {
-        "step": ("fused AdamW of a share, exchange", step),
-        "sync": ("exchange of shares", lambda: Case(limits.exchange(share))),
-        "consolidate": ("two shares to rank 0", lambda: Case(_to_first(2 * share))),
-        "construct": ("copy of the parameters", lambda: Case(limits.copy(4 * size.parameters))),
-    }[what]
-
-
-def _to_first(numel: int) -> Callable[[], object]:
-    """Every rank sends `numel` float32 elements to rank 0, all receives posted before."""
-    first, others = dist.get_rank() == 0, range(1, dist.get_world_size())
-    tensors = [torch.ones(numel) for _ in (others if first else (0,))]
-
-    def run() -> None:
-        if first:
-            works = [dist.irecv(tensor, group_src=rank) for rank, tensor in zip(others, tensors, strict=True)]
-        else:
-            works = [dist.isend(tensors[0], group_dst=0)]
-        for work in works:
-            assert work is not None  # None is what ranks outside the group get
-            work.wait()
-
-    return run

@@ -5,6 +5,7 @@ Nothing that names the machine: no host name, no user, no folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -73,12 +74,10 @@ def process_memory(line: str) -> int:
 
 def read_versions() -> dict[str, str | None]:
     """Of Python and of the packages that take part; None for one that is not installed."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()} | dict.fromkeys(PACKAGES)
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
     return versions
 
 
@@ -101,15 +100,12 @@ def read_commit(file: str | None = zero_ref.__file__) -> Commit | None:
         return None
 
     def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(Path(file).parent), *words], capture_output=True, text=True, check=True
-        )
-        return done.stdout.strip()
+        command = ["git", "-C", str(Path(file).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git(
-            "ls-files", "--error-unmatch", str(Path(file))
-        )  # an environment may lie within someone's checkout
+        # Within someone's checkout may lie an environment, whose files are not part of it.
+        git("ls-files", "--error-unmatch", file)
         return Commit(git("rev-parse", "HEAD"), bool(git("status", "--porcelain")))
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import timeit
+from collections.abc import Iterator
+from functools import partial
 
 from zero_ref.bench import machine
 from zero_ref.bench.results import Figure
@@ -40,27 +42,12 @@ SIMULATED_RANKS = (1024, 4096)
 def plan(rounds: int = 5) -> Iterator[Figure]:
     """Who owns what of 2,000 tensors on 4,096 ranks, under each rule: the best of some rounds."""
     for name in RULES:
-        ms = []
-        for _ in range(rounds):
-            began = time.perf_counter()
-            plan_partition(name, PLANNED, PLANNED_RANKS)
-            ms.append(1e3 * (time.perf_counter() - began))
-        yield Figure("plan", "partition", name.replace("_", "-"), PLANNED_RANKS, min(ms), "ms")
+        once = partial(plan_partition, name, PLANNED, PLANNED_RANKS)
+        ms = 1e3 * min(timeit.repeat(once, number=1, repeat=rounds))
+        yield Figure("plan", "partition", name.replace("_", "-"), PLANNED_RANKS, ms, "ms")
 
 
-class Cost(NamedTuple):
-    """What a simulation took, how many operations its schedule has, and how long the iteration takes."""
-
-    cpu_s: float
-    wall_s: float
-    peak_mb: float | None
-    operations: int
-    iteration_s: float
-
-
-def simulate(
-    rounds: int = 3, world_sizes: Sequence[int] = SIMULATED_RANKS, cases: Sequence[str] = tuple(SIMULATED)
-) -> Iterator[Figure]:
+def simulate(rounds: int = 3) -> Iterator[Figure]:
     """Everything that `zero-ref simulate` does for a strategy on the ZeRO paper's model of 1T parameters.
 
     Shapes, partition, schedule, play, critical path, a rank's timeline and its memory. Each case has a
@@ -70,30 +57,27 @@ def simulate(
     """
     # Not forked, so that a case's peak memory is not that of this process.
     processes = multiprocessing.get_context("spawn")
-    for world_size in world_sizes:
-        for case in cases:
-            # Ctrl-C in a terminal reaches this process too; it is the caller who ends it, and says so.
-            with processes.Pool(1, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-                found = pool.apply(cost, (case, world_size, rounds))
-            yield Figure("simulate", "processor time", case, world_size, found.cpu_s, "s")
-            yield Figure("simulate", "wall time", case, world_size, found.wall_s, "s")
-            if found.peak_mb is not None:
-                yield Figure("simulate", "peak memory", case, world_size, found.peak_mb, "MB")
-            yield Figure("simulate", "operations", case, world_size, found.operations, "")
-            yield Figure("simulate", "simulated iteration", case, world_size, found.iteration_s, "s")
+    for world_size, case in itertools.product(SIMULATED_RANKS, SIMULATED):
+        # Ctrl-C in a terminal reaches this process too; it is the caller who ends it, and says so.
+        with processes.Pool(1, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+            figures = pool.apply(cost, (case, world_size, rounds))
+        for name, (value, unit) in figures.items():
+            yield Figure("simulate", name, case, world_size, value, unit)
 
 
-def cost(case: str, world_size: int, rounds: int) -> Cost:
-    """Of one case, in a process that does nothing else."""
+def cost(case: str, world_size: int, rounds: int) -> dict[str, tuple[float, str]]:
+    """Of one case, in a process that does nothing else: each figure and its unit."""
     cpu_s, wall_s = [], []
     for _ in range(rounds):
         wall, processor = time.perf_counter(), time.process_time()
         operations, iteration_ms = _simulated(case, world_size)
         cpu_s.append(time.process_time() - processor)
         wall_s.append(time.perf_counter() - wall)
-    # Not ru_maxrss: that of a process begins with what the one that started it had.
-    peak_mb = machine.process_memory("VmHWM") / 1e6 if sys.platform == "linux" else None
-    return Cost(min(cpu_s), min(wall_s), peak_mb, operations, iteration_ms / 1e3)
+    found = {"processor time": (min(cpu_s), "s"), "wall time": (min(wall_s), "s")}
+    if sys.platform == "linux":
+        # Not ru_maxrss: that of a process begins with what the one that started it had.
+        found["peak memory"] = (machine.process_memory("VmHWM") / 1e6, "MB")
+    return found | {"operations": (operations, ""), "simulated iteration": (iteration_ms / 1e3, "s")}
 
 
 def _simulated(case: str, world_size: int) -> tuple[int, float]:

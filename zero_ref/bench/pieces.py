@@ -52,18 +52,16 @@ class Effort:
     rounds: int
 
 
-def _training(widths: Sequence[int]) -> tuple[TrainingSize, ...]:
+def _effort(largest: int, widths: Sequence[int], rounds: int) -> Effort:
     """Few and many passages for each width; then half as many layers, to tell tensors from operations."""
+    nbytes = itertools.takewhile(lambda size: size <= largest, (KIB * 4**power for power in range(20)))
     deep = [TrainingSize(GPTConfig(width=width), size) for width in widths for size in (2, 8)]
-    return (*deep, *(TrainingSize(GPTConfig(layers=2, width=width), 4) for width in (96, widths[-1])))
+    flat = [TrainingSize(GPTConfig(layers=2, width=width), 4) for width in (96, widths[-1])]
+    return Effort(tuple(nbytes), (*deep, *flat), rounds)
 
 
-def _payloads(largest: int) -> tuple[int, ...]:
-    return tuple(itertools.takewhile(lambda size: size <= largest, (KIB * 4**power for power in range(20))))
-
-
-FULL = Effort(_payloads(64 * MIB), _training((64, 128, 192, 256)), rounds=15)
-QUICK = Effort(_payloads(16 * MIB), _training((64, 128, 192)), rounds=7)
+FULL = _effort(64 * MIB, (64, 128, 192, 256), rounds=15)
+QUICK = _effort(16 * MIB, (64, 128, 192), rounds=7)
 
 
 class Times(NamedTuple):
@@ -99,12 +97,11 @@ def time_collectives(nbytes: Sequence[int], rounds: int, ops: Sequence[str] = OP
     comm = as_collectives(None)
     starts = {(op, size): _starter(op, size, comm) for size in nbytes for op in ops}
     timed: list[Measurement] = []
-    for number in range(rounds + 1):
-        for (op, size), start in starts.items():
-            calls = _burst(op, size)
-            ms = _joint_ms(partial(_start_then_wait, start, calls)) / calls
-            if number:
-                timed.append(Measurement(op, size, comm.world_size, ms))
+    for number, ((op, size), start) in itertools.product(range(rounds + 1), starts.items()):
+        calls = _burst(op, size)
+        ms = _joint_ms(partial(_start_then_wait, start, calls)) / calls
+        if number:
+            timed.append(Measurement(op, size, comm.world_size, ms))
     return timed
 
 
@@ -152,15 +149,16 @@ def _joint_ms(do: Callable[[], object]) -> float:
     dist.barrier()
     for _ in range(8):  # a core that has just rested, or waited in a barrier, answers sooner than in training
         square @ square
-    start = _now()
+    start = now()
     do()
-    last = torch.tensor([start, _now()], dtype=torch.float64, device=device)
+    last = torch.tensor([start, now()], dtype=torch.float64, device=device)
     dist.all_reduce(last, op=dist.ReduceOp.MAX)
     last_start, last_end = last.tolist()
     return 1e3 * (last_end - last_start)
 
 
-def _now() -> float:
+def now() -> float:
+    """Seconds, when this rank's device has done all that it was asked to do."""
     if ranks.device().type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -176,18 +174,22 @@ def time_training(sizes: Sequence[TrainingSize], rounds: int) -> list[Computatio
     Returns:
         The same on all ranks.
     """
-    text, rank = language_reference().training, dist.get_rank()
     timed: list[Computation] = []
     runs = [_TrainingRun(size) for size in sizes]
     for number, run in itertools.product(range(rounds + 2), runs):  # DDP builds its buckets in the first two
-        tokens, targets = batch(text, run.size.model, run.size.batch_size, seed=0, step=number, rank=rank)
+        run.given = passages(*run.size, seed=0, step=number, rank=dist.get_rank())
         run.optimizer.zero_grad()
-        run.tokens, run.targets = tokens.to(ranks.device()), targets.to(ranks.device())
         train_ms, update_ms = _joint_ms(run.forward_and_backward), _joint_ms(run.optimizer.step)
         if number > 1:
             timed.append(Computation("train", run.tensors, run.flops, train_ms))
             timed.append(Computation("update", run.tensors, run.numel * ADAMW_BYTES, update_ms))
     return timed
+
+
+def passages(model: GPTConfig, batch_size: int, **drawn: int) -> tuple[torch.Tensor, ...]:
+    """What `lab.model.batch` draws of the language reference, on this rank's device."""
+    given = batch(language_reference().training, model, batch_size, **drawn)
+    return tuple(part.to(ranks.device()) for part in given)
 
 
 class _TrainingRun:
@@ -199,13 +201,13 @@ class _TrainingRun:
         self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.ddp.register_comm_hook(dist.get_world_size(), _send_nothing)
         self.optimizer = torch.optim.AdamW(model.parameters())
-        self.tensors = len(list(model.parameters()))
-        self.numel = sum(param.numel() for param in model.parameters())
+        numels = [param.numel() for param in model.parameters()]
+        self.tensors, self.numel = len(numels), sum(numels)
         self.flops = flops_of(size.model, size.batch_size)
-        self.tokens = self.targets = torch.empty(0)
+        self.given: tuple[torch.Tensor, ...] = ()
 
     def forward_and_backward(self) -> None:
-        self.ddp(self.tokens, self.targets).backward()
+        self.ddp(*self.given).backward()
 
 
 # DDP refuses annotations other than its own classes, and typing knows no name for those.

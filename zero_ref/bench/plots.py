@@ -11,7 +11,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from zero_ref.bench.results import LOST, UNDECIDED, WON, Spread, outcome
+from zero_ref.bench.comparisons import LOST, UNDECIDED, WON, outcome
+from zero_ref.bench.results import Spread
 from zero_ref.lab.plots._judged import beside_one
 from zero_ref.lab.plots._style import MARKERS, SMALL_PT, bare, in_style
 from zero_ref.live.numbers import short, short_count
@@ -54,16 +55,11 @@ def benchmarks(ratios: Mapping[str, Spread], ax: Axes, *, ours: str, title: str 
     peers = [name for name in ratios if not is_limit(name)]
     rows = [*peers, *(name for name in ratios if is_limit(name))]
     found = {name: "limit" if is_limit(name) else outcome(ratios[name]) for name in rows}
+    ink = {name: {LOST: ALARM, "limit": MUTED}.get(found[name], INK) for name in rows}
     for place, name in enumerate(rows):
         mark, ratio = _MARKS[found[name]], ratios[name]
-        ax.plot(
-            [ratio.low, ratio.high],
-            [place] * 2,
-            color=mark["color"],
-            linewidth=2.2,
-            solid_capstyle="butt",
-            label=f"quartiles: {name}",
-        )
+        bar = {"color": mark["color"], "linewidth": 2.2, "solid_capstyle": "butt"}
+        ax.plot([ratio.low, ratio.high], [place] * 2, label=f"quartiles: {name}", **bar)
         ax.plot([ratio.median], [place], linestyle="none", zorder=3, label=name, **mark)
         ax.annotate(
             f"{short(ratio.median)} ×",
@@ -71,7 +67,7 @@ def benchmarks(ratios: Mapping[str, Spread], ax: Axes, *, ours: str, title: str 
             xycoords=("axes fraction", "data"),
             va="center_baseline",
             fontsize=SMALL_PT,
-            color={LOST: ALARM, "limit": MUTED}.get(found[name], INK),
+            color=ink[name],
             annotation_clip=False,
         )
     if peers and len(rows) > len(peers):
@@ -81,11 +77,10 @@ def benchmarks(ratios: Mapping[str, Spread], ax: Axes, *, ours: str, title: str 
     room = max(high / low, 1.2) ** 0.06
     beside_one(ax, low / room, high * room, [name.removeprefix("limit: ") for name in rows])
     for label, name in zip(ax.get_yticklabels(), rows, strict=True):
-        label.set_color({LOST: ALARM, "limit": MUTED}.get(found[name], INK))
+        label.set_color(ink[name])
     ax.set_xlabel(f"time / time of {ours}\n← faster than {ours}    slower →")
     won = sum(of_one == WON for of_one in found.values())
-    said = f"Faster than {won} of {len(peers)} peer{'' if len(peers) == 1 else 's'}"
-    ax.set_title(said if title is None else title)
+    ax.set_title(title or f"Faster than {won} of {len(peers)} peer{'' if len(peers) == 1 else 's'}")
     return ax
 
 
@@ -156,7 +151,7 @@ def growth(
     ax.set_xlabel(along)
     ax.set_title(f"{time} against {along}", pad=46 if key else 8)
     if key:
-        _key(ax, {name: styles[name] for name in curves})
+        _key(ax, styles)
     return ax
 
 
@@ -169,14 +164,9 @@ def _style(name: str, named: list[str]) -> dict[str, Any]:
     if is_limit(name):
         return {"color": MUTED, "linewidth": 1.4, "linestyle": (0, (4, 2)), "marker": "|", "ms": 7}
     place = named.index(name)
-    return {
-        "color": SERIES_COLOURS[place],
-        "linewidth": 2.2 if place == 0 else 1.6,
-        "marker": MARKERS[place],
-        "ms": 7.0 if place == 0 else 6.0,
-        "markeredgecolor": PAPER,
-        "zorder": 4 if place == 0 else 3,
-    }
+    look = {"color": SERIES_COLOURS[place], "marker": MARKERS[place], "markeredgecolor": PAPER}
+    first = {"linewidth": 2.2, "ms": 7.0, "zorder": 4}
+    return look | (first if place == 0 else {"linewidth": 1.6, "ms": 6.0, "zorder": 3})
 
 
 def _as_the_work(ax: Axes, curve: Mapping[float, Spread], work: Mapping[float, float]) -> None:
@@ -189,20 +179,10 @@ def _as_the_work(ax: Axes, curve: Mapping[float, Spread], work: Mapping[float, f
 
 def _key(ax: Axes, styles: Mapping[str, dict[str, Any]]) -> None:
     """The curves in two rows above the Axes, the thin line last."""
-    handles = [
-        Line2D([], [], **{**style, "linewidth": min(style["linewidth"], 2)}, label=name)
-        for name, style in styles.items()
-    ]
-    handles.append(Line2D([], [], color=INK, linewidth=0.9, label=PROPORTIONAL))
-    ax.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        bbox_transform=ax.transAxes + ScaledTranslation(0, 5 / 72, ax.figure.dpi_scale_trans),
-        ncols=2,
-        borderpad=0,
-        borderaxespad=0,
-        handlelength=1.8,
-        handletextpad=0.5,
-        columnspacing=1.4,
-    )
+    looks = {name: {**look, "linewidth": min(look["linewidth"], 2)} for name, look in styles.items()}
+    looks[PROPORTIONAL] = {"color": INK, "linewidth": 0.9}
+    above = ax.transAxes + ScaledTranslation(0, 5 / 72, ax.figure.dpi_scale_trans)
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "bbox_transform": above}
+    room: dict[str, Any] = {"borderpad": 0, "borderaxespad": 0, "handlelength": 1.8, "handletextpad": 0.5}
+    handles = [Line2D([], [], label=name, **look) for name, look in looks.items()]
+    ax.legend(handles=handles, ncols=2, columnspacing=1.4, **place, **room)

@@ -1,4 +1,4 @@
-"""What a benchmark brings home: every sample, as plain values, and what follows. Standard library only."""
+"""What a benchmark brings home: every sample, as plain values. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from zero_ref.bench.growth_point import AXES, TIMED, GrowthPoint
 from zero_ref.bench.machine import Commit, Machine
 from zero_ref.simulator._records import record
+
+AXES = ("parameters", "tensors", "ranks")
+GROWING = ("step", "sync", "consolidate", "construct")
+"""What is timed along each of AXES."""
+
+LIMIT = "limit: "
+"""What the name of a limit begins with."""
+
+BYTES_OF_A_PARAMETER = 4
+MOST = 10**12
+"""Of what is counted and timed here. Above it, sizes and times could not be told apart or divided."""
 
 
 class Spread(NamedTuple):
@@ -32,20 +42,6 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(middle, low, high)
 
 
-WON, UNDECIDED, LOST = "won", "undecided", "lost"
-
-
-def outcome(ratio: Spread) -> str:
-    """What a paired ratio of another's time to ours says: won, lost, or undecided where the quartiles hold 1.
-
-    >>> outcome(Spread(2.0, 1.8, 2.1)), outcome(Spread(1.02, 0.9, 1.1)), outcome(Spread(0.8, 0.7, 0.99))
-    ('won', 'undecided', 'lost')
-    """
-    if ratio.low > 1:
-        return WON
-    return LOST if ratio.high < 1 else UNDECIDED
-
-
 @dataclass
 class Taken:
     """What one contender took.
@@ -63,19 +59,13 @@ class Taken:
     figures: dict[str, float] = field(default_factory=dict)
 
 
-LIMIT = "limit: "
-"""What the name of a limit begins with."""
-
-BYTES_OF_A_PARAMETER = 4
-
-
 @dataclass
 class SuiteResult:
     """One suite on one set: what every contender and every limit took, round by round.
 
     Args:
         suite: "step", "sync", "iteration", "checkpoint", "memory" or "construction".
-        set: of `sets.SETS`.
+        set: of `contenders.SETS`.
         ranks: the number of ranks.
         tensors, parameters: of the model.
         taken: by contender. A limit's name begins with "limit: ".
@@ -88,18 +78,11 @@ class SuiteResult:
     parameters: int
     taken: dict[str, Taken]
 
-    def ratio(self, one: str, other: str, of: str = "wall_ms") -> Spread:
-        """How many times as long `one` took as `other`, round by round."""
-        return spread(
-            [a / b for a, b in zip(getattr(self.taken[one], of), getattr(self.taken[other], of), strict=True)]
-        )
-
-    def over(self, one: str, limits: Sequence[str], of: str = "wall_ms") -> Spread:
-        """How many times as long `one` took as all limits one after the other, round by round."""
-        together = [
-            sum(times) for times in zip(*(getattr(self.taken[name], of) for name in limits), strict=True)
-        ]
-        return spread([a / b for a, b in zip(getattr(self.taken[one], of), together, strict=True)])
+    def ratio(self, one: str, *others: str, of: str = "wall_ms") -> Spread:
+        """How many times as long `one` took as the others one after the other, round by round."""
+        times, *of_others = (getattr(self.taken[name], of) for name in (one, *others))
+        together = map(sum, zip(*of_others, strict=True))
+        return spread([a / b for a, b in zip(times, together, strict=True)])
 
     def wire_units(self, name: str) -> float | None:
         """Bytes on the wire in units of (N-1)Ψ, Ψ the bytes of all parameters; None where nobody counted."""
@@ -107,20 +90,58 @@ class SuiteResult:
         unit = (self.ranks - 1) * self.parameters * BYTES_OF_A_PARAMETER
         return None if sent is None or not unit else sent / unit
 
+
+@dataclass(frozen=True)
+class GrowthPoint:
+    """What one contender took for one thing at one size: a point of a curve of growth.
+
+    Args:
+        axis: what is varied: of AXES.
+        what: of GROWING.
+        contender: a limit's name begins with "limit: ".
+        tensors, parameters: of the model; all tensors but the first have one size, and it what is left.
+        wall_ms, cpu_ms: of each round, as `Taken` has them.
+    """
+
+    axis: str
+    what: str
+    contender: str
+    ranks: int
+    tensors: int
+    parameters: int
+    wall_ms: tuple[float, ...]
+    cpu_ms: tuple[float, ...]
+
     @property
-    def of(self) -> tuple[str, str, int]:
-        """What tells it from other results."""
-        return self.suite, self.set, self.ranks
+    def amount(self) -> int:
+        """Where the point lies on its axis."""
+        return int(getattr(self, self.axis))
 
-    def as_json(self) -> dict[str, Any]:
-        """As plain values, for json."""
-        return asdict(self)
+    @property
+    def work(self) -> float:
+        """What there is to do: tensors where these are varied, else bytes of memory traffic of all ranks.
+
+        An element's update moves 28 bytes. Its new value is read and written twice on the way to each other
+        rank: by the sender into the kernel, by the receiver out of it. Of state there are 8 bytes an element;
+        rank 0 copies its own part and is sent the others. Construction copies all parameters on every rank.
+
+        >>> [GrowthPoint("ranks", what, "ours", 4, 100, 10**6, (), ()).work / 1e6 for what in GROWING]
+        [76.0, 48.0, 28.0, 32.0]
+        """
+        if self.axis == "tensors":
+            return self.tensors
+        sent = 16 * (self.ranks - 1)
+        an_element = (28 + sent, sent, (16 + 2 * sent) / self.ranks, 8 * self.ranks)
+        return self.parameters * an_element[GROWING.index(self.what)]
+
+    @property
+    def times_ms(self) -> tuple[float, ...]:
+        """Wall time; where ranks are varied the processor time of all of them, because they share cores."""
+        return self.cpu_ms if self.axis == "ranks" else self.wall_ms
 
 
-# ------------------------------------------------------------------------------------------- a whole run
-
-
-class Figure(NamedTuple):
+@dataclass(frozen=True)
+class Figure:
     """A single number, where nobody takes turns.
 
     Args:
@@ -136,7 +157,7 @@ class Figure(NamedTuple):
     case: str
     ranks: int
     value: float
-    unit: str
+    unit: str = ""
 
 
 @dataclass
@@ -178,7 +199,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """As plain values, for json."""
-        return {**asdict(self), "figures": [figure._asdict() for figure in self.figures]}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: Any) -> Report:
@@ -192,19 +213,16 @@ class Report:
         for result in report.results:
             _check_result(result)
         for figure in report.figures:
-            _check_amounts(f"figure {figure.name!r}", ranks=figure.ranks)
-            _check_figure(f"figure {figure.name!r}", figure.value)
+            _check_numbers(f"figure {figure.name!r}", figure, figures=[figure.value])
         _check_growth(report.growth)
         return report
 
 
 def _check_result(result: SuiteResult) -> None:
     what = f"{result.suite}, {result.set}"
-    _check_amounts(what, ranks=result.ranks, tensors=result.tensors, parameters=result.parameters)
+    _check_numbers(what, result)
     for name, taken in result.taken.items():
-        _check_times(f"{what}, {name}", (*taken.wall_ms, *taken.cpu_ms))
-        for figure in taken.figures.values():
-            _check_figure(f"{what}, {name}", figure)
+        _check_numbers(f"{what}, {name}", result, taken.wall_ms + taken.cpu_ms, [*taken.figures.values()])
     rounds = {len(times) for taken in result.taken.values() for times in (taken.wall_ms, taken.cpu_ms)}
     if len(rounds) > 1:
         raise ValueError(f"{what}: all contenders take turns, but these have {sorted(rounds)} rounds")
@@ -214,14 +232,13 @@ def _check_growth(points: Sequence[GrowthPoint]) -> None:
     seen: set[tuple[str, str, str, int]] = set()
     rounds_of: dict[tuple[str, str, str], int] = {}
     for point in points:
-        if point.axis not in AXES or point.what not in TIMED:
+        if point.axis not in AXES or point.what not in GROWING:
             raise ValueError(
-                f"growth of {point.what!r} with {point.axis!r}: choose from {', '.join(TIMED)}, and from "
+                f"growth of {point.what!r} with {point.axis!r}: choose from {', '.join(GROWING)}, and from "
                 f"{', '.join(AXES)}"
             )
         what = f"growth of {point.what} with {point.axis}, {point.contender}"
-        _check_amounts(what, ranks=point.ranks, tensors=point.tensors, parameters=point.parameters)
-        _check_times(what, (*point.wall_ms, *point.cpu_ms))
+        _check_numbers(what, point, (*point.wall_ms, *point.cpu_ms))
         of = point.axis, point.what, point.contender
         rounds = rounds_of.setdefault(of, len(point.wall_ms))
         if not len(point.wall_ms) == len(point.cpu_ms) == rounds > 0:
@@ -231,25 +248,19 @@ def _check_growth(points: Sequence[GrowthPoint]) -> None:
         seen.add((*of, point.amount))
 
 
-MOST = 10**12
-"""Of what is counted and timed here. Above it, sizes and times could not be told apart or divided."""
-
-
-def _check_amounts(what: str, **amounts: int) -> None:
-    for name, amount in amounts.items():
+def _check_numbers(
+    what: str, sizes: object, times_ms: Sequence[float] = (), figures: Sequence[float] = ()
+) -> None:
+    for name in AXES:
+        amount = getattr(sizes, name, 1)  # a figure has no tensors
         if not 1 <= amount <= MOST:
             raise ValueError(f"{what}: {name} must be 1 to {MOST:,}, not {amount:,}")
-
-
-def _check_times(what: str, times_ms: Sequence[float]) -> None:
     for ms in times_ms:
         if not 1 / MOST <= ms <= MOST:
             raise ValueError(f"{what}: a time in milliseconds is above 0, up to {MOST:,}, not {ms:g}")
-
-
-def _check_figure(what: str, value: float) -> None:
-    if abs(value) > MOST**1.5:
-        raise ValueError(f"{what}: {value:g} is nothing that was measured")
+    for value in figures:
+        if abs(value) > MOST**1.5:
+            raise ValueError(f"{what}: {value:g} is nothing that was measured")
 
 
 def merge(reports: Sequence[Report]) -> Report:
@@ -267,13 +278,15 @@ def merge(reports: Sequence[Report]) -> Report:
             ours, theirs = getattr(first, name), getattr(other, name)
             if ours != theirs:
                 raise ValueError(f"reports of different {name} cannot be one: {ours} and {theirs}")
-    results = [result for report in reports for result in report.results]
-    figures = [figure for report in reports for figure in report.figures]
+    sessions, results, figures, growth = (
+        [one for report in reports for one in getattr(report, name)]
+        for name in ("sessions", "results", "figures", "growth")
+    )
     seen: set[tuple[object, ...]] = set()
-    for key in [result.of for result in results] + [figure[:4] for figure in figures]:
+    for key in [(one.suite, one.set, one.ranks) for one in results] + [
+        (one.suite, one.name, one.case, one.ranks) for one in figures
+    ]:
         if key in seen:
             raise ValueError(f"{key} is in more than one report: leave all but one of them out")
         seen.add(key)
-    sessions = [session for report in reports for session in report.sessions]
-    growth = [point for report in reports for point in report.growth]
     return Report(first.machine, first.versions, first.commit, sessions, results, figures, growth)

@@ -11,7 +11,7 @@ import ctypes
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,8 +155,3 @@ def peak_growth(run: Callable[[], object]) -> int | None:
     dist.barrier()
     run()
     return None if before is None else machine.process_memory("VmHWM") - before
-
-
-def total_numel(tensors: Iterable[torch.Tensor]) -> int:
-    """Elements of all of them together."""
-    return sum(tensor.numel() for tensor in tensors)

@@ -27,11 +27,8 @@ from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 ITERATIONS = 12
 TIMEOUT_S = 60.0
-WAYS = list(
-    itertools.product(
-        [hook_with_zero_step, hook_with_zero_step_interleaved], [False, True], [None, False, True]
-    )
-)
+HOOKS = (hook_with_zero_step, hook_with_zero_step_interleaved)
+WAYS = list(itertools.product(HOOKS, [False, True], [None, False, True]))
 
 
 class Starts(NamedTuple):
@@ -77,12 +74,13 @@ def starts(world_size: int, count: int) -> Starts:
         outcomes += of_ranks
         if not all(outcome.same for outcome in of_ranks):
             lost.append(what)
-    first = [outcome.first_update for outcome in outcomes]
+    first = [outcome.first_update or ITERATIONS + 1 for outcome in outcomes]
+    latest = max(first, default=None)
     return Starts(
         tuple(hung),
         tuple(lost),
         min((outcome.smallest_move for outcome in outcomes), default=0.0),
-        max((number for number in first if number is not None), default=None) if None not in first else None,
+        None if latest == ITERATIONS + 1 else latest,
         tuple(sorted({outcome.buckets for outcome in outcomes})),
     )
 
@@ -97,14 +95,6 @@ class Outcome(NamedTuple):
     smallest_move: float
     first_update: int | None
     buckets: int
-
-
-class Trained(NamedTuple):
-    """All parameters at the end, DDP's buckets, and in which iteration backward first updated."""
-
-    params: torch.Tensor
-    buckets: int
-    first_update: int | None
 
 
 class HeldUp(nn.Module):
@@ -145,32 +135,34 @@ def sum_in_rank_order(_, bucket):  # type: ignore[no-untyped-def]
 
 def _start(seed: int) -> Outcome:
     way, to_owners, shard_buckets = WAYS[seed % len(WAYS)]
-    ours = _train(
-        seed,
-        lambda ddp: ZeroRedundancyOptimizer(
-            ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=1e-2
-        ),
-        lambda ddp, zero: way(
-            reduce_to_owners(zero) if to_owners else allreduce_hook, ddp, zero, shard_buckets
-        ),
-    )
-    plain = _train(
-        seed,
-        lambda ddp: torch.optim.AdamW(ddp.parameters(), lr=1e-2),
-        lambda ddp, optimizer: sum_in_rank_order if to_owners else allreduce_hook,
-    )
-    everyones = [torch.empty_like(ours.params) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, ours.params)
-    same = all(torch.equal(ours.params, other) for other in (plain.params, *everyones))
-    smallest_move = (ours.params - _flat(HeldUp(0))).abs().min().item()
-    return Outcome(same, smallest_move, ours.first_update, ours.buckets)
+
+    def make_ours(ddp: Any) -> tuple[Any, Any]:
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=1e-2)
+        reduce = reduce_to_owners(zero) if to_owners else allreduce_hook
+        return zero, way(reduce, ddp, zero, shard_buckets)
+
+    def make_plain(ddp: Any) -> tuple[Any, Any]:
+        hook = sum_in_rank_order if to_owners else allreduce_hook
+        return torch.optim.AdamW(ddp.parameters(), lr=1e-2), hook
+
+    ours, buckets, first_update = _train(seed, make_ours)
+    plain, *_ = _train(seed, make_plain)
+    everyones = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, ours)
+    same = all(torch.equal(ours, other) for other in (plain, *everyones))
+    smallest_move = (ours - _flat(HeldUp(0))).abs().min().item()
+    return Outcome(same, smallest_move, first_update, buckets)
 
 
-def _train(seed: int, make_optimizer: Callable[[Any], Any], make_hook: Callable[[Any, Any], Any]) -> Trained:
+def _train(seed: int, make: Callable[[Any], tuple[Any, Any]]) -> tuple[torch.Tensor, int, int | None]:
+    """All parameters at the end, DDP's buckets, and in which iteration backward first updated.
+
+    Args:
+        make: the optimizer and the hook, of the model under DDP.
+    """
     rank = dist.get_rank()
     ddp: Any = DistributedDataParallel(HeldUp(100 * seed + rank), bucket_cap_mb=0.01)
-    optimizer = make_optimizer(ddp)
-    hook = make_hook(ddp, optimizer)
+    optimizer, hook = make(ddp)
     buckets, first_update = 0, None
 
     def counting(state, bucket):  # type: ignore[no-untyped-def]
@@ -187,8 +179,8 @@ def _train(seed: int, make_optimizer: Callable[[Any], Any], make_hook: Callable[
         if first_update is None and not torch.equal(before, _flat(ddp)):
             first_update = iteration + 1
         optimizer.step()
-    return Trained(_flat(ddp), buckets, first_update)
+    return _flat(ddp), buckets, first_update
 
 
 def _flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
+import itertools
 import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,18 +15,16 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ref.bench import contenders
-from zero_ref.bench.contenders import OURS, TORCH, TORCH_BEST, Make
+from zero_ref.bench.contenders import OURS, PLAIN, SETS, TORCH, TORCH_BEST, Make, Set, give_gradients, result
 from zero_ref.bench.results import SuiteResult, Taken
 from zero_ref.bench.rounds import WARM_UP, Case, peak_growth, take_turns, touch_memory
-from zero_ref.bench.sets import SETS, Set, give_gradients, result
 from zero_ref.lab import meter
 
 State = Mapping[int, Mapping[str, Any]]
 
-PLAIN = "ddp"
 CONSOLIDATING = ("zero_ref", TORCH, "fairscale")
 LOADING = ("zero_ref", OURS, TORCH, TORCH_BEST, "fairscale")
-CONSTRUCTED = ("zero_ref", OURS, "zero_ref, best, even", TORCH, TORCH_BEST, "fairscale")
+CONSTRUCTED = ("zero_ref", OURS, contenders.EVEN, TORCH, TORCH_BEST, "fairscale")
 
 MOST_CONSOLIDATIONS = 5
 """However many rounds are asked for: one of torch's takes seconds."""
@@ -62,13 +61,16 @@ def checkpoint(set_name: str, rounds: int) -> SuiteResult:
     _forget("zero_ref", ours)
 
     consolidating = {name: optimizers[name] for name in CONSOLIDATING if name in optimizers}
-    gathering = {f"{name}: consolidate": _gathering(name, each) for name, each in consolidating.items()}
+    gathering = {
+        f"{name}: consolidate": Case(each.consolidate_state_dict, touch_memory, partial(_forget, name, each))
+        for name, each in consolidating.items()
+    }
     taken = take_turns(gathering, min(rounds, MOST_CONSOLIDATIONS))
     for label, case in gathering.items():
         taken[label].figures = _peaks_by_rank(case)
     check_gathers(consolidating, whole)
 
-    loading = {f"{name}: load": _loading(name, each, whole) for name, each in optimizers.items()}
+    loading = {f"{name}: load": _loading(each, whole) for name, each in optimizers.items()}
     taken |= take_turns(loading, rounds)
     for case in loading.values():
         case.before()
@@ -86,10 +88,6 @@ def _stepped(make: Make, model: Set) -> Any:
     for param in params:
         param.grad = None
     return optimizer
-
-
-def _gathering(name: str, optimizer: Any) -> Case:
-    return Case(optimizer.consolidate_state_dict, touch_memory, functools.partial(_forget, name, optimizer))
 
 
 def _forget(name: str, optimizer: Any) -> None:
@@ -114,13 +112,11 @@ def _peaks_by_rank(case: Case) -> dict[str, float]:
     }
 
 
-def _loading(name: str, optimizer: Any, whole: State) -> Case:
+def _loading(optimizer: Any, whole: State) -> Case:
     """The optimizer begins without state, as a new one does, and gets a state dict with its own options."""
-    options = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
-    numbers = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
+    numbers = itertools.count()
     groups = [
-        {**of_group, "params": [next(numbers) for _ in group["params"]]}
-        for of_group, group in zip(options, optimizer.param_groups, strict=True)
+        {**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups
     ]
     given: dict[str, Any] = {}
 
@@ -182,15 +178,11 @@ def memory(set_name: str, rounds: int) -> SuiteResult:
         peak_bytes: the median, over `rounds` steps, of the rank that took the most.
     """
     torch.set_num_threads(1)
-    figures = {
-        name: _memory_of(make, SETS[set_name], rounds)
-        for name, make in (contenders.whole() | contenders.sharded()).items()
-    }
-    even_share = figures[PLAIN]["state_bytes"] / dist.get_world_size()
-    taken = {
-        name: Taken(figures={**of_one, "state_share": of_one["state_bytes"] / even_share})
-        for name, of_one in figures.items()
-    }
+    makes = contenders.whole() | contenders.sharded()
+    taken = {name: Taken(figures=_memory_of(make, SETS[set_name], rounds)) for name, make in makes.items()}
+    even_share = taken[PLAIN].figures["state_bytes"] / dist.get_world_size()
+    for one in taken.values():
+        one.figures["state_share"] = one.figures["state_bytes"] / even_share
     return result("memory", set_name, taken)
 
 

@@ -7,7 +7,6 @@ together, for the main job's GPT at sizes that no fit was made with: what `predi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,10 +15,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero_ref.bench.pieces import Effort, Times, flops_of, time_collectives, time_training
+from zero_ref.bench.pieces import Effort, Times, flops_of, now, passages, time_collectives, time_training
 from zero_ref.lab import meter, ranks
 from zero_ref.lab.config import TrainConfig
-from zero_ref.lab.model import GPT, batch, language_reference
+from zero_ref.lab.model import GPT
 from zero_ref.lab.strategies import trainable
 from zero_ref.lab.train import predict
 from zero_ref.plan.calls import Call
@@ -132,10 +131,7 @@ def take_turns(configs: Sequence[TrainConfig], effort: Effort) -> Trial:
             if timed:  # a training loop's own memory is warm, and here another model was just trained
                 run.iterate(number, timed=False)
             run.iterate(number, timed=timed)
-    return Trial(
-        times,
-        [Iterations(run.made.calls, run.made.held(), run.spans) for run in runs],
-    )
+    return Trial(times, [Iterations(run.made.calls, run.made.held(), run.spans) for run in runs])
 
 
 def calibrate_in_turns(
@@ -176,26 +172,16 @@ class _Run:
 
     def iterate(self, number: int, *, timed: bool) -> None:
         config, made = self.config, self.made
-        text = language_reference().training
-        tokens, targets = batch(
-            text, config.model, config.batch_size, seed=config.seed, step=number, rank=dist.get_rank()
-        )
-        tokens, targets = tokens.to(ranks.device()), targets.to(ranks.device())
+        given = passages(config.model, config.batch_size, seed=config.seed, step=number, rank=dist.get_rank())
         made.calls.clear()
         dist.barrier()
-        begun = _now()
+        begun = now()
         with made.recording():
             made.optimizer.zero_grad()
-            made.model(tokens, targets).backward()
+            made.model(*given).backward()
             made.optimizer.step()
         if timed:
-            self.spans.append((begun, _now()))
-
-
-def _now() -> float:
-    if ranks.device().type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+            self.spans.append((begun, now()))
 
 
 # ------------------------------------------------------------------------------------- one beside the other
@@ -241,20 +227,12 @@ def compare_steps(
             1e3 * (max(end for _, end in spans) - max(begin for begin, _ in spans))
             for spans in zip(*(rank.spans for rank in iterations), strict=True)
         ]
-        compared.append(
-            StepTime(
-                config,
-                predicted.ms,
-                undisturbed_ms(repeats_ms),
-                tuple(repeats_ms),
-                all(_as_planned(predicted.plan, rank, seen) for rank, seen in enumerate(iterations)),
-            )
-        )
+        as_planned = all(_as_planned(predicted.plan, rank, seen) for rank, seen in enumerate(iterations))
+        times = predicted.ms, undisturbed_ms(repeats_ms), tuple(repeats_ms)
+        compared.append(StepTime(config, *times, as_planned))
     return compared
 
 
 def _as_planned(plan: Schedule, rank: int, seen: Iterations) -> bool:
-    planned = meter.HeldBytes(
-        plan.parameter_bytes[rank], plan.left_gradient_bytes[rank], plan.state_bytes[rank]
-    )
-    return tuple(seen.calls) == plan.calls_of(rank) and seen.held == planned
+    held = plan.parameter_bytes[rank], plan.left_gradient_bytes[rank], plan.state_bytes[rank]
+    return tuple(seen.calls) == plan.calls_of(rank) and seen.held == meter.HeldBytes(*held)

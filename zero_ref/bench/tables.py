@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import compress
 
-from zero_ref.bench.results import LIMIT, Figure, Spread, SuiteResult, Taken, spread
-from zero_ref.bench.targets import OURS_IN, Bounds, Judged
+from zero_ref.bench.contenders import OURS_IN
+from zero_ref.bench.results import LIMIT, Figure, Spread, SuiteResult, spread
+from zero_ref.bench.targets import Bounds, Judged
 from zero_ref.simulator.ledger import format_bytes
 
 
@@ -19,15 +20,13 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     | ours   |  9.5 |
     | theirs | 12.0 |
     """
-    columns = [[title, *cells] for title, cells in zip(header, zip(*rows, strict=True), strict=True)]
-    rule, padded = [], []
-    for title, *cells in columns:
+    columns = []
+    for title, *cells in zip(header, *rows, strict=True):
         width = max(map(len, (title, *cells)))
         right = all(cell[:1].isdigit() or cell in ("", "-") for cell in cells)
-        padded.append([cell.rjust(width) if right else cell.ljust(width) for cell in (title, *cells)])
-        rule.append("-" * (width + 1) + (":" if right else "-"))
-    first, *others = (f"| {' | '.join(cells)} |" for cells in zip(*padded, strict=True))
-    return "\n".join([first, f"|{'|'.join(rule)}|", *others])
+        padded = [f" {cell:{'>' if right else '<'}{width}} " for cell in (title, *cells)]
+        columns.append([padded[0], "-" * (width + 1) + (":" if right else "-"), *padded[1:]])
+    return "\n".join(f"|{'|'.join(cells)}|" for cells in zip(*columns))
 
 
 def suite_table(result: SuiteResult) -> str:
@@ -36,23 +35,16 @@ def suite_table(result: SuiteResult) -> str:
     for name, taken in result.taken.items():
         ours = _ours_for(result, name)
         units = result.wire_units(name)
-        rows.append(
-            [
-                name,
-                _spread_of(taken.wall_ms),
-                _spread_of(taken.cpu_ms),
-                _ratio(result, name, ours, "wall_ms"),
-                _ratio(result, name, ours, "cpu_ms"),
-                "-" if units is None else f"{units:z.4f}",
-                _figures_of(taken),
-            ]
-        )
+        times = [_spread(spread(ms)) if ms else "-" for ms in (taken.wall_ms, taken.cpu_ms)]
+        ratios = [_ratio(result, name, ours, of) for of in ("wall_ms", "cpu_ms")]
+        figures = ", ".join(_figure(figure, value) for figure, value in taken.figures.items())
+        rows.append([name, *times, *ratios, "-" if units is None else f"{units:z.4f}", figures])
     title = (
         f"{result.suite}, {result.set}: {result.ranks} ranks, {result.tensors:,} tensors, "
         f"{result.parameters:,} parameters"
     )
     header = ["contender", "wall ms", "CPU ms", "wall, x ours", "CPU, x ours", "sent, (N-1)Ψ", "figures"]
-    filled = [any(row[column] not in ("", "-") for row in rows) for column in range(len(header))]
+    filled = [any(cell not in ("", "-") for cell in column) for column in zip(*rows)]
     header, *rows = (list(compress(cells, filled)) for cells in (header, *rows))
     return f"{title}\n\n{aligned(header, rows)}"
 
@@ -62,32 +54,24 @@ def figures_table(figures: Sequence[Figure]) -> str:
     names = list(dict.fromkeys((figure.name, figure.unit) for figure in figures))
     lines = list(dict.fromkeys((figure.case, figure.ranks) for figure in figures))
     value_of = {(figure.case, figure.ranks, figure.name): figure.value for figure in figures}
+    header = [figures[0].suite, "ranks", *(f"{name}, {unit}" if unit else name for name, unit in names)]
     rows = [
         [case, f"{ranks:,}", *(_cell(value_of.get((case, ranks, name))) for name, _ in names)]
         for case, ranks in lines
     ]
-    header = [figures[0].suite, "ranks", *(f"{name}, {unit}" if unit else name for name, unit in names)]
     return aligned(header, rows)
 
 
 def targets_table(judged: Sequence[Judged]) -> str:
     """All targets: what was measured, and whether that was enough."""
-    return aligned(
-        ["what", "set", "ranks", "ours", "number", "measured", "target", ""],
-        [
-            [
-                row.what,
-                row.set or "",
-                "" if row.ranks is None else f"{row.ranks:,}",
-                row.ours,
-                row.says,
-                "-" if row.measured is None else _spread(row.measured),
-                _bounds(row.bounds),
-                {True: "reached", False: "MISSED", None: row.why_not}[row.reached],
-            ]
-            for row in judged
-        ],
-    )
+    rows = []
+    for row in judged:
+        ranks = "" if row.ranks is None else f"{row.ranks:,}"
+        measured = "-" if row.measured is None else _spread(row.measured)
+        verdict = {True: "reached", False: "MISSED", None: row.why_not}[row.reached]
+        target = _bounds(row.bounds)
+        rows.append([row.what, row.set or "", ranks, row.ours, row.says, measured, target, verdict])
+    return aligned(["what", "set", "ranks", "ours", "number", "measured", "target", ""], rows)
 
 
 def _ours_for(result: SuiteResult, name: str) -> str | None:
@@ -100,11 +84,7 @@ def _ours_for(result: SuiteResult, name: str) -> str | None:
 def _ratio(result: SuiteResult, name: str, ours: str | None, of: str) -> str:
     if ours is None or not getattr(result.taken[ours], of):
         return "-"
-    return "1" if name == ours else _spread(result.ratio(name, ours, of))
-
-
-def _spread_of(values: Sequence[float]) -> str:
-    return _spread(spread(values)) if values else "-"
+    return "1" if name == ours else _spread(result.ratio(name, ours, of=of))
 
 
 def _spread(value: Spread) -> str:
@@ -113,9 +93,8 @@ def _spread(value: Spread) -> str:
     >>> _spread(Spread(12.34, 11.1, 13.06)), _spread(Spread(2.0, 2.0, 2.0))
     ('12.3 (11.1-13.1)', '2')
     """
-    if value.low == value.high:
-        return _cell(value.median)
-    return f"{_cell(value.median)} ({_cell(value.low)}-{_cell(value.high)})"
+    quartiles = "" if value.low == value.high else f" ({_cell(value.low)}-{_cell(value.high)})"
+    return _cell(value.median) + quartiles
 
 
 def _cell(value: float | None) -> str:
@@ -137,11 +116,7 @@ def _bounds(bounds: Bounds) -> str:
     return f"at least {bounds.low:g}" if bounds.high is None else f"{bounds.low:g} to {bounds.high:g}"
 
 
-def _figures_of(taken: Taken) -> str:
-    parts = []
-    for name, value in taken.figures.items():
-        if name.endswith("_bytes") or "_bytes_" in name:
-            parts.append(f"{name.replace('_bytes', '').replace('_', ' ')} {format_bytes(round(value))}")
-        else:
-            parts.append(f"{name.replace('_', ' ')} {value:.4g}")
-    return ", ".join(parts)
+def _figure(name: str, value: float) -> str:
+    of_bytes = name.endswith("_bytes") or "_bytes_" in name
+    said = format_bytes(round(value)) if of_bytes else f"{value:.4g}"
+    return f"{name.replace('_bytes', '').replace('_', ' ')} {said}"

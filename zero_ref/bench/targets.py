@@ -5,27 +5,12 @@ A target names the contender that has to reach it, beforehand: never the best of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from zero_ref.bench.contenders import OURS, TORCH, TORCH_BEST
-from zero_ref.bench.exponents import TOLERANCE, Growth, growths
-from zero_ref.bench.growth_point import AXES, GrowthPoint
-from zero_ref.bench.measures import ExtraMemory, Measure, OverLimits, StateShare, TimesFaster, Wire
-from zero_ref.bench.results import LIMIT, Figure, Spread, SuiteResult, spread
-from zero_ref.bench.training import REFERENCE, TO_OWNERS
-
-OURS_IN = {
-    "step": OURS,
-    "sync": TO_OWNERS,
-    "iteration": TO_OWNERS,
-    "consolidate": "zero_ref: consolidate",
-    "load": f"{OURS}: load",
-    "construction": OURS,
-    "state": f"{OURS}, even",
-    "memory": OURS,
-}
-"""Which of our forms has to reach the targets, for each thing that is measured."""
+from zero_ref.bench.comparisons import TOLERANCE, Growth, growths
+from zero_ref.bench.contenders import OURS_IN, PLAIN, REFERENCE, TORCH, TORCH_BEST
+from zero_ref.bench.results import AXES, LIMIT, Figure, GrowthPoint, Spread, SuiteResult, spread
 
 TOUCHED_MB = 1.0
 """Memory that counts as none: what the kernel counts has pages of code in it that run for the first time, and
@@ -51,6 +36,62 @@ class Bounds(NamedTuple):
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
 
+# ---------------------------------------------------------------------------------------------- measures
+
+
+class Measure(NamedTuple):
+    """How a number is read from what the contenders of a suite took.
+
+    Args:
+        says: what the number is.
+        needs: the other contenders and limits that it reads.
+        of: the number for a result and a contender of ours; None where that machine did not count it.
+    """
+
+    says: str
+    needs: tuple[str, ...]
+    of: Callable[[SuiteResult, str], Spread | None]
+
+
+def times_faster(peer: str, time: str = "wall_ms") -> Measure:
+    """A peer's time by ours, round by round."""
+    says = f"{peer} / ours, {'wall' if time == 'wall_ms' else 'CPU'} time"
+    return Measure(says, (peer,), lambda result, ours: result.ratio(peer, ours, of=time))
+
+
+def over_limits(*names: str) -> Measure:
+    """Our time by the sum of some limits, round by round."""
+    says, limits = f"ours / ({' + '.join(names)})", tuple(LIMIT + name for name in names)
+    return Measure(says, limits, lambda result, ours: result.ratio(ours, *limits))
+
+
+def extra_mb(figure: str, where: str) -> Measure:
+    """A figure of the contender's that counts bytes, in MB."""
+
+    def of(result: SuiteResult, ours: str) -> Spread | None:
+        nbytes = result.taken[ours].figures.get(figure)
+        return None if nbytes is None else spread([nbytes / 1e6])
+
+    return Measure(f"extra MB {where}", (), of)
+
+
+def _sent(result: SuiteResult, ours: str) -> Spread | None:
+    units = result.wire_units(ours)
+    return None if units is None else spread([units])
+
+
+def _state_share(result: SuiteResult, ours: str) -> Spread | None:
+    mine, whole = (result.taken[name].figures.get("state_bytes") for name in (ours, PLAIN))
+    return spread([mine * result.ranks / whole]) if mine is not None and whole else None
+
+
+SENT = Measure("bytes sent, in (N-1)Ψ", (), _sent)
+"""By all ranks."""
+STATE_SHARE = Measure("state on the fullest rank, in 1/N of all of it", (PLAIN,), _state_share)
+
+# ----------------------------------------------------------------------------------------------- targets
+
+
 class Target(NamedTuple):
     """A row that contenders of a suite can reach."""
 
@@ -62,116 +103,112 @@ class Target(NamedTuple):
     bounds: Bounds
 
 
+GPT, TINY = "gpt", "tiny"
+BOTH = (GPT, TINY)
+OF_TORCH, OF_BEST = times_faster(TORCH), times_faster(TORCH_BEST)
+ALONE = over_limits("fused AdamW of a share", "exchange of shares")
+Goal = tuple[Sequence[str], Measure, Bounds]
+
+WANTED: dict[tuple[str, str, str], list[Goal]] = {
+    ("the step", "step", "step"): [
+        ((GPT,), OF_TORCH, Bounds(low=2.5)),
+        ((GPT,), OF_BEST, Bounds(low=1.1)),
+        ((GPT,), ALONE, Bounds(high=1.1)),
+        ((TINY,), OF_TORCH, Bounds(low=25)),
+        ((TINY,), OF_BEST, Bounds(low=1.5)),
+    ],
+    ("gradients and step", "sync", "sync"): [
+        (BOTH, OF_TORCH, Bounds(low=2.2)),
+        (BOTH, OF_BEST, Bounds(low=1.4)),
+        (BOTH, SENT, Bounds(2, 2 * (1 + HEADERS))),
+    ],
+    ("whole iteration", "iteration", "iteration"): [
+        (BOTH, times_faster(TORCH, "cpu_ms"), Bounds(low=1.5)),
+        (BOTH, times_faster(TORCH_BEST, "cpu_ms"), Bounds(low=1.1)),
+        (BOTH, times_faster(REFERENCE, "cpu_ms"), Bounds(low=1.0)),
+    ],
+    ("consolidate_state_dict", "checkpoint", "consolidate"): [
+        (BOTH, times_faster(f"{TORCH}: consolidate"), Bounds(low=60)),
+        (BOTH, times_faster("fairscale: consolidate"), Bounds(low=5)),
+        (BOTH, extra_mb("peak_bytes_others", "on other ranks"), Bounds(high=TOUCHED_MB)),
+    ],
+    ("load_state_dict", "checkpoint", "load"): [
+        (BOTH, times_faster(f"{TORCH_BEST}: load"), Bounds(low=1.0)),
+    ],
+    ("construction", "construction", "construction"): [(BOTH, OF_BEST, Bounds(low=1.0))],
+    ("optimizer state", "memory", "state"): [(BOTH, STATE_SHARE, Bounds(high=1.001))],
+    ("memory of a step", "memory", "memory"): [
+        (BOTH, extra_mb("peak_bytes", "at the peak of a warm step"), Bounds(high=TOUCHED_MB)),
+    ],
+}
+"""(the row, its suite, the form of ours by OURS_IN) -> the sets, the number and its bounds."""
+
+TARGETS: tuple[Target, ...] = tuple(
+    Target(what, suite, set_name, OURS_IN[thing], measure, bounds)
+    for (what, suite, thing), goals in WANTED.items()
+    for set_name in BOTH
+    for sets, measure, bounds in goals
+    if set_name in sets
+)
+
+
 class FigureTarget(NamedTuple):
     """A row about a single figure; of several cases the one with the largest number counts.
 
     Args:
+        most: up to which it is reached.
         ranks: only of so many; None for every number of ranks that there is.
     """
 
     what: str
     suite: str
     figure: str
-    bounds: Bounds
+    most: float
     ranks: int | None = None
+
+
+FIGURE_TARGETS: tuple[FigureTarget, ...] = (
+    FigureTarget("overlapped starts", "starts", "hung, failed or lost an update", 0),
+    FigureTarget("overlapped starts", "starts", "first iteration that updates", 1),
+    FigureTarget("2,000 tensors over 4,096 ranks", "plan", "partition", 50),
+    FigureTarget("a 1T model on paper", "simulate", "processor time", 1, ranks=1024),
+    FigureTarget("a 1T model on paper", "simulate", "processor time", 4, ranks=4096),
+    FigureTarget("a 1T model on paper", "simulate", "peak memory", 500),
+    FigureTarget("calls, payload, bytes held", "predicted", "quantities not as predicted", 0),
+    FigureTarget("step time, held-out sizes", "predicted", "relative error", 0.25),
+)
+
+# ----------------------------------------------------------------------------------------------- judging
 
 
 class Judged(NamedTuple):
     """A row, measured.
 
     Args:
+        says: what the number is.
         set, ranks: None where nothing says of which.
         ours: the contender, or the figure's case that counts.
-        says: what the number is.
-        reached: None where it was not measured.
+        measured, reached: None where it was not measured.
         why_not: it was not measured.
     """
 
     what: str
-    set: str | None
-    ranks: int | None
-    ours: str
     says: str
     bounds: Bounds
-    measured: Spread | None
-    reached: bool | None
+    set: str | None = None
+    ranks: int | None = None
+    ours: str = ""
+    measured: Spread | None = None
+    reached: bool | None = None
     why_not: str = ""
 
+    def by(self, measured: Spread) -> Judged:
+        """With what was measured; the median decides."""
+        return self._replace(measured=measured, reached=self.bounds.hold(measured.median))
 
-def _targets() -> Iterator[Target]:
-    alone = (f"{LIMIT}fused AdamW of a share", f"{LIMIT}exchange of shares")
-    of_torch, of_torch_best = TimesFaster(TORCH), TimesFaster(TORCH_BEST)
-
-    def both(what: str, suite: str, thing: str, *goals: tuple[Measure, Bounds]) -> Iterator[Target]:
-        """The same goals on both sets."""
-        for set_name in ("gpt", "tiny"):
-            for measure, bounds in goals:
-                yield Target(what, suite, set_name, OURS_IN[thing], measure, bounds)
-
-    for set_name, measure, bounds in (
-        ("gpt", of_torch, Bounds(low=2.5)),
-        ("gpt", of_torch_best, Bounds(low=1.1)),
-        ("gpt", OverLimits(alone), Bounds(high=1.1)),
-        ("tiny", of_torch, Bounds(low=25)),
-        ("tiny", of_torch_best, Bounds(low=1.5)),
-    ):
-        yield Target("the step", "step", set_name, OURS_IN["step"], measure, bounds)
-    yield from both(
-        "gradients and step",
-        "sync",
-        "sync",
-        (of_torch, Bounds(low=2.2)),
-        (of_torch_best, Bounds(low=1.4)),
-        (Wire(), Bounds(2, 2 * (1 + HEADERS))),
-    )
-    yield from both(
-        "whole iteration",
-        "iteration",
-        "iteration",
-        (TimesFaster(TORCH, "cpu_ms"), Bounds(low=1.5)),
-        (TimesFaster(TORCH_BEST, "cpu_ms"), Bounds(low=1.1)),
-        (TimesFaster(REFERENCE, "cpu_ms"), Bounds(low=1.0)),
-    )
-    yield from both(
-        "consolidate_state_dict",
-        "checkpoint",
-        "consolidate",
-        (TimesFaster(f"{TORCH}: consolidate"), Bounds(low=60)),
-        (TimesFaster("fairscale: consolidate"), Bounds(low=5)),
-        (ExtraMemory("peak_bytes_others", "on other ranks"), Bounds(high=TOUCHED_MB)),
-    )
-    at_least_as_fast = Bounds(low=1.0)
-    loading = TimesFaster(f"{TORCH_BEST}: load")
-    yield from both("load_state_dict", "checkpoint", "load", (loading, at_least_as_fast))
-    yield from both("construction", "construction", "construction", (of_torch_best, at_least_as_fast))
-    yield from both("optimizer state", "memory", "state", (StateShare("ddp"), Bounds(high=1.001)))
-    peak = ExtraMemory("peak_bytes", "at the peak of a warm step")
-    yield from both("memory of a step", "memory", "memory", (peak, Bounds(high=TOUCHED_MB)))
-
-
-TARGETS: tuple[Target, ...] = tuple(_targets())
-
-FIGURE_TARGETS: tuple[FigureTarget, ...] = (
-    FigureTarget("overlapped starts", "starts", "hung, failed or lost an update", Bounds(high=0)),
-    FigureTarget("overlapped starts", "starts", "first iteration that updates", Bounds(high=1)),
-    FigureTarget("2,000 tensors over 4,096 ranks", "plan", "partition", Bounds(high=50)),
-    FigureTarget("a 1T model on paper", "simulate", "processor time", Bounds(high=1), ranks=1024),
-    FigureTarget("a 1T model on paper", "simulate", "processor time", Bounds(high=4), ranks=4096),
-    FigureTarget("a 1T model on paper", "simulate", "peak memory", Bounds(high=500)),
-    FigureTarget("calls, payload, bytes held", "predicted", "quantities not as predicted", Bounds(high=0)),
-    FigureTarget("step time, held-out sizes", "predicted", "relative error", Bounds(high=0.25)),
-)
 
 NOT_HERE = Judged(
-    "the whole test suite",
-    set=None,
-    ranks=None,
-    ours="",
-    says="minutes on 2 cores",
-    bounds=Bounds(high=15),
-    measured=None,
-    reached=None,
-    why_not="not measured here: time make test",
+    "the whole test suite", "minutes on 2 cores", Bounds(high=15), why_not="not measured here: time make test"
 )
 
 
@@ -197,55 +234,35 @@ def judge(
 
 
 def _judged(target: Target, result: SuiteResult | None) -> Judged:
-    row = Judged(
-        target.what,
-        target.set,
-        result.ranks if result else None,
-        target.ours,
-        target.measure.says(),
-        target.bounds,
-        measured=None,
-        reached=None,
-    )
+    row = Judged(target.what, target.measure.says, target.bounds, target.set, ours=target.ours)
     if result is None:
         return row._replace(why_not="not measured")
-    missing = [name for name in (target.ours, *target.measure.needs()) if name not in result.taken]
-    if missing:
-        return row._replace(why_not=f"{missing[0]} did not take part")
+    row = row._replace(ranks=result.ranks)
+    for name in (target.ours, *target.measure.needs):
+        if name not in result.taken:
+            return row._replace(why_not=f"{name} did not take part")
     measured = target.measure.of(result, target.ours)
-    if measured is None:
-        return row._replace(why_not="this system does not count it")
-    return row._replace(measured=measured, reached=target.bounds.hold(measured.median))
+    return row._replace(why_not="this system does not count it") if measured is None else row.by(measured)
 
 
 def _judged_figures(target: FigureTarget, figures: Sequence[Figure]) -> Iterator[Judged]:
-    found = [
-        one
-        for one in figures
-        if (one.suite, one.name) == (target.suite, target.figure) and target.ranks in (None, one.ranks)
-    ]
-    row = Judged(target.what, None, target.ranks, "", target.figure, target.bounds, None, None)
-    if not found:
+    found = [one for one in figures if (one.suite, one.name) == (target.suite, target.figure)]
+    world_sizes = {one.ranks for one in found if target.ranks in (None, one.ranks)}
+    row = Judged(target.what, target.figure, Bounds(high=target.most), ranks=target.ranks)
+    if not world_sizes:
         yield row._replace(why_not="not measured")
-    for ranks in sorted({one.ranks for one in found}):
+    for ranks in sorted(world_sizes):
         worst = max((one for one in found if one.ranks == ranks), key=lambda one: one.value)
         says = f"{target.figure}, {worst.unit}" if worst.unit else target.figure
-        yield row._replace(
-            ranks=ranks,
-            ours=worst.case,
-            says=says,
-            measured=spread([worst.value]),
-            reached=target.bounds.hold(worst.value),
-        )
+        yield row._replace(ranks=ranks, ours=worst.case, says=says).by(spread([worst.value]))
 
 
 def _judged_growth(axis: str, found: Sequence[Growth]) -> Judged:
     says = "exponent of the time less that of the work"
-    row = Judged(f"growth with {axis}", None, None, "", says, Bounds(high=TOLERANCE), None, None)
+    row = Judged(f"growth with {axis}", says, Bounds(high=TOLERANCE))
     if not found:
         return row._replace(why_not="not measured")
     worst = max(found, key=lambda one: one.exponent.low - one.of_work)
     above = Spread(*(value - worst.of_work for value in worst.exponent))
-    return row._replace(
-        ours=f"{worst.contender}: {worst.what}", measured=above, reached=not worst.faster_than_work
-    )
+    reached = not worst.faster_than_work
+    return row._replace(ours=f"{worst.contender}: {worst.what}", measured=above, reached=reached)

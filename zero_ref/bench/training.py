@@ -1,13 +1,16 @@
-"""Suites of training: gradients of all ranks averaged and stepped from ("sync"), and whole iterations.
+"""Suites of training: the step alone, gradients averaged and stepped from ("sync"), and whole iterations.
 
-Both go through DistributedDataParallel's backward, as a user's training does. At the end all contenders must
-have the same parameters, since they had the same gradients as often: a fast wrong one takes no part.
+The last two go through DistributedDataParallel's backward, as a user's training does. At the end of these all
+contenders must have the same parameters, since they had the same gradients as often: a fast wrong one takes
+no part.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +22,23 @@ from torch.optim import AdamW, Optimizer
 
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
-from zero_ref.bench import contenders, limits
+from zero_ref.bench import contenders
+from zero_ref.bench.contenders import (
+    OURS,
+    REFERENCE,
+    SETS,
+    TO_OWNERS,
+    TORCH,
+    TORCH_BEST,
+    give_gradients,
+    result,
+)
 from zero_ref.bench.results import SuiteResult, Taken
-from zero_ref.bench.rounds import Case, take_turns, total_numel
-from zero_ref.bench.sets import SETS, give_gradients, result
+from zero_ref.bench.rounds import Case, take_turns
 from zero_ref.lab import meter, stage_3
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.simulator.calibrate import ADAMW_BYTES
 
-TO_OWNERS = "zero_ref, to owners"
-REFERENCE = "ddp, fused"
 FSDP_LAYERS = 100
 """Of a chain of layers so many are gathered and reduced together: the tensors of a block of `gpt` are 12."""
 
@@ -64,31 +75,24 @@ class Training(NamedTuple):
 def ways() -> dict[str, Way]:
     """All contenders under DDP. Defaults have DDP's, the others what was faster here: gradients as views."""
     makes = contenders.sharded() | contenders.whole()
-    defaults = [contenders.TORCH, "fairscale", "ddp"]
-    peers = [*defaults, contenders.TORCH_BEST, "fairscale, fused", REFERENCE, contenders.OURS]
+    defaults = [TORCH, "fairscale", contenders.PLAIN]
+    peers = [*defaults, TORCH_BEST, "fairscale, fused", REFERENCE, OURS]
+
+    def overlapping(params: Sequence[torch.Tensor]) -> Optimizer:
+        return ZeroRedundancyOptimizer(
+            params, AdamW, overlap_with_ddp=True, partition="even", **contenders.BEST
+        )
+
+    def overlapped(hook_with_step: Callable[..., Any]) -> Way:
+        return Way(overlapping, hook=lambda ddp, zero: hook_with_step(reduce_to_owners(zero), ddp, zero))
+
     return {
         **{name: Way(makes[name], views=name not in defaults) for name in peers if name in makes},
-        TO_OWNERS: Way(makes[contenders.OURS], hook=_to_owners),
-        f"{TO_OWNERS}, even": Way(makes["zero_ref, best, even"], hook=_to_owners),
-        f"{TO_OWNERS}, overlapped": Way(_overlapping, hook=_overlapped),
-        f"{TO_OWNERS}, interleaved": Way(_overlapping, hook=_interleaved),
+        TO_OWNERS: Way(makes[OURS], hook=lambda _, zero: reduce_to_owners(zero)),
+        f"{TO_OWNERS}, even": Way(makes[contenders.EVEN], hook=lambda _, zero: reduce_to_owners(zero)),
+        f"{TO_OWNERS}, overlapped": overlapped(hook_with_zero_step),
+        f"{TO_OWNERS}, interleaved": overlapped(hook_with_zero_step_interleaved),
     }
-
-
-def _to_owners(_: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Any:
-    return reduce_to_owners(zero)
-
-
-def _overlapping(params: Sequence[torch.Tensor]) -> Optimizer:
-    return ZeroRedundancyOptimizer(params, AdamW, overlap_with_ddp=True, partition="even", **contenders.BEST)
-
-
-def _overlapped(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Any:
-    return hook_with_zero_step(reduce_to_owners(zero), ddp, zero)
-
-
-def _interleaved(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Any:
-    return hook_with_zero_step_interleaved(reduce_to_owners(zero), ddp, zero)
 
 
 def wrapped(model: nn.Module, way: Way) -> Training:
@@ -100,7 +104,29 @@ def wrapped(model: nn.Module, way: Way) -> Training:
     return Training(ddp, optimizer)
 
 
-# --------------------------------------------------------------------------------------------------- sync
+# --------------------------------------------------------------------------------------------- step, sync
+
+
+def step(set_name: str, rounds: int) -> SuiteResult:
+    """The step of an optimizer whose gradients are there: the local update, and new parameters to all."""
+    torch.set_num_threads(1)
+    cases: dict[str, Case] = {}
+    for name, make in contenders.sharded().items():
+        params = list(SETS[set_name].make().parameters())
+        give_gradients(params)
+        cases[name] = Case(make(params).step)
+    numel, update, send = _limits(params)
+    cases["limit: fused AdamW of a share"] = Case(update)
+    cases["limit: copy of as many bytes"] = Case(contenders.copy(ADAMW_BYTES * numel))
+    cases["limit: exchange of shares"] = Case(send)
+    cases["limit: both, one after the other"] = Case(lambda: (update(), send()))
+    return result("step", set_name, take_turns(cases, rounds))
+
+
+def _limits(params: Sequence[torch.Tensor]) -> tuple[int, Callable[[], object], Callable[[], object]]:
+    """Elements of a rank's share, the fused update of them, and their exchange."""
+    numel = contenders.share(sum(param.numel() for param in params), dist.get_world_size())
+    return numel, contenders.fused_update(numel), contenders.exchange(numel)
 
 
 class Given(torch.autograd.Function):
@@ -139,21 +165,24 @@ def sync(set_name: str, rounds: int) -> SuiteResult:
     drawn = [param.grad for param in model.parameters() if param.grad is not None]
     # All contenders are given the same memory. DDP averages in it, so what was drawn is put back before each.
     given = [gradient.clone() for gradient in drawn]
-    trainings: dict[str, Training] = {}
-    cases: dict[str, Case] = {}
-    for name, way in ways().items():
-        ddp, optimizer = trainings[name] = wrapped(WithGiven(SETS[set_name].make(), given), way)
+    trainings = {name: wrapped(WithGiven(SETS[set_name].make(), given), way) for name, way in ways().items()}
 
-        def run(ddp: nn.Module = ddp, optimizer: Optimizer = optimizer) -> None:
-            ddp().backward()
-            optimizer.step()
+    def average_and_step(ddp: nn.Module, optimizer: Optimizer) -> None:
+        ddp().backward()
+        optimizer.step()
 
-        cases[name] = Case(run, lambda: torch._foreach_copy_(given, drawn), optimizer.zero_grad)
-    numel = limits.share(total_numel(drawn), dist.get_world_size())
-    update, exchange = limits.fused_update(numel), limits.exchange(numel)
+    cases = {
+        name: Case(
+            partial(average_and_step, *one),
+            before=lambda: torch._foreach_copy_(given, drawn),
+            after=one.optimizer.zero_grad,
+        )
+        for name, one in trainings.items()
+    }
+    _, update, send = _limits(drawn)
     cases["limit: fused AdamW of a share"] = Case(update)
-    cases["limit: exchange of shares, twice"] = Case(lambda: (exchange(), exchange()))
-    cases["limit: exchange, update, exchange"] = Case(lambda: (exchange(), update(), exchange()))
+    cases["limit: exchange of shares, twice"] = Case(lambda: (send(), send()))
+    cases["limit: exchange, update, exchange"] = Case(lambda: (send(), update(), send()))
     return _checked("sync", set_name, take_turns(cases, rounds), trainings)
 
 
@@ -167,19 +196,13 @@ def iteration(set_name: str, rounds: int) -> SuiteResult:
     batches = chosen.batches(dist.get_rank(), 8)
     trainings = {name: wrapped(chosen.make(), way) for name, way in ways().items()}
     trainings["fsdp2"] = fully_sharded(chosen.make())
-    cases: dict[str, Case] = {}
-    for name, (model, optimizer) in trainings.items():
 
-        def run(
-            model: nn.Module = model,
-            optimizer: Optimizer = optimizer,
-            inputs: Iterator[tuple[torch.Tensor, ...]] = itertools.cycle(batches),  # noqa: B008 - one for each
-        ) -> None:
-            chosen.loss(model(*next(inputs))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def iterate(model: nn.Module, optimizer: Optimizer, inputs: Iterator[tuple[torch.Tensor, ...]]) -> None:
+        chosen.loss(model(*next(inputs))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-        cases[name] = Case(run)
+    cases = {name: Case(partial(iterate, *one, itertools.cycle(batches))) for name, one in trainings.items()}
     return _checked("iteration", set_name, take_turns(cases, rounds), trainings)
 
 
@@ -188,16 +211,12 @@ def fully_sharded(model: nn.Module) -> Training:
 
     Collective: all ranks of the default group.
     """
-    from torch.distributed.fsdp import fully_shard  # loads for a second: only where it is used
-
     if isinstance(model, nn.Sequential):
-        layers = list(model)
+        starts = range(0, len(model), FSDP_LAYERS)
         model = nn.Sequential(
-            *(nn.Sequential(*layers[at : at + FSDP_LAYERS]) for at in range(0, len(layers), FSDP_LAYERS))
+            OrderedDict(blocks=nn.Sequential(*(model[at : at + FSDP_LAYERS] for at in starts)))
         )
-    for block in model if isinstance(model, nn.Sequential) else model.blocks:  # type: ignore[union-attr]
-        fully_shard(block)
-    fully_shard(model)
+    stage_3.shard(model)
     return Training(model, AdamW(model.parameters(), fused=True))
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from zero_ref.cli._common import CommandError, Subparsers, need, read_input, write_text
+from zero_ref.cli.calibrate import print_calibration
 from zero_ref.lab._arguments import OutputFile, json_text, rank_processes, short, whole
 
 IN_TURNS = ("step", "sync", "iteration", "checkpoint", "memory", "construction")
@@ -30,7 +32,8 @@ def register_bench(subparsers: Subparsers) -> None:
         "end what was wanted and whether it was reached. Best with nothing else running. As root under "
         "Linux, `unshare --net zero-ref bench` also counts headers in the bytes sent.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "suites",
         nargs="*",
         metavar="SUITE",
@@ -38,44 +41,18 @@ def register_bench(subparsers: Subparsers) -> None:
         " an update), plan (time to partition), simulate (time to simulate a trillion parameters), predicted "
         f"(the simulator against measurements); how times grow with sizes: {GROWTH} (default: all but that)",
     )
-    parser.add_argument(
-        "--ranks",
-        type=rank_processes,
-        action="append",
-        metavar="N",
-        help="how many ranks; give it several times for several (default: 2)",
-    )
-    parser.add_argument(
-        "--set",
-        dest="sets",
-        choices=SETS,
-        action="append",
-        help="a language model, or 2,000 tiny tensors; give it twice for both (default: both)",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=whole(1, 10**5),
-        metavar="N",
-        help="rounds to measure, after two to warm up (default: 15)",
-    )
-    parser.add_argument(
-        "--starts",
-        type=whole(1, 10**5),
-        metavar="N",
-        help="of an overlapped run, for `starts` (default: 100)",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="3 rounds and 4 starts: to see that it runs, not to compare"
-    )
-    parser.add_argument("--json", type=OutputFile, metavar="FILE", help="write all of it here, every sample")
-    parser.add_argument(
-        "--from",
-        dest="reports",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="run nothing: print, and merge, what --json wrote; give it several times for several",
-    )
+    several = "how many ranks; give it several times for several (default: 2)"
+    add("--ranks", type=rank_processes, action="append", metavar="N", help=several)
+    both = "a language model, or 2,000 tiny tensors; give it twice for both (default: both)"
+    add("--set", dest="sets", choices=SETS, action="append", help=both)
+    measured = "rounds to measure, after two to warm up (default: 15)"
+    add("--rounds", type=whole(1, 10**5), metavar="N", help=measured)
+    starts = "of an overlapped run, for `starts` (default: 100)"
+    add("--starts", type=whole(1, 10**5), metavar="N", help=starts)
+    add("--quick", action="store_true", help="3 rounds and 4 starts: to see that it runs, not to compare")
+    add("--json", type=OutputFile, metavar="FILE", help="write all of it here, every sample")
+    nothing = "run nothing: print, and merge, what --json wrote; give it several times for several"
+    add("--from", dest="reports", action="append", default=[], metavar="FILE", help=nothing)
     parser.set_defaults(run=run_bench)
 
 
@@ -98,7 +75,10 @@ def run_bench(arguments: argparse.Namespace) -> int:
             _print_figures([figure for figure in report.figures if figure.suite == suite])
     else:
         report, failed = _measured(arguments)
-    _print_targets(report)
+    judged = need("zero_ref.bench.targets").judge(report.results, report.figures, report.growth)
+    print(f"\n{need('zero_ref.bench.tables').targets_table(judged)}")
+    if any(session.quick for session in report.sessions):
+        print("\n--quick: so few rounds say that it runs, not what is faster")
     if arguments.json:
         _write(report, arguments.json)
         print(f"\nwritten: {arguments.json}")
@@ -107,14 +87,21 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 def _measured(arguments: argparse.Namespace) -> tuple[Any, int]:
     """The report, and how many suites failed. Each table is printed, and written, as it comes."""
-    ranks, benchmark = need("zero_ref.lab.ranks"), need("zero_ref.bench.pieces")
+    ranks, pieces = need("zero_ref.lab.ranks"), need("zero_ref.bench.pieces")
+    machine, results, rounds = (need(f"zero_ref.bench.{name}") for name in ("machine", "results", "rounds"))
     try:
         need("zero_ref.lab.meter").raise_loopback()
     except PermissionError:
         raise CommandError("loopback is off, and only root may switch it on: ranks cannot talk.") from None
-    report = _empty_report(arguments)
+    session = results.Session(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        rounds=arguments.rounds or (3 if arguments.quick else 15),
+        quick=arguments.quick,
+        wire_counter=rounds.wire_counter(),
+        load_average=(pieces.load_average(), None),
+    )
+    report = results.Report(machine.read_machine(), machine.read_versions(), machine.read_commit(), [session])
     _print_surroundings(report)
-    (session,) = report.sessions
     failed = 0
     for what, measure in _parts(arguments, report):
         try:
@@ -124,48 +111,33 @@ def _measured(arguments: argparse.Namespace) -> tuple[Any, int]:
             print(f"zero-ref: {what}: {error}", file=sys.stderr)
         finally:
             ranks.shutdown()  # all memory goes back before the next
-        session.load_average = (session.load_average[0], benchmark.load_average())
+        session.load_average = (session.load_average[0], pieces.load_average())
         if arguments.json:
             _write(report, arguments.json)
     return report, failed
 
 
-def _empty_report(arguments: argparse.Namespace) -> Any:
-    machine, results, rounds = (need(f"zero_ref.bench.{name}") for name in ("machine", "results", "rounds"))
-    session = results.Session(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        rounds=arguments.rounds or (3 if arguments.quick else 15),
-        quick=arguments.quick,
-        wire_counter=rounds.wire_counter(),
-        load_average=(need("zero_ref.bench.pieces").load_average(), None),
-    )
-    return results.Report(
-        machine.read_machine(), machine.read_versions(), machine.read_commit(), sessions=[session]
-    )
-
-
 def _parts(arguments: argparse.Namespace, report: Any) -> Iterator[tuple[str, Callable[[], None]]]:
     """What to measure, by name; each adds to the report and prints what it found."""
-    ranks, suites, singles, growth = (
-        need(f"zero_ref.{name}") for name in ("lab.ranks", "bench.suites", "bench.singles", "bench.growth")
-    )
-    count = report.sessions[0].rounds
+    suites, growth = need("zero_ref.bench.suites"), need("zero_ref.bench.growth")
+    count, few = report.sessions[0].rounds, arguments.quick
     world_sizes = list(dict.fromkeys(arguments.ranks or [2]))
-    few = arguments.quick
-    amount = singles.Amount(count, arguments.starts or (4 if few else 100), repeats=1 if few else 3)
+    starts, repeats = arguments.starts or (4 if few else 100), 1 if few else 3
+    amount = suites.Amount(count, starts, repeats, tell=_print_prediction)
 
     def in_turns(suite: str, set_name: str, world_size: int) -> None:
-        found = ranks.run(suites.SUITES[suite], world_size, set_name, count, timeout=SUITE_SECONDS)[0]
+        run = need("zero_ref.lab.ranks").run
+        found = run(suites.SUITES[suite], world_size, set_name, count, timeout=SUITE_SECONDS)[0]
         report.results.append(found)
         _print_suite(found)
 
     def single(suite: str) -> None:
-        figures = list(singles.SINGLES[suite](world_sizes, amount))
+        figures = list(suites.SINGLES[suite](world_sizes, amount))
         report.figures += figures
         _print_figures(figures)
 
     def growing() -> None:
-        report.growth = growth.measure_growth(count, few, tell=_tell)
+        report.growth = growth.measure_growth(count, few, tell=partial(print, flush=True))
 
     for suite in dict.fromkeys(arguments.suites or IN_TURNS + SINGLE):
         if suite in IN_TURNS:
@@ -175,10 +147,6 @@ def _parts(arguments: argparse.Namespace, report: Any) -> Iterator[tuple[str, Ca
                     yield what, partial(in_turns, suite, set_name, world_size)
         else:
             yield suite, growing if suite == GROWTH else partial(single, suite)
-
-
-def _tell(line: str) -> None:
-    print(line, flush=True)
 
 
 def _read(files: list[str]) -> Any:
@@ -211,11 +179,6 @@ def _print_surroundings(report: Any) -> None:
         print("fairscale takes no part: pip install --no-deps fairscale==0.4.13")
 
 
-def _load(session: Any) -> str:
-    before, _ = session.load_average
-    return "unknown" if before is None else f"{before:.1f}"
-
-
 def _print_suite(result: Any) -> None:
     print(f"\n{need('zero_ref.bench.tables').suite_table(result)}", flush=True)
 
@@ -225,8 +188,18 @@ def _print_figures(figures: list[Any]) -> None:
         print(f"\n{need('zero_ref.bench.tables').figures_table(figures)}", flush=True)
 
 
-def _print_targets(report: Any) -> None:
-    judged = need("zero_ref.bench.targets").judge(report.results, report.figures, report.growth)
-    print(f"\n{need('zero_ref.bench.tables').targets_table(judged)}")
-    if any(session.quick for session in report.sessions):
-        print("\n--quick: so few rounds say that it runs, not what is faster")
+def _print_prediction(world_size: int, calibration: Any, compared: Sequence[Any]) -> None:
+    """The fits behind the step times of `predicted`, and how many of these came close."""
+    print()
+    print_calibration(calibration, world_size)
+    against_median = [one.predicted_ms / statistics.median(one.repeats_ms) - 1 for one in compared]
+    for what, errors in (
+        ("lower quartile", [one.error for one in compared]),
+        ("median", against_median),
+    ):
+        off = [abs(error) for error in errors]
+        print(
+            f"iterations against the {what} of their repeats: {sum(error <= 0.25 for error in off)} of "
+            f"{len(off)} within 25%, median {statistics.median(off):.0%}, worst {max(off):.0%}"
+        )
+    print(f"calls and bytes held as planned: {sum(one.as_planned for one in compared)} of {len(compared)}")

@@ -72,11 +72,14 @@ class Sharded(Trainable):
         return stage_3.held_bytes(self.model.parameters(), self.optimizer)
 
 
-def trainable(recipe: Recipe, model: nn.Module, learning_rate: float = 1e-3) -> Trainable:
+def trainable(
+    recipe: Recipe, model: nn.Module, learning_rate: float = 1e-3, *, bucket_cap_mb: float | None = None
+) -> Trainable:
     """The model under this recipe, with AdamW.
 
     Args:
         model: on its device; at stage 3 its `blocks` are sharded one by one, and then the rest.
+        bucket_cap_mb: of DDP.
     Raises:
         ValueError: the recipe is of another library's calls.
     Collective: all ranks of the default group.
@@ -87,7 +90,9 @@ def trainable(recipe: Recipe, model: nn.Module, learning_rate: float = 1e-3) -> 
         stage_3.shard(model)
         return Sharded(model, torch.optim.AdamW(model.parameters(), lr=learning_rate))
     # Reduced to their owners, gradients leave the buckets: windows of these would free nothing.
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=not recipe.to_owners)
+    ddp = DistributedDataParallel(
+        model, gradient_as_bucket_view=not recipe.to_owners, bucket_cap_mb=bucket_cap_mb
+    )
     optimizer = make_optimizer(recipe, model, learning_rate)
     if recipe.averaging is not None:
         averager = ModelAverager(recipe.averaging)
