@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives, agree, agreement, as_collectives
+from zero_ref.comm.agreement import agree, agreement
+from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives, as_collectives
 from zero_ref.local_sgd.averaging import AveragingSchedule
 
 

@@ -27,7 +27,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from zero_ref.backward.gradients import check_no_scaler
-from zero_ref.comm.collectives import ProcessGroupCollectives, agree, as_collectives
+from zero_ref.comm.agreement import agree
+from zero_ref.comm.collectives import ProcessGroupCollectives, as_collectives
 from zero_ref.local_sgd.averagers import ModelAverager
 from zero_ref.optimizer.groups import params_of
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -251,7 +252,7 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
                 if param.grad is not None:
                     param.grad.mul_(inverse.to(param.grad.device))
             if isinstance(self.optim, ZeroRedundancyOptimizer):
-                self.optim.backward.gradients.changed()
+                self.optim.backward.gradients.note_change()
         return self.optim.step(closure) if closure is not None else self.optim.step()
 
     # True makes a torch.amp.GradScaler call step() even if gradients are infinite: a rank that leaves out its

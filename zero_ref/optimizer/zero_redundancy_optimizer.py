@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 from zero_ref import join
 from zero_ref.backward.gradients import Backward
 from zero_ref.comm.accord import Accord, facts_of_options, number_on
-from zero_ref.comm.collectives import Collectives, RanksLostError, Work, agree, agreement, as_collectives
+from zero_ref.comm.agreement import RanksLostError, agree, agreement
+from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
 from zero_ref.optimizer.around import in_its_circumstances, noting_errors
 from zero_ref.optimizer.buckets import broadcast_messages, check_can_be_flattened, expect_broadcasts
 from zero_ref.optimizer.built import Built, places_of
@@ -213,7 +214,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     @contextlib.contextmanager
-    def _failure_told(self, expected: Sequence[Work | None]) -> Iterator[list[Exception]]:
+    def _failure_told(self, expected: Sequence[PendingCall | None]) -> Iterator[list[Exception]]:
         """If the local optimizer raises, give the others the old values, and tell them.
 
         They wait for values, and would take those of the next step for them.
@@ -232,7 +233,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     self._exchange(expected)
             raise
 
-    def _exchange(self, expected: Sequence[Work | None]) -> None:
+    def _exchange(self, expected: Sequence[PendingCall | None]) -> None:
         """Send what this rank owns, receive what others own, and hear who could not step."""
         built = self.built
         try:

@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 import torch
 
-from zero_ref.comm.collectives import Collectives, Work, agreement, broadcast_json, exchange_json
+from zero_ref.comm.agreement import agreement
+from zero_ref.comm.collectives import Collectives, PendingCall, broadcast_json, exchange_json
 from zero_ref.optimizer.buckets import flat_like, flat_view
 from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.groups import describe_options, dtype_name, options_of, params_of, specs_of
@@ -82,7 +83,7 @@ def consolidate(
         whole = {param: subclasses.put_together(whole[param]) for param in sorted(whole)}
         landing = _landing_for([parcel for of_owner in parcels.values() for parcel in of_owner], comm)
     failures: list[Exception] = []
-    works: list[Work] = []
+    works: list[PendingCall] = []
     for owner in contents:
         if tensors and owner == comm.rank and owner in places:
             with _noted(failures):
@@ -104,7 +105,7 @@ def _travel(
     comm: Collectives,
     landing: torch.Tensor,
     failures: list[Exception],
-) -> list[Work]:
+) -> list[PendingCall]:
     """Send these tensors as one, or receive them, and give what is still under way.
 
     What goes wrong on this rank alone is noted. It takes part all the same, for others wait for that.
@@ -269,7 +270,7 @@ class _ToOne:
         # Its own last: copied while that of the others arrives.
         return {**dict(zip(others, exchange_json(comm, {}, others), strict=True)), comm.rank: mine}
 
-    def start(self, tensor: torch.Tensor, owner: int) -> Work:
+    def start(self, tensor: torch.Tensor, owner: int) -> PendingCall:
         return self.comm.send(tensor, self.to) if owner == self.comm.rank else self.comm.recv(tensor, owner)
 
 
@@ -282,7 +283,7 @@ class _ToAll:
     def contents(self, mine: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
         return {owner: broadcast_json(self.comm, mine, owner) for owner in range(self.comm.world_size)}
 
-    def start(self, tensor: torch.Tensor, owner: int) -> Work:
+    def start(self, tensor: torch.Tensor, owner: int) -> PendingCall:
         return self.comm.broadcast(tensor, owner)
 
 

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_ref.comm.collectives import Collectives, agree, agreement, broadcast_json, gather_texts
+from zero_ref.comm.agreement import agree, agreement
+from zero_ref.comm.collectives import Collectives, broadcast_json, gather_texts
 from zero_ref.optimizer.buckets import Message, broadcast_messages, messages_by_parameter
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.state.contents import Room, Saved, contents_of, facts_for_loading, slices_to_save
