@@ -1,13 +1,11 @@
 """Clipping by the global norm of gradients whose owners are different ranks.
 
-With `minimal.py` every rank has all gradients, and `torch.nn.utils.clip_grad_norm_` is right. This module adds
-a norm for gradients that only their owners may have. The norm of all gradients is the norm of their norms, so
-each rank computes the norms of the slices that it owns, 1/N of the work, and one small all-reduce gives every
-rank the norms of all slices. From there on each rank does what torch's function does: it takes the norm of the
-norms, and multiplies every gradient by one factor.
-
-In that all-reduce all ranks but the owner add zero, so it is exact. With whole parameters the total therefore
-is that of torch on the unsharded model, bit for bit.
+With `minimal.py` every rank has all gradients, and `torch.nn.utils.clip_grad_norm_` is right. This module
+adds a norm for gradients that only their owners may have. The norm of all gradients is the norm of their
+norms. So each rank computes the norms of the slices that it owns, 1/N of the work, and one small all-reduce
+gives every rank the norms of all slices. It is exact, because all ranks but the owner add zero. From there on
+each rank does what torch's function does: it takes the norm of the norms, and multiplies every gradient by
+one factor. With whole parameters the total is that of torch on the unsharded model, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
-# These make torch's own choice of kernels and order, which decide the last bits of a norm (tests/test_clip.py).
+# torch's own choice of kernels and order, which decide the last bits of a norm (tests/test_clip.py).
 from torch.utils._foreach_utils import (
     _device_has_foreach_support,
     _group_tensors_by_device_and_dtype,
@@ -50,8 +48,8 @@ def clip_grad_norm_(
     """Scale the gradients of all ranks by one factor, so that their norm together is at most `max_norm`.
 
     Equal to `torch.nn.utils.clip_grad_norm_` on the unsharded model, and called in the same place: between
-    backward and step, after `scaler.unscale_(optimizer)`. Where all ranks have all gradients, torch's function
-    gives the same at N times the work. Where each rank has only the gradients that it owns
+    backward and step, after `scaler.unscale_(optimizer)`. If all ranks have all gradients, torch's function
+    gives the same at N times the work. If each rank has only the gradients that it owns
     (`reduce_to_owners`), torch's function would find another norm and another factor on each rank.
 
     >>> from zero_ref.lab import virtual
@@ -245,14 +243,16 @@ def _shared(
     pieces = _pieces(zero)
     mine = [own.get(piece, ABSENT) if owner == comm.rank else 0.0 for piece, owner in pieces]
     digests = [0.0] * comm.world_size
-    digests[comm.rank] = FAILED if isinstance(facts, Exception) else _digest(facts)
+    if isinstance(facts, Exception):
+        digests[comm.rank] = FAILED
+    else:  # 48 bits, which a float64 holds exactly
+        digests[comm.rank] = float(int.from_bytes(hashlib.sha256("\n".join(facts).encode()).digest()[:6]))
     vector = torch.tensor([*mine, *digests], dtype=torch.float64, device=comm.wire_device)
     comm.all_reduce(vector).wait()
-    shared = vector.tolist()
-    digests = shared[len(pieces) :]
+    shared, digests = vector[: len(pieces)].tolist(), vector[len(pieces) :].tolist()
     if FAILED in digests or len(set(digests)) > 1:
         agree(comm, "clip the gradients", facts)  # raises
-    return {piece: norm for (piece, _), norm in zip(pieces, shared, strict=False) if norm != ABSENT}
+    return {piece: norm for (piece, _), norm in zip(pieces, shared, strict=True) if norm != ABSENT}
 
 
 def _norms_of_params(
@@ -288,11 +288,6 @@ def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
 def _pieces(zero: ZeroRedundancyOptimizer) -> list[tuple[Slice, int]]:
     """Every slice and its owner, in registration order: the same on all ranks."""
     return [piece for pieces in zero.partition.pieces_of_param for piece in pieces]
-
-
-def _digest(facts: Sequence[str]) -> float:
-    # 48 bits: a float64 holds them exactly.
-    return float(int.from_bytes(hashlib.sha256("\n".join(facts).encode()).digest()[:6]))
 
 
 def _nonfinite_error(

@@ -49,7 +49,7 @@ def in_its_circumstances(step: Step) -> Step:
         if zero.backward.take_update(kwargs):
             return closure and closure()
         if zero.joined:
-            join.lend_to_joined(zero, active=True)
+            join.send_to_joined(zero, active=True)
         return step(zero, closure, **kwargs)
 
     return stepping  # type: ignore[return-value]
