@@ -41,7 +41,7 @@ Layout = list[int] | None
 """Of a gradient: None if it is dense; [entries, sparse dimensions] if it is sparse."""
 
 
-class Joined(Protocol):
+class Zero(Protocol):
     """What this module uses of a `ZeroRedundancyOptimizer`."""
 
     rank: int
@@ -74,7 +74,7 @@ class ShadowStep(JoinHook):
             rank without a backward cannot know.
     """
 
-    def __init__(self, zero: Joined, divide_by_initial_world_size: bool = True, **_: Any) -> None:
+    def __init__(self, zero: Zero, divide_by_initial_world_size: bool = True, **_: Any) -> None:
         if zero.backward.late:
             raise ValueError(
                 "overlap_with_ddp=True cannot be joined where DistributedDataParallel has "
@@ -110,7 +110,7 @@ class ShadowStep(JoinHook):
         share_options(self.zero, active=is_last_joiner)
 
 
-def divisor_of_gradients(zero: Joined, active: bool) -> int:
+def divisor_of_gradients(zero: Zero, active: bool) -> int:
     """The divisor of DDP's sum of gradients: the number of all ranks, or of those that have data.
 
     Args:
@@ -125,7 +125,7 @@ def divisor_of_gradients(zero: Joined, active: bool) -> int:
     return int(count.item())
 
 
-def send_to_joined(zero: Joined, active: bool) -> dict[int, torch.Tensor]:
+def send_to_joined(zero: Zero, active: bool) -> dict[int, torch.Tensor]:
     """Send ranks without data the gradients and options that they need to step what they own.
 
     Args:
@@ -156,14 +156,14 @@ def send_to_joined(zero: Joined, active: bool) -> dict[int, torch.Tensor]:
     return {}
 
 
-def share_options(zero: Joined, active: bool) -> None:
+def share_options(zero: Zero, active: bool) -> None:
     """Send the options to ranks without data; as `send_to_joined`, without the gradients."""
     has_data = _who_has_data(zero, active)
     if not all(has_data):
         _share(zero, has_data.index(True), active)
 
 
-def _who_has_data(zero: Joined, active: bool) -> list[bool]:
+def _who_has_data(zero: Zero, active: bool) -> list[bool]:
     """Whether each rank has data. Ranks that have data must also have the same options."""
     comm = zero.collectives
     options = [line for group in zero.param_groups for line in describe_options(group)]
@@ -182,7 +182,7 @@ def _who_has_data(zero: Joined, active: bool) -> list[bool]:
     return [other % 2 == 1 for other in words]
 
 
-def _share(zero: Joined, source: int, active: bool) -> dict[int, Layout]:
+def _share(zero: Zero, source: int, active: bool) -> dict[int, Layout]:
     """Copy the options of rank `source` to ranks without data. Return the layouts of the gradients it has."""
     layouts: Any = [
         [number, None if grad.layout == torch.strided else [grad._nnz(), grad.sparse_dim()]]
@@ -223,7 +223,7 @@ def _adopted(ours: Any, theirs: Any) -> Any:
     return theirs
 
 
-def _gradients_for(zero: Joined, rank: int) -> list[ToPeer]:
+def _gradients_for(zero: Zero, rank: int) -> list[ToPeer]:
     """What to send to `rank`: the gradients of what it owns."""
     tensors: list[torch.Tensor] = []
     for piece, param, _ in own_slices(zero.built.partition.slices_of_rank[rank], zero.built.params):
@@ -232,7 +232,7 @@ def _gradients_for(zero: Joined, rank: int) -> list[ToPeer]:
     return [(rank, tensor.to(zero.collectives.wire_device)) for tensor in tensors]
 
 
-def _receive_gradients(zero: Joined, source: int, layouts: dict[int, Layout]) -> dict[int, torch.Tensor]:
+def _receive_gradients(zero: Zero, source: int, layouts: dict[int, Layout]) -> dict[int, torch.Tensor]:
     """Receive `_gradients_for` this rank from rank `source`."""
     gradients: dict[int, torch.Tensor] = {}
     places: list[torch.Tensor] = []

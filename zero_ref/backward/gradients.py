@@ -88,9 +88,8 @@ class OnOwners(Gradients):
 
     Args:
         versions: of the gradients that this rank has kept.
-        used: the numbers of the parameters that have a gradient on their owner.
-        scaled: if one rank has a gradient that is not finite, every rank has one.
-        may_change: gradients may be changed, element by element, before they are used.
+        used: as `Gradients.used`.
+        scaled, may_change: as `reduce_to_owners`.
     """
 
     on_owners = True
@@ -102,7 +101,7 @@ class OnOwners(Gradients):
     )
 
     def __init__(
-        self, versions: GradientVersions, used: frozenset[int], *, scaled: bool, may_change: bool
+        self, versions: GradientVersions, used: frozenset[int], scaled: bool, may_change: bool
     ) -> None:
         self.versions, self.used, self.may_change = versions, used, may_change
         if not scaled:
@@ -265,7 +264,7 @@ class Backward:
         Args: as `OnOwners`.
         """
         self.under_way = []
-        self._set(OnOwners(self._versions(params, strict=True), used, scaled=scaled, may_change=may_change))
+        self._set(OnOwners(self._versions(params, strict=True), used, scaled, may_change))
 
     def end_updated(self, params: Iterable[torch.Tensor], groups: Iterable[ParamGroup]) -> None:
         """Backward is over, and the parameters were updated."""
@@ -393,17 +392,15 @@ class GradientVersions:
     def still_there(self, first_bucket: Iterable[torch.Tensor], are_views: bool) -> bool:
         """Whether the backward that has completed this bucket adds to the gradients."""
         complete = set(first_bucket)
-        for one in self._versions:
-            added = one.param in complete
-            if are_views and added:
-                continue  # the watches know of these
-            if one.written(added) or (self._strict and not are_views and one.is_same):
-                break
-        else:
-            if all(watch.gone for watch in self._watches):
-                return False
-        self._watch()  # the next backward is checked again
-        return True
+        # Of views in the completed bucket only the watches can tell.
+        seen = [one for one in self._versions if not (are_views and one.param in complete)]
+        there = any(
+            one.written(one.param in complete) or (self._strict and not are_views and one.is_same)
+            for one in seen
+        ) or not all(watch.gone for watch in self._watches)
+        if there:
+            self._watch()  # the next backward is checked again
+        return there
 
     def stop_watching(self) -> None:
         """Remove the hooks on the parameters."""
@@ -421,12 +418,12 @@ class _Watch:
     does not notice, goes on, and waits for the ranks that refuse.
     """
 
-    def __init__(self, seen: GradientVersion) -> None:
+    def __init__(self, watched: GradientVersion) -> None:
         # Weak: a parameter holds its hooks.
-        self.param, self.grad, self.version = TensorWeakRef(seen.param), seen.grad, seen.version
+        self.param, self.grad, self.version = TensorWeakRef(watched.param), watched.grad, watched.version
         self._gone = False
         self._looked_in: int | None = None
-        self.handle = seen.param.register_hook(self._before_adding)
+        self.handle = watched.param.register_hook(self._before_adding)
 
     @property
     def gone(self) -> bool:

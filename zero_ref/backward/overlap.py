@@ -40,10 +40,7 @@ from zero_ref.plan.partition import Partition, Slice, bucket_round_robin, bucket
 
 
 def hook_with_zero_step(
-    hook: Hook,
-    ddp: DistributedDataParallel,
-    zero: ZeroRedundancyOptimizer,
-    shard_buckets: bool | None = None,
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool | None = None
 ) -> Hook:
     """A DDP communication hook that runs `hook` on each bucket, and after the last one makes the update.
 
@@ -78,10 +75,7 @@ def hook_with_zero_step(
 
 
 def hook_with_zero_step_interleaved(
-    hook: Hook,
-    ddp: DistributedDataParallel,
-    zero: ZeroRedundancyOptimizer,
-    shard_buckets: bool | None = None,
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool | None = None
 ) -> Hook:
     """As `hook_with_zero_step`, but each bucket is updated and sent as soon as it is reduced.
 

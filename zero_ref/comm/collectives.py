@@ -29,7 +29,7 @@ TAG = 2**20
 """Tells our messages between two ranks from a user's own, whose tag is 0 unless they choose another."""
 
 ALARM_TAG = TAG + 720_720
-"""Gloo takes the network device tag modulo number of devices: that of `TAG`, if there are at most 16."""
+"""Gloo takes network device number (tag mod devices): with up to 16 devices the same one as for `TAG`."""
 
 ALARM_NBYTES = 512
 """A text, then the update's number in eight bytes, then a 1, which arrives last."""
@@ -123,7 +123,7 @@ class Collectives(Protocol):
 
 
 class Observable:
-    """A list of observers, and no early receives or alarms. The collectives on a network inherit it."""
+    """What implementations of `Collectives` inherit: observers; early receives and alarms that do nothing."""
 
     def __init__(self) -> None:
         self.observers: list[Observer] = []

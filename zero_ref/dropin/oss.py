@@ -118,8 +118,6 @@ class OSS(ZeroRedundancyOptimizer):
     def broadcast_fp16(self, wanted: bool) -> None:
         self.broadcast_dtype = torch.float16 if wanted else None
 
-    # ----------------------------------------------------------------------------------------- who owns what
-
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """For each rank its parameter groups: all options, and the parameters that the rank owns.
 
@@ -187,8 +185,6 @@ class OSS(ZeroRedundancyOptimizer):
         added = [spec.trainable for spec in specs[len(self.partition.numels) :]]
         return partial(registration_greedy, trainable=added, loads=loads)
 
-    # ---------------------------------------------------------------------------------------------- clipping
-
     def clip_grad_norm(
         self,
         max_norm: float,
@@ -215,8 +211,6 @@ class OSS(ZeroRedundancyOptimizer):
         total = get_total_norm(self, norm_type, params=counted())
         clip_grads_with_norm_(self.built.params, float(max_norm), total)
         return total
-
-    # ------------------------------------------------------------------------------------------- checkpoints
 
     def consolidate_state_dict(self, recipient_rank: int | Literal["all"] = 0) -> None:
         """Gather the optimizer state onto one rank of the group, or onto all.

@@ -311,8 +311,6 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
             "ranks. Use state_dict()."
         )
 
-    # -------------------------------------------------------------------------------------- uneven inputs
-
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch.distributed.algorithms.join.Join: a rank without data still takes part in averages.
 
@@ -335,8 +333,6 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
     def join_process_group(self) -> Any:
         """The group whose ranks join."""
         return getattr(self.averager, "process_group", None) or dist.group.WORLD
-
-    # -------------------------------------------------------------------------- a sharded local optimizer
 
     def _check_gradients(self, zero: ZeroRedundancyOptimizer) -> None:
         """Refuse gradients that differ on ranks that share updates; compared once, after the warm-up."""
