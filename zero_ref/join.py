@@ -62,7 +62,7 @@ class ShadowStep(JoinHook):
     """What an optimizer does on a rank that has left its loop, once for each step of the others.
 
     When all ranks have left, the optimizer takes over the options of a rank that stayed longest. A scheduler
-    that steps in every iteration stays behind on the other ranks: load into it the state of one that did not.
+    that steps in every iteration has fallen behind on the other ranks: load the state of one that has not.
 
     Args:
         zero: the optimizer.

@@ -65,7 +65,7 @@ class Accord:
         """Compare before updates 1, 2, 4, 8, ...
 
         Args:
-            facts: returns what must be the same on all ranks, besides `self.facts()`.
+            facts: returns what must be the same on all ranks, `self.facts()` among it.
         Raises:
             RuntimeError: an update was lost; another rank failed, or is at another update or optimizer.
             ValueError: the facts differ. The next step compares again.
@@ -75,7 +75,7 @@ class Accord:
         self.check_nothing_lost()
         update = self.updates + 1
         if self.comm.world_size > 1 and update & self.updates == 0:
-            agree(self.comm, f"make update {update} of {self.what}", [*self.facts(), *facts()], told_as=CHECK)
+            agree(self.comm, f"make update {update} of {self.what}", facts(), told_as=CHECK)
             self.lost = {}  # if any, the same on all ranks
         self.updates = update
 
@@ -90,7 +90,7 @@ class Accord:
         return [Fact(f"an update lost by {lost}" if lost else "no update lost", LOAD)]
 
     def ring(self, error: Exception) -> None:
-        """Tell all ranks that this owner's local optimizer raised. Call it before the new values are sent."""
+        """Note that this owner's local optimizer raised, and ring the alarm: before new values are sent."""
         self.lost[self.comm.rank] = f"{type(error).__name__}: {error}"
         if self.alarm is not None:
             self.alarm.ring(self.lost[self.comm.rank], self.updates)

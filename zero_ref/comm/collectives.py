@@ -1,9 +1,9 @@
 """The calls between ranks: what the optimizer asks of a network, and torch.distributed as that network.
 
-`minimal.py` calls `dist.broadcast`. This module adds that every call is passed to `observers` before it is
-made, so that what really happened can be compared with the plan, that a failed call says which rank was to do
-what, and that any network will do which has the methods of `Collectives`: `ProcessGroupCollectives` is a
-torch.distributed process group (NCCL, Gloo), `zero_ref.lab.virtual` has threads of one process.
+To the `dist.broadcast` of `minimal.py` this module adds three things. Every call is passed to `observers`
+before it is made, so that what really happened can be compared with the plan. A failed call says which rank
+was to do what. And `Collectives` lists the methods that a network must have: `ProcessGroupCollectives` has
+them on a torch.distributed process group (NCCL, Gloo), `zero_ref.lab.virtual` on threads of one process.
 """
 
 from __future__ import annotations
@@ -244,10 +244,10 @@ class ProcessGroupCollectives(Observable):
 
 
 class _PairwiseAlarm:
-    """An `Alarm` on Gloo: a receive from each peer for which nobody waits. An alarm has changed its memory.
+    """An `Alarm` on Gloo: from each peer a receive for which nobody waits. Its last byte says if it came.
 
     Gloo delivers the messages between two ranks in their order. So when a rank has received new values, an
-    alarm that their sender rang before lies in memory, and looking there costs no communication.
+    alarm that their sender rang before is already in memory, and reading it there costs no communication.
     """
 
     def __init__(self, comm: ProcessGroupCollectives, tag: int) -> None:
@@ -293,7 +293,7 @@ class AllOf:
 
 
 def as_collectives(process_group: dist.ProcessGroup | Collectives | None) -> Collectives:
-    """What a user may pass as `process_group`: a torch group, None for the default one, or Collectives."""
+    """The `Collectives` of a `process_group`: a torch group, None for the default one, or Collectives."""
     # new_group() returns an int to ranks outside the group; the constructor refuses it.
     if process_group is None or isinstance(process_group, (dist.ProcessGroup, int)):
         return ProcessGroupCollectives(process_group)
