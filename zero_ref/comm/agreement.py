@@ -108,11 +108,14 @@ def _disagreement(action: str, lines_of_rank: list[list[str]], facts: Sequence[s
     usual = list(Counter(map(tuple, lines_of_rank)).most_common(1)[0][0])
     odd = next(rank for rank, lines in enumerate(lines_of_rank) if lines != usual)
     typical = lines_of_rank.index(usual)
-    beginning = f"ranks disagree, so none can {action}: rank {odd}"
     for number, (mine, theirs) in enumerate(zip(lines_of_rank[odd], usual, strict=False)):
         if mine != theirs:
             remedy = getattr(facts[number], "remedy", REMEDY) if number < len(facts) else REMEDY
-            return f"{beginning} has [{mine}] where rank {typical} has [{theirs}]. {remedy}"
+            return (
+                f"ranks disagree, so none can {action}: rank {odd} has [{mine}] where rank {typical} has "
+                f"[{theirs}]. {remedy}"
+            )
     return (
-        f"{beginning} lists {len(lines_of_rank[odd])} facts and rank {typical} lists {len(usual)}. {REMEDY}"
+        f"ranks disagree, so none can {action}: rank {odd} lists {len(lines_of_rank[odd])} facts and rank "
+        f"{typical} lists {len(usual)}. {REMEDY}"
     )
