@@ -23,9 +23,10 @@ NOTEBOOKS = BOOK.parent / "notebooks"
 
 NOT_FOR_READERS = {
     "zero_ref.plan.partition": {"elements", "elements_if_trainable", "rule_named"},
+    "zero_ref.comm.agreement": {"RanksLostError", "agree", "agreement"},
     "zero_ref.comm.collectives": {
-        *("Observable", "AllOf", "Work", "agree", "agreement", "as_collectives"),
-        *("RanksLostError", "broadcast_json", "exchange_json", "gather_texts"),
+        *("Observable", "AllOf", "PendingCall", "as_collectives"),
+        *("broadcast_json", "exchange_json", "gather_bytes", "gather_texts"),
     },
     "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
     "zero_ref.simulator.memory": {"StateBytes", "costs", "whole_bytes"},
@@ -80,7 +81,7 @@ def public_names(module: ModuleType) -> set[str]:
 
 def modules_of_reference() -> list[str]:
     """The modules of which all is shown: those of the plan, of the simulator, of the lab."""
-    names = ["zero_ref.local_sgd.averaging", "zero_ref.comm.collectives"]
+    names = ["zero_ref.local_sgd.averaging", "zero_ref.comm.agreement", "zero_ref.comm.collectives"]
     for package in (zero_ref.plan, zero_ref.simulator, zero_ref.lab):
         names += [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
     return [

@@ -9,13 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from zero_ref.comm.collectives import (
-    Collectives,
-    ProcessGroupCollectives,
-    agree,
-    as_collectives,
-    broadcast_json,
-)
+from zero_ref.comm.agreement import agree
+from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives, as_collectives, broadcast_json
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer

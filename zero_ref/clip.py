@@ -1,12 +1,11 @@
 """Clipping by the global norm of gradients whose owners are different ranks.
 
-The norm of all gradients is the norm of their norms. Each rank computes the norms of the slices that it
-owns, 1/N of the work; one small all-reduce gives every rank all of them, and from there on each does what
-`torch.nn.utils.clip_grad_norm_` does: the norm of the norms, and one factor for every gradient. Only the
-owner's gradient counts, so it does not matter whether the other ranks have it too.
-
-A sum over ranks in which all but the owner add zero is exact. So with whole parameters the total is that of
-torch on the unsharded model, bit for bit.
+With `minimal.py` every rank has all gradients, and `torch.nn.utils.clip_grad_norm_` is right. This module
+adds a norm for gradients that only their owners may have. The norm of all gradients is the norm of their
+norms. So each rank computes the norms of the slices that it owns, 1/N of the work, and one small all-reduce
+gives every rank the norms of all slices. It is exact, because all ranks but the owner add zero. From there on
+each rank does what torch's function does: it takes the norm of the norms, and multiplies every gradient by
+one factor. With whole parameters the total is that of torch on the unsharded model, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
-# torch's own choice of kernels and order: both decide the last bits of a norm (tests/test_clip.py).
+# torch's own choice of kernels and order, which decide the last bits of a norm (tests/test_clip.py).
 from torch.utils._foreach_utils import (
     _device_has_foreach_support,
     _group_tensors_by_device_and_dtype,
     _has_foreach_support,
 )
 
-from zero_ref.comm.collectives import agree
+from zero_ref.comm.agreement import agree
 from zero_ref.optimizer.buckets import flat_like
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
 
-# No norm and no digest is negative.
+# In place of a norm or of a digest, neither of which is ever negative.
 ABSENT = -1.0
 FAILED = -1.0
 
@@ -50,8 +49,8 @@ def clip_grad_norm_(
 
     Equal to `torch.nn.utils.clip_grad_norm_` on the unsharded model, and called in the same place: between
     backward and step, after `scaler.unscale_(optimizer)`. If all ranks have all gradients, torch's function
-    is as right, at N times the work. If each has only its own (`reduce_to_owners`), each would find another
-    norm there and scale by another factor.
+    gives the same at N times the work. If each rank has only the gradients that it owns
+    (`reduce_to_owners`), torch's function would find another norm and another factor on each rank.
 
     >>> from zero_ref.lab import virtual
     >>> def on_rank(comm):                               # rank 0 owns the first parameter, rank 1 the other
@@ -66,28 +65,28 @@ def clip_grad_norm_(
     Args:
         max_norm, norm_type, error_if_nonfinite, foreach: as torch's; `norm_type` may be "inf".
         params: some of the optimizer's parameters, in any order; only their gradients are counted and scaled.
-            None for all. To count some and scale others, use `get_total_norm` and then
+            None is all. To count some and scale others, use `get_total_norm`, then
             `torch.nn.utils.clip_grads_with_norm_`.
     Returns:
         The norm before clipping, shape (), the same on all ranks. It is torch's total over the parameters in
-        registration order, in torch's dtype (what those of the gradients promote to) and on its device (of
-        the first gradient); 0.0 if there is no gradient. Equal to the last bit if no parameter is split
-        between ranks. Else it is nearer to the truth, because shorter sums round less: float32 2-norms on a
-        CPU are within 1e-6 of torch's for split parameters of a thousand elements, 1e-5 for a million and
-        4e-4 for ten million; in bfloat16, within a unit in the last place (2**-7).
+        registration order, in torch's dtype (what the gradients' dtypes promote to) and on torch's device
+        (that of the first gradient); 0.0 if there is no gradient. If no parameter is split between ranks, it
+        is equal to the last bit. Otherwise it is more exact, because shorter sums round less: float32 2-norms
+        on a CPU are within 1e-6 of torch's for split parameters of a thousand elements, 1e-5 for a million
+        and 4e-4 for ten million; in bfloat16, within a unit in the last place (2**-7).
     Raises:
-        RuntimeError: the total is not finite and `error_if_nonfinite` (no gradient is changed then; names the
-            parameter); the update was already made in backward (`overlap_with_ddp`), or backward did not come
-            to its end; a gradient is sparse; another rank stopped, or makes other calls.
+        RuntimeError: the total is not finite and `error_if_nonfinite` (names the parameter; no gradient is
+            changed); the update was already made in backward (`overlap_with_ddp`), or backward did not end; a
+            gradient is sparse; another rank stopped, or makes other calls.
         ValueError: ranks pass different arguments; `params` holds one that the optimizer does not have.
         TypeError, ValueError: as torch's, on arguments that are no numbers. If one rank raises, all raise.
     Collective: all ranks of the optimizer's group. Inside `Join`, those that still have data.
     Cost: one all-reduce of 8 bytes for each slice and each rank, and on a GPU a wait for the norms. Inside
-        `Join` nothing travels, and each rank computes all norms.
+        `Join` nothing is sent, and each rank computes all norms.
     """
     chosen, total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params, max_norm)
     clip_grads_with_norm_(chosen.values(), float(max_norm), total, foreach)
-    optimizer.backward.gradients.changed()
+    optimizer.backward.gradients.note_change()
     return total
 
 
@@ -101,7 +100,7 @@ def get_total_norm(
 ) -> torch.Tensor:
     """The norm of the gradients of all ranks, which stay as they are. See `clip_grad_norm_`.
 
-    For a norm that is only to be logged, or that more must go into, such as that of a second optimizer:
+    For a norm that is only logged, or for one that covers a second optimizer too:
 
     >>> norms = torch.stack([get_total_norm(first), get_total_norm(second)])             # doctest: +SKIP
     >>> total = torch.linalg.vector_norm(norms)                                          # doctest: +SKIP
@@ -110,7 +109,7 @@ def get_total_norm(
     Args, Returns, Raises, Collective, Cost: as `clip_grad_norm_`.
     """
     total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params)[1]
-    optimizer.backward.gradients.changed(freely=True)  # the caller may scale by it, as above
+    optimizer.backward.gradients.note_change(freely=True)  # the caller may scale gradients, as above
     return total
 
 
@@ -128,7 +127,7 @@ def _total_norm(
             f"clip over shards takes the ZeroRedundancyOptimizer, not {type(zero).__name__}: it knows which "
             "rank owns what. For an unsharded model use torch.nn.utils.clip_grad_norm_."
         )
-    # Ranks that have left a Join loop come to no call of ours. Those in it have all gradients.
+    # Ranks that have left a Join loop do not call this function. Those in the loop have all gradients.
     alone = zero.joined is not None
     facts: Sequence[str] | Exception
     norms: dict[Slice, float] = {}
@@ -185,7 +184,7 @@ def _check_can_be_clipped(zero: ZeroRedundancyOptimizer, chosen: Mapping[int, to
             "with reduce_to_owners no other has the gradients that it owns. Use DDP without that hook."
         )
     gradients.check_as_left(zero.rank, zero.built)
-    for number, param in chosen.items():  # owned or not: all ranks say the same
+    for number, param in chosen.items():  # owned or not, so that all ranks raise the same
         if param.grad is not None and param.grad.layout != torch.strided:
             raise RuntimeError(
                 f"rank {zero.rank}: parameter {zero.built.name(number)} has a sparse gradient, of "
@@ -208,14 +207,14 @@ def _norms_of_slices(
             whole[piece] = param.grad
         else:
             part = flat_like(param.grad, param)[piece.start : piece.stop]
-            # Rounded once, when the parts are together, as the norm of the whole is.
+            # Not in 16 bits: the norm of the whole parameter is to be rounded only once.
             dtype = torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else None
             norms[piece] = torch.linalg.vector_norm(part, norm_type, dtype=dtype).item()
     return norms | _norms(whole, norm_type, foreach)
 
 
 def _norms(whole: Mapping[Slice, torch.Tensor], norm_type: float, foreach: bool | None) -> dict[Slice, float]:
-    """The norm of each, rounded to its dtype, by the kernels that torch's function would use."""
+    """The norm of each gradient, rounded to its dtype, by the kernels that torch's function would use."""
     norms: dict[Slice, float] = {}
     pieces = list(whole)
     for (device, _), ((of_kind, *_), indices) in _by_kind(list(whole.values())).items():
@@ -235,7 +234,7 @@ def _norms(whole: Mapping[Slice, torch.Tensor], norm_type: float, foreach: bool 
 def _shared(
     zero: ZeroRedundancyOptimizer, own: Mapping[Slice, float], facts: Sequence[str] | Exception
 ) -> dict[Slice, float]:
-    """The norms of all ranks' slices, from those of each. Ranks that differ in `facts` all raise, as `agree`.
+    """All ranks' norms, from those of each rank's slices. If `facts` differ, all ranks raise as `agree`.
 
     Collective: all ranks of the group.
     Cost: one all-reduce of 8 bytes for each slice and each rank.
@@ -244,20 +243,22 @@ def _shared(
     pieces = _pieces(zero)
     mine = [own.get(piece, ABSENT) if owner == comm.rank else 0.0 for piece, owner in pieces]
     digests = [0.0] * comm.world_size
-    digests[comm.rank] = FAILED if isinstance(facts, Exception) else _digest(facts)
+    if isinstance(facts, Exception):
+        digests[comm.rank] = FAILED
+    else:  # 48 bits, which a float64 holds exactly
+        digests[comm.rank] = float(int.from_bytes(hashlib.sha256("\n".join(facts).encode()).digest()[:6]))
     vector = torch.tensor([*mine, *digests], dtype=torch.float64, device=comm.wire_device)
     comm.all_reduce(vector).wait()
-    shared = vector.tolist()
-    digests = shared[len(pieces) :]
+    shared, digests = vector[: len(pieces)].tolist(), vector[len(pieces) :].tolist()
     if FAILED in digests or len(set(digests)) > 1:
         agree(comm, "clip the gradients", facts)  # raises
-    return {piece: norm for (piece, _), norm in zip(pieces, shared, strict=False) if norm != ABSENT}
+    return {piece: norm for (piece, _), norm in zip(pieces, shared, strict=True) if norm != ABSENT}
 
 
 def _norms_of_params(
     zero: ZeroRedundancyOptimizer, norms: Mapping[Slice, float], norm_type: float
 ) -> dict[int, float]:
-    """The norm of each parameter that has a gradient on its owners, from those of its slices."""
+    """The norm of each parameter that has a gradient on its owners, from the norms of its slices."""
     of_param = {}
     for number, parts in itertools.groupby(sorted(norms), key=lambda piece: piece.param):
         of_parts = [norms[piece] for piece in parts]
@@ -269,7 +270,7 @@ def _norms_of_params(
 
 
 def _norm_of_norms(params: Sequence[torch.Tensor], norms: Sequence[float], norm_type: float) -> torch.Tensor:
-    """As torch's: of the norms in its order and in their common dtype, where the first gradient lies."""
+    """As torch's: taken in torch's order, in the gradients' common dtype, on the first gradient's device."""
     if not params:
         return torch.tensor(0.0)
     of_kinds = [
@@ -280,18 +281,13 @@ def _norm_of_norms(params: Sequence[torch.Tensor], norms: Sequence[float], norm_
 
 
 def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
-    """(device, dtype) -> ([its tensors], their places in `tensors`), in the order that torch goes by."""
+    """(device, dtype) -> ([its tensors], their positions in `tensors`), in torch's order."""
     return _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
 
 
 def _pieces(zero: ZeroRedundancyOptimizer) -> list[tuple[Slice, int]]:
     """Every slice and its owner, in registration order: the same on all ranks."""
     return [piece for pieces in zero.partition.pieces_of_param for piece in pieces]
-
-
-def _digest(facts: Sequence[str]) -> float:
-    # 48 bits: a float64 holds them exactly.
-    return float(int.from_bytes(hashlib.sha256("\n".join(facts).encode()).digest()[:6]))
 
 
 def _nonfinite_error(

@@ -1,21 +1,22 @@
 """Uneven inputs: ranks that have run out of data go on updating what they own.
 
-torch's `Join` context lets each rank leave its training loop when its data end. Whoever has left shadows the
-calls of the others: DDP takes part in their reductions with gradients of zero, and an optimizer that owns a
-shard must go on stepping it.
+`minimal.py` needs equally many batches on every rank. This module adds uneven inputs. torch's `Join` context
+lets a rank leave its training loop when its data end. From then on that rank shadows the calls of the others:
+its DDP takes part in their reductions with gradients of zero, and its optimizer goes on stepping its shard.
 
     with Join([ddp, zero]):
         for batch in batches_of_this_rank:
             loss_of(ddp, batch).backward()
             zero.step()
 
-But a rank that makes no backward of its own has no gradients, and its learning rate stands still. So, inside
-`Join`, every step begins with a question: who has left? If somebody has, a rank that still trains sends them
-the gradients of what they own, and its options. `ShadowStep` is one such step on a rank that has left.
+But a rank without a backward has no gradients, and its learning rate no longer changes. So inside `Join`
+every step begins with an all-gather that tells which ranks have left. If there are any, one rank that still
+trains sends all of them its options, and each the gradients of what it owns. `ShadowStep` is such a step on a
+rank that has left.
 
-A shadow is made for each forward of the DDP model, so a rank with data must step after each: gradients
-cannot be accumulated over several forwards, and torch.amp.GradScaler must not skip a step. When all have
-left, DDP gives every rank the parameters of one: with `broadcast_dtype`, owners' full precision ends there.
+`Join` shadows each forward of the DDP model, so a rank with data must step after each forward: it cannot
+accumulate gradients over several, and torch.amp.GradScaler must not skip a step. When all ranks have left,
+DDP gives them the parameters of one rank: with `broadcast_dtype`, the owners' full precision is lost then.
 
 Write `with Join(...)`: as long as a `Join` is kept in a variable, it counts as one that has not ended.
 """
@@ -36,12 +37,12 @@ from zero_ref.optimizer.groups import describe_options, options_of
 from zero_ref.optimizer.shard import Shard, own_slices
 from zero_ref.plan.partition import Slice
 
-Kind = list[int] | None
-"""Of a gradient: None where it is dense; [entries, sparse dimensions] where it is sparse."""
+Layout = list[int] | None
+"""Of a gradient: None if it is dense; [entries, sparse dimensions] if it is sparse."""
 
 
-class Joined(Protocol):
-    """What is asked of an optimizer here; see `ZeroRedundancyOptimizer`."""
+class Zero(Protocol):
+    """What this module uses of a `ZeroRedundancyOptimizer`."""
 
     collectives: Collectives
     backward: Backward
@@ -58,20 +59,20 @@ class Joined(Protocol):
 class ShadowStep(JoinHook):
     """What an optimizer does on a rank that has left its loop, once for each step of the others.
 
-    When all have left, it takes over the options of those who stayed longest. A scheduler that steps in every
-    iteration is nonetheless behind on the others: give it the state of one that is not.
+    When all ranks have left, the optimizer takes over the options of a rank that stayed longest. A scheduler
+    that steps in every iteration has fallen behind on the other ranks: load the state of one that has not.
 
     Args:
         zero: the optimizer.
-        divide_by_initial_world_size: DDP divides gradients by the number of all ranks; False for that of the
-            ranks which still have data.
-        **_: what `Join` was given for others.
+        divide_by_initial_world_size: DDP divides gradients by the number of all ranks; if False, by the
+            number of ranks that still have data.
+        **_: `Join`'s arguments for other classes.
     Raises:
         ValueError: the update is made in backward and depends on which parameters were used in it, which a
             rank without a backward cannot know.
     """
 
-    def __init__(self, zero: Joined, divide_by_initial_world_size: bool = True, **_: Any) -> None:
+    def __init__(self, zero: Zero, divide_by_initial_world_size: bool = True, **_: Any) -> None:
         if zero.backward.late:
             raise ValueError(
                 "overlap_with_ddp=True cannot be joined where DistributedDataParallel has "
@@ -85,10 +86,10 @@ class ShadowStep(JoinHook):
         """Step this rank's shard as if it still had data."""
         zero = self.zero
         if zero.backward.take_update({}):
-            return  # DDP's own shadow has run the hook that steps
+            return  # DDP's shadow has called the hook that steps
         owner_only = zero.backward.gradients.on_owners
         try:
-            gradients = lend_to_joined(zero, active=False)
+            gradients = send_to_joined(zero, active=False)
             zero.begin_update()
             zero.make_update(gradients=gradients)
         except RuntimeError as error:
@@ -98,17 +99,17 @@ class ShadowStep(JoinHook):
             )
             raise
         if owner_only:
-            # DDP's shadow has put them there; in a backward to come they would count once more.
+            # DDP's shadow has set them; in a later backward they would count once more.
             for param in zero.built.params:
                 param.grad = None
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take over the options of a rank that had data to the end."""
+        """Take over the options of a rank that had data until the end."""
         share_options(self.zero, active=is_last_joiner)
 
 
-def divisor_of_gradients(zero: Joined, active: bool) -> int:
-    """By what DDP divides the sum of gradients: the number of all ranks, or of those that have data.
+def divisor_of_gradients(zero: Zero, active: bool) -> int:
+    """The divisor of DDP's sum of gradients: the number of all ranks, or of those that have data.
 
     Args:
         active: this rank still has data.
@@ -122,46 +123,46 @@ def divisor_of_gradients(zero: Joined, active: bool) -> int:
     return int(count.item())
 
 
-def lend_to_joined(zero: Joined, active: bool) -> dict[int, torch.Tensor]:
-    """Give ranks without data the gradients and options that they need to step what they own.
+def send_to_joined(zero: Zero, active: bool) -> dict[int, torch.Tensor]:
+    """Send ranks without data the gradients and options that they need to step what they own.
 
     Args:
         active: this rank still has data.
     Returns:
-        On a rank without data: for each parameter of which it owns a part, and that has a gradient elsewhere,
-        a gradient in the parameter's shape and strides, right in that part. The `.grad` of the parameters
-        stays as the loop has left it. On other ranks nothing.
+        On a rank without data, by number: for each parameter of which it owns a part and that has a gradient
+        on other ranks, a gradient in the parameter's shape and strides, correct in that part. The parameters'
+        `.grad` stays as the loop has left it. On other ranks an empty dict.
     Raises:
         ValueError: on all ranks, if ranks that have data have different options.
     Collective: all ranks of the group.
-    Cost: one all-gather of 8 bytes. If ranks have left, a broadcast of the options, and each of them
+    Cost: one all-gather of 8 bytes. If ranks have left, a broadcast of the options, and each of these ranks
         receives the gradients of the elements that it owns.
     """
     has_data = _who_has_data(zero, active)
     if all(has_data):
         return {}
     source = has_data.index(True)
-    kinds = _share(zero, source, active)
-    if zero.backward.gradients.on_owners:  # the reduction has left each owner its gradients
+    layouts = _share(zero, source, active)
+    if zero.backward.gradients.on_owners:  # each owner already has its gradients
         own = {piece.param: param.grad for piece, param, _ in zero.shard.owned if not active}
-        return {number: grad for number, grad in own.items() if grad is not None and number in kinds}
+        return {number: grad for number, grad in own.items() if grad is not None and number in layouts}
     if not active:
-        return _borrowed(zero, source, kinds)
+        return _receive_gradients(zero, source, layouts)
     if zero.collectives.rank == source:
         joined = [rank for rank, stays in enumerate(has_data) if not stays]
-        zero.collectives.exchange([lent for rank in joined for lent in _lent_to(zero, rank)], []).wait()
+        zero.collectives.exchange([send for rank in joined for send in _gradients_for(zero, rank)], []).wait()
     return {}
 
 
-def share_options(zero: Joined, active: bool) -> None:
-    """Bring the options to ranks without data; as `lend_to_joined`, without the gradients."""
+def share_options(zero: Zero, active: bool) -> None:
+    """Send the options to ranks without data; as `send_to_joined`, without the gradients."""
     has_data = _who_has_data(zero, active)
     if not all(has_data):
         _share(zero, has_data.index(True), active)
 
 
-def _who_has_data(zero: Joined, active: bool) -> list[bool]:
-    """Whether each rank has data. Those that do must also have the same options."""
+def _who_has_data(zero: Zero, active: bool) -> list[bool]:
+    """Whether each rank has data. Ranks that have data must also have the same options."""
     comm = zero.collectives
     options = [line for group in zero.param_groups for line in describe_options(group)]
     digest = int.from_bytes(hashlib.sha256("\n".join(options).encode()).digest()[:7])
@@ -179,31 +180,31 @@ def _who_has_data(zero: Joined, active: bool) -> list[bool]:
     return [other % 2 == 1 for other in words]
 
 
-def _share(zero: Joined, source: int, active: bool) -> dict[int, Kind]:
-    """Take over, where this rank has left, what rank `source` sets. Return what gradients it has."""
-    kinds: Any = [
+def _share(zero: Zero, source: int, active: bool) -> dict[int, Layout]:
+    """Copy the options of rank `source` to ranks without data. Return the layouts of the gradients it has."""
+    layouts: Any = [
         [number, None if grad.layout == torch.strided else [grad._nnz(), grad.sparse_dim()]]
         for number, param in enumerate(zero.built.params)
         if param.requires_grad and (grad := param.grad) is not None
     ]
-    if zero.backward.gradients.on_owners:  # then those of other owners have been released
-        kinds = [[number, None] for number in sorted(zero.backward.gradients.used)]
+    if zero.backward.gradients.on_owners:  # the gradients of other owners have been released
+        layouts = [[number, None] for number in sorted(zero.backward.gradients.used)]
     trained = [param.requires_grad for param in zero.built.params]
     options = [
         {key: value for key, value in options_of(group).items() if _is_plain(value)}
         for group in zero.param_groups
     ]
-    kinds, trained, options = broadcast_json(zero.collectives, [kinds, trained, options], source)
+    layouts, trained, options = broadcast_json(zero.collectives, [layouts, trained, options], source)
     if not active:
         for param, is_trained in zip(zero.built.params, trained, strict=True):
             param.requires_grad_(is_trained)
         for group, theirs in zip(zero.param_groups, options, strict=True):
             group.update({key: _adopted(group.get(key), value) for key, value in theirs.items()})
-    return dict(kinds)
+    return dict(layouts)
 
 
 def _is_plain(value: Any) -> bool:
-    """It can travel as JSON."""
+    """Whether JSON can express the value."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     if isinstance(value, (tuple, list)):
@@ -212,7 +213,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _adopted(ours: Any, theirs: Any) -> Any:
-    """`theirs`, as it came by JSON, in the form of `ours`: a learning rate may be a tensor."""
+    """`theirs`, which came as JSON, in the type of `ours`: a learning rate may be a tensor."""
     if isinstance(ours, torch.Tensor):
         return ours.fill_(theirs)
     if isinstance(ours, (tuple, list)):
@@ -220,8 +221,8 @@ def _adopted(ours: Any, theirs: Any) -> Any:
     return theirs
 
 
-def _lent_to(zero: Joined, rank: int) -> list[ToPeer]:
-    """The gradients of what `rank` owns, on their way to it."""
+def _gradients_for(zero: Zero, rank: int) -> list[ToPeer]:
+    """What to send to `rank`: the gradients of what it owns."""
     tensors: list[torch.Tensor] = []
     for piece, param, _ in own_slices(zero.built.partition.slices_of_rank[rank], zero.built.params):
         if param.requires_grad and param.grad is not None:
@@ -229,15 +230,15 @@ def _lent_to(zero: Joined, rank: int) -> list[ToPeer]:
     return [(rank, tensor.to(zero.collectives.wire_device)) for tensor in tensors]
 
 
-def _borrowed(zero: Joined, source: int, kinds: dict[int, Kind]) -> dict[int, torch.Tensor]:
-    """Receive what `_lent_to` sends to this rank."""
+def _receive_gradients(zero: Zero, source: int, layouts: dict[int, Layout]) -> dict[int, torch.Tensor]:
+    """Receive `_gradients_for` this rank from rank `source`."""
     gradients: dict[int, torch.Tensor] = {}
     places: list[torch.Tensor] = []
     for piece, param, _ in zero.shard.owned:
-        if piece.param in kinds:
-            gradient = gradients.setdefault(piece.param, _blank(param, kinds[piece.param]))
+        if piece.param in layouts:
+            gradient = gradients.setdefault(piece.param, _blank(param, layouts[piece.param]))
             places += _parts(gradient, piece, param)
-    received = [place.to(zero.collectives.wire_device) for place in places]  # or the place itself, if there
+    received = [place.to(zero.collectives.wire_device) for place in places]  # without a copy if already there
     zero.collectives.exchange([], [(source, tensor) for tensor in received]).wait()
     for place, tensor in zip(places, received, strict=True):
         if tensor is not place:
@@ -245,18 +246,18 @@ def _borrowed(zero: Joined, source: int, kinds: dict[int, Kind]) -> dict[int, to
     return gradients
 
 
-def _blank(param: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """A gradient for `param` to be filled."""
-    if kind is None:
+def _blank(param: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A gradient of zeros for `param`, to receive into."""
+    if layout is None:
         return torch.zeros_like(param)
-    entries, dimensions = kind
+    entries, dimensions = layout
     indices = torch.zeros(dimensions, entries, dtype=torch.int64, device=param.device)
     values = param.new_zeros(entries, *param.shape[dimensions:])
     return torch.sparse_coo_tensor(indices, values, size=param.shape, check_invariants=False)
 
 
 def _parts(grad: torch.Tensor, piece: Slice, param: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that make up a slice of a gradient; a sparse one is not cut."""
+    """The tensors that make up a slice of a gradient; a sparse gradient is never cut."""
     if grad.layout == torch.strided:
         parts = [flat_like(grad, param)[piece.start : piece.stop]]
     else:

@@ -62,6 +62,7 @@ CHAPTER_OF = {
     "zero_ref.DistributedOptimizer": 12,
     "zero_ref.plan.partition": 3,
     "zero_ref.dropin.oss": 3,
+    "zero_ref.comm.agreement": 2,
     "zero_ref.comm.collectives": 2,
     "zero_ref.local_sgd.averaging": 11,
     "zero_ref.local_sgd.optimizer": 11,

@@ -1,9 +1,9 @@
 """Where the gradients of the last backward are, and what may be done with them.
 
-In `minimal.py` they are whole on every rank, and so they are after an ordinary backward. What this module
-adds: the communication hooks of `overlap.py` and `reduction.py` may leave them on their owners only, or have
-used them already, or have come to no end. Each of these cases is a class. What works on gradients asks the
-one of the last backward whether it may, and gets the reason if not.
+In `minimal.py` every rank has all averaged gradients after a backward, as after any ordinary one. With the
+communication hooks of `overlap.py` and `reduction.py`, which this module adds, there are other cases: only
+their owners have the gradients, the update has been made from them already, or backward has not ended. Each
+case is a class, which says what is allowed and, where something is not, why.
 """
 
 from __future__ import annotations
@@ -23,61 +23,61 @@ class Gradients:
 
     Attributes:
         on_owners: each rank has the reduced gradients of what it owns, and no others.
-        used: the parameters, by number, that have a gradient on their owner, where it has them alone.
+        used: if `on_owners`, the numbers of the parameters that have a gradient on their owner.
         why_no_scaler: why torch.amp.GradScaler cannot work on them; None if it can.
         why_no_clipping: why they have no common norm; None if they have.
-        marks: of those that a second backward must not add to.
-        twice: what to say if one does.
+        versions: of the gradients to which a second backward must not add.
+        why_not_added_to: the error if a second backward adds to them.
     """
 
     on_owners = False
     used: frozenset[int] = frozenset()
     why_no_scaler: str | None = None
     why_no_clipping: str | None = None
-    marks: Marks | None = None
-    twice = ""
+    versions: GradientVersions | None = None
+    why_not_added_to = ""
 
     def check_as_left(self, rank: int, built: Built) -> None:
-        """Refuse gradients that each rank has changed as it sees fit, where only owners have them.
+        """Refuse gradients that each rank may have changed in its own way, where only owners have them.
 
         Raises:
             RuntimeError: the gradient of a parameter was changed, as by torch's `clip_grad_norm_`.
         """
 
     def check_may_be_added_to(self, first_bucket: Iterable[torch.Tensor], are_views: bool) -> None:
-        """Refuse a backward that adds to them, where that would count something twice.
+        """Refuse a backward that adds to these gradients, where they would then count twice.
 
         Args:
-            first_bucket: the parameters of the bucket that this backward has completed first.
-            are_views: gradients are windows of DDP's buckets.
+            first_bucket: the parameters of the first bucket that this backward has completed.
+            are_views: gradients are views of DDP's buckets.
         Raises:
-            RuntimeError: they are still there.
+            RuntimeError: the gradients are still there.
         """
-        if self.marks is not None and self.marks.still_there(first_bucket, are_views):
-            raise RuntimeError(self.twice)
+        if self.versions is not None and self.versions.still_there(first_bucket, are_views):
+            raise RuntimeError(self.why_not_added_to)
 
     def took_update(self, options: Mapping[str, Any]) -> bool:
-        """Whether backward has made the update from them already.
+        """Whether backward has already made the update from these gradients.
 
         Args:
             options: what `step` was called with.
         Raises:
-            ValueError: options for a local step that has already been made.
-            RuntimeError: the gradients, as by clipping, or the learning rate or another option were changed
-                after the update; backward has begun the update and not come to its end.
+            ValueError: there are options, for a local step that was already made.
+            RuntimeError: after the update the gradients (as by clipping) or an option such as the learning
+                rate were changed; or backward has begun the update and not ended.
         """
         return False
 
-    def changed(self, *, freely: bool = False) -> None:
-        """All ranks have changed them by one rule; or may do so `freely` from now on."""
+    def note_change(self, *, freely: bool = False) -> None:
+        """Allow a change that all ranks made by one rule; with `freely`, allow every change from now on."""
 
     def stepped(self) -> Gradients:
-        """What they are when a step has used them."""
+        """The case after a step has used these gradients."""
         return self
 
     def zeroed(self) -> Gradients:
-        """What they are after `zero_grad`."""
-        return self
+        """The case after `zero_grad`."""
+        return WHOLE
 
 
 WHOLE = Gradients()
@@ -87,22 +87,23 @@ class OnOwners(Gradients):
     """Reduced to their owners by `reduce_to_owners`.
 
     Args:
-        marks: those that this rank has kept.
-        used: the parameters, by number, that have a gradient on their owner.
-        scaled: each rank has a gradient that is not finite if one rank has.
-        may_change: they may be changed, element by element, before they are used.
+        versions: of the gradients that this rank has kept.
+        used: as `Gradients.used`.
+        scaled, may_change: as `reduce_to_owners`.
     """
 
     on_owners = True
-    marks: Marks
-    twice = (
+    versions: GradientVersions
+    why_not_added_to = (
         "this backward adds to gradients that the last one reduced to their owners, so they would be "
         "averaged over ranks of which most have none. Call optimizer.zero_grad() before it, or set them to "
         "None; to accumulate, run all but the last backward under ddp.no_sync()."
     )
 
-    def __init__(self, marks: Marks, used: frozenset[int], *, scaled: bool, may_change: bool) -> None:
-        self.marks, self.used, self.may_change = marks, used, may_change
+    def __init__(
+        self, versions: GradientVersions, used: frozenset[int], scaled: bool, may_change: bool
+    ) -> None:
+        self.versions, self.used, self.may_change = versions, used, may_change
         if not scaled:
             self.why_no_scaler = (
                 "torch.amp.GradScaler looks for infinite gradients on each rank by itself, and with "
@@ -110,8 +111,8 @@ class OnOwners(Gradients):
             )
 
     def check_as_left(self, rank: int, built: Built) -> None:
-        # GradScaler's unscaling does not count as a change to torch.
-        changed = None if self.may_change else self.marks.changed()
+        # torch does not count GradScaler's unscaling as a change.
+        changed = None if self.may_change else self.versions.first_changed()
         if changed is not None:
             number = next(number for number, param in enumerate(built.params) if param is changed)
             raise RuntimeError(
@@ -122,40 +123,34 @@ class OnOwners(Gradients):
                 "torch.nn.utils.clip_grad_value_ does, pass reduce_to_owners(zero, may_change=True)."
             )
 
-    def changed(self, *, freely: bool = False) -> None:
+    def note_change(self, *, freely: bool = False) -> None:
         self.may_change |= freely
-        self.marks.renew()
+        self.versions.renew()
 
     def stepped(self) -> Gradients:
-        self.marks.renew()
-        return Spent(self.marks)
-
-    def zeroed(self) -> Gradients:
-        return WHOLE
+        self.versions.renew()
+        return Stepped(self.versions)
 
 
-class Spent(Gradients):
-    """Those of `OnOwners`, which a step has used and nobody has zeroed: owners have them still."""
+class Stepped(Gradients):
+    """As `OnOwners`, after a step has used them: owners still have them until they are zeroed."""
 
-    twice = OnOwners.twice
+    why_not_added_to = OnOwners.why_not_added_to
 
-    def __init__(self, marks: Marks) -> None:
-        self.marks = marks
-
-    def zeroed(self) -> Gradients:
-        return WHOLE
+    def __init__(self, versions: GradientVersions) -> None:
+        self.versions = versions
 
 
 class UsedInBackward(Gradients):
     """The update was made from them in backward (`overlap_with_ddp=True`): a `step` has nothing left to do.
 
     Args:
-        marks: all of them, to notice a later change, which could have no effect.
-        groups: with which the update was made; their options are noted, to notice the same.
+        versions: of all gradients. A later change of one can have no effect, so `took_update` refuses it.
+        groups: with which the update was made. A later change of their options is refused likewise.
     """
 
-    marks: Marks
-    twice = (
+    versions: GradientVersions
+    why_not_added_to = (
         "a second backward has added to gradients from which the parameters were already updated "
         "(overlap_with_ddp=True), so they would count twice. Call optimizer.zero_grad() before it; to "
         "accumulate, run all but the last backward under ddp.no_sync()."
@@ -170,8 +165,8 @@ class UsedInBackward(Gradients):
         "overlap_with_ddp=True, then clip between backward() and step()."
     )
 
-    def __init__(self, marks: Marks, groups: Iterable[ParamGroup]) -> None:
-        self.marks = marks
+    def __init__(self, versions: GradientVersions, groups: Iterable[ParamGroup]) -> None:
+        self.versions = versions
         self.options = [(group, options_of(group)) for group in groups]
 
     def took_update(self, options: Mapping[str, Any]) -> bool:
@@ -180,7 +175,7 @@ class UsedInBackward(Gradients):
                 f"step() got {sorted(options)}, but with overlap_with_ddp=True the local step was already "
                 "made during backward. Set such options when constructing the optimizer."
             )
-        if self.marks.changed() is not None:
+        if self.versions.first_changed() is not None:
             raise RuntimeError(
                 "gradients were changed between backward() and step(), as by clipping or unscaling, but "
                 "with overlap_with_ddp=True the parameters were already updated from them during "
@@ -200,12 +195,12 @@ class UsedInBackward(Gradients):
         return WHOLE
 
     def zeroed(self) -> Gradients:
-        self.marks.let_go()  # a step may still ask whether the update was made
+        self.versions.stop_watching()  # the gradients are gone; a step may still ask for the update
         return self
 
 
 class Incomplete(Gradients):
-    """A hook has begun its work on a backward and has not seen the end of it."""
+    """A hook has begun its work on a backward, and that backward has not ended."""
 
     why_no_clipping = (
         "the last backward did not come to its end, so gradients are reduced only in part and have no common "
@@ -219,17 +214,20 @@ class Incomplete(Gradients):
             "reduced, and with overlap_with_ddp=True parameters updated, only in part."
         )
 
+    def zeroed(self) -> Gradients:
+        return self
+
 
 # ------------------------------------------------------------------------------------------- a backward
 
 
 class Backward:
-    """What the hooks of a DDP model tell an optimizer of its backwards.
+    """What the hooks of a DDP model tell an optimizer about its backwards.
 
     Attributes:
-        gradients: where those of the last one are.
-        late: the hook in use makes its update when backward is over, from the gradients it leaves.
-        under_way: exchanges of gradients that the hook has started.
+        gradients: the case of the last backward's gradients.
+        late: the hook in use makes its update when backward is over, from the gradients that are then there.
+        under_way: reductions that the hook has started.
     """
 
     def __init__(self) -> None:
@@ -242,43 +240,42 @@ class Backward:
         self._task = -1
 
     def begin(self, first_bucket: Sequence[torch.Tensor] = (), are_views: bool = False) -> None:
-        """The first bucket of a backward is there.
+        """Note that a backward has completed its first bucket.
 
-        Args:
-            first_bucket: its parameters.
-            are_views: gradients are windows of DDP's buckets.
-        Raises:
-            RuntimeError: the backward adds to gradients of the last one, which would count twice.
+        Args, Raises: as `Gradients.check_may_be_added_to`.
         """
         task = torch._C._current_graph_task_id()
-        if task >= 0:  # else this rank, which has run out of data, only shadows a backward
+        if task >= 0:  # else this rank has run out of data and only shadows a backward
             self.gradients.check_may_be_added_to(first_bucket, are_views)
         self._first_bucket, self._are_views = first_bucket, are_views
-        self._begun += task != self._task  # a hook within a hook begins the same one
+        self._begun += task != self._task  # a hook inside another hook begins the same backward
         self._task = task
         for reduction in self.under_way:
-            # Of a backward that ended in an error. Freed before they are done, they would block the network.
+            # Left by a backward that raised. If freed before they are complete, they would block the network.
             reduction.wait()
         self.under_way = []
-        self._leave(Incomplete())
+        self._set(Incomplete())
 
     def end_on_owners(
         self, params: Iterable[torch.Tensor], used: frozenset[int], *, scaled: bool, may_change: bool
     ) -> None:
-        """Backward is over, and each rank has the gradients of what it owns: these parameters'."""
+        """Backward is over, and `params` are those whose gradients this rank has kept.
+
+        Args: as `OnOwners`.
+        """
         self.under_way = []
-        self._leave(OnOwners(self._marks(params, strict=True), used, scaled=scaled, may_change=may_change))
+        self._set(OnOwners(self._versions(params, strict=True), used, scaled, may_change))
 
     def end_updated(self, params: Iterable[torch.Tensor], groups: Iterable[ParamGroup]) -> None:
         """Backward is over, and the parameters were updated."""
         self.under_way = []
-        self._leave(UsedInBackward(self._marks(params, strict=False), groups))
+        self._set(UsedInBackward(self._versions(params, strict=False), groups))
 
     def take_update(self, options: Mapping[str, Any]) -> bool:
-        """Whether backward has made the update; it counts once. Args, Raises: as `Gradients.took_update`."""
+        """As `Gradients.took_update`, but an update, or its lack of an end, is reported only once."""
         gradients = self.gradients
         if isinstance(gradients, Incomplete):
-            self._leave(WHOLE)  # it is told once
+            self._set(WHOLE)
         taken = gradients.took_update(options)
         if taken:
             self.stepped()
@@ -287,49 +284,48 @@ class Backward:
     def stepped(self) -> None:
         """A step has used the gradients."""
         if self.gradients is not WHOLE:
-            self._leave(self.gradients.stepped())
+            self._set(self.gradients.stepped())
 
     def zeroed(self) -> None:
         """The gradients are gone, or zero."""
-        self._leave(self.gradients.zeroed())
+        self._set(self.gradients.zeroed())
 
-    def _leave(self, gradients: Gradients) -> None:
-        marks = self.gradients.marks
-        if marks is not None and marks is not gradients.marks:
-            marks.let_go()
+    def _set(self, gradients: Gradients) -> None:
+        versions = self.gradients.versions
+        if versions is not None and versions is not gradients.versions:
+            versions.stop_watching()
         self.gradients = gradients
 
-    def _marks(self, params: Iterable[torch.Tensor], strict: bool) -> Marks:
-        # Watching one is enough, had not DDP made new buckets after the first backward, and put their windows
-        # in place of all gradients: then one that is zero by itself would tell nothing.
+    def _versions(self, params: Iterable[torch.Tensor], strict: bool) -> GradientVersions:
+        # One watched gradient is enough, except after the first backward: then DDP makes new buckets and puts
+        # their views in place of all gradients, so that one which is zero by itself would not tell.
         prefer = set(self._first_bucket) if self._begun > 1 else None
-        return Marks(params, strict, prefer, self._are_views)
+        return GradientVersions(params, strict, prefer, self._are_views)
 
 
 def check_no_scaler(optimizer: object, gradients: Gradients) -> None:
     """Refuse a torch.amp.GradScaler, on all ranks, where it cannot work.
 
     Args:
-        optimizer: whose `step` the scaler has called, if one has.
+        optimizer: whose `step` the scaler has called, if there is one.
     Raises:
         RuntimeError: with the reason.
     """
-    called_by_scaler = vars(optimizer).get("found_inf") is not None
-    if called_by_scaler and gradients.why_no_scaler is not None:
-        # The scaler takes back what it lent only if step() returns. A step without it is none of its.
-        for lent in ("found_inf", "grad_scale"):
-            vars(optimizer).pop(lent, None)
+    if vars(optimizer).get("found_inf") is not None and gradients.why_no_scaler is not None:
+        # The scaler removes what it has set on the optimizer only if step() returns.
+        for name in ("found_inf", "grad_scale"):
+            vars(optimizer).pop(name, None)
         raise RuntimeError(gradients.why_no_scaler)
 
 
-# ------------------------------------------------------------------------------ as they were, and as they are
+# ------------------------------------------------------------------------------- gradients, then and now
 
 
-class Mark(NamedTuple):
-    """A parameter's gradient as it was at some time. Weak, or zero_grad() would free no memory."""
+class GradientVersion(NamedTuple):
+    """Which tensor a parameter's gradient was, and at which count of writes to it."""
 
     param: torch.Tensor
-    grad: TensorWeakRef
+    grad: TensorWeakRef  # weak, or zero_grad() would free no memory
     version: int
 
     @property
@@ -338,22 +334,22 @@ class Mark(NamedTuple):
         return self.param.grad is not None and self.param.grad is self.grad()
 
     def written(self, times: int) -> bool:
-        """It is, and so often has somebody written to it since."""
+        """The gradient is the same tensor, and was written to so many times since."""
         return self.is_same and self.param.grad._version == self.version + times  # type: ignore[union-attr]
 
 
-class Marks:
-    """The gradients of some parameters, to notice later that they were changed, or that they are still there.
+class GradientVersions:
+    """The versions of some gradients, to notice later that one was changed, or that they are still there.
 
-    Ranks own different parameters and must come to the same answers, or they wait for each other. So what
-    decides is, as far as it can be seen, who has written to a gradient, and not what is in it: a gradient may
-    be zero by itself.
+    Ranks own different parameters and must come to the same answers, or they would wait for each other. A
+    gradient may be zero by itself, so the answers depend, as far as possible, not on the values in a gradient
+    but on how often it was written to.
 
     Args:
         params: those without a gradient are left out.
-        strict: a gradient that is still the same tensor is still there, whoever has written to it.
-        prefer: watch one parameter, of these if there is one among them; None to watch all.
-        are_views: gradients are windows of DDP's buckets. These are the same tensors after `zero_grad` too,
+        strict: a gradient that is the same tensor counts as still there, however often it was written to.
+        prefer: watch one parameter only, one of these if possible; None to watch all.
+        are_views: gradients are views of DDP's buckets. These are the same tensors even after `zero_grad`,
             so they are watched.
     """
 
@@ -371,74 +367,72 @@ class Marks:
 
     def renew(self) -> None:
         """Take the gradients as they are now."""
-        self._marks = [
-            Mark(param, TensorWeakRef(param.grad), param.grad._version)
+        self._versions = [
+            GradientVersion(param, TensorWeakRef(param.grad), param.grad._version)
             for param in self._params
             if param.grad is not None
         ]
         self._watch()
 
     def _watch(self) -> None:
-        self.let_go()
+        self.stop_watching()
         if not self._are_views:
             return
-        trained = [mark for mark in self._marks if mark.param.requires_grad]
+        trained = [one for one in self._versions if one.param.requires_grad]
         # An empty gradient is always zero.
-        watched = [mark for mark in trained if mark.param.numel()] or trained
+        watched = [one for one in trained if one.param.numel()] or trained
         if self._prefer is not None:
-            watched = ([mark for mark in watched if mark.param in self._prefer] or watched)[:1]
-        self._watches = [_Watch(mark) for mark in watched]
+            watched = ([one for one in watched if one.param in self._prefer] or watched)[:1]
+        self._watches = [_Watch(one) for one in watched]
 
-    def changed(self) -> torch.Tensor | None:
-        """A parameter whose gradient is there and was replaced or written to, if there is one."""
-        return next((m.param for m in self._marks if m.param.grad is not None and not m.written(0)), None)
+    def first_changed(self) -> torch.Tensor | None:
+        """The first parameter whose gradient is there and was replaced or written to, if there is one."""
+        return next((o.param for o in self._versions if o.param.grad is not None and not o.written(0)), None)
 
     def still_there(self, first_bucket: Iterable[torch.Tensor], are_views: bool) -> bool:
-        """Whether the backward that has completed this bucket adds to them."""
+        """Whether the backward that has completed this bucket adds to the gradients."""
         complete = set(first_bucket)
-        for mark in self._marks:
-            added = mark.param in complete
-            if are_views and added:
-                continue  # of those the watches know
-            if mark.written(added) or (self._strict and not are_views and mark.is_same):
-                break
-        else:
-            if all(watch.gone for watch in self._watches):
-                return False
-        self._watch()  # the next backward is asked again
-        return True
+        # Of views in the completed bucket only the watches can tell.
+        seen = [one for one in self._versions if not (are_views and one.param in complete)]
+        there = any(
+            one.written(one.param in complete) or (self._strict and not are_views and one.is_same)
+            for one in seen
+        ) or not all(watch.gone for watch in self._watches)
+        if there:
+            self._watch()  # the next backward is checked again
+        return there
 
-    def let_go(self) -> None:
-        """Stop watching."""
+    def stop_watching(self) -> None:
+        """Remove the hooks on the parameters."""
         for watch in self._watches:
             watch.handle.remove()
         self._watches = []
 
 
 class _Watch:
-    """Sees whether a gradient is gone, or zeroed, when the next backward comes to it.
+    """A hook on a parameter that sees, when the next backward comes to it, if its gradient is gone or zero.
 
-    Afterwards it could not be seen: after zero_grad, too, DDP takes the same window for the gradient. Windows
-    of a bucket count their writes together, so where other gradients of the bucket come first, or DDP has
-    made new buckets, only what is in the window can tell: a rank whose windows are all zero by themselves
-    adds to them, and waits for those that refuse.
+    After backward it would be too late: even after zero_grad, DDP uses the same view for the gradient. All
+    views of a bucket count their writes together. So where other gradients of the bucket come first, or DDP
+    has made new buckets, only the values can tell. A rank on which all watched values are zero by themselves
+    does not notice, goes on, and waits for the ranks that refuse.
     """
 
-    def __init__(self, mark: Mark) -> None:
+    def __init__(self, watched: GradientVersion) -> None:
         # Weak: a parameter holds its hooks.
-        self.param, self.grad, self.version = TensorWeakRef(mark.param), mark.grad, mark.version
+        self.param, self.grad, self.version = TensorWeakRef(watched.param), watched.grad, watched.version
         self._gone = False
         self._looked_in: int | None = None
-        self.handle = mark.param.register_hook(self._before_adding)
+        self.handle = watched.param.register_hook(self._before_adding)
 
     @property
     def gone(self) -> bool:
         if self._looked_in != torch._C._current_graph_task_id():
-            self._before_adding(None)  # this backward has not come to it yet
+            self._before_adding(None)  # this backward has not come to the parameter yet
         return self._gone
 
     def _before_adding(self, _: torch.Tensor | None) -> None:
-        # Once gone, always so: what is there later was added under no_sync.
+        # Once the gradient was gone, what is there later was added under no_sync.
         if not self._gone:
             self._looked_in = torch._C._current_graph_task_id()
             param = self.param()

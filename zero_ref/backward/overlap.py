@@ -1,16 +1,15 @@
 """The optimizer's update made during DDP's backward, bucket by bucket.
 
-DDP calls a communication hook for each bucket of gradients, while autograd is still computing those of
-earlier layers. The hooks made here start the bucket's reduction, and when it is done let its owners step
-their parameters and send the new values:
+In `minimal.py` the update begins when backward is over. DDP calls a communication hook for each bucket of
+gradients while autograd still computes those of earlier layers. The hooks of this module start the bucket's
+reduction, and when it is complete let its owners step their parameters and send the new values:
 
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, overlap_with_ddp=True)
     ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
 
-One partition serves every mode, so this works from the first iteration on, with any optimizer class and any
-parameter groups, whatever buckets DDP builds later. All calls are issued by the thread that runs backward,
-in the order of the buckets: never from a future's callback, where their order would differ between ranks and
-Gloo would wait for ever.
+The partition does not depend on DDP's buckets, so this works from the first iteration on, with any optimizer
+class and any parameter groups. The thread that runs backward issues all calls, in the order of the buckets.
+From a future's callback their order would differ between ranks, and Gloo would wait for ever.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from zero_ref.backward.reduction import (
     gradients_in,
     in_backward,
 )
-from zero_ref.comm.collectives import ProcessGroupCollectives, Work
+from zero_ref.comm.collectives import PendingCall, ProcessGroupCollectives
 from zero_ref.optimizer.buckets import finish_broadcasts, messages_within, start_broadcasts
 from zero_ref.optimizer.groups import copy_options
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -41,32 +40,30 @@ from zero_ref.plan.partition import Partition, Slice, bucket_round_robin, bucket
 
 
 def hook_with_zero_step(
-    hook: Hook,
-    ddp: DistributedDataParallel,
-    zero: ZeroRedundancyOptimizer,
-    shard_buckets: bool | None = None,
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool | None = None
 ) -> Hook:
     """A DDP communication hook that runs `hook` on each bucket, and after the last one makes the update.
 
     The local step of a bucket runs while later buckets are still being reduced; the new parameters are sent
-    when all are. When `backward()` returns, the parameters are new on every rank; `zero.step()` then has
-    nothing left to do and may be called or left out. Each backward makes an update, so to accumulate
-    gradients run all but the last under `ddp.no_sync()`.
+    when all buckets are reduced. When `backward()` returns, every rank has the new parameters; `zero.step()`
+    has nothing left to do and may be called or left out. Each backward makes an update, so to accumulate
+    gradients run all but the last backward under `ddp.no_sync()`.
 
     >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))      # doctest: +SKIP
 
     Args:
         hook: reduces a bucket: torch's `allreduce_hook` or `fp16_compress_hook`, or `reduce_to_owners(zero)`.
         zero: made with `overlap_with_ddp=True`. Its local optimizer's `step()` is called once for each
-            bucket, so what it counts must be in its groups or its state.
-        shard_buckets: None leaves every parameter with its owner. False gives DDP's buckets to the ranks in
-            turn, True cuts them where that is more even, as torch's hooks do: the optimizer is repartitioned
-            as soon as DDP has used the same buckets in two iterations, for it rebuilds them after the first.
+            bucket, so any count of steps must be in its groups or its state.
+        shard_buckets: None leaves every parameter with its owner. As torch's hooks do, False gives DDP's
+            buckets to the ranks in turn, and True also cuts them where that is more even. The optimizer is
+            then repartitioned when DDP has used the same buckets in two iterations: DDP rebuilds its buckets
+            after the first.
     Returns:
-        What `ddp.register_comm_hook` takes. Its state is passed to `hook`.
+        The hook for `ddp.register_comm_hook`. Its state is passed to `hook`.
     Raises:
-        ValueError: `zero` was not made for it, has a parameter that is not DDP's, or ranks that are not.
-            (In `zero.step`) it is called with options.
+        ValueError: `zero` was not made for it, or has a parameter or ranks that DDP has not. (In `zero.step`)
+            it is called with options.
         RuntimeError: (in backward) a parameter is trained that DDP does not reduce; gradients of an earlier
             update are still there and would count twice; a reduction or a message did not complete. (In
             `zero.step`) gradients, as by clipping, or a learning rate were changed after the update was made;
@@ -78,25 +75,22 @@ def hook_with_zero_step(
 
 
 def hook_with_zero_step_interleaved(
-    hook: Hook,
-    ddp: DistributedDataParallel,
-    zero: ZeroRedundancyOptimizer,
-    shard_buckets: bool | None = None,
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool | None = None
 ) -> Hook:
     """As `hook_with_zero_step`, but each bucket is updated and sent as soon as it is reduced.
 
-    A bucket is finished when the next one is ready, while autograd computes the layers before. With DDP's
-    `static_graph` or `find_unused_parameters` only the end of backward tells which parameters have gradients,
-    and the update is made there.
+    A bucket is updated when the next one is ready, while autograd computes gradients of earlier layers. With
+    DDP's `static_graph` or `find_unused_parameters` only the end of backward tells which parameters have
+    gradients, so the update is made there.
 
-    A parameter gets its new value while backward is still running, so a model that needs it once more after
-    its gradient is complete (through `detach()`, say) ends with autograd's error about an in-place change.
+    A parameter gets its new value while backward is still running. A model that needs the parameter again
+    after its gradient is complete (through `detach()`, say) gets autograd's error about an in-place change.
     """
     return OverlappedStep(hook, ddp, zero, shard_buckets, interleaved=True).on_bucket
 
 
 class OverlappedStep:
-    """The state of an overlapped update over the buckets of a backward."""
+    """What an overlapped update keeps from one bucket of a backward to the next."""
 
     def __init__(
         self,
@@ -112,15 +106,16 @@ class OverlappedStep:
         self.hook, self.zero = hook, zero
         self.shard_buckets = shard_buckets
         self.interleaved = interleaved
-        # Not DDP itself: it keeps this hook where no garbage collector looks, and could never be freed.
+        # No reference to DDP: it holds this hook where the garbage collector does not look, so neither could
+        # ever be freed.
         self.group = ddp.process_group
         self.grads_are_views = ddp.gradient_as_bucket_view
-        # A parameter that no rank has used keeps its gradient of None and must not be stepped, and DDP finds
-        # out which those are at the end of backward.
+        # A parameter that no rank has used has the gradient None and must not be stepped. DDP finds out which
+        # these are at the end of backward.
         self.late = bool(ddp.find_unused_parameters or ddp.static_graph)
         zero.backward.late = self.late
         self.under_way: list[ByHook | ToOwners] = []
-        self.broadcasts: list[Work] = []
+        self.broadcasts: list[PendingCall] = []
         self.numbers: dict[torch.Tensor, int] = {}
         self.buckets: list[list[int]] = []
         self.buckets_before: list[list[int]] = []
@@ -130,7 +125,7 @@ class OverlappedStep:
     # DDP refuses annotations other than its own classes, and typing knows no name for those.
     @torch.no_grad()
     def on_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
-        """Start to reduce a bucket, finish those before it, and after the last one the update."""
+        """Start to reduce a bucket, update those before it, and after the last one complete the update."""
         if bucket.index() == 0:
             self._begin(bucket)
         reduction = self._start(state, bucket)
@@ -166,11 +161,11 @@ class OverlappedStep:
         if self.to_owners is not None:
             return self.to_owners.start(bucket)
         if state is None and self.group is not dist.group.WORLD:
-            state = self.group  # which torch's hooks would take to be the default one
+            state = self.group  # for torch's hooks None is the default group
         return ByHook(self.zero.collectives, self.hook, state, bucket)
 
     def _finish(self, leave: int) -> None:
-        """Step, and if interleaved send, what has been reduced; `leave` so many buckets under way."""
+        """Wait for all but the last `leave` reductions, step these buckets, and if interleaved send them."""
         zero = self.zero
         done = self.under_way[: len(self.under_way) - leave]
         del self.under_way[: len(done)]
@@ -179,16 +174,15 @@ class OverlappedStep:
                 params = reduction.params
                 reduced = zip(params, gradients_in(reduction.wait(), params), strict=True)
                 gradients = {self.numbers[param]: grad for param, grad in reduced if param in self.numbers}
-                # Each local step starts from the same options, so that an optimizer that counts its steps in
-                # its groups counts one for an iteration: also on a rank that owns nothing of the bucket.
+                # Each local step starts from the same options. So an optimizer that counts its steps in its
+                # groups counts one for each iteration, also on a rank that owns nothing of the bucket.
                 copy_options(zero.param_groups, zero.optim.param_groups)
                 zero.shard.take(gradients)
                 zero.shard.step()
                 zero.shard.publish(gradients)
                 if self.interleaved:
-                    torch.autograd.graph.increment_version(
-                        [zero.built.params[number] for number in gradients]
-                    )
+                    stepped = [zero.built.params[number] for number in gradients]
+                    torch.autograd.graph.increment_version(stepped)
                     messages = messages_within(zero.built.messages, gradients)
                     self.broadcasts += start_broadcasts(zero.collectives, messages, zero.broadcast_dtype)
 
@@ -205,9 +199,9 @@ class OverlappedStep:
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """What is left to do when backward is over."""
+        """Do what is left when backward is over."""
         zero = self.zero
-        # A reduce_to_owners within another hook is none of ours, and has left word.
+        # A reduce_to_owners inside another hook is not `self.to_owners`, but has set `on_owners`.
         owner_only = self.to_owners is not None or zero.backward.gradients.on_owners
         if self.late:
             if self.to_owners is not None:
@@ -215,7 +209,7 @@ class OverlappedStep:
             zero.make_update()
         if owner_only:
             for param in zero.built.params:
-                param.grad = None  # used up; those that others own were never complete
+                param.grad = None  # already used; those of other ranks' parameters were never complete
         zero.backward.end_updated(zero.built.params, zero.param_groups)
         if self.shard_buckets is not None and self.buckets == self.buckets_before != self.sharded_for:
             zero.repartition(partition_by_buckets(zero.partition, self.buckets, cut=self.shard_buckets))
@@ -233,19 +227,19 @@ class OverlappedStep:
                 )
 
     def _beside_backward(self) -> contextlib.AbstractContextManager[object]:
-        """On a GPU, a stream of its own: waiting for the network must not hold up backward's."""
-        devices = {param.device for param in self.zero.built.params}
-        # What a reduction waits for orders the stream behind backward. One rank alone waits for nothing.
+        """On one GPU, a stream of its own: waiting for the network must not delay backward's stream."""
+        device, *others = {param.device for param in self.zero.built.params}
+        # To wait for a reduction orders this stream after backward's. A single rank waits for no reduction.
         beside = self.interleaved and self.zero.world_size > 1
-        if not beside or len(devices) != 1 or next(iter(devices)).type != "cuda":
+        if not beside or others or device.type != "cuda":
             return contextlib.nullcontext()
         if self.side_stream is None:
-            self.side_stream = torch.cuda.Stream(next(iter(devices)))
+            self.side_stream = torch.cuda.Stream(device)
         return torch.cuda.stream(self.side_stream)
 
 
 def partition_by_buckets(partition: Partition, buckets: Sequence[Sequence[int]], cut: bool) -> Partition:
-    """The partition by torch's bucket rules; what is in no bucket, as it is frozen, stays where it is.
+    """The partition by torch's bucket rules. Frozen parameters, which are in no bucket, keep their owners.
 
     >>> from zero_ref.plan.partition import sorted_greedy
     >>> before = sorted_greedy([6, 5, 4, 1], 2)              # parameter 2, which is in no bucket, is rank 1's
@@ -253,7 +247,7 @@ def partition_by_buckets(partition: Partition, buckets: Sequence[Sequence[int]],
     (1, 0, 1, 0)
 
     Args:
-        partition: of all parameters, as it is.
+        partition: the present one, of all parameters.
         buckets: the parameters of each of DDP's buckets, in the order in which it reduces them.
         cut: `bucket_threshold`, else `bucket_round_robin`.
     """
@@ -293,7 +287,7 @@ def _check_fits(
         )
     ours = dist.get_process_group_ranks(zero.collectives.group)
     theirs = dist.get_process_group_ranks(ddp.process_group)
-    # Where all of DDP's ranks have every gradient, some of them may share an optimizer.
+    # Where all of DDP's ranks get every gradient, a part of them may share an optimizer.
     if ours != theirs and (to_owners is not None or not set(ours) <= set(theirs)):
         raise ValueError(
             f"the optimizer shards over the ranks {ours}, and DistributedDataParallel reduces over {theirs}. "

@@ -1,9 +1,9 @@
-"""Gradients of one DDP bucket, summed over the ranks: onto all of them, or only onto the owners.
+"""Gradients averaged over the ranks, one DDP bucket at a time: on all ranks, or only on their owners.
 
-DDP hands its buckets to a communication hook as their gradients become ready, last layers first. The usual
-hook all-reduces a bucket, so that every rank has every averaged gradient. But only the owner of an element
-updates it. `reduce_to_owners` sends each rank's gradients to their owners and nowhere else: half of the
-all-reduce, and what a rank does not own can be released. That is the second stage of ZeRO.
+`minimal.py` leaves it to DDP to give every rank every averaged gradient, by an all-reduce of each bucket. But
+only the owner of an element updates it. This module adds `reduce_to_owners`, a communication hook that sends
+gradients to their owners and nowhere else: half the traffic of the all-reduce, and a rank can release the
+gradients of what it does not own. That is the second stage of ZeRO.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 import torch
 
 from zero_ref import join
-from zero_ref.comm.collectives import AllOf, Collectives, Work
+from zero_ref.comm.collectives import AllOf, Collectives, PendingCall
 from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
-"""A DDP communication hook: its state and a `dist.GradBucket` in, the reduced bucket to come out."""
+"""A DDP communication hook: takes its state and a `dist.GradBucket`, returns the reduced bucket to come."""
 
 
 def gradients_in(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of a bucket, each in its parameter's shape and strides, sharing the bucket's memory.
+    """The gradients in a bucket, as views of it in their parameters' shapes and strides.
 
-    DDP lays a gradient out as its parameter lies in memory; `GradBucket.gradients()` reads it as if it were
+    DDP gives a gradient its parameter's memory layout. `GradBucket.gradients()` reads it as if it were
     contiguous, which mixes up the elements of a channels_last weight.
     """
     flat = flat.to(params[0].dtype)  # torch's fp16_compress_wrapper leaves it in 16 bits
@@ -39,17 +39,17 @@ def gradients_in(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[tor
 
 
 def in_backward() -> bool:
-    """Autograd is running a backward in this thread. A rank that has left a Join loop shadows it without."""
+    """Whether autograd runs a backward in this thread. It does not on a rank that only shadows one."""
     return torch._C._current_graph_task_id() != -1
 
 
 def after_backward(action: Callable[[], None]) -> None:
-    """Call `action` when DDP has put the reduced gradients into their places; at once outside of backward."""
+    """Call `action` when DDP has put the reduced gradients into `.grad`; outside of backward immediately."""
     if not in_backward():
         action()
         return
     engine = torch.autograd.Variable._execution_engine
-    # DDP queues its own end of backward after it has called the last hook, so queue from a queued call.
+    # DDP queues its own end of backward after the last hook. What a callback queues comes after that.
     engine.queue_callback(lambda: engine.queue_callback(action))
 
 
@@ -58,7 +58,7 @@ class ByHook:
 
     Attributes:
         params: of the bucket, in its order.
-        future: what DDP waits for.
+        future: the reduced bucket, for which DDP waits.
     """
 
     def __init__(self, comm: Collectives, hook: Hook, state: Any, bucket: Any) -> None:
@@ -67,7 +67,7 @@ class ByHook:
         self.future = hook(state, bucket)
 
     def wait(self) -> torch.Tensor:
-        """The bucket's gradients end to end, once they are averaged."""
+        """The bucket's averaged gradients, (numel,)."""
         try:
             return self.future.wait()
         except RuntimeError as error:
@@ -75,13 +75,14 @@ class ByHook:
 
 
 class ToOwners:
-    """The exchange in which each rank receives all ranks' gradients of what it owns, and adds them up.
+    """The reduction of one bucket to its owners: each receives all ranks' gradients and adds them up.
 
     Args:
-        flat: (numel,), the bucket: this rank's own gradients.
+        flat: (numel,), the bucket, with this rank's own gradients.
+        params: of the bucket, in its order.
         runs_of_rank: for each rank the runs of `flat` that it owns.
         divisor: of the sum; None for the number of ranks.
-    Cost: sends (N-1)/N of the bucket and receives as much; memory for what is received.
+    Cost: each rank sends (N-1)/N of the bucket and receives as much; memory for what is received.
     """
 
     def __init__(
@@ -93,49 +94,44 @@ class ToOwners:
         divisor: int | None = None,
     ) -> None:
         self.flat, self.params, self.runs = flat, params, runs_of_rank[comm.rank]
-        flat.mul_(
-            1 / (divisor or comm.world_size)
-        )  # as DDP does, before the sum, where float16 could overflow
+        flat.mul_(1 / (divisor or comm.world_size))  # before the sum, as DDP does: float16 could overflow
         peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
         sends = [(p, _packed(flat, runs_of_rank[p]).to(comm.wire_device)) for p in peers if runs_of_rank[p]]
         self.sent = [tensor for _, tensor in sends]
         self.numels = [run.stop - run.start for run in self.runs]
-        received = [
-            (p, torch.empty(sum(self.numels), dtype=flat.dtype, device=comm.wire_device))
-            for p in peers
-            if self.runs
-        ]
+        numel = sum(self.numels)
+        received = [(p, flat.new_empty(numel, device=comm.wire_device)) for p in peers if self.runs]
         self.of_lower = [tensor for peer, tensor in received if peer < comm.rank]
         self.of_higher = [tensor for peer, tensor in received if peer > comm.rank]
-        self.work: Work = comm.exchange(sends, received)
+        self.work: PendingCall = comm.exchange(sends, received)
         on_gpu: list[int | str | torch.device] | None = [flat.device] if flat.device.type == "cuda" else None
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on_gpu)
 
     def wait(self) -> torch.Tensor:
-        """As `ByHook`, and right in this rank's runs only."""
+        """As `ByHook.wait`, but only this rank's runs of the bucket are averaged."""
         if not self.future.done():
             self.work.wait()
-            # In the order of ranks, so that the sum is the same whoever owns it.
+            # In the order of ranks, so that the sum is the same on every owner.
             for other in self.of_lower[1:]:
                 self.of_lower[0].add_(other)
             own = [self.flat[run] for run in self.runs]
             for packed in (*self.of_lower[:1], *self.of_higher):
                 torch._foreach_add_(own, packed.to(self.flat.device).split(self.numels))
-            self._let_go()
+            self._release()
             self.future.set_result(self.flat)
         return self.flat
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         for tensor in (*self.sent, *self.of_lower, *self.of_higher):
             if tensor.is_cuda:
-                # Made on backward's stream and perhaps used on another, which has to be done before the
-                # memory is given away again.
+                # Allocated on backward's stream and perhaps used on another one, which must be done with the
+                # memory before it is allocated again.
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self.sent, self.of_lower, self.of_higher, self.work = [], [], [], AllOf([])
 
 
 def _packed(flat: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
-    """These runs as one tensor: the memory itself where there is only one."""
+    """These runs as one tensor: a view where there is only one."""
     return flat[runs[0]] if len(runs) == 1 else torch.cat([flat[run] for run in runs] or [flat[:0]])
 
 
@@ -148,19 +144,20 @@ def reduce_to_owners(
 
     With the parameter broadcasts of a step, 2Ψ elements travel in an iteration of a model with Ψ parameters,
     as in plain data parallelism; all-reduced gradients and broadcasts are 3Ψ. After backward `.grad` is None
-    for parameters of which this rank owns nothing, and zero in the parts that others own of a split one. (A
-    rank without any gradient of its own has one of zeros, of the smallest parameter.)
-    DDP's flat buckets stay, so construct it without `gradient_as_bucket_view` to see memory fall. No rank can
-    do by itself what needs all gradients: clip with `zero_ref.clip_grad_norm_`, and call `zero.zero_grad()`
-    in every iteration, for what is left on owners would be averaged once more.
+    for parameters of which this rank owns nothing, and zero where other ranks own parts of a parameter. (A
+    rank that owns no gradient at all has one of zeros, for the smallest parameter.)
+
+    DDP keeps its flat buckets, so construct it without `gradient_as_bucket_view` to see memory fall. No rank
+    has all gradients, so clip with `zero_ref.clip_grad_norm_`. Call `zero.zero_grad()` in every iteration, or
+    the gradients that are left on owners would be averaged once more.
 
     Args:
         zero: over the same ranks as DDP. It must have all parameters that DDP reduces.
         scaled: for use with torch.amp.GradScaler, which looks for infinite gradients on each rank by itself:
-            tell all ranks if one is found. Without, such a scaler is refused in `zero.step`.
-        may_change: gradients may be changed between backward and step by what treats each element by itself,
-            as torch.nn.utils.clip_grad_value_ does. Without, all changes but those by
-            `zero_ref.clip_grad_norm_` and a scaler are refused in `zero.step`.
+            if one rank has one, all ranks get one. Without, `zero.step` refuses such a scaler.
+        may_change: gradients may be changed between backward and step by a function that treats each element
+            by itself, as torch.nn.utils.clip_grad_value_ does. Without, `zero.step` refuses all changes but
+            those by `zero_ref.clip_grad_norm_` and a scaler.
     Raises:
         RuntimeError: (in backward) the reduced gradients of an earlier backward are still there, so they
             would be averaged twice: zero them after each step. Accumulate under `ddp.no_sync()`.
@@ -175,7 +172,7 @@ def reduce_to_owners(
 
 
 class OwnerReduction:
-    """The state of `reduce_to_owners` over the buckets of a backward."""
+    """What `reduce_to_owners` keeps from one bucket of a backward to the next."""
 
     def __init__(self, zero: ZeroRedundancyOptimizer, scaled: bool, may_change: bool) -> None:
         self.zero = zero
@@ -186,7 +183,7 @@ class OwnerReduction:
 
     # DDP refuses annotations other than its own classes, and typing knows no name for those.
     def on_bucket(self, _, bucket):  # type: ignore[no-untyped-def]
-        """Start to reduce a bucket, and add up the one before it, whose parts have had time to arrive."""
+        """Start to reduce a bucket, and complete those before it, whose gradients have had time to arrive."""
         reduction = self.start(bucket)
         for earlier in self.zero.backward.under_way[:-1]:
             earlier.wait()
@@ -198,7 +195,7 @@ class OwnerReduction:
         return reduction.future
 
     def start(self, bucket: Any) -> ToOwners:
-        """Send the bucket's gradients on their way."""
+        """Start to send the bucket's gradients to their owners."""
         zero = self.zero
         flat, params = bucket.buffer(), bucket.parameters()
         if flat.layout != torch.strided:
@@ -210,7 +207,7 @@ class OwnerReduction:
             zero.backward.begin(params, are_views)
             zero.current()
             self._divisor = join.divisor_of_gradients(zero, active=in_backward())
-        # The same buckets come in every backward. A plan keeps its parameters, so an id stays theirs.
+        # Every backward has the same buckets. A plan keeps its parameters alive, so their ids stay theirs.
         if self._planned_for is not zero.partition:
             self._planned_for, self._plans = zero.partition, {}
         key = tuple(map(id, params))
@@ -242,7 +239,7 @@ class OwnerReduction:
         return runs_of_rank
 
     def keep_own_gradients(self) -> None:
-        """Put the gradients in their places, where DDP does not: this rank only shadows a backward."""
+        """Set `.grad` on a rank that only shadows a backward: there DDP does not."""
         for reduction in self.zero.backward.under_way:
             gradients = gradients_in(reduction.flat, reduction.params)
             for param, grad in zip(reduction.params, gradients, strict=True):
@@ -250,10 +247,10 @@ class OwnerReduction:
 
     @torch.no_grad()
     def release_others(self) -> None:
-        """Forget the gradients of what other ranks own."""
+        """Release the gradients of what other ranks own."""
         zero = self.zero
         used = frozenset(n for n, param in enumerate(zero.built.params) if param.grad is not None)
-        kept = {  # in their order, which a set has not: ranks are to watch the same ones in each run
+        kept = {  # ordered, unlike a set, so that the same gradients are watched in every run
             own.param: None
             for own in zero.shard.owned
             if own.param.requires_grad and (own.piece.numel or own.local is own.param)
@@ -268,7 +265,7 @@ class OwnerReduction:
         own = [param.grad for param in kept if param.grad is not None and param.numel()]
         others = [p for p in zero.built.params if p.requires_grad and p.numel() and p not in kept]
         if not own and others:
-            # What torch does to all gradients shall be seen on this rank too: give it one of what others own.
+            # A rank without gradients could not see a change that torch makes to all gradients.
             smallest = min(others, key=torch.Tensor.numel)
             smallest.grad = torch.zeros_like(smallest)
             own = [smallest.grad]
@@ -278,7 +275,7 @@ class OwnerReduction:
         zero.backward.end_on_owners(kept, used, scaled=self.scaled, may_change=self.may_change)
 
     def _share_infinities(self, own: Sequence[torch.Tensor]) -> None:
-        """Give GradScaler something to find on every rank if there is something to find on one."""
+        """Give every rank a gradient that is not finite if one rank has one, so that GradScaler finds it."""
         comm = self.zero.collectives
         finite = all(bool(grad.norm(torch.inf).isfinite()) for grad in own)
         found = torch.tensor([0.0 if finite else 1.0], device=comm.wire_device)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_ref.comm.collectives import Collectives, Work as Pending, as_collectives
+from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT, batch, language_reference
@@ -110,7 +110,7 @@ def _burst(op: str, nbytes: int) -> int:
     return max(1, min(64, 4 * MIB // nbytes)) if op == "broadcast" else 1
 
 
-def _starter(op: str, nbytes: int, comm: Collectives) -> Callable[[int], Pending]:
+def _starter(op: str, nbytes: int, comm: Collectives) -> Callable[[int], PendingCall]:
     """What starts one call, given how many were started before. Tensors are its own."""
     rank, world_size = comm.rank, comm.world_size
     part = -(-nbytes // (4 * world_size))
@@ -133,7 +133,7 @@ def _starter(op: str, nbytes: int, comm: Collectives) -> Callable[[int], Pending
     return lambda _: scatter(part_of_whole, whole, async_op=True)
 
 
-def _start_then_wait(start: Callable[[int], Pending], calls: int) -> None:
+def _start_then_wait(start: Callable[[int], PendingCall], calls: int) -> None:
     for pending in [start(turn) for turn in range(calls)]:
         pending.wait()
 

@@ -1,12 +1,13 @@
-"""What the ranks of an optimizer must go on having in common, and when it is compared.
+"""What the ranks of an optimizer must have in common after its construction, and when it is compared.
 
-At construction all is compared. Later the options may come to differ, two optimizers be stepped in another
-order, or an update be lost on one rank. To compare in every step would cost a message in every step. So it
-is compared where ranks agree on something anyway, and before updates 1, 2, 4, 8 and so on: what is wrong from
-the beginning is found at once, and the cost of a long run is a few messages.
+`minimal.py` compares nothing. At construction the complete optimizer compares all that must be equal. Later
+options may come to differ, two optimizers may be stepped in another order on one rank, or an update may be
+lost on one rank. A comparison in every step would cost a message in every step. So ranks compare where they
+agree on something anyway, and before updates 1, 2, 4, 8 and so on: an error that is there from the beginning
+is found at once, and a long run pays for a few messages.
 
-An update that one rank has lost cannot wait so long: others would train on. That rank rings an `Alarm`, for
-which the others listen without asking.
+An update that one rank has lost must be known sooner, or the other ranks would train on. That rank rings an
+`Alarm`, which costs the others no waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from zero_ref.comm.collectives import Alarm, Collectives, Fact, agree
+from zero_ref.comm.agreement import Fact, agree
+from zero_ref.comm.collectives import Alarm, Collectives
 from zero_ref.optimizer.groups import ParamGroup, describe_options, plain
 from zero_ref.plan.calls import CHECK
 
@@ -26,7 +28,7 @@ _MADE: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
 
 def number_on(process_group: object) -> int:
-    """How many optimizers this rank has made on the group before this one. Ranks make them together."""
+    """How many optimizers this rank has made on the group before this one: the same on all its ranks."""
     number = _MADE.get(process_group, 0)
     _MADE[process_group] = number + 1
     return number
@@ -43,14 +45,14 @@ class Accord:
 
     Args:
         comm: the optimizer's.
-        alarm: to tell of a lost update at once; None where the network has none.
+        alarm: tells other ranks of a lost update at once; None where the network has none.
         what: the optimizer in words: "optimizer 0 (AdamW)".
 
     Attributes:
         updates: how many were begun.
-        lost: by rank, what its local optimizer raised in an update that other ranks have made. Where there is
-            no alarm each rank knows only of itself.
-        uncertain: why this rank cannot know whether others have loaded what it has not; empty if it can.
+        lost: by rank, what its local optimizer raised in an update that other ranks have made. Without an
+            alarm each rank knows only of itself.
+        uncertain: why other ranks may have loaded a state that this rank has not; empty if none can have.
     """
 
     def __init__(self, comm: Collectives, alarm: Alarm | None, what: str) -> None:
@@ -63,7 +65,7 @@ class Accord:
         """Compare before updates 1, 2, 4, 8, ...
 
         Args:
-            facts: gives what must be the same.
+            facts: returns what must be the same on all ranks, `self.facts()` among it.
         Raises:
             RuntimeError: an update was lost; another rank failed, or is at another update or optimizer.
             ValueError: the facts differ. The next step compares again.
@@ -73,12 +75,12 @@ class Accord:
         self.check_nothing_lost()
         update = self.updates + 1
         if self.comm.world_size > 1 and update & self.updates == 0:
-            agree(self.comm, f"make update {update} of {self.what}", [*self.facts(), *facts()], told_as=CHECK)
+            agree(self.comm, f"make update {update} of {self.what}", facts(), told_as=CHECK)
             self.lost = {}  # if any, the same on all ranks
         self.updates = update
 
     def facts(self) -> list[str]:
-        """Whether an update was lost on this rank, for where no alarm has told the others.
+        """Whether an update was lost on this rank, for networks on which no alarm has told the others.
 
         Raises:
             RuntimeError: an update was lost, and all ranks know.
@@ -88,15 +90,16 @@ class Accord:
         return [Fact(f"an update lost by {lost}" if lost else "no update lost", LOAD)]
 
     def ring(self, error: Exception) -> None:
-        """This owner's local optimizer raised; to be called before others get the values they wait for."""
+        """Note that this owner's local optimizer raised, and ring the alarm: before new values are sent."""
         self.lost[self.comm.rank] = f"{type(error).__name__}: {error}"
         if self.alarm is not None:
             self.alarm.ring(self.lost[self.comm.rank], self.updates)
 
     def after_update(self, owners: Iterable[int]) -> None:
-        """Take note of the alarms that came before the new values.
+        """Note the alarms that came before the new values.
 
-        If the local optimizers of all owners raised, nothing is lost: the unsharded one would have, too.
+        If the local optimizers of all owners raised, no update is lost: the unsharded optimizer would have
+        raised, too.
         """
         if self.alarm is not None:
             self.lost |= self.alarm.heard(self.updates)
@@ -118,7 +121,7 @@ class Accord:
             )
 
     def was_cut_off(self, action: str) -> None:
-        """The network failed while ranks agreed that all can load."""
+        """Note that the network failed while ranks agreed that all can load."""
         self.uncertain = (
             f"rank {self.comm.rank} was to {action}, and was cut off while ranks agreed that all can. This "
             "rank is as it was before; others may have loaded it, so training on would mix the two. Load a "
@@ -136,7 +139,7 @@ class Accord:
 
     @contextlib.contextmanager
     def made_good(self) -> Iterator[None]:
-        """For a load of parameters and state: it makes good what an earlier one has left, unless it fails."""
+        """A context for loading parameters and state: it ends the uncertainty that a failed load has left."""
         before, self.uncertain = self.uncertain, ""
         try:
             yield
@@ -146,10 +149,10 @@ class Accord:
 
 
 def facts_of_options(param_groups: Sequence[ParamGroup], optim: Optimizer) -> list[str]:
-    """What must be the same on all ranks at any time: options, and what the local optimizer keeps for all.
+    """What must be the same on all ranks at any time: the options, and state that belongs to no parameter.
 
-    An optimizer that computes a value from all its parameters and keeps it there shows by it that ranks, each
-    with other parameters, do not make one update together.
+    An optimizer that computes such a state from all its parameters gets another one on each rank, because it
+    has other parameters there; then the ranks do not make one update together.
     """
     remedy = (
         "Set options alike on every rank, such as by a scheduler on each. If nobody has set this one, "
@@ -161,11 +164,9 @@ def facts_of_options(param_groups: Sequence[ParamGroup], optim: Optimizer) -> li
         for index, group in enumerate(param_groups)
         for option in describe_options(group)
     ]
-    for key, value in optim.state.items():
-        if isinstance(value, (bool, int, float, str)) or _is_number(value):
-            lines.append(f"state {key!r}: {plain(value)!r}")
+    lines += [
+        f"state {key!r}: {plain(value)!r}"
+        for key, value in optim.state.items()
+        if (value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float, str)))
+    ]
     return [Fact(line, remedy) for line in lines]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1

@@ -1,23 +1,15 @@
-"""The one place that talks to other ranks.
+"""The calls between ranks: what the optimizer asks of a network, and torch.distributed as that network.
 
-It adds to `dist.broadcast` of `minimal.py` that every call can be seen, and that ranks which disagree all get
-an error where they would wait for each other for ever.
-
-`Collectives` says what the optimizer needs of a network; `ProcessGroupCollectives` does it on a
-torch.distributed process group (NCCL, Gloo), `zero_ref.lab.virtual` on threads of one process. Every call
-is told to `observers` before it is made, so that what really happened can be held against the plan.
-
-`agree` keeps ranks from waiting for each other for ever: before the first call whose success depends on
-the others, each says what it is about to do, and all raise alike if one differs.
+To the `dist.broadcast` of `minimal.py` this module adds three things. Every call is passed to `observers`
+before it is made, so that what really happened can be compared with the plan. A failed call says which rank
+was to do what. And `Collectives` lists the methods that a network must have: `ProcessGroupCollectives` has
+them on a torch.distributed process group (NCCL, Gloo), `zero_ref.lab.virtual` on threads of one process.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,46 +19,47 @@ from zero_ref.plan.calls import Call
 
 Observer = Callable[[Call], None]
 ToPeer = tuple[int, torch.Tensor]
-"""A tensor on its way, after the rank at its other end."""
+"""(peer rank, tensor): what to send to that rank, or where to put what it sends."""
 
 PAIRWISE_RANKS = 8
-"""On Gloo, up to here a broadcast goes straight from its source to each rank: many broadcasts at once take a
-fraction of the time of Gloo's own, large ones no more (bench/NOTES.md). More ranks have not been measured."""
+"""Up to so many ranks, a broadcast on Gloo is one send to each rank: many at once take a fraction of the time
+of Gloo's own broadcasts, large ones no more (bench/NOTES.md). More ranks have not been measured."""
 
 TAG = 2**20
-"""Tells our messages between two ranks from a user's own, whose tag is 0 unless they choose."""
+"""Tells our messages between two ranks from a user's own, whose tag is 0 unless they choose another."""
 
 ALARM_TAG = TAG + 720_720
-"""A group with several network devices takes one by the tag. This is the same one, up to 16 of them."""
+"""Gloo takes network device number (tag mod devices): with up to 16 devices the same one as for `TAG`."""
 
 ALARM_NBYTES = 512
-"""A text, then the update's number in eight bytes, then a 1, which comes last."""
+"""A text, then the update's number in eight bytes, then a 1, which arrives last."""
 
 
-class Work(Protocol):
-    """A call under way."""
+class PendingCall(Protocol):
+    """A call that was started."""
 
     def wait(self) -> object:
-        """Return when the call's tensors may be used; raise RuntimeError if it failed."""
+        """Return when the call's tensors may be used; raise RuntimeError if the call failed."""
 
 
 class Alarm(Protocol):
-    """A word to all other ranks that they hear without a call, before what its rank sends them later."""
+    """Short messages to all other ranks, which need not wait for them."""
 
     def ring(self, text: str, update: int) -> None:
-        """Tell the others of this update, counted from 1."""
+        """Send `text` about this update, counted from 1, to all other ranks."""
 
     def heard(self, update: int) -> dict[int, str]:
-        """What came since the last time, one text from a rank, before what has been received from it.
+        """By rank, the text about an update up to this one that has arrived since the last call.
 
-        A rank that is ahead may have rung of a later update than this one: that is heard in its turn.
+        A text arrives before all tensors that its rank sends later. A text about a later update, from a rank
+        that is ahead, is kept for a later call.
         """
 
 
 class Collectives(Protocol):
     """What the optimizer asks of a network of `world_size` ranks, of which this is `rank`.
 
-    Calls return at once; their tensors belong to the call until `wait()` returns. All ranks must make the
+    Calls return immediately; their tensors belong to the call until `wait()` returns. All ranks must make the
     same collective calls in the same order. Ranks are positions in the process group, never global ones.
     """
 
@@ -77,76 +70,72 @@ class Collectives(Protocol):
     @property
     def wire_device(self) -> torch.device:
         """Where tensors of `send`, `recv` and `all_gather` must lie."""
-        ...
 
     @property
     def observers(self) -> list[Observer]: ...
 
-    def expect(self, tensor: torch.Tensor, src: int) -> Work | None:
-        """Let what `src` will broadcast come straight into `tensor` while this rank still computes.
+    def expect(self, tensor: torch.Tensor, src: int) -> PendingCall | None:
+        """Receive the next broadcast of `src` into `tensor` early, while this rank still computes.
 
         Returns:
-            What to pass to that `broadcast`, which has to follow; None where the network has no such thing.
+            What to pass to that `broadcast`, which has to follow; None where the network cannot do this.
         """
-        ...
 
     def open_channel(self, number: int, devices: Collection[torch.device]) -> Alarm | None:
-        """Keep messages from now on apart from those of other numbers, where the network can.
+        """Keep later messages apart from those of other optimizers, where the network can.
 
         Args:
             number: of the optimizer on the group.
             devices: of what it will broadcast.
         Returns:
-            An alarm that is heard when what its rank broadcasts later has arrived; None where there is none.
+            An alarm whose messages arrive before later broadcasts of their sender; None where there is none.
         """
-        ...
 
-    def broadcast(self, tensor: torch.Tensor, src: int, expected: Work | None = None) -> Work:
-        """Overwrite `tensor` on all ranks by that of `src`. Cost: each other rank receives it once."""
-        ...
+    def broadcast(self, tensor: torch.Tensor, src: int, expected: PendingCall | None = None) -> PendingCall:
+        """Overwrite `tensor` on all ranks by that of `src`. Cost: each other rank receives it once.
 
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        Args:
+            expected: what `expect` returned for this call.
+        """
+
+    def all_reduce(self, tensor: torch.Tensor) -> PendingCall:
         """Overwrite `tensor` by its sum over ranks. Cost: each rank sends 2(N-1)/N of it on a ring."""
-        ...
 
     def all_gather(self, tensor: torch.Tensor, told_as: str = "all_gather") -> list[torch.Tensor]:
         """The `tensor` of each rank, in rank order; equal shapes. Cost: each rank receives N-1 of them.
 
         Args:
-            told_as: the `op` that observers hear.
+            told_as: the `op` that observers see.
         """
-        ...
 
-    def send(self, tensor: torch.Tensor, dst: int) -> Work:
-        """Hand `tensor` to `dst`, which must `recv` one of its shape and dtype."""
-        ...
+    def send(self, tensor: torch.Tensor, dst: int) -> PendingCall:
+        """Send `tensor` to `dst`, which must `recv` one of its shape and dtype."""
 
-    def recv(self, tensor: torch.Tensor, src: int) -> Work:
+    def recv(self, tensor: torch.Tensor, src: int) -> PendingCall:
         """Overwrite `tensor` by what `src` sends next. Messages of a pair of ranks keep their order."""
-        ...
 
-    def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> Work:
-        """Send and receive several tensors, each paired with its other end, as one call.
+    def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> PendingCall:
+        """Send and receive several tensors as one call.
 
         Ranks that send to each other need this in place of `send` and `recv`, which on NCCL would each wait
-        for the other end. Messages of a pair of ranks keep their order; none may be empty, or to oneself.
+        for the other rank. Messages of a pair of ranks keep their order; none may be empty, or to oneself.
         """
-        ...
 
 
 class Observable:
-    """The list of observers, and the telling. Both kinds of ranks inherit it."""
+    """What implementations of `Collectives` inherit: observers; early receives and alarms that do nothing."""
 
     def __init__(self) -> None:
         self.observers: list[Observer] = []
 
     def tell(self, op: str, tensor: torch.Tensor, peer: int | None = None) -> None:
+        """Pass a call that is about to be made to all observers."""
         if self.observers:
             call = Call(op, tensor.numel() * tensor.element_size(), peer)
             for observer in self.observers:
                 observer(call)
 
-    def expect(self, tensor: torch.Tensor, src: int) -> Work | None:
+    def expect(self, tensor: torch.Tensor, src: int) -> PendingCall | None:
         return None
 
     def open_channel(self, number: int, devices: Collection[torch.device]) -> Alarm | None:
@@ -186,33 +175,33 @@ class ProcessGroupCollectives(Observable):
             "cpu" if "cpu:" in backends else f"cuda:{torch.cuda.current_device()}"
         )
 
-    def expect(self, tensor: torch.Tensor, src: int) -> Work | None:
+    def expect(self, tensor: torch.Tensor, src: int) -> PendingCall | None:
         if src == self.rank or not self._goes_pairwise(tensor):
             return None
         return self._from(src, tensor, "broadcast")
 
     def open_channel(self, number: int, devices: Collection[torch.device]) -> Alarm | None:
-        # If ranks step two optimizers in another order, each waits for the other, until the group's time-out.
-        # With one tag, each would take what the other sends for its own.
+        # With one tag for all, ranks that step two optimizers in another order would each take the other's
+        # parameters for their own. With a tag for each optimizer they wait, until the group's time-out.
         self.tag = TAG + number
-        straight = self.pairwise and all(device.type == "cpu" for device in devices)
-        return _PairwiseAlarm(self, ALARM_TAG + number) if straight else None
+        all_pairwise = self.pairwise and all(device.type == "cpu" for device in devices)
+        return _PairwiseAlarm(self, ALARM_TAG + number) if all_pairwise else None
 
-    def broadcast(self, tensor: torch.Tensor, src: int, expected: Work | None = None) -> Work:
+    def broadcast(self, tensor: torch.Tensor, src: int, expected: PendingCall | None = None) -> PendingCall:
         self.tell("broadcast", tensor, src)
         if not self._goes_pairwise(tensor):
             what = f"broadcast from rank {src}"
             return self._start(what, dist.broadcast, _raw(tensor), group_src=src, async_op=True)
         if src != self.rank:
             return expected or self._from(src, tensor, "broadcast")
-        # Each begins with another, so that not all send to the same rank at once.
+        # Each source begins with another peer, so that not all send to the same rank at once.
         peers = ((src + distance) % self.world_size for distance in range(1, self.world_size))
         return AllOf(self._to(peer, tensor, "broadcast") for peer in peers)
 
     def _goes_pairwise(self, tensor: torch.Tensor) -> bool:
         return self.pairwise and tensor.device.type == "cpu" and tensor.is_contiguous()
 
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
+    def all_reduce(self, tensor: torch.Tensor) -> PendingCall:
         self.tell("all_reduce", tensor)
         return self._start("all_reduce", dist.all_reduce, tensor, async_op=True)
 
@@ -222,91 +211,90 @@ class ProcessGroupCollectives(Observable):
         self._start("all_gather", dist.all_gather, gathered, tensor, async_op=True).wait()
         return gathered
 
-    def send(self, tensor: torch.Tensor, dst: int) -> Work:
+    def send(self, tensor: torch.Tensor, dst: int) -> PendingCall:
         self.tell("send", tensor, dst)
         return self._to(dst, tensor)
 
-    def recv(self, tensor: torch.Tensor, src: int) -> Work:
+    def recv(self, tensor: torch.Tensor, src: int) -> PendingCall:
         self.tell("recv", tensor, src)
         return self._from(src, tensor)
 
-    def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> Work:
+    def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> PendingCall:
         for dst, tensor in sends:
             self.tell("send", tensor, dst)
         for src, tensor in recvs:
             self.tell("recv", tensor, src)
         if self.wire_device.type == "cpu":
-            # Receives first, so that Gloo can write what comes straight into its place.
+            # Receives first, so that Gloo can write what arrives into its place without a copy.
             return AllOf([*(self._from(*recv) for recv in recvs), *(self._to(*send) for send in sends)])
         peers = sorted({peer for peer, _ in (*sends, *recvs)})
         return self._start(f"exchange with ranks {peers}", _batch, sends, recvs)
 
-    def _to(self, dst: int, tensor: torch.Tensor, what: str = "send") -> Work:
+    def _to(self, dst: int, tensor: torch.Tensor, what: str = "send") -> PendingCall:
         return self._start(f"{what} to rank {dst}", dist.isend, _raw(tensor), group_dst=dst, tag=self.tag)
 
-    def _from(self, src: int, tensor: torch.Tensor, what: str = "receive") -> Work:
+    def _from(self, src: int, tensor: torch.Tensor, what: str = "receive") -> PendingCall:
         return self._start(f"{what} from rank {src}", dist.irecv, _raw(tensor), group_src=src, tag=self.tag)
 
-    def _start(self, what: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
-        work = _GroupWork(f"rank {self.rank} of {self.world_size}: {what}")
-        with work:
-            work.work = operation(*args, group=self.group, **kwargs)
-        return work
+    def _start(self, what: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> PendingCall:
+        call = _NamedCall(f"rank {self.rank} of {self.world_size}: {what}")
+        with call:
+            call.work = operation(*args, group=self.group, **kwargs)
+        return call
 
 
 class _PairwiseAlarm:
-    """On Gloo: a receive from each peer that nobody waits for; an alarm is there when its memory changes.
+    """An `Alarm` on Gloo: from each peer a receive for which nobody waits. Its last byte says if it came.
 
-    Gloo delivers the messages between two ranks in their order, so when a rank has received new values, an
-    alarm that their sender rang before them lies in memory, and looking there asks nothing of the network.
+    Gloo delivers the messages between two ranks in their order. So when a rank has received new values, an
+    alarm that their sender rang before is already in memory, and reading it there costs no communication.
     """
 
     def __init__(self, comm: ProcessGroupCollectives, tag: int) -> None:
         self.comm, self.tag = comm, tag
-        self.rooms: dict[int, bytearray] = {}
-        self.listening: dict[int, Any] = {}
-        self.sent: list[Any] = []
+        self.received: dict[int, bytearray] = {}
+        self.receives: dict[int, Any] = {}
+        self.sends: list[Any] = []
         for peer in range(comm.world_size):
             if peer != comm.rank:
                 self._listen(peer)
 
     def _listen(self, peer: int) -> None:
-        self.rooms[peer] = bytearray(ALARM_NBYTES)
-        room = torch.frombuffer(self.rooms[peer], dtype=torch.uint8)
-        self.listening[peer] = dist.irecv(room, group=self.comm.group, group_src=peer, tag=self.tag)
+        self.received[peer] = bytearray(ALARM_NBYTES)
+        tensor = torch.frombuffer(self.received[peer], dtype=torch.uint8)
+        self.receives[peer] = dist.irecv(tensor, group=self.comm.group, group_src=peer, tag=self.tag)
 
     def ring(self, text: str, update: int) -> None:
-        room = ALARM_NBYTES - 9
-        word = bytearray(text.encode()[:room].ljust(room) + update.to_bytes(8, "big") + b"\1")
-        sent = torch.frombuffer(word, dtype=torch.uint8)
-        self.sent = [
-            dist.isend(sent, group=self.comm.group, group_dst=peer, tag=self.tag) for peer in self.rooms
+        limit = ALARM_NBYTES - 9
+        message = bytearray(text.encode()[:limit].ljust(limit) + update.to_bytes(8, "big") + b"\1")
+        tensor = torch.frombuffer(message, dtype=torch.uint8)
+        self.sends = [
+            dist.isend(tensor, group=self.comm.group, group_dst=peer, tag=self.tag) for peer in self.received
         ]
 
     def heard(self, update: int) -> dict[int, str]:
         texts = {}
-        for peer, word in list(self.rooms.items()):
-            if word[-1] and int.from_bytes(word[-9:-1], "big") <= update:
-                texts[peer] = word[:-9].decode(errors="replace").rstrip()
+        for peer, message in list(self.received.items()):
+            if message[-1] and int.from_bytes(message[-9:-1], "big") <= update:
+                texts[peer] = message[:-9].decode(errors="replace").rstrip()
                 self._listen(peer)
         return texts
 
 
 class AllOf:
-    """Several calls under way, waited for as one."""
+    """Several calls that were started, as one."""
 
-    def __init__(self, works: Iterable[Work]) -> None:
-        self.works = list(works)
+    def __init__(self, calls: Iterable[PendingCall]) -> None:
+        self.calls = list(calls)
 
-    def wait(self) -> object:
-        for work in self.works:
-            work.wait()
-        return None
+    def wait(self) -> None:
+        for call in self.calls:
+            call.wait()
 
 
 def as_collectives(process_group: dist.ProcessGroup | Collectives | None) -> Collectives:
-    """What a user may pass as `process_group`: a torch group, None for the default one, or Collectives."""
-    # An int is what new_group() gives to ranks outside the group; the constructor refuses it.
+    """The `Collectives` of a `process_group`: a torch group, None for the default one, or Collectives."""
+    # new_group() returns an int to ranks outside the group; the constructor refuses it.
     if process_group is None or isinstance(process_group, (dist.ProcessGroup, int)):
         return ProcessGroupCollectives(process_group)
     if not hasattr(process_group, "broadcast"):
@@ -317,106 +305,27 @@ def as_collectives(process_group: dist.ProcessGroup | Collectives | None) -> Col
     return process_group
 
 
-class RanksLostError(RuntimeError):
-    """The network failed while ranks compared what they do, so this one cannot know who went on."""
+def gather_bytes(comm: Collectives, content: bytes, told_as: str = "all_gather") -> list[bytearray]:
+    """The `content` of each rank, in rank order; equally many bytes on all ranks.
 
-
-class Fact(str):
-    """A line that must be the same on all ranks, with what to do about it where it is not."""
-
-    remedy: str
-
-    def __new__(cls, line: str, remedy: str) -> Fact:
-        fact = super().__new__(cls, line)
-        fact.remedy = remedy
-        return fact
-
-
-REMEDY = "Pass the same parameters and options on every rank."
-
-
-def agree(
-    comm: Collectives, action: str, facts: Sequence[str] | Exception, told_as: str = "all_gather"
-) -> None:
-    """Compare what every rank is about to do; return if they agree, raise on all of them if not.
-
-    An error found by one rank alone would leave the others waiting in their next collective. So each
-    rank first checks by itself, then passes here what it found: the facts that must be equal, or its error.
-
-    Args:
-        action: what comes next, in words: "construct the optimizer".
-        facts: one line each, in an order that all ranks share, or the exception that this rank met. A `Fact`
-            brings its own advice for the case that it differs.
-        told_as: the `op` that observers hear.
-    Raises:
-        Exception: the one passed as `facts`, on the rank that passed it.
-        RuntimeError: another rank failed, or does something else.
-        RanksLostError: the network failed.
-        ValueError: the facts differ; names the rank and the first fact.
-    Collective: all ranks of the group, outside of any other call.
-    Cost: one all-gather of 32 bytes; where ranks differ, one more of all the facts.
+    Collective: all ranks of the group.
+    Cost: one all-gather of the content.
     """
-    failed = isinstance(facts, Exception)
-    lines = [f"{type(facts).__name__}: {facts}"] if isinstance(facts, Exception) else list(facts)
-    text = json.dumps([action, failed, lines]).encode()
-    digest = hashlib.sha256(text).digest()[:24] + len(text).to_bytes(8, "big")
-    try:
-        digests = [_text(other) for other in comm.all_gather(_as_bytes(digest, comm), told_as)]
-    except RuntimeError as error:
-        raise RanksLostError(f"rank {comm.rank} was to {action} with all others: {error}") from error
-    if all(other == digest for other in digests) and not failed:
-        return
-
-    longest = max(int.from_bytes(other[24:], "big") for other in digests)
-    texts = comm.all_gather(_as_bytes(text.ljust(longest), comm), told_as)
-    if isinstance(facts, Exception):
-        raise facts
-    said = [json.loads(_text(other)) for other in texts]
-    for rank, (their_action, their_failure, their_lines) in enumerate(said):
-        if their_failure:
-            raise RuntimeError(f"rank {comm.rank}: rank {rank} could not {their_action}: {their_lines[0]}")
-    for rank, (their_action, _, _) in enumerate(said):
-        if their_action != action:
-            raise RuntimeError(
-                f"rank {comm.rank} is to {action} while rank {rank} is to {their_action}. "
-                "All ranks must make the same calls in the same order."
-            )
-    raise ValueError(_disagreement(action, [lines for _, _, lines in said], facts))
-
-
-@contextlib.contextmanager
-def agreement(comm: Collectives, action: str) -> Iterator[list[str]]:
-    """Prepare an action, and at the end compare it with what other ranks have prepared.
-
-    >>> with agreement(comm, "construct the optimizer") as facts:                          # doctest: +SKIP
-    ...     facts += [f"{len(params)} parameters"]
-
-    Yields:
-        A list for the facts. An exception that leaves the block is what this rank met.
-    Raises, Collective, Cost: as `agree`, at the end.
-    """
-    facts: list[str] = []
-    try:
-        yield facts
-    except Exception as error:
-        agree(comm, action, error)
-    else:
-        agree(comm, action, facts)
+    return [_content_of(other) for other in comm.all_gather(_tensor_of(content, comm), told_as)]
 
 
 def gather_texts(comm: Collectives, text: str) -> list[str]:
-    """What each rank has to say, in rank order.
+    """The `text` of each rank, in rank order.
 
     Collective: all ranks of the group.
-    Cost: one all-gather of 8 bytes; where a rank says something, one more of the texts.
+    Cost: one all-gather of 8 bytes; where a rank has a text, one more of the texts.
     """
     mine = text.encode()
-    length = torch.tensor([len(mine)], device=comm.wire_device)
-    lengths = [int(other.item()) for other in comm.all_gather(length)]
+    lengths = [int.from_bytes(other, "big") for other in gather_bytes(comm, len(mine).to_bytes(8, "big"))]
     if not any(lengths):
         return [""] * comm.world_size
-    texts = comm.all_gather(_as_bytes(mine.ljust(max(lengths)), comm))
-    return [_text(other)[:numel].decode() for other, numel in zip(texts, lengths, strict=True)]
+    texts = gather_bytes(comm, mine.ljust(max(lengths)))
+    return [other[:length].decode() for other, length in zip(texts, lengths, strict=True)]
 
 
 def broadcast_json(comm: Collectives, value: Any, src: int) -> Any:
@@ -425,71 +334,46 @@ def broadcast_json(comm: Collectives, value: Any, src: int) -> Any:
     Collective: all ranks of the group.
     Cost: two broadcasts, of 8 bytes and of the text.
     """
-    text = torch.zeros(0, dtype=torch.uint8)
-    if comm.rank == src:
-        text = _as_bytes(json.dumps(value, default=torch.Tensor.item).encode(), comm)
-    length = torch.tensor([text.numel()], device=comm.wire_device)
+    text = json.dumps(value, default=torch.Tensor.item).encode() if comm.rank == src else b""
+    length = torch.tensor([len(text)], device=comm.wire_device)
     comm.broadcast(length, src).wait()
-    if comm.rank != src:
-        text = _room(length)
-    comm.broadcast(text, src).wait()
-    return json.loads(_text(text))
+    tensor = _tensor_of(text.ljust(int(length.item())), comm)
+    comm.broadcast(tensor, src).wait()
+    return json.loads(_content_of(tensor))
 
 
 def exchange_json(comm: Collectives, values: Mapping[int, Any], sources: Iterable[int]) -> list[Any]:
-    """Hand a value, which JSON can express, to each of some ranks, and give what comes from each source.
+    """Send a value, which JSON can express, to each rank in `values`; return what each source sends.
 
-    Collective: this rank is among the sources of the ranks that it hands something, and the other way round.
+    Collective: each destination has this rank among its sources, and each source has a value for this rank.
     Cost: between two ranks two messages, of 8 bytes and of the text.
     """
-    texts = [(peer, _as_bytes(json.dumps(value).encode(), comm)) for peer, value in values.items()]
+    texts = [(peer, _tensor_of(json.dumps(value).encode(), comm)) for peer, value in values.items()]
     lengths = [(peer, torch.tensor([text.numel()], device=comm.wire_device)) for peer, text in texts]
-    coming = [(peer, torch.empty(1, dtype=torch.int64, device=comm.wire_device)) for peer in sources]
-    comm.exchange(lengths, coming).wait()
-    room = [(peer, _room(length)) for peer, length in coming]
-    comm.exchange(texts, room).wait()
-    return [json.loads(_text(text)) for _, text in room]
+    their_lengths = [(peer, torch.tensor([0], device=comm.wire_device)) for peer in sources]
+    comm.exchange(lengths, their_lengths).wait()
+    theirs = [(peer, _tensor_of(bytes(int(length.item())), comm)) for peer, length in their_lengths]
+    comm.exchange(texts, theirs).wait()
+    return [json.loads(_content_of(text)) for _, text in theirs]
 
 
-def _disagreement(action: str, lines_of_rank: list[list[str]], facts: Sequence[str]) -> str:
-    """Name the rank that differs from most, and the first line in which it does."""
-    usual = list(Counter(map(tuple, lines_of_rank)).most_common(1)[0][0])
-    odd = next(rank for rank, lines in enumerate(lines_of_rank) if lines != usual)
-    typical = lines_of_rank.index(usual)
-    for number, (mine, theirs) in enumerate(zip(lines_of_rank[odd], usual, strict=False)):
-        if mine != theirs:
-            remedy = getattr(facts[number], "remedy", REMEDY) if number < len(facts) else REMEDY
-            return (
-                f"ranks disagree, so none can {action}: rank {odd} has [{mine}] where rank {typical} has "
-                f"[{theirs}]. {remedy}"
-            )
-    return (
-        f"ranks disagree, so none can {action}: rank {odd} lists {len(lines_of_rank[odd])} facts and rank "
-        f"{typical} lists {len(usual)}. {REMEDY}"
-    )
+def _tensor_of(content: bytes, comm: Collectives) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(comm.wire_device)
 
 
-def _as_bytes(text: bytes, comm: Collectives) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(comm.wire_device)
-
-
-def _room(length: torch.Tensor) -> torch.Tensor:
-    return torch.empty(int(length.item()), dtype=torch.uint8, device=length.device)
-
-
-def _text(received: torch.Tensor) -> bytearray:
-    text = bytearray(received.numel())
-    torch.frombuffer(text, dtype=torch.uint8).copy_(received)
-    return text
+def _content_of(tensor: torch.Tensor) -> bytearray:
+    content = bytearray(tensor.numel())
+    torch.frombuffer(content, dtype=torch.uint8).copy_(tensor)
+    return content
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    # Copying needs no dtype, and Gloo does not broadcast every one: not int16, bool or float8.
+    # As bytes, because Gloo does not broadcast every dtype: not int16, bool or float8.
     return tensor.detach().view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
 
 
-def _batch(sends: Sequence[ToPeer], recvs: Sequence[ToPeer], *, group: Any) -> Work:
-    # One launch for all: NCCL would finish a send that stands before a receive only when that peer receives.
+def _batch(sends: Sequence[ToPeer], recvs: Sequence[ToPeer], *, group: Any) -> PendingCall:
+    # One launch for all: by itself a send on NCCL would complete only when its peer receives.
     ops = [
         *(dist.P2POp(dist.isend, _raw(tensor), group=group, group_peer=dst) for dst, tensor in sends),
         *(dist.P2POp(dist.irecv, _raw(tensor), group=group, group_peer=src) for src, tensor in recvs),
@@ -497,10 +381,10 @@ def _batch(sends: Sequence[ToPeer], recvs: Sequence[ToPeer], *, group: Any) -> W
     return AllOf(dist.batch_isend_irecv(ops) if ops else [])
 
 
-class _GroupWork:
-    """A torch Work that says, when it cannot be started or fails, which rank was to do what."""
+class _NamedCall:
+    """A torch `Work` that says, when it cannot be started or fails, which rank was to do what."""
 
-    # A context by itself and not by @contextmanager: this runs for every message of every step.
+    # A context of its own and not by @contextmanager, which is slower: every message of every step enters it.
     def __init__(self, what: str) -> None:
         self.what = what
         self.work: Any = None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero_ref.comm.collectives import Collectives, Work, as_collectives
+from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
 from zero_ref.course import Answer, ExerciseFailed, StillTheStub, call_text, exercise, shown
 from zero_ref.lab import ranks, virtual
 from zero_ref.lab.meter import bytes_sent_by
@@ -21,7 +21,7 @@ class _Neighbours:
     """What an answer is given to send and to receive with, keeping account of both."""
 
     def __init__(self, comm: Collectives) -> None:
-        self.comm, self.sent, self.under_way = comm, list[int](), list[Work]()
+        self.comm, self.sent, self.under_way = comm, list[int](), list[PendingCall]()
         self.received = list[list[float]]()
         self.next, self.previous = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
 

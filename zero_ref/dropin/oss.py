@@ -1,9 +1,9 @@
-"""FairScale's OSS on this package's engine: for programs written for it, which change an import.
+"""FairScale's OSS as a form of `ZeroRedundancyOptimizer`: a program written for OSS changes one import.
 
     from zero_ref import OSS                    # was: from fairscale.optim import OSS
 
-OSS (optimizer state sharding) was the first public implementation of ZeRO's stage 1; its repository is
-archived. Its own names and defaults are here; what they do is done by `ZeroRedundancyOptimizer`.
+OSS (optimizer state sharding) was the first public implementation of ZeRO's stage 1, the stage of
+`minimal.py`; its repository is archived. This module adds FairScale's names and defaults.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 
 from zero_ref.clip import clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
-from zero_ref.optimizer.groups import options_of
+from zero_ref.optimizer.groups import ParamGroup, options_of
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
@@ -26,8 +26,8 @@ class ParamBucket(NamedTuple):
     """The trained parameters of one rank on one device.
 
     Args:
-        buffers: one (numel,) tensor for each dtype; the parameters are views of them.
-        params: what lies there.
+        buffers: one (numel,) tensor for each dtype.
+        params: the parameters, which are views of the buffers.
     """
 
     buffers: tuple[torch.Tensor, ...]
@@ -53,17 +53,17 @@ class OSS(ZeroRedundancyOptimizer):
 
     >>> optimizer = OSS(ddp.parameters(), torch.optim.Adam, lr=1e-3)             # doctest: +SKIP
 
-    Beyond it, parameters may have several dtypes, loading leaves the caller's state dict as it was, and the
-    next step sees a change of `requires_grad` by itself. What a program written for it may notice: all ranks
-    call `load_state_dict` together, and `state_dict` refuses to give a state from before the last step.
+    Unlike with FairScale's, parameters may have several dtypes, loading does not change the caller's state
+    dict, and the next step sees a change of `requires_grad` by itself. All ranks call `load_state_dict`
+    together, and `state_dict` refuses to return a state from before the last step.
 
     Args:
         params, optim, group: as `params`, `optimizer_class`, `process_group` of `ZeroRedundancyOptimizer`.
         broadcast_buffer_size, force_broadcast_object: accepted and not used.
-        broadcast_fp16: send new parameters as float16. Unlike FairScale's, the owner keeps its own in full,
-            so that small updates add up; the others, and a model that one rank saves, have rounded ones. May
-            be set later, on all ranks.
-        broadcast_dtype: the same with another dtype, such as torch.bfloat16, whose range is that of float32.
+        broadcast_fp16: send new parameters as float16. Unlike with FairScale's, the owner keeps its own in
+            full precision, so that small updates add up; the other ranks, and a model that one rank saves,
+            have rounded ones. May be set later, on all ranks.
+        broadcast_dtype: the same with another dtype, such as torch.bfloat16, which has the range of float32.
         **default: passed to `optim`.
 
     Attributes:
@@ -71,7 +71,7 @@ class OSS(ZeroRedundancyOptimizer):
         group: the process group.
 
     Raises:
-        ValueError: both `broadcast_fp16` and `broadcast_dtype` are given. Else as `ZeroRedundancyOptimizer`.
+        ValueError: both `broadcast_fp16` and `broadcast_dtype` are given; or as `ZeroRedundancyOptimizer`.
     Collective, Cost: as `ZeroRedundancyOptimizer`, one message from each owner in a step.
     Source: the interface and the partition rule of fairscale.optim.OSS 0.4.13.
     """
@@ -109,19 +109,18 @@ class OSS(ZeroRedundancyOptimizer):
 
     @property
     def broadcast_fp16(self) -> bool:
-        """New parameters travel as float16."""
+        """Whether new parameters are sent as float16."""
         return self.broadcast_dtype == torch.float16
 
     @broadcast_fp16.setter
     def broadcast_fp16(self, wanted: bool) -> None:
         self.broadcast_dtype = torch.float16 if wanted else None
 
-    # ----------------------------------------------------------------------------------------- who owns what
-
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """For each rank its parameter groups: the options of all, of the parameters those that it owns.
+        """For each rank its parameter groups: all options, and the parameters that the rank owns.
 
-        They go in registration order, each to the rank with the fewest trained elements so far.
+        Parameters are assigned in registration order, each to the rank with the fewest trained elements so
+        far.
 
         >>> from zero_ref.lab import virtual
         >>> def on_rank(comm):
@@ -132,20 +131,16 @@ class OSS(ZeroRedundancyOptimizer):
         ([6, 1], 2)
         """
         rank_of_param = self._param_to_rank
-        return [
-            [
-                {
-                    **options_of(group),
-                    "params": [param for param in group["params"] if rank_of_param[param] == rank],
-                }
-                for group in self.param_groups
-            ]
-            for rank in range(self.world_size)
-        ]
+
+        def owned_by(rank: int, group: ParamGroup) -> ParamGroup:
+            params = [param for param in group["params"] if rank_of_param[param] == rank]
+            return {**options_of(group), "params": params}
+
+        return [[owned_by(rank, group) for group in self.param_groups] for rank in range(self.world_size)]
 
     @property
     def buckets(self) -> dict[torch.device, dict[int, ParamBucket]]:
-        """For each device, for each rank that trains parameters there, the memory they lie in and share."""
+        """For each device, and each rank that trains parameters there, their memory."""
         params = self.built.params
         of_device: dict[torch.device, dict[int, ParamBucket]] = {}
         for message in self.built.messages:
@@ -159,7 +154,7 @@ class OSS(ZeroRedundancyOptimizer):
 
     @property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:
-        """Each parameter's owner. fairscale.nn.ShardedDataParallel reads this and the next."""
+        """Each parameter's owner. fairscale.nn.ShardedDataParallel reads this and `_per_device_params`."""
         return dict(zip(self.built.params, self.partition.owner_of_param, strict=True))
 
     @property
@@ -170,7 +165,7 @@ class OSS(ZeroRedundancyOptimizer):
         return of_device
 
     def refresh_trainable(self) -> None:
-        """Take note of parameters that were frozen, unfrozen or moved. The next step would do so by itself.
+        """Plan anew if parameters were frozen, unfrozen or moved. The next step would do so by itself.
 
         Collective: all ranks of the group.
         Cost: nothing if `requires_grad` is as it was, else one all-gather of 32 bytes.
@@ -189,24 +184,22 @@ class OSS(ZeroRedundancyOptimizer):
 
         Args:
             max_norm, norm_type: as `torch.nn.utils.clip_grad_norm_`; `norm_type` may be infinity.
-            filter_params_fn: takes the trained parameters, returns those whose gradients count in the norm;
-                all are scaled. The same ones on every rank.
+            filter_params_fn: takes the trained parameters and returns those whose gradients count in the
+                norm, the same ones on every rank. All gradients are scaled.
         Returns:
             The norm before clipping, shape (), the same on all ranks.
-        Raises, Collective, Cost: as `zero_ref.clip.clip_grad_norm_`. Over the ranks of `group`, where
-            FairScale's takes all there are.
+        Raises, Collective, Cost: as `zero_ref.clip.clip_grad_norm_`. Over the ranks of `group`; FairScale's
+            is over all ranks.
         """
         if filter_params_fn is None:
             return clip_grad_norm_(self, max_norm, norm_type)
 
-        def counted() -> Iterator[torch.Tensor]:  # called where an error of one rank is told to the others
+        def counted() -> Iterator[torch.Tensor]:  # runs where an error on one rank makes all ranks raise
             yield from filter_params_fn([param for param in self.built.params if param.requires_grad])
 
         total = get_total_norm(self, norm_type, params=counted())
         clip_grads_with_norm_(self.built.params, float(max_norm), total)
         return total
-
-    # ------------------------------------------------------------------------------------------- checkpoints
 
     def consolidate_state_dict(self, recipient_rank: int | Literal["all"] = 0) -> None:
         """Gather the optimizer state onto one rank of the group, or onto all.
@@ -218,10 +211,10 @@ class OSS(ZeroRedundancyOptimizer):
         super().consolidate_state_dict("all" if recipient_rank == -1 else recipient_rank)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """The state that the unsharded optimizer would have, where it was gathered.
+        """The state that the unsharded optimizer would have, on ranks onto which it was gathered.
 
         Args:
-            all_ranks: gather it on all ranks first.
+            all_ranks: gather it onto all ranks first.
         Raises:
             RuntimeError: it was not consolidated onto this rank since the last step.
         Collective: with `all_ranks=True` all ranks of the group, otherwise none.

@@ -1,8 +1,9 @@
-"""The optimizer that runs where the parameter lives: torch.distributed.rpc instead of collectives.
+"""An optimizer that runs on the workers that have the parameters: torch.distributed.rpc, not collectives.
 
-A model's layers may lie in several processes, called workers. Distributed autograd leaves each gradient on
-the worker that has its parameter, so nothing but the order to step has to travel. `DistributedOptimizer` is
-what gives that order; an ordinary torch.optim optimizer on each worker is what follows it.
+In `minimal.py` every rank has all parameters. Here a model's layers are in several processes, called workers.
+Distributed autograd leaves each gradient on the worker that has its parameter, so only the request to step
+has to be sent. `DistributedOptimizer` sends it; an ordinary torch.optim optimizer on each worker makes the
+step.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ __all__ = ["DistributedOptimizer"]
 class DistributedOptimizer:
     """Steps parameters on the workers that own them, with one local optimizer on each.
 
-    The same as one `optimizer_class` over all parameters, wherever its arithmetic treats each by itself, as
-    SGD, Adam and Adagrad do. A parameter that has no gradient in the context is left as it is, and `.grad` of
-    every parameter stays what it was, if no other code writes it during the step. Steps on one worker wait
-    for each other, whichever client asks. But each client that makes a DistributedOptimizer has local
-    optimizers of its own: two with Adam keep two states of the same parameter.
+    The same as one `optimizer_class` over all parameters, if it updates each parameter by itself, as SGD,
+    Adam and Adagrad do. A parameter without a gradient in the context does not change. Nor does `.grad` of
+    any parameter, if no other code writes it during the step. Steps on one worker wait for each other,
+    whichever client asks. But each DistributedOptimizer has local optimizers of its own: two with Adam keep
+    two states of the same parameter.
 
-    As torch's class it has no `state_dict` and no way to change an option such as the learning rate.
+    Like torch's class it has no `state_dict` and no way to change an option such as the learning rate.
 
     >>> with dist_autograd.context() as context_id:                             # doctest: +SKIP
     ...     loss = rpc.rpc_sync("worker1", second_half, args=(first(x),)).sum()
@@ -41,16 +42,16 @@ class DistributedOptimizer:
     ...     optimizer.step(context_id)
 
     Args:
-        optimizer_class: a class of torch.optim or one like them, of a module that every worker can import.
-        params_rref: an rpc.RRef for each parameter, a leaf tensor; each worker takes its own in this order.
+        optimizer_class: a class of torch.optim or one like them, from a module that every worker can import.
+        params_rref: an rpc.RRef for each parameter, a leaf tensor; each worker steps its own in this order.
         args, kwargs: for `optimizer_class`, on every worker.
     Raises:
         TypeError, ValueError: an argument is not as said above, or a worker's `optimizer_class` refuses it.
         RuntimeError: RPC is not initialized, or a worker raised something else or gave no answer.
     Cost:
         One request and its reply for each worker other than this one, all at once. For each RRef that is
-        passed on to its owner rpc adds a notice and its reply, and one of each for the local optimizer when
-        this object is deleted.
+        sent to its owner rpc adds a notice and its reply, and one of each for the local optimizer when this
+        object is deleted.
     Source: the interface is that of torch.distributed.optim.DistributedOptimizer.
     """
 
@@ -67,7 +68,7 @@ class DistributedOptimizer:
         if failures := _failures_in(outcomes):
             raise _error("no optimizer was made", failures)
         self._ids: dict[str, int] = {worker: outcome[0] for worker, outcome in outcomes.items()}
-        # As long as these are there, the local optimizers are.
+        # These keep the local optimizers alive.
         self._rrefs = [outcome[1] for outcome in outcomes.values()]
 
     def step(self, context_id: int) -> None:
@@ -76,10 +77,10 @@ class DistributedOptimizer:
         Args:
             context_id: of a dist_autograd.context() that is still open, after dist_autograd.backward in it.
         Raises:
-            RuntimeError, ValueError, TypeError: a worker raised that; RuntimeError for all other exceptions,
-                a worker without an answer within RPC's time-out, a context that this worker does not know,
-                and one in which no parameter has a gradient. The message says which workers made their step,
-                and of which it is not known: one without an answer may be slow, and make it yet.
+            RuntimeError, ValueError, TypeError: a worker raised that. RuntimeError also if a worker raised
+                another exception or did not answer within RPC's time-out, if this worker does not know the
+                context, or if no parameter has a gradient in it. The message says which workers made their
+                step, and of which this is not known: a worker that is slow to answer may still make it.
         Cost:
             One request and its reply for each worker other than this one, all at once, without a tensor: the
             same for every size of model.
@@ -101,7 +102,7 @@ class DistributedOptimizer:
 
 # ---------------------------------------------------------------------------------- on each worker
 
-_lock = threading.Lock()  # two optimizers may have a parameter in common, so it is one for the process
+_lock = threading.Lock()  # one for the process, because two optimizers may have a parameter in common
 _numbers = itertools.count()
 _locals: WeakValueDictionary[int, _LocalOptimizer] = WeakValueDictionary()
 
@@ -112,7 +113,7 @@ class _LocalOptimizer:
         self.params = params
 
     def step(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> int:
-        """Step with these gradients and no other; the number of parameters that have one."""
+        """Step with these gradients and no others. Return the number of parameters that have one."""
         own = [gradients.get(param) for param in self.params]
         with _lock:
             before = [param.grad for param in self.params]
@@ -129,10 +130,10 @@ class _LocalOptimizer:
 def _create(
     optimizer_class: type[Optimizer], share: dict[int, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, Any]:
-    """Make the local optimizer. Its number is what a step names it by, the RRef is what keeps it.
+    """Make the local optimizer. Return a number that names it in a step, and an RRef that keeps it alive.
 
-    Naming it by the RRef would double the messages of a step: rpc counts references, so an owner that is sent
-    one of its own RRefs sends a notice back.
+    Naming it by the RRef would double the messages of a step: rpc counts references, so an owner to which one
+    of its own RRefs is sent sends a notice back.
     """
     position_of: dict[torch.Tensor, int] = {}
     for position, rref in share.items():
@@ -159,7 +160,7 @@ def _step(number: int, context_id: int) -> int:
     except RuntimeError as error:
         if "Could not find autograd context" not in str(error):
             raise
-        gradients = {}  # this worker took no part in it
+        gradients = {}  # this worker took no part in the backward
     return _locals[number].step(gradients)
 
 
@@ -177,7 +178,7 @@ class _Failure(NamedTuple):
 
 
 def _on_workers(part: Callable[..., Any], args_of_worker: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """What `part` gives on each worker, all at once; a `_Failure` where it gives nothing."""
+    """What `part` returns on each worker, all at once; a `_Failure` where it raises."""
     own = rpc.get_worker_info().name
     futures: dict[str, Any] = {}
     outcomes: dict[str, Any] = {}
@@ -192,13 +193,13 @@ def _on_workers(part: Callable[..., Any], args_of_worker: dict[str, tuple[Any, .
     for worker, future in futures.items():
         try:
             outcomes[worker] = future.wait()
-        except Exception as error:  # the worker is gone, too slow, or cannot read what it was sent
+        except Exception as error:  # the worker has ended, is too slow, or cannot unpickle the request
             outcomes[worker] = _failure(error, NO_ANSWER)
     return {worker: outcomes[worker] for worker in args_of_worker}
 
 
 def _attempt(part: Callable[..., Any], *args: Any) -> Any:
-    # What is raised goes back as a value: rpc would print it on the worker, and rebuild it from its text.
+    # The error is returned as a value: rpc would print it on the worker, and make a new one from its text.
     try:
         return part(*args)
     except Exception as error:
@@ -206,8 +207,7 @@ def _attempt(part: Callable[..., Any], *args: Any) -> Any:
 
 
 def _failure(error: Exception, how: str = RAISED) -> _Failure:
-    kind = type(error).__name__
-    return _Failure(how, kind, str(error), "".join(traceback.format_exception(error)))
+    return _Failure(how, type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
 
 def _failures_in(outcomes: dict[str, Any]) -> dict[str, _Failure]:
@@ -260,7 +260,8 @@ def _checked_rrefs(params_rref: Iterable[Any]) -> list[Any]:
 
 
 def _is_rref(value: object) -> bool:
-    return isinstance(value, rpc.PyRRef)  # type: ignore[attr-defined]  # rpc.remote gives no rpc.RRef, but its base
+    # rpc.remote returns no rpc.RRef, but an instance of its base.
+    return isinstance(value, rpc.PyRRef)  # type: ignore[attr-defined]
 
 
 def _check_context(context_id: object) -> None:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from zero_ref.backward.overlap import OverlappedStep
 from zero_ref.backward.reduction import Hook, OwnerReduction
-from zero_ref.comm.collectives import Collectives, ToPeer, Work
+from zero_ref.comm.collectives import Collectives, PendingCall, ToPeer
 from zero_ref.lab.meter import recording_all_reduce
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.simulator.operations import COMPUTE, NETWORK
@@ -190,7 +190,7 @@ class IterationRecorder:
         start_ms = self._now_ms()
         return lambda _: self._note(NETWORK, label, bucket, start_ms)
 
-    def _noted_when_done(self, work: Work, noted: Callable[[object], None]) -> Work:
+    def _noted_when_done(self, work: PendingCall, noted: Callable[[object], None]) -> PendingCall:
         """The same work. Its end is noted by the backend where it tells, else when someone waited for it."""
         try:
             future = work.work.get_future()  # type: ignore[attr-defined]
@@ -209,13 +209,13 @@ class _Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.collectives, name)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, expected: Work | None = None) -> Work:
+    def broadcast(self, tensor: torch.Tensor, src: int, expected: PendingCall | None = None) -> PendingCall:
         recorder = self.recorder
         bucket = recorder._steps - 1 if recorder._way == "interleaved" else None
         noted = recorder._starting("broadcast", bucket)
         return recorder._noted_when_done(self.collectives.broadcast(tensor, src, expected), noted)
 
-    def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> Work:
+    def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> PendingCall:
         noted = self.recorder._starting("reduce", self.recorder._bucket)
         return self.recorder._noted_when_done(self.collectives.exchange(sends, recvs), noted)
 
@@ -223,7 +223,7 @@ class _Timed:
 class _NotedWork:
     """A work that cannot be asked for a future: it is complete, at the latest, when someone waited for it."""
 
-    def __init__(self, work: Work, noted: Callable[[object], None]) -> None:
+    def __init__(self, work: PendingCall, noted: Callable[[object], None]) -> None:
         self.work, self.noted = work, noted
 
     def wait(self) -> object:

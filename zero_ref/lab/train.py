@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero_ref.comm.collectives import agree, as_collectives
+from zero_ref.comm.agreement import agree
+from zero_ref.comm.collectives import as_collectives
 from zero_ref.lab import meter, stage_3
 from zero_ref.lab._arguments import Parser, complain, json_text, unwritable
 from zero_ref.lab.config import COMPARED, TrainConfig, add_training_arguments, config_from

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zero_ref.comm.collectives import Observable, ToPeer, Work
+from zero_ref.comm.collectives import Observable, PendingCall, ToPeer
 from zero_ref.lab.patience import patience
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class VirtualCollectives(Observable):
     def open_channel(self, number: int, devices: Collection[torch.device]) -> _VirtualAlarm:
         return _VirtualAlarm(self, number)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, expected: Work | None = None) -> _Done:
+    def broadcast(self, tensor: torch.Tensor, src: int, expected: PendingCall | None = None) -> _Done:
         self.tell("broadcast", tensor, src)
         return self._exchange(f"broadcast from rank {src}", tensor, lambda board: tensor.copy_(board[src]))
 

@@ -1,7 +1,8 @@
 """Averagers: after a step, give ranks the mean of their parameters, where a schedule says so.
 
-`AveragingSchedule` knows when and over whom, `ModelAverager` counts the steps and does it. The other two
-classes are torch's in name and arguments.
+In `minimal.py` ranks have the same parameters after every step. This module is for ranks that train by
+themselves. `AveragingSchedule` says at which steps and over which ranks to average, `ModelAverager` counts
+the steps and averages. The other two classes have torch's names and arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives, agree, agreement, as_collectives
+from zero_ref.comm.agreement import agree, agreement
+from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives, as_collectives
 from zero_ref.local_sgd.averaging import AveragingSchedule
 
 
@@ -25,19 +27,19 @@ class ModelAverager:
     >>> averager.average_parameters(model.parameters())     # after each step             # doctest: +SKIP
 
     Args:
-        schedule: when, and over whom.
-        process_group: the ranks that train together; None is the default group. A `Collectives` works too,
-            where the schedule has no smaller groups.
-        timeout: of calls in the groups that are made here; None for torch's default of new groups, which may
-            differ from that of `process_group`.
+        schedule: at which steps, and over which ranks.
+        process_group: the ranks that train together; None is the default group. `Collectives` work too, if
+            the schedule has no smaller groups.
+        timeout: of calls in the smaller groups, which are made here; None for torch's default of new groups,
+            which may differ from that of `process_group`.
 
     Attributes:
         step: steps so far; the hook reads it too.
-        collectives: the way to all ranks; append to its `observers` to see every call. `group_of` has those
+        collectives: the calls to all ranks; append to its `observers` to see every call. `group_of` has those
             of smaller groups.
 
     Raises:
-        ValueError: the schedule is none for so many ranks, or ranks pass different ones. All raise.
+        ValueError: the schedule does not fit so many ranks, or ranks pass different ones. All ranks raise.
 
     Collective: all ranks of the group construct it together.
     Cost: one all-gather of 32 bytes, and a new group for each size that the schedule names.
@@ -79,11 +81,11 @@ class ModelAverager:
         return self.schedule.warmup_steps
 
     def average_parameters(self, params: Iterable[Any]) -> None:
-        """Count a step, and if one is due give every rank the average of the group's parameters.
+        """Count a step. If an average is due, give every rank of the group the mean of their parameters.
 
-        Returns with equal parameters on all ranks of the group that was averaged. Frozen parameters are left
-        alone, for they have not changed, and so are buffers: DDP sends those of rank 0 in every forward,
-        unless told not to (`forward_sync_buffers=False`, in older torch `broadcast_buffers=False`).
+        Frozen parameters have not changed and are not averaged. Nor are buffers: DDP broadcasts those of rank
+        0 in every forward, unless told not to (`forward_sync_buffers=False`, in older torch
+        `broadcast_buffers=False`).
 
         Args:
             params: those of the model, in an order that all ranks share, or the groups of an optimizer. They
@@ -92,11 +94,11 @@ class ModelAverager:
         Raises:
             TypeError: `params` holds something else. If one rank raises, all raise.
             ValueError: ranks average different parameters. All raise.
-            RuntimeError: ranks meet after different numbers of steps, which all say; or another rank stopped
-                or did not come.
+            RuntimeError: ranks meet after different numbers of steps (every rank names its own), or another
+                rank stopped or did not call.
         Collective: at the steps of the schedule all ranks of a group, at others none.
-        Cost: one all-gather of 32 bytes, and one all-reduce of all parameters, in the dtype that takes them
-            all; memory for as much. One for each device, if they are on several.
+        Cost: for each device, one all-reduce of the parameters there, in the dtype to which they all promote,
+            and memory for as much. One all-gather of 32 bytes.
         """
         level = self.schedule.level(self.step)
         if level is not None and level.group_size != 1:
@@ -110,8 +112,9 @@ class PeriodicModelAverager(ModelAverager):
     >>> PeriodicModelAverager(period=4, warmup_steps=100)                                 # doctest: +SKIP
 
     Args:
-        period: steps from one average to the next, H. With 1 as much is sent as by DDP, which hides it.
-        warmup_steps: how many steps come first in which gradients are averaged.
+        period: steps from one average to the next, H. With 1 as much is sent as by DDP, which overlaps it
+            with backward.
+        warmup_steps: how many steps at the beginning average gradients.
         process_group, timeout: as ModelAverager.
         gradient_group: as AveragingSchedule.
     Raises, Collective, Cost: as ModelAverager.
@@ -126,18 +129,17 @@ class PeriodicModelAverager(ModelAverager):
         gradient_group: int = 1,
         timeout: timedelta | None = None,
     ) -> None:
-        rule = AveragingSchedule.periodic
-        schedule = _planned(process_group, rule, period, warmup_steps, gradient_group)
+        schedule = _planned(process_group, AveragingSchedule.periodic, period, warmup_steps, gradient_group)
         super().__init__(schedule, process_group, timeout=timeout)
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages within groups of several sizes, the wider the less often. A drop-in for torch's class.
+    """Averages within groups of several sizes, large groups less often. A drop-in for torch's class.
 
     >>> HierarchicalModelAverager({4: 8, 16: 64}, warmup_steps=100)                       # doctest: +SKIP
 
     Args:
-        period_group_size_dict: {period: ranks in a group}, from small groups averaged often to all ranks.
+        period_group_size_dict: {period: ranks in a group}, from small groups, averaged often, to all ranks.
             Periods are counted from step 0, not from the end of the warm-up.
         warmup_steps, process_group, timeout: as PeriodicModelAverager.
         gradient_group: as AveragingSchedule.
@@ -165,7 +167,7 @@ def _planned(
     warmup_steps: int,
     gradient_group: int,
 ) -> AveragingSchedule:
-    """The schedule; if one rank's arguments make none, all ranks raise."""
+    """The schedule; if one rank's arguments are wrong, all ranks raise."""
     try:
         schedule = rule(periods, warmup_steps=warmup_steps, gradient_group=gradient_group)
     except (TypeError, ValueError) as error:
@@ -181,11 +183,11 @@ def _planned(
 
 
 def _consecutive(world: Collectives, size: int, timeout: timedelta | None) -> Any:
-    """The process group of the `size` consecutive ranks of `world` that this rank is one of."""
+    """A process group of `size` consecutive ranks of `world`, among them this rank."""
     assert isinstance(world, ProcessGroupCollectives)
     members = dist.get_process_group_ranks(world.group or dist.group.WORLD)
     first = world.rank - world.rank % size
-    # Only its members make a group: ranks outside of `world` need not take part.
+    # Only the group's members make it, because ranks outside of `world` do not call this.
     return dist.new_group(members[first : first + size], timeout=timeout, use_local_synchronization=True)
 
 
@@ -194,7 +196,7 @@ def _trainable(params: Iterable[Any]) -> list[torch.Tensor]:
     for param in listed:
         if not isinstance(param, torch.Tensor):
             raise TypeError(
-                f"an averager takes parameters, as of model.parameters(), or the param_groups of an "
+                "an averager takes parameters, as of model.parameters(), or the param_groups of an "
                 f"optimizer, and was given a {type(param).__name__}."
             )
     return [param for param in listed if param.requires_grad]
@@ -210,9 +212,8 @@ def _average(comm: Collectives, params: Iterable[Any], step: int) -> None:
     for device in dict.fromkeys(param.device for param in trainable):
         here = [param for param in trainable if param.device == device]
         flat = torch.cat([param.reshape(-1) for param in here])
-        # Divided before they are added up: the sum of many 16-bit numbers might have no room.
+        # Divided before the sum, which could overflow in 16 bits.
         flat /= comm.world_size
         comm.all_reduce(flat).wait()
-        means = flat.split([param.numel() for param in here])
-        for param, mean in zip(here, means):
-            param.copy_(mean.view_as(param))  # in place: it may be a view of a flat bucket
+        for param, mean in zip(here, flat.split([param.numel() for param in here]), strict=True):
+            param.copy_(mean.view_as(param))  # in place: the parameter may be a view of a flat bucket

@@ -1,8 +1,8 @@
-"""When ranks that train by themselves come together: the schedule of local SGD.
+"""The schedule of local SGD: at which steps ranks that train by themselves average, and over which ranks.
 
-One value says it to all who need to know: the hook asks it which gradients to reduce, the averager when to
-average and over which ranks, the simulator what is sent, the plots where the steps are. So they cannot
-disagree. Like `partition.py` it is arithmetic on integers: no tensor, no rank, no network.
+In `minimal.py` every step averages gradients over all ranks. A schedule is one value for the hook that
+reduces gradients, the averager, the simulator and the plots, so that they cannot disagree. Like
+`partition.py` this module is arithmetic on integers: no tensor, no rank, no network.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 
 class Level(NamedTuple):
-    """An average that is taken once in a while.
+    """An average of parameters that is taken every `period` steps.
 
     Args:
-        period: steps from one to the next, H.
-        group_size: over how many ranks: 0 to 3, 4 to 7 and so on for a size of 4; None for all of them.
+        period: steps from one average to the next, H.
+        group_size: ranks that are averaged, such as 0 to 3, 4 to 7 and so on for 4; None for all ranks.
     """
 
     period: int
@@ -33,7 +33,7 @@ class AveragingSchedule:
 
     Steps are counted from 0. Before `warmup_steps` every step averages gradients over all ranks, as DDP does.
     From then on gradients are averaged within a gradient group at most, and a step may end with an average of
-    the parameters. Where several levels are due the widest alone is taken.
+    the parameters. Where several levels are due, only the one of the largest groups is taken.
 
     >>> flat = AveragingSchedule.periodic(3, warmup_steps=2)
     >>> [step for step in range(10) if flat.level(step)]
@@ -43,12 +43,12 @@ class AveragingSchedule:
     [64, None, 8, None, 64]
 
     Args:
-        levels: from the one of the smallest groups, taken most often, to that of all ranks.
+        levels: from the smallest groups, averaged most often, to all ranks.
         warmup_steps: how many steps come before local training.
-        origin: the step from which periods are counted: a level is due where it is a multiple of the period
-            away. torch's flat averager counts from the end of the warm-up, its hierarchical one from step 0.
+        origin: a level is due at steps that are a multiple of its period away from this one. torch's flat
+            averager counts from the end of the warm-up, its hierarchical one from step 0.
         gradient_group: after the warm-up gradients are averaged over so many ranks, such as those of a
-            machine; 1 for none but one's own.
+            machine; with 1 not at all.
     Raises:
         TypeError: a number is not whole.
         ValueError: there is no level, a number is too small, levels are not in order, or groups do not nest.
@@ -95,25 +95,25 @@ class AveragingSchedule:
     ) -> AveragingSchedule:
         """Averages within groups, and seldom over all ranks: {period: ranks in a group}, all ranks last.
 
-        Periods are counted from step 0, not from the end of the warm-up, as by torch's hierarchical averager.
+        As in torch's hierarchical averager, periods are counted from step 0, not from the end of the warm-up.
         """
         levels = tuple(Level(period, size) for period, size in dict(size_of_period).items())
         return cls(levels, warmup_steps, gradient_group=gradient_group)
 
     @property
     def group_sizes(self) -> list[int]:
-        """Of the groups that this schedule names, each size once, ascending; 1 is no group."""
+        """The sizes of the groups in this schedule, ascending, without duplicates and without 1."""
         named = {self.gradient_group, *(level.group_size for level in self.levels)}
         return sorted(size for size in named if size is not None and size > 1)
 
     @property
     def cycle(self) -> int:
-        """Steps after which everything comes again."""
+        """Steps after which the schedule repeats."""
         return math.lcm(*(level.period for level in self.levels))
 
     @property
     def steady(self) -> range:
-        """The steps of the first cycle that begins with all ranks equal: the last of them averages over all.
+        """The steps of the first cycle that begins with equal ranks: its last step averages over all ranks.
 
         >>> AveragingSchedule.periodic(3, warmup_steps=2).steady
         range(3, 6)
@@ -123,27 +123,27 @@ class AveragingSchedule:
         return range(first, first + self.cycle)
 
     def is_local(self, step: int) -> bool:
-        """The warm-up is over."""
+        """Whether the warm-up is over."""
         return step >= self.warmup_steps
 
     def level(self, step: int) -> Level | None:
-        """What this step averages when it has updated the parameters; None for nothing."""
+        """The average that follows the update of this step; None for no average."""
         if not self.is_local(step):
             return None
         due = [level for level in self.levels if (step - self.origin) % level.period == 0]
         return due[-1] if due else None
 
     def agreeing(self, step: int, world_size: int) -> int:
-        """How many ranks have the same parameters after a step, in groups of consecutive ranks.
+        """How many consecutive ranks have the same parameters after a step, if all had before step 0.
 
-        They do if they had at the beginning: ranks that see the same gradients, or have just been averaged.
+        Ranks do that have used the same gradients in every step, or that have just been averaged.
 
         >>> schedule = AveragingSchedule.hierarchical({2: 4, 4: 8}, warmup_steps=2, gradient_group=2)
         >>> [schedule.agreeing(step, world_size=8) for step in range(6)]
         [8, 8, 4, 2, 8, 2]
 
         Raises:
-            ValueError: the schedule is none for so many ranks.
+            ValueError: the schedule does not fit so many ranks.
         """
         self.check_fits(world_size)
         if not self.is_local(step):
@@ -153,10 +153,10 @@ class AveragingSchedule:
         return max(averaged, self.gradient_group)
 
     def check_fits(self, world_size: int) -> None:
-        """Return if the groups can be made of so many ranks.
+        """Refuse a number of ranks that cannot be divided into the groups.
 
         Raises:
-            ValueError: they cannot, or the last level is not over all of them.
+            ValueError: it cannot, or the last level does not average over all ranks.
         """
         last = self.levels[-1].group_size
         if last is not None and last != world_size:

@@ -8,10 +8,10 @@
         loss_function(ddp(inputs), targets).backward()
         optimizer.step()        # averages too: do not call averager.average_parameters besides
 
-Three parts share one `AveragingSchedule` and one count of steps. The hook decides what becomes of gradients:
-over all ranks during the warm-up, then within a group or not at all. The optimizer takes its local step. The
-averager then brings parameters together, where the schedule says so. Interfaces are torch's, so each part
-also works with torch's other parts.
+`minimal.py` sends new parameters in every step; here each rank updates all parameters by itself. Three parts
+share one `AveragingSchedule` and one count of steps. The hook averages gradients over all ranks during the
+warm-up, then within a group or not at all. The optimizer takes its local step. The averager then averages the
+parameters, at the steps of the schedule. Each part also works with torch's other parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from zero_ref.backward.gradients import check_no_scaler
-from zero_ref.comm.collectives import ProcessGroupCollectives, agree, as_collectives
+from zero_ref.comm.agreement import agree
+from zero_ref.comm.collectives import ProcessGroupCollectives, as_collectives
 from zero_ref.local_sgd.averagers import ModelAverager
 from zero_ref.optimizer.groups import params_of
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -38,19 +39,19 @@ from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 class PostLocalSGDState:
     """Over which ranks `post_localSGD_hook` averages gradients, and until when. As torch's PostLocalSGDState.
 
-    `PostLocalSGDState.following(averager)` takes both from an averager's schedule, and the step from its
-    count. Given as numbers, as here, they must be the averager's by your own care, also after a restart: the
-    count begins at 0 then, and with it the warm-up.
+    `PostLocalSGDState.following(averager)` takes both from the averager's schedule and the step from its
+    count. If you pass numbers instead, keep them equal to the averager's, also after a restart: this count,
+    and with it the warm-up, then begins at 0.
 
     Args:
         process_group: all ranks; None is the default group.
-        subgroup: this rank's group after the warm-up; None for the ranks of this machine's GPUs, if gradients
-            are averaged then. Make it with `torch.distributed.new_subgroups` where there are none.
+        subgroup: this rank's group after the warm-up, if gradients are averaged then. None for the ranks of
+            this machine's GPUs; without GPUs make it with `torch.distributed.new_subgroups`.
         start_localSGD_iter: steps of the warm-up.
         post_local_gradient_allreduce: whether gradients are averaged after the warm-up, within `subgroup`.
     Raises:
         ValueError: `start_localSGD_iter` is below 0, or there is no subgroup and no GPU.
-    Collective: where it has to make the groups of machines, all ranks.
+    Collective: all ranks, if it has to make the groups of machines.
     """
 
     def __init__(
@@ -79,10 +80,10 @@ class PostLocalSGDState:
 
     @classmethod
     def following(cls, averager: ModelAverager) -> PostLocalSGDState:
-        """The state that goes with an averager: its ranks, its groups, its warm-up, its count of steps.
+        """The state with an averager's ranks, groups, warm-up and count of steps.
 
         Raises:
-            TypeError: the averager is none of this package's, which alone have a schedule, or does not
+            TypeError: the averager is not one of this package's, the only ones with a schedule, or does not
                 average over a process group.
         """
         if not isinstance(averager, ModelAverager):
@@ -91,11 +92,11 @@ class PostLocalSGDState:
                 "PostLocalSGDState the numbers that you gave this one."
             )
         size = averager.schedule.gradient_group
-        everybody, within = averager.collectives, averager.group_of.get(size)
+        everybody, subgroup = averager.collectives, None
         if not isinstance(everybody, ProcessGroupCollectives):
             raise TypeError(f"DDP reduces over a process group, and this averager is of {everybody!r}.")
-        subgroup = None
         if size > 1:
+            within = averager.group_of[size]
             assert isinstance(within, ProcessGroupCollectives)
             subgroup = within.group or dist.group.WORLD
         state = cls(everybody.group, subgroup, averager.warmup_steps, post_local_gradient_allreduce=size > 1)
@@ -104,7 +105,7 @@ class PostLocalSGDState:
 
     @property
     def iter(self) -> int:
-        """Steps so far; those of the averager, if it follows one, and then not to be set here."""
+        """Steps so far. If the state follows an averager, its steps, which cannot be set here."""
         return self._iter if self._averager is None else self._averager.step
 
     @iter.setter
@@ -114,20 +115,20 @@ class PostLocalSGDState:
         self._iter = steps
 
     def maybe_increase_iter(self, bucket: Any) -> None:
-        """Count a step at the last bucket of its backward, if no averager counts them."""
+        """Count a step at the last bucket of its backward. The count of an averager does not change."""
         if bucket.is_last():
             self._iter += 1
 
 
 # DDP refuses annotations other than its own classes, and typing knows no name for those.
 def post_localSGD_hook(state, bucket):  # type: ignore[no-untyped-def]
-    """A DDP communication hook: gradients of all ranks during the warm-up, then of the subgroup or none.
+    """A DDP communication hook: averages over all ranks in the warm-up, then over the subgroup or not at all.
 
     >>> ddp.register_comm_hook(PostLocalSGDState.following(averager), post_localSGD_hook)  # doctest: +SKIP
 
     Args:
         state: a PostLocalSGDState, this package's or torch's.
-    Collective: all ranks of the group that is due, in backward.
+    Collective: all ranks of the group that averages, in backward.
     Cost: an all-reduce of the bucket, or nothing.
     """
     if state.iter < state.start_localSGD_iter:
@@ -144,7 +145,7 @@ def post_localSGD_hook(state, bucket):  # type: ignore[no-untyped-def]
 
 
 class Averager(Protocol):
-    """What PostLocalSGDOptimizer asks of an averager. Those of torch have it too."""
+    """What PostLocalSGDOptimizer uses of an averager. torch's averagers have it too."""
 
     step: int
 
@@ -153,33 +154,34 @@ class Averager(Protocol):
 
 
 class PostLocalSGDOptimizer(Optimizer, Joinable):
-    """Takes a local step, then lets the averager bring the parameters together. A drop-in for torch's class.
+    """Takes a local step, then lets the averager average the parameters. A drop-in for torch's class.
 
-    It neither reduces gradients nor decides when to average: the hook of DDP and the averager do. Its groups
-    and its state are the local optimizer's own.
+    The hook of DDP reduces gradients, and the averager decides when to average. Groups and state are the
+    local optimizer's own.
 
     >>> optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), averager)
     ... # doctest: +SKIP
 
-    The local optimizers of ranks come to hold different state, such as momentum, and a checkpoint has that of
-    the rank which writes it. Save after a step at which all ranks agree, and the parameters are everybody's.
+    The local optimizers of different ranks come to hold different state, such as momentum, and a checkpoint
+    has the state of the rank that writes it. If you save after an average of all ranks, its parameters are
+    those of all ranks.
 
-    The optimizer must update the parameters themselves. If it keeps 32-bit copies of its own, an average of
-    the parameters is undone by its next step.
+    The optimizer must update the parameters themselves. If it keeps 32-bit copies of its own, its next step
+    undoes an average of the parameters.
 
-    Under `Join` all ranks meet in every step after all, in small all-reduces that count who has data: bytes
-    are saved, waits are not. It takes DDP first. A rank without data updates nothing, in the warm-up neither.
-    It takes part in averages of parameters with those that it has, and in averages of gradients with zeros.
-    When all have left, DDP gives them the parameters of one that stayed longest: what others have learned
-    since the last average of all is lost.
+    In `Join`, list DDP first. All ranks then meet in every step, in small all-reduces that count the ranks
+    with data: bytes are saved, waits are not. A rank without data updates nothing, not even in the warm-up.
+    It takes part in averages of parameters with those it has, and in averages of gradients with zeros. When
+    all ranks have left, DDP gives them the parameters of one that stayed longest: what other ranks have
+    learned since the last average of all ranks is lost.
 
     Args:
-        optim: the local optimizer. A ZeroRedundancyOptimizer shares updates among its ranks, so it must be of
-            a group whose ranks see the same gradients after the warm-up too: the hook's subgroup.
+        optim: the local optimizer. The ranks of a ZeroRedundancyOptimizer share updates, so they must have
+            the same gradients after the warm-up too: its group must be the hook's subgroup.
         averager: of this package or of torch.
     Raises:
         TypeError: either is something else.
-        ValueError: the ranks of a ZeroRedundancyOptimizer are all that the averager averages.
+        ValueError: the averager averages no other ranks than those of a ZeroRedundancyOptimizer.
     Source: post-local SGD (Lin et al., arXiv:1808.07217).
     """
 
@@ -189,24 +191,25 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
             raise TypeError(f"optim must be an optimizer, not {optim!r}.")
         if not callable(getattr(averager, "average_parameters", None)) or not hasattr(averager, "step"):
             raise TypeError(f"averager must be one of zero_ref or torch, not {averager!r}.")
-        # All that an Optimizer has but state and groups, which stay the local optimizer's.
+        # What an Optimizer has besides state and groups, which stay the local optimizer's.
         Optimizer.__setstate__(self, {"defaults": dict(optim.defaults)})
         self.optim = optim
         self.averager = averager
+        self._zero = optim if isinstance(optim, ZeroRedundancyOptimizer) else None
         self._gradients_checked = False
-        if isinstance(optim, ZeroRedundancyOptimizer):
+        if self._zero is not None:
             averaged = as_collectives(getattr(averager, "process_group", None)).world_size
-            if 1 < averaged <= optim.world_size:
+            if 1 < averaged <= self._zero.world_size:
                 raise ValueError(
                     "this ZeroRedundancyOptimizer sends the parameters of their owners to all "
-                    f"{optim.world_size} ranks after every step, and the averager is to average these "
+                    f"{self._zero.world_size} ranks after every step, and the averager is to average these "
                     f"{averaged}: none would train by itself. Shard over a group of fewer ranks, such as "
                     "those of a machine, and average gradients within it."
                 )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the local optimizer, also after it has loaded others."""
+        """Those of the local optimizer."""
         return self.optim.param_groups
 
     @property
@@ -223,39 +226,39 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
         Returns:
             What the local optimizer's `step` returns.
         Raises:
-            RuntimeError, ValueError: as the averager; gradients differ on the ranks of a
-                ZeroRedundancyOptimizer, on the first step after the warm-up, or are reduced to their owners
+            RuntimeError, ValueError: as the averager; or the ranks of a ZeroRedundancyOptimizer have
+                different gradients in the first step after the warm-up, or gradients only on their owners
                 before it.
         Collective: as the averager: all ranks of the group, at the same steps.
-        Cost: as the averager. With a ZeroRedundancyOptimizer as its `step`, and once 32 bytes more.
+        Cost: as the averager. A ZeroRedundancyOptimizer adds that of its `step`, and once 32 bytes.
         """
         Join.notify_join_context(self)
-        if isinstance(self.optim, ZeroRedundancyOptimizer):
-            check_no_scaler(self, self.optim.backward.gradients)
-            if closure is None:  # which would compute them later
-                self._check_gradients(self.optim)
+        if self._zero is not None:
+            check_no_scaler(self, self._zero.backward.gradients)
+            if closure is None:  # a closure would compute them later
+                self._check_gradients(self._zero)
         loss = self._step_local(closure)
         self.averager.average_parameters(self.param_groups)
         return loss
 
     def _step_local(self, closure: Callable[[], Any] | None) -> Any:
-        # With `_step_supports_amp_scaling` a torch.amp.GradScaler leaves its verdict here.
+        # With `_step_supports_amp_scaling` a torch.amp.GradScaler sets these.
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf:
             return None
         if scale is not None:
-            if isinstance(self.optim, ZeroRedundancyOptimizer):
-                self.optim.backward.gradients.check_as_left(self.optim.rank, self.optim.built)
+            if self._zero is not None:
+                self._zero.backward.gradients.check_as_left(self._zero.rank, self._zero.built)
             inverse = scale.double().reciprocal().float()  # as the scaler's own unscale_, to the last bit
             for param in params_of(self.param_groups):
                 if param.grad is not None:
                     param.grad.mul_(inverse.to(param.grad.device))
-            if isinstance(self.optim, ZeroRedundancyOptimizer):
-                self.optim.backward.gradients.changed()
+            if self._zero is not None:
+                self._zero.backward.gradients.note_change()
         return self.optim.step(closure) if closure is not None else self.optim.step()
 
     # True makes a torch.amp.GradScaler call step() even if gradients are infinite: a rank that leaves out its
-    # update must still come to the average, or the others would wait for it.
+    # update must still take part in the average, or the other ranks would wait for it.
     _step_supports_amp_scaling = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -263,13 +266,13 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
         self.optim.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the local optimizer. The next average has the new parameters too."""
+        """As the local optimizer. The next average includes the new parameters."""
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """That of the local optimizer, and the averager's count of steps under "step".
 
-        A ZeroRedundancyOptimizer is to be consolidated first: `optimizer.optim.consolidate_state_dict()`.
+        Consolidate a ZeroRedundancyOptimizer first: `optimizer.optim.consolidate_state_dict()`.
         """
         for before_hook in self._optimizer_state_dict_pre_hooks.values():
             before_hook(self)
@@ -281,8 +284,8 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the local optimizer's state and the averager's count, which a hook that follows it reads too.
 
-        Warns if there is no count, as in the state of the local optimizer alone, and starts at 0. As torch's
-        optimizers do, a local one may go on in the very tensors of `state_dict`.
+        Without a count, as in the state of a local optimizer, it warns and starts at 0. As with torch's
+        optimizers, the local one may keep and change the tensors of `state_dict`.
 
         Collective: as the local optimizer's; all ranks must load the same count.
         """
@@ -308,15 +311,13 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
             "ranks. Use state_dict()."
         )
 
-    # -------------------------------------------------------------------------------------- uneven inputs
-
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch.distributed.algorithms.join.Join: a rank without data goes on taking part in averages.
+        """For torch.distributed.algorithms.join.Join: a rank without data still takes part in averages.
 
         Raises:
             ValueError: the local optimizer is a ZeroRedundancyOptimizer, whose updates need every rank.
         """
-        if isinstance(self.optim, ZeroRedundancyOptimizer):
+        if self._zero is not None:
             raise ValueError(
                 "PostLocalSGDOptimizer cannot join around a ZeroRedundancyOptimizer, whose ranks must all "
                 "make every update. Give all ranks equally many batches."
@@ -333,10 +334,8 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
         """The group whose ranks join."""
         return getattr(self.averager, "process_group", None) or dist.group.WORLD
 
-    # -------------------------------------------------------------------------- a sharded local optimizer
-
     def _check_gradients(self, zero: ZeroRedundancyOptimizer) -> None:
-        """Ranks that share updates must have been given the same gradients; looked at in the first step."""
+        """Refuse gradients that differ on ranks that share updates; compared once, after the warm-up."""
         if self.averager.step < getattr(self.averager, "warmup_steps", 0):
             if zero.backward.gradients.on_owners:
                 raise RuntimeError(

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from zero_ref import join
 from zero_ref.backward.gradients import WHOLE, check_no_scaler
-from zero_ref.comm.collectives import Collectives, Work
+from zero_ref.comm.collectives import Collectives, PendingCall
 
 Closure = Callable[[], Any]
 Step = TypeVar("Step", bound=Callable[..., Any])
@@ -52,7 +52,7 @@ def in_its_circumstances(step: Step) -> Step:
         if zero.backward.take_update(kwargs):
             return closure and closure()
         if zero.joined:
-            join.lend_to_joined(zero, active=True)
+            join.send_to_joined(zero, active=True)
         return step(zero, closure, **kwargs)
 
     return stepping  # type: ignore[return-value]
@@ -92,7 +92,7 @@ class TakesPartInJoin(Joinable):
 
 
 @contextmanager
-def failure_told(zero: Any, expected: Sequence[Work | None]) -> Iterator[list[Exception]]:
+def failure_told(zero: Any, expected: Sequence[PendingCall | None]) -> Iterator[list[Exception]]:
     """If the local optimizer raises, give the other ranks the old values, and tell them.
 
     They wait for values, and would take those of the next step for them.

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zero_ref.comm.collectives import Collectives, Work
+from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.plan.layout import BucketLayout, runs_within
 from zero_ref.plan.partition import Partition, Slice
 
@@ -168,7 +168,7 @@ def messages_within(messages: Iterable[Message], params: Container[int]) -> list
 
 def expect_broadcasts(
     comm: Collectives, messages: Iterable[Message], dtype: torch.dtype | None = None
-) -> list[Work | None]:
+) -> list[PendingCall | None]:
     """Let what others will broadcast arrive at any time from now on, where the network can.
 
     Args:
@@ -184,8 +184,8 @@ def start_broadcasts(
     comm: Collectives,
     messages: Iterable[Message],
     dtype: torch.dtype | None = None,
-    expected: Iterable[Work | None] = (),
-) -> list[Work]:
+    expected: Iterable[PendingCall | None] = (),
+) -> list[PendingCall]:
     """Start to send every message from its owner to all ranks; they have arrived when all works are done.
 
     Args:
@@ -201,8 +201,8 @@ def start_broadcasts(
 
 
 def _start_broadcast(
-    comm: Collectives, message: Message, dtype: torch.dtype | None, expected: Work | None
-) -> Work:
+    comm: Collectives, message: Message, dtype: torch.dtype | None, expected: PendingCall | None
+) -> PendingCall:
     tensor = message.tensor
     if dtype is None or not tensor.is_floating_point() or tensor.itemsize <= dtype.itemsize:
         return comm.broadcast(tensor, message.owner, expected)
@@ -213,7 +213,7 @@ def _start_broadcast(
 class _Rounded:
     """A broadcast under way into `rounded`, which on all ranks but the owner goes to the message's place."""
 
-    def __init__(self, work: Work, message: Message, rounded: torch.Tensor, rank: int) -> None:
+    def __init__(self, work: PendingCall, message: Message, rounded: torch.Tensor, rank: int) -> None:
         self.work, self.message, self.rounded, self.rank = work, message, rounded, rank
         # bfloat16 has the exponents of float32: there is nothing to look at.
         self.may_overflow = 2 * torch.finfo(rounded.dtype).max < torch.finfo(message.tensor.dtype).max
@@ -234,7 +234,7 @@ class _Rounded:
         return next((p for p, end in zip(self.message.slices, ends) for [at] in too_large if at < end), None)
 
 
-def finish_broadcasts(works: Sequence[Work], name: Callable[[int], str] = str) -> None:
+def finish_broadcasts(works: Sequence[PendingCall], name: Callable[[int], str] = str) -> None:
     """Return when all messages have arrived.
 
     Args:
@@ -267,7 +267,7 @@ def broadcast_messages(
     comm: Collectives,
     messages: Sequence[Message],
     dtype: torch.dtype | None = None,
-    expected: Iterable[Work | None] = (),
+    expected: Iterable[PendingCall | None] = (),
     name: Callable[[int], str] = str,
 ) -> None:
     """As `start_broadcasts`, then `finish_broadcasts`."""

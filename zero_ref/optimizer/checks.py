@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zero_ref.comm.collectives import Fact
+from zero_ref.comm.agreement import Fact
 from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.coupling import couples_parameters
 from zero_ref.optimizer.groups import ParamGroup, describe_options, name_of, params_of

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from zero_ref.backward.gradients import Backward
 from zero_ref.comm.accord import Accord, facts_of_options, number_on
-from zero_ref.comm.collectives import Collectives, Work, agree, agreement, as_collectives
+from zero_ref.comm.agreement import agree, agreement
+from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
 from zero_ref.optimizer.around import TakesPartInJoin, failure_told, in_its_circumstances, noting_errors
 from zero_ref.optimizer.buckets import broadcast_messages, check_can_be_flattened, expect_broadcasts
 from zero_ref.optimizer.built import Built, places_of
@@ -178,7 +179,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         **kwargs: Any,
     ) -> Any:
         """The update itself: each rank steps its shard, then all send what they own."""
-        expected: list[Work | None] = []
+        expected: list[PendingCall | None] = []
         with failure_told(self, expected) as by_closure:
             if closure is None:  # else it computes the gradients, and runs the model as it is
                 expected += expect_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype)
@@ -190,7 +191,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         self.accord.check_nothing_lost()
         return loss
 
-    def exchange(self, expected: Sequence[Work | None]) -> None:
+    def exchange(self, expected: Sequence[PendingCall | None]) -> None:
         """Send what this rank owns, receive what others own, and hear who could not step."""
         built = self.built
         try:

@@ -28,7 +28,7 @@ COMPUTE = "compute"
 SIDE_STREAM = "side stream"
 
 AGREEMENT_BYTES = 32
-"""That each rank passes in where ranks agree on what comes next: `zero_ref.comm.collectives.agree`."""
+"""That each rank passes in where ranks agree on what comes next: `zero_ref.comm.agreement.agree`."""
 
 
 class Operation(NamedTuple):

@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 import torch
 
-from zero_ref.comm.collectives import Collectives, Work, agreement, broadcast_json, exchange_json
+from zero_ref.comm.agreement import agreement
+from zero_ref.comm.collectives import Collectives, PendingCall, broadcast_json, exchange_json
 from zero_ref.optimizer.buckets import flat_like, flat_view
 from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.groups import describe_options, dtype_name, options_of, params_of, specs_of
@@ -86,7 +87,7 @@ def consolidate(
         staged = [sum(end.nbytes for end in ends) for _, ends in parcels if not _goes_as_it_is(ends, comm)]
         staging = torch.empty(max(staged, default=0), dtype=torch.uint8, device=comm.wire_device)
     failures: list[Exception] = []
-    works: list[Work] = []
+    works: list[PendingCall] = []
     for owner, ends in parcels:
         works += _transfer_parcel(comm, to, owner, ends, staging, failures)
     if tensors and places:  # while the last tensors of other owners arrive
@@ -111,7 +112,7 @@ def _gather_entries(comm: Collectives, to: int | Literal["all"], mine: list[Entr
     return {**dict(zip(others, exchange_json(comm, {}, others), strict=True)), to: mine}
 
 
-def _transfer(comm: Collectives, to: int | Literal["all"], owner: int, tensor: torch.Tensor) -> Work:
+def _transfer(comm: Collectives, to: int | Literal["all"], owner: int, tensor: torch.Tensor) -> PendingCall:
     if to == "all":
         return comm.broadcast(tensor, owner)
     return comm.send(tensor, to) if owner == comm.rank else comm.recv(tensor, owner)
@@ -124,7 +125,7 @@ def _transfer_parcel(
     ends: list[torch.Tensor],
     staging: torch.Tensor,
     failures: list[Exception],
-) -> list[Work]:
+) -> list[PendingCall]:
     """Send or receive tensors as one message, and return what is still under way.
 
     An error of this rank alone is noted. The rank takes part all the same, because others wait for it.

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from zero_ref.comm.collectives import Collectives, ToPeer, agreement, exchange_json
+from zero_ref.comm.agreement import agreement
+from zero_ref.comm.collectives import Collectives, ToPeer, exchange_json
 from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.shard import OwnedSlice
 from zero_ref.plan.moves import Move, moves

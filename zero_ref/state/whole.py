@@ -13,7 +13,8 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from zero_ref.comm.accord import Accord, facts_of_options
-from zero_ref.comm.collectives import Collectives, RanksLostError, agreement
+from zero_ref.comm.agreement import RanksLostError, agreement
+from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.groups import copy_options, options_of
 from zero_ref.optimizer.shard import Shard

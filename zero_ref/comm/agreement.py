@@ -1,0 +1,121 @@
+"""Agreement between ranks, so that all of them raise an error where one alone would leave the others waiting.
+
+It adds to `minimal.py` that ranks which are about to do different things, or of which one cannot go on, find
+out before the first call whose success depends on the others. Each rank says what it is about to do; if one
+differs, all raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from zero_ref.comm.collectives import Collectives, gather_bytes
+
+
+class RanksLostError(RuntimeError):
+    """The network failed while ranks compared what they do, so this rank cannot know which others went on."""
+
+
+class Fact(str):
+    """A line that must be the same on all ranks, with advice (`remedy`) for the case that it is not."""
+
+    remedy: str
+
+    def __new__(cls, line: str, remedy: str) -> Fact:
+        fact = super().__new__(cls, line)
+        fact.remedy = remedy
+        return fact
+
+
+REMEDY = "Pass the same parameters and options on every rank."
+
+
+def agree(
+    comm: Collectives, action: str, facts: Sequence[str] | Exception, told_as: str = "all_gather"
+) -> None:
+    """Compare what every rank is about to do; return if all ranks agree, raise on all of them if not.
+
+    An error found by one rank alone would leave the others waiting in their next collective. So each rank
+    first checks its own situation, then passes the result here: the facts that must be equal, or its error.
+
+    Args:
+        action: what comes next, in words: "construct the optimizer".
+        facts: one line each, in an order that all ranks share, or the exception that this rank met. A `Fact`
+            brings its own advice for the case that it differs.
+        told_as: the `op` that observers see.
+    Raises:
+        Exception: the one passed as `facts`, on the rank that passed it.
+        RuntimeError: another rank failed, or does something else.
+        RanksLostError: the network failed.
+        ValueError: the facts differ; names the rank and the first fact.
+    Collective: all ranks of the group, outside of any other call.
+    Cost: one all-gather of 32 bytes; where ranks differ, one more of all the facts.
+    """
+    failed = isinstance(facts, Exception)
+    lines = [f"{type(facts).__name__}: {facts}"] if isinstance(facts, Exception) else list(facts)
+    text = json.dumps([action, failed, lines]).encode()
+    digest = hashlib.sha256(text).digest()[:24] + len(text).to_bytes(8, "big")
+    try:
+        digests = gather_bytes(comm, digest, told_as)
+    except RuntimeError as error:
+        raise RanksLostError(f"rank {comm.rank} was to {action} with all others: {error}") from error
+    if all(other == digest for other in digests) and not failed:
+        return
+
+    longest = max(int.from_bytes(other[24:], "big") for other in digests)
+    texts = gather_bytes(comm, text.ljust(longest), told_as)
+    if isinstance(facts, Exception):
+        raise facts
+    of_ranks = [json.loads(other) for other in texts]
+    for rank, (their_action, their_failure, their_lines) in enumerate(of_ranks):
+        if their_failure:
+            raise RuntimeError(f"rank {comm.rank}: rank {rank} could not {their_action}: {their_lines[0]}")
+    for rank, (their_action, _, _) in enumerate(of_ranks):
+        if their_action != action:
+            raise RuntimeError(
+                f"rank {comm.rank} is to {action} while rank {rank} is to {their_action}. "
+                "All ranks must make the same calls in the same order."
+            )
+    raise ValueError(_disagreement(action, [lines for _, _, lines in of_ranks], facts))
+
+
+@contextlib.contextmanager
+def agreement(comm: Collectives, action: str) -> Iterator[list[str]]:
+    """Prepare an action, and at the end compare the preparation with that of the other ranks.
+
+    >>> with agreement(comm, "construct the optimizer") as facts:                          # doctest: +SKIP
+    ...     facts += [f"{len(params)} parameters"]
+
+    Yields:
+        A list for the facts. An exception that leaves the block is passed to `agree` instead of the facts.
+    Raises, Collective, Cost: as `agree`, at the end.
+    """
+    facts: list[str] = []
+    try:
+        yield facts
+    except Exception as error:
+        agree(comm, action, error)
+    else:
+        agree(comm, action, facts)
+
+
+def _disagreement(action: str, lines_of_rank: list[list[str]], facts: Sequence[str]) -> str:
+    """Name a rank whose lines differ from the most common ones, and its first line that differs."""
+    usual = list(Counter(map(tuple, lines_of_rank)).most_common(1)[0][0])
+    odd = next(rank for rank, lines in enumerate(lines_of_rank) if lines != usual)
+    typical = lines_of_rank.index(usual)
+    for number, (mine, theirs) in enumerate(zip(lines_of_rank[odd], usual, strict=False)):
+        if mine != theirs:
+            remedy = getattr(facts[number], "remedy", REMEDY) if number < len(facts) else REMEDY
+            return (
+                f"ranks disagree, so none can {action}: rank {odd} has [{mine}] where rank {typical} has "
+                f"[{theirs}]. {remedy}"
+            )
+    return (
+        f"ranks disagree, so none can {action}: rank {odd} lists {len(lines_of_rank[odd])} facts and rank "
+        f"{typical} lists {len(usual)}. {REMEDY}"
+    )
