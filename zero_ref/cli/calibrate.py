@@ -11,7 +11,7 @@ from typing import Any
 
 from zero_ref.cli._common import CommandError, Subparsers, need, write_text
 from zero_ref.lab._arguments import OutputFile, json_text, rank_processes
-from zero_ref.simulator.calibrate import WORK, Calibration, Fit, calibrate
+from zero_ref.simulator.calibrate import COMPUTATIONS, Calibration, Fit, calibrate
 
 
 def register_calibrate(subparsers: Subparsers) -> None:
@@ -89,8 +89,8 @@ def print_calibration(calibration: Calibration, ranks: int, width: int | None = 
     console = Console(width=width, highlight=False)
     console.print(f"[bold]{calibration.cluster.name}, {ranks} ranks, {calibration.cluster.backend}[/]\n")
     for title, fits, per_call, per_second in (
-        ("collective", [each for each in calibration.fits if each.what not in WORK], "round", "GB/s"),
-        ("computing", [each for each in calibration.fits if each.what in WORK], "tensor", "G/s"),
+        ("collective", [each for each in calibration.fits if each.what not in COMPUTATIONS], "round", "GB/s"),
+        ("computing", [each for each in calibration.fits if each.what in COMPUTATIONS], "tensor", "G/s"),
     ):
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
         table.add_column(title)
