@@ -49,13 +49,17 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
 
 
 def _run_as_json(run: SimulatedRun) -> dict[str, Any]:
+    why = None
+    if (shortfall := run.shortfall) is not None:
+        reasons = {reason.name: reason.nbytes for reason in shortfall.reasons}
+        why = {"ideal_bytes": shortfall.ideal_bytes, "reasons_bytes": reasons}
     return {
         "fullest_rank": run.fullest,
         "memory_bytes": run.memory.items,
         "memory_total_bytes": run.memory.total_bytes,
         "memory_total_bytes_of_rank": [memory.total_bytes for memory in run.memories],
         "fits": run.fits,
-        "why_not_smaller": _why(run),
+        "why_not_smaller": why,
         "sent_bytes_per_rank": run.sent_bytes,
         "calls": run.calls,
         "iteration_ms": run.iteration_ms,
@@ -66,14 +70,6 @@ def _run_as_json(run: SimulatedRun) -> dict[str, Any]:
         "tokens_per_second": run.tokens_per_second,
         "model_flops_utilisation": run.utilisation,
     }
-
-
-def _why(run: SimulatedRun) -> dict[str, Any] | None:
-    shortfall = run.shortfall
-    if shortfall is None:
-        return None
-    reasons = {reason.name: reason.nbytes for reason in shortfall.reasons}
-    return {"ideal_bytes": shortfall.ideal_bytes, "reasons_bytes": reasons}
 
 
 def print_runs(

@@ -1,4 +1,4 @@
-"""`zero-ref simulate`: what a run would hold, send and take, before anything is rented."""
+"""`zero-ref simulate`: the memory, traffic and time of a run on any cluster, before it is rented."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
 
 
 def scenario_of(arguments: argparse.Namespace) -> Scenario:
-    """What the options say, each with its default."""
+    """The scenario that the options describe."""
     return Scenario(
         MODELS[arguments.model] if arguments.model else _architecture(arguments.config),
         _cluster(arguments.cluster),
@@ -206,7 +206,7 @@ def _architecture(path: str) -> Architecture:
 
 
 def _write_trace(path: str, runs: Sequence[SimulatedRun]) -> None:
-    """Rank 0, the fullest rank and the stragglers of each strategy."""
+    """Write timelines of rank 0, the fullest rank and the stragglers of each strategy."""
     timelines, memory = {}, {}
     for run in runs:
         for rank in sorted({0, run.fullest, *run.played.paces.slow}):
@@ -236,7 +236,7 @@ def _slow(stragglers: Sequence[tuple[int, float]], ranks: int) -> dict[int, floa
 
 
 def _check_size(scenario: Scenario, strategies: Sequence[str]) -> None:
-    """Refuse a period whose steps, each listed with all of its buckets, would take minutes."""
+    """Raise a CommandError for a period whose steps, each with all of its buckets, would take minutes."""
     a_step = 2 * len(scenario.buckets) + 4
     if LOCAL_SGD in strategies and scenario.period * a_step > MOST_OPERATIONS:
         raise CommandError(

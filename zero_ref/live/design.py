@@ -18,7 +18,7 @@ from zero_ref.simulator.scenario import Scenario, SimulatedRun
 
 MS_PER_DAY = 86_400_000.0
 NVLINK_US = 3.0
-"""Latency inside a node, as in the presets of `simulator.cluster`."""
+"""Latency inside a node, as in `simulator.presets`."""
 
 
 def _draw(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_ref.simulator._checks import check_name
-from zero_ref.simulator.cluster import Cluster
+from zero_ref.simulator.cluster import Cluster, Device
 from zero_ref.simulator.play import play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.schedule import MIB, Schedule
@@ -43,38 +43,26 @@ class Setting:
             )
 
 
-def _latency(cluster: Cluster, scale: float) -> Cluster:
-    return cluster.with_links(latency=scale)
-
-
-def _within(cluster: Cluster, scale: float) -> Cluster:
-    return replace(cluster.with_links(bandwidth=scale), between=cluster.between)
-
-
-def _between(cluster: Cluster, scale: float) -> Cluster:
-    return replace(cluster, between=cluster.between.scaled(bandwidth=scale))
-
-
-def _compute(cluster: Cluster, scale: float) -> Cluster:
-    device = cluster.device
-    faster = replace(device, tflops=device.tflops * scale, overhead_us=device.overhead_us / scale)
-    return replace(cluster, device=faster)
-
-
-def _memory(cluster: Cluster, scale: float) -> Cluster:
-    device = cluster.device
-    gb_per_s, overhead_us = device.memory_gb_per_s * scale, device.update_overhead_us / scale
-    faster = replace(device, memory_gb_per_s=gb_per_s, update_overhead_us=overhead_us)
-    return replace(cluster, device=faster)
+def _faster(device: Device, *, computing: float = 1.0, memory: float = 1.0) -> Device:
+    return replace(
+        device,
+        tflops=device.tflops * computing,
+        overhead_us=device.overhead_us / computing,
+        memory_gb_per_s=device.memory_gb_per_s * memory,
+        update_overhead_us=device.update_overhead_us / memory,
+    )
 
 
 _OF_CLUSTER: dict[str, Callable[[Cluster, float], Cluster]] = {
-    "latency": _latency,
-    "bandwidth within nodes": _within,
-    "bandwidth between nodes": _between,
-    "compute": _compute,
-    "memory bandwidth": _memory,
+    "latency": lambda one, scale: one.with_links(latency=scale),
+    "bandwidth within nodes": lambda one, scale: replace(
+        one.with_links(bandwidth=scale), between=one.between
+    ),
+    "bandwidth between nodes": lambda one, scale: replace(one, between=one.between.scaled(bandwidth=scale)),
+    "compute": lambda one, scale: replace(one, device=_faster(one.device, computing=scale)),
+    "memory bandwidth": lambda one, scale: replace(one, device=_faster(one.device, memory=scale)),
 }
+"""The cluster with one of its figures multiplied, by the name of the factor."""
 
 FACTORS: dict[str, str] = {
     "latency": "of every link",
