@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.ledger import format_bytes
@@ -160,35 +160,40 @@ def _averages(scenario: Scenario) -> str:
     return f"{parameters}, gradients every step among {scenario.gradient_group:,} ranks"
 
 
-Row = tuple[str, list[str], str]
-"""A label, a value for each strategy, and a style."""
+class Row(NamedTuple):
+    """A row of the table: its label, and a value for each strategy."""
+
+    label: str
+    values: list[str]
+    style: str = ""
 
 
 def _rows(runs: Sequence[SimulatedRun]) -> list[Row]:
-    def row(label: str, value: Callable[[SimulatedRun], str], style: str = "") -> Row:
-        return label, [value(run) for run in runs], style
-
-    rows = [row("memory on", lambda run: f"rank {run.fullest:,}", "bold")]
+    rows = [Row("memory on", [f"rank {run.fullest:,}" for run in runs], "bold")]
     for item in runs[0].memory.items:
         if any(run.memory.items[item] >= 1e3 for run in runs):
-            rows.append(row(f"  {item}", lambda run, item=item: _bytes(run.memory.items[item])))  # type: ignore[misc]
-    rows.append(row("  together", lambda run: _bytes(run.memory.total_bytes), "bold"))
+            rows.append(Row(f"  {item}", [_bytes(run.memory.items[item]) for run in runs]))
+    rows.append(Row("  together", [_bytes(run.memory.total_bytes) for run in runs], "bold"))
     memory_gb = runs[0].scenario.cluster.device.memory_gb
     if memory_gb is not None:
-        fits = {True: "fits", False: "does not fit", None: ""}
-        rows.append(row(f"  in {memory_gb:g} GB", lambda run: fits[run.fits]))
-    rows.append(row("network", lambda run: "", "bold"))
-    rows.append(row("  sent a rank", lambda run: _bytes(run.sent_bytes)))
-    rows.append(row("  calls", lambda run: f"{run.calls:,.4g}" if run.calls < 10 else f"{run.calls:,.0f}"))
-    rows.append(row("  exposed", lambda run: _ms(run.exposed_ms)))
-    rows.append(row("time", lambda run: _ms(run.iteration_ms), "bold"))
+        rows.append(Row(f"  in {memory_gb:g} GB", ["fits" if run.fits else "does not fit" for run in runs]))
+    calls = [f"{run.calls:,.4g}" if run.calls < 10 else f"{run.calls:,.0f}" for run in runs]
+    rows += [
+        Row("network", [""] * len(runs), "bold"),
+        Row("  sent a rank", [_bytes(run.sent_bytes) for run in runs]),
+        Row("  calls", calls),
+        Row("  exposed", [_ms(run.exposed_ms) for run in runs]),
+        Row("time", [_ms(run.iteration_ms) for run in runs], "bold"),
+    ]
     spent = {label for run in runs for label in run.what_if.critical_ms}
     for label in sorted(spent, key=LABELS.index):
-        rows.append(row(f"  {label}", lambda run, label=label: _ms(run.what_if.critical_ms.get(label, 0))))  # type: ignore[misc]
-    rows.append(row("idle", lambda run: _ms(run.idle_ms)))
-    rows.append(row("tokens a second", lambda run: f"{run.tokens_per_second:,.0f}"))
-    rows.append(row("MFU", lambda run: f"{run.utilisation:.1%}"))
-    return rows
+        rows.append(Row(f"  {label}", [_ms(run.what_if.critical_ms.get(label, 0)) for run in runs]))
+    return [
+        *rows,
+        Row("idle", [_ms(run.idle_ms) for run in runs]),
+        Row("tokens a second", [f"{run.tokens_per_second:,.0f}" for run in runs]),
+        Row("MFU", [f"{run.utilisation:.1%}" for run in runs]),
+    ]
 
 
 def _savings(run: SimulatedRun) -> str:

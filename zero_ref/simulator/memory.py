@@ -236,21 +236,14 @@ def costs(params: Sequence[ParamSpec], settings: MemorySettings) -> list[StateBy
     listed = []
     for param in params:
         if convention is None:
-            own = itemsize_of(param.dtype)
-            element, gradient, master, moment = own, own, 0, own
+            element = gradient = moment = itemsize_of(param.dtype)
+            master = 0
         else:
             element, gradient = convention.params, convention.grads
             master, moment = convention.master, convention.moment
-        has_state = param.trainable or rule.for_frozen
-        listed.append(
-            StateBytes(
-                params=element,
-                grads=gradient * param.trainable,
-                master=master * param.trainable,
-                moments=rule.tensors * moment * has_state,
-                scalars=rule.scalar_bytes * has_state,
-            )
-        )
+        trained, has_state = param.trainable, param.trainable or rule.for_frozen
+        moments, scalars = rule.tensors * moment * has_state, rule.scalar_bytes * has_state
+        listed.append(StateBytes(element, gradient * trained, master * trained, moments, scalars))
     return listed
 
 

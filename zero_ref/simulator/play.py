@@ -117,7 +117,7 @@ class Played:
             waits = max((self.end_ms[before] for before in one.after), default=0.0)
             lane = self._lane_of(one)
             start = max(free_ms.get(lane, 0.0), waits)
-            free_ms[lane] = start + self.paces.of_rank[rank] * cost.of_rank.get(rank, cost.ms)
+            free_ms[lane] = start + self.paces.of_rank[rank] * cost.on(rank)
             yield one, start, free_ms[lane]
 
     def _lane_of(self, one: Operation) -> str:
@@ -292,9 +292,7 @@ def _play(schedule: Schedule, cluster: Cluster, workload: Workload, paces: Paces
             continue
         cost, lane = prices[place], one.lane if cluster.overlaps else COMPUTE
         started = [max(ms, waits) for ms in free_ms.get(lane) or [0.0] * len(ranks)]
-        ended = [
-            start + factor * cost.of_rank.get(rank, cost.ms) for (rank, factor), start in zip(ranks, started)
-        ]
+        ended = [start + factor * cost.on(rank) for (rank, factor), start in zip(ranks, started)]
         free_ms[lane] = ended
         which = ended.index(max(ended))
         begin_ms.append(started[which])

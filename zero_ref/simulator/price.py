@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -52,27 +52,21 @@ class Workload:
 
 
 class Price(NamedTuple):
-    """Milliseconds of an operation on every rank; `of_rank` has the ranks on which it takes another time."""
+    """Milliseconds of an operation.
+
+    Args:
+        ms: on every rank without a share.
+        shares: the ranks that have shares of the operation: {rank: elements}.
+        ms_of_share: milliseconds by the size of a share, computed once for all ranks with that size.
+    """
 
     ms: float
-    of_rank: Mapping[int, float] = {}
+    shares: Mapping[int, int] = {}
+    ms_of_share: Mapping[int, float] = {}
 
-
-class _OfShares(Mapping[int, float]):
-    """Milliseconds of each rank that has a share, computed once for each size of a share."""
-
-    def __init__(self, numel_of_rank: Mapping[int, int], ms_of: Callable[[int], float]) -> None:
-        self._numel_of_rank = numel_of_rank
-        self._ms_of_numel = {numel: ms_of(numel) for numel in set(numel_of_rank.values())}
-
-    def __getitem__(self, rank: int) -> float:
-        return self._ms_of_numel[self._numel_of_rank[rank]]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._numel_of_rank)
-
-    def __len__(self) -> int:
-        return len(self._numel_of_rank)
+    def on(self, rank: int) -> float:
+        """Milliseconds on one rank."""
+        return self.ms_of_share[self.shares[rank]] if rank in self.shares else self.ms
 
 
 def price(schedule: Schedule, cluster: Cluster, workload: Workload) -> list[Price]:
@@ -90,11 +84,11 @@ def price(schedule: Schedule, cluster: Cluster, workload: Workload) -> list[Pric
     previous: Operation | None = None  # on the network
     for one, nbytes_of_calls in schedule.stretches:
         if one.lane == NETWORK:
-            shares = [nbytes for _, nbytes in one.shares or ()] if one.op == "exchange" else []
+            owned = [nbytes for _, nbytes in one.shares or ()] if one.op == "exchange" else []
             ms_of = partial(cluster.ms, one.op, world_size=schedule.world_size, ranks=one.ranks)
             follows = previous is not None and (previous.op, previous.after) == (one.op, one.after)
             first, *others = nbytes_of_calls
-            prices.append(Price(ms_of(first, shares=shares or None, follows=follows)))
+            prices.append(Price(ms_of(first, shares=owned or None, follows=follows)))
             # Of a million owners' calls most have as many bytes as others: each size is computed once.
             price_of = {nbytes: Price(ms_of(nbytes, follows=True)) for nbytes in set(others)}
             prices += map(price_of.__getitem__, others)
@@ -102,6 +96,9 @@ def price(schedule: Schedule, cluster: Cluster, workload: Workload) -> list[Pric
         elif one.shares is None:
             prices.append(Price(workload.compute_ms(one, one.numel, cluster.device)))
         else:
-            ms_of = partial(workload.compute_ms, one, device=cluster.device)
-            prices.append(Price(0.0, _OfShares(schedule.computing_shares[len(prices)], ms_of)))
+            shares = schedule.computing_shares[len(prices)]
+            ms_of_share = {
+                numel: workload.compute_ms(one, numel, cluster.device) for numel in set(shares.values())
+            }
+            prices.append(Price(0.0, shares, ms_of_share))
     return prices
