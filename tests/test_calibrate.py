@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from zero_ref.simulator.calibrate import (
-    WORK,
+    COMPUTATIONS,
     Computation,
     Measurement,
     Sample,
@@ -21,7 +21,8 @@ from zero_ref.simulator.calibrate import (
     training_flops,
     undisturbed_ms,
 )
-from zero_ref.simulator.cluster import OPERATIONS, Cluster, Link, cluster
+from zero_ref.simulator.cluster import Cluster, Link, cluster
+from zero_ref.simulator.traffic import OPERATIONS
 
 SIZES = [1024 * 4**power for power in range(9)]
 MODELS = [(28, 1e8), (52, 2e8), (52, 8e8), (28, 9e8), (52, 6e9), (100, 8e9), (100, 3e10)]
@@ -85,7 +86,7 @@ def test_a_calibrated_cluster_is_one_like_any_other() -> None:
     assert machine.device.compute_ms(7e10, tensors=100) == pytest.approx(100 * 0.08 + 1000)
     assert machine.device.touch_ms(12e9, tensors=100) == pytest.approx(100 * 0.03 + 1000)
     assert machine.nodes(1024) == 1
-    assert {each.what for each in found.fits} == {*OPERATIONS, *WORK}
+    assert {each.what for each in found.fits} == {*OPERATIONS, *COMPUTATIONS}
 
 
 def test_gpus_do_not_share_their_links() -> None:

@@ -55,7 +55,7 @@ def test_the_numbers_are_those_of_the_scenario(capsys: pytest.CaptureFixture[str
         assert values["memory_total_bytes_of_rank"][values["fullest_rank"]] == values["memory_total_bytes"]
         assert values["fits"] is True
         assert values["sent_bytes_per_rank"] == run.sent_bytes
-        assert values["calls"] == len(run.plan.calls_of(run.fullest))
+        assert values["calls"] == len(run.schedule.calls_of(run.fullest))
         assert sum(values["critical_path_ms"].values()) == pytest.approx(run.iteration_ms)
         assert min(values["iteration_ms_if"].values()) < run.iteration_ms
         assert values["tokens_per_second"] == pytest.approx(8 * 1024 / run.iteration_ms * 1e3)

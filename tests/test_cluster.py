@@ -11,18 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.simulator.cluster import (
-    ALGORITHMS,
-    BACKENDS,
-    CLUSTERS,
-    OPERATIONS,
-    Cluster,
-    Device,
-    Link,
-    Traffic,
-    cluster,
-    traffic,
-)
+from zero_ref.simulator.cluster import ALGORITHMS, CLUSTERS, Cluster, Device, Link, cluster
+from zero_ref.simulator.traffic import BACKENDS, OPERATIONS, Traffic, traffic
 
 ops, backends, presets = (
     st.sampled_from(OPERATIONS),

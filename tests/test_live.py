@@ -21,7 +21,8 @@ from zero_ref.plan.partition import plan_partition
 from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link
 from zero_ref.simulator.memory import MemorySettings, average_memory
 from zero_ref.simulator.models import MODELS, shapes, specs
-from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.play import play
+from zero_ref.simulator.price import Workload
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import MIB, ddp_buckets, schedule
 
@@ -90,7 +91,7 @@ def test_an_iteration_takes_as_long_as_the_simulator_says(strategy: str) -> None
         ddp_buckets=ddp_buckets(params, cap_bytes=8 * MIB),
         side_stream=strategy == "zero-2",
     )
-    played = play(plan, links, Work(1024))
+    played = play(plan, links, Workload(1024))
     assert answer.numbers[f"{strategy}, iteration, ms"] == played.iteration_ms
     assert answer.numbers[f"{strategy}, exposed, ms"] == played.timeline().exposed_ms / plan.iterations
     path = [ms for name, ms in answer.numbers.items() if "critical path" in name]

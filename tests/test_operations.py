@@ -12,23 +12,13 @@ from scheduled import scheduled
 from zero_ref.local_sgd.averaging import AveragingSchedule, Level
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec, Slice, from_lists, plan_partition
+from zero_ref.simulator.data_parallel import data_parallel, owned_bytes
 from zero_ref.simulator.ledger import nbytes_of
-from zero_ref.simulator.operations import (
-    COMPUTE,
-    NETWORK,
-    SIDE_STREAM,
-    WAYS,
-    Operation,
-    Unit,
-    data_parallel,
-    local_sgd,
-    order,
-    owned_bytes,
-    shared_out,
-    stage_3,
-)
+from zero_ref.simulator.local_sgd import local_sgd
+from zero_ref.simulator.operations import COMPUTE, NETWORK, SIDE_STREAM, WAYS, Operation, order, shared_out
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import Schedule, schedule
+from zero_ref.simulator.stage_3 import Unit, stage_3
 
 PARAMS = [ParamSpec(6), ParamSpec(5), ParamSpec(4), ParamSpec(1)]
 OWNERS = from_lists([6, 5, 4, 1], [[0, 3], [1, 2]])

@@ -19,7 +19,8 @@ from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import Cluster, Device, Link, cluster
 from zero_ref.simulator.models import blocks, shapes, specs
 from zero_ref.simulator.operations import COMPUTE, NETWORK, SIDE_STREAM, WAYS
-from zero_ref.simulator.play import Played, Work, play
+from zero_ref.simulator.play import Played, play
+from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import RECIPES, recipe
 from zero_ref.simulator.schedule import Schedule, schedule
 from zero_ref.simulator.timeline import Timeline
@@ -33,7 +34,7 @@ BY_HAND = Cluster(
     within=Link(latency_us=500, gb_per_s=4e-6),
     between=Link(latency_us=500, gb_per_s=4e-6),
 )
-WORK = Work(tokens=500_000_000, step_bytes=1e6)
+WORK = Workload(tokens=500_000_000, step_bytes=1e6)
 PARAMS = [ParamSpec(2), ParamSpec(1), ParamSpec(3)]
 BUCKETS = [[2], [1], [0]]
 # sorted_greedy: rank 0 owns parameter 2, rank 1 owns parameters 0 and 1, three elements each.
@@ -308,7 +309,7 @@ clusters = st.builds(
     st.sampled_from([H100, LOOPBACK, BY_HAND]),
     st.integers(1, 5),
 )
-works = st.builds(Work, st.integers(0, 10**6), st.booleans())
+works = st.builds(Workload, st.integers(0, 10**6), st.booleans())
 
 
 @st.composite
@@ -321,7 +322,7 @@ def plays(draw: st.DrawFn) -> Played:
 
 @given(plans(), clusters, works, st.floats(1, 10), st.floats(0.1, 1))
 def test_time_never_falls_when_a_link_gets_slower(
-    plan: Schedule, chosen: Cluster, work: Work, latency: float, bandwidth: float
+    plan: Schedule, chosen: Cluster, work: Workload, latency: float, bandwidth: float
 ) -> None:
     before = play(plan, chosen, work)
     after = play(plan, chosen.with_links(latency=latency, bandwidth=bandwidth), work)
@@ -330,13 +331,13 @@ def test_time_never_falls_when_a_link_gets_slower(
 
 
 @given(plans(), clusters, works)
-def test_time_never_falls_when_a_rank_gets_slower(plan: Schedule, chosen: Cluster, work: Work) -> None:
+def test_time_never_falls_when_a_rank_gets_slower(plan: Schedule, chosen: Cluster, work: Workload) -> None:
     before, after = play(plan, chosen, work), play(plan, chosen, work, slow={plan.world_size - 1: 1.5})
     assert all(late >= early for early, late in zip(before.end_ms, after.end_ms, strict=True))
 
 
 @given(plans(max_ranks=1), clusters, works)
-def test_one_rank_costs_no_communication(plan: Schedule, chosen: Cluster, work: Work) -> None:
+def test_one_rank_costs_no_communication(plan: Schedule, chosen: Cluster, work: Workload) -> None:
     assert plan.wire_bytes("nccl") == plan.wire_bytes("gloo") == 0
     timeline = play(plan, chosen, work).timeline()
     assert timeline.exposed_ms == 0
@@ -346,7 +347,7 @@ def test_one_rank_costs_no_communication(plan: Schedule, chosen: Cluster, work: 
 
 @given(plays())
 def test_memory_is_never_negative_and_ends_with_what_is_kept(played: Played) -> None:
-    plan = played.plan
+    plan = played.schedule
     for rank in range(plan.world_size):
         curve = played.memory(rank)
         kept = plan.parameter_bytes[rank] + plan.state_bytes[rank]
@@ -359,7 +360,7 @@ def test_memory_is_never_negative_and_ends_with_what_is_kept(played: Played) -> 
 @given(plays())
 def test_every_ranks_own_timeline_agrees_with_what_all_ranks_saw(played: Played) -> None:
     ends = []
-    for rank in range(played.plan.world_size):
+    for rank in range(played.schedule.world_size):
         timeline = played.timeline(rank)
         ends.append(timeline.makespan_ms)
         lanes = timeline.lanes if played.overlaps else ["all"]
@@ -372,7 +373,7 @@ def test_every_ranks_own_timeline_agrees_with_what_all_ranks_saw(played: Played)
 
 @given(plays())
 def test_the_ranks_that_were_played_decide_what_all_ranks_see(played: Played) -> None:
-    of_ranks = [list(played._of_rank(rank)) for rank in range(played.plan.world_size)]
+    of_ranks = [list(played._of_rank(rank)) for rank in range(played.schedule.world_size)]
     for place, seen in enumerate(zip(*of_ranks, strict=True)):
         starts, stops = ([one[which] for one in seen] for which in (1, 2))
         last = stops.index(max(stops))
@@ -382,15 +383,15 @@ def test_the_ranks_that_were_played_decide_what_all_ranks_see(played: Played) ->
 
 
 @given(plans(), clusters, works)
-def test_ranks_go_to_another_cluster_at_their_pace(plan: Schedule, chosen: Cluster, work: Work) -> None:
+def test_ranks_go_to_another_cluster_at_their_pace(plan: Schedule, chosen: Cluster, work: Workload) -> None:
     options: dict[str, Any] = {"slow": {0: 2.0}, "jitter": 0.3, "seed": 1}
-    moved = play(plan, H100, Work(5), **options).on(chosen, work)
+    moved = play(plan, H100, Workload(5), **options).on(chosen, work)
     assert moved == play(plan, chosen, work, **options)
 
 
 @given(plays())
 def test_an_operation_waits_for_what_it_needs(played: Played) -> None:
-    operations = played.plan.operations
+    operations = played.schedule.operations
     for place, one in enumerate(operations):
         assert all(before < place for before in one.after)
         assert all(played.end_ms[before] <= played.begin_ms[place] for before in one.after)
@@ -410,7 +411,7 @@ def test_the_critical_path_has_no_gap_and_adds_up_to_the_makespan(played: Played
     assert all(before.stop_ms == after.start_ms for before, after in pairwise(path))
     assert sum(played.critical_ms().values()) == pytest.approx(played.makespan_ms)
     for wait in path:
-        one = played.plan.operations[wait.operation]
+        one = played.schedule.operations[wait.operation]
         assert (wait.rank is None) == (one.lane == NETWORK)
 
 
@@ -421,7 +422,7 @@ def trillion(strategy: str, world_size: int = 1024, **options: Any) -> Played:
     params = specs(shapes("zero-1t"), "bfloat16")
     how = recipe(strategy, native=strategy == "zero-2")
     plan = schedule(how, params, world_size, blocks=blocks(params), **options)
-    return play(plan, H100, Work(2048, recompute=True))
+    return play(plan, H100, Workload(2048, recompute=True))
 
 
 def test_a_trillion_parameters_on_1024_ranks() -> None:
@@ -435,7 +436,11 @@ def test_a_trillion_parameters_on_1024_ranks() -> None:
     node_ms = 2 * psi / (8 * 50e6)
     assert ddp.makespan_ms > 2 * node_ms * 1023 / 1024
     assert stage_2.makespan_ms < even.makespan_ms
-    assert ddp.plan.state_bytes[0] > 1000 * stage_3.plan.state_bytes[0] > 900 * ddp.plan.state_bytes[0] / 1024
+    assert (
+        ddp.schedule.state_bytes[0]
+        > 1000 * stage_3.schedule.state_bytes[0]
+        > 900 * ddp.schedule.state_bytes[0] / 1024
+    )
     assert max(held for _, held in stage_3.memory()) < max(held for _, held in ddp.memory()) / 50
 
 
@@ -477,7 +482,7 @@ MISTAKES = {
     "jitter": (lambda: play(schedule("ddp", PARAMS, 2), H100, WORK, jitter=-0.1), "0 or more; got -0.1"),
     "slow rank": (lambda: by_hand("ddp", slow={2: 1.5}), "ranks 0 to 1 and factors above 0; got 1.5 for 2"),
     "slow by nothing": (lambda: by_hand("ddp", slow={1: 0.0}), "factors above 0; got 0 for 1"),
-    "tokens": (lambda: Work(-1), "must be 0 or more, got -1"),
+    "tokens": (lambda: Workload(-1), "must be 0 or more, got -1"),
     "no such rank": (lambda: by_hand("ddp").timeline(2), "ranks 0 to 1, and no rank 2"),
 }
 
@@ -493,9 +498,10 @@ ALONE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from zero_ref.simulator import activations, calibrate, cluster, ledger, memory, models, schedule, shortfall
-from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.play import play
+from zero_ref.simulator.price import Workload
 plan = schedule.schedule("zero-even", models.specs(models.shapes("gpt2"), "bfloat16"), world_size=16)
-print(play(plan, cluster.cluster("h100-ib"), Work(tokens=4096)).makespan_ms)
+print(play(plan, cluster.cluster("h100-ib"), Workload(tokens=4096)).makespan_ms)
 print(sorted(name for name in ("torch", "numpy", "matplotlib", "rich") if name in sys.modules))
 """
 
@@ -509,5 +515,5 @@ def test_a_simulation_needs_the_standard_library_only() -> None:
     assert done.returncode == 0, done.stderr
     makespan, loaded = done.stdout.splitlines()
     plan = schedule("zero-even", specs(shapes("gpt2"), "bfloat16"), world_size=16)
-    assert float(makespan) == play(plan, H100, Work(tokens=4096)).makespan_ms
+    assert float(makespan) == play(plan, H100, Workload(tokens=4096)).makespan_ms
     assert loaded == "[]"

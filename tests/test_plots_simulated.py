@@ -21,7 +21,8 @@ from zero_ref.live.lanes import COLOURS, COLOURS_OF_MORE, flowed_together
 from zero_ref.live.palette import ALARM, ITEM_COLOURS, PAPER, PART_COLOURS
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import cluster
-from zero_ref.simulator.play import Played, Work, play
+from zero_ref.simulator.play import Played, play
+from zero_ref.simulator.price import Workload
 from zero_ref.simulator.schedule import schedule
 from zero_ref.simulator.sensitivity import Setting, Variation
 from zero_ref.simulator.timeline import Event, Timeline
@@ -32,7 +33,7 @@ PARAMS = [ParamSpec(10**7, "bfloat16", name=f"h.{i}.w") for i in range(8)]
 
 def played(strategy: str, world_size: int = 16, **options: object) -> Played:
     blocks = {"blocks": [[i] for i in range(8)]} if strategy == "zero-3" else {}
-    return play(schedule(strategy, PARAMS, world_size, **blocks), H100, Work(4096), **options)  # type: ignore[arg-type]
+    return play(schedule(strategy, PARAMS, world_size, **blocks), H100, Workload(4096), **options)  # type: ignore[arg-type]
 
 
 def lines_of(ax: Axes, label: str) -> list[Line2D]:

@@ -90,7 +90,7 @@ def test_activations_are_those_of_the_formula() -> None:
         twice = replace(scenario, checkpointing=way, dtype="float32")
         assert twice.activation_bytes == 2 * inside + outside
     assert Scenario(MODELS["mlp-tiny"], H100, 1).activation_bytes == 0
-    assert [replace(scenario, checkpointing=way).work.recompute for way in ("selective", "full")] == [
+    assert [replace(scenario, checkpointing=way).workload.recompute for way in ("selective", "full")] == [
         False,
         True,
     ]
@@ -110,7 +110,8 @@ def test_a_gpu_updates_beside_backward_and_a_cpu_does_not() -> None:
 
 def test_an_optimizer_step_touches_what_its_rule_keeps() -> None:
     touched = {
-        name: Scenario(SMALL, H100, 1, optimizer=name).work.step_bytes for name in ("SGD", "Adagrad", "AdamW")
+        name: Scenario(SMALL, H100, 1, optimizer=name).workload.step_bytes
+        for name in ("SGD", "Adagrad", "AdamW")
     }
     assert touched == {"SGD": 12, "Adagrad": 20, "AdamW": 28}
 
@@ -188,11 +189,11 @@ def test_the_parts_agree(strategy: str, scenario: Scenario) -> None:
         masters = sum(memory.master_bytes for memory in run.memories)
         assert masters == pytest.approx(whole.master_bytes)
     for rank, memory in enumerate(run.memories):
-        assert memory.parameter_bytes + memory.padding_bytes == run.plan.parameter_bytes[rank]
-        assert memory.gradient_bytes == run.plan.gradient_bytes[rank]
+        assert memory.parameter_bytes + memory.padding_bytes == run.schedule.parameter_bytes[rank]
+        assert memory.gradient_bytes == run.schedule.gradient_bytes[rank]
         if scenario.dtype == "float32":  # then the optimizer keeps what torch's does
             state_bytes = memory.moment_bytes + memory.scalar_bytes
-            assert state_bytes == pytest.approx(run.plan.state_bytes[rank])
+            assert state_bytes == pytest.approx(run.schedule.state_bytes[rank])
         elif scenario.optimizer == "AdamW":
             assert memory.moment_bytes == pytest.approx(2 * memory.master_bytes)
     # All times are of one iteration, and what is exposed is idle.

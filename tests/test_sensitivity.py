@@ -11,7 +11,8 @@ from hypothesis import given, strategies as st
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import CLUSTERS, Cluster, Device, Link, cluster
-from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.play import play
+from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import RECIPES, recipe
 from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import (
@@ -83,7 +84,7 @@ def test_the_winner_changes_where_the_step_is_cheaper_than_its_broadcasts() -> N
         make,
         ("ddp", "zero-even"),
         setting,
-        Work(tokens=1),
+        Workload(tokens=1),
         factors=["memory bandwidth"],
         scales=[1, 4, 16],
     )
@@ -98,7 +99,7 @@ def test_the_winner_changes_where_the_step_is_cheaper_than_its_broadcasts() -> N
 
 
 def test_each_time_is_that_of_its_own_setting() -> None:
-    work = Work(1000)
+    work = Workload(1000)
     found = sensitivity(make, ("ddp", "zero-even"), Setting(PLAIN, 4, 10**6), work)
     for one in found:
         alone = [play(make(name, one.setting), one.setting.cluster, work) for name in ("ddp", "zero-even")]
@@ -107,38 +108,38 @@ def test_each_time_is_that_of_its_own_setting() -> None:
 
 def test_without_work_or_network_neither_wins() -> None:
     factors = [factor for factor in FACTORS if factor != "ranks"]
-    idle = Work(0, step_bytes=0)
+    idle = Workload(0, step_bytes=0)
     found = sensitivity(make, ("ddp", "zero-even"), Setting(PLAIN, 1), idle, factors=factors)
     assert {(one.winner, one.changes_winner, one.ratio) for one in found} == {(None, False, 1.0)}
 
 
 def test_what_helps_most_is_what_the_time_goes_into() -> None:
     plan = make("zero-even", Setting(PLAIN, 4))
-    computing = what_if(plan, PLAIN, Work(tokens=10**6))
+    computing = what_if(plan, PLAIN, Workload(tokens=10**6))
     assert computing.best == "compute"
     assert computing.iteration_ms - computing.improved_ms["compute"] == pytest.approx(36_000)
-    sending = what_if(plan, PLAIN, Work(tokens=0, step_bytes=0))
+    sending = what_if(plan, PLAIN, Workload(tokens=0, step_bytes=0))
     assert sending.best == "bandwidth within nodes"
-    assert what_if(plan, replace(PLAIN, within=Link(10**6, 1)), Work(0)).best == "latency"
-    stepping = what_if(make("ddp", Setting(PLAIN, 4)), PLAIN, Work(0))
+    assert what_if(plan, replace(PLAIN, within=Link(10**6, 1)), Workload(0)).best == "latency"
+    stepping = what_if(make("ddp", Setting(PLAIN, 4)), PLAIN, Workload(0))
     assert stepping.best == "memory bandwidth"
     assert stepping.improved_ms["bandwidth between nodes"] == stepping.iteration_ms, "there is one node"
 
 
 def test_nothing_helps_where_nothing_takes_time() -> None:
-    assert what_if(make("ddp", Setting(PLAIN, 1)), PLAIN, Work(0, step_bytes=0)).best is None
+    assert what_if(make("ddp", Setting(PLAIN, 1)), PLAIN, Workload(0, step_bytes=0)).best is None
 
 
 def test_local_sgd_is_counted_by_the_iteration() -> None:
     plan = schedule(recipe("local-sgd", averaging=AveragingSchedule.periodic(4)), PARAMS, 4)
-    found = what_if(plan, PLAIN, Work(10))
-    assert found.iteration_ms == play(plan, PLAIN, Work(10)).makespan_ms / 4
+    found = what_if(plan, PLAIN, Workload(10))
+    assert found.iteration_ms == play(plan, PLAIN, Workload(10)).makespan_ms / 4
     assert sum(found.critical_ms.values()) == pytest.approx(found.iteration_ms)
 
 
 def test_a_slow_rank_is_passed_on() -> None:
     plan = make("ddp", Setting(PLAIN, 2))
-    usual, slow = (what_if(plan, PLAIN, Work(1000), slow=slow) for slow in ({}, {1: 2.0}))
+    usual, slow = (what_if(plan, PLAIN, Workload(1000), slow=slow) for slow in ({}, {1: 2.0}))
     assert slow.iteration_ms > 1.5 * usual.iteration_ms
     assert slow.improved_ms["compute"] < slow.iteration_ms
 
@@ -171,7 +172,7 @@ names = st.sampled_from([name for name in RECIPES if name != "zero-3"])
 @given(names, names, st.sampled_from(list(CLUSTERS)), st.integers(1, 20))
 def test_at_scale_one_nothing_changes(first: str, second: str, name: str, world_size: int) -> None:
     setting = Setting(cluster(name), world_size)
-    found = sensitivity(make, (first, second), setting, Work(100), scales=[1.0])
+    found = sensitivity(make, (first, second), setting, Workload(100), scales=[1.0])
     assert [one.factor for one in found] == list(FACTORS)
     assert not any(one.changes_winner for one in found)
     assert {(one.setting, one.first_ms, one.second_ms) for one in found} == {
@@ -182,11 +183,11 @@ def test_at_scale_one_nothing_changes(first: str, second: str, name: str, world_
 @given(names, st.sampled_from(list(CLUSTERS)), st.integers(1, 20))
 def test_nothing_gets_slower_when_one_thing_gets_better(strategy: str, name: str, world_size: int) -> None:
     setting = Setting(cluster(name), world_size)
-    found = what_if(make(strategy, setting), setting.cluster, Work(100))
+    found = what_if(make(strategy, setting), setting.cluster, Workload(100))
     # The same sum in another order may differ in its last bits.
     assert all(ms <= found.iteration_ms * (1 + 1e-9) for ms in found.improved_ms.values())
     factors = [factor for factor in FACTORS if factor not in ("ranks", "bucket size", "latency")]
-    varied = sensitivity(make, (strategy, strategy), setting, Work(100), factors=factors)
+    varied = sensitivity(make, (strategy, strategy), setting, Workload(100), factors=factors)
     for start in range(0, len(varied), len(SCALES)):
         times = [one.first_ms for one in varied[start : start + len(SCALES)]]
         assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(times))

@@ -13,7 +13,8 @@ from hypothesis import given, strategies as st
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.operations import WAYS
-from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.play import play
+from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import ddp_buckets, schedule
 from zero_ref.simulator.timeline import Event, Timeline
@@ -25,7 +26,7 @@ PARAMS = [ParamSpec(1000, name=f"{i}.weight") for i in range(6)]
 def played(way: str = "plain") -> Any:
     buckets = ddp_buckets(PARAMS, cap_bytes=8000)
     plan = schedule(recipe("zero-even", way=way), PARAMS, 4, side_stream=True, ddp_buckets=buckets)
-    return play(plan, cluster("a100-ib"), Work(64))
+    return play(plan, cluster("a100-ib"), Workload(64))
 
 
 def bars(timelines: dict[str, Timeline]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_ref.simulator.cluster import traffic
+from zero_ref.simulator.traffic import traffic
 
 # ---------------------------------------------------------------------------------------- ring_all_reduce
 

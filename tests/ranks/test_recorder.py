@@ -19,7 +19,8 @@ from zero_ref.lab import ranks
 from zero_ref.lab.recorder import IterationRecorder
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.models import from_module
-from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.play import play
+from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import ddp_buckets, schedule
 from zero_ref.simulator.timeline import Timeline
@@ -96,7 +97,7 @@ def simulated(mode: Mode, rank: int) -> Timeline:
         2,
         ddp_buckets=ddp_buckets(params, cap_bytes=BUCKET),
     )
-    return play(plan, cluster("loopback"), Work(3)).timeline(rank)
+    return play(plan, cluster("loopback"), Workload(3)).timeline(rank)
 
 
 def order(timeline: Timeline, lane: str) -> list[tuple[str, int | None]]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zero_ref.comm.collectives import ProcessGroupCollectives
 from zero_ref.lab import ranks
 from zero_ref.lab.meter import bytes_sent_by
-from zero_ref.simulator.cluster import OPERATIONS, traffic
+from zero_ref.simulator.traffic import OPERATIONS, traffic
 
 pytestmark = [
     pytest.mark.ranks,

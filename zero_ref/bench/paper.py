@@ -16,7 +16,8 @@ from zero_ref.bench.results import Figure
 from zero_ref.plan.partition import RULES, ParamSpec, plan_partition
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.models import blocks, shapes, specs
-from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.play import play
+from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import RECIPES, Recipe, recipe
 from zero_ref.simulator.schedule import schedule
 
@@ -91,7 +92,7 @@ def _simulated(case: str, world_size: int) -> tuple[int, float]:
         side_stream=True,
     )
     jitter = 0.05 if case.endswith("jitter") else 0.0
-    played = play(plan, cluster("h100-ib"), Work(2048, recompute=True), jitter=jitter)
+    played = play(plan, cluster("h100-ib"), Workload(2048, recompute=True), jitter=jitter)
     played.critical_ms()
     played.timeline()
     played.memory()

@@ -25,7 +25,8 @@ from zero_ref.plan.calls import Call
 from zero_ref.simulator.calibrate import Calibration, NoRateError, calibrate, undisturbed_ms
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.models import from_module
-from zero_ref.simulator.play import Played, Work, play
+from zero_ref.simulator.play import Played, play
+from zero_ref.simulator.price import Workload
 from zero_ref.simulator.schedule import Schedule
 
 FIRST_ITERATIONS = 3
@@ -66,7 +67,7 @@ def predict_step(config: TrainConfig, cluster: Cluster, world_size: int) -> Pred
     numel = sum(param.numel for param in params)
     tokens = config.batch_size * config.model.context
     attention_share = flops_of(config.model, config.batch_size) / (6 * numel * tokens) - 1
-    return Predicted(plan, play(plan, cluster, Work(tokens, attention_share=attention_share)))
+    return Predicted(plan, play(plan, cluster, Workload(tokens, attention_share=attention_share)))
 
 
 @lru_cache(maxsize=64)

@@ -1,8 +1,9 @@
-"""The command line: `zero-ref plan`, and the other commands, a module and a `register` function each.
+"""The command line `zero-ref`: each command is a module with a `register` function.
 
-A command is a function that adds its parser to `subparsers` and sets `run`, the function that gets the parsed
-arguments and returns the exit code. Only `run` imports what the command needs, so that `zero-ref --help` and
-`zero-ref plan --json` work without torch and without extras. What the user did wrong is a CommandError.
+`register` adds the command's parser to `subparsers` and sets `run`, the function that is called with the
+parsed arguments and returns the exit code. Only `run` imports what the command needs, so that
+`zero-ref --help` and `zero-ref plan --json` work without torch and without extras. A user's mistake is a
+CommandError.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
 
 
 def make_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of whole command lines, and that of each command by its name."""
+    """The parser of whole command lines, and the parsers of the commands by name."""
     parser = Parser(prog="zero-ref", description="The Zero Redundancy Optimizer: plan a run, and run it.")
     parser.add_argument("--version", action="version", version=f"zero-ref {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="command", dest="command")
@@ -54,14 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after `zero-ref`; None for those of this process.
     Returns:
-        130 where Ctrl-C ended it.
+        The exit code; 130 after Ctrl-C.
     Raises:
-        SystemExit: help was printed, or what is wrong with the arguments (code 2).
+        SystemExit: the parser printed help, or an error in the arguments (code 2).
     """
     parser, _ = make_parser()
     arguments = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that its encoding lacks ends no command
+        sys.stdout.reconfigure(errors="backslashreplace")  # for names outside the encoding
     try:
         if problem := unwritable(arguments):
             raise CommandError(problem)
@@ -70,20 +71,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         if error.code == 2:
             complain(f"zero-ref {arguments.command}", str(error))
-        else:  # of what went wrong on a rank, all lines
+        else:  # all lines of what went wrong on a rank
             print(f"zero-ref {arguments.command}: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
         print(f"zero-ref {arguments.command}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # Our reader has gone (`zero-ref plan --json | head -3`). Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            problem = f"what it printed could not be written: {error.strerror}."
+            complain(f"zero-ref {arguments.command}", problem)
+        elif not isinstance(error, BrokenPipeError):  # the reader closed the pipe, as in `... | head -3`
             raise
-        complain(f"zero-ref {arguments.command}", f"what it printed could not be written: {error.strerror}.")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python prints an error at exit
         return 1
     return code

@@ -1,4 +1,4 @@
-"""What the commands share: how one ends with a message, imports an extra, reads and writes a file."""
+"""What the commands share: ending with a message, importing an extra, reading and writing a file."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class CommandError(Exception):
 
 
 def need(module: str, extra: str = "lab") -> Any:
-    """Import what an extra of this package installs.
+    """Import a module that an extra of this package installs.
 
     Raises:
-        CommandError: it is not installed; says which extra to install.
+        CommandError: a package is not installed; the message says which extra installs it.
     """
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("zero_ref"):
-            raise  # ours is broken, not missing
+            raise  # a module of this package is broken
         raise CommandError(
             f'this needs the package {error.name}, which is not installed: pip install "zero_ref[{extra}]"',
             code=1,
@@ -40,31 +40,30 @@ def need(module: str, extra: str = "lab") -> Any:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """What an error says, without its number."""
+    """The message of an error, without its number."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
 
 
 def read_input(option: str, path: str) -> Any:
-    """What a JSON file holds that the user named.
+    """The values in a JSON file that the user named.
 
     Raises:
-        CommandError: it cannot be read.
+        CommandError: the file cannot be read.
     """
     try:
         return read_json(path)
-    except OSError as error:
-        raise CommandError(f"{option} {path} cannot be read: {error.strerror or error}.") from None
-    except ValueError as error:
-        raise CommandError(f"{option} {path} cannot be read: {error}.") from None
+    except (OSError, ValueError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise CommandError(f"{option} {path} cannot be read: {said}.") from None
 
 
 def write_text(option: str, path: str, text: str) -> None:
-    """Write a file whose place was found to be good before the work.
+    """Write a file whose path was checked before the work.
 
     Raises:
-        CommandError: the disk is full, or somebody has taken the place away.
+        CommandError: the disk is full, or the folder is gone.
     """
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -74,7 +73,7 @@ def write_text(option: str, path: str, text: str) -> None:
 
 @contextlib.contextmanager
 def no_collecting() -> Iterator[None]:
-    """Look for no garbage: that would go through the millions of small tuples of a plan again and again."""
+    """Pause garbage collection, which would visit the millions of small tuples of a plan again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:

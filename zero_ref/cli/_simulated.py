@@ -1,15 +1,15 @@
-"""What `zero-ref simulate` found, as JSON and as a table."""
+"""The results of `zero-ref simulate`, as JSON and as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.recipe import LOCAL_SGD
-from zero_ref.simulator.scenario import Run, Scenario
+from zero_ref.simulator.scenario import Scenario, SimulatedRun
 
 BETTER = {
     "latency": "half the latency",
@@ -21,10 +21,10 @@ BETTER = {
 }
 
 LABELS = ("forward", "gather", "backward", "reduce", "step", "broadcast", "agree", "average")
-"""Of operations, in the order in which they are printed."""
+"""The labels of operations, in the order in which they are printed."""
 
 
-def as_json(named: str, scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
+def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dict[str, Any]:
     """What `zero-ref simulate --json` prints: plain numbers, bytes and milliseconds of one iteration."""
     device = scenario.cluster.device
     return {
@@ -48,14 +48,18 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[Run]) -> dict[str, An
     }
 
 
-def _run_as_json(run: Run) -> dict[str, Any]:
+def _run_as_json(run: SimulatedRun) -> dict[str, Any]:
+    why = None
+    if (shortfall := run.shortfall) is not None:
+        reasons = {reason.name: reason.nbytes for reason in shortfall.reasons}
+        why = {"ideal_bytes": shortfall.ideal_bytes, "reasons_bytes": reasons}
     return {
         "fullest_rank": run.fullest,
         "memory_bytes": run.memory.items,
         "memory_total_bytes": run.memory.total_bytes,
         "memory_total_bytes_of_rank": [memory.total_bytes for memory in run.memories],
         "fits": run.fits,
-        "why_not_smaller": _why(run),
+        "why_not_smaller": why,
         "sent_bytes_per_rank": run.sent_bytes,
         "calls": run.calls,
         "iteration_ms": run.iteration_ms,
@@ -68,22 +72,19 @@ def _run_as_json(run: Run) -> dict[str, Any]:
     }
 
 
-def _why(run: Run) -> dict[str, Any] | None:
-    shortfall = run.shortfall
-    if shortfall is None:
-        return None
-    reasons = {reason.name: reason.nbytes for reason in shortfall.reasons}
-    return {"ideal_bytes": shortfall.ideal_bytes, "reasons_bytes": reasons}
-
-
 def print_runs(
-    named: str, scenario: Scenario, runs: Sequence[Run], width: int | None = None, *, why: bool = False
+    named: str,
+    scenario: Scenario,
+    runs: Sequence[SimulatedRun],
+    width: int | None = None,
+    *,
+    why: bool = False,
 ) -> None:
-    """The same for people, on standard output.
+    """Print a table and notes.
 
     Args:
         width: columns; None for those of the terminal.
-        why: also why the fullest rank holds more than 1/N.
+        why: also print why the fullest rank holds more than 1/N.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -105,47 +106,53 @@ def print_runs(
     for label, values, style in _rows(runs):
         table.add_row(label, *values, style=style)
     console.print(table)
-
     console.print()
-    for run in runs if why else ():
+    for line in (*(_reasons(runs) if why else ()), *_notes(scenario, runs)):
+        console.print(line, markup=False)
+
+
+def _reasons(runs: Sequence[SimulatedRun]) -> Iterator[str]:
+    """Why the fullest rank of each strategy with owners holds more than 1/N."""
+    for run in runs:
         if (shortfall := run.shortfall) is not None:
             ideal = format_bytes(shortfall.ideal_bytes)
-            console.print(f"{run.strategy}, rank {shortfall.rank}: 1/N of it all would be {ideal}; besides")
+            yield f"{run.strategy}, rank {shortfall.rank}: 1/N of it all would be {ideal}; besides"
             for reason in shortfall.reasons:
-                console.print(f"  {format_bytes(reason.nbytes)} {reason.name}: {reason.sentence}")
-            console.print()
+                yield f"  {format_bytes(reason.nbytes)} {reason.name}: {reason.sentence}"
+            yield ""
+
+
+def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
+    """What would make each strategy faster, and what the numbers assume."""
     for run in runs:
-        console.print(f"faster under {run.strategy}: {_savings(run)}")
-    pairwise = [run.strategy for run in runs if any(one.op == "exchange" for one in run.plan.operations)]
+        yield f"faster under {run.strategy}: {_savings(run)}"
+    pairwise = [run.strategy for run in runs if any(one.op == "exchange" for one in run.schedule.operations)]
     if pairwise and scenario.world_size > 2:
-        console.print(
+        yield (
             f"{', '.join(pairwise)}: an owner receives each gradient from {scenario.world_size - 1:,} ranks, "
             "one message from each; with --messages library a ring does it"
         )
     if any(run.strategy == LOCAL_SGD for run in runs):
-        console.print(f"{LOCAL_SGD}: {_averages(scenario)}")
+        yield f"{LOCAL_SGD}: {_averages(scenario)}"
     leaner = replace(scenario, checkpointing="full").activation_bytes
     kept = scenario.activation_bytes
     if leaner < kept and any(run.fits is False and kept > run.memory.total_bytes / 3 for run in runs):
-        console.print(
+        yield (
             f"--checkpointing full keeps {format_bytes(leaner)} of activations, not {format_bytes(kept)}, "
             "and computes a forward more"
         )
     if share := scenario.attention_share:
-        console.print(f"attention adds {share:.0%} to what the parameters' products take")
-    device = cluster.device
+        yield f"attention adds {share:.0%} to what the parameters' products take"
+    cluster, device = scenario.cluster, scenario.cluster.device
     if cluster.name in CLUSTERS:
-        console.print(
-            f"supposed: products at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at full rate"
-        )
+        yield f"supposed: products at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at full rate"
     else:
-        source = f"times from: {cluster.source}. They hold for the number of ranks measured there."
-        console.print(source, markup=False)
-    console.print("not counted: starting kernels, the allocator, what libraries keep, other jobs' traffic")
+        yield f"times from: {cluster.source}. They hold for the number of ranks measured there."
+    yield "not counted: starting kernels, the allocator, what libraries keep, other jobs' traffic"
 
 
 def _averages(scenario: Scenario) -> str:
-    """Who meets, and how often."""
+    """What local SGD averages, over which ranks, and how often."""
     steps = "step" if scenario.period == 1 else f"{scenario.period:,} steps"
     parameters = f"parameters averaged every {steps}"
     if scenario.gradient_group == 1:
@@ -153,39 +160,44 @@ def _averages(scenario: Scenario) -> str:
     return f"{parameters}, gradients every step among {scenario.gradient_group:,} ranks"
 
 
-Row = tuple[str, list[str], str]
-"""A label, a value for each strategy, and a style."""
+class Row(NamedTuple):
+    """A row of the table: its label, and a value for each strategy."""
+
+    label: str
+    values: list[str]
+    style: str = ""
 
 
-def _rows(runs: Sequence[Run]) -> list[Row]:
-    def row(label: str, value: Callable[[Run], str], style: str = "") -> Row:
-        return label, [value(run) for run in runs], style
-
-    rows = [row("memory on", lambda run: f"rank {run.fullest:,}", "bold")]
+def _rows(runs: Sequence[SimulatedRun]) -> list[Row]:
+    rows = [Row("memory on", [f"rank {run.fullest:,}" for run in runs], "bold")]
     for item in runs[0].memory.items:
         if any(run.memory.items[item] >= 1e3 for run in runs):
-            rows.append(row(f"  {item}", lambda run, item=item: _bytes(run.memory.items[item])))  # type: ignore[misc]
-    rows.append(row("  together", lambda run: _bytes(run.memory.total_bytes), "bold"))
+            rows.append(Row(f"  {item}", [_bytes(run.memory.items[item]) for run in runs]))
+    rows.append(Row("  together", [_bytes(run.memory.total_bytes) for run in runs], "bold"))
     memory_gb = runs[0].scenario.cluster.device.memory_gb
     if memory_gb is not None:
-        fits = {True: "fits", False: "does not fit", None: ""}
-        rows.append(row(f"  in {memory_gb:g} GB", lambda run: fits[run.fits]))
-    rows.append(row("network", lambda run: "", "bold"))
-    rows.append(row("  sent a rank", lambda run: _bytes(run.sent_bytes)))
-    rows.append(row("  calls", lambda run: f"{run.calls:,.4g}" if run.calls < 10 else f"{run.calls:,.0f}"))
-    rows.append(row("  exposed", lambda run: _ms(run.exposed_ms)))
-    rows.append(row("time", lambda run: _ms(run.iteration_ms), "bold"))
+        rows.append(Row(f"  in {memory_gb:g} GB", ["fits" if run.fits else "does not fit" for run in runs]))
+    calls = [f"{run.calls:,.4g}" if run.calls < 10 else f"{run.calls:,.0f}" for run in runs]
+    rows += [
+        Row("network", [""] * len(runs), "bold"),
+        Row("  sent a rank", [_bytes(run.sent_bytes) for run in runs]),
+        Row("  calls", calls),
+        Row("  exposed", [_ms(run.exposed_ms) for run in runs]),
+        Row("time", [_ms(run.iteration_ms) for run in runs], "bold"),
+    ]
     spent = {label for run in runs for label in run.what_if.critical_ms}
     for label in sorted(spent, key=LABELS.index):
-        rows.append(row(f"  {label}", lambda run, label=label: _ms(run.what_if.critical_ms.get(label, 0))))  # type: ignore[misc]
-    rows.append(row("idle", lambda run: _ms(run.idle_ms)))
-    rows.append(row("tokens a second", lambda run: f"{run.tokens_per_second:,.0f}"))
-    rows.append(row("MFU", lambda run: f"{run.utilisation:.1%}"))
-    return rows
+        rows.append(Row(f"  {label}", [_ms(run.what_if.critical_ms.get(label, 0)) for run in runs]))
+    return [
+        *rows,
+        Row("idle", [_ms(run.idle_ms) for run in runs]),
+        Row("tokens a second", [f"{run.tokens_per_second:,.0f}" for run in runs]),
+        Row("MFU", [f"{run.utilisation:.1%}" for run in runs]),
+    ]
 
 
-def _savings(run: Run) -> str:
-    """What would help, the best first; below a hundredth of the iteration it is not worth a word."""
+def _savings(run: SimulatedRun) -> str:
+    """What would save a hundredth of the iteration or more, the best first."""
     saved = {
         name: 1 - ms / run.iteration_ms if run.iteration_ms else 0.0
         for name, ms in run.what_if.improved_ms.items()

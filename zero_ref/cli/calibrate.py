@@ -1,4 +1,4 @@
-"""`zero-ref calibrate`: measure this machine, and write it down as a cluster for the simulator."""
+"""`zero-ref calibrate`: measure this machine, and write a cluster for the simulator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from zero_ref.cli._common import CommandError, Subparsers, need, write_text
 from zero_ref.lab._arguments import OutputFile, json_text, rank_processes
-from zero_ref.simulator.calibrate import WORK, Calibration, Fit, calibrate
+from zero_ref.simulator.calibrate import COMPUTATIONS, Calibration, Fit, calibrate
 
 
 def register_calibrate(subparsers: Subparsers) -> None:
@@ -67,7 +67,7 @@ def _number(load: float | None) -> str:
 
 
 def as_json(calibration: Calibration) -> dict[str, Any]:
-    """The cluster, the fits and the held-out sizes as plain values; inf where nothing bounds an interval."""
+    """The cluster, the fits and the held-out sizes as plain values; an unbounded interval ends in inf."""
     return {
         "cluster": json.loads(calibration.cluster.to_json()),
         "fits": [asdict(fitted) for fitted in calibration.fits],
@@ -78,7 +78,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
 
 
 def print_calibration(calibration: Calibration, ranks: int, width: int | None = None) -> None:
-    """The same for people, on standard output.
+    """Print the fits as tables.
 
     Args:
         width: columns; None for those of the terminal.
@@ -89,8 +89,8 @@ def print_calibration(calibration: Calibration, ranks: int, width: int | None = 
     console = Console(width=width, highlight=False)
     console.print(f"[bold]{calibration.cluster.name}, {ranks} ranks, {calibration.cluster.backend}[/]\n")
     for title, fits, per_call, per_second in (
-        ("collective", [each for each in calibration.fits if each.what not in WORK], "round", "GB/s"),
-        ("computing", [each for each in calibration.fits if each.what in WORK], "tensor", "G/s"),
+        ("collective", [each for each in calibration.fits if each.what not in COMPUTATIONS], "round", "GB/s"),
+        ("computing", [each for each in calibration.fits if each.what in COMPUTATIONS], "tensor", "G/s"),
     ):
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
         table.add_column(title)
@@ -120,12 +120,12 @@ def _row(fitted: Fit, calibration: Calibration) -> list[str]:
 
 
 def _bounds(interval: tuple[float, float]) -> str:
-    # Parentheses: rich would take square brackets for a style.
+    # Parentheses, since rich takes square brackets for a style.
     return f"({_rounded(interval[0])}-{_rounded(interval[1])})"
 
 
 def _rounded(value: float) -> str:
-    """Three figures, and no exponent.
+    """A number with three figures and no exponent.
 
     >>> _rounded(1234.5), _rounded(0.71234), _rounded(75.25), _rounded(0.0)
     ('1,234', '0.712', '75.2', '0')

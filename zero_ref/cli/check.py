@@ -22,7 +22,7 @@ def register_check(subparsers: Subparsers) -> None:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Print for each exercise whether it passed, and what the check said; 1 if any failed."""
+    """Print whether each exercise passed, and the message of its check; return 1 if any failed."""
     check_notebook = need("zero_ref.course.notebook").check_notebook
     try:
         results = check_notebook(arguments.notebook)

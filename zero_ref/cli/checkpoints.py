@@ -1,4 +1,4 @@
-"""`zero-ref checkpoints`: what lies in a directory of sharded checkpoints, and whether it is intact."""
+"""`zero-ref checkpoints`: the sharded checkpoints in a directory, and whether they are intact."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def register_checkpoints(subparsers: Subparsers) -> None:
 
 
 def run_checkpoints(arguments: argparse.Namespace) -> int:
-    """Print a line for each save; 1 if one is damaged or none is complete."""
+    """Print a line for each save; return 1 if one is damaged or none is complete."""
     directory = Path(arguments.folder)
-    if not os.path.isdir(directory):  # also if no folder can have that name: is_dir() raises then
+    if not os.path.isdir(directory):  # is_dir() raises for an impossible name
         raise CommandError(f"{directory} is no folder.")
     try:
         saves = listed(directory, verify=arguments.verify)
@@ -48,7 +48,7 @@ def run_checkpoints(arguments: argparse.Namespace) -> int:
 
 
 def listed(directory: Path, verify: bool = False) -> list[dict[str, Any]]:
-    """What is known of each save, the newest last.
+    """A description of each save, the newest last.
 
     Args:
         verify: read the data too, not only the tables.

@@ -1,4 +1,4 @@
-"""`zero-ref simulate`: what a run would hold, send and take, before anything is rented."""
+"""`zero-ref simulate`: the memory, traffic and time of a run on any cluster, before it is rented."""
 
 from __future__ import annotations
 
@@ -26,22 +26,26 @@ from zero_ref.simulator.ledger import STATE_RULES
 from zero_ref.simulator.models import MODELS, Architecture, from_config
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES
-from zero_ref.simulator.scenario import DTYPES, Run, Scenario
+from zero_ref.simulator.scenario import DTYPES, Scenario, SimulatedRun
 from zero_ref.simulator.schedule import MIB
 from zero_ref.simulator.trace import write_trace
 
 MOST_OPERATIONS = 2**20
-"""Of local SGD's steps: some ten seconds' worth."""
+"""The most operations of local SGD's steps that are simulated, which takes some ten seconds."""
+
+WITH_OWNERS = tuple(name for name, recipe in RECIPES.items() if recipe.shards_by_parameter)
 
 USED_BY: dict[str, tuple[str, ...]] = {
-    "overlap": tuple(name for name, plan in RECIPES.items() if plan.partition),
-    "messages": tuple(name for name, plan in RECIPES.items() if plan.partition),
-    "bucket_mib": tuple(name for name, plan in RECIPES.items() if plan.stage < 3),
-    "prefetch": tuple(name for name, plan in RECIPES.items() if plan.stage == 3),
+    "overlap": WITH_OWNERS,
+    "messages": WITH_OWNERS,
+    "bucket_mib": tuple(name for name, recipe in RECIPES.items() if recipe.stage < 3),
+    "prefetch": tuple(name for name, recipe in RECIPES.items() if recipe.stage == 3),
     "period": (LOCAL_SGD,),
     "gradient_group": (LOCAL_SGD,),
 }
-"""Options, and the strategies that have a use for them."""
+"""Options, and the strategies that use them."""
+
+DEFAULT = " (default: %(default)s)"
 
 
 def register_simulate(subparsers: Subparsers) -> None:
@@ -54,109 +58,9 @@ def register_simulate(subparsers: Subparsers) -> None:
         "parts of the time are those of the critical path. MFU is model FLOPs utilisation: 6 operations for "
         "each parameter and token, of what the device can do.",
     )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", choices=list(MODELS), metavar="NAME", help=", ".join(MODELS))
-    model.add_argument("--config", metavar="FILE", help="a config.json of Hugging Face, in place of --model")
-    parser.add_argument("--ranks", required=True, type=simulated_ranks, metavar="N", help="how many ranks")
-    parser.add_argument(
-        "--cluster",
-        default="h100-ib",
-        metavar="NAME|FILE",
-        help=", ".join(CLUSTERS) + ", or what `zero-ref calibrate --out FILE` wrote (default: %(default)s)",
-    )
-    strategies = "; ".join(f"{name}: {plan.summary}" for name, plan in RECIPES.items())
-    parser.add_argument(
-        "--strategy",
-        default="zero-even",
-        choices=list(RECIPES),
-        metavar="NAME",
-        help=strategies + " (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--compare",
-        action="append",
-        default=[],
-        choices=list(RECIPES),
-        metavar="NAME",
-        help="another strategy beside it; may be given several times",
-    )
-    parser.add_argument(
-        "--batch", type=positive, default=1, metavar="B", help="sequences a rank (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--sequence", type=positive, metavar="S", help="tokens in each (default: the model's, 8192 at most)"
-    )
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=list(DTYPES),
-        metavar="DTYPE",
-        help="of parameters and gradients: " + ", ".join(DTYPES) + ". Of 16 bits the optimizer keeps a copy "
-        "in 32 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--optimizer",
-        default="AdamW",
-        choices=list(STATE_RULES),
-        metavar="NAME",
-        help=", ".join(STATE_RULES) + " (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--overlap",
-        type=lambda way: way.replace("_", "-"),
-        choices=[way.replace("_", "-") for way in WAYS],
-        metavar="WAY",
-        help="; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
-    )
-    parser.add_argument(
-        "--bucket-mib",
-        type=number(above=0, most=2**20),
-        metavar="MIB",
-        help="of DDP's buckets (default: 25, the first 1)",
-    )
-    parser.add_argument(
-        "--checkpointing",
-        default="selective",
-        choices=list(CHECKPOINTING),
-        metavar="WHAT",
-        help="; ".join(f"{name}: {what}" for name, what in CHECKPOINTING.items()) + " (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--messages",
-        choices=["package", "library"],
-        metavar="WHOSE",
-        help="package: this one's, gradients straight to their owners, a broadcast from each; library: one "
-        "reduce for each owner and one all-gather (default: library where the backend is NCCL)",
-    )
-    parser.add_argument("--prefetch", type=whole(0, 10**6), metavar="UNITS", help="of zero-3 (default: 1)")
-    parser.add_argument(
-        "--period",
-        type=whole(1, 10**6),
-        metavar="H",
-        help="of local-sgd: steps from one average of the parameters to the next (default: 8)",
-    )
-    parser.add_argument(
-        "--gradient-group",
-        type=whole(1, MOST_SIMULATED_RANKS),
-        metavar="N",
-        help="of local-sgd: average gradients in every step over so many ranks, as of a node (default: 1)",
-    )
-    parser.add_argument(
-        "--straggler",
-        action="append",
-        default=[],
-        type=_straggler,
-        metavar="RANK:FACTOR",
-        help="this rank takes FACTOR times as long to compute; may be given several times",
-    )
-    parser.add_argument(
-        "--jitter",
-        type=number(least=0, most=100),
-        default=0.0,
-        metavar="SHARE",
-        help="standard deviation of the ranks' computing times, as a share of them (default: 0)",
-    )
-    parser.add_argument("--seed", type=seed, default=0, help="of the jitter (default: 0)")
+    _add_job(parser)
+    _add_strategies(parser)
+    _add_paces(parser)
     parser.add_argument(
         "--why", action="store_true", help="say why the fullest rank holds more than 1/N, item by item"
     )
@@ -165,6 +69,66 @@ def register_simulate(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run_simulate)
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is trained, and on which machines."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", choices=list(MODELS), metavar="NAME", help=", ".join(MODELS))
+    model.add_argument("--config", metavar="FILE", help="a config.json of Hugging Face, in place of --model")
+    add = parser.add_argument
+    add("--ranks", required=True, type=simulated_ranks, metavar="N", help="how many ranks")
+    clusters = ", ".join(CLUSTERS) + ", or what `zero-ref calibrate --out FILE` wrote"
+    add("--cluster", default="h100-ib", metavar="NAME|FILE", help=clusters + DEFAULT)
+    add("--batch", type=positive, default=1, metavar="B", help="sequences a rank" + DEFAULT)
+    sequence = "tokens in each (default: the model's, 8192 at most)"
+    add("--sequence", type=positive, metavar="S", help=sequence)
+    dtypes = f"of parameters and gradients: {', '.join(DTYPES)}. Of 16 bits the optimizer keeps a copy in 32"
+    add("--dtype", default="bfloat16", choices=list(DTYPES), metavar="DTYPE", help=dtypes + DEFAULT)
+    rules = ", ".join(STATE_RULES) + DEFAULT
+    add("--optimizer", default="AdamW", choices=list(STATE_RULES), metavar="NAME", help=rules)
+    ways = "; ".join(f"{name}: {what}" for name, what in CHECKPOINTING.items()) + DEFAULT
+    add("--checkpointing", default="selective", choices=list(CHECKPOINTING), metavar="WHAT", help=ways)
+
+
+def _add_strategies(parser: argparse.ArgumentParser) -> None:
+    """The options that say who holds, computes and sends what."""
+    add, names = parser.add_argument, list(RECIPES)
+    strategies = "; ".join(f"{name}: {recipe.summary}" for name, recipe in RECIPES.items()) + DEFAULT
+    add("--strategy", default="zero-even", choices=names, metavar="NAME", help=strategies)
+    another = "another strategy beside it; may be given several times"
+    add("--compare", action="append", default=[], choices=names, metavar="NAME", help=another)
+    add(
+        "--overlap",
+        type=lambda way: way.replace("_", "-"),
+        choices=[way.replace("_", "-") for way in WAYS],
+        metavar="WAY",
+        help="; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
+    )
+    size = "of DDP's buckets (default: 25, the first 1)"
+    add("--bucket-mib", type=number(above=0, most=2**20), metavar="MIB", help=size)
+    add(
+        "--messages",
+        choices=["package", "library"],
+        metavar="WHOSE",
+        help="package: this one's, gradients straight to their owners, a broadcast from each; library: one "
+        "reduce for each owner and one all-gather (default: library where the backend is NCCL)",
+    )
+    add("--prefetch", type=whole(0, 10**6), metavar="UNITS", help="of zero-3 (default: 1)")
+    period = "of local-sgd: steps from one average of the parameters to the next (default: 8)"
+    add("--period", type=whole(1, 10**6), metavar="H", help=period)
+    group = "of local-sgd: average gradients in every step over so many ranks, as of a node (default: 1)"
+    add("--gradient-group", type=whole(1, MOST_SIMULATED_RANKS), metavar="N", help=group)
+
+
+def _add_paces(parser: argparse.ArgumentParser) -> None:
+    """The options that make ranks slower than others."""
+    add = parser.add_argument
+    slow = "this rank takes FACTOR times as long to compute; may be given several times"
+    add("--straggler", action="append", default=[], type=_straggler, metavar="RANK:FACTOR", help=slow)
+    jitter = "standard deviation of the ranks' computing times, as a share of them (default: 0)"
+    add("--jitter", type=number(least=0, most=100), default=0.0, metavar="SHARE", help=jitter)
+    add("--seed", type=seed, default=0, help="of the jitter (default: 0)")
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
@@ -197,7 +161,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
 
 
 def scenario_of(arguments: argparse.Namespace) -> Scenario:
-    """What the options say, each with its default."""
+    """The scenario that the options describe."""
     return Scenario(
         MODELS[arguments.model] if arguments.model else _architecture(arguments.config),
         _cluster(arguments.cluster),
@@ -214,9 +178,6 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
         period=arguments.period or 8,
         gradient_group=arguments.gradient_group or 1,
     )
-
-
-# ------------------------------------------------------------------------------------- what was passed in
 
 
 def _cluster(name: str) -> Cluster:
@@ -244,11 +205,11 @@ def _architecture(path: str) -> Architecture:
         raise CommandError(f"--config {path}: {error}") from None
 
 
-def _write_trace(path: str, runs: Sequence[Run]) -> None:
-    """Rank 0, the fullest rank and the stragglers of each strategy."""
+def _write_trace(path: str, runs: Sequence[SimulatedRun]) -> None:
+    """Write timelines of rank 0, the fullest rank and the stragglers of each strategy."""
     timelines, memory = {}, {}
     for run in runs:
-        for rank in sorted({0, run.fullest, *run.played.slow}):
+        for rank in sorted({0, run.fullest, *run.played.paces.slow}):
             title = f"{run.strategy}, rank {rank}"
             timelines[title] = run.played.timeline(rank)
             memory[title] = run.memory_curve(rank)
@@ -275,7 +236,7 @@ def _slow(stragglers: Sequence[tuple[int, float]], ranks: int) -> dict[int, floa
 
 
 def _check_size(scenario: Scenario, strategies: Sequence[str]) -> None:
-    """Refuse a period whose steps, each listed with all of its buckets, would take minutes."""
+    """Raise a CommandError for a period whose steps, each with all of its buckets, would take minutes."""
     a_step = 2 * len(scenario.buckets) + 4
     if LOCAL_SGD in strategies and scenario.period * a_step > MOST_OPERATIONS:
         raise CommandError(

@@ -37,9 +37,9 @@ def register_train(subparsers: Subparsers) -> None:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    """Train, print the table, and write JSON if asked to; 1 if a prediction or a loss is off."""
+    """Train, print the table, and write JSON if asked to; return 1 if a prediction or a loss is wrong."""
     strategies = list(dict.fromkeys(arguments.strategy or ["zero-bucket"]))
-    # --overlap is for those that have owners, and refused where none has.
+    # --overlap is for strategies with owners, and an error if there is none.
     with_owners = [name for name in strategies if RECIPES[name].shards_by_parameter]
     config = training_config(arguments, (with_owners or strategies)[0])
     if len(strategies) > 1 and config.checkpoint:
@@ -75,7 +75,7 @@ def register_demo(subparsers: Subparsers) -> None:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Run the demo; 1 if a prediction or a loss is off."""
+    """Run the demo; return 1 if a prediction or a loss is wrong."""
     config = training_config(arguments, "zero")
     if config.checkpoint:
         raise CommandError("the demo writes no checkpoint; use `zero-ref train --checkpoint FILE`.")
@@ -91,8 +91,8 @@ def training_config(arguments: argparse.Namespace, strategy: str) -> TrainConfig
     """The options as a TrainConfig.
 
     Raises:
-        CommandError: a value makes no sense; this machine has not the memory; DDP builds its buckets in the
-            first step, so the prediction holds from the second on, and one step is refused.
+        CommandError: a value makes no sense; this machine has too little memory; only one step is asked for.
+            (DDP builds its buckets in the first step, so the prediction holds from the second step on.)
     """
     try:
         config = config_from(arguments, strategy)
@@ -109,7 +109,7 @@ def training_config(arguments: argparse.Namespace, strategy: str) -> TrainConfig
 
 
 def _memory_bytes() -> int | None:
-    """Of this machine; None where the system does not tell."""
+    """The memory of this machine; None where the system does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):

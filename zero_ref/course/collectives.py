@@ -12,7 +12,7 @@ from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
 from zero_ref.course import Answer, ExerciseFailed, StillTheStub, call_text, exercise, shown
 from zero_ref.lab import ranks, virtual
 from zero_ref.lab.meter import bytes_sent_by
-from zero_ref.simulator.cluster import traffic
+from zero_ref.simulator.traffic import traffic
 
 # ------------------------------------------------------------------------------------ 2.1 a ring all-reduce
 

@@ -20,7 +20,8 @@ from zero_ref.simulator.calibrate import NoRateError, Sample, fit
 from zero_ref.simulator.cluster import Cluster, Link, cluster
 from zero_ref.simulator.memory import MemorySettings, average_memory
 from zero_ref.simulator.models import TRANSFORMERS, blocks, shapes, specs
-from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.play import play
+from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import RECIPES, recipe
 from zero_ref.simulator.schedule import schedule
 
@@ -254,7 +255,7 @@ def bill_of(job: Job, design: Design) -> Bill:
         if stage == 3
         else schedule(recipe(design.strategy, native=stage > 0), params, design.ranks)
     )
-    work = Work(job.sequences // design.ranks * job.length, recompute=design.checkpointing == "full")
+    work = Workload(job.sequences // design.ranks * job.length, recompute=design.checkpointing == "full")
     step_s = play(plan, cluster(job.cluster), work).iteration_ms / 1e3
     return Bill(memory, step_s, design.ranks * step_s / 3600)
 
@@ -371,7 +372,9 @@ def _powers(most: int) -> list[int]:
 
 
 def _step_ms(params: Sequence[ParamSpec], machines: Cluster, n: int, tokens: int) -> float:
-    return play(schedule(recipe("zero-even", native=True), params, n), machines, Work(tokens)).iteration_ms
+    return play(
+        schedule(recipe("zero-even", native=True), params, n), machines, Workload(tokens)
+    ).iteration_ms
 
 
 def _last_that_helps(times: dict[int, float]) -> int:

@@ -20,10 +20,12 @@ from zero_ref.lab.meter import bytes_sent_by, recording_distributed
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.simulator.cluster import BACKENDS, Cluster, Device, Link
+from zero_ref.simulator.cluster import Cluster, Device, Link
 from zero_ref.simulator.ledger import itemsize_of
-from zero_ref.simulator.play import Played, Work, play
+from zero_ref.simulator.play import Played, play
+from zero_ref.simulator.price import Workload
 from zero_ref.simulator.schedule import Schedule, schedule
+from zero_ref.simulator.traffic import BACKENDS
 
 # -------------------------------------------------------------------------- 13.1 the bytes that a rank sends
 
@@ -223,7 +225,7 @@ def _played(setting: Setting, tokens: int) -> Played:
     # A number of elements that every rank has as many of.
     numel = -(-setting.numel // setting.world_size) * setting.world_size
     plan = _of_equal_blocks("zero-3", numel, "bfloat16", setting.world_size, BLOCKS)
-    return play(plan, cluster, Work(tokens))
+    return play(plan, cluster, Workload(tokens))
 
 
 def _of_a_block(played: Played) -> tuple[float, float]:

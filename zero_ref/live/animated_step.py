@@ -13,7 +13,7 @@ from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, rank_colour, text_co
 from zero_ref.live.svg import LINE, element, line, text, text_width
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
-from zero_ref.simulator.operations import data_parallel, messages_of
+from zero_ref.simulator.data_parallel import data_parallel, messages_of
 
 PHASES = {
     "reduce": "Gradients are averaged over all ranks",
@@ -65,7 +65,7 @@ def step_frames(partition: Partition) -> list[Frame]:
             take equally long, however much they carry.
     Raises:
         ValueError: other numbers of ranks, or more slices than can be told apart.
-    Source: `simulator.operations.data_parallel`, whose calls are compared with real ones in chapter 4.
+    Source: `simulator.data_parallel.data_parallel`, whose calls are compared with real ones in chapter 4.
     """
     ranks = partition.world_size
     params = [ParamSpec(numel) for numel in partition.numels]

@@ -15,11 +15,11 @@ from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import Cluster, Link
 from zero_ref.simulator.models import TRANSFORMERS
 from zero_ref.simulator.recipe import RECIPES
-from zero_ref.simulator.scenario import Run, Scenario
+from zero_ref.simulator.scenario import Scenario, SimulatedRun
 
 MS_PER_DAY = 86_400_000.0
 NVLINK_US = 3.0
-"""Latency inside a node, as in the presets of `simulator.cluster`."""
+"""Latency inside a node, as in `simulator.presets`."""
 
 
 def _draw(
@@ -68,12 +68,12 @@ def _draw(
 
 
 @lru_cache(maxsize=8)
-def _run(scenario: Scenario, strategy: str) -> Run:
+def _run(scenario: Scenario, strategy: str) -> SimulatedRun:
     """Another number of tokens asks for the same run."""
     return scenario.run(strategy)
 
 
-def _picture(width: float, run: Run, rows: list[list[str]], device_bytes: float, words: str) -> str:
+def _picture(width: float, run: SimulatedRun, rows: list[list[str]], device_bytes: float, words: str) -> str:
     left, wide = MARGIN, width - 2 * MARGIN
     parts: list[str] = []
     y = 12.0

@@ -11,7 +11,8 @@ from zero_ref.live.svg import MARGIN, picture
 from zero_ref.simulator.cluster import CLUSTERS, Link
 from zero_ref.simulator.models import MODELS, blocks
 from zero_ref.simulator.operations import WAYS
-from zero_ref.simulator.play import Work, play
+from zero_ref.simulator.play import play
+from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import RECIPES, recipe
 from zero_ref.simulator.schedule import MIB, Schedule, ddp_buckets, schedule
 
@@ -27,13 +28,13 @@ def _draw(
     plans = {"ddp": _plan(model, "ddp", ranks, bucket_mb)}
     options = (way, native, links.backend == "nccl") if sharded else ()
     plans[strategy] = _plan(model, strategy, ranks, bucket_mb, *options)
-    played = {name: play(plan, links, Work(tokens)) for name, plan in plans.items()}
+    played = {name: play(plan, links, Workload(tokens)) for name, plan in plans.items()}
     critical = played[strategy].critical_ms()
     timelines = {name: one.timeline() for name, one in played.items()}
     numbers: dict[str, float] = {}
     rows = [["", "iteration, ms", "exposed, ms", "computing nothing, ms"]]
     for name, one in timelines.items():
-        iterations = played[name].plan.iterations
+        iterations = played[name].schedule.iterations
         found = {
             "iteration": played[name].iteration_ms,
             "exposed": one.exposed_ms / iterations,

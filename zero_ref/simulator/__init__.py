@@ -1,20 +1,24 @@
-"""ZeRO on paper: what a run costs, for any number of ranks, without a tensor or a network.
+"""A simulator: what a run with ZeRO costs, for any number of ranks, without tensors or a network.
 
-Standard library only, so it runs where torch is not installed, and inside a web page. Reading order:
+It needs the standard library only, so it runs without torch, and inside a web page. Reading order:
 
 - `ledger`: bytes a rank holds, by stage and convention, and exactly for a partition;
 - `models`: the parameter shapes of published models, of a configuration, or of a module at hand;
 - `activations`: what the forward pass keeps for the backward pass, with and without checkpointing;
-- `memory`: everything that lies on a rank, item by item, on average and exactly for a partition;
+- `memory`: everything that a rank holds, item by item, on average and exactly for a partition;
 - `shortfall`: why that is more than 1/N of what one rank alone would hold;
-- `recipe`: a strategy as one value: what is sharded, who gets gradients, when updates are made, what travels;
-- `operations`: one iteration in order: what is computed, what is sent, what waits for what;
+- `operations`: what is computed, what is sent, and what waits for what;
+- `data_parallel`, `stage_3`, `local_sgd`: the operations of an iteration, in order;
+- `recipe`: a strategy as one value: what is sharded, who gets gradients, when updates are made, what is sent;
 - `schedule`: the iteration of a strategy, its calls one by one, and what each rank holds;
-- `timeline`: when each part of an iteration happens on a rank, and what hides behind what;
-- `cluster`: links and devices, and what each collective costs on them;
+- `timeline`: when each part of an iteration happens on a rank, and what is hidden behind computing;
+- `traffic`: how many messages and bytes a collective makes;
+- `presets`: known GPUs, links and clusters, as tables to extend;
+- `cluster`: links and devices, and how long each collective takes on them;
+- `price`: how long each operation of a schedule takes on a cluster;
 - `play`: a schedule on a cluster: times, memory over time, the critical path, slow ranks;
 - `trace`: timelines as a file that Perfetto shows;
 - `sensitivity`: which circumstance changes the conclusion, and what would make an iteration faster;
-- `calibrate`: from measured times to a cluster, with bounds on the error;
+- `calibrate`: a cluster from measured times, with bounds on the error;
 - `scenario`: all of it together, from a model's name to memory, traffic and time.
 """

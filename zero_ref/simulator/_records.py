@@ -1,7 +1,7 @@
-"""JSON that somebody may have written by hand or cut off: read with limits, checked field by field.
+"""JSON files that may be written by hand or cut off, read with limits and checked field by field.
 
-`read_json` reads a file, `record` makes a dataclass or a NamedTuple of what was in it. Both say in one
-sentence what is wrong and where, before anybody computes with it.
+`read_json` reads a file, `record` makes a dataclass or a NamedTuple from its values. Their errors say in one
+sentence what is wrong, and where.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type
 T = TypeVar("T")
 
 LARGEST_FILE = 2**28
-"""Bytes that are read at most. What this package writes has some MB; a notebook with pictures, more."""
+"""The most bytes that are read. The files of this package have some MB; a notebook with pictures has more."""
 
 LARGEST_WHOLE = 2**63 - 1
-"""No count in a record is larger; beyond it, numbers do not fit what they are computed with."""
+"""The largest count in a record. Larger numbers overflow in computations."""
 
 
 def read_json(path: str | Path) -> Any:
-    """What a file holds as plain values.
+    """The values in a JSON file.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no regular file, too large, no UTF-8, or as in `parse_json`.
+        ValueError: it is no regular file, too large, not UTF-8, or as `parse_json`.
     """
     with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:  # a pipe would hang
         status = os.fstat(file.fileno())
@@ -47,13 +47,13 @@ def read_json(path: str | Path) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """A JSON text as plain values.
+    """The values in a JSON text.
 
     >>> parse_json('{"ms": [1, 2.5]}')
     {'ms': [1, 2.5]}
 
     Raises:
-        ValueError: it is no JSON, has NaN, Infinity or a number beyond them, or is nested too deeply to read.
+        ValueError: it is not JSON, has NaN, Infinity or a number beyond a float, or is nested too deeply.
     """
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)
@@ -77,15 +77,16 @@ def _finite(digits: str) -> float:
 
 
 def record(cls: type[T], value: Any, what: str) -> T:
-    """A dataclass or a NamedTuple from plain values, its fields' types checked, those of their fields too.
+    """A dataclass or a NamedTuple from the values of JSON, with the types of all its fields checked.
 
     >>> from zero_ref.simulator.cluster import Link
     >>> record(Link, {"latency_us": 3, "gb_per_s": 450.0}, "within")
     Link(latency_us=3.0, gb_per_s=450.0)
 
     Args:
-        cls: fields are str, int, float, bool, None, lists, tuples and mappings from str of them, or records.
-        what: how messages call the value.
+        cls: its fields are str, int, float, bool, None, or records, or lists, tuples and mappings from str
+            of these.
+        what: the name of the value in errors.
     Raises:
         ValueError: a field is missing, unknown or of another type, a number is not finite or above
             LARGEST_WHOLE, or as the class itself.
@@ -118,7 +119,7 @@ def _with_default(cls: Any) -> set[str]:
 
 
 def _checked(hint: Any, value: Any, what: str) -> Any:
-    """The value as a field of this type takes it."""
+    """The value, converted for a field of this type."""
     origin, of = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in of:
@@ -139,9 +140,8 @@ def _checked(hint: Any, value: Any, what: str) -> Any:
         return value
     if hint in (str, bool):
         if not isinstance(value, hint):
-            raise ValueError(
-                f"{what} must be {'text' if hint is str else 'true or false'}, not {_shown(value)}"
-            )
+            kind = "text" if hint is str else "true or false"
+            raise ValueError(f"{what} must be {kind}, not {_shown(value)}")
         return value
     return record(hint, value, what)
 
@@ -168,7 +168,7 @@ def _number(value: Any, what: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message: short, whatever it is."""
+    """A value as errors show it, shortened."""
     if isinstance(value, (dict, list, tuple)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     if isinstance(value, int) and abs(value) > LARGEST_WHOLE:

@@ -1,11 +1,12 @@
 """Activations: what the forward pass keeps for the backward pass, by the published formula.
 
-ZeRO shards none of it. It grows with the tokens that a rank computes in one go, not with the number of ranks,
-so a rank that holds little of the model may still be full.
+ZeRO does not shard activations. They grow with the tokens that a rank computes in one go, whatever the number
+of ranks, so a rank that holds little of the model may still run out of memory.
 """
 
 from __future__ import annotations
 
+from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.models import Transformer
 
 CHECKPOINTING: dict[str, str] = {
@@ -26,33 +27,29 @@ def activation_bytes(
     """Bytes of 16-bit activations of all blocks at the peak, which is when backward begins.
 
     With s tokens in a sequence, b sequences, h the width and a heads, a block keeps s*b*h*(34 + 5*a*s/h)
-    bytes. The second term is the attention scores, s*s of them for each head: each costs 5 bytes, 2 before
-    and 2 after dropout and 1 for its mask. Checkpointing keeps less and computes it again.
+    bytes. The second term is the attention scores, s*s for each head, of 5 bytes each: 2 before and 2 after
+    dropout, and 1 for its mask. Checkpointing keeps less, and computes the rest again.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
     >>> [activation_bytes(TRANSFORMERS["gpt2"], 8, checkpointing=way) // 10**6 for way in CHECKPOINTING]
     [8606, 2566, 855]
 
     Args:
-        architecture: of a preset, or `models.from_config`'s. The formula is that of a GPT block, with
-            dropout, biases and an MLP four times as wide. For Llama it is an estimate.
+        architecture: a preset's, or from `models.from_config`. The formula is for a GPT block with dropout,
+            biases and an MLP four times as wide. For Llama it is an estimate.
         batch: sequences that one rank computes in one go (a micro-batch).
-        sequence: tokens in each; None for as many as the model has positions. More are counted too: whether
-            a model can take them is not asked here.
-        checkpointing: one of CHECKPOINTING. Under "full" we count 2*s*b*h for the input of each block, as the
-            paper does, and one block's other activations, which are there while it is computed again.
-        flash_attention: scores are never stored, also not in the block that is computed again.
+        sequence: tokens in each sequence, which may be more than the model has positions; None for as many.
+        checkpointing: one of CHECKPOINTING. "full" counts 2*s*b*h for the input of each block, as the paper
+            does, and one block's other activations, which exist while the block is computed again.
+        flash_attention: scores are never stored, not even in the block that is computed again.
     Raises:
         ValueError: `checkpointing` is unknown, or there is no sequence or no token.
-    Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and section 5, without tensor parallelism.
-        Equal to what autograd saves in such a block, but for the statistics of its two norms
+    Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and section 5, without tensor parallelism. Equal
+        to what autograd saves in such a block, except for the statistics of its two norms
         (tests/test_activations.py).
     """
-    if checkpointing not in CHECKPOINTING:
-        raise ValueError(
-            f"unknown checkpointing {checkpointing!r}; choose one of {', '.join(CHECKPOINTING)}."
-        )
-    sequence = _check_sequence(architecture, batch, sequence)
+    check_name("checkpointing", checkpointing, CHECKPOINTING)
+    sequence = _tokens_of_sequence(architecture, batch, sequence)
     stored_scores = 0 if flash_attention or checkpointing == "selective" else sequence
     input_of_block = 2 * sequence * batch * architecture.width
     block = sequence * batch * (34 * architecture.width + 5 * architecture.heads * stored_scores)
@@ -64,8 +61,8 @@ def activation_bytes(
 def head_bytes(architecture: Transformer, batch: int, sequence: int | None = None) -> int:
     """Bytes of the activations outside the blocks: embedding dropout, last norm, output head and loss.
 
-    Most of it is the logits, 4 bytes each for every token of the vocabulary. The blocks of a large model
-    keep far more; those of a small one may not.
+    Most of these bytes are the logits: for each token, 4 bytes for each entry of the vocabulary. The blocks
+    of a large model keep far more; those of a small one may not.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
     >>> gpt2 = TRANSFORMERS["gpt2"]
@@ -78,12 +75,11 @@ def head_bytes(architecture: Transformer, batch: int, sequence: int | None = Non
     Source: Korthikanti et al. (arXiv:2205.05198), section 4.3: s*b*h for the dropout mask, 2*s*b*h for the
         input of the norm and of the head each, 4*s*b*v for fp32 logits.
     """
-    sequence = _check_sequence(architecture, batch, sequence)
+    sequence = _tokens_of_sequence(architecture, batch, sequence)
     return sequence * batch * (5 * architecture.width + 4 * architecture.vocabulary)
 
 
-def _check_sequence(architecture: Transformer, batch: int, sequence: int | None) -> int:
-    """The tokens in a sequence."""
+def _tokens_of_sequence(architecture: Transformer, batch: int, sequence: int | None) -> int:
     if batch < 1:
         raise ValueError(f"a batch has at least 1 sequence, got {batch}.")
     if sequence is None:

@@ -1,10 +1,10 @@
-"""From measured times to a Cluster of the machine at hand, with bounds on how wrong it is.
+"""Make a Cluster of the machine at hand from measured times, with bounds on the errors of its predictions.
 
-Everything that is timed costs so much for each call and so much for each byte or operation: a collective its
-rounds and its bytes, forward and backward their tensors and their floating-point operations, an optimizer
-step its tensors and its bytes. So one fit serves all, `fit`. `calibrate` fits on every other size, predicts
-the sizes in between, and keeps both times: these errors are the ones to trust, and the intervals of single
-parameters say how well the times tell them apart. `bench.pieces` takes the times.
+Each time has a cost for each call and a cost for each byte or operation: a collective has rounds and bytes,
+forward and backward have tensors and floating-point operations, an optimizer step has tensors and bytes. So
+`fit` serves all of them. `calibrate` fits on every other size, predicts the sizes in between, and keeps the
+predicted and the measured times. These errors are the ones to trust; the interval of a parameter says how
+well the times determine it. `bench.pieces` takes the times.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from zero_ref.simulator.cluster import OPERATIONS, Cluster, Device, Link, traffic
+from zero_ref.simulator._checks import check_name
+from zero_ref.simulator.cluster import Cluster, Device, Link
+from zero_ref.simulator.traffic import OPERATIONS, traffic
 
 T = TypeVar("T")
 
 ADAMW_BYTES = 28
-"""What AdamW moves for each fp32 element: it reads gradient, parameter and two moments, and writes three."""
+"""For each fp32 element, AdamW reads gradient, parameter and two moments, and writes all but the gradient."""
 
-WORK: dict[str, str] = {
+COMPUTATIONS: dict[str, str] = {
     "train": "forward and backward, in floating-point operations",
     "update": "a local optimizer step, in bytes read and written",
 }
@@ -32,7 +34,7 @@ WORK: dict[str, str] = {
 def training_flops(numel: int, tokens: int, *, layers: int, width: int, context: int) -> float:
     """Floating-point operations of forward and backward of a transformer.
 
-    A token costs each parameter one multiplication and one addition forward, and twice that backward.
+    For each token and parameter, forward takes a multiplication and an addition, and backward two of each.
     Attention adds its two products over the context. A tied token embedding counts once, as output head.
 
     >>> training_flops(810_496, 8 * 64, layers=4, width=128, context=64) / 1e9
@@ -43,16 +45,12 @@ def training_flops(numel: int, tokens: int, *, layers: int, width: int, context:
     return tokens * (6.0 * numel + 12.0 * layers * width * context)
 
 
-# --------------------------------------------------------------------------------------- what was measured
-
-
 class Sample(NamedTuple):
-    """One timed piece of work as `fit` sees it.
+    """One measured time, as `fit` takes it.
 
     Args:
-        calls: rounds of messages, or tensors: what there is a fixed cost for.
+        calls: rounds of messages, or tensors, each of which has a fixed cost.
         amount: bytes or floating-point operations.
-        ms: how long it took.
     """
 
     calls: float
@@ -65,8 +63,8 @@ class Measurement:
     """One collective, timed once.
 
     Args:
-        op: an operation of `cluster.OPERATIONS`.
-        nbytes: the payload, as `cluster.traffic` counts it.
+        op: one of `traffic.OPERATIONS`.
+        nbytes: the payload, as `traffic` counts it.
         ms: of the slowest rank.
     Raises:
         ValueError: an unknown operation, a time or a payload that is not positive, or no two ranks.
@@ -78,8 +76,7 @@ class Measurement:
     ms: float
 
     def __post_init__(self) -> None:
-        if self.op not in OPERATIONS:
-            raise ValueError(f"unknown operation {self.op!r}; choose one of {', '.join(OPERATIONS)}.")
+        check_name("operation", self.op, OPERATIONS)
         if self.nbytes <= 0:
             raise ValueError(f"{self.op}: a payload to measure has at least 1 byte, got {self.nbytes}.")
         if self.world_size < 2:
@@ -89,17 +86,17 @@ class Measurement:
         _check_ms(self.op, self.ms)
 
     def sample(self, backend: str = "gloo") -> Sample:
-        """What a Cluster charges for it: all bytes on the wire where ranks share a machine's loopback."""
+        """The rounds and bytes that a Cluster counts: all bytes on the wire where ranks share a loopback."""
         load = traffic(self.op, self.nbytes, self.world_size, backend=backend)
         return Sample(load.rounds, load.total_bytes if backend == "gloo" else load.busiest_bytes, self.ms)
 
 
 @dataclass(frozen=True)
 class Computation:
-    """A piece of computing, timed once, while every rank did the same.
+    """A computation, timed once, while every rank did the same.
 
     Args:
-        kind: one of WORK.
+        kind: one of COMPUTATIONS.
         tensors: parameter tensors that were trained or updated.
         amount: floating-point operations of "train", bytes of "update".
         ms: of the slowest rank.
@@ -113,8 +110,7 @@ class Computation:
     ms: float
 
     def __post_init__(self) -> None:
-        if self.kind not in WORK:
-            raise ValueError(f"unknown kind of work {self.kind!r}; choose one of {', '.join(WORK)}.")
+        check_name("kind of work", self.kind, COMPUTATIONS)
         if self.tensors < 1 or not (math.isfinite(self.amount) and self.amount > 0):
             raise ValueError(
                 f"{self.kind}: work has at least 1 tensor and an amount above 0, got {self.tensors} and "
@@ -134,8 +130,8 @@ def _check_ms(what: str, ms: float) -> None:
 def undisturbed_ms(times_ms: Sequence[float]) -> float:
     """The time that repeats agree on: their lower quartile.
 
-    Whatever else runs on a machine makes a repeat longer, never shorter. A median would move once it touches
-    half of the repeats; the shortest time would be a lucky one.
+    Other programs on a machine make a repeat longer, never shorter. Once they disturb half of the repeats, a
+    median would move; the shortest time would be an exception.
 
     >>> undisturbed_ms([1.0, 1.25, 1.5, 8.0, 400.0])
     1.25
@@ -145,11 +141,8 @@ def undisturbed_ms(times_ms: Sequence[float]) -> float:
     return statistics.quantiles(times_ms, n=4, method="inclusive")[0]
 
 
-# ------------------------------------------------------------------------------------------------ the fit
-
-
 class Interval(NamedTuple):
-    """Where a parameter lies in nine of ten resamplings; `high` is infinite where nothing bounds it."""
+    """The range of a parameter in nine of ten resamplings; `high` is infinite where nothing bounds it."""
 
     low: float
     high: float
@@ -157,13 +150,13 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """A fixed cost for each call and a rate, with how well they are known.
+    """A fixed cost for each call and a rate, with their intervals.
 
     Args:
-        what: an operation, or a kind of WORK.
+        what: one of `traffic.OPERATIONS` or COMPUTATIONS.
         overhead_us: microseconds for each call, or tensor.
         giga_per_s: 10^9 bytes, or floating-point operations, a second.
-        errors: predicted over measured, less 1, for each size that was fitted: smallest size first.
+        errors: predicted / measured - 1 for each size that was fitted, smallest size first.
     """
 
     what: str
@@ -175,22 +168,22 @@ class Fit:
 
     @property
     def link(self) -> Link:
-        """Of a collective: what a Cluster takes."""
+        """The link of a Cluster, for a collective."""
         return Link(self.overhead_us, self.giga_per_s)
 
     def ms(self, calls: float, amount: float) -> float:
-        """How long so much work takes."""
+        """The predicted time."""
         return self.link.ms(calls, amount)
 
 
 class NoRateError(ValueError):
-    """Larger sizes took no longer than small ones, as they may on a machine that does other things."""
+    """Larger sizes took no longer than small ones, which happens on a busy machine."""
 
 
 def fit(what: str, samples: Iterable[Sample], *, resamples: int = 200, seed: int = 0) -> Fit:
     """The cost of a call and the rate that explain the times best.
 
-    Of each size `undisturbed_ms` counts, and each size counts alike: what is made small is the sum of
+    The `undisturbed_ms` of each size counts, and each size counts alike: the fit minimises the sum of
     relative errors, not of their squares, so that neither one slow size nor the largest decides. No cost is
     negative.
 
@@ -200,9 +193,9 @@ def fit(what: str, samples: Iterable[Sample], *, resamples: int = 200, seed: int
     (50.0, 2.0, True)
 
     Args:
-        what: to be named in the result and in errors.
-        resamples: how often the intervals' bootstrap draws anew: repeats of each size, and misses of the fit.
-        seed: of these draws.
+        what: the name in the result and in errors.
+        resamples: how often the bootstrap of the intervals draws repeats of each size and errors of the fit.
+        seed: of the bootstrap.
     Raises:
         ValueError: there are not two sizes with different amounts for each call, or larger sizes take no
             longer, so that there is no rate.
@@ -260,10 +253,10 @@ def _interval(values: Sequence[float], estimate: float) -> Interval:
 def _least_relative_errors(sizes: Sequence[tuple[float, float]], ms: Sequence[float]) -> tuple[float, float]:
     """Milliseconds for each call, not negative, and for each unit, with the least sum of relative errors.
 
-    Times that shrink as sizes grow give a negative one for each unit. By least squares again and again, each
-    size weighted by the inverse of its last error.
+    Times that shrink as sizes grow give negative milliseconds for each unit. The method is iterated least
+    squares, each size weighted by the inverse of its last error.
     """
-    largest = max(amount for _, amount in sizes)  # of order 1, or the squares of bytes drown the calls
+    largest = max(amount for _, amount in sizes)  # to scale by: the squares of bytes would drown the calls
     rows = [(calls / time, amount / largest / time) for (calls, amount), time in zip(sizes, ms)]
     weights = [1.0] * len(rows)
     per_call = per_unit = 0.0
@@ -284,15 +277,12 @@ def _least_relative_errors(sizes: Sequence[tuple[float, float]], ms: Sequence[fl
     return per_call, per_unit / largest
 
 
-# ------------------------------------------------------------------------------------------- the machine
-
-
 class Prediction(NamedTuple):
-    """A size that was kept out of the fit.
+    """A size that was not fitted, with its predicted and its measured time.
 
     Args:
-        size: payload bytes of an operation; floating-point operations, or bytes, of work.
-        measured_ms: as `undisturbed_ms` of the repeats.
+        size: payload bytes of an operation; floating-point operations, or bytes, of a computation.
+        measured_ms: `undisturbed_ms` of the repeats.
     """
 
     what: str
@@ -302,17 +292,17 @@ class Prediction(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Predicted / measured - 1."""
         return self.predicted_ms / self.measured_ms - 1
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A machine as measured.
+    """A measured machine.
 
     Args:
-        fits: one for each operation, then one for each kind of WORK.
-        held_out: predictions of the sizes that no fit has seen.
+        fits: one for each operation, then one for each of COMPUTATIONS.
+        held_out: predictions of the sizes that were not fitted.
     """
 
     cluster: Cluster
@@ -320,10 +310,10 @@ class Calibration:
     held_out: tuple[Prediction, ...]
 
     def error_bound(self, what: str, share: float = 1.0) -> float:
-        """The relative error that `share` of the held-out sizes stay within; the worst by default.
+        """The relative error that `share` of the held-out sizes stay within; by default the largest error.
 
         Raises:
-            ValueError: no size of it was held out, or the share is not within 0 and 1.
+            ValueError: no size of `what` was held out, or the share is not above 0 up to 1.
         """
         errors = sorted(abs(prediction.error) for prediction in self.held_out if prediction.what == what)
         if not errors or not 0 < share <= 1:
@@ -344,19 +334,24 @@ def fit_links(
 
 
 def fit_device(
-    works: Iterable[Computation], name: str = "this machine", *, resamples: int = 200, seed: int = 0
+    computations: Iterable[Computation],
+    name: str = "this machine",
+    *,
+    resamples: int = 200,
+    seed: int = 0,
 ) -> tuple[Device, dict[str, Fit]]:
-    """What a rank computes with, while all ranks compute; and the fit of each kind of WORK.
+    """The device of each rank while all ranks compute, and the fit of each of COMPUTATIONS.
 
     Raises:
-        ValueError: as `fit`; or a kind of work was not measured.
+        ValueError: as `fit`; or one of COMPUTATIONS was not measured.
     """
-    samples_of_kind: dict[str, list[Sample]] = {kind: [] for kind in WORK}
-    for work in works:
-        samples_of_kind[work.kind].append(work.sample())
+    samples_of_kind: dict[str, list[Sample]] = {kind: [] for kind in COMPUTATIONS}
+    for computation in computations:
+        samples_of_kind[computation.kind].append(computation.sample())
     for kind, samples in samples_of_kind.items():
         if not samples:
-            raise ValueError(f"no {kind!r} was measured ({WORK[kind]}): a device needs {' and '.join(WORK)}.")
+            needed = " and ".join(COMPUTATIONS)
+            raise ValueError(f"no {kind!r} was measured ({COMPUTATIONS[kind]}): a device needs {needed}.")
     fits = {
         kind: fit(kind, samples, resamples=resamples, seed=seed) for kind, samples in samples_of_kind.items()
     }
@@ -364,7 +359,7 @@ def fit_device(
     device = Device(
         name,
         tflops=train.giga_per_s / 1e3,
-        reached=1.0,  # what was measured is what training reached
+        reached=1.0,  # the measured rate is what training reached
         memory_gb=None,
         memory_gb_per_s=update.giga_per_s,
         overhead_us=train.overhead_us,
@@ -375,7 +370,7 @@ def fit_device(
 
 def calibrate(
     measurements: Sequence[Measurement],
-    works: Sequence[Computation],
+    computations: Sequence[Computation],
     *,
     name: str = "this machine",
     backend: str = "gloo",
@@ -386,25 +381,24 @@ def calibrate(
     """Fit on every other size, the smallest and the largest among them, and predict the others.
 
     Args:
-        measurements, works: at least three sizes of each operation and of each kind of work, repeats welcome.
-        name: of the cluster.
+        measurements, computations: at least three sizes of each operation and kind; repeats are welcome.
+        name, source: of the cluster.
         backend: "gloo" for processes of one machine, which share its loopback and its cores, so that they do
             not send while they compute; else "nccl".
-        source: what to say of where the figures come from.
     Raises:
         ValueError: too few sizes, or as `fit`.
     """
     used, kept_out = _alternate([(m.op, float(m.nbytes), m) for m in measurements])
-    used_works, works_out = _alternate([(work.kind, work.amount, work) for work in works])
+    used_computations, computations_out = _alternate([(c.kind, c.amount, c) for c in computations])
     links = fit_links(used, backend=backend, resamples=resamples, seed=seed)
-    device, fits_of_work = fit_device(used_works, name, resamples=resamples, seed=seed)
-    plain = next(links[op].link for op in ("exchange", "broadcast", *links) if op in links)
+    device, fits_of_kind = fit_device(used_computations, name, resamples=resamples, seed=seed)
+    link = next(links[op].link for op in ("exchange", "broadcast", *links) if op in links)
     cluster = Cluster(
         name,
         device,
-        ranks_per_node=_RANKS_OF_A_MACHINE,
-        within=plain,
-        between=plain,
+        ranks_per_node=4096,  # one machine was measured, so no number of ranks fills a second one
+        within=link,
+        between=link,
         backend=backend,
         shared=backend == "gloo",
         overlaps=backend != "gloo",
@@ -414,18 +408,14 @@ def calibrate(
     held_out = [
         Prediction(m.op, m.nbytes, cluster.ms(m.op, m.nbytes, m.world_size), m.ms) for m in kept_out
     ] + [
-        Prediction(work.kind, work.amount, fits_of_work[work.kind].ms(work.tensors, work.amount), work.ms)
-        for work in works_out
+        Prediction(c.kind, c.amount, fits_of_kind[c.kind].ms(c.tensors, c.amount), c.ms)
+        for c in computations_out
     ]
-    return Calibration(cluster, (*links.values(), *fits_of_work.values()), _of_repeats(held_out))
-
-
-# What is measured is one machine, so no number of ranks leads to a second one.
-_RANKS_OF_A_MACHINE = 4096
+    return Calibration(cluster, (*links.values(), *fits_of_kind.values()), _of_repeats(held_out))
 
 
 def _alternate(named: Sequence[tuple[str, float, T]]) -> tuple[list[T], list[T]]:
-    """Those to fit, and those of every other size between the smallest and the largest, for each name."""
+    """The values to fit, and those of every other size between the smallest and the largest, by name."""
     held_out: set[tuple[str, float]] = set()
     for what in {what for what, _, _ in named}:
         sizes = sorted({size for name, size, _ in named if name == what})
@@ -441,6 +431,7 @@ def _alternate(named: Sequence[tuple[str, float, T]]) -> tuple[list[T], list[T]]
 
 
 def _of_repeats(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
+    """One prediction for each size, with the time that its repeats agree on."""
     times: dict[tuple[str, float, float], list[float]] = {}
     for what, size, predicted_ms, measured_ms in predictions:
         times.setdefault((what, size, predicted_ms), []).append(measured_ms)

@@ -1,9 +1,8 @@
-"""Bytes a rank holds: on average by ZeRO stage and convention, and exactly for a partition.
+"""Bytes that a rank holds: on average by ZeRO stage and convention, and exactly for a partition.
 
 `ledger` is the formula of the ZeRO paper: every part that a stage shards is divided by the number of ranks.
-`state_bytes_of_rank` is what really lies on each rank once somebody decided who owns which elements; the
-difference between the two is what a partition loses. `format_bytes` prints either. What else lies on a rank
-is in `activations` and `memory`.
+`state_bytes_of_rank` counts the optimizer state on each rank of a partition; the difference between the two
+is what the partition loses. `format_bytes` prints both. `activations` and `memory` count everything else.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from zero_ref.plan.layout import ITEMSIZE
 from zero_ref.plan.partition import ParamSpec, Partition
-
-# ---------------------------------------------------------------------------- on average, by the formula
+from zero_ref.simulator._checks import check_name, check_world_size
 
 
 @dataclass(frozen=True)
 class Convention:
-    """Bytes that each parameter of the model is said to cost, by what they hold.
+    """A way to count the bytes that each parameter of the model costs.
 
     >>> MIXED_16.total, MIXED_16.summary
     (16, 'fp16 or bf16 parameters and gradients; fp32 copy, momentum and variance')
@@ -28,11 +26,11 @@ class Convention:
     (4, 0)
 
     Args:
-        params, grads: of the copies that the forward and backward passes use.
-        optimizer: everything that only the optimizer needs, which is what stage 1 shards. Adam's, with its
-            two moments.
-        summary: what is counted, in words.
-        moment: of each of those two moments.
+        params, grads: bytes of the copies that the forward and backward passes use.
+        optimizer: bytes of everything that only the optimizer needs, which stage 1 shards. The optimizer is
+            Adam, with its two moments.
+        summary: in words.
+        moment: bytes of each of the two moments.
     """
 
     params: int
@@ -47,10 +45,10 @@ class Convention:
 
     @property
     def master(self) -> int:
-        """What of `optimizer` is copies of parameters and gradients: all but the two moments.
+        """The bytes of `optimizer` that are copies of parameters and gradients: all but the two moments.
 
         Raises:
-            ValueError: the two moments alone are more than `optimizer`.
+            ValueError: the two moments are more than `optimizer`.
         """
         if self.optimizer < 2 * self.moment:
             raise ValueError(
@@ -78,7 +76,7 @@ CONVENTIONS = {
     "fp32-grads-18": FP32_GRADS_18,
     "both-grads-20": BOTH_GRADS_20,
 }
-"""The counts found in the field. A table of bytes that does not say which one it uses cannot be checked."""
+"""The conventions in use. A table of bytes cannot be checked unless it says which one it uses."""
 
 
 def convention_named(convention: str | Convention) -> Convention:
@@ -115,9 +113,9 @@ class Ledger:
 def ledger(numel: int, world_size: int, stage: int, convention: str | Convention = MIXED_16) -> Ledger:
     """What one of `world_size` ranks holds at a ZeRO stage, if the sharded parts divide evenly.
 
-    Stage 0 is plain data parallelism: everything on every rank. Stage 1 divides the optimizer's bytes by
-    the number of ranks, stage 2 the gradients' too, stage 3 the parameters' too. Activations, buffers for
-    communication and fragmentation come on top; they are not counted (`memory` counts the first two).
+    Stage 0 is plain data parallelism: everything is on every rank. Stage 1 divides the optimizer's bytes by
+    the number of ranks, stage 2 the gradients' too, stage 3 the parameters' too. Activations, communication
+    buffers and fragmentation are not counted (`memory` counts the first two).
 
     >>> books = ledger(7_500_000_000, world_size=64, stage=1)
     >>> format_bytes(books.total_bytes, "GB", digits=1), format_bytes(books.optimizer_bytes, "GB", digits=1)
@@ -125,18 +123,17 @@ def ledger(numel: int, world_size: int, stage: int, convention: str | Convention
 
     Args:
         numel: parameters of the model.
-        convention: one of CONVENTIONS by its name, or any.
+        convention: the name of one of CONVENTIONS, or a Convention.
     Raises:
-        ValueError: `numel` is negative, `world_size` is below 1, `stage` is not 0 to 3, or no convention has
-            the name.
+        ValueError: `numel` is negative, `world_size` is below 1, `stage` is not 0 to 3, or the convention is
+            unknown.
     Source:
         ZeRO (arXiv:1910.02054), sections 3.1 and 5, figure 1 and table 1: with K the optimizer's bytes,
         P_os = 4 + K/N, P_os+g = 2 + (2+K)/N, P_os+g+p = (4+K)/N bytes a parameter.
     """
     if numel < 0:
         raise ValueError(f"a model has at least 0 parameters, got {numel}.")
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
+    check_world_size(world_size)
     check_stage(stage)
     convention = convention_named(convention)
     return Ledger(
@@ -147,12 +144,9 @@ def ledger(numel: int, world_size: int, stage: int, convention: str | Convention
 
 
 def check_stage(stage: int) -> None:
-    """Raise a ValueError for what is no stage of ZeRO."""
+    """Raise a ValueError if a stage is not one of ZeRO's."""
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"a ZeRO stage is 0 (nothing sharded), 1, 2 or 3; got {stage!r}.")
-
-
-# ----------------------------------------------------------------------------- exactly, for a partition
 
 
 @dataclass(frozen=True)
@@ -163,10 +157,10 @@ class StateRule:
     44
 
     Args:
-        tensors: how many tensors of the parameter's own size and dtype.
+        tensors: the number of tensors of the parameter's size and dtype.
         scalar_bytes: of the zero-dimensional tensors beside them, such as `step`; float32 each.
-        for_frozen: it keeps them for frozen parameters too, which it never updates.
-        itemsize: bytes of an element of those tensors; None for the parameter's own dtype, as torch.optim.
+        for_frozen: the optimizer keeps state for frozen parameters too, which it never updates.
+        itemsize: bytes of an element of the tensors; None for the parameter's own dtype, as torch.optim.
     """
 
     tensors: int
@@ -196,7 +190,7 @@ STATE_RULES: dict[str, StateRule] = {
     "Rprop": StateRule(2, 4),
     "ASGD": StateRule(1, 12),
 }
-"""The optimizers of torch.optim that treat each element by itself, with the options that add state.
+"""The elementwise optimizers of torch.optim, with the options that add state.
 
 Counted from torch's own optimizers after a step (tests/test_ledger.py). The scalars are float32 unless
 torch's default dtype is float64.
@@ -240,15 +234,12 @@ def state_rule(optimizer: str | StateRule) -> StateRule:
     """
     if isinstance(optimizer, StateRule):
         return optimizer
-    if optimizer not in STATE_RULES:
-        raise ValueError(
-            f"unknown optimizer {optimizer!r}; choose one of {', '.join(STATE_RULES)}, or pass a StateRule."
-        )
+    check_name("optimizer", optimizer, STATE_RULES, ", or pass a StateRule")
     return STATE_RULES[optimizer]
 
 
 def check_fits(partition: Partition, params: Sequence[ParamSpec]) -> None:
-    """Raise a ValueError if a partition was made for other parameters."""
+    """Raise a ValueError if the partition was made for other parameters."""
     if tuple(param.numel for param in params) != partition.numels:
         raise ValueError(
             f"the partition is for {len(partition.numels)} parameters of {sum(partition.numels):,} elements; "
@@ -261,8 +252,8 @@ def state_bytes_of_rank(
 ) -> tuple[int, ...]:
     """Bytes of optimizer state on each rank, after its first step.
 
-    Not the average of `ledger`: each rank pays for the slices that it owns, and for the scalars of each.
-    Frozen parameters have no state, but under Adagrad they do.
+    Unlike the average of `ledger`, this counts the slices that each rank owns, and the scalars of each slice.
+    Frozen parameters have no state, except under Adagrad.
 
     >>> from zero_ref.plan.partition import even, sorted_greedy
     >>> params = [ParamSpec(1000), ParamSpec(24)]
@@ -287,21 +278,12 @@ def state_bytes_of_rank(
         for param, has in zip(params, has_state)
     ]
     return tuple(
-        [
-            sum([of_piece[param] + of_element[param] * (stop - start) for param, start, stop in slices])
-            for slices in partition.slices_of_rank
-        ]
+        sum([of_piece[param] + of_element[param] * (stop - start) for param, start, stop in slices])
+        for slices in partition.slices_of_rank
     )
 
 
-# ---------------------------------------------------------------------------------------------- in print
-
-UNITS = {
-    "B": 1,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "KiB": 2**10,
     "MiB": 2**20,
     "GiB": 2**30,
@@ -319,9 +301,9 @@ def format_bytes(nbytes: float, unit: str = "auto", *, digits: int = 2, truncate
     ('41.3 GB', '41.2 GB')
 
     Args:
-        unit: a name in UNITS, or "auto" for the largest of B, kB, MB, GB and TB that leaves at least 1.
-        digits: after the point; whole bytes get none.
-        truncate: drop the rest instead of rounding half up.
+        unit: a name in UNITS, or "auto" for the largest of B, kB, MB, GB and TB in which it is 1 or more.
+        digits: after the point; bytes ("B") get none.
+        truncate: drop further digits instead of rounding half up.
     Raises:
         ValueError: the unit is unknown.
     """

@@ -1,7 +1,7 @@
-"""Everything that lies on a rank, item by item: on average by the formula, and exactly for a partition.
+"""Everything that a rank holds, item by item: on average by the formula, and exactly for a partition.
 
-`ledger` counts what a stage divides. Here come the parts that it leaves out: buffers, activations, scalars,
-padding. `shortfall` explains a rank's total.
+`ledger` counts what a stage divides. This module adds buffers, activations, scalars and padding. `shortfall`
+explains a rank's total.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.simulator._checks import check_world_size
 from zero_ref.simulator.ledger import (
     UNITS,
     Convention,
@@ -31,26 +32,26 @@ FIRST_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """How a run keeps its model, as far as memory is concerned.
+    """What decides how much memory a run needs.
 
     >>> MemorySettings(stage=2).convention
     'mixed-16'
 
     Args:
         stage: of ZeRO. 0 is plain data parallelism; at 0 and 1 DDP reduces the gradients.
-        convention: bytes an element; one of `ledger.CONVENTIONS` by its name, or any. None for what
-            torch.optim keeps by itself: gradients and moments in each parameter's own dtype, no master copy.
+        convention: bytes an element: the name of one of `ledger.CONVENTIONS`, or a Convention. None for
+            torch.optim's own: gradients and moments in each parameter's dtype, no master copy.
         optimizer: a name in `ledger.STATE_RULES`, or a rule. Its tensors take the place of the two moments
             that the convention counts.
-        gradient_as_bucket_view: DDP's. False, which is its default, costs a second copy of the gradients.
-        bucket_bytes: of the buffer for what travels at stages 1 and 2; 0 if it is sent from where it lies.
-        gathered_units: how many blocks of `models.blocks` are whole at one time at stage 3, beside the root:
-            the one that is computed, and those that are fetched ahead.
-        flat: trainable parameters lie in the flat tensors of `layout.lay_out`, at stages 1 and 2. New
-            parameters are then sent from there.
-        buckets_stay: DDP's buckets are not given back at stage 2, as under this package's `reduce_to_owners`,
-            which releases gradients and not the buckets that they were reduced from.
-        activation_bytes: of one rank, such as `activations.activation_bytes` gives.
+        gradient_as_bucket_view: as in DDP. False, DDP's default, costs a second copy of the gradients.
+        bucket_bytes: of the buffer for messages at stages 1 and 2; 0 if tensors are sent without a copy.
+        gathered_units: at stage 3, how many blocks of `models.blocks` are whole at one time beside the root:
+            the one that computes, and those that are gathered ahead.
+        flat: at stages 1 and 2, trainable parameters are views of the flat tensors of `layout.lay_out`, and
+            new parameters are sent from these.
+        buckets_stay: DDP's buckets are not freed at stage 2, as under this package's `reduce_to_owners`,
+            which releases gradients and not the buckets.
+        activation_bytes: of one rank, as from `activations.activation_bytes`.
     Raises:
         ValueError: a stage, name or number is not accepted.
     """
@@ -81,17 +82,18 @@ class MemorySettings:
 class Memory:
     """Bytes on one rank, each item at its largest.
 
-    Not all are at their largest at one time: activations are gone when new parameters travel. So the total
-    is a bound, and it leaves out what an allocator rounds up and what libraries keep for themselves.
+    The items are not at their largest at the same time: activations are freed before new parameters are sent.
+    So the total is a bound. It leaves out what the allocator rounds up and what libraries keep for
+    themselves.
 
     Args:
         master_bytes: fp32 copies of parameters, and of gradients where the convention counts them.
-        moment_bytes: what else the optimizer keeps for each element.
-        scalar_bytes: what it keeps for each tensor, such as `step`.
+        moment_bytes: the optimizer's other state of each element.
+        scalar_bytes: the optimizer's state of each tensor, such as `step`.
         padding_bytes: elements of flat tensors that belong to no parameter.
         gradient_bucket_bytes: DDP's buckets, where they are a second copy of the gradients.
-        communication_bytes: what is on its way: a bucket of new parameters at stage 1, of those or of
-            gradients at stage 2; at stage 3 the gathered units, and the largest unit's whole gradients.
+        communication_bytes: buffers of messages: a bucket of new parameters at stage 1, of new parameters or
+            of gradients at stage 2; at stage 3 the gathered units, and the largest unit's whole gradients.
     """
 
     parameter_bytes: float
@@ -106,7 +108,7 @@ class Memory:
 
     @property
     def items(self) -> dict[str, float]:
-        """Bytes by what they hold, to be listed or drawn."""
+        """Bytes by the names of the items."""
         return {
             "parameters": self.parameter_bytes,
             "gradients": self.gradient_bytes,
@@ -125,7 +127,7 @@ class Memory:
 
 
 def average_memory(params: Sequence[ParamSpec], world_size: int, settings: MemorySettings) -> Memory:
-    """What a rank holds if everything that the stage divides divides evenly. Padding is not counted.
+    """What a rank holds if all that the stage divides is divided evenly. Padding is not counted.
 
     >>> from zero_ref.simulator.ledger import format_bytes
     >>> from zero_ref.simulator.models import shapes, specs
@@ -135,14 +137,13 @@ def average_memory(params: Sequence[ParamSpec], world_size: int, settings: Memor
      'communication': '11.83 GB'}
 
     Args:
-        params: in registration order; names tell the units of stage 3.
+        params: in registration order; their names decide the units of stage 3.
     Raises:
         ValueError: `world_size` is below 1.
     Source: ZeRO (arXiv:1910.02054), table 1, for parameters, gradients, master copies and moments; DDP's
         `gradient_as_bucket_view`; torch.distributed.fsdp for what stage 3 gathers.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
+    check_world_size(world_size)
     whole = whole_bytes(params, settings)
     ranks = {part: world_size if settings.stage >= first else 1 for part, first in FIRST_STAGE.items()}
     return Memory(
@@ -165,7 +166,7 @@ def memory_of_ranks(
     *,
     padding_bytes: int | None = None,
 ) -> tuple[Memory, ...]:
-    """What lies on each rank of a partition: whole bytes, and the fullest rank can be seen.
+    """What each rank of a partition holds, in whole bytes.
 
     >>> from zero_ref.plan.partition import sorted_greedy
     >>> params = [ParamSpec(1000), ParamSpec(24)]
@@ -176,9 +177,9 @@ def memory_of_ranks(
     4096 4096 192 4
 
     Args:
-        partition: who owns what of the part that the stage divides. At stage 0 only its ranks are counted.
+        partition: who owns what of the parts that the stage divides. At stage 0 only its ranks are counted.
         params: in registration order, the ones that `partition` was made for.
-        padding_bytes: of flat tensors, where somebody has laid them out already; None to do it here.
+        padding_bytes: of flat tensors, if the caller has laid them out; None to lay them out here.
     Raises:
         ValueError: `params` is not what `partition` was made for.
     """
@@ -213,11 +214,8 @@ def memory_of_ranks(
     return tuple(memories)
 
 
-# ------------------------------------------------------------------------------------ of one parameter
-
-
 class StateBytes(NamedTuple):
-    """Bytes of a model's state, or of one element of it. `scalars` is then for each tensor."""
+    """Bytes of a model's state; or of one element, where `scalars` is the bytes of each tensor."""
 
     params: int
     grads: int
@@ -227,7 +225,7 @@ class StateBytes(NamedTuple):
 
 
 def costs(params: Sequence[ParamSpec], settings: MemorySettings) -> list[StateBytes]:
-    """What one element of each parameter costs. A frozen one has no gradient and no master copy.
+    """The bytes of one element of each parameter. A frozen parameter has no gradient and no master copy.
 
     >>> costs([ParamSpec(10), ParamSpec(3, trainable=False)], MemorySettings(stage=1))
     [StateBytes(params=2, grads=2, master=4, moments=8, scalars=4),
@@ -238,40 +236,30 @@ def costs(params: Sequence[ParamSpec], settings: MemorySettings) -> list[StateBy
     listed = []
     for param in params:
         if convention is None:
-            own = itemsize_of(param.dtype)
-            element, gradient, master, moment = own, own, 0, own
+            element = gradient = moment = itemsize_of(param.dtype)
+            master = 0
         else:
             element, gradient = convention.params, convention.grads
             master, moment = convention.master, convention.moment
-        has_state = param.trainable or rule.for_frozen
-        listed.append(
-            StateBytes(
-                params=element,
-                grads=gradient * param.trainable,
-                master=master * param.trainable,
-                moments=rule.tensors * moment * has_state,
-                scalars=rule.scalar_bytes * has_state,
-            )
-        )
+        trained, has_state = param.trainable, param.trainable or rule.for_frozen
+        moments, scalars = rule.tensors * moment * has_state, rule.scalar_bytes * has_state
+        listed.append(StateBytes(element, gradient * trained, master * trained, moments, scalars))
     return listed
 
 
 def whole_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> StateBytes:
-    """The state of the whole model, divided by nobody."""
+    """The state of the whole model, undivided."""
     return _total((param.numel, cost) for param, cost in zip(params, costs(params, settings), strict=True))
 
 
 def _total(pieces: Iterable[tuple[int, StateBytes]]) -> StateBytes:
-    """Of pieces of parameters: how many elements, and the cost of one."""
+    """The bytes of pieces of parameters: (elements, bytes of one element) each."""
     totals = [0, 0, 0, 0, 0]
     for numel, cost in pieces:
         for part, nbytes in enumerate(cost[:4]):
             totals[part] += numel * nbytes
         totals[4] += cost.scalars
     return StateBytes(*totals)
-
-
-# ------------------------------------------------------------------------------------------------ on top
 
 
 def _gradient_bucket_bytes(whole: StateBytes, settings: MemorySettings) -> int:

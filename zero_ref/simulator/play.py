@@ -1,136 +1,38 @@
-"""A schedule played on a cluster: when each operation happens, what waits for what, memory over time.
+"""A schedule on a cluster: when each operation happens, what waits for what, memory over time.
 
-`price` gives each operation its length. `play` then lets every rank go through its operations in order: each
-rank has a lane for computing, the network is one lane that all share, since a collective needs all ranks. So
-a late rank makes all others wait, and whoever waits shows it. No random event unless asked for, with a seed.
+`price` says how long each operation takes. `play` then lets every rank go through its operations in order.
+Each rank has a lane for computing, and the network is one lane that all ranks share, since a collective needs
+all of them. So all ranks wait for a late one, and the timelines show it. Nothing is random unless jitter is
+asked for, with a seed.
 
-Calls in groups of ranks are played as one call too: all groups begin when the last of them can. Beside a slow
-rank a group without one would run ahead, and wait at the average instead. When that is over is the same, if
-the calls of all groups take equally long.
+Calls in groups of ranks are played as one call too: all groups begin when the last of them can. In reality a
+group without a slow rank would run ahead, and wait at the average instead. The average ends at the same time
+if the calls of all groups take equally long.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from zero_ref.simulator.cluster import Cluster, Device
+from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.operations import COMPUTE, NETWORK, Operation
+from zero_ref.simulator.price import Price, Workload, price
 from zero_ref.simulator.schedule import Schedule
 from zero_ref.simulator.timeline import Event, Timeline
 
-# ------------------------------------------------------------------------------------------ how long it takes
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a rank computes in an iteration, for its own part of the batch.
-
-    Args:
-        tokens: of the rank's own part.
-        recompute: activations are computed again in backward (checkpointing): a forward more.
-        attention_share: what attention adds to the operations of forward and backward, as a share of them.
-        step_bytes: what an optimizer step reads and writes for each element that it updates. AdamW: value,
-            gradient, two moments read, value and moments written, 4 bytes each; a mixed-precision step that
-            reads 16-bit gradients and writes 16-bit parameters beside them comes to 28 too.
-    Raises:
-        ValueError: a negative number of tokens or bytes.
-    """
-
-    tokens: int
-    recompute: bool = False
-    step_bytes: float = 28.0
-    attention_share: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "step_bytes", "attention_share"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}.")
-
-    def compute_ms(self, operation: Operation, numel: int, device: Device) -> float:
-        """How long a device computes on so many elements.
-
-        A forward takes 2 floating-point operations for each parameter and token, a backward twice that, and
-        a forward more if activations were not kept. Attention's products over the sequence come on top.
-        """
-        if operation.label == "step":
-            return device.touch_ms(self.step_bytes * numel, operation.tensors)
-        passes = 1 if operation.label == "forward" else 3 if self.recompute else 2
-        flops = 2.0 * passes * numel * self.tokens * (1 + self.attention_share)
-        return device.compute_ms(flops, operation.tensors * passes / 3)
-
-
-class Price(NamedTuple):
-    """Milliseconds of an operation: on every rank, and on the ranks for which it is something else."""
-
-    ms: float
-    of_rank: Mapping[int, float] = {}
-
-
-class _OfShares(Mapping[int, float]):
-    """Milliseconds of each rank that has a share, computed once for each size of a share."""
-
-    def __init__(self, numel_of_rank: Mapping[int, int], ms_of: Callable[[int], float]) -> None:
-        self._numel_of_rank = numel_of_rank
-        self._ms_of_numel = {numel: ms_of(numel) for numel in set(numel_of_rank.values())}
-
-    def __getitem__(self, rank: int) -> float:
-        return self._ms_of_numel[self._numel_of_rank[rank]]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._numel_of_rank)
-
-    def __len__(self) -> int:
-        return len(self._numel_of_rank)
-
-
-def price(plan: Schedule, cluster: Cluster, work: Work) -> list[Price]:
-    """How long each operation of a schedule takes, if nothing holds it up.
-
-    >>> from zero_ref.plan.partition import ParamSpec
-    >>> from zero_ref.simulator.cluster import cluster
-    >>> from zero_ref.simulator.schedule import schedule
-    >>> plan = schedule("ddp", [ParamSpec(10**9, "bfloat16")], world_size=64)
-    >>> prices = price(plan, cluster("h100-ib"), Work(tokens=4096))
-    >>> [(one.label, round(cost.ms, 1)) for one, cost in zip(plan.operations, prices)]
-    [('forward', 20.7), ('backward', 41.4), ('reduce', 10.1), ('step', 8.4)]
-    """
-    prices: list[Price] = []
-    previous: Operation | None = None  # on the network
-    for one, nbytes_of_calls in plan.stretches:
-        place = len(prices)
-        if one.lane == NETWORK:
-            shares = [nbytes for _, nbytes in one.shares or ()] if one.op == "exchange" else []
-            ms_of = partial(cluster.ms, one.op, world_size=plan.world_size, ranks=one.ranks)
-            follows = previous is not None and (previous.op, previous.after) == (one.op, one.after)
-            first, *others = nbytes_of_calls
-            prices.append(Price(ms_of(first, shares=shares or None, follows=follows)))
-            # Of a million owners' calls many have as many bytes as others.
-            price_of = {nbytes: Price(ms_of(nbytes, follows=True)) for nbytes in set(others)}
-            prices += map(price_of.__getitem__, others)
-            previous = one
-        elif one.shares is None:
-            prices.append(Price(work.compute_ms(one, one.numel, cluster.device)))
-        else:
-            ms_of = partial(work.compute_ms, one, device=cluster.device)
-            prices.append(Price(0.0, _OfShares(plan.computing_shares[place], ms_of)))
-    return prices
-
-
-# ------------------------------------------------------------------------------------------------ play
-
 
 class Wait(NamedTuple):
-    """A stretch of the critical path: an operation whose end decides when the next one begins.
+    """A part of the critical path: an operation whose end decides when the next one begins.
 
     Args:
-        operation: its place in the schedule.
-        rank: the one that was last; None for the network.
+        operation: its position in the schedule.
+        rank: the rank that ended it last; None for the network.
     """
 
     operation: int
@@ -140,24 +42,35 @@ class Wait(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Played:
-    """What `play` found: for all ranks the end of each operation, and any rank's timeline on request.
+class Paces:
+    """How fast the ranks compute.
 
     Args:
-        pace: how many times as long each rank computes.
-        deciding: the ranks that were played: no other can be the last one of an operation, see `play`.
+        slow, jitter, seed: as given to `play`.
+        of_rank: how many times as long each rank computes.
+        deciding: the ranks to play: no other can be the last to end an operation.
+    """
+
+    slow: Mapping[int, float]
+    jitter: float
+    seed: int
+    of_rank: Sequence[float] = field(repr=False)
+    deciding: Sequence[int] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Played:
+    """The result of `play`: for all ranks the end of each operation, and any rank's timeline on request.
+
+    Args:
         begin_ms, end_ms: of each operation; of computing, those of the rank that ends last.
         last_rank: that rank; None for the network.
     """
 
-    plan: Schedule
+    schedule: Schedule
     prices: Sequence[Price]
     overlaps: bool
-    slow: Mapping[int, float]
-    jitter: float
-    seed: int
-    pace: Sequence[float] = field(repr=False)
-    deciding: Sequence[int] = field(repr=False)
+    paces: Paces
     begin_ms: Sequence[float] = field(repr=False)
     end_ms: Sequence[float] = field(repr=False)
     last_rank: Sequence[int | None] = field(repr=False)
@@ -169,12 +82,12 @@ class Played:
 
     @property
     def iteration_ms(self) -> float:
-        """The same for one iteration, on average: local SGD's schedule is of several."""
-        return self.makespan_ms / self.plan.iterations
+        """The makespan of one iteration, on average: local SGD's schedule has several iterations."""
+        return self.makespan_ms / self.schedule.iterations
 
-    def on(self, cluster: Cluster, work: Work) -> Played:
-        """The same schedule and the same ranks, each at its pace, on another cluster or with other work."""
-        return _play(self.plan, cluster, work, self.slow, self.jitter, self.seed, self.pace, self.deciding)
+    def on(self, cluster: Cluster, workload: Workload) -> Played:
+        """The same schedule and the same paces, on another cluster or with another workload."""
+        return _play(self.schedule, cluster, workload, self.paces)
 
     def timeline(self, rank: int = 0) -> Timeline:
         """The events of one rank.
@@ -182,8 +95,8 @@ class Played:
         Raises:
             ValueError: there is no such rank.
         """
-        if not 0 <= rank < self.plan.world_size:
-            raise ValueError(f"there are ranks 0 to {self.plan.world_size - 1}, and no rank {rank}.")
+        if not 0 <= rank < self.schedule.world_size:
+            raise ValueError(f"there are ranks 0 to {self.schedule.world_size - 1}, and no rank {rank}.")
         return Timeline(
             tuple(
                 Event(self._lane_of(one), one.label, one.part, start, stop)
@@ -193,9 +106,9 @@ class Played:
         )
 
     def _of_rank(self, rank: int) -> Iterator[tuple[Operation, float, float]]:
-        """Each operation as one rank sees it: the ends of the network's are known, its own follow."""
+        """Each operation with its begin and end on one rank, computed from the known ends of the calls."""
         free_ms: dict[str, float] = {}
-        for place, (one, cost) in enumerate(zip(self.plan.operations, self.prices)):
+        for place, (one, cost) in enumerate(zip(self.schedule.operations, self.prices)):
             if one.lane == NETWORK:
                 yield one, self.begin_ms[place], self.end_ms[place]
                 if not self.overlaps:
@@ -204,11 +117,11 @@ class Played:
             waits = max((self.end_ms[before] for before in one.after), default=0.0)
             lane = self._lane_of(one)
             start = max(free_ms.get(lane, 0.0), waits)
-            free_ms[lane] = start + self.pace[rank] * cost.of_rank.get(rank, cost.ms)
+            free_ms[lane] = start + self.paces.of_rank[rank] * cost.on(rank)
             yield one, start, free_ms[lane]
 
     def _lane_of(self, one: Operation) -> str:
-        """Where nothing overlaps, nothing is computed beside backward either."""
+        """Where nothing overlaps, the side stream computes in the same lane as backward."""
         return COMPUTE if one.lane != NETWORK and not self.overlaps else one.lane
 
     def memory(
@@ -218,12 +131,12 @@ class Played:
 
         Args:
             held_bytes: at the beginning; None for the rank's parameters and optimizer state.
-            gradients_stay: they lie in DDP's buckets for good, so `held_bytes` has them and nothing of them
-                is taken in backward or given back.
+            gradients_stay: gradients lie in DDP's buckets for good: `held_bytes` contains them, backward
+                allocates none and nothing frees them.
         """
         if held_bytes is None:
-            held_bytes = self.plan.parameter_bytes[rank] + self.plan.state_bytes[rank]
-            held_bytes += self.plan.gradient_bytes[rank] if gradients_stay else 0
+            held_bytes = self.schedule.parameter_bytes[rank] + self.schedule.state_bytes[rank]
+            held_bytes += self.schedule.gradient_bytes[rank] if gradients_stay else 0
         changes: dict[float, int] = {0.0: 0}
         for one, start, stop in self._of_rank(rank):
             of_gradients = one.label in ("reduce", "step")
@@ -242,8 +155,8 @@ class Played:
     def critical_path(self) -> tuple[Wait, ...]:
         """The chain of operations that decides the makespan, the first one first.
 
-        Each begins when the one before it ends. To make the iteration faster something on this path has to
-        become shorter; what is not on it may even take a little longer.
+        Each begins when the one before it ends. The iteration gets faster only if something on this path gets
+        shorter; what is not on it may even take a little longer.
         """
         times: dict[int | None, list[tuple[float, float]]] = {None: list(zip(self.begin_ms, self.end_ms))}
 
@@ -253,7 +166,7 @@ class Played:
             return times[rank]
 
         previous = self._previous_in_lane()
-        firsts = set(accumulate((len(sizes) for _, sizes in self.plan.stretches), initial=0))
+        firsts = set(accumulate((len(sizes) for _, sizes in self.schedule.stretches), initial=0))
         path: list[Wait] = []
         place = max(range(len(self.end_ms)), key=lambda i: self.end_ms[i], default=None)
         rank = None if place is None else self.last_rank[place]
@@ -262,10 +175,10 @@ class Played:
                 path.append(Wait(place, None, self.begin_ms[place], self.end_ms[place]))
                 place -= 1
             path.append(Wait(place, rank, *on(rank)[place]))
-            # What let it begin: the end of what it waited for, or of what came before in its own lane.
+            # It could begin at the end of what it waited for, or of the operation before it in its lane.
             ends = [
                 (self.end_ms[before], before, self.last_rank[before])
-                for before in self.plan.operations[place].after
+                for before in self.schedule.operations[place].after
             ]
             if (earlier := previous[place]) is not None:
                 same = self.last_rank[earlier] if rank is None or self.last_rank[earlier] is None else rank
@@ -277,25 +190,25 @@ class Played:
         """For each operation the one before it in its lane. Where nothing overlaps, all is one lane."""
         latest: dict[str, int] = {}
         previous = []
-        for place, one in enumerate(self.plan.operations):
+        for place, one in enumerate(self.schedule.operations):
             lane = one.lane if self.overlaps else COMPUTE
             previous.append(latest.get(lane))
             latest[lane] = place
         return previous
 
     def critical_ms(self) -> dict[str, float]:
-        """The critical path by what is done: how much of the makespan each label is to blame for."""
-        shares: dict[str, float] = {}
+        """Milliseconds of the critical path, and so of the makespan, for each label."""
+        ms_of_label: dict[str, float] = {}
         for wait in self.critical_path:
-            label = self.plan.operations[wait.operation].label
-            shares[label] = shares.get(label, 0.0) + wait.stop_ms - wait.start_ms
-        return shares
+            label = self.schedule.operations[wait.operation].label
+            ms_of_label[label] = ms_of_label.get(label, 0.0) + wait.stop_ms - wait.start_ms
+        return ms_of_label
 
 
 def play(
-    plan: Schedule,
+    schedule: Schedule,
     cluster: Cluster,
-    work: Work,
+    workload: Workload,
     *,
     slow: Mapping[int, float] | None = None,
     jitter: float = 0.0,
@@ -306,11 +219,11 @@ def play(
     >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.schedule import schedule
-    >>> plan = schedule("ddp", [ParamSpec(10**8, "bfloat16")] * 4, world_size=64)
-    >>> played = play(plan, cluster("h100-ib"), Work(tokens=4096))
+    >>> ddp = schedule("ddp", [ParamSpec(10**8, "bfloat16")] * 4, world_size=64)
+    >>> played = play(ddp, cluster("h100-ib"), Workload(tokens=4096))
     >>> round(played.makespan_ms, 1), round(played.timeline().exposed_ms, 1)
     (29.3, 1.1)
-    >>> round(play(plan, cluster("h100-ib"), Work(4096), slow={7: 1.5}).makespan_ms, 1)     # one slow rank
+    >>> round(play(ddp, cluster("h100-ib"), Workload(4096), slow={7: 1.5}).makespan_ms, 1)    # one slow rank
     43.4
 
     Args:
@@ -320,59 +233,50 @@ def play(
     Raises:
         ValueError: a jitter that is negative, or a slow rank that does not exist or is not above 0.
     """
-    slow = dict(slow or {})
+    slow, ranks = dict(slow or {}), range(schedule.world_size)
     for rank, factor in slow.items():
-        if rank not in range(plan.world_size) or not (math.isfinite(factor) and factor > 0):
+        if rank not in ranks or not (math.isfinite(factor) and factor > 0):
             raise ValueError(
-                f"slow takes ranks 0 to {plan.world_size - 1} and factors above 0; got {factor:g} for {rank}."
+                f"slow takes ranks 0 to {len(ranks) - 1} and factors above 0; got {factor:g} for {rank}."
             )
     if not (math.isfinite(jitter) and jitter >= 0):
         raise ValueError(f"jitter is a share of each rank's computing time, 0 or more; got {jitter:g}.")
+    pace = [slow.get(rank, 1.0) for rank in ranks] if slow else [1.0] * len(ranks)
     if jitter:
         draw = random.Random(seed)
-        pace = [slow.get(rank, 1.0) * max(0.0, draw.gauss(1.0, jitter)) for rank in range(plan.world_size)]
-    else:
-        pace = [slow.get(rank, 1.0) for rank in range(plan.world_size)] if slow else [1.0] * plan.world_size
-    return _play(plan, cluster, work, slow, jitter, seed, pace, _deciding(plan, pace))
+        pace = [factor * max(0.0, draw.gauss(1.0, jitter)) for factor in pace]
+    return _play(
+        schedule, cluster, workload, Paces(slow, jitter, seed, pace, _deciding(schedule.kind_of_rank, pace))
+    )
 
 
-def _deciding(plan: Schedule, pace: Sequence[float]) -> list[int]:
-    """The ranks of which one ends last, the first of those that end together.
+def _deciding(kind_of_rank: Sequence[int], pace: Sequence[float]) -> list[int]:
+    """The ranks that can be the last to end an operation, the first of those that end together.
 
-    Of two ranks with equal shares of every computation, the one of the larger pace never ends before the
+    Of two ranks with equal shares of every computation, the one with the larger pace never ends before the
     other. So a rank decides nothing if one before it has equal shares and at least its pace. What is left is
-    one rank for each size of a share, and with jitter some log N: a million ranks cost little more than ten.
+    one rank for each kind, and with jitter some log N: a million ranks cost little more than ten.
     """
     largest: dict[int, float] = {}
     deciding = []
-    for rank, (kind, factor) in enumerate(zip(plan.kind_of_rank, pace)):
+    for rank, (kind, factor) in enumerate(zip(kind_of_rank, pace)):
         if factor > largest.get(kind, -1.0):
             largest[kind] = factor
             deciding.append(rank)
     return deciding
 
 
-def _play(
-    plan: Schedule,
-    cluster: Cluster,
-    work: Work,
-    slow: Mapping[int, float],
-    jitter: float,
-    seed: int,
-    pace: Sequence[float],
-    deciding: Sequence[int],
-) -> Played:
+def _play(schedule: Schedule, cluster: Cluster, workload: Workload, paces: Paces) -> Played:
     """The ranks that decide go through the operations in order."""
-    prices = price(plan, cluster, work)
-    paces = [pace[rank] for rank in deciding]
+    prices = price(schedule, cluster, workload)
+    ranks = [(rank, paces.of_rank[rank]) for rank in paces.deciding]
     free_ms: dict[str, list[float]] = {}  # of each computing lane, on each of these ranks
     network_ms = 0.0
     begin_ms: list[float] = []
     end_ms: list[float] = []
     last_rank: list[int | None] = []
-    for one, nbytes_of_calls in plan.stretches:
+    for one, nbytes_of_calls in schedule.stretches:
         place = len(end_ms)
-        cost = prices[place]
         waits = max((end_ms[before] for before in one.after), default=0.0)
         if one.lane == NETWORK:
             start = max(network_ms, waits)
@@ -381,25 +285,17 @@ def _play(
             took = (cost.ms for cost in prices[place : place + len(nbytes_of_calls)])
             *begins, network_ms = accumulate(took, initial=start)  # each begins when the one before it ends
             if not cluster.overlaps:
-                free_ms[COMPUTE] = [network_ms] * len(deciding)
+                free_ms[COMPUTE] = [network_ms] * len(ranks)
             begin_ms += begins
-            end_ms += begins[1:]
-            end_ms.append(network_ms)
+            end_ms += [*begins[1:], network_ms]
             last_rank += [None] * len(begins)
             continue
-        lane = one.lane if cluster.overlaps else COMPUTE
-        before_ms = free_ms.get(lane) or [0.0] * len(deciding)
-        started = [ms if ms > waits else waits for ms in before_ms]
-        ended = [
-            start + factor * cost.of_rank.get(rank, cost.ms)
-            for rank, start, factor in zip(deciding, started, paces)
-        ]
+        cost, lane = prices[place], one.lane if cluster.overlaps else COMPUTE
+        started = [max(ms, waits) for ms in free_ms.get(lane) or [0.0] * len(ranks)]
+        ended = [start + factor * cost.on(rank) for (rank, factor), start in zip(ranks, started)]
         free_ms[lane] = ended
-        latest = max(ended)
-        which = ended.index(latest)
+        which = ended.index(max(ended))
         begin_ms.append(started[which])
-        end_ms.append(latest)
-        last_rank.append(deciding[which])
-    return Played(
-        plan, prices, cluster.overlaps, slow, jitter, seed, pace, deciding, begin_ms, end_ms, last_rank
-    )
+        end_ms.append(ended[which])
+        last_rank.append(ranks[which][0])
+    return Played(schedule, prices, cluster.overlaps, paces, begin_ms, end_ms, last_rank)

@@ -1,7 +1,7 @@
-"""A run on paper, from a model's name to one number after the other: memory, traffic, time.
+"""A whole run, simulated from a model's name: memory, traffic, time.
 
-It puts the parts together as a user of PyTorch would: memory by `memory`, calls by `schedule`, time by
-`play`. `zero-ref simulate` prints what comes out. Who needs another combination takes the parts themselves.
+A `Scenario` combines `memory`, `schedule` and `play` as a user of PyTorch would, and `zero-ref simulate`
+prints the results. For another combination, call these three modules directly.
 """
 
 from __future__ import annotations
@@ -12,30 +12,32 @@ from functools import cached_property
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.partition import ParamSpec, Partition, plan_partition
+from zero_ref.simulator._checks import check_name, check_world_size
 from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.ledger import StateRule, nbytes_of, state_rule
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
 from zero_ref.simulator.models import GPT2, Architecture, Llama, ParamShape, blocks, specs
 from zero_ref.simulator.operations import WAYS
-from zero_ref.simulator.play import Played, Work, play
-from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES, Recipe, recipe
+from zero_ref.simulator.play import Played, play
+from zero_ref.simulator.price import Workload
+from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
 from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
 from zero_ref.simulator.shortfall import Shortfall, why_not_smaller
 from zero_ref.simulator.timeline import Timeline
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of a parameter in forward and backward. Beside 16 bits the optimizer keeps a copy in float32."""
+"""Bytes of an element in forward and backward. Of 16-bit parameters the optimizer keeps float32 copies."""
 
 LONGEST_SEQUENCE = 8192
-"""Where no sequence is asked for: the model's context, but not more. Contexts of 100,000 tokens and more are
-for models that were trained on shorter ones first."""
+"""The most tokens in a sequence unless the caller asks for more. Models with a context of 100,000 tokens were
+trained on shorter sequences first."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model, a cluster, and how the one is trained on the other.
+    """A model, a cluster, and how the model is trained on it.
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.models import MODELS
@@ -46,22 +48,22 @@ class Scenario:
 
     Args:
         batch: sequences that a rank computes in one go.
-        sequence: tokens in each; None for the model's context, LONGEST_SEQUENCE at most.
+        sequence: tokens in each sequence; None for the model's context, LONGEST_SEQUENCE at most.
         dtype: one of DTYPES.
         optimizer: a name in `ledger.STATE_RULES`.
         way: when updates are made, one of `operations.WAYS`, under strategies that have owners.
-        bucket_bytes: of DDP's gradient buckets; None for 25 MiB after a first of 1 MiB, as DDP.
-        checkpointing: one of `activations.CHECKPOINTING`. Attention scores are kept under "none" only: else
-            attention is supposed to be flash attention, which PyTorch takes by itself.
-        native: as `Recipe`; None for the calls of a library where the backend is NCCL, and for this
-            package's own on Gloo.
+        bucket_bytes: of DDP's gradient buckets; None for DDP's default, 25 MiB after a first of 1 MiB.
+        checkpointing: one of `activations.CHECKPOINTING`. Attention scores are kept under "none" only: the
+            others assume flash attention, which PyTorch chooses by itself.
+        native: as `Recipe`; None for a library's calls where the backend is NCCL, and this package's own on
+            Gloo.
         prefetch: as `Recipe`.
         period: of local-sgd, steps from one average to the next.
-        gradient_group: of local-sgd, consecutive ranks that average their gradients in every step, such as
-            those of a node; 1 for none.
+        gradient_group: of local-sgd, how many consecutive ranks average their gradients in every step, such
+            as those of a node; 1 for none.
     Raises:
-        ValueError: the batch or sequence is below 1, or the dtype is unknown. (In methods) as `schedule`,
-            `AveragingSchedule`, `MemorySettings` and `play`.
+        ValueError: the batch, the sequence or `world_size` is below 1, or a name is unknown. Methods raise as
+            `schedule`, `AveragingSchedule`, `MemorySettings` and `play`.
     """
 
     architecture: Architecture
@@ -80,16 +82,10 @@ class Scenario:
     gradient_group: int = 1
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}.")
-        if self.world_size < 1:
-            raise ValueError(f"world_size must be at least 1 rank, got {self.world_size}.")
-        if self.way not in WAYS:
-            raise ValueError(f"unknown way {self.way!r}; choose one of {', '.join(WAYS)}.")
-        if self.checkpointing not in CHECKPOINTING:
-            raise ValueError(
-                f"unknown checkpointing {self.checkpointing!r}; choose one of {', '.join(CHECKPOINTING)}."
-            )
+        check_name("dtype", self.dtype, DTYPES)
+        check_world_size(self.world_size)
+        check_name("way", self.way, WAYS)
+        check_name("checkpointing", self.checkpointing, CHECKPOINTING)
         if self.batch < 1 or self.tokens_of_sequence < 1:
             raise ValueError(
                 f"batch and sequence must be at least 1, got {self.batch} and {self.tokens_of_sequence}."
@@ -103,7 +99,7 @@ class Scenario:
 
     @property
     def tokens(self) -> int:
-        """Of one rank in one iteration. What is no transformer has examples, of one token each."""
+        """Of one rank in one iteration. An example for a model that is no transformer counts as one token."""
         return self.batch * self.tokens_of_sequence
 
     @cached_property
@@ -120,9 +116,9 @@ class Scenario:
 
     @property
     def activation_bytes(self) -> int:
-        """Of blocks, head and loss on one rank; 0 for what is no transformer, where they are not counted.
+        """Of blocks, head and loss on one rank; not counted, and so 0, for a model that is no transformer.
 
-        The formula counts 16-bit activations; of 32 bits we count twice as many bytes.
+        The formula is for 16-bit activations in the blocks; 32-bit ones count twice.
         """
         if not isinstance(self.architecture, (GPT2, Llama)):
             return 0
@@ -145,7 +141,7 @@ class Scenario:
         >>> round(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 8).attention_share, 2)
         0.27
 
-        Source: `calibrate.training_flops`. Kernels that skip what a causal mask hides do half of it.
+        Source: `calibrate.training_flops`. Kernels that skip what a causal mask hides need half.
         """
         model = self.architecture
         if not isinstance(model, (GPT2, Llama)):
@@ -153,19 +149,18 @@ class Scenario:
         return 2 * model.depth * model.width * self.tokens_of_sequence / self.numel
 
     @property
-    def work(self) -> Work:
+    def workload(self) -> Workload:
         """A step reads value, gradient and state, and writes value and state, 4 bytes an element each."""
-        step_bytes = 12 + 8 * state_rule(self.optimizer).tensors
-        return Work(
+        return Workload(
             self.tokens,
             recompute=self.checkpointing == "full",
-            step_bytes=step_bytes,
+            step_bytes=12 + 8 * state_rule(self.optimizer).tensors,
             attention_share=self.attention_share,
         )
 
     @property
     def library_calls(self) -> bool:
-        """Whether stages 1 and 2 make a GPU library's calls, not this package's."""
+        """Stages 1 and 2 make the calls of a GPU library, not this package's."""
         return self.cluster.backend == "nccl" if self.native is None else self.native
 
     @cached_property
@@ -173,7 +168,7 @@ class Scenario:
         return {}
 
     def partition(self, strategy: str) -> Partition | None:
-        """Who owns what under a strategy; None if it has no owners. Made once, for schedule and memory."""
+        """Who owns what under a strategy; None if it has no owners. Made once for schedule and memory."""
         rule = recipe(strategy).partition
         if rule is None:
             return None
@@ -183,19 +178,19 @@ class Scenario:
 
     @cached_property
     def buckets(self) -> list[list[int]]:
-        """Of DDP's gradients."""
+        """DDP's gradient buckets."""
         return ddp_buckets(self.params, cap_bytes=self.bucket_bytes)
 
     @property
     def state(self) -> StateRule:
-        """Of the optimizer: beside 16-bit parameters in float32, with a copy of them."""
+        """The optimizer's state. Beside 16-bit parameters it is in float32, and has a copy of them."""
         rule = state_rule(self.optimizer)
         mixed = DTYPES[self.dtype] == 2
         return replace(rule, tensors=rule.tensors + 1, itemsize=4) if mixed else rule
 
     @property
     def averaging(self) -> AveragingSchedule:
-        """Of local-sgd."""
+        """When local-sgd averages."""
         return AveragingSchedule.periodic(self.period, gradient_group=self.gradient_group)
 
     def schedule(self, strategy: str) -> Schedule:
@@ -211,45 +206,42 @@ class Scenario:
         )
 
     def recipe(self, strategy: str) -> Recipe:
-        """The strategy's, with what the scenario says of it; `way` only where it has owners."""
+        """The strategy's recipe, changed as the scenario says; `way` only where the strategy has owners."""
         usual = recipe(strategy)
-        owners = usual.shards_by_parameter
         return recipe(
             usual,
             optimizer=self.state,
             partition=self.partition(strategy),
-            way=self.way if owners else "plain",
+            way=self.way if usual.shards_by_parameter else "plain",
             native=self.library_calls,
             prefetch=self.prefetch,
             averaging=usual.averaging and self.averaging,
-            averaged_itemsize=4,  # the masters beside 16-bit parameters
+            averaged_itemsize=4,  # the 32-bit copies of 16-bit parameters
         )
 
     def settings(self, strategy: str) -> MemorySettings:
         """How the strategy keeps the model; gradients are views of DDP's buckets."""
-        plan = RECIPES[strategy]
+        usual = recipe(strategy)
+        bucket_bytes = [sum(nbytes_of(self.params[number]) for number in bucket) for bucket in self.buckets]
         return MemorySettings(
-            plan.stage,
+            usual.stage,
             convention="mixed-16" if DTYPES[self.dtype] == 2 else None,
             optimizer=self.optimizer,
             gradient_as_bucket_view=True,
-            bucket_bytes=max(
-                (sum(nbytes_of(self.params[number]) for number in bucket) for bucket in self.buckets),
-                default=0,
-            ),
+            bucket_bytes=max(bucket_bytes, default=0),
             gathered_units=1 + self.prefetch,
-            flat=plan.flat,
+            flat=usual.flat,
             buckets_stay=not self.library_calls,
             activation_bytes=self.activation_bytes,
         )
 
-    def memory(self, strategy: str, plan: Schedule) -> tuple[Memory, ...]:
-        """What lies on each rank under a strategy, whose schedule this is."""
+    def memory(self, strategy: str, schedule: Schedule) -> tuple[Memory, ...]:
+        """What lies on each rank under a strategy, given its schedule."""
         settings = self.settings(strategy)
         partition = self.partition(strategy)
         if partition is not None:
             parameter_bytes = sum(nbytes_of(param) for param in self.params)
-            padding_bytes = plan.parameter_bytes[0] - parameter_bytes
+            padding_bytes = schedule.parameter_bytes[0] - parameter_bytes
             return memory_of_ranks(partition, self.params, settings, padding_bytes=padding_bytes)
         average = average_memory(self.params, self.world_size, settings)
         if strategy == LOCAL_SGD and self.world_size > 1:
@@ -259,15 +251,9 @@ class Scenario:
             return (average,) * self.world_size
         # Each parameter is cut along its first dimension, so the first ranks have more than the last.
         whole = average_memory(self.params, 1, settings)
-        numel_of_rank = dict(plan.operations[-1].shares or ())
-        held = list(
-            zip(
-                plan.parameter_bytes,
-                plan.gradient_bytes,
-                (numel_of_rank.get(rank, 0) for rank in range(self.world_size)),
-                strict=True,
-            )
-        )
+        numel_of_rank = dict(schedule.operations[-1].shares or ())
+        numels = (numel_of_rank.get(rank, 0) for rank in range(self.world_size))
+        held = list(zip(schedule.parameter_bytes, schedule.gradient_bytes, numels, strict=True))
         memory_of = {  # most ranks hold as much as others
             (parameter_bytes, gradient_bytes, numel): replace(
                 average,
@@ -275,7 +261,7 @@ class Scenario:
                 gradient_bytes=gradient_bytes,
                 master_bytes=whole.master_bytes * numel / self.numel,
                 moment_bytes=whole.moment_bytes * numel / self.numel,
-                scalar_bytes=whole.scalar_bytes,  # of each tensor a rank has a part, be it empty
+                scalar_bytes=whole.scalar_bytes,  # a rank has a part, even an empty one, of each tensor
             )
             for parameter_bytes, gradient_bytes, numel in set(held)
         }
@@ -288,34 +274,37 @@ class Scenario:
         slow: Mapping[int, float] | None = None,
         jitter: float = 0.0,
         seed: int = 0,
-    ) -> Run:
+    ) -> SimulatedRun:
         """Everything about one strategy. `slow`, `jitter` and `seed` are those of `play`.
 
         Raises:
             ValueError: as `schedule` and `play`, or the jitter leaves no rank that takes any time.
         """
-        plan = self.schedule(strategy)
-        played = play(plan, self.cluster, self.work, slow=slow, jitter=jitter, seed=seed)
+        made = self.schedule(strategy)
+        played = play(made, self.cluster, self.workload, slow=slow, jitter=jitter, seed=seed)
         if not played.makespan_ms:
             raise ValueError(
                 f"with a jitter of {jitter:g} and seed {seed} no rank takes any time: give a smaller jitter."
             )
-        return Run(self, strategy, plan, played, self.memory(strategy, plan))
+        return SimulatedRun(self, strategy, played, self.memory(strategy, made))
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """One strategy in a scenario; memory and timeline are the fullest rank's, which need not be rank 0."""
 
     scenario: Scenario
     strategy: str
-    plan: Schedule
     played: Played
     memories: Sequence[Memory] = field(repr=False)
 
+    @property
+    def schedule(self) -> Schedule:
+        return self.played.schedule
+
     @cached_property
     def fullest(self) -> int:
-        """The rank that holds most; of several the first."""
+        """The rank that holds most; the lowest if several do."""
         totals = [memory.total_bytes for memory in self.memories]
         return totals.index(max(totals))
 
@@ -324,9 +313,9 @@ class Run:
         return self.memories[self.fullest]
 
     def memory_curve(self, rank: int) -> list[tuple[float, int]]:
-        """What a rank holds over time, as `Played.memory`. DDP keeps buckets; a library's stage 2 none."""
+        """What a rank holds over time, as `Played.memory`. A library's stage 2 frees its buckets."""
         held = self.memories[rank]
-        stage = RECIPES[self.strategy].stage
+        stage = recipe(self.strategy).stage
         stay = stage < 2 or (stage == 2 and not self.scenario.library_calls)
         comes_and_goes = held.communication_bytes + held.activation_bytes
         if not stay:
@@ -344,7 +333,7 @@ class Run:
 
     @property
     def shortfall(self) -> Shortfall | None:
-        """Why the fullest rank holds more than 1/N of it all; None for a strategy without owners."""
+        """Why the fullest rank holds more than 1/N of everything; None for a strategy without owners."""
         owned = self.scenario.partition(self.strategy)
         if owned is None:
             return None
@@ -355,13 +344,14 @@ class Run:
 
     @property
     def sent_bytes(self) -> float:
-        """On the wire, in one iteration, a rank's average."""
-        return self._an_iteration(self.plan.wire_bytes(self.scenario.cluster.backend) / self.plan.world_size)
+        """Bytes on the wire in one iteration, on average over the ranks."""
+        wire_bytes = self.schedule.wire_bytes(self.scenario.cluster.backend)
+        return self._an_iteration(wire_bytes / self.schedule.world_size)
 
     @property
     def calls(self) -> float:
-        """That the fullest rank makes in one iteration."""
-        return self._an_iteration(self.plan.count_of_calls(self.fullest))
+        """The calls that the fullest rank makes in one iteration."""
+        return self._an_iteration(self.schedule.count_of_calls(self.fullest))
 
     @property
     def iteration_ms(self) -> float:
@@ -383,29 +373,24 @@ class Run:
 
     @cached_property
     def what_if(self) -> WhatIf:
-        """What everything takes of the iteration, and what would make it faster."""
-        played = self.played
-        return what_if(
-            self.plan,
-            self.scenario.cluster,
-            self.scenario.work,
-            slow=played.slow,
-            jitter=played.jitter,
-            seed=played.seed,
-        )
+        """What the time of the iteration is spent on, and what would make it faster."""
+        paces = {name: getattr(self.played.paces, name) for name in ("slow", "jitter", "seed")}
+        return what_if(self.schedule, self.scenario.cluster, self.scenario.workload, **paces)
 
     @property
     def tokens_per_second(self) -> float:
         """Of all ranks together."""
-        return 1e3 * self.scenario.tokens * self.plan.world_size / self.iteration_ms
+        return 1e3 * self.scenario.tokens * self.schedule.world_size / self.iteration_ms
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs utilisation: 6 operations for each parameter and token, and attention's, of what the
-        device can do. What checkpointing computes again is no use and does not count.
+        """Model FLOPs utilisation: the share of the device's peak that goes into the model.
+
+        6 operations for each parameter and token count, and attention's. What checkpointing computes again
+        does not count.
         """
         operations = 6 * self.scenario.numel * self.scenario.tokens * (1 + self.scenario.attention_share)
         return operations / (self.iteration_ms * self.scenario.cluster.device.tflops * 1e9)
 
     def _an_iteration(self, amount: float) -> float:
-        return amount / self.plan.iterations
+        return amount / self.schedule.iterations

@@ -16,20 +16,13 @@ from typing import NamedTuple
 from zero_ref.plan.calls import Call
 from zero_ref.plan.layout import BucketLayout, lay_out
 from zero_ref.plan.partition import ParamSpec, Partition, plan_partition
-from zero_ref.simulator.cluster import traffic
+from zero_ref.simulator.data_parallel import broadcasts_of, data_parallel, messages_of, owned_bytes
 from zero_ref.simulator.ledger import itemsize_of, nbytes_of, state_bytes_of_rank, state_rule
-from zero_ref.simulator.operations import (
-    NETWORK,
-    Operation,
-    Unit,
-    broadcasts_of,
-    data_parallel,
-    local_sgd,
-    messages_of,
-    owned_bytes,
-    stage_3,
-)
+from zero_ref.simulator.local_sgd import local_sgd
+from zero_ref.simulator.operations import NETWORK, Operation
 from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
+from zero_ref.simulator.stage_3 import Unit, stage_3
+from zero_ref.simulator.traffic import traffic
 
 MIB = 2**20
 
@@ -132,7 +125,7 @@ class Schedule:
         return sum(call.nbytes for call in self.calls)
 
     def wire_bytes(self, backend: str = "nccl") -> int:
-        """Bytes that all ranks send, together, as `cluster.traffic` counts them for a backend.
+        """Bytes that all ranks send, together, as `traffic` counts them for a backend.
 
         >>> params = [ParamSpec(1024)]
         >>> [schedule(name, params, world_size=4).wire_bytes() for name in ("ddp", "zero-even", "zero-2")]

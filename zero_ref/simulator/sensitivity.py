@@ -1,8 +1,8 @@
-"""What a conclusion hangs on: the same comparison with one circumstance changed at a time.
+"""What a conclusion depends on: the same comparison with one circumstance changed at a time.
 
-"Strategy A is faster than B" holds for a cluster, a number of ranks, a bucket size, and none of them is known
-exactly. `sensitivity` varies each, and says where the other strategy wins. `what_if` looks at one strategy:
-what would have to get better for its step to get faster?
+"Strategy A is faster than B" holds for a cluster, a number of ranks and a bucket size, and none of them is
+known exactly. `sensitivity` varies each of them, and says where the other strategy wins. `what_if` takes one
+strategy, and says what would have to improve for its iteration to get faster.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zero_ref.simulator.cluster import Cluster, Link
-from zero_ref.simulator.play import Work, play
+from zero_ref.simulator._checks import check_name
+from zero_ref.simulator.cluster import Cluster, Device
+from zero_ref.simulator.play import play
+from zero_ref.simulator.price import Workload
 from zero_ref.simulator.schedule import MIB, Schedule
 
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -41,53 +43,26 @@ class Setting:
             )
 
 
-# ----------------------------------------------------------------------------- one circumstance, scaled
-
-
-def _latency(cluster: Cluster, scale: float) -> Cluster:
-    return cluster.with_links(latency=scale)
-
-
-def _within(cluster: Cluster, scale: float) -> Cluster:
-    links = {op: _faster(link, scale) for op, link in cluster.link_of_op.items()}
-    return replace(cluster, within=_faster(cluster.within, scale), link_of_op=links)
-
-
-def _between(cluster: Cluster, scale: float) -> Cluster:
-    return replace(cluster, between=_faster(cluster.between, scale))
-
-
-def _faster(link: Link, scale: float) -> Link:
-    return replace(link, gb_per_s=link.gb_per_s * scale)
-
-
-def _compute(cluster: Cluster, scale: float) -> Cluster:
-    device = cluster.device
+def _faster(device: Device, *, computing: float = 1.0, memory: float = 1.0) -> Device:
     return replace(
-        cluster,
-        device=replace(device, tflops=device.tflops * scale, overhead_us=device.overhead_us / scale),
-    )
-
-
-def _memory(cluster: Cluster, scale: float) -> Cluster:
-    device = cluster.device
-    return replace(
-        cluster,
-        device=replace(
-            device,
-            memory_gb_per_s=device.memory_gb_per_s * scale,
-            update_overhead_us=device.update_overhead_us / scale,
-        ),
+        device,
+        tflops=device.tflops * computing,
+        overhead_us=device.overhead_us / computing,
+        memory_gb_per_s=device.memory_gb_per_s * memory,
+        update_overhead_us=device.update_overhead_us / memory,
     )
 
 
 _OF_CLUSTER: dict[str, Callable[[Cluster, float], Cluster]] = {
-    "latency": _latency,
-    "bandwidth within nodes": _within,
-    "bandwidth between nodes": _between,
-    "compute": _compute,
-    "memory bandwidth": _memory,
+    "latency": lambda one, scale: one.with_links(latency=scale),
+    "bandwidth within nodes": lambda one, scale: replace(
+        one.with_links(bandwidth=scale), between=one.between
+    ),
+    "bandwidth between nodes": lambda one, scale: replace(one, between=one.between.scaled(bandwidth=scale)),
+    "compute": lambda one, scale: replace(one, device=_faster(one.device, computing=scale)),
+    "memory bandwidth": lambda one, scale: replace(one, device=_faster(one.device, memory=scale)),
 }
+"""The cluster with one of its figures multiplied, by the name of the factor."""
 
 FACTORS: dict[str, str] = {
     "latency": "of every link",
@@ -112,8 +87,7 @@ def scaled(setting: Setting, factor: str, scale: float) -> Setting:
     Raises:
         ValueError: the factor is not in FACTORS, or the scale is not above 0.
     """
-    if factor not in FACTORS:
-        raise ValueError(f"unknown factor {factor!r}; choose one of {', '.join(FACTORS)}.")
+    check_name("factor", factor, FACTORS)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"{factor} can be multiplied by what is above 0, got {scale:g}.")
     if factor == "ranks":
@@ -123,17 +97,14 @@ def scaled(setting: Setting, factor: str, scale: float) -> Setting:
     return replace(setting, cluster=_OF_CLUSTER[factor](setting.cluster, scale))
 
 
-# --------------------------------------------------------------------------------- two strategies compared
-
-
 @dataclass(frozen=True)
 class Variation:
     """Both strategies' iterations with one circumstance multiplied by `scale`.
 
     Args:
-        setting: as it is then.
+        setting: with the circumstance multiplied.
         winner: the faster strategy; None where both take the same time.
-        changes_winner: it is not the winner of the unchanged setting.
+        changes_winner: another strategy wins in the unchanged setting.
     """
 
     factor: str
@@ -146,7 +117,7 @@ class Variation:
 
     @property
     def ratio(self) -> float:
-        """How many times as long the second takes as the first."""
+        """The second strategy's time, as a multiple of the first's."""
         if not self.first_ms:
             return math.inf if self.second_ms else 1.0
         return self.second_ms / self.first_ms
@@ -156,12 +127,12 @@ def sensitivity(
     make: Callable[[str, Setting], Schedule],
     strategies: tuple[str, str],
     setting: Setting,
-    work: Work,
+    workload: Workload,
     *,
     factors: Sequence[str] = tuple(FACTORS),
     scales: Sequence[float] = SCALES,
 ) -> list[Variation]:
-    """How two strategies compare when each circumstance is, one at a time, better or worse.
+    """Compare two strategies with each circumstance better or worse, one at a time.
 
     >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster
@@ -171,7 +142,7 @@ def sensitivity(
     ...     buckets = ddp_buckets(params, cap_bytes=setting.bucket_bytes)
     ...     return schedule(strategy, params, setting.world_size, ddp_buckets=buckets)
     >>> setting = Setting(cluster("h100-ib"), world_size=8)
-    >>> found = sensitivity(make, ("ddp", "zero-even"), setting, Work(tokens=4096))
+    >>> found = sensitivity(make, ("ddp", "zero-even"), setting, Workload(tokens=4096))
     >>> for one in found:
     ...     if one.changes_winner:
     ...         times = f"{one.first_ms:.1f} : {one.second_ms:.1f} ms"
@@ -182,27 +153,27 @@ def sensitivity(
     memory bandwidth x2: ddp, 26.7 : 27.1 ms
     memory bandwidth x4: ddp, 25.9 : 27.0 ms
 
-    As it is ZeRO wins: what it saves of the step is more than its broadcasts take. Not so where broadcasts
-    take longer, or where there is less of the step to save. Latency, bucket size and compute change nothing.
+    In the unchanged setting ZeRO wins: it saves more of the step than its broadcasts take. DDP wins where
+    broadcasts take longer, or the step less. Latency, bucket size and compute change nothing.
 
     Args:
         make: the schedule of a strategy in a setting.
         strategies: the two names that `make` is called with.
-        work: of each rank, the same in every setting.
+        workload: of each rank, the same in every setting.
         factors: names in FACTORS.
         scales: what each is multiplied by.
     Returns:
-        One for each factor and scale, in this order.
+        One variation for each factor and scale, in this order.
     Raises:
         ValueError: as `scaled`.
     """
-    plans: dict[tuple[str, int, int], Schedule] = {}
+    schedules: dict[tuple[str, int, int], Schedule] = {}
 
     def iteration_ms(strategy: str, changed: Setting) -> float:
         key = strategy, changed.world_size, changed.bucket_bytes
-        if key not in plans:  # a schedule knows no clock: most factors leave it as it is
-            plans[key] = make(strategy, changed)
-        return play(plans[key], changed.cluster, work).iteration_ms
+        if key not in schedules:  # most factors change times only, and leave the schedule as it is
+            schedules[key] = make(strategy, changed)
+        return play(schedules[key], changed.cluster, workload).iteration_ms
 
     first, second = strategies
     usual = _winner(strategies, iteration_ms(first, setting), iteration_ms(second, setting))
@@ -217,24 +188,21 @@ def sensitivity(
 
 
 def _winner(strategies: tuple[str, str], first_ms: float, second_ms: float) -> str | None:
-    # Sums of the same times in another order differ in their last bits; that is no victory.
+    # Sums of the same times in another order differ in their last bits.
     if math.isclose(first_ms, second_ms, rel_tol=1e-9):
         return None
     return strategies[first_ms > second_ms]
 
 
-# ------------------------------------------------------------------------------ one strategy, made faster
-
-
 @dataclass(frozen=True)
 class WhatIf:
-    """One iteration, what its time goes into, and what it would be if one thing were better.
+    """The time of an iteration, what it is spent on, and what it would be with one improvement.
 
     Args:
-        iteration_ms: as it is.
-        critical_ms: of it, for each label of the operations on the critical path.
-        improved_ms: the iteration when this one thing is so many times as good as it is. "even pace" is
-            there if ranks were slow or had jitter: none is.
+        iteration_ms: without an improvement.
+        critical_ms: its parts, by the labels of the operations on the critical path.
+        improved_ms: the time with each improvement. "even pace" is among them if ranks were slow or had
+            jitter, and is the time without either.
     """
 
     iteration_ms: float
@@ -250,14 +218,16 @@ class WhatIf:
         return name
 
 
-def what_if(plan: Schedule, cluster: Cluster, work: Work, *, times: float = 2.0, **played: Any) -> WhatIf:
-    """What would have to change for the step to get faster: everything that could be better, one at a time.
+def what_if(
+    schedule: Schedule, cluster: Cluster, workload: Workload, *, times: float = 2.0, **paces: Any
+) -> WhatIf:
+    """The time of an iteration with everything that could be better improved, one thing at a time.
 
     >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.schedule import schedule
-    >>> plan = schedule("zero-even", [ParamSpec(10**7, "bfloat16")] * 40, world_size=64)
-    >>> found = what_if(plan, cluster("h100-ib"), Work(tokens=4096))
+    >>> even = schedule("zero-even", [ParamSpec(10**7, "bfloat16")] * 40, world_size=64)
+    >>> found = what_if(even, cluster("h100-ib"), Workload(tokens=4096))
     >>> {label: round(ms, 1) for label, ms in found.critical_ms.items()}
     {'forward': 8.3, 'backward': 16.6, 'reduce': 0.2, 'step': 0.1, 'broadcast': 2.5}
     >>> {name: round(ms, 1) for name, ms in found.improved_ms.items()}        # doctest: +NORMALIZE_WHITESPACE
@@ -268,17 +238,17 @@ def what_if(plan: Schedule, cluster: Cluster, work: Work, *, times: float = 2.0,
 
     Args:
         times: how many times as good: half the latency, twice the bandwidth or speed.
-        played: `slow`, `jitter` and `seed` for `play`.
+        paces: `slow`, `jitter` and `seed` for `play`.
     Raises:
         ValueError: `times` is not above 0, or as `play`.
     """
-    as_it_is = play(plan, cluster, work, **played)
-    setting = Setting(cluster, plan.world_size)
+    unchanged = play(schedule, cluster, workload, **paces)
+    setting = Setting(cluster, schedule.world_size)
     improved = {}
     for factor in _OF_CLUSTER:
         better = scaled(setting, factor, 1 / times if factor == "latency" else times)
-        improved[factor] = as_it_is.on(better.cluster, work).iteration_ms
-    if played.get("slow") or played.get("jitter"):
-        improved["even pace"] = play(plan, cluster, work).iteration_ms
-    critical = {label: ms / plan.iterations for label, ms in as_it_is.critical_ms().items()}
-    return WhatIf(as_it_is.iteration_ms, critical, improved)
+        improved[factor] = unchanged.on(better.cluster, workload).iteration_ms
+    if paces.get("slow") or paces.get("jitter"):
+        improved["even pace"] = play(schedule, cluster, workload).iteration_ms
+    critical = {label: ms / schedule.iterations for label, ms in unchanged.critical_ms().items()}
+    return WhatIf(unchanged.iteration_ms, critical, improved)

@@ -25,7 +25,7 @@ class Reason(NamedTuple):
     Args:
         name: "parameters", "gradients" or "optimizer", which the stage does not divide; "largest tensor",
             "uneven", "scalars", "padding", "gradient buckets", "communication" or "activations".
-        sentence: what causes them, and where something can be done, what.
+        sentence: what causes the bytes, and what can be done about them.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Shortfall:
 
     Args:
         ideal_bytes: 1/N of all parameters, gradients, master copies and moments, in whole bytes.
-        reasons: in the order in which `Reason` names them; those without bytes are left out.
+        reasons: in the order in which `Reason` lists the names; reasons without bytes are left out.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Shortfall:
 
     @property
     def total_bytes(self) -> int:
-        """What lies on the rank."""
+        """The bytes that the rank holds."""
         return self.ideal_bytes + sum(reason.nbytes for reason in self.reasons)
 
 
@@ -77,10 +77,10 @@ def why_not_smaller(
 
     Args: as `memory_of_ranks`, and
         rank: None for the fullest (ties: the lowest).
-        memories: what `memory_of_ranks` gives for these arguments, where it is at hand.
+        memories: the result of `memory_of_ranks` for these arguments, if the caller has it.
     Returns:
-        `total_bytes` is exactly that of `memory_of_ranks`. Only "uneven" can be negative, for a rank that
-        owns less than its share.
+        A shortfall whose `total_bytes` is exactly that of `memory_of_ranks`. Only "uneven" can be negative,
+        for a rank that owns less than its share.
     Raises:
         ValueError: `params` is not what `partition` was made for, or there is no such rank.
     """
@@ -119,7 +119,7 @@ def _of_the_partition(
     share: int,
     rank: int,
 ) -> list[Reason]:
-    """What this rank owns beyond its share of the parts that are divided."""
+    """Bytes that this rank owns beyond its share of the parts that are divided."""
     cost_of_param = costs(params, settings)
     owned = [
         (piece.numel * _of_parts(cost_of_param[piece.param], divided), piece.param)
@@ -147,16 +147,13 @@ def _of_the_partition(
 
 def _of_parts(state: StateBytes, parts: Sequence[str]) -> int:
     """Bytes of these parts of the model's state."""
-    bytes_of_part = {
-        "parameters": state.params,
-        "gradients": state.grads,
-        "optimizer": state.master + state.moments,
-    }
+    optimizer = state.master + state.moments
+    bytes_of_part = {"parameters": state.params, "gradients": state.grads, "optimizer": optimizer}
     return sum(bytes_of_part[part] for part in parts)
 
 
 def _on_top(memory: Memory, settings: MemorySettings) -> list[Reason]:
-    """What no share of the model's state is counted for."""
+    """Bytes that are no part of the model's state."""
     scalar_bytes = state_rule(settings.optimizer).scalar_bytes
     what_travels = {
         0: "",

@@ -1,8 +1,8 @@
-"""When things happen in one iteration: what a rank computes, what the network carries, what is hidden.
+"""When a rank computes and when the network carries its calls, and what is hidden behind computing.
 
-DDP hands over its gradient buckets one by one while backward goes on. `simulate` follows one rank through
-them as the optimizer's own code does, wait for wait, given how long each part takes. What comes out is drawn
-by `lab.plots.timeline`, and a measured iteration can be written down in the same form and laid beside it.
+DDP reduces its gradient buckets one by one while backward goes on. `simulate` follows one rank through them
+in the order of the optimizer's code, given how long each part takes. `lab.plots.timeline` draws a timeline. A
+measured iteration has the same form, so the two can be compared.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zero_ref.simulator.operations import COMPUTE, NETWORK, SIDE_STREAM, WAYS, order
+from zero_ref.simulator._checks import check_name
+from zero_ref.simulator.operations import COMPUTE, NEEDS, NETWORK, SIDE_STREAM, WAYS, order
 
 
 class BucketTimes(NamedTuple):
     """How long each part of the work on one gradient bucket takes on one rank, if nothing holds it up.
 
     Args:
-        backward_ms: from the bucket before until this one's gradients are complete.
-        reduce_ms: the reduction of its gradients over the ranks.
-        step_ms: the local step on what this rank owns of it.
-        broadcast_ms: all owners' messages with its new parameters.
+        backward_ms: from the end of the bucket before until the gradients of this bucket are complete.
+        reduce_ms: the reduction of the bucket's gradients over the ranks.
+        step_ms: the local step on the part of the bucket that this rank owns.
+        broadcast_ms: all owners' messages with the bucket's new parameters.
     """
 
     backward_ms: float
@@ -31,13 +32,13 @@ class BucketTimes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One thing that happened, from `start_ms` to `stop_ms` after the beginning.
+    """A computation or a call of one rank, from `start_ms` to `stop_ms` after the beginning.
 
     Args:
         lane: "compute" or "network"; "side stream" for what a GPU computes beside backward.
-        label: as of an `operations.Operation`: "backward", "reduce", "step", "broadcast" and so on.
-        bucket: which, from 0 in the order in which gradients become ready, or which block; None for all of
-            them together.
+        label: as `Operation`: "backward", "reduce", "step", "broadcast" and so on.
+        bucket: the number of the gradient bucket, in the order in which gradients become ready, or of the
+            block; None for all of them together.
     """
 
     lane: str
@@ -49,7 +50,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one iteration on one rank, simulated or measured; those of a lane in their order."""
+    """The events of one iteration on one rank, simulated or measured; the events of a lane are in order."""
 
     events: tuple[Event, ...]
 
@@ -64,27 +65,31 @@ class Timeline:
 
     @property
     def makespan_ms(self) -> float:
-        """From the beginning until all is done."""
+        """The end of the last event."""
         return max((event.stop_ms for event in self.events), default=0.0)
 
     @property
     def idle_ms(self) -> float:
         """How long this rank computes nothing."""
-        return self.makespan_ms - covered_ms(event for event in self.events if event.lane != NETWORK)
+        return self.makespan_ms - self._computing_ms
 
     @property
     def serial_ms(self) -> float:
-        """What it would take if one thing were done after another: the sum of all durations."""
+        """The sum of all durations: the time if nothing overlapped."""
         return sum(event.stop_ms - event.start_ms for event in self.events)
 
     @property
     def exposed_ms(self) -> float:
-        """Exposed communication: how long the network works while this rank computes nothing."""
-        return covered_ms(self.events) - covered_ms(event for event in self.events if event.lane != "network")
+        """Exposed communication: how long the network is busy while this rank computes nothing."""
+        return covered_ms(self.events) - self._computing_ms
+
+    @property
+    def _computing_ms(self) -> float:
+        return covered_ms(event for event in self.events if event.lane != NETWORK)
 
 
 def covered_ms(events: Iterable[Event]) -> float:
-    """The time in which at least one of `events` goes on.
+    """How long at least one of `events` is under way.
 
     >>> covered_ms([Event("compute", "backward", 0, 0, 5), Event("network", "reduce", 0, 3, 9)])
     9.0
@@ -97,10 +102,10 @@ def covered_ms(events: Iterable[Event]) -> float:
 
 
 def simulate(buckets: Sequence[BucketTimes], way: str, *, side_stream: bool = False) -> Timeline:
-    """One iteration on one rank, in the order in which the optimizer's code computes, starts and waits.
+    """One iteration on one rank, in the order in which the optimizer's code computes, starts calls and waits.
 
-    The network makes one call after another, in the order in which they were started. The thread that runs
-    backward starts them, and makes the updates too: while it waits for a reduction, backward stands still.
+    The network carries one call after another, in the order in which they were started. One thread runs
+    backward, starts the calls and makes the updates: while it waits for a reduction, backward stands still.
 
     >>> buckets = [BucketTimes(backward_ms=4, reduce_ms=3, step_ms=1, broadcast_ms=1.5)] * 4
     >>> {way: simulate(buckets, way).makespan_ms for way in WAYS}
@@ -111,24 +116,28 @@ def simulate(buckets: Sequence[BucketTimes], way: str, *, side_stream: bool = Fa
     Args:
         buckets: in the order in which their gradients become ready: the last layers first.
         way: one of WAYS.
-        side_stream: an interleaved update waits and steps beside backward, as it does on a GPU. Both then
-            have the whole device, which is optimistic.
+        side_stream: an interleaved update waits and steps beside backward, as it does on a GPU. Each of the
+            two takes as long as if it had the device to itself, which is optimistic.
     Raises:
         ValueError: there are no buckets, a time is negative, or the way is unknown.
     Source: `OverlappedStep.on_bucket` in zero_ref/backward/overlap.py. The order of the calls is that of
         `schedule.calls_of_rank`.
     """
-    _check(buckets, way)
+    check_name("way", way, WAYS)
+    if not buckets:
+        raise ValueError("there are no buckets: a backward has at least one.")
+    for bucket, times in enumerate(buckets):
+        if min(times) < 0:
+            raise ValueError(f"bucket {bucket} has a negative time: {times}.")
     updating = SIDE_STREAM if way == "interleaved" and side_stream else COMPUTE
     lane_of = {"backward": COMPUTE, "step": updating, "reduce": NETWORK, "broadcast": NETWORK}
-    needed = {"reduce": "backward", "step": "reduce", "broadcast": "step"}
     of_all_together = {"plain": ("step", "broadcast"), "after_backward": ("broadcast",)}.get(way, ())
     free_ms: dict[str, float] = {}
     end_ms: dict[tuple[str, int], float] = {}
     events: list[Event] = []
     for label, parts in order(len(buckets), way):
         lane = lane_of[label]
-        ready_ms = end_ms[needed[label], parts[-1]] if label in needed else 0.0
+        ready_ms = end_ms[NEEDS[label], parts[-1]] if label in NEEDS else 0.0
         start_ms = max(free_ms.get(lane, 0.0), ready_ms)
         free_ms[lane] = start_ms + sum(getattr(buckets[part], f"{label}_ms") for part in parts)
         part = None if label in of_all_together else parts[0]
@@ -147,10 +156,10 @@ def bucket_times(
     backward_ms: float,
     step_ms: float = 0.0,
 ) -> list[BucketTimes]:
-    """What each bucket takes if backward completes gradients at a steady pace, and a link is all there is.
+    """The times of each bucket if backward completes gradients at a steady pace, and all ranks use one link.
 
-    A call takes the link's latency, and then the time of its bytes: an all-reduce sends 2(N-1)/N of its
-    payload from each rank, a broadcast all of it.
+    A call takes the link's latency and the time of its bytes: each rank sends 2(N-1)/N of the payload of an
+    all-reduce, and all of a broadcast's.
 
     >>> bucket_times(50e6, 25e6, world_size=2, latency_ms=1, gb_per_s=5, backward_ms=20)
     [BucketTimes(backward_ms=10.0, reduce_ms=6.0, step_ms=0.0, broadcast_ms=6.0),
@@ -158,9 +167,9 @@ def bucket_times(
 
     Args:
         nbytes: of all gradients, and as many of parameters.
-        bucket_bytes: of each bucket; what is left over makes one more.
+        bucket_bytes: of each bucket; the rest is in one more.
         gb_per_s: 10^9 bytes a second that a rank can send.
-        backward_ms, step_ms: of the whole model; a bucket has its share by bytes.
+        backward_ms, step_ms: of the whole model, divided among the buckets by their bytes.
     Raises:
         ValueError: a size or the bandwidth is not positive, or there is no rank.
     Source: the bus bandwidths of nccl-tests (doc/PERFORMANCE.md).
@@ -188,13 +197,3 @@ def bucket_times(
             )
         )
     return times
-
-
-def _check(buckets: Sequence[BucketTimes], way: str) -> None:
-    if way not in WAYS:
-        raise ValueError(f"unknown way {way!r}; choose one of {', '.join(WAYS)}.")
-    if not buckets:
-        raise ValueError("there are no buckets: a backward has at least one.")
-    for bucket, times in enumerate(buckets):
-        if min(times) < 0:
-            raise ValueError(f"bucket {bucket} has a negative time: {times}.")

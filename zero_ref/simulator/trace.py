@@ -1,7 +1,7 @@
-"""Timelines as a trace for Perfetto or chrome://tracing, simulated and measured ones in the same form.
+"""Timelines, simulated or measured, as a trace for Perfetto or chrome://tracing.
 
-A timeline is a process of the trace, each of its lanes a thread. So a simulated and a measured iteration in
-one file stand one below the other, on one axis of time, and their bars have the same names and colours.
+Each timeline is a process of the trace, and each lane a thread. So a simulated and a measured iteration in
+one file are shown one below the other, on one axis of time, and their bars have the same names and colours.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from zero_ref.simulator.operations import COMPUTE, NETWORK, SIDE_STREAM
 from zero_ref.simulator.timeline import Event, Timeline
 
 LANES = (COMPUTE, SIDE_STREAM, NETWORK)
-"""From top to bottom; any other lane comes below."""
+"""The lanes from top to bottom; any other lane comes below."""
 
 ROWS_OF_LANE = 100
-"""Threads that a lane may have. A viewer draws what overlaps only if it lies on different threads."""
+"""The most threads of a lane. A viewer shows events that overlap only if they are on different threads."""
 
 Curve = Sequence[tuple[float, int]]
 """Bytes over time, as `Played.memory` gives them: (milliseconds, bytes from then on)."""
 
 
 class Trace(TypedDict):
-    """What is written: the JSON object format of Chrome's trace events."""
+    """The JSON object format of Chrome's trace events."""
 
     traceEvents: list[dict[str, Any]]
     displayTimeUnit: str
@@ -40,13 +40,13 @@ def trace(timelines: Mapping[str, Timeline], memory: Mapping[str, Curve] | None 
      'args': {'bucket': 0}}
 
     Args:
-        timelines: by the title of each, such as "rank 0" or "ddp, measured"; shown in this order.
-        memory: for a title a curve to draw above its lanes.
+        timelines: by their titles, such as "rank 0" or "ddp, measured"; shown in this order.
+        memory: curves by title, to draw above the lanes of the timeline with that title.
     Returns:
-        To be dumped as JSON. Times are microseconds, to the nanosecond. A bar is named for its label and its
-        bucket, "cat" is its lane; calls of one lane that overlap are given threads of their own.
+        A value to dump as JSON. Times are microseconds, to the nanosecond. A bar is named for its label and
+        bucket, and "cat" is its lane; calls of one lane that overlap get threads of their own.
     Raises:
-        ValueError: a memory curve whose title no timeline has, or a lane with too many calls under way.
+        ValueError: no timeline has the title of a memory curve, or too many calls of a lane overlap.
     Source: "Trace Event Format", the JSON format of chrome://tracing, which Perfetto reads.
     """
     memory = memory or {}
@@ -54,22 +54,16 @@ def trace(timelines: Mapping[str, Timeline], memory: Mapping[str, Curve] | None 
         if title not in timelines:
             raise ValueError(f"memory has a curve for {title!r}; there are timelines for {list(timelines)}.")
     listed: list[dict[str, Any]] = []
-    # From 1: Perfetto takes process 0 for the kernel's idle one (google/perfetto, issue 394).
+    # From 1: Perfetto takes process 0 for the kernel's idle process (google/perfetto, issue 394).
     for pid, (title, timeline) in enumerate(timelines.items(), start=1):
         listed.append(_metadata("process_name", pid, pid, name=title))
         listed.append(_metadata("process_sort_index", pid, pid, sort_index=pid))
         lanes = [*LANES, *(lane for lane in timeline.lanes if lane not in LANES)]
         for place, lane in enumerate(lanes, start=1):
             listed += _lane(pid, 1000 * pid + ROWS_OF_LANE * place, lane, timeline.on(lane))
+        point = {"ph": "C", "name": "memory", "pid": pid, "tid": pid}
         listed += [
-            {
-                "ph": "C",
-                "name": "memory",
-                "pid": pid,
-                "tid": pid,
-                "ts": _microseconds(ms),
-                "args": {"bytes": nbytes},
-            }
+            {**point, "ts": _microseconds(ms), "args": {"bytes": nbytes}}
             for ms, nbytes in memory.get(title, ())
         ]
     return {"traceEvents": listed, "displayTimeUnit": "ms"}
@@ -87,16 +81,16 @@ def write_trace(
 
 
 def timelines_of(trace: Mapping[str, Any]) -> dict[str, Timeline]:
-    """The timelines of a trace, by title: what `trace` was made from, times to the nanosecond.
+    """The timelines of a trace, by title: those that `trace` was called with, times to the nanosecond.
 
-    >>> was = {"rank 0": Timeline((Event("compute", "step", None, 0.25, 1.0),))}
-    >>> timelines_of(trace(was)) == was
+    >>> timelines = {"rank 0": Timeline((Event("compute", "step", None, 0.25, 1.0),))}
+    >>> timelines_of(trace(timelines)) == timelines
     True
 
     Args:
-        trace: as `json.load` gives it.
+        trace: as `json.load` returns it.
     Raises:
-        ValueError: this is no trace, or has bars that `trace` has not written.
+        ValueError: the value is no trace, or has bars that `trace` has not written.
     """
     try:
         listed = trace["traceEvents"]
@@ -125,7 +119,7 @@ def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _lane(pid: int, first: int, lane: str, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-    """The bars of a lane, and names for its threads; the first that is free takes a bar."""
+    """The bars of a lane, each on the first free thread, and the names of these threads."""
     free_us: list[float] = []
     for event in events:
         start, stop = _microseconds(event.start_ms), _microseconds(event.stop_ms)

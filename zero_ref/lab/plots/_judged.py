@@ -157,13 +157,13 @@ def sensitivity(
     >>> from zero_ref.lab.plots import figure
     >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster
-    >>> from zero_ref.simulator.play import Work
+    >>> from zero_ref.simulator.price import Workload
     >>> from zero_ref.simulator.schedule import schedule
     >>> from zero_ref.simulator.sensitivity import Setting, sensitivity as vary
     >>> params, two = [ParamSpec(10**7, "bfloat16")] * 40, ("ddp", "zero-even")
     >>> def make(strategy, setting):
     ...     return schedule(strategy, params, setting.world_size)
-    >>> found = vary(make, two, Setting(cluster("h100-ib"), 8), Work(4096), factors=("latency", "ranks"))
+    >>> found = vary(make, two, Setting(cluster("h100-ib"), 8), Workload(4096), factors=("latency", "ranks"))
     >>> fig, ax = figure(6, 2.5)
     >>> sensitivity(found, ax, strategies=two).get_title("left")
     '1 of 2 factors would change which is faster'

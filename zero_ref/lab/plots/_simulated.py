@@ -29,12 +29,13 @@ def memory_curve(
     >>> from zero_ref.lab.plots import figure
     >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster
-    >>> from zero_ref.simulator.play import Work, play
+    >>> from zero_ref.simulator.play import play
+    >>> from zero_ref.simulator.price import Workload
     >>> from zero_ref.simulator.recipe import recipe
     >>> from zero_ref.simulator.schedule import schedule
     >>> params = [ParamSpec(10**8, "bfloat16")] * 4
     >>> plans = {name: schedule(recipe(name, native=True), params, 8) for name in ("ddp", "zero-2")}
-    >>> plays = {name: play(plan, cluster("h100-ib"), Work(4096)) for name, plan in plans.items()}
+    >>> plays = {name: play(plan, cluster("h100-ib"), Workload(4096)) for name, plan in plans.items()}
     >>> fig, ax = figure(6, 3)
     >>> _ = memory_curve({name: one.memory() for name, one in plays.items()}, ax, device_bytes=80e9)
 
@@ -101,10 +102,11 @@ def step_parts(played: Played, rank: int = 0) -> StepParts:
 
     >>> from zero_ref.plan.partition import ParamSpec
     >>> from zero_ref.simulator.cluster import cluster
-    >>> from zero_ref.simulator.play import Work, play
+    >>> from zero_ref.simulator.play import play
+    >>> from zero_ref.simulator.price import Workload
     >>> from zero_ref.simulator.schedule import schedule
     >>> plan = schedule("ddp", [ParamSpec(10**8, "bfloat16")] * 4, world_size=64)
-    >>> late = play(plan, cluster("h100-ib"), Work(4096), slow={7: 1.5})
+    >>> late = play(plan, cluster("h100-ib"), Workload(4096), slow={7: 1.5})
     >>> [round(ms, 1) for ms in step_parts(late)], [round(ms, 1) for ms in step_parts(late, rank=7)]
     ([28.2, 3.3, 11.9], [42.3, 1.1, 0.0])
 
@@ -115,7 +117,7 @@ def step_parts(played: Played, rank: int = 0) -> StepParts:
     computing_ms = timeline.makespan_ms - timeline.idle_ms
     exposed_ms = timeline.exposed_ms
     waiting_ms = max(0.0, played.makespan_ms - computing_ms - exposed_ms)
-    return StepParts(*(ms / played.plan.iterations for ms in (computing_ms, exposed_ms, waiting_ms)))
+    return StepParts(*(ms / played.schedule.iterations for ms in (computing_ms, exposed_ms, waiting_ms)))
 
 
 @in_style

@@ -1,0 +1,24 @@
+"""Checks of arguments that several modules share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+
+def check_name(what: str, name: str, known: Collection[str], otherwise: str = "") -> None:
+    """Raise a ValueError for a name that is not known. `otherwise` says what else the caller may do."""
+    if name not in known:
+        raise ValueError(f"unknown {what} {name!r}; choose one of {', '.join(known)}{otherwise}.")
+
+
+def check_number(what: str, value: float, *, above: bool = False) -> None:
+    """Raise a ValueError for a number that is not finite, or is negative, or with `above` is 0."""
+    if not (math.isfinite(value) and (value > 0 if above else value >= 0)):
+        raise ValueError(f"{what} must be {'above 0' if above else '0 or more'}, got {value:g}.")
+
+
+def check_world_size(world_size: int) -> None:
+    """Raise a ValueError for a number of ranks below 1."""
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")

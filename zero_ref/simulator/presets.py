@@ -1,0 +1,91 @@
+"""The clusters that the simulator knows by name, as data. A new one needs lines here, and nowhere else.
+
+`cluster.CLUSTERS` is made from these tables. The keys are the fields of `cluster.Device`, `cluster.Link` and
+`cluster.Cluster`, which say what they mean and in which units. A cluster names its device and its links.
+"""
+
+from typing import Any
+
+DEVICES: dict[str, dict[str, Any]] = {
+    # Published shares of the peak are of whole runs, so they contain some waiting already: a time computed
+    # from them, with communication added, is a little too long.
+    "V100 32 GB": {"tflops": 125, "reached": 0.35, "memory_gb": 32, "memory_gb_per_s": 900},
+    "A100 80 GB": {"tflops": 312, "reached": 0.45, "memory_gb": 80, "memory_gb_per_s": 2039},
+    "H100 80 GB": {"tflops": 989, "reached": 0.40, "memory_gb": 80, "memory_gb_per_s": 3350},
+    "RTX 4090": {"tflops": 165, "reached": 0.45, "memory_gb": 24, "memory_gb_per_s": 1008},
+    "one CPU core": {"tflops": 0.1, "reached": 0.5, "memory_gb": None, "memory_gb_per_s": 8},
+}
+
+LINKS: dict[str, dict[str, float]] = {
+    # Line rates in one direction, of one rank: what NCCL reaches is less. No data sheet states latencies.
+    # Published nccl-tests runs show a few microseconds in a node and some ten between nodes for small
+    # messages; `sensitivity` says where latencies matter.
+    "NVLink of a V100": {"latency_us": 3.0, "gb_per_s": 150},
+    "NVLink of an A100": {"latency_us": 3.0, "gb_per_s": 300},
+    "NVLink of an H100": {"latency_us": 3.0, "gb_per_s": 450},
+    "half of PCIe 4.0 x16": {"latency_us": 6.0, "gb_per_s": 16},
+    "InfiniBand, 50 Gb/s": {"latency_us": 10.0, "gb_per_s": 6.25},
+    "InfiniBand, 200 Gb/s": {"latency_us": 10.0, "gb_per_s": 25},
+    "InfiniBand, 400 Gb/s": {"latency_us": 10.0, "gb_per_s": 50},
+    "Ethernet, 2.5 Gb/s": {"latency_us": 30.0, "gb_per_s": 0.3125},
+    "Ethernet, 50 Gb/s": {"latency_us": 30.0, "gb_per_s": 6.25},
+    "loopback": {"latency_us": 100, "gb_per_s": 2.5},
+}
+
+CLUSTERS: dict[str, dict[str, Any]] = {
+    "h100-ib": {
+        "device": "H100 80 GB",
+        "ranks_per_node": 8,
+        "within": "NVLink of an H100",
+        "between": "InfiniBand, 400 Gb/s",
+        "source": "NVIDIA H100 SXM data sheet: 989 TFLOPS dense bf16, 80 GB, 3.35 TB/s, NVLink 900 GB/s "
+        "both ways together; DGX H100: 400 Gb/s InfiniBand for each GPU. Share of the peak: 38 to 43% in "
+        "the Llama 3 report (arXiv:2407.21783, table 4).",
+    },
+    "a100-ib": {
+        "device": "A100 80 GB",
+        "ranks_per_node": 8,
+        "within": "NVLink of an A100",
+        "between": "InfiniBand, 200 Gb/s",
+        "source": "NVIDIA A100 80 GB SXM data sheet: 312 TFLOPS dense bf16, 80 GB, 2,039 GB/s, NVLink 600 "
+        "GB/s both ways together; DGX A100: 200 Gb/s InfiniBand for each GPU. Share of the peak: 44 to "
+        "52% in Narayanan et al. (arXiv:2104.04473, table 1).",
+    },
+    "v100-ib": {
+        "device": "V100 32 GB",
+        "ranks_per_node": 16,
+        "within": "NVLink of a V100",
+        "between": "InfiniBand, 50 Gb/s",
+        "source": "The ZeRO paper's cluster (arXiv:1910.02054, section 10): DGX-2 nodes of 16 V100, 800 "
+        "Gb/s between nodes, over 30% of the peak. NVIDIA V100 SXM3 data sheet: 125 TFLOPS, 32 GB, 900 "
+        "GB/s, NVLink 300 GB/s both ways together.",
+    },
+    "a100-ethernet": {
+        "device": "A100 80 GB",
+        "ranks_per_node": 8,
+        "within": "NVLink of an A100",
+        "between": "Ethernet, 50 Gb/s",
+        "source": "As a100-ib, with 400 Gb/s of Ethernet for a node's 8 GPUs together: AWS p4de.24xlarge.",
+    },
+    "rtx4090-10gbe": {
+        "device": "RTX 4090",
+        "ranks_per_node": 4,
+        "within": "half of PCIe 4.0 x16",
+        "between": "Ethernet, 2.5 Gb/s",
+        "source": "NVIDIA Ada whitepaper: 165 TFLOPS dense bf16 with fp32 sums, 24 GB, 1,008 GB/s; PCIe 4.0 "
+        "x16 has 32 GB/s each way, of which we suppose half: these cards reach each other through "
+        "the host's memory; 10 Gb/s Ethernet for a workstation's four GPUs together. Share of the peak: "
+        "supposed.",
+    },
+    "loopback": {
+        "device": "one CPU core",
+        "ranks_per_node": 64,
+        "within": "loopback",
+        "between": "loopback",
+        "backend": "gloo",
+        "shared": True,
+        "overlaps": False,
+        "source": "Gloo between processes of one machine: a laptop's order of magnitude. `zero-ref "
+        "calibrate` measures yours.",
+    },
+}

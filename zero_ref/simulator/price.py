@@ -1,0 +1,104 @@
+"""How long each operation of a schedule takes on a cluster, if nothing holds it up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from zero_ref.simulator._checks import check_number
+from zero_ref.simulator.cluster import Cluster, Device
+from zero_ref.simulator.operations import NETWORK, Operation
+from zero_ref.simulator.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a rank computes in an iteration, for its own part of the batch.
+
+    Args:
+        tokens: in the rank's own part.
+        recompute: activations are computed again in backward (checkpointing), which costs another forward.
+        step_bytes: bytes that an optimizer step reads and writes for each element that it updates. AdamW
+        reads
+            value, gradient and two moments, and writes value and moments, 4 bytes each. A mixed-precision
+            step that reads 16-bit gradients and also writes 16-bit parameters comes to 28 bytes too.
+        attention_share: what attention adds to the operations of forward and backward, as a share of them.
+    Raises:
+        ValueError: a negative number of tokens or bytes.
+    """
+
+    tokens: int
+    recompute: bool = False
+    step_bytes: float = 28.0
+    attention_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "step_bytes", "attention_share"):
+            check_number(name, getattr(self, name))
+
+    def compute_ms(self, operation: Operation, numel: int, device: Device) -> float:
+        """How long a device computes on so many elements.
+
+        A forward takes 2 floating-point operations for each parameter and token, a backward twice that, and
+        another forward if activations were not kept. Attention's products over the sequence are added.
+        """
+        if operation.label == "step":
+            return device.touch_ms(self.step_bytes * numel, operation.tensors)
+        passes = 1 if operation.label == "forward" else 3 if self.recompute else 2
+        flops = 2.0 * passes * numel * self.tokens * (1 + self.attention_share)
+        return device.compute_ms(flops, operation.tensors * passes / 3)
+
+
+class Price(NamedTuple):
+    """Milliseconds of an operation.
+
+    Args:
+        ms: on every rank without a share.
+        shares: the ranks that have shares of the operation: {rank: elements}.
+        ms_of_share: milliseconds by the size of a share, computed once for all ranks with that size.
+    """
+
+    ms: float
+    shares: Mapping[int, int] = {}
+    ms_of_share: Mapping[int, float] = {}
+
+    def on(self, rank: int) -> float:
+        """Milliseconds on one rank."""
+        return self.ms_of_share[self.shares[rank]] if rank in self.shares else self.ms
+
+
+def price(schedule: Schedule, cluster: Cluster, workload: Workload) -> list[Price]:
+    """How long each operation of a schedule takes, if nothing holds it up.
+
+    >>> from zero_ref.plan.partition import ParamSpec
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> from zero_ref.simulator.schedule import schedule
+    >>> ddp = schedule("ddp", [ParamSpec(10**9, "bfloat16")], world_size=64)
+    >>> prices = price(ddp, cluster("h100-ib"), Workload(tokens=4096))
+    >>> [(one.label, round(cost.ms, 1)) for one, cost in zip(ddp.operations, prices)]
+    [('forward', 20.7), ('backward', 41.4), ('reduce', 10.1), ('step', 8.4)]
+    """
+    prices: list[Price] = []
+    previous: Operation | None = None  # on the network
+    for one, nbytes_of_calls in schedule.stretches:
+        if one.lane == NETWORK:
+            owned = [nbytes for _, nbytes in one.shares or ()] if one.op == "exchange" else []
+            ms_of = partial(cluster.ms, one.op, world_size=schedule.world_size, ranks=one.ranks)
+            follows = previous is not None and (previous.op, previous.after) == (one.op, one.after)
+            first, *others = nbytes_of_calls
+            prices.append(Price(ms_of(first, shares=owned or None, follows=follows)))
+            # Of a million owners' calls most have as many bytes as others: each size is computed once.
+            price_of = {nbytes: Price(ms_of(nbytes, follows=True)) for nbytes in set(others)}
+            prices += map(price_of.__getitem__, others)
+            previous = one
+        elif one.shares is None:
+            prices.append(Price(workload.compute_ms(one, one.numel, cluster.device)))
+        else:
+            shares = schedule.computing_shares[len(prices)]
+            ms_of_share = {
+                numel: workload.compute_ms(one, numel, cluster.device) for numel in set(shares.values())
+            }
+            prices.append(Price(0.0, shares, ms_of_share))
+    return prices

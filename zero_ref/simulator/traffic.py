@@ -1,0 +1,110 @@
+"""What each collective makes the network do: rounds of messages, and bytes.
+
+The algorithms are those of NCCL and Gloo. How long the messages take on a network is said by `cluster`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zero_ref.simulator._checks import check_name, check_number, check_world_size
+
+
+class Traffic(NamedTuple):
+    """What one collective makes the network do.
+
+    Args:
+        rounds: messages that follow one another, each waiting for the one before.
+        busiest_bytes: what the busiest rank sends, or receives if that is more.
+        total_bytes: what all ranks send together: bytes on the wire.
+    """
+
+    rounds: int
+    busiest_bytes: float
+    total_bytes: float
+
+
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "exchange", "send")
+BACKENDS = ("nccl", "gloo")
+
+
+def traffic(
+    op: str,
+    nbytes: float,
+    world_size: int,
+    *,
+    backend: str = "nccl",
+    algorithm: str = "ring",
+    shares: Sequence[float] | None = None,
+) -> Traffic:
+    """What a collective over `world_size` ranks makes the network do.
+
+    On one rank there is nothing to do. In a ring each rank sends (N-1)/N of the payload, and twice that for
+    an all-reduce. A tree needs fewer rounds, about log2 N up and as many down, and its inner ranks send more.
+    Gloo's algorithms differ: its reduce-scatter is an all-reduce inside, its broadcast sends the whole
+    payload down a binomial tree, and its reduce is a reduce-scatter whose parts are then sent to one rank.
+
+    >>> traffic("all_reduce", 100, 4)
+    Traffic(rounds=6, busiest_bytes=150.0, total_bytes=600.0)
+    >>> [traffic("reduce_scatter", 100, 4, backend=backend).total_bytes for backend in BACKENDS]
+    [300.0, 600.0]
+    >>> traffic("exchange", 100, 4, shares=[100])       # one rank owns it all, and receives it three times
+    Traffic(rounds=1, busiest_bytes=300.0, total_bytes=300.0)
+
+    Args:
+        op: one of OPERATIONS. "exchange" is the reduction to owners by pairwise messages, see `shares`.
+        nbytes: the payload, which is the whole tensor: what each rank has after an all_gather, or before a
+            reduce_scatter.
+        backend: one of BACKENDS.
+        algorithm: "ring" or "tree", for NCCL's all-reduce; everything else has one algorithm only.
+        shares: for an exchange, the bytes of the payload that each owner owns, and receives from every other
+            rank. Ranks beyond the last share own nothing. None for even shares on all ranks.
+    Raises:
+        ValueError: an operation, backend or algorithm is unknown, the payload is negative, there is no rank,
+            or the shares do not add up to the payload.
+    Source: bus bandwidths of nccl-tests (doc/PERFORMANCE.md); rounds of a ring, and which operations have a
+        tree, as in NCCL's own tuning model (src/graph/tuning.cc); Gloo's bytes are counted on each rank's
+        connections by tests/ranks/test_wire.py and in chapter 2.
+    """
+    check_name("operation", op, OPERATIONS)
+    check_name("backend", backend, BACKENDS)
+    if algorithm not in ("ring", "tree"):
+        raise ValueError(f"unknown algorithm {algorithm!r}; choose ring or tree.")
+    check_number("a payload's bytes", nbytes)
+    check_world_size(world_size)
+    if shares is not None:
+        _check_shares(shares, nbytes, world_size)
+    n, s = world_size, float(nbytes)
+    if n == 1 or s == 0:
+        return Traffic(0, 0.0, 0.0)
+    part, levels = s * (n - 1) / n, math.ceil(math.log2(n))
+    if op == "send":
+        return Traffic(1, s, s)
+    if op == "exchange":
+        owned = [s / n] * n if shares is None else shares
+        sent = s - (min(owned) if len(owned) == n else 0.0)  # by the rank that owns least
+        return Traffic(1, float(max(sent, max(owned) * (n - 1))), s * (n - 1))
+    if op == "all_reduce" or (op == "reduce_scatter" and backend == "gloo"):
+        if algorithm == "tree" and backend == "nccl":
+            return Traffic(2 * levels, 2 * s, 2 * (n - 1) * s)
+        return Traffic(2 * (n - 1), 2 * part, 2 * (n - 1) * s)
+    if op in ("reduce_scatter", "all_gather"):
+        return Traffic(n - 1, part, (n - 1) * s)
+    if op == "reduce" and backend == "gloo":  # a ring's reduce-scatter, then all parts to one rank
+        return Traffic(n, 2 * part, (n - 1) * s + part)
+    if op == "broadcast" and backend == "gloo":  # the source sends the whole payload once for each level
+        return Traffic(levels, levels * s, (n - 1) * s)
+    return Traffic(n - 1, s, (n - 1) * s)
+
+
+def _check_shares(shares: Sequence[float], nbytes: float, world_size: int) -> None:
+    for share in shares:
+        check_number("a share's bytes", share)
+    if len(shares) > world_size:
+        raise ValueError(f"{len(shares)} shares for {world_size} ranks: give one for each owner at most.")
+    if not math.isclose(sum(shares), nbytes, rel_tol=1e-9):
+        raise ValueError(
+            f"the shares add up to {sum(shares):g} bytes, the payload has {nbytes:g}: each has one owner."
+        )
