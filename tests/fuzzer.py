@@ -36,7 +36,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import lr_scheduler
-from training import Snapshot, assert_state_dicts_equal, snapshot, sum_in_rank_order
+from training import OnMasters, Snapshot, assert_state_dicts_equal, snapshot, sum_in_rank_order
 
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
@@ -44,6 +44,7 @@ from zero_ref.clip import clip_grad_norm_
 from zero_ref.comm.collectives import as_collectives
 from zero_ref.lab import ranks, virtual
 from zero_ref.optimizer.buckets import flat_view
+from zero_ref.optimizer.rounding import ROUNDINGS
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
 from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_async
@@ -131,6 +132,7 @@ class Job:
         missing: the share of the parameters without a gradient, on virtual ranks.
         groups: for each parameter group the numbers of its parameters, and the options that it names.
         state: of the whole optimizer; None before the first move.
+        masters: the optimizer's arguments for 32-bit copies of 16-bit parameters, if it keeps any.
         saves: by directory what the sharded checkpoint in it holds: parameters, state.
     """
 
@@ -141,6 +143,7 @@ class Job:
     real: bool
     shapes: Sequence[Any]
     missing: float
+    masters: Options = field(default_factory=dict)
     values: Snapshot = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
     groups: list[tuple[list[int], Options]] = field(default_factory=list)
@@ -154,7 +157,10 @@ class Job:
         options = {"lr": rng.choice(RATES), **rng.choice(choices), **rng.choice(kernels)}
         shapes = MATRICES if optimizer_class in WHOLE_ONLY else rng.choice([SHAPES, SHAPES, MERGED])
         named, missing = rng.random() < 0.3, rng.choice([0.0, 0.2])
-        job = Job(optimizer_class, choices, options, named, trial.real, shapes, missing)
+        masters = {"master_dtype": torch.float32, "rounding": rng.choice(ROUNDINGS), "rounding_seed": 7}
+        if rng.random() > 0.3:
+            masters = {}
+        job = Job(optimizer_class, choices, options, named, trial.real, shapes, missing, masters)
         job.draw_group(rng, {})
         for _ in range(rng.choice([0, 0, 1, 2])):
             job.draw_group(rng, {"lr": rng.choice(RATES), **rng.choice(choices)})
@@ -165,6 +171,8 @@ class Job:
         self.groups.append(([], options))
         for _ in range(rng.randint(1, 6)):
             dtype, shape = rng.choice(DTYPES), rng.choice(self.shapes)
+            if self.masters:
+                dtype = rng.choice([torch.float16, torch.bfloat16, torch.bfloat16, torch.float32])
             # In bfloat16 SGD multiplies its momentum by another kernel if another parameter has none yet.
             low_sgd = dtype == torch.bfloat16 and self.optimizer_class is optim.SGD
             if low_sgd or (dtype.is_complex and (self.real or self.whole_only or "fused" in self.options)):
@@ -273,9 +281,12 @@ class Twins:
         ours, plain = [[model.params_of(job, g) for g in range(len(job.groups))] for model in self.models]
         self.zero = ZeroRedundancyOptimizer(
             ours, job.optimizer_class, group, rng.random() < 0.5, self.hook is not None,
-            partition=job.draw_partition(rng), broadcast_dtype=self.rounded, **job.options,
+            partition=job.draw_partition(rng), broadcast_dtype=self.rounded, **job.masters, **job.options,
         )  # fmt: skip
-        self.plain = job.optimizer_class(plain, **job.options)
+        self.plain: Any = job.optimizer_class(plain, **job.options)
+        if job.masters:
+            rounding = job.masters["rounding"]
+            self.plain = OnMasters(plain, job.optimizer_class, rounding, **job.options)
         self.both: list[tuple[Model, Any]] = list(zip(self.models, (self.zero, self.plain)))
         for _, optimizer in self.both:
             optimizer.defaults.setdefault("differentiable", False)  # as torch does when it loads
@@ -491,10 +502,10 @@ class Twins:
             self.refused(load)
             return
         assert load() == {"name": name}
-        self.plain.load_state_dict(copy.deepcopy(state))
-        with torch.no_grad():
+        with torch.no_grad():  # first: masters that are not in a state are made from the parameters
             for param, value in zip(self.models[1].parameters(), values if parameters else []):
                 param.copy_(value)
+        self.plain.load_state_dict(copy.deepcopy(state))
 
     def join(self, rng: Random) -> None:
         """On real ranks: each has another number of batches."""
@@ -515,8 +526,10 @@ class Twins:
         # DDP brings all ranks the parameters of one that had data to the end. The plain state is left to us.
         states: list[Any] = [None] * len(batches)
         dist.all_gather_object(states, self.plain.state_dict()["state"], group=self.group)
-        params = [param for group in self.plain.param_groups for param in group["params"]]
         state = states[batches.index(max(batches))]
+        if self.job.masters:
+            self.plain.load_state_dict({**self.plain.state_dict(), "state": state})
+        params = [param for group in self.plain.param_groups for param in group["params"]]
         self.plain.state.update({params[number]: of_param for number, of_param in state.items()})
 
     def mistake(self, rng: Random) -> None:

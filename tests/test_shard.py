@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn, optim
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.optimizer.shard import MASTER, Shard
+from zero_ref.optimizer.shard import MASTER
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.state.sharded import load_sharded, save_sharded
 
@@ -23,10 +23,7 @@ OPTIONS = {"lr": 1e-4, "weight_decay": 0.1}
 Values = list[torch.Tensor]
 
 
-class OnCopies(ZeroRedundancyOptimizer):
-    """Steps 32-bit copies of parameters of other dtypes."""
-
-    shard_type = partial(Shard, dtype=torch.float32)
+OnCopies = partial(ZeroRedundancyOptimizer, master_dtype=torch.float32)
 
 
 def start() -> list[nn.Parameter]:
@@ -66,7 +63,7 @@ def unsharded(steps: int) -> tuple[Values, Values, optim.Optimizer]:
     return [param.detach() for param in params], [copy.detach() for copy in copies], adam
 
 
-def made(comm: Collectives, partition: Any, flat: bool) -> tuple[list[nn.Parameter], OnCopies]:
+def made(comm: Collectives, partition: Any, flat: bool) -> tuple[list[nn.Parameter], ZeroRedundancyOptimizer]:
     params = start()
     groups = [{"params": params[:2]}, {"params": params[2:]}]
     return params, OnCopies(
@@ -95,7 +92,7 @@ def test_steps_equal_a_loop_that_keeps_copies(partition: str, flat: bool) -> Non
 
 
 def test_updates_too_small_for_16_bits_add_up_in_a_copy() -> None:
-    def trained(optimizer_class: type[ZeroRedundancyOptimizer], comm: Collectives) -> float:
+    def trained(optimizer_class: Callable[..., ZeroRedundancyOptimizer], comm: Collectives) -> float:
         weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
         optimizer = optimizer_class([weight], optim.AdamW, comm, lr=1e-4, weight_decay=0.0)
         for _ in range(100):

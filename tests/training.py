@@ -28,6 +28,9 @@ from torch.optim import Optimizer
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
+from zero_ref.optimizer.groups import PARAM_KEYS
+from zero_ref.optimizer.rounding import round_stochastically
+from zero_ref.optimizer.shard import MASTER
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition, even, sorted_greedy
 
@@ -350,3 +353,97 @@ def ring_early(comm: Any) -> list[dict[int, str]]:
         alarm.ring("lost", 3)
     comm.all_gather(torch.zeros(1))  # comes after the alarm
     return [alarm.heard(update) for update in (2, 3, 4)]
+
+
+# ------------------------------------------------------------------------------------------------ masters
+
+
+class OnMasters(optim.Optimizer):
+    """What `master_dtype=torch.float32` must be equal to: copies that every rank keeps, and steps, whole."""
+
+    def __init__(self, params: Any, optimizer_class: Any, rounding: str = "nearest", **options: Any) -> None:
+        self.rounding, self.used = rounding, set[int]()
+        self.optim: Any = None
+        super().__init__(params, {})
+        groups = [
+            {key: value for key, value in group.items() if key != "param_names"}
+            | {"params": self.copies_of(group["params"])}
+            for group in self.param_groups
+        ]
+        self.optim = optimizer_class(groups, **options)
+        self.defaults = self.optim.defaults
+        self.copy_options(self.optim.param_groups, self.param_groups)
+
+    @property
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        groups = zip(self.param_groups, self.optim.param_groups, strict=True)
+        return [pair for ours, inner in groups for pair in zip(ours["params"], inner["params"], strict=True)]
+
+    @staticmethod
+    def is_copied(param: torch.Tensor) -> bool:
+        return param.is_floating_point() and param.itemsize == 2
+
+    def copies_of(self, params: Any) -> list[torch.Tensor]:
+        copies = [param.detach().float() if self.is_copied(param) else param for param in params]
+        return [one if one is param else one.requires_grad_() for one, param in zip(copies, params)]
+
+    def copy_options(self, source: Any, target: Any) -> None:
+        for theirs, ours in zip(source, target, strict=True):
+            ours.update({key: value for key, value in theirs.items() if key not in PARAM_KEYS})
+
+    def add_param_group(self, group: Any) -> None:
+        options = {key: value for key, value in group.items() if key not in PARAM_KEYS}
+        super().add_param_group(group)
+        if self.optim is not None:
+            copies = self.copies_of(self.param_groups[-1]["params"])
+            self.optim.add_param_group({**options, "params": copies})
+            self.copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        self.copy_options(self.param_groups, self.optim.param_groups)
+        for number, (param, master) in enumerate(self.pairs):
+            if master is not param:
+                grad = param.grad if param.requires_grad else None
+                master.grad = None if grad is None else grad.float()
+                self.used |= {number} if grad is not None else set()
+        self.optim.step()
+        for param, master in self.pairs:
+            if master is not param and param.requires_grad:
+                self.publish(param, master)
+        self.copy_options(self.optim.param_groups, self.param_groups)
+        return loss
+
+    @torch.no_grad()
+    def publish(self, param: torch.Tensor, master: torch.Tensor) -> None:
+        if self.rounding == "stochastic":
+            round_stochastically(master, param, seed=7)
+        else:
+            param.copy_(master)
+
+    def state_dict(self) -> Any:
+        state_dict = self.optim.state_dict()
+        for number, (param, master) in enumerate(self.pairs):
+            if master is not param and number in self.used:
+                state_dict["state"].setdefault(number, {})[MASTER] = master.detach()
+        self.copy_options(self.param_groups, state_dict["param_groups"])
+        for ours, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            saved.update({key: ours[key] for key in ("param_names",) if key in ours})
+        return state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Any) -> None:
+        state = {number: dict(of_param) for number, of_param in state_dict["state"].items()}
+        masters = {number: of_param.pop(MASTER, None) for number, of_param in state.items()}
+        groups = [{k: v for k, v in g.items() if k != "param_names"} for g in state_dict["param_groups"]]
+        self.used = {number for number, of_param in state_dict["state"].items() if MASTER in of_param}
+        self.optim.load_state_dict({"state": {n: s for n, s in state.items() if s}, "param_groups": groups})
+        for ours, loaded in zip(self.param_groups, self.optim.param_groups, strict=True):
+            for key in ours.keys() - loaded.keys() - {"param_names"}:
+                del ours[key]
+        self.copy_options(self.optim.param_groups, self.param_groups)
+        for number, (param, master) in enumerate(self.pairs):
+            if master is not param:
+                saved = masters.get(number)
+                master.copy_(param if saved is None else saved)

@@ -33,6 +33,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 from training import (
     NEVER_S,
+    OnMasters,
     Snapshot,
     Tangle,
     all_parameters,
@@ -49,6 +50,7 @@ from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording_all_reduce
 from zero_ref.lab.ranks import RankError, run, shutdown
 from zero_ref.optimizer.groups import specs_of
+from zero_ref.optimizer.rounding import ROUNDINGS
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import Partition, bucket_round_robin, bucket_threshold, from_lists
@@ -113,6 +115,7 @@ class Job:
     group: Any = None
     moves_at_once: bool = True
     never_used: tuple[str, ...] = ()
+    unsharded_class: Any = None  # of the plain run, where it is another one
 
     def wrap(self, model: nn.Module, optimizer: Any, seen: list[list[int]] | None = None) -> Any:
         """DDP on the model, with the hook for this optimizer. The plain run notes DDP's buckets in `seen`."""
@@ -142,7 +145,7 @@ class Job:
                 **self.zero, **options,
             )  # fmt: skip
         else:
-            optimizer = self.optimizer_class(self.groups(model), **options)
+            optimizer = (self.unsharded_class or self.optimizer_class)(self.groups(model), **options)
         before = snapshot(model)
         snapshots = [snapshot(model) for _ in self.loop(self, self.wrap(model, optimizer, seen), optimizer)]
         after = snapshots[0 if self.moves_at_once else -1]
@@ -584,6 +587,47 @@ def rounded_broadcasts() -> None:
         assert not all(torch.equal(a, b) for a, b in zip(ours[-1], exact[-1], strict=True))
 
 
+def masters_of_16_bits() -> int:
+    """With the update after backward and within, gradients everywhere and on owners only."""
+    whole, cut = [("sorted_greedy", False), ("registration_greedy", True)], [("even", False), ("even", True)]
+    kinds: list[tuple[Any, dict[str, Any], Any]] = [
+        (optim.AdamW, {"lr": 1e-3}, whole + cut),
+        (optim.SGD, {"lr": 1e-2, "momentum": 0.9}, whole + cut),
+        (optim.Adafactor, {"lr": 1e-2}, whole),
+        (optim.Muon, {"lr": 1e-3}, whole),
+    ]
+    jobs = []
+    for (optimizer_class, options, partitions), rounding in itertools.product(kinds, ROUNDINGS):
+        for partition, flat in partitions:
+            jobs += [
+                Job(
+                    way,
+                    reduction,
+                    None,
+                    optimizer_class,
+                    options,
+                    make_model=Matrices,
+                    loss=loss_of_stack,
+                    ddp={"bucket_cap_mb": 0.0002},
+                    zero={
+                        "partition": partition,
+                        "parameters_as_bucket_view": flat,
+                        "master_dtype": torch.float32,
+                        "rounding": rounding,
+                        "rounding_seed": 7,
+                    },
+                    unsharded_class=partial(OnMasters, optimizer_class=optimizer_class, rounding=rounding),
+                )
+                for way, reduction in itertools.product([None, *BOTH_WAYS], BOTH_REDUCTIONS)
+            ]
+    return assert_equals_plain(*jobs)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_masters_equal_a_loop_that_keeps_them_whole(world_size: int) -> None:
+    assert run(masters_of_16_bits, world_size, timeout=120) == [2 * (4 + 4 + 2 + 2) * 6] * world_size
+
+
 def test_parameters_sent_in_half_precision() -> None:
     run(rounded_broadcasts, 2)
 
@@ -607,6 +651,15 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x.to(layer.weight.dtype)))
         return self.norm(x)
+
+
+class Matrices(Stack):
+    """Weights of 16 bits without biases, which Muon takes, too."""
+
+    def __init__(self) -> None:
+        super().__init__(*[torch.bfloat16] * 3, torch.float16)
+        for layer in self.layers:
+            layer.bias = None
 
 
 class Checkpointed(Stack):

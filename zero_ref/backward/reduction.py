@@ -251,9 +251,7 @@ class OwnerReduction:
         zero = self.zero
         used = frozenset(n for n, param in enumerate(zero.built.params) if param.grad is not None)
         kept = {  # ordered, unlike a set, so that the same gradients are watched in every run
-            own.param: None
-            for own in zero.shard.owned
-            if own.param.requires_grad and (own.piece.numel or own.local is own.param)
+            own.param: None for own in zero.shard.owned if own.param.requires_grad
         }
         for param in zero.built.params:
             if param not in kept:

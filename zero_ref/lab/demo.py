@@ -90,7 +90,7 @@ def write_page(folder: Path, runs: Sequence[Run], config: TrainConfig) -> Path:
     page = folder / "index.html"
     write_report(
         page,
-        title="One model, seven ways to train it",
+        title=f"One model, {len(outcomes)} ways to train it",
         lead=f"A small GPT trained for {outcomes[0].steps} steps on {world_size} real ranks under each "
         "strategy. Bytes and calls are those of the rank that has most; calls and payload are of one step, "
         "under local-sgd of the last 8 steps.",

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero_ref.comm.collectives import Collectives
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import CHECK, Call
 
 
@@ -155,8 +156,9 @@ def _memory_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of all tensors in an optimizer's state on this rank, step counters included."""
-    return sum(
+    """Bytes of all tensors in an optimizer's state on this rank, step counters and master copies included."""
+    owned = optimizer.shard.owned if isinstance(optimizer, ZeroRedundancyOptimizer) else []
+    return sum(own.local.nbytes for own in owned if own.is_copy) + sum(
         value.nbytes
         for of_param in optimizer.state.values()
         for value in of_param.values()

@@ -32,7 +32,7 @@ def explore(name: str, **values: Value) -> Exploration | HTML:
     """An explorer by its name, at these values; while the book is built, its piece of page.
 
     Args:
-        name: of `zero_ref.live.EXPLORERS`: "memory", "partition", "overlap" or "design".
+        name: of `zero_ref.live.EXPLORERS`.
         values: where its controls stand at first, by name; the others stand where the explorer has them.
     Raises:
         ValueError: there is no such explorer, control or option.

@@ -1,4 +1,4 @@
-"""The partition explorer: what each rank owns under three rules, side by side, on up to 1,024 ranks."""
+"""The partition explorer: what each rank owns under each rule, side by side, on up to 1,024 ranks."""
 
 from __future__ import annotations
 

@@ -39,7 +39,10 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 
 
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """It is one of torch's, or its author says so. A subclass of one of torch's may do anything."""
+    """It is one of torch's, or its author says so by `elementwise = True`, which subclasses inherit.
+
+    A subclass of one of torch's may do anything, so it does not count by itself.
+    """
     return optimizer_class in ELEMENTWISE or bool(getattr(optimizer_class, "elementwise", False))
 
 

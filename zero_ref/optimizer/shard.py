@@ -24,6 +24,7 @@ from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.groups import ParamGroup, loaded_options
 from zero_ref.optimizer.merged import MergedSlices
+from zero_ref.optimizer.rounding import Masters
 from zero_ref.plan.partition import Partition, Slice
 
 logger = logging.getLogger("zero_ref.optimizer")
@@ -68,21 +69,23 @@ def _window(piece: Slice, param: torch.Tensor) -> torch.Tensor:
 def own_slices(
     pieces: Iterable[Slice],
     params: Sequence[torch.Tensor],
-    dtype: torch.dtype | None = None,
+    masters: Masters | None = None,
     kept: Mapping[Slice, torch.Tensor] | None = None,
 ) -> list[OwnedSlice]:
     """The tensors to step for these slices.
 
     Args:
-        dtype: of copies, for parameters of another floating-point dtype; None for the parameters' own memory.
+        masters: which parameters are copied, in which dtype; None for the parameters' own memory.
         kept: copies that are there already.
     """
     owned = []
     for piece in pieces:
         param = params[piece.param]
-        if dtype is not None and param.is_floating_point() and param.dtype != dtype:
+        if masters is not None and masters.copies(param):
             local = (kept or {}).get(piece)
-            local = _window(piece, param).to(dtype) if local is None else local.detach().to(param.device)
+            local = (
+                _window(piece, param).to(masters.dtype) if local is None else local.detach().to(param.device)
+            )
             local.requires_grad_(param.requires_grad)
         elif piece.numel == param.numel():
             local = param
@@ -101,7 +104,7 @@ class Shard:
         groups: for each parameter group the options that the user gave for it.
         optimizer_class, defaults: of the local optimizer.
         merge: step small neighbours as one tensor, where the optimizer treats each element by itself.
-        dtype: of copies to step in place of parameters of another floating-point dtype.
+        masters: the copies to step in place of 16-bit parameters; None for none.
 
     Attributes:
         owned: the slices.
@@ -118,17 +121,18 @@ class Shard:
         defaults: Mapping[str, Any],
         *,
         merge: bool,
-        dtype: torch.dtype | None = None,
+        masters: Masters | None = None,
     ) -> None:
-        self.rank, self.dtype = rank, dtype
-        self.owned = own_slices(built.partition.slices_of_rank[rank], built.params, dtype)
+        self.rank, self.masters = rank, masters
+        self.owned = own_slices(built.partition.slices_of_rank[rank], built.params, masters)
         local = self._by_group(built, len(groups))
         self.optim = optimizer_class(
             [{**given, "params": params} for given, params in zip(groups, local, strict=True)], **defaults
         )
-        self._merge = merge and dtype is None and is_elementwise(optimizer_class)
+        self._merge = merge and masters is None and is_elementwise(optimizer_class)
         self.merged = MergedSlices(self.optim, [], [])
         self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._used: set[int] = set()  # the numbers of parameters whose local tensors were given a gradient
         self._arrange(built)
 
     # ---------------------------------------------------------------------------------------- the three verbs
@@ -159,6 +163,8 @@ class Shard:
         for own in self._apart:
             grad = gradient_of(own.piece.param, own.param)
             own.local.grad = None if grad is None else _part(grad, own)
+            if grad is not None:
+                self._used.add(own.piece.param)
         for own in self._frozen:
             # A gradient left from before the parameter was frozen would move it on its owner alone.
             self._replace(own.param, None)
@@ -190,7 +196,7 @@ class Shard:
         """Round the new values of copies into their parameters: of all, or of these numbers."""
         for own in self._copies:
             if own.param.requires_grad and (numbers is None or own.piece.param in numbers):
-                own.window.copy_(own.local)
+                self.masters.publish(own.local, own.window, own.piece.start)  # type: ignore[union-attr]
 
     def give_back(self) -> None:
         """Undo `take`."""
@@ -219,7 +225,7 @@ class Shard:
 
     def own(self, partition: Partition, params: Sequence[torch.Tensor], first: int = 0) -> list[OwnedSlice]:
         """What this rank would own under another partition, from slice `first` on. Copies are made anew."""
-        return own_slices(partition.slices_of_rank[self.rank][first:], params, self.dtype)
+        return own_slices(partition.slices_of_rank[self.rank][first:], params, self.masters)
 
     @torch.no_grad()
     def place(self, built: Built) -> None:
@@ -227,7 +233,7 @@ class Shard:
         before = self.owned
         copies = {own.piece: own.local for own in before if own.is_copy}
         pieces = built.partition.slices_of_rank[self.rank]
-        self.owned = own_slices(pieces, built.params, self.dtype, copies)
+        self.owned = own_slices(pieces, built.params, self.masters, copies)
         for old, new in zip(before, self.owned, strict=True):
             if old.local is not new.local and old.local in self.optim.state:
                 self.optim.state[new.local] = self.optim.state.pop(old.local)
@@ -308,10 +314,15 @@ class Shard:
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:
-        """By local tensor, what travels and is stored: the optimizer's state, and the values of copies."""
+        """By local tensor, what travels and is stored: the optimizer's state, and the values of copies.
+
+        A copy that was never stepped is equal to its parameter, and left out: in a plain optimizer a state
+        of its values alone would pass for one that the optimizer has begun.
+        """
         copies = {
             own.local: {**self.optim.state.get(own.local, {}), MASTER: own.local.detach()}
             for own in self._copies
+            if own.piece.param in self._used
         }
         return {**self.optim.state, **copies} if copies else self.optim.state
 
@@ -356,6 +367,7 @@ class Shard:
     @torch.no_grad()
     def settle(self) -> None:
         """Take the values of copies out of the state that was loaded, or from the parameters if not there."""
+        self._used = {own.piece.param for own in self.owned if MASTER in self.optim.state.get(own.local, {})}
         for own in self.owned:
             if own.is_copy:
                 values = self.optim.state.get(own.local, {}).pop(MASTER, None)

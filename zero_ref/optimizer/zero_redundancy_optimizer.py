@@ -29,6 +29,7 @@ from zero_ref.optimizer.buckets import broadcast_messages, check_can_be_flattene
 from zero_ref.optimizer.built import Built, places_of
 from zero_ref.optimizer.checks import check_can_be_sharded, check_updates_apart, facts_of, facts_of_values
 from zero_ref.optimizer.groups import copy_options, options_of, params_of, specs_of
+from zero_ref.optimizer.rounding import Masters
 from zero_ref.optimizer.shard import Shard, log_share
 from zero_ref.plan.partition import Choice, ParamSpec, Partition, loads_under, plan_partition
 from zero_ref.state.repartition import Handover
@@ -58,6 +59,12 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         broadcast_dtype: send new parameters in this dtype, such as torch.bfloat16, to halve what travels. The
             owner keeps its values in full; the others get rounded ones, so ranks no longer hold the same. In
             torch.float16, of which the largest number is 65504, a step waits for the GPU to look for others.
+        master_dtype: torch.float32 for parameters of 16 bits: each owner keeps a copy of its slices in this
+            dtype, the local optimizer steps the copy, and its new values are rounded into the parameters.
+            Larger parameters are stepped as they are. State dicts have the copies under the key "master".
+        rounding: "nearest", or "stochastic": to one of the two neighbours at random, the nearer one more
+            often, so that the mean is right. The same on any number of ranks, under any partition.
+        rounding_seed: of stochastic rounding.
         **defaults: passed to `optimizer_class`.
 
     Attributes:
@@ -81,8 +88,6 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
     Source: ZeRO stage 1, "P_os" (arXiv:1910.02054, section 5.1).
     """
 
-    shard_type: Callable[..., Shard] = Shard
-
     _opt_called: bool  # learning-rate schedulers set and read it
 
     def __init__(
@@ -95,6 +100,9 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         *,
         partition: Choice = "sorted_greedy",
         broadcast_dtype: torch.dtype | None = None,
+        master_dtype: torch.dtype | None = None,
+        rounding: str = "nearest",
+        rounding_seed: int = 0,
         **defaults: Any,
     ) -> None:
         TakesPartInJoin.__init__(self)
@@ -114,15 +122,21 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             self._given: list[dict[str, Any]] = []
             Optimizer.__init__(self, params, defaults)
             self.built, start_values = self._planned(optimizer_class, defaults)
-            # An update in backward steps some parameters at a time, so there each is stepped by itself.
-            self.shard = self.shard_type(
-                self.built, self.rank, self._given, optimizer_class, defaults, merge=not overlap_with_ddp
+            self.shard = Shard(
+                self.built,
+                self.rank,
+                self._given,
+                optimizer_class,
+                defaults,
+                # An update in backward steps some parameters at a time, so there each is stepped by itself.
+                merge=not overlap_with_ddp,
+                masters=Masters.of(master_dtype, rounding, rounding_seed),
             )
             self.defaults = self.optim.defaults
             copy_options(self.optim.param_groups, self.param_groups)
-            facts.append(f"optimizer {number} of the group")
-            facts += self._facts(self.built.specs, self.partition)
-            facts += start_values  # last, so that what has another shape is said to have that
+            # Start values last, so that what has another shape is said to have that.
+            facts += [f"optimizer {number} of the group", *self._facts(self.built.specs, self.partition)]
+            facts += start_values
         alarm = self.collectives.open_channel(number, {param.device for param in self.built.params})
         self.accord = Accord(self.collectives, alarm, f"optimizer {number} ({type(self.optim).__name__})")
         self.state = self.optim.state
@@ -387,6 +401,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
     def _facts(self, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:
         way = (
             f"{type(self.optim).__name__}, parameters_as_bucket_view={self.parameters_as_bucket_view}, "
-            f"overlap_with_ddp={self.overlap_with_ddp}, broadcast_dtype={self.broadcast_dtype}"
+            f"overlap_with_ddp={self.overlap_with_ddp}, broadcast_dtype={self.broadcast_dtype}, "
+            f"{self.shard.masters or 'no masters'}"
         )
         return [way, *facts_of(self.param_groups, specs, partition, first)]

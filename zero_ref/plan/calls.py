@@ -21,8 +21,9 @@ class Call(NamedTuple):
 
     Args:
         op: "broadcast", "all_reduce", "all_gather", "reduce_scatter", "send", "recv", or "check".
-        nbytes: payload in bytes: the size of the tensor that this rank passes in. What travels on the
-            wire is a multiple of it that depends on the operation and the number of ranks.
+        nbytes: payload in bytes: the size of the tensor that this rank passes in, or of the one that an
+            all-gather into a single tensor gives. What travels on the wire is a multiple of it that depends
+            on the operation and the number of ranks.
         peer: the source of a broadcast, the other end of a send or recv; None where all ranks are alike.
     """
 

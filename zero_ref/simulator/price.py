@@ -21,9 +21,9 @@ class Workload:
         tokens: in the rank's own part.
         recompute: activations are computed again in backward (checkpointing), which costs another forward.
         step_bytes: bytes that an optimizer step reads and writes for each element that it updates. AdamW
-        reads
-            value, gradient and two moments, and writes value and moments, 4 bytes each. A mixed-precision
-            step that reads 16-bit gradients and also writes 16-bit parameters comes to 28 bytes too.
+            reads value, gradient and two moments, and writes value and moments, 4 bytes each. A
+            mixed-precision step that reads 16-bit gradients and also writes 16-bit parameters comes to 28
+            bytes too.
         attention_share: what attention adds to the operations of forward and backward, as a share of them.
     Raises:
         ValueError: a negative number of tokens or bytes.

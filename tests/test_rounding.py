@@ -1,0 +1,141 @@
+"""Stochastic rounding, and what may be asked of masters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn, optim
+
+from zero_ref.comm.collectives import Collectives
+from zero_ref.lab import meter, virtual
+from zero_ref.lab.config import GPTConfig
+from zero_ref.lab.model import GPT
+from zero_ref.optimizer.rounding import BLOCK_NUMEL, Masters, round_stochastically
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.simulator.ledger import ledger
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype, seed: int = 0, first: int = 0) -> torch.Tensor:
+    into = torch.empty_like(values, dtype=dtype)
+    round_stochastically(values, into, seed=seed, first=first)
+    return into
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_that_the_dtype_has_stay(dtype: torch.dtype) -> None:
+    values = torch.tensor([0.0, -0.0, 1.0, -1.5, 2**-14, math.inf, -math.inf, math.nan])
+    again = rounded(values, dtype)
+    assert torch.equal(again.float().nan_to_num(7, 8, 9), values.nan_to_num(7, 8, 9))
+    assert torch.equal(again.signbit()[:-1], values.signbit()[:-1])
+
+
+def test_values_beyond_the_largest_number_become_that() -> None:
+    assert rounded(torch.tensor([65519.0, 70000.0, -1e9]), torch.float16).tolist() == [
+        65504.0,
+        65504.0,
+        -65504.0,
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1), st.integers(0, 99))
+def test_a_value_goes_to_one_of_its_neighbours(
+    dtype: torch.dtype, given_values: list[float], seed: int
+) -> None:
+    values = torch.tensor(given_values)
+    nearest, chosen = values.to(dtype), rounded(values, dtype, seed)
+    # Two neighbours of a value are one apart in the order of their bits.
+    apart = nearest.view(torch.int16).int() - chosen.view(torch.int16).int()
+    assert bool((apart.abs() <= 1).all())
+    assert bool((values.sign() * chosen.float().sign() >= 0).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("share", [1 / 16, 1 / 4, 1 / 2, 9 / 10])
+def test_the_mean_of_10000_roundings_is_the_value(dtype: torch.dtype, share: float) -> None:
+    gap = torch.finfo(dtype).eps
+    up = rounded(torch.full((10_000,), 1 + gap * share), dtype).float() > 1
+    standard_error = math.sqrt(share * (1 - share) / 10_000)
+    # The value in float32 is off from the share by 2**-24 / gap of a gap at most.
+    assert abs(up.double().mean().item() - share) < 3 * standard_error + 2**-24 / gap
+
+
+def test_other_seeds_and_other_places_give_other_choices() -> None:
+    values = torch.full((1000,), 1 + 2**-8)
+    base = rounded(values, torch.bfloat16)
+    assert not torch.equal(base, rounded(values, torch.bfloat16, seed=1))
+    assert not torch.equal(base, rounded(values, torch.bfloat16, first=1))
+
+
+@pytest.mark.parametrize("start", [0, 64, BLOCK_NUMEL - 5, BLOCK_NUMEL])
+def test_a_slice_is_rounded_as_within_its_parameter(start: int) -> None:
+    values = torch.randn(300, BLOCK_NUMEL // 200, generator=torch.Generator().manual_seed(0)).t()
+    whole = rounded(values, torch.bfloat16)
+    flat = values.t().reshape(-1)
+    part = rounded(flat[start : start + 1000].clone(), torch.bfloat16, first=start)
+    assert torch.equal(whole.t().reshape(-1)[start : start + 1000], part)
+
+
+def test_what_cannot_work_is_refused_on_all_ranks() -> None:
+    def made(comm: Collectives, **options: object) -> str:
+        try:
+            ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], optim.SGD, comm, **options)
+        except ValueError as error:
+            return str(error)
+        return "made"
+
+    for options, words in (
+        ({"rounding": "stochastic"}, "needs master_dtype=torch.float32"),
+        ({"master_dtype": torch.float32, "rounding": "up"}, "unknown rounding 'up'; choose one of nearest,"),
+        ({"master_dtype": torch.float64, "rounding": "stochastic"}, "is for master_dtype=torch.float32"),
+        ({"master_dtype": torch.int32}, "holds no floating-point numbers"),
+    ):
+        assert all(words in told for told in virtual.run(made, 2, **options))
+
+
+def test_ranks_that_ask_for_other_masters_are_told() -> None:
+    def made(comm: Collectives) -> str:
+        rounding = "stochastic" if comm.rank else "nearest"
+        with pytest.raises(ValueError, match="rank") as error:
+            ZeroRedundancyOptimizer(
+                [nn.Parameter(torch.ones(3))], optim.SGD, comm, master_dtype=torch.float32, rounding=rounding
+            )
+        return str(error.value)
+
+    assert all("stochastic" in told and "nearest" in told for told in virtual.run(made, 2))
+
+
+def test_larger_parameters_are_stepped_as_they_are() -> None:
+    masters = Masters(torch.float32)
+    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8]
+    assert [masters.copies(torch.ones(1, dtype=dtype)) for dtype in dtypes] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_a_16_bit_model_on_4_ranks_holds_the_bytes_that_the_ledger_says() -> None:
+    def held(comm: Collectives) -> meter.HeldBytes:
+        model = GPT(GPTConfig(layers=2, width=128)).bfloat16()
+        zero = ZeroRedundancyOptimizer(
+            model.parameters(), optim.AdamW, comm, True, partition="even", master_dtype=torch.float32
+        )
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        zero.step()
+        return meter.held_bytes(model.parameters(), zero)
+
+    numel = sum(param.numel() for param in GPT(GPTConfig(layers=2, width=128)).parameters())
+    for world_size, expected in ((1, 16.0), (4, 7.0)):
+        fullest = max(sum(of_rank) for of_rank in virtual.run(held, world_size))
+        # Padding of the flat tensors, and a step counter for each slice.
+        assert fullest / numel == pytest.approx(expected, rel=0.005)
+        assert ledger(numel, world_size, stage=1).total_bytes / numel == pytest.approx(expected)

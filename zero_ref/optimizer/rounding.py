@@ -1,0 +1,124 @@
+"""32-bit masters of 16-bit parameters, and how their values are rounded.
+
+They add to `minimal.py` that small updates are not lost. bfloat16 has 8 significant bits: rounding to the
+nearest loses an update that is smaller than 1/512 of a weight. A master keeps it. Stochastic rounding shows
+it in the weights too, on average: of two neighbours it takes the upper one with a probability that is the
+distance from the lower one, divided by the gap.
+
+The random number is a hash of the value and its place in the parameter. So a checkpoint needs no generator's
+state, the partition and the number of ranks change nothing, and the same value is always rounded alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from zero_ref.optimizer.buckets import flat_view
+
+ROUNDINGS = ("nearest", "stochastic")
+
+BLOCK_NUMEL = 2**16
+"""Rounded at a time: the hash needs 4 bytes an element, a few times, which should stay in a cache."""
+
+_GOLDEN = 0x9E3779B1 - 2**32
+"""An odd number near 2**32 over the golden ratio: neighbouring places get words far apart."""
+
+
+@torch.no_grad()
+def round_stochastically(values: torch.Tensor, into: torch.Tensor, *, seed: int, first: int = 0) -> None:
+    """Write each value to one of its two neighbours in the smaller dtype, the nearer one more often.
+
+    A value that the dtype has stays. Beyond its largest number, values become that number; NaN and infinities
+    stay.
+
+    >>> weights = torch.full((10000,), 1 + 2**-9)             # a quarter of the way from 1 to 1 + 2**-7
+    >>> rounded = torch.empty(10000, dtype=torch.bfloat16)
+    >>> round_stochastically(weights, rounded, seed=0)
+    >>> sorted(set(rounded.tolist())), 0.73 < (rounded == 1).float().mean().item() < 0.77
+    ([1.0, 1.0078125], True)
+
+    Args:
+        values: float32, any shape; dense in memory.
+        into: a 16-bit dtype, in the shape of `values`. May lie anywhere.
+        seed: of the hash.
+        first: the place of the first element in its parameter, counted along the memory.
+    Source: stochastic rounding for 16-bit weights: Gupta et al., arXiv:1502.02551; Zamirai et al.,
+        arXiv:2010.06192. The mixing function is Chris Wellons's lowbias32.
+    """
+    flat = flat_view(values)
+    rounded = torch.empty(flat.shape, dtype=into.dtype, device=flat.device)
+    for start in range(0, flat.numel(), BLOCK_NUMEL):
+        block = flat[start : start + BLOCK_NUMEL]
+        rounded[start : start + BLOCK_NUMEL] = _rounded(block, into.dtype, seed, first + start)
+    into.copy_(rounded.as_strided(values.size(), values.stride()))
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype, seed: int, first: int) -> torch.Tensor:
+    nearest = values.to(dtype)
+    # Sign and magnitude: one less in the bits is one step towards zero, whatever the exponent.
+    away = nearest.abs().float() > values.abs()
+    below = nearest.view(torch.int16) - away.to(torch.int16)
+    low, high = below.view(dtype).float(), (below + 1).view(dtype).float()
+    up = (values - low) / (high - low) > _chance(values, seed, first)
+    # NaN compares as False: what is not finite, or has no finite neighbour above, stays as it is.
+    return torch.where(up, below + 1, below).view(dtype)
+
+
+def _chance(values: torch.Tensor, seed: int, first: int) -> torch.Tensor:
+    """A number in [0, 1) for each value: a hash of its bits and its place."""
+    key = int.from_bytes(hashlib.sha256(f"{seed} {first >> 31}".encode()).digest()[:4], signed=True)
+    # int32 wraps around, and >> brings in copies of the sign: the masks drop those.
+    word = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+    word = word.add_(first & 0x7FFFFFFF).mul_(_GOLDEN).add_(values.view(torch.int32)).bitwise_xor_(key)
+    word = (word ^ ((word >> 16) & 0xFFFF)).mul_(0x7FEB352D)
+    word = (word ^ ((word >> 15) & 0x1FFFF)).mul_(0x846CA68B - 2**32)
+    word = word ^ ((word >> 16) & 0xFFFF)
+    return ((word >> 8) & 0xFFFFFF).to(torch.float32).mul_(2**-24)
+
+
+@dataclass(frozen=True)
+class Masters:
+    """Copies of 16-bit parameters in a larger dtype, which the local optimizer steps in their place.
+
+    Args:
+        dtype: of the copies. Parameters of as many bytes, or that hold no floating-point numbers, get none.
+        rounding: of new values. "stochastic" is for copies in float32; other dtypes go to the nearest.
+        seed: of stochastic rounding.
+    Raises:
+        ValueError: the dtype holds no floating-point numbers, or there is no such rounding.
+    """
+
+    dtype: torch.dtype
+    rounding: str = "nearest"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"master_dtype={self.dtype} holds no floating-point numbers: use torch.float32.")
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"unknown rounding {self.rounding!r}; choose one of {', '.join(ROUNDINGS)}.")
+        if self.rounding != "nearest" and self.dtype != torch.float32:
+            raise ValueError(
+                f"rounding={self.rounding!r} is for master_dtype=torch.float32, not {self.dtype}."
+            )
+
+    @classmethod
+    def of(cls, dtype: torch.dtype | None, rounding: str, seed: int) -> Masters | None:
+        """As the optimizer's arguments have it; None for no copies."""
+        if dtype is None and rounding != "nearest":
+            raise ValueError(f"rounding={rounding!r} is of copies, so it needs master_dtype=torch.float32.")
+        return None if dtype is None else cls(dtype, rounding, seed)
+
+    def copies(self, param: torch.Tensor) -> bool:
+        """The parameter is stepped as a copy."""
+        return param.is_floating_point() and param.itemsize < self.dtype.itemsize
+
+    def publish(self, copy: torch.Tensor, window: torch.Tensor, first: int) -> None:
+        """Round new values into a slice of a parameter that begins at element `first`."""
+        if self.rounding == "stochastic" and window.itemsize == 2:
+            round_stochastically(copy, window, seed=self.seed, first=first)
+        else:
+            window.copy_(copy)
