@@ -38,7 +38,7 @@ def code_lines(node: Any, text: str) -> int:
 
 def uses(path: Path) -> int:
     """Underscore names that a module reads of an optimizer."""
-    if path.parent.name == "optimizer" or path.name in ("optimizer.py", "oss.py"):
+    if path.parent.name == "optimizer" or path in (PACKAGE / "optimizer.py", PACKAGE / "oss.py"):
         return 0
     return sum(
         isinstance(node, ast.Attribute)

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,7 @@ def test_the_load_of_a_rank_is_counted_in_the_weights_of_its_rule() -> None:
     assert loads_under("even", halves, params) == (4, 10)
     assert loads_under("registration-greedy", halves, params) == (4, 4 + 1)
     assert loads_under(by_rows, halves, params) == (20, 20 + 60)
+    assert loads_under(partial(by_rows), halves, params) == (20, 20 + 60)
     assert loads_under([[0], [1]], halves, params) == (4, 10)
 
 

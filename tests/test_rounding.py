@@ -81,11 +81,18 @@ def test_a_slice_is_rounded_as_within_its_parameter(start: int) -> None:
     assert torch.equal(whole.t().reshape(-1)[start : start + 1000], part)
 
 
+def test_places_beyond_32_bits_do_not_depend_on_the_cut() -> None:
+    values, border = torch.full((2 * BLOCK_NUMEL,), 1 + 2**-8), 2**31 - BLOCK_NUMEL // 2
+    whole = rounded(values, torch.bfloat16, first=border)
+    part = rounded(values[1000:].clone(), torch.bfloat16, first=border + 1000)
+    assert torch.equal(whole[1000:], part)
+
+
 def test_what_cannot_work_is_refused_on_all_ranks() -> None:
     def made(comm: Collectives, **options: object) -> str:
         try:
             ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], optim.SGD, comm, **options)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             return str(error)
         return "made"
 
@@ -94,6 +101,7 @@ def test_what_cannot_work_is_refused_on_all_ranks() -> None:
         ({"master_dtype": torch.float32, "rounding": "up"}, "unknown rounding 'up'; choose one of nearest,"),
         ({"master_dtype": torch.float64, "rounding": "stochastic"}, "is for master_dtype=torch.float32"),
         ({"master_dtype": torch.int32}, "holds no floating-point numbers"),
+        ({"master_dtype": "float32"}, "master_dtype='float32' is no dtype"),
     ):
         assert all(words in told for told in virtual.run(made, 2, **options))
 

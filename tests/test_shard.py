@@ -218,6 +218,116 @@ def test_values_of_another_shape_are_refused_on_all_ranks_before_anything_is_loa
 
     for message, same in virtual.run(on_rank, 2, timeout=20):
         assert (
-            "the state 'master' of parameter 3 has shape (300,), and what it stands for has (301,)" in message
+            "the state 'master_weight' of parameter 3 has shape (300,), and what it stands for has (301,)"
+            in message
         )
         assert same
+
+
+def test_what_others_write_into_a_parameter_is_taken_into_its_copy() -> None:
+    def on_rank(comm: Collectives) -> tuple[float, float, bool]:
+        weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        optimizer = OnCopies([weight], optim.SGD, comm, lr=1.0)
+
+        def step(update: float) -> None:
+            weight.grad = torch.full_like(weight, -update)
+            optimizer.step()
+
+        step(0.001)
+        with torch.no_grad():
+            weight[0] = 5.0  # as a loaded model
+        step(0.001)
+        (own,) = optimizer.shard.owned or [None]
+        kept = own is None or abs(own.local[1].item() - 1.002) < 1e-5  # nothing of the small updates is lost
+        return weight[0].item(), weight[1].item(), kept
+
+    assert virtual.run(on_rank, 2, timeout=20) == [(5.0, 1.0, True)] * 2
+
+
+def test_a_graph_from_before_the_step_may_be_used_in_its_closure() -> None:
+    def on_rank(comm: Collectives) -> float:
+        weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        optimizer = OnCopies([weight], optim.SGD, comm, lr=0.5)
+        loss = (weight * weight).sum()
+
+        def closure() -> torch.Tensor:
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) is loss
+        return weight[0].item()
+
+    assert virtual.run(on_rank, 2, timeout=20) == [0.0, 0.0]
+
+
+def test_copies_follow_a_change_of_memory_format() -> None:
+    def on_rank(comm: Collectives) -> bool:
+        weight = nn.Parameter(torch.arange(36.0).reshape(1, 4, 3, 3).bfloat16())
+        optimizer = OnCopies([weight], optim.SGD, comm, lr=1.0, momentum=0.9)
+        weight.data = weight.data.to(memory_format=torch.channels_last)
+        weight.grad = torch.arange(36.0).reshape(1, 4, 3, 3).bfloat16()
+        optimizer.step()
+        optimizer.consolidate_state_dict("all")
+        state = optimizer.state_dict()["state"][0]
+        return torch.equal(state["momentum_buffer"], weight.grad.float()) and torch.equal(
+            state[MASTER].bfloat16(), weight.detach()
+        )
+
+    assert virtual.run(on_rank, 2, timeout=20) == [True, True]
+
+
+def test_masters_of_an_earlier_run_do_not_come_back() -> None:
+    def on_rank(comm: Collectives) -> list[bool]:
+        params, optimizer = made(comm, "sorted_greedy", False)
+        train(params, optimizer, range(2))
+        optimizer.consolidate_state_dict("all")
+        without = ZeroRedundancyOptimizer(params, optim.AdamW, comm, **OPTIONS)
+        state = optimizer.state_dict()
+        without.load_state_dict({**state, "param_groups": without_groups(state)})
+        without.consolidate_state_dict("all")
+        return [MASTER in of_param for of_param in without.state_dict()["state"].values()]
+
+    def without_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
+        first, second = state["param_groups"]
+        return [{**first, "params": first["params"] + second["params"]}]
+
+    assert not any(map(any, virtual.run(on_rank, 2, timeout=20)))
+
+
+def test_a_state_that_some_owners_of_a_parameter_lack_is_refused_on_all_ranks() -> None:
+    def on_rank(comm: Collectives) -> str:
+        weight = nn.Parameter(torch.ones(256, dtype=torch.bfloat16))
+        optimizer = OnCopies([weight], optim.SGD, comm, partition="even", lr=1.0)
+        weight.grad = torch.ones_like(weight) if comm.rank == 0 else None
+        optimizer.step()
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            optimizer.consolidate_state_dict(1)
+        return str(error.value)
+
+    for message in virtual.run(on_rank, 2, timeout=20):
+        assert "128 of 256 elements of parameter 0 have the state 'master_weight'" in message
+
+
+def test_an_optimizer_that_lists_its_parameters_itself_goes_on_after_a_layer_is_frozen() -> None:
+    class Listing(optim.SGD):
+        elementwise = True
+
+        def __init__(self, params: Any, **options: Any) -> None:
+            super().__init__(params, **options)
+            self.all = [param for group in self.param_groups for param in group["params"]]
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for param in self.all:
+                if param.grad is not None:
+                    param -= 0.25 * param.grad
+
+    def on_rank(comm: Collectives) -> float:
+        params = [nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2)]
+        optimizer = OnCopies(params, Listing, comm, lr=1.0)
+        params[0].requires_grad_(False)
+        params[1].grad = torch.ones_like(params[1])
+        optimizer.step()
+        return params[1][0].item()
+
+    assert virtual.run(on_rank, 2, timeout=20) == [0.75, 0.75]

@@ -1,7 +1,7 @@
 """Where the gradients of the last backward are, and what may be done with them.
 
 In `minimal.py` every rank has all averaged gradients after a backward, as after any ordinary one. With the
-communication hooks of `overlap.py` and `reduction.py`, which this module adds, there are other cases: only
+communication hooks of `overlap.py` and `reduction.py` there are other cases, which this module adds: only
 their owners have the gradients, the update has been made from them already, or backward has not ended. Each
 case is a class, which says what is allowed and, where something is not, why.
 """

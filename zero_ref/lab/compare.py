@@ -40,7 +40,7 @@ CYCLE = f"{LOCAL_SGD}: calls and payload of the last 8 steps"
 
 
 @dataclass(frozen=True)
-class Run:
+class StrategyRun:
     """One strategy's outcome, and what each rank held."""
 
     outcome: Outcome
@@ -49,7 +49,7 @@ class Run:
 
 def compare(
     strategies: Sequence[str], config: TrainConfig, world_size: int, console: Console, timeout: float = 3600.0
-) -> list[Run]:
+) -> list[StrategyRun]:
     """Train under each strategy in turn, from the same seed, on `world_size` ranks of this machine.
 
     Args:
@@ -66,7 +66,7 @@ def compare(
         plan = predict(of_strategy, world_size)  # before anything runs
         with _progress_bar(f"{of_strategy.recipe.title:<12}", config.steps, console) as report:
             measured = ranks.run(train, world_size, of_strategy, report, timeout=timeout)
-        runs.append(Run(outcome(of_strategy, plan, measured), [rank.held for rank in measured]))
+        runs.append(StrategyRun(outcome(of_strategy, plan, measured), [rank.held for rank in measured]))
     return runs
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from zero_ref.lab import plots, ranks
 from zero_ref.lab._arguments import json_text
-from zero_ref.lab.compare import ROW_NAMES, Run, as_json, compare, environment, problems, table
+from zero_ref.lab.compare import ROW_NAMES, StrategyRun, as_json, compare, environment, problems, table
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.model import GPT
 from zero_ref.lab.report import Check, write_report
@@ -48,7 +48,7 @@ def run_demo(folder: Path, config: TrainConfig, world_size: int, console: Consol
     return 1 if found else 0
 
 
-def write_page(folder: Path, runs: Sequence[Run], config: TrainConfig) -> Path:
+def write_page(folder: Path, runs: Sequence[StrategyRun], config: TrainConfig) -> Path:
     """Draw what was measured as PNG files, and one HTML page that holds them all."""
     outcomes = [run.outcome for run in runs]
     world_size = outcomes[0].ranks
@@ -116,7 +116,7 @@ def write_page(folder: Path, runs: Sequence[Run], config: TrainConfig) -> Path:
 # --------------------------------------------------------------- the pictures, of the book's tour as well
 
 
-def memory_picture(runs: Sequence[Run], width: float = 7) -> plots.Picture:
+def memory_picture(runs: Sequence[StrategyRun], width: float = 7) -> plots.Picture:
     """What each rank held after the last step, under each strategy. The width is in inches."""
     figure, ax = plots.figure(width, 3.6)
     plots.memory_by_rank({run.outcome.strategy: run.held for run in runs}, ax)
@@ -131,7 +131,7 @@ def shards_picture(rule: str, config: TrainConfig, world_size: int, width: float
     return figure
 
 
-def losses_picture(runs: Sequence[Run], width: float = 7) -> plots.Picture:
+def losses_picture(runs: Sequence[StrategyRun], width: float = 7) -> plots.Picture:
     """Training loss at each step, the mean over ranks, a curve for each strategy."""
     figure, ax = plots.figure(width, 3.2)
     # Sums in another order differ in their last bits, which is nothing that could be drawn.
@@ -140,7 +140,7 @@ def losses_picture(runs: Sequence[Run], width: float = 7) -> plots.Picture:
     return figure
 
 
-def predictions_picture(runs: Sequence[Run], width: float = 7) -> plots.Picture:
+def predictions_picture(runs: Sequence[StrategyRun], width: float = 7) -> plots.Picture:
     """Each prediction and its measurement."""
     rows = [
         (run.outcome.strategy, ROW_NAMES[quantity], pair.predicted, pair.measured)

@@ -1,8 +1,8 @@
 """What may stand between a training loop and the step, kept out of the step.
 
-An ordinary loop passes straight through. Where ranks have uneven inputs (`join.py`), where a
-gradient scaler calls the step, or where backward has made the update already (`overlap.py`), this module sees
-to it.
+An ordinary loop passes straight through. This module sees to ranks that have uneven inputs (`join.py` beside
+this folder), to a gradient scaler that calls the step, to an update that backward has made already
+(`backward/overlap.py`), and to a rank whose local optimizer fails.
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ from zero_ref.optimizer.buckets import flat_view
 ROUNDINGS = ("nearest", "stochastic")
 
 BLOCK_NUMEL = 2**16
-"""Rounded at a time: the hash needs 4 bytes an element, a few times, which should stay in a cache."""
+"""How many elements are rounded at a time on a CPU, so that the words of the hash stay in its cache."""
+
+BLOCK_NUMEL_ON_GPU = 2**24
 
 _GOLDEN = 0x9E3779B1 - 2**32
 """An odd number near 2**32 over the golden ratio: neighbouring places get words far apart."""
@@ -43,16 +45,20 @@ def round_stochastically(values: torch.Tensor, into: torch.Tensor, *, seed: int,
     Args:
         values: float32, any shape; dense in memory.
         into: a 16-bit dtype, in the shape of `values`. May lie anywhere.
-        seed: of the hash.
+        seed: goes into the hash.
         first: the place of the first element in its parameter, counted along the memory.
     Source: stochastic rounding for 16-bit weights: Gupta et al., arXiv:1502.02551; Zamirai et al.,
         arXiv:2010.06192. The mixing function is Chris Wellons's lowbias32.
     """
     flat = flat_view(values)
     rounded = torch.empty(flat.shape, dtype=into.dtype, device=flat.device)
-    for start in range(0, flat.numel(), BLOCK_NUMEL):
-        block = flat[start : start + BLOCK_NUMEL]
-        rounded[start : start + BLOCK_NUMEL] = _rounded(block, into.dtype, seed, first + start)
+    largest = BLOCK_NUMEL if flat.device.type == "cpu" else BLOCK_NUMEL_ON_GPU
+    start = 0
+    while start < flat.numel():
+        # A block ends at a multiple of its size in the parameter, so that no block lies across 2**31.
+        stop = min(flat.numel(), start + largest - (first + start) % largest)
+        rounded[start:stop] = _rounded(flat[start:stop], into.dtype, seed, first + start)
+        start = stop
     into.copy_(rounded.as_strided(values.size(), values.stride()))
 
 
@@ -85,9 +91,11 @@ class Masters:
 
     Args:
         dtype: of the copies. Parameters of as many bytes, or that hold no floating-point numbers, get none.
-        rounding: of new values. "stochastic" is for copies in float32; other dtypes go to the nearest.
-        seed: of stochastic rounding.
+        rounding: how new values get the parameters' dtype: one of ROUNDINGS. "stochastic" takes copies in
+            float32, and rounds to 16 bits.
+        seed: for stochastic rounding.
     Raises:
+        TypeError: the dtype is none of torch's.
         ValueError: the dtype holds no floating-point numbers, or there is no such rounding.
     """
 
@@ -96,6 +104,8 @@ class Masters:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"master_dtype={self.dtype!r} is no dtype: use torch.float32.")
         if not self.dtype.is_floating_point:
             raise ValueError(f"master_dtype={self.dtype} holds no floating-point numbers: use torch.float32.")
         if self.rounding not in ROUNDINGS:
@@ -109,16 +119,19 @@ class Masters:
     def of(cls, dtype: torch.dtype | None, rounding: str, seed: int) -> Masters | None:
         """As the optimizer's arguments have it; None for no copies."""
         if dtype is None and rounding != "nearest":
-            raise ValueError(f"rounding={rounding!r} is of copies, so it needs master_dtype=torch.float32.")
+            raise ValueError(
+                f"rounding={rounding!r} rounds master copies, so it needs master_dtype=torch.float32."
+            )
         return None if dtype is None else cls(dtype, rounding, seed)
 
     def copies(self, param: torch.Tensor) -> bool:
         """The parameter is stepped as a copy."""
         return param.is_floating_point() and param.itemsize < self.dtype.itemsize
 
-    def publish(self, copy: torch.Tensor, window: torch.Tensor, first: int) -> None:
-        """Round new values into a slice of a parameter that begins at element `first`."""
-        if self.rounding == "stochastic" and window.itemsize == 2:
-            round_stochastically(copy, window, seed=self.seed, first=first)
-        else:
-            window.copy_(copy)
+    def rounded(self, copy: torch.Tensor, dtype: torch.dtype, first: int) -> torch.Tensor:
+        """The values of a copy, of a slice that begins at element `first`, in the parameter's dtype."""
+        if self.rounding == "nearest" or dtype.itemsize != 2:
+            return copy.to(dtype)
+        into = torch.empty_like(copy, dtype=dtype)
+        round_stochastically(copy, into, seed=self.seed, first=first)
+        return into

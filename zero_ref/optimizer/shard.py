@@ -1,7 +1,7 @@
 """What this rank owns: its slices, the local optimizer that steps them, and where their gradients are.
 
 `minimal.py` hands its whole parameters to the local optimizer and is done. Here a slice may be a part of a
-parameter, and what is stepped in its place a copy in another dtype. A step uses three verbs:
+parameter, and the local optimizer may step a copy of it in another dtype. A step uses three verbs:
 
     shard.take(gradients)     give each local tensor the gradient of its slice
     shard.step(closure)       the local optimizer
@@ -29,7 +29,7 @@ from zero_ref.plan.partition import Partition, Slice
 
 logger = logging.getLogger("zero_ref.optimizer")
 
-MASTER = "master"
+MASTER = "master_weight"
 """The key of a copy's values in its state, which travels and is stored with them."""
 
 
@@ -82,10 +82,7 @@ def own_slices(
     for piece in pieces:
         param = params[piece.param]
         if masters is not None and masters.copies(param):
-            local = (kept or {}).get(piece)
-            local = (
-                _window(piece, param).to(masters.dtype) if local is None else local.detach().to(param.device)
-            )
+            local = _copy(_window(piece, param), masters.dtype, (kept or {}).get(piece))
             local.requires_grad_(param.requires_grad)
         elif piece.numel == param.numel():
             local = param
@@ -93,6 +90,15 @@ def own_slices(
             local = _window(piece, param).requires_grad_(param.requires_grad)
         owned.append(OwnedSlice(piece, param, local))
     return owned
+
+
+def _copy(window: torch.Tensor, dtype: torch.dtype, kept: torch.Tensor | None) -> torch.Tensor:
+    """A copy of the window in another dtype: the kept one itself where it still lies as the window does."""
+    if kept is None:
+        return window.to(dtype)
+    if kept.device == window.device and kept.stride() == window.stride():
+        return kept
+    return torch.empty_like(window, dtype=dtype).copy_(kept.detach())
 
 
 class Shard:
@@ -133,6 +139,7 @@ class Shard:
         self.merged = MergedSlices(self.optim, [], [])
         self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._used: set[int] = set()  # the numbers of parameters whose local tensors were given a gradient
+        self._versions: list[int] = []  # of the parameters of copies, when these were last equal to them
         self._arrange(built)
 
     # ---------------------------------------------------------------------------------------- the three verbs
@@ -140,7 +147,7 @@ class Shard:
     def take(self, gradients: Mapping[int, torch.Tensor] | None = None) -> None:
         """Point the local tensors to their gradients, and frozen parameters to none.
 
-        In the usual case, whole parameters that are all trained, there is nothing to do.
+        Whole parameters that are trained, and have no copies, are left alone: they have their gradients.
 
         Args:
             gradients: by parameter number, each in its parameter's shape and strides. The step then updates
@@ -196,7 +203,28 @@ class Shard:
         """Round the new values of copies into their parameters: of all, or of these numbers."""
         for own in self._copies:
             if own.param.requires_grad and (numbers is None or own.piece.param in numbers):
-                self.masters.publish(own.local, own.window, own.piece.start)  # type: ignore[union-attr]
+                own.window.copy_(self._rounded(own))
+
+    def _rounded(self, own: OwnedSlice) -> torch.Tensor:
+        """The values of a copy in its parameter's dtype."""
+        assert self.masters is not None
+        return self.masters.rounded(own.local.detach(), own.param.dtype, own.piece.start)
+
+    @torch.no_grad()
+    def follow_parameters(self) -> None:
+        """Take into the copies what others have written into the parameters, such as a loaded model.
+
+        Elements that are still what their copy was rounded to leave the copy as it is. Autograd's version of
+        a parameter tells of a change; what is written through `.data` goes unseen, and is overwritten.
+        """
+        for own, version in zip(self._copies, self._versions, strict=True):
+            if own.param._version != version:
+                changed = own.window != self._rounded(own)
+                own.local.copy_(torch.where(changed, own.window.to(own.local.dtype), own.local))
+
+    def note_versions(self) -> None:
+        """The copies and their parameters are equal, but for rounding."""
+        self._versions = [own.param._version for own in self._copies]
 
     def give_back(self) -> None:
         """Undo `take`."""
@@ -214,7 +242,12 @@ class Shard:
     def _taking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def closure_then_take() -> Any:
             self.give_back()  # while the user's code runs, all is as it left it
-            self.publish()  # an optimizer may move what it steps before it calls the closure
+            # An optimizer may move what it steps before it calls the closure. What it has not moved is not
+            # written: a graph that was made before the step needs its version.
+            moved = {
+                own.piece.param for own in self._copies if not torch.equal(self._rounded(own), own.window)
+            }
+            self.publish(moved)
             loss = closure()
             self.take()
             return loss
@@ -224,16 +257,19 @@ class Shard:
     # -------------------------------------------------------------------------------- when something changes
 
     def own(self, partition: Partition, params: Sequence[torch.Tensor], first: int = 0) -> list[OwnedSlice]:
-        """What this rank would own under another partition, from slice `first` on. Copies are made anew."""
-        return own_slices(partition.slices_of_rank[self.rank][first:], params, self.masters)
+        """What this rank would own under another partition, from slice `first` on."""
+        return own_slices(partition.slices_of_rank[self.rank][first:], params, self.masters, self._kept)
+
+    @property
+    def _kept(self) -> dict[Slice, torch.Tensor]:
+        return {own.piece: own.local for own in self.owned if own.is_copy}
 
     @torch.no_grad()
     def place(self, built: Built) -> None:
         """Follow the parameters to where they lie now, on whatever device, and to what is trained now."""
         before = self.owned
-        copies = {own.piece: own.local for own in before if own.is_copy}
         pieces = built.partition.slices_of_rank[self.rank]
-        self.owned = own_slices(pieces, built.params, self.masters, copies)
+        self.owned = own_slices(pieces, built.params, self.masters, self._kept)
         for old, new in zip(before, self.owned, strict=True):
             if old.local is not new.local and old.local in self.optim.state:
                 self.optim.state[new.local] = self.optim.state.pop(old.local)
@@ -259,6 +295,7 @@ class Shard:
         ]
         self._devices = [own.local.device for own in self.owned]
         self._copies = [own for own in self.owned if own.is_copy]
+        self.note_versions()
         trained = [own for own in self.owned if own.param.requires_grad]
         self._in_place = [own for own in trained if own.local is own.param]
         self._apart = [own for own in trained if own.local is not own.param]
@@ -337,10 +374,11 @@ class Shard:
         """
         for number, of_slice in state.items():
             own, values = self.owned[number], of_slice.get(MASTER)
-            if own.is_copy and values is not None and values.shape != own.local.shape:
+            if own.is_copy and values is not None and getattr(values, "shape", None) != own.local.shape:
+                shape = tuple(getattr(values, "shape", ()))
                 raise ValueError(
                     f"the state {MASTER!r} of parameter {self.built.name(own.piece.param)} has shape "
-                    f"{tuple(values.shape)}, and what it stands for has {tuple(own.local.shape)}."
+                    f"{shape}, and what it stands for has {tuple(own.local.shape)}."
                 )
         ends = [0, *accumulate(len(group["params"]) for group in self.optim.param_groups)]
         # Ranges: torch looks for each entry of the state in them, which in lists takes quadratic time.
@@ -367,11 +405,14 @@ class Shard:
     @torch.no_grad()
     def settle(self) -> None:
         """Take the values of copies out of the state that was loaded, or from the parameters if not there."""
-        self._used = {own.piece.param for own in self.owned if MASTER in self.optim.state.get(own.local, {})}
+        self._used.clear()
         for own in self.owned:
+            # Of an optimizer with copies the state has them where this one has none, too.
+            values = self.optim.state.get(own.local, {}).pop(MASTER, None)
             if own.is_copy:
-                values = self.optim.state.get(own.local, {}).pop(MASTER, None)
                 own.local.copy_(own.window if values is None else values)
+                self._used |= {own.piece.param} if values is not None else set()
+        self.note_versions()
 
 
 def _part(grad: torch.Tensor, own: OwnedSlice) -> torch.Tensor:

@@ -7,7 +7,7 @@ values to the others. State per rank falls to 1/N, and what travels is the param
 
 Read `minimal.py` first, then `step` and `make_update` here: the same lines. The rest keeps up what they use
 while the user adds groups, freezes parameters, changes owners or loads: the parameters and the plan for them
-(`built.py`), what this rank owns of them (`shard.py`), and what ranks must have in common (`accord.py`).
+(`built.py`), what this rank owns of them (`shard.py`), and what ranks must have in common (`comm/accord.py`).
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         optimizer_class: the optimizer to shard: any that updates each parameter by itself.
         process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
         parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
-            message for each owner, not one for each parameter, and steps small neighbours as one tensor.
+            message for each owner, not one for each parameter, and steps small neighbours as one tensor
+            (without masters).
         overlap_with_ddp: the update is made during backward, by `hook_with_zero_step` or
-            `hook_with_zero_step_interleaved` on the DistributedDataParallel model; see `overlap.py`. Without
-            a hook, and where backward did not reduce, `step` makes it as ever.
+            `hook_with_zero_step_interleaved` on the DistributedDataParallel model; see
+            `backward/overlap.py`. Without a hook, or where backward did not reduce, `step` makes the update.
         partition: who owns what: "sorted_greedy" (torch's rule, the default), "registration_greedy"
             (FairScale's), "even" (1/N, to within 64 elements; for elementwise optimizers), a function, lists
             of parameter numbers for each rank, or a Partition.
@@ -61,7 +62,8 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             torch.float16, of which the largest number is 65504, a step waits for the GPU to look for others.
         master_dtype: torch.float32 for parameters of 16 bits: each owner keeps a copy of its slices in this
             dtype, the local optimizer steps the copy, and its new values are rounded into the parameters.
-            Larger parameters are stepped as they are. State dicts have the copies under the key "master".
+            Larger parameters are stepped as they are. State dicts have the copies under the key
+            "master_weight". torch.amp.GradScaler refuses gradients in float16: with it use bfloat16.
         rounding: "nearest", or "stochastic": to one of the two neighbours at random, the nearer one more
             often, so that the mean is right. The same on any number of ranks, under any partition.
         rounding_seed: of stochastic rounding.
@@ -156,7 +158,8 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this rank's shard, then bring every shard to every rank.
 
-        Returns with the same new parameters on all ranks.
+        Returns with the same new parameters on all ranks; with `broadcast_dtype` they are rounded on all but
+        their owners.
 
         Args:
             closure: re-evaluates the model and returns the loss; called as the local optimizer calls it.
@@ -183,6 +186,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         """Take over what has changed since the last update: parameters, options."""
         self._consolidated = None
         self.current()
+        self.shard.follow_parameters()
         self.accord.before_update(self.standing_facts)
         copy_options(self.param_groups, self.optim.param_groups)
 
@@ -218,6 +222,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         # The network writes behind autograd's back: tell it, on every rank as on the owner.
         # Frozen parameters have not changed, and a backward under way may still need them.
         torch.autograd.graph.increment_version([param for param in self.built.params if param.requires_grad])
+        self.shard.note_versions()
         copy_options(self.optim.param_groups, self.param_groups)
         self.backward.stepped()
         self._opt_called = True  # learning-rate schedulers warn where step() was never called

@@ -17,7 +17,7 @@ import heapq
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 
@@ -189,7 +189,7 @@ def partition_rule(weight: Callable[[ParamSpec], float] = elements) -> Callable[
     """
 
     def marked(rule: Function) -> Function:
-        rule.weight = weight  # type: ignore[attr-defined]
+        rule.partition_weight = weight  # type: ignore[attr-defined]
         return rule
 
     return marked
@@ -317,7 +317,7 @@ def bucket_round_robin(
 def bucket_threshold(
     numels: Sequence[int], world_size: int, *, buckets: Sequence[Sequence[int]]
 ) -> Partition:
-    """DDP's gradient buckets cut into runs of less than 1/N of the model, each run to a rank with little.
+    """DDP's gradient buckets cut into runs of less than 1/N of the model, each run to a lightly loaded rank.
 
     The smallest bucket goes first. A run ends before the parameter that would bring it to 1/N of all
     elements; it goes to the least loaded rank (ties: the lowest) that has no run of this bucket yet.
@@ -432,7 +432,7 @@ def plan_partition(
     rule = rule_named(choice)
     made: object = rule
     if callable(rule):
-        takes_specs = hasattr(rule, "weight")
+        takes_specs = _weight_of(rule) is not None
         made = rule(params, world_size, loads=loads) if takes_specs else rule(numels, world_size)
     if not isinstance(made, Partition):
         if not isinstance(made, Sequence):
@@ -450,6 +450,13 @@ def plan_partition(
     return made
 
 
+def _weight_of(rule: Choice) -> Callable[[ParamSpec], float] | None:
+    """What `partition_rule` has put on a rule, which may stand in a functools.partial; None without."""
+    while isinstance(rule, partial):
+        rule = rule.func
+    return getattr(rule, "partition_weight", None)
+
+
 def loads_under(choice: Choice, partition: Partition, params: Sequence[ParamSpec]) -> tuple[float, ...]:
     """What each rank owns, in the weights that the chosen rule balances.
 
@@ -460,7 +467,7 @@ def loads_under(choice: Choice, partition: Partition, params: Sequence[ParamSpec
     Args:
         params: those of the partition; more may follow.
     """
-    weight = getattr(rule_named(choice), "weight", elements)
+    weight = _weight_of(rule_named(choice)) or elements
 
     def load(piece: Slice) -> float:
         whole, numel = weight(params[piece.param]), partition.numels[piece.param]

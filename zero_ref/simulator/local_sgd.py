@@ -10,7 +10,7 @@ from zero_ref.simulator.ledger import itemsize_of
 from zero_ref.simulator.operations import COMPUTE, NETWORK, Operation, forward_and_backward, reduction_of
 
 AGREEMENT_BYTES = 32
-"""Bytes that each rank passes in where ranks agree on what comes next: `zero_ref.comm.collectives.agree`."""
+"""Bytes that each rank passes in where ranks agree on what comes next: `zero_ref.comm.agreement.agree`."""
 
 
 def local_sgd(

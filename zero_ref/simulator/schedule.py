@@ -210,21 +210,21 @@ def schedule(
         gathers parameters twice: 1.5 times again. Local SGD all-reduces parameters once in a period, and 32
         bytes of each rank before.
     """
-    plan = recipe(strategy)
+    how = recipe(strategy)
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
-    averaging = plan.averaging
+    averaging = how.averaging
     if averaging is None and steps is not None:
-        raise ValueError(f"steps= is for {LOCAL_SGD!r}; strategy {plan.name!r} meets in every step.")
-    if plan.stage == 3:
-        return _stage_3(params, world_size, plan, blocks, activation_bytes)
+        raise ValueError(f"steps= is for {LOCAL_SGD!r}; strategy {how.name!r} meets in every step.")
+    if how.stage == 3:
+        return _stage_3(params, world_size, how, blocks, activation_bytes)
     buckets = _default_buckets(params) if ddp_buckets is None else ddp_buckets
     parameter_bytes = sum(nbytes_of(param) for param in params)
     gradient_bytes = (sum(nbytes_of(param) for param in params if param.trainable),) * world_size
 
-    if plan.partition is None:
+    if how.partition is None:
         all_on_one = plan_partition("sorted_greedy", params, world_size=1)
-        state_bytes = state_bytes_of_rank(all_on_one, params, plan.optimizer) * world_size
+        state_bytes = state_bytes_of_rank(all_on_one, params, how.optimizer) * world_size
         if averaging is not None:
             steps = averaging.steady if steps is None else steps
             operations = local_sgd(
@@ -233,7 +233,7 @@ def schedule(
                 averaging,
                 world_size,
                 steps,
-                averaged_itemsize=plan.averaged_itemsize,
+                averaged_itemsize=how.averaged_itemsize,
                 activation_bytes=activation_bytes,
             )
         else:
@@ -247,8 +247,8 @@ def schedule(
             iterations=len(steps) if steps else 1,
         )
 
-    owned = plan_partition(plan.partition, params, world_size)
-    if plan.flat:
+    owned = plan_partition(how.partition, params, world_size)
+    if how.flat:
         parameter_bytes += sum(flat.padding * flat.itemsize for flat in lay_out(owned, params).flats)
     return Schedule(
         data_parallel(
@@ -256,24 +256,24 @@ def schedule(
             world_size,
             owned,
             buckets,
-            flat=plan.flat,
-            to_owners=plan.to_owners,
-            way=plan.way,
+            flat=how.flat,
+            to_owners=how.to_owners,
+            way=how.way,
             side_stream=side_stream,
-            native=plan.native,
+            native=how.native,
             activation_bytes=activation_bytes,
         ),
         world_size,
         (parameter_bytes,) * world_size,
-        owned_bytes(owned, params) if plan.to_owners else gradient_bytes,
-        state_bytes_of_rank(owned, params, plan.optimizer),
-        left_to_owners=_left_to_owners(owned, params, plan) if plan.to_owners and not plan.native else None,
+        owned_bytes(owned, params) if how.to_owners else gradient_bytes,
+        state_bytes_of_rank(owned, params, how.optimizer),
+        left_to_owners=_left_to_owners(owned, params, how) if how.to_owners and not how.native else None,
     )
 
 
-def _left_to_owners(owned: Partition, params: Sequence[ParamSpec], plan: Recipe) -> tuple[int, ...]:
+def _left_to_owners(owned: Partition, params: Sequence[ParamSpec], how: Recipe) -> tuple[int, ...]:
     """What `reduce_to_owners` leaves on each rank; see there."""
-    if plan.way != "plain":
+    if how.way != "plain":
         return (0,) * owned.world_size
     nbytes = [nbytes_of(param) if param.trainable else 0 for param in params]
     least = min((nbytes_of(param) for param in params if param.trainable and param.numel), default=0)
@@ -284,7 +284,7 @@ def _left_to_owners(owned: Partition, params: Sequence[ParamSpec], plan: Recipe)
 def _stage_3(
     params: Sequence[ParamSpec],
     world_size: int,
-    plan: Recipe,
+    how: Recipe,
     blocks: Sequence[Sequence[int]] | None,
     activation_bytes: int,
 ) -> Schedule:
@@ -292,7 +292,7 @@ def _stage_3(
     blocks = [range(len(params))] if blocks is None else blocks
     if sorted(number for block in blocks for number in block) != list(range(len(params))):
         raise ValueError(f"blocks must list each of the {len(params)} parameters once.")
-    rule = state_rule(plan.optimizer)
+    rule = state_rule(how.optimizer)
     # Of each parameter every rank has as many rows as the fullest; the last ranks' are partly padding.
     rows = [param.rows for param in params]
     chunks = [-(-row // world_size) for row in rows]
@@ -326,7 +326,7 @@ def _stage_3(
     shards = list(accumulate(shard_changes))[:world_size]
     state_bytes = accumulate(state_changes)
     return Schedule(
-        stage_3(units, world_size, shards, prefetch=plan.prefetch, activation_bytes=activation_bytes),
+        stage_3(units, world_size, shards, prefetch=how.prefetch, activation_bytes=activation_bytes),
         world_size,
         (sum(padded),) * world_size,
         (sum(padded[number] for number in trained),) * world_size,

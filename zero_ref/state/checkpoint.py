@@ -72,6 +72,7 @@ def consolidate(
     whole: State = {}
     places: dict[int, list[torch.Tensor]] = {}
     parcels: list[tuple[int, list[torch.Tensor]]] = []
+    numels: dict[tuple[int, Any], int] = {}
     # Allocate all memory before the first tensor is sent: from then on, other ranks wait for this one.
     with agreement(comm, "make room for the optimizer state"):
         for owner, entries in entries_of_owner.items():
@@ -80,9 +81,17 @@ def consolidate(
                     allocate(whole.setdefault(e["param"], {}), e, params[e["param"]]) for e in entries
                 ]
                 places[owner] = [place for place in allocated if place is not None]
+                _count_elements(entries, numels)
             ends = tensors if owner == comm.rank else places[owner]
             if owner != to:
                 parcels += [(owner, [ends[n] for n in parcel]) for parcel in _parcels(entries)]
+        for (param, key), numel in numels.items():
+            if numel != params[param].numel():
+                raise ValueError(
+                    f"rank {comm.rank}: {numel} of {params[param].numel()} elements of parameter {param} "
+                    f"have the state {key!r}. The parts of a parameter must be stepped together: give it a "
+                    "gradient on all ranks or on none."
+                )
         whole = {param: subclasses.put_together(whole[param]) for param in sorted(whole)}
         staged = [sum(end.nbytes for end in ends) for _, ends in parcels if not _goes_as_it_is(ends, comm)]
         staging = torch.empty(max(staged, default=0), dtype=torch.uint8, device=comm.wire_device)
@@ -99,6 +108,14 @@ def consolidate(
         if failures:
             raise failures[0]
     return whole if places else None
+
+
+def _count_elements(entries: Iterable[Entry], numels: dict[tuple[int, Any], int]) -> None:
+    """Add up the elements of each parameter's state that have one for each of the parameter's."""
+    for entry in entries:
+        if "start" in entry:
+            key = (entry["param"], entry["key"])
+            numels[key] = numels.get(key, 0) + entry["stop"] - entry["start"]
 
 
 def _gather_entries(comm: Collectives, to: int | Literal["all"], mine: list[Entry]) -> dict[int, list[Entry]]:
