@@ -124,15 +124,10 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             self._given: list[dict[str, Any]] = []
             Optimizer.__init__(self, params, defaults)
             self.built, start_values = self._planned(optimizer_class, defaults)
+            # An update in backward steps some parameters at a time, so there each is stepped by itself.
+            merge, masters = not overlap_with_ddp, Masters.of(master_dtype, rounding, rounding_seed)
             self.shard = Shard(
-                self.built,
-                self.rank,
-                self._given,
-                optimizer_class,
-                defaults,
-                # An update in backward steps some parameters at a time, so there each is stepped by itself.
-                merge=not overlap_with_ddp,
-                masters=Masters.of(master_dtype, rounding, rounding_seed),
+                self.built, self.rank, self._given, optimizer_class, defaults, merge=merge, masters=masters
             )
             self.defaults = self.optim.defaults
             copy_options(self.optim.param_groups, self.param_groups)

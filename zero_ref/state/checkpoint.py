@@ -72,7 +72,6 @@ def consolidate(
     whole: State = {}
     places: dict[int, list[torch.Tensor]] = {}
     parcels: list[tuple[int, list[torch.Tensor]]] = []
-    numels: dict[tuple[int, Any], int] = {}
     # Allocate all memory before the first tensor is sent: from then on, other ranks wait for this one.
     with agreement(comm, "make room for the optimizer state"):
         for owner, entries in entries_of_owner.items():
@@ -81,17 +80,11 @@ def consolidate(
                     allocate(whole.setdefault(e["param"], {}), e, params[e["param"]]) for e in entries
                 ]
                 places[owner] = [place for place in allocated if place is not None]
-                _count_elements(entries, numels)
             ends = tensors if owner == comm.rank else places[owner]
             if owner != to:
                 parcels += [(owner, [ends[n] for n in parcel]) for parcel in _parcels(entries)]
-        for (param, key), numel in numels.items():
-            if numel != params[param].numel():
-                raise ValueError(
-                    f"rank {comm.rank}: {numel} of {params[param].numel()} elements of parameter {param} "
-                    f"have the state {key!r}. The parts of a parameter must be stepped together: give it a "
-                    "gradient on all ranks or on none."
-                )
+        if to in ("all", comm.rank):
+            _check_stepped_together(comm.rank, itertools.chain(*entries_of_owner.values()), params)
         whole = {param: subclasses.put_together(whole[param]) for param in sorted(whole)}
         staged = [sum(end.nbytes for end in ends) for _, ends in parcels if not _goes_as_it_is(ends, comm)]
         staging = torch.empty(max(staged, default=0), dtype=torch.uint8, device=comm.wire_device)
@@ -110,12 +103,20 @@ def consolidate(
     return whole if places else None
 
 
-def _count_elements(entries: Iterable[Entry], numels: dict[tuple[int, Any], int]) -> None:
-    """Add up the elements of each parameter's state that have one for each of the parameter's."""
+def _check_stepped_together(rank: int, entries: Iterable[Entry], params: Sequence[torch.Tensor]) -> None:
+    """Refuse a state that only some owners of a parameter have: the rest would be unwritten memory."""
+    numels: dict[tuple[int, Any], int] = {}
     for entry in entries:
         if "start" in entry:
             key = (entry["param"], entry["key"])
             numels[key] = numels.get(key, 0) + entry["stop"] - entry["start"]
+    for (param, name), numel in numels.items():
+        if numel != params[param].numel():
+            raise ValueError(
+                f"rank {rank}: {numel} of {params[param].numel()} elements of parameter {param} have the "
+                f"state {name!r}. The parts of a parameter must be stepped together: give it a gradient on "
+                "all ranks or on none."
+            )
 
 
 def _gather_entries(comm: Collectives, to: int | Literal["all"], mine: list[Entry]) -> dict[int, list[Entry]]:
