@@ -2,10 +2,10 @@
 
 Under data parallelism every rank has all parameters and, after backward, the same averaged gradients. So each
 parameter needs only one rank that keeps its optimizer state and updates it: its owner. The owner then sends
-the new values to all others. The state on a rank falls to 1/N of the whole.
+the new values to all others. Each rank keeps 1/N of the optimizer state.
 
-The rest of the package computes the same and adds what a training run needs: parameters that are cut, so
-that all shares are equal (`plan/`), one message for each owner, parameter groups and frozen layers
+The rest of the package computes the same updates and adds what a training run needs: parameters that are cut,
+so that all shards are equal (`plan/`), one message for each owner, parameter groups and frozen layers
 (`optimizer/`), the same error on all ranks instead of a hang (`comm/`), checkpoints that load at any number
 of ranks (`state/`), and the update during backward (`backward/`).
 """
@@ -22,7 +22,7 @@ import torch.distributed as dist
 def assign_owners(numels: Sequence[int], world_size: int) -> list[int]:
     """The owner of each parameter: the largest first, each to the rank that has the fewest elements so far.
 
-    Every rank computes the same list, so nobody has to be told.
+    Every rank computes the same list without communicating.
 
     >>> assign_owners([6, 5, 4, 1], world_size=2)
     [0, 1, 1, 0]
@@ -36,13 +36,13 @@ def assign_owners(numels: Sequence[int], world_size: int) -> list[int]:
 
 
 class MinimalZero:
-    """An optimizer whose state is spread over the ranks of a process group.
+    """An optimizer whose state is sharded over the ranks of a process group.
 
     >>> optimizer = MinimalZero(model.parameters(), torch.optim.AdamW, lr=1e-3)  # doctest: +SKIP
 
     Args:
-        params: of a model with equal parameters on all ranks.
-        optimizer_class: any that updates each parameter by itself, such as torch.optim.AdamW.
+        params: the model's parameters, with equal values on all ranks.
+        optimizer_class: a class that updates each parameter by itself, such as torch.optim.AdamW.
         group: the ranks; None is the default group.
         **defaults: passed to `optimizer_class`.
     """
@@ -58,7 +58,7 @@ class MinimalZero:
         self.world_size = dist.get_world_size(group)
         self.owners = assign_owners([param.numel() for param in self.params], self.world_size)
         self.mine = [number for number, owner in enumerate(self.owners) if owner == dist.get_rank(group)]
-        # A group, as a rank may own nothing: torch's optimizers refuse an empty list, but not an empty group.
+        # A rank may own nothing: torch's optimizers refuse an empty list of parameters, not an empty group.
         self.local = optimizer_class([{"params": [self.params[number] for number in self.mine]}], **defaults)
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class MinimalZero:
             dist.broadcast(param, group_src=owner, group=self.group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that the unsharded optimizer would have, put together on every rank.
+        """The state that the unsharded optimizer would have, gathered on every rank.
 
         Collective: all ranks.
         Cost: each rank receives, pickled, the (N-1)/N of the state that it does not own.

@@ -1,1 +1,1 @@
-"""The optimizer: read `zero_redundancy_optimizer.py` first, then `built.py` and `shard.py`."""
+"""`minimal.py` made complete: read `zero_redundancy_optimizer.py` first, then `built.py` and `shard.py`."""

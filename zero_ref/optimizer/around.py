@@ -1,8 +1,8 @@
-"""What may stand between a training loop and the step, kept out of the step.
+"""A wrapper around `step` for special cases, so that `step` itself stays short.
 
-An ordinary loop passes straight through. This module sees to ranks that have uneven inputs (`join.py` beside
-this folder), to a gradient scaler that calls the step, to an update that backward has made already
-(`backward/overlap.py`), and to a rank whose local optimizer fails.
+This module adds to `step` of `minimal.py`: ranks with uneven inputs (`join.py`), a gradient scaler that calls
+the step, an update that backward has made already (`backward/overlap.py`), and a rank whose local optimizer
+raises. In an ordinary loop the wrapper only calls the step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 def in_its_circumstances(step: Step) -> Step:
-    """The step of an optimizer, made only where it is due, and with what a `Join` or a closure asks for.
+    """Wrap `step`: skip an update that backward has made, and do what a `Join` or a closure needs.
 
     Raises:
-        RuntimeError: a gradient scaler cannot work on these gradients; they were changed after backward as
-            each rank sees fit, or after the update was made from them.
+        RuntimeError: a gradient scaler cannot work on these gradients; or gradients were changed after
+            backward by each rank separately, or after the update that used them.
     """
 
     @functools.wraps(step)
@@ -47,7 +47,7 @@ def in_its_circumstances(step: Step) -> Step:
                 closure, lambda: zero.backward.gradients.check_as_left(zero.rank, zero.built)
             )
         if closure is not None and (zero.overlap_with_ddp or zero.joined):
-            # Its backward makes the update, or ranks without data shadow it.
+            # The closure's backward makes the update, or ranks without data repeat its collectives.
             closure = _evaluated(closure)
         if zero.backward.take_update(kwargs):
             return closure and closure()
@@ -59,48 +59,48 @@ def in_its_circumstances(step: Step) -> Step:
 
 
 class TakesPartInJoin(Joinable):
-    """What torch.distributed.algorithms.join.Join asks of an optimizer."""
+    """The methods that torch.distributed.algorithms.join.Join requires of an optimizer."""
 
     collectives: Collectives
     process_group: Any
     _shadow: weakref.ref[join.ShadowStep] | None = None
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """A rank without data goes on updating its shard."""
+        """The hook by which a rank without data continues to update its shard."""
         shadow = join.ShadowStep(self, **kwargs)  # type: ignore[arg-type]
         self._shadow = weakref.ref(shadow)
         return shadow
 
     @property
     def joined(self) -> join.ShadowStep | None:
-        """What `Join` runs in place of this rank's steps when its data end; None outside of a `Join`.
+        """The hook that `Join` runs once this rank has no more data; None outside of a `Join`.
 
-        torch never takes back what a `Join` has set in `_join_config`. But a `Join` that has ended, be it by
-        an error, is gone, and with it what it runs.
+        torch never resets `_join_config`, so a weak reference tells whether the `Join` still exists: its hook
+        is freed when the `Join` ends, also by an error.
         """
         return self._shadow() if self._join_config.enable and self._shadow is not None else None
 
     @property
     def join_device(self) -> torch.device:
-        """Where Join counts the ranks that have data."""
+        """The device on which Join counts the ranks that have data."""
         return self.collectives.wire_device
 
     @property
     def join_process_group(self) -> Any:
-        """The group whose ranks join."""
+        """The process group whose ranks join."""
         return self.process_group
 
 
 @contextmanager
 def failure_told(zero: Any, expected: Sequence[PendingCall | None]) -> Iterator[list[Exception]]:
-    """If the local optimizer raises, give the other ranks the old values, and tell them.
+    """If the local optimizer raises, send the old values to the other ranks, and report the error to them.
 
-    They wait for values, and would take those of the next step for them.
+    The other ranks wait for values. Without this exchange they would receive those of the next step.
 
     Args:
-        expected: what the others send and this rank has begun to receive.
+        expected: the receives that this rank has already started.
     Yields:
-        A list for what the closure raises, which is the caller's affair.
+        A list for errors that the closure raises, which are not reported to other ranks.
     """
     by_closure: list[Exception] = []
     try:
@@ -115,7 +115,7 @@ def failure_told(zero: Any, expected: Sequence[PendingCall | None]) -> Iterator[
 
 
 def noting_errors(closure: Closure, errors: list[Exception]) -> Closure:
-    """The closure, which puts what it raises into the list."""
+    """The closure, which also appends the error that it raises to `errors`."""
 
     def noting() -> Any:
         try:
@@ -128,7 +128,7 @@ def noting_errors(closure: Closure, errors: list[Exception]) -> Closure:
 
 
 def _followed_by(closure: Closure, check: Callable[[], None]) -> Closure:
-    """The closure, which computes the gradients, followed by a check of them."""
+    """The closure followed by `check`, which checks the gradients that the closure computed."""
 
     def closure_then_check() -> Any:
         loss = closure()
@@ -139,7 +139,7 @@ def _followed_by(closure: Closure, check: Callable[[], None]) -> Closure:
 
 
 def _evaluated(closure: Closure) -> Closure:
-    """The closure's loss, computed now and once, in the form of a closure."""
+    """Call the closure now, once; return a closure that returns its loss."""
     with torch.enable_grad():
         loss = closure()
     return lambda: loss

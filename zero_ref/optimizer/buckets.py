@@ -1,8 +1,8 @@
-"""A `BucketLayout` made real: flat tensors whose windows are the parameters.
+"""Flat tensors laid out by a `BucketLayout`; the parameters are views of them.
 
-It adds to the broadcasts of `minimal.py`, one for each parameter, that one for each owner will do. Sending a
-bucket then sends all its parameters in one message, and nothing is copied before or after: writing the bucket
-writes the parameters, because they are the same memory.
+`minimal.py` sends one broadcast for each parameter; this module adds buckets, so that one for each owner is
+enough. A bucket sends all its parameters in one message, and nothing is copied before or after: writing the
+bucket writes the parameters, because they share memory.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from zero_ref.plan.partition import Partition, Slice
 
 
 class Message(NamedTuple):
-    """A piece of the parameters that travels as one.
+    """A tensor that one broadcast sends.
 
     Args:
         owner: the rank that sends it.
         tensor: (numel,), contiguous, sharing memory with the parameters.
-        slices: what it holds, end to end.
+        slices: the slices in `tensor`, end to end.
     """
 
     owner: int
@@ -38,7 +38,7 @@ class Message(NamedTuple):
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of `tensor` in the order of its memory, as a 1-D view.
+    """All elements of `tensor` in memory order, as a 1-D view.
 
     >>> flat_view(torch.tensor([[1, 2], [3, 4]]).t())          # transposed: the memory still reads 1 2 3 4
     tensor([1, 2, 3, 4])
@@ -57,18 +57,18 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat_like(tensor: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """The elements of `tensor` in the order of `reference`'s memory: a view if strides agree, else a copy."""
+    """The elements of `tensor` in the memory order of `reference`: a view if strides agree, else a copy."""
     if tensor.stride() != reference.stride():
         tensor = torch.empty_like(reference, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return flat_view(tensor)
 
 
 def check_can_be_flattened(params: Sequence[torch.Tensor]) -> None:
-    """Refuse parameters whose memory somebody else puts back.
+    """Refuse parameters that cannot be moved into flat tensors.
 
     Raises:
-        ValueError: DistributedDataParallel(mixed_precision=...) remembers where its parameters lay and
-            returns them there in every iteration, so that a step on flat tensors would be lost.
+        ValueError: a parameter belongs to a DistributedDataParallel(mixed_precision=...), which moves its
+            parameters back to their old memory in every iteration, so a step on flat tensors would be lost.
     """
     for number, param in enumerate(params):
         if hasattr(param, "_fp_param"):
@@ -80,10 +80,10 @@ def check_can_be_flattened(params: Sequence[torch.Tensor]) -> None:
 
 
 def kept_view(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> int | None:
-    """The number of a parameter in whose memory the optimizer keeps a tensor of its own, if it keeps one.
+    """The number of a parameter of which the optimizer keeps a view; None if there is none.
 
-    The parameters themselves do not count, nor do the optimizer's groups and the keys of its state: what
-    stands there can be replaced when parameters move.
+    Parameters in the optimizer's groups and in the keys of its state do not count: these are replaced when
+    parameters move.
     """
     starts = sorted((start, number) for number, param in enumerate(params) if (start := param.data_ptr()))
     groups = [{**group, "params": ()} for group in optimizer.param_groups]
@@ -113,26 +113,26 @@ def kept_view(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> int | Non
 def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> list[Message]:
     """Move the parameters into flat tensors and return one message for each bucket.
 
-    Values, shapes, strides and the Parameter objects stay as they are; only where the values live changes.
-    Parts of a flat tensor that no parameter crosses are allocated one by one, and what they replace is freed
-    on the way: with whole parameters, there is room for one owner's bucket twice, not for the whole model.
+    Values, shapes, strides and the Parameter objects stay the same; only the memory changes. Parts of a flat
+    tensor that share no parameter are allocated one by one, and the memory that each part replaces is freed
+    before the next: with whole parameters, the peak is one bucket above the model, not a second model.
 
     Args:
-        layout: made for `params`.
+        layout: the layout of `params`.
         params: in registration order.
     Returns:
         The buckets in the order in which every rank sends them.
     """
     messages = []
     for flat in layout.flats:
-        # A bucket that begins with the rest of a parameter must follow the one before it in memory.
+        # A bucket that begins inside a parameter must share memory with the bucket before it.
         firsts = [number for number, bucket in enumerate(flat.buckets) if bucket.slices[0].start == 0]
         for first, end in pairwise([*firsts, len(flat.buckets)]):
             buckets = flat.buckets[first:end]
             start = buckets[0].start
             stop = flat.buckets[end].start if end < len(flat.buckets) else flat.numel
             tensor = torch.empty(stop - start, dtype=getattr(torch, flat.dtype), device=flat.device)
-            # Padding must not show uninitialised memory in a checkpoint or a sum.
+            # Zero the padding, so that no checkpoint or sum contains uninitialised memory.
             tensor[buckets[-1].stop - start :].zero_()
             for index in {piece.param for bucket in buckets for piece in bucket.slices}:
                 param = params[index]
@@ -148,7 +148,7 @@ def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> 
 def messages_by_parameter(
     partition: Partition, params: Sequence[torch.Tensor], *, frozen: bool = False
 ) -> list[Message]:
-    """One message for each slice that is trained, or frozen, owner by owner: what is sent without buckets."""
+    """The messages without buckets: one for each trained (or frozen) slice, in order of owners."""
     return [
         Message(owner, flat_view(params[piece.param].detach())[piece.start : piece.stop], (piece,))
         for owner, slices in enumerate(partition.slices_of_rank)
@@ -158,7 +158,7 @@ def messages_by_parameter(
 
 
 def messages_within(messages: Iterable[Message], params: Container[int]) -> list[Message]:
-    """Of these messages the part that concerns `params`, in as few messages as memory allows."""
+    """The parts of these messages that hold `params`, in as few messages as their memory allows."""
     return [
         Message(message.owner, message.tensor[run.start : run.stop], run.slices)
         for message in messages
@@ -169,13 +169,13 @@ def messages_within(messages: Iterable[Message], params: Container[int]) -> list
 def expect_broadcasts(
     comm: Collectives, messages: Iterable[Message], dtype: torch.dtype | None = None
 ) -> list[PendingCall | None]:
-    """Let what others will broadcast arrive at any time from now on, where the network can.
+    """Start to receive the other ranks' broadcasts early, where the network supports it.
 
     Args:
-        dtype: as of `start_broadcasts`. What is rounded on the way has another place to arrive in: nothing
-            is expected.
+        dtype: as in `start_broadcasts`. With a dtype nothing is received early, since rounded values are
+            received into other tensors.
     Returns:
-        What to pass to `start_broadcasts`, which has to follow with the same messages.
+        The `expected` of `start_broadcasts`, which must follow with the same messages.
     """
     return [] if dtype is not None else [comm.expect(message.tensor, message.owner) for message in messages]
 
@@ -186,12 +186,12 @@ def start_broadcasts(
     dtype: torch.dtype | None = None,
     expected: Iterable[PendingCall | None] = (),
 ) -> list[PendingCall]:
-    """Start to send every message from its owner to all ranks; they have arrived when all works are done.
+    """Start to broadcast every message from its owner; wait for the returned works to complete them.
 
     Args:
-        dtype: what travels, where the parameters are of a larger floating-point dtype; None for theirs. The
-            owner keeps its values as they are, the others get rounded ones.
-        expected: what `expect_broadcasts` gave for these messages, which then go in their own dtype.
+        dtype: send parameters of a larger floating-point dtype in this one; None sends all as they are. The
+            owner keeps its unrounded values, the other ranks receive rounded ones.
+        expected: what `expect_broadcasts` returned for these messages; `dtype` is then None.
     Collective: all ranks of the group, with the same messages in the same order.
     Cost: each rank receives the elements that it does not own.
     """
@@ -211,11 +211,11 @@ def _start_broadcast(
 
 
 class _Rounded:
-    """A broadcast under way into `rounded`, which on all ranks but the owner goes to the message's place."""
+    """A pending broadcast of `rounded`; `wait` copies `rounded` into the message, except on the owner."""
 
     def __init__(self, work: PendingCall, message: Message, rounded: torch.Tensor, rank: int) -> None:
         self.work, self.message, self.rounded, self.rank = work, message, rounded, rank
-        # bfloat16 has the exponents of float32: there is nothing to look at.
+        # bfloat16 has the exponents of float32, so rounding cannot overflow.
         self.may_overflow = 2 * torch.finfo(rounded.dtype).max < torch.finfo(message.tensor.dtype).max
         self.extremes = rounded.new_empty(0)
 
@@ -228,28 +228,28 @@ class _Rounded:
         return self.message.tensor.copy_(self.rounded)
 
     def overflow(self) -> Slice | None:
-        """The slice with the first element that was too large for the dtype in which it was sent."""
+        """The slice of the first element that was too large for the dtype of the broadcast."""
         too_large = self.rounded.isinf().nonzero()[:1].tolist()
         ends = accumulate(piece.numel for piece in self.message.slices)
         return next((p for p, end in zip(self.message.slices, ends) for [at] in too_large if at < end), None)
 
 
 def finish_broadcasts(works: Sequence[PendingCall], name: Callable[[int], str] = str) -> None:
-    """Return when all messages have arrived.
+    """Wait until all messages have arrived.
 
     Args:
-        works: all that `start_broadcasts` gave, on all ranks.
-        name: of a parameter, by its number.
+        works: all works that `start_broadcasts` returned, on all ranks.
+        name: gives a parameter's name from its number.
     Raises:
-        RuntimeError: a value was too large for the dtype in which it was sent. All ranks see that in what
-            they have sent or received, so all raise.
+        RuntimeError: a value was too large for the dtype of the broadcast. Every rank sees the infinite
+            value, so all raise.
     """
     for work in works:
         work.wait()
     narrow = [work for work in works if isinstance(work, _Rounded) and work.may_overflow]
     if not narrow:
         return
-    # On a GPU this waits for the broadcasts, once for all of them.
+    # On a GPU, tolist waits for the broadcasts: call it once for all of them.
     extremes = torch.stack([work.extremes.to(narrow[0].rounded.device) for work in narrow]).tolist()
     for work, found in zip(narrow, extremes, strict=True):
         piece = None if all(map(math.isfinite, found)) else work.overflow()
@@ -270,6 +270,6 @@ def broadcast_messages(
     expected: Iterable[PendingCall | None] = (),
     name: Callable[[int], str] = str,
 ) -> None:
-    """As `start_broadcasts`, then `finish_broadcasts`."""
+    """Call `start_broadcasts`, then `finish_broadcasts`."""
     # Start every broadcast before waiting on one: they share the network.
     finish_broadcasts(start_broadcasts(comm, messages, dtype, expected), name)

@@ -1,7 +1,7 @@
-"""What was planned for an optimizer's parameters, and made of the plan: who owns what, and what is sent.
+"""An optimizer's parameters, their partition, and the messages that a step sends.
 
-It adds to `minimal.py` that the plan may cut parameters, that one message may hold many, and that both follow
-when parameters are frozen, moved or added: then a new value takes the place of the old one.
+This module adds to `minimal.py`: the partition may cut parameters, one message may hold many, and both are
+made anew when parameters are frozen, moved or added.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from zero_ref.plan.partition import ParamSpec, Partition
 
 @dataclass(frozen=True)
 class Built:
-    """The parameters of an optimizer and the plan for them. Replaced when something changes, never edited.
+    """The parameters of an optimizer and the plan for them. A change makes a new `Built`.
 
     Args:
         params: in registration order: the order of the groups, then that within a group.
-        specs: what the plan knows of each.
-        partition: who owns what.
-        messages: what a step sends, in its order. They share memory with the parameters.
-        places: where each parameter lies, and whether it is trained.
+        specs: what the plan knows about each parameter.
+        partition: the owner of each slice.
+        messages: what a step sends, in order. They share memory with the parameters.
+        places: for each parameter its address and its `requires_grad`.
     """
 
     params: tuple[torch.Tensor, ...]
@@ -44,11 +44,11 @@ class Built:
         flat: bool,
         before: Built | None = None,
     ) -> Built:
-        """Lay out the messages of the parameters as they are now.
+        """Make the messages for the current parameters.
 
         Args:
-            flat: move the trained parameters into flat tensors, where what one rank sends lies together.
-            before: what this one replaces.
+            flat: move the trained parameters into flat tensors, in which each rank's slices are contiguous.
+            before: the `Built` that the new one replaces.
         """
         if flat:
             if before is not None:
@@ -59,21 +59,21 @@ class Built:
         return cls(tuple(params), tuple(specs), partition, tuple(messages), places_of(params))
 
     def name(self, number: int) -> str:
-        """What errors call a parameter."""
+        """A parameter's name in errors."""
         return name_of(self.specs, number)
 
     def is_cut(self, number: int) -> bool:
-        """More than one rank owns a part of it."""
+        """Whether more than one rank owns a part of the parameter."""
         return len(self.partition.pieces_of_param[number]) > 1
 
 
 def places_of(params: Sequence[torch.Tensor]) -> tuple[tuple[int, bool], ...]:
-    """What messages depend on and a user may change: where the parameters lie, and which are trained."""
+    """The address and `requires_grad` of each parameter. If one changes, messages must be made anew."""
     return tuple([(param.data_ptr(), param.requires_grad) for param in params])
 
 
 def _free_frozen_windows(params: Sequence[torch.Tensor], messages: Sequence[Message]) -> None:
-    """Take newly frozen parameters out of the flat tensors, which they would keep alive."""
+    """Copy newly frozen parameters out of the old flat tensors, whose memory they would keep alive."""
     flats = {message.tensor.untyped_storage().data_ptr() for message in messages}
     for param in params:
         if not param.requires_grad and param.untyped_storage().data_ptr() in flats:

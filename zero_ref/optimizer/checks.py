@@ -1,6 +1,6 @@
-"""What is verified before anything is sent: by each rank alone, and as facts that must be equal on all.
+"""Checks before anything is sent: some by each rank alone, some as facts that must be equal on all ranks.
 
-It adds to `minimal.py` that what would train something else than the unsharded optimizer is an error.
+This module adds to `minimal.py` an error wherever the result would differ from the unsharded optimizer's.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 
 
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """It is one of torch's, or its author says so by `elementwise = True`, which subclasses inherit.
+    """Whether the optimizer is in `ELEMENTWISE` or has set `elementwise = True`, which subclasses inherit.
 
-    A subclass of one of torch's may do anything, so it does not count by itself.
+    A subclass of one in `ELEMENTWISE` does not count, since its `step` may do anything.
     """
     return optimizer_class in ELEMENTWISE or bool(getattr(optimizer_class, "elementwise", False))
 
@@ -52,12 +52,12 @@ def check_can_be_sharded(
     params: Sequence[torch.Tensor],
     specs: Sequence[ParamSpec],
 ) -> None:
-    """Refuse what would train something else than the unsharded optimizer does.
+    """Refuse optimizers and parameters for which sharding would change the result.
 
     Raises:
-        TypeError: `optimizer_class` is no optimizer class.
-        ValueError: the optimizer couples parameters (LBFGS) or looks at shapes and a parameter is split, or
-            a parameter has gaps in memory or shares it with another, or each rank holds a part of it.
+        TypeError: `optimizer_class` is not an optimizer class.
+        ValueError: the optimizer couples parameters (LBFGS); it uses shapes and a parameter is split; a
+            parameter has gaps in memory, shares memory with another, or is a part on each rank (DTensor).
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(
@@ -88,10 +88,10 @@ def check_can_be_sharded(
 def check_updates_apart(
     optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Refuse an optimizer under whose options the update of a parameter depends on the others.
+    """Refuse an optimizer whose update of a parameter, under these options, depends on other parameters.
 
     Raises:
-        ValueError: so it was when tried out. Not tried are torch's, and those that say they are elementwise.
+        ValueError: a trial showed that it does. torch's optimizers and elementwise ones are not tried.
     """
     known = optimizer_class.__module__.startswith("torch.optim.") or is_elementwise(optimizer_class)
     if not known and couples_parameters(optimizer_class, options, defaults):
@@ -104,12 +104,12 @@ def check_updates_apart(
 
 
 def _check_is_held_whole(name: str, param: torch.Tensor) -> None:
-    """Refuse a parameter of which each rank holds another part: there is nothing for one rank to own.
+    """Refuse a parameter that is sharded already, since no rank has all of it to own.
 
     Raises:
-        ValueError: it is a DTensor, or one of FullyShardedDataParallel's.
+        ValueError: the parameter is a DTensor, or one of FullyShardedDataParallel's.
     """
-    # Where nobody has imported DTensor there is none, and importing it takes longer than all else here.
+    # If the DTensor module was not imported, no DTensor exists; importing the module here would be slow.
     tensor_module = sys.modules.get("torch.distributed.tensor")
     what = ""
     if tensor_module is not None and isinstance(param, tensor_module.DTensor):
@@ -127,8 +127,8 @@ def _check_is_held_whole(name: str, param: torch.Tensor) -> None:
 def _check_memory_is_apart(
     names: Sequence[str], params: Sequence[torch.Tensor], specs: Sequence[ParamSpec]
 ) -> None:
-    # Each fills one range of memory, so of any that overlap two are neighbours in the order of their starts.
-    # Tensors that have no memory ("meta") start at 0.
+    # Each parameter fills one range of memory. If any ranges overlap, two that are adjacent in the order of
+    # their starts do. Tensors without memory ("meta") start at 0.
     ranges = sorted(
         (specs[index].device, start, param.nbytes, index)
         for index, param in enumerate(params)
@@ -152,9 +152,9 @@ def _check_memory_is_apart(
 def facts_of(
     param_groups: Sequence[ParamGroup], specs: Sequence[ParamSpec], partition: Partition, first: int = 0
 ) -> list[str]:
-    """What must be the same on all ranks, one line each, for the parameters from number `first` on."""
+    """One line for each fact that must be equal on all ranks, about the parameters from number `first` on."""
     devices: dict[str, str] = {}
-    for spec in specs:  # cuda:0 on rank 0 is cuda:1 on rank 1: compare kind and order of devices
+    for spec in specs:  # rank 1 may use cuda:1 where rank 0 uses cuda:0, so compare kind and order
         devices.setdefault(spec.device, f"{spec.device.split(':')[0]} device {len(devices)}")
     facts = [f"{len(specs)} parameters"]
     for number, param in enumerate(params_of(param_groups)[first:], start=first):
@@ -171,7 +171,7 @@ def facts_of(
 
 
 def facts_of_values(params: Sequence[torch.Tensor], specs: Sequence[ParamSpec], first: int = 0) -> list[str]:
-    """As `facts_of`, of the values from which training starts."""
+    """As `facts_of`, about the parameters' initial values."""
     remedy = (
         "Ranks start from the same values, in the same order: call torch.manual_seed with one number on all "
         "before the model is made, or construct DistributedDataParallel before the optimizer (it sends rank "
@@ -185,26 +185,26 @@ def facts_of_values(params: Sequence[torch.Tensor], specs: Sequence[ParamSpec], 
 
 
 WORDS = 16_381
-"""Words with a weight of their own. A prime, so that no two rows of a matrix have the same weights."""
+"""The number of different weights. A prime, so that no two rows of a matrix get the same weights."""
 
 
 @torch.no_grad()
 def digests(params: Iterable[torch.Tensor]) -> list[str]:
-    """For each parameter a number that is the same where all bits are; empty where no values can be read.
+    """A digest of each parameter's bits, in hexadecimal; empty if its values cannot be read.
 
-    The bits are read as integers and added up, each with a weight that depends on its place. Sums of
-    integers are exact, in whatever order they are made. NaNs compare by their bits.
+    The digest is a sum of the bits, read as 64-bit integers, each times a weight that depends on its offset.
+    Integer sums are exact in any order. NaNs compare by their bits.
 
     >>> digests([torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), torch.tensor([1.0, 2.0])])
     ['400000003f800000', '3f80000040000000', '400000003f800000']
 
-    Cost: one pass over the memory on the parameters' devices, and one wait for each device.
+    Cost: one pass over the parameters' memory, on their devices, and one synchronization with each device.
     """
     weights: dict[torch.device, torch.Tensor] = {}
     sums: dict[torch.device, list[torch.Tensor]] = {}
     places: list[tuple[torch.device, int] | None] = []
     for param in params:
-        # Neither a tensor on "meta" nor a subclass with its own memory has values that can be read so.
+        # The values of a "meta" tensor, or of a subclass with its own dispatch, cannot be read this way.
         if param.is_meta or type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             places.append(None)
             continue
@@ -220,10 +220,10 @@ def digests(params: Iterable[torch.Tensor]) -> list[str]:
 
 def _sum_of_bits(flat: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The weighted sum modulo 2**64, shape ()."""
-    if flat.storage_offset() * flat.itemsize % 8:  # no words begin here, as they may on another rank
+    if flat.storage_offset() * flat.itemsize % 8:  # not aligned to int64, as it may be on another rank
         flat = flat.clone()
     split = flat.nbytes // 8 * 8
-    whole = split == flat.nbytes  # as most are: a model may have thousands, and each view takes its time
+    whole = split == flat.nbytes  # most parameters are; skip the views, for a model may have thousands
     words = flat.view(torch.int64) if whole else flat.view(torch.uint8)[:split].view(torch.int64)
     in_rows = words.numel() // WORDS * WORDS
     total = _weighted(words[in_rows:] if in_rows else words, weights)

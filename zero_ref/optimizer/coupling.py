@@ -1,8 +1,8 @@
-"""Whether an optimizer updates each parameter by itself, found by trying it out on two small tensors.
+"""Find out whether an optimizer updates each parameter by itself, by a trial on two small tensors.
 
-Sharding rests on it: a rank's local optimizer sees only what the rank owns. One that scales by a norm of all
-gradients, or estimates a learning rate from all parameters, makes other updates there, and nothing else would
-show it: not every such value is kept where ranks could compare it.
+`minimal.py` assumes that it does; this module adds the check. A rank's local optimizer sees only the
+parameters that the rank owns, so one that scales by a norm of all gradients, or estimates a learning rate
+from all parameters, would make different updates, without an error.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ import torch
 from torch.optim import Optimizer
 
 STEPS = 2
-"""What an optimizer keeps of the first update may show in the second."""
+"""Two, since state from the first update may affect only the second."""
 
 
 def couples_parameters(
     optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> bool:
-    """Whether a tensor moves otherwise beside another one than by itself, under these options.
+    """Whether the update of a tensor changes when a second tensor is beside it, under these options.
 
     >>> couples_parameters(torch.optim.AdamW, {}, {"lr": 0.1})
     False
 
     Args:
-        options, defaults: of a parameter group and of the constructor.
+        options: those of a parameter group.
+        defaults: those of the optimizer's constructor.
     Returns:
-        False also where it cannot be told: the optimizer wants other tensors, or moves them at random.
+        Also False if the trial says nothing: the optimizer needs other tensors, or its updates are random.
     Cost: a few updates of 64 elements on the CPU.
     """
 
@@ -46,14 +47,12 @@ def couples_parameters(
         return False
 
 
-_ONE_AT_A_TIME = threading.Lock()  # the stance is that of the process, and virtual ranks are threads
+_ONE_AT_A_TIME = threading.Lock()  # set_stance is global, and virtual ranks are threads
 
 
 def _without_compiling() -> contextlib.AbstractContextManager[object]:
-    """Run functions that torch.compile would compile as they are: for these sizes it would be in vain."""
-    if (
-        "torch._dynamo" not in sys.modules
-    ):  # then nothing has been given to it yet, and importing it takes long
+    """Run functions under torch.compile eagerly: compiling them for a trial would be slow."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled yet, and importing it is slow
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
 
@@ -61,14 +60,14 @@ def _without_compiling() -> contextlib.AbstractContextManager[object]:
 def _tried(
     optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], tensors: int
 ) -> list[torch.Tensor]:
-    """By how much the first of so many tensors is moved, and the numbers that the optimizer keeps for all."""
-    # In 64 bits, or the first updates of an optimizer that begins with tiny ones would be lost in rounding.
+    """The update of the first of that many tensors, and the numbers in the optimizer's group."""
+    # float64: rounding would hide the first updates of an optimizer that begins with tiny ones.
     places = torch.arange(64, dtype=torch.float64).view(8, 8)
     params = [torch.nn.Parameter(torch.cos(places + number)) for number in range(tensors)]
     optimizer = optimizer_class([{**options, "params": params}], **defaults)
     for step in range(STEPS):
         for number, param in enumerate(params):
-            # Of other sizes, so that a norm or a mean over both is another than that of the first.
+            # The second gradient is larger, so that a norm or mean of both differs from that of the first.
             param.grad = torch.sin(places * (1 + step + number)) * 0.1 * 300**number
         optimizer.step()
     (group,) = optimizer.param_groups
@@ -81,5 +80,5 @@ def _is_number(value: object) -> bool:
 
 
 def _alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    # Rounding is allowed for: an optimizer may put its tensors together and sum in another order.
+    # Allow for rounding: an optimizer may concatenate its tensors and sum in another order.
     return all(torch.allclose(a, b, rtol=1e-5, atol=0, equal_nan=True) for a, b in zip(some, others))

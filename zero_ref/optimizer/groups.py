@@ -1,4 +1,4 @@
-"""What parameter groups say: which parameters there are, in what order, and their options."""
+"""Parameter groups, which `minimal.py` does not have: the order of their parameters, and their options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARAM_KEYS = ("params", "param_names")
 
 
 def specs_of(param_groups: Sequence[ParamGroup]) -> list[ParamSpec]:
-    """What a plan may know of the parameters, in registration order."""
+    """The ParamSpec of each parameter, in registration order."""
     return [
         ParamSpec(
             numel=param.numel(),
@@ -38,12 +38,12 @@ def specs_of(param_groups: Sequence[ParamGroup]) -> list[ParamSpec]:
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """As torch prints it, without the `torch.`."""
+    """The dtype as torch prints it, without the `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def name_of(specs: Sequence[ParamSpec], number: int) -> str:
-    """A parameter's name, its number where it has none."""
+    """A parameter's name; its number if it has none."""
     return specs[number].name or str(number)
 
 
@@ -58,28 +58,28 @@ def options_of(group: ParamGroup) -> dict[str, Any]:
 
 
 def copy_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
-    """Copy learning rates and all other options from groups to groups; parameters stay."""
+    """Copy all options, such as learning rates, from `source` to `target`, but not the parameters."""
     for theirs, ours in zip(source, target, strict=True):
         ours.update(options_of(theirs))
 
 
 def loaded_options(saved: ParamGroup, ours: ParamGroup, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group's options are after loading: the saved ones, and ours for those that were not yet known.
+    """A group's options after loading: the saved ones, and our value of each default that was not saved.
 
-    As in torch, what is no option of the optimizer, such as a scheduler's `initial_lr`, goes if it was not
-    saved.
+    As in torch, an entry that is not an option of the optimizer, such as a scheduler's `initial_lr`, is
+    dropped if it was not saved.
     """
     return {key: ours[key] for key in defaults if key in ours} | options_of(saved)
 
 
 def describe_options(group: ParamGroup) -> list[str]:
-    """The options in words that are equal on two ranks where the options are: no addresses, no devices."""
+    """The options as strings that can be compared between ranks: without addresses and devices."""
     options = sorted(options_of(group).items())
     return [re.sub(r" at 0x[0-9a-fA-F]+", "", f"{key}={plain(value)!r}") for key, value in options]
 
 
 def plain(value: Any) -> Any:
-    """The value with the numbers of its tensors in their place: a tensor prints its device, and rounds."""
+    """The value with its tensors as numbers, since the repr of a tensor has its device and is rounded."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (tuple, list)):

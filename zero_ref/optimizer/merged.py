@@ -1,10 +1,10 @@
-"""Many small tensors stepped as one, so that a local step takes its time for bytes and not for tensors.
+"""Step many small tensors as one. This adds speed to the local step of `minimal.py`.
 
-An optimizer spends some microseconds on each tensor, whatever its size. In a bucket the parameters that a
-rank owns lie end to end; where the optimizer treats each element by itself, one tensor over many of them can
-be stepped instead. Between steps nothing shows of it: the groups list the parameters, and each has a state of
-its own, whose tensors are windows of those of the whole. They may be changed in place; another tensor in
-their place would not be seen.
+An optimizer spends some microseconds on each tensor, whatever its size. In a bucket the parameters of a rank
+are contiguous, so an elementwise optimizer can step one tensor over many of them instead. The merging is
+undone after every step: the groups list the parameters, and each parameter has its own state, whose tensors
+are views of the merged state. These views may be changed in place; replacing one by another tensor has no
+effect.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.optim import Optimizer
 from zero_ref.optimizer.buckets import Message, messages_within
 
 SMALL_NUMEL = 2**14
-"""Up to here copying a gradient takes less time than a tensor of its own does (bench/NOTES.md)."""
+"""Up to this size, copying a gradient is faster than stepping one more tensor (bench/NOTES.md)."""
 
 ALIGNMENT = 64
-"""As in `partition.even`: what begins at such a multiple is computed as in its own tensor, bit for bit."""
+"""As in `partition.even`: a parameter at such an offset is computed as in its own tensor, bit for bit."""
 
 
 class MergedRun:
-    """Parameters that lie end to end, and the one tensor over all of them.
+    """Parameters that are contiguous in memory, and one tensor over all of them.
 
     Args:
-        message: its tensor is their memory, its slices are whole parameters.
+        message: its tensor is the parameters' memory; its slices are whole parameters.
         params: all, in registration order.
     """
 
@@ -42,7 +42,7 @@ class MergedRun:
         self.first: dict[Any, Any] | None = None
 
     def windows(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a tensor over all members, each in its member's shape and strides."""
+        """The views of a merged tensor, one for each member, in its shape and strides."""
         parts = whole.split([member.numel() for member in self.members])
         return [part.as_strided(m.size(), m.stride()) for part, m in zip(parts, self.members)]
 
@@ -54,7 +54,7 @@ class MergedRun:
         return len(grads) == len(self.members)
 
     def take_state(self, state: dict[Any, dict[Any, Any]]) -> bool:
-        """Make one state of the members', unless it is theirs; False if they were not stepped together."""
+        """Merge the members' state, if it is not merged yet; False if they were not stepped together."""
         if self.first is not None and state.get(self.members[0]) is self.first:
             return True
         states = [state.get(member, {}) for member in self.members]
@@ -72,7 +72,7 @@ class MergedRun:
         return all(of_member.keys() == self.state.keys() for of_member in states)
 
     def give_state(self, state: dict[Any, dict[Any, Any]]) -> None:
-        """Give each member its window of what the step has left; what follows no shape they share."""
+        """Give each member its view of the merged state; values without the shape of the run are shared."""
         values = list(self.state.values())
         if [id(value) for value in values] == [id(value) for value in self.given]:
             return
@@ -86,11 +86,11 @@ class MergedRun:
 
 
 class MergedSlices:
-    """The runs of small tensors in a local optimizer, for the time of a step.
+    """The runs of small tensors in a local optimizer, merged during a step.
 
     Args:
-        optim: the local optimizer. It treats each element by itself.
-        messages: that this rank sends, with all that it may merge.
+        optim: the local optimizer, which must be elementwise.
+        messages: the messages of this rank; only parameters within a message are merged.
         params: all, in registration order.
     """
 
@@ -114,7 +114,7 @@ class MergedSlices:
             )
 
     def merge(self) -> None:
-        """Put the runs in their members' places; if one cannot be stepped whole, none of them from now on."""
+        """Replace the members by their runs; if one run cannot be merged, dissolve all runs for good."""
         if not all(run.take_gradients() and run.take_state(self.optim.state) for run in self.runs):
             self.dissolve()
         for run in self.runs:
@@ -123,7 +123,7 @@ class MergedSlices:
         self._list(self.together if self.runs else self.apart)
 
     def split(self) -> None:
-        """Leave groups and state as if each member had been stepped by itself."""
+        """Replace the runs by their members, with groups and state as if each had been stepped by itself."""
         self._list(self.apart)
         for run in self.runs:
             run.whole.grad = None
@@ -131,7 +131,7 @@ class MergedSlices:
             run.give_state(self.optim.state)
 
     def dissolve(self) -> None:
-        """From now on each is stepped by itself, and counts its own steps."""
+        """From now on step each parameter by itself, with its own step counter."""
         for run in self.runs:
             for member in run.members:
                 of_member = self.optim.state.get(member, {})
@@ -146,5 +146,5 @@ class MergedSlices:
 
 
 def _follows(value: Any, param: torch.Tensor) -> bool:
-    """It has an element for each of the parameter's."""
+    """Whether the value is a tensor in the parameter's shape, on its device."""
     return isinstance(value, torch.Tensor) and value.shape == param.shape and value.device == param.device

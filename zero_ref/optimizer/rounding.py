@@ -1,12 +1,12 @@
-"""32-bit masters of 16-bit parameters, and how their values are rounded.
+"""32-bit master copies of 16-bit parameters, and how their values are rounded.
 
-They add to `minimal.py` that small updates are not lost. bfloat16 has 8 significant bits: rounding to the
-nearest loses an update that is smaller than 1/512 of a weight. A master keeps it. Stochastic rounding shows
-it in the weights too, on average: of two neighbours it takes the upper one with a probability that is the
-distance from the lower one, divided by the gap.
+Master copies add to `minimal.py` that small updates are not lost. bfloat16 has 8 significant bits: rounding
+to the nearest loses an update that is smaller than 1/512 of a weight, but a master copy keeps the update.
+With stochastic rounding the weights have the update too, on average: of the two neighbours of a value, the
+upper one is taken with a probability of the distance from the lower one, divided by the gap.
 
-The random number is a hash of the value and its place in the parameter. So a checkpoint needs no generator's
-state, the partition and the number of ranks change nothing, and the same value is always rounded alike.
+The random number is a hash of the value and its offset in the parameter. So a checkpoint needs no state of a
+generator, and the result does not depend on the partition or the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from zero_ref.optimizer.buckets import flat_view
 ROUNDINGS = ("nearest", "stochastic")
 
 BLOCK_NUMEL = 2**16
-"""How many elements are rounded at a time on a CPU, so that the words of the hash stay in its cache."""
+"""Elements that are rounded at a time on a CPU, so that the hash values stay in the cache."""
 
 BLOCK_NUMEL_ON_GPU = 2**24
 
 _GOLDEN = 0x9E3779B1 - 2**32
-"""An odd number near 2**32 over the golden ratio: neighbouring places get words far apart."""
+"""An odd number near 2**32 over the golden ratio: neighbouring offsets get hash values far apart."""
 
 
 @torch.no_grad()
 def round_stochastically(values: torch.Tensor, into: torch.Tensor, *, seed: int, first: int = 0) -> None:
-    """Write each value to one of its two neighbours in the smaller dtype, the nearer one more often.
+    """Round each value to one of its two neighbours in the smaller dtype, the nearer one more often.
 
-    A value that the dtype has stays. Beyond its largest number, values become that number; NaN and infinities
-    stay.
+    A value that the dtype can represent is exact. Finite values beyond the dtype's largest number become that
+    number; NaN and infinities stay.
 
     >>> weights = torch.full((10000,), 1 + 2**-9)             # a quarter of the way from 1 to 1 + 2**-7
     >>> rounded = torch.empty(10000, dtype=torch.bfloat16)
@@ -44,9 +44,9 @@ def round_stochastically(values: torch.Tensor, into: torch.Tensor, *, seed: int,
 
     Args:
         values: float32, any shape; dense in memory.
-        into: a 16-bit dtype, in the shape of `values`. May lie anywhere.
-        seed: goes into the hash.
-        first: the place of the first element in its parameter, counted along the memory.
+        into: a 16-bit dtype, in the shape of `values`, with any strides.
+        seed: the seed of the hash.
+        first: the offset of the first element in its parameter, in memory order.
     Source: stochastic rounding for 16-bit weights: Gupta et al., arXiv:1502.02551; Zamirai et al.,
         arXiv:2010.06192. The mixing function is Chris Wellons's lowbias32.
     """
@@ -55,7 +55,7 @@ def round_stochastically(values: torch.Tensor, into: torch.Tensor, *, seed: int,
     largest = BLOCK_NUMEL if flat.device.type == "cpu" else BLOCK_NUMEL_ON_GPU
     start = 0
     while start < flat.numel():
-        # A block ends at a multiple of its size in the parameter, so that no block lies across 2**31.
+        # Blocks end at multiples of their size in the parameter, so that no block crosses offset 2**31.
         stop = min(flat.numel(), start + largest - (first + start) % largest)
         rounded[start:stop] = _rounded(flat[start:stop], into.dtype, seed, first + start)
         start = stop
@@ -64,19 +64,19 @@ def round_stochastically(values: torch.Tensor, into: torch.Tensor, *, seed: int,
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype, seed: int, first: int) -> torch.Tensor:
     nearest = values.to(dtype)
-    # Sign and magnitude: one less in the bits is one step towards zero, whatever the exponent.
+    # Floats are sign and magnitude: subtracting 1 from the bits is one step towards zero.
     away = nearest.abs().float() > values.abs()
     below = nearest.view(torch.int16) - away.to(torch.int16)
     low, high = below.view(dtype).float(), (below + 1).view(dtype).float()
     up = (values - low) / (high - low) > _chance(values, seed, first)
-    # NaN compares as False: what is not finite, or has no finite neighbour above, stays as it is.
+    # NaN compares as False: values that are not finite, or have no finite neighbour above, stay.
     return torch.where(up, below + 1, below).view(dtype)
 
 
 def _chance(values: torch.Tensor, seed: int, first: int) -> torch.Tensor:
-    """A number in [0, 1) for each value: a hash of its bits and its place."""
+    """A number in [0, 1) for each value: a hash of its bits and its offset."""
     key = int.from_bytes(hashlib.sha256(f"{seed} {first >> 31}".encode()).digest()[:4], signed=True)
-    # int32 wraps around, and >> brings in copies of the sign: the masks drop those.
+    # int32 wraps around, and >> shifts in copies of the sign bit, which the masks remove.
     word = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
     word = word.add_(first & 0x7FFFFFFF).mul_(_GOLDEN).add_(values.view(torch.int32)).bitwise_xor_(key)
     word = (word ^ ((word >> 16) & 0xFFFF)).mul_(0x7FEB352D)
@@ -90,13 +90,13 @@ class Masters:
     """Copies of 16-bit parameters in a larger dtype, which the local optimizer steps in their place.
 
     Args:
-        dtype: of the copies. Parameters of as many bytes, or that hold no floating-point numbers, get none.
-        rounding: how new values get the parameters' dtype: one of ROUNDINGS. "stochastic" takes copies in
-            float32, and rounds to 16 bits.
-        seed: for stochastic rounding.
+        dtype: the dtype of the copies. Only parameters of a smaller floating-point dtype get copies.
+        rounding: how new values are rounded to the parameters' dtype: one of ROUNDINGS. "stochastic" needs
+            copies in float32, and rounds to 16 bits.
+        seed: the seed of stochastic rounding.
     Raises:
-        TypeError: the dtype is none of torch's.
-        ValueError: the dtype holds no floating-point numbers, or there is no such rounding.
+        TypeError: `dtype` is not a torch.dtype.
+        ValueError: `dtype` is not floating-point, or `rounding` is unknown or does not fit `dtype`.
     """
 
     dtype: torch.dtype
@@ -117,7 +117,7 @@ class Masters:
 
     @classmethod
     def of(cls, dtype: torch.dtype | None, rounding: str, seed: int) -> Masters | None:
-        """As the optimizer's arguments have it; None for no copies."""
+        """The Masters for the optimizer's arguments; None for no copies."""
         if dtype is None and rounding != "nearest":
             raise ValueError(
                 f"rounding={rounding!r} rounds master copies, so it needs master_dtype=torch.float32."
@@ -125,11 +125,11 @@ class Masters:
         return None if dtype is None else cls(dtype, rounding, seed)
 
     def copies(self, param: torch.Tensor) -> bool:
-        """The parameter is stepped as a copy."""
+        """Whether the parameter gets a copy."""
         return param.is_floating_point() and param.itemsize < self.dtype.itemsize
 
     def rounded(self, copy: torch.Tensor, dtype: torch.dtype, first: int) -> torch.Tensor:
-        """The values of a copy, of a slice that begins at element `first`, in the parameter's dtype."""
+        """The values of a copy in the parameter's dtype; its slice begins at element `first`."""
         if self.rounding == "nearest" or dtype.itemsize != 2:
             return copy.to(dtype)
         into = torch.empty_like(copy, dtype=dtype)

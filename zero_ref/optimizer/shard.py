@@ -1,11 +1,11 @@
-"""What this rank owns: its slices, the local optimizer that steps them, and where their gradients are.
+"""What this rank owns: its slices, and the local optimizer that steps them.
 
-`minimal.py` hands its whole parameters to the local optimizer and is done. Here a slice may be a part of a
-parameter, and the local optimizer may step a copy of it in another dtype. A step uses three verbs:
+In `minimal.py` the local optimizer steps whole parameters. This module adds slices of parameters, and copies
+of them in another dtype. A step calls three methods:
 
-    shard.take(gradients)     give each local tensor the gradient of its slice
-    shard.step(closure)       the local optimizer
-    shard.publish()           bring new values to the parameters' memory, where they are not there already
+    shard.take(gradients)     set the `.grad` of each local tensor to the gradient of its slice
+    shard.step(closure)       step the local optimizer
+    shard.publish()           round the new values of copies into the parameters
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from zero_ref.plan.partition import Partition, Slice
 logger = logging.getLogger("zero_ref.optimizer")
 
 MASTER = "master_weight"
-"""The key of a copy's values in its state, which travels and is stored with them."""
+"""The key under which the state that is sent and saved has the values of a copy."""
 
 
 class OwnedSlice(NamedTuple):
-    """A slice that this rank owns, and the tensor that the local optimizer steps in its place.
+    """A slice that this rank owns, and the tensor that the local optimizer steps for it.
 
-    `local` is the parameter itself where it is owned whole, else a 1-D leaf that shares its memory. A copy in
-    another dtype has the same shape.
+    `local` is the parameter itself if the slice is all of it, else a 1-D leaf that shares the parameter's
+    memory. With masters, `local` is a copy in another dtype, in the same shape.
     """
 
     piece: Slice
@@ -46,22 +46,22 @@ class OwnedSlice(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """It is all of the parameter."""
+        """Whether the slice is all of the parameter."""
         return self.piece.numel == self.param.numel()
 
     @property
     def is_copy(self) -> bool:
-        """The local tensor has memory of its own."""
+        """Whether `local` is a copy, with its own memory."""
         return self.local.dtype != self.param.dtype
 
     @property
     def window(self) -> torch.Tensor:
-        """The slice in the parameter's memory, in the shape of `local`."""
+        """The slice as a view of the parameter, in the shape of `local`."""
         return self.local.detach() if not self.is_copy else _window(self.piece, self.param)
 
 
 def _window(piece: Slice, param: torch.Tensor) -> torch.Tensor:
-    # detach, not .data: autograd still notices when a tensor that it saved is overwritten.
+    # detach, not .data: autograd then still detects that a tensor it saved was overwritten.
     whole = piece.numel == param.numel()
     return param.detach() if whole else flat_view(param.detach())[piece.start : piece.stop]
 
@@ -72,11 +72,11 @@ def own_slices(
     masters: Masters | None = None,
     kept: Mapping[Slice, torch.Tensor] | None = None,
 ) -> list[OwnedSlice]:
-    """The tensors to step for these slices.
+    """The owned slices, each with the tensor to step.
 
     Args:
-        masters: which parameters are copied, in which dtype; None for the parameters' own memory.
-        kept: copies that are there already.
+        masters: which parameters are copied, in which dtype; None for no copies.
+        kept: existing copies, which are reused.
     """
     owned = []
     for piece in pieces:
@@ -93,7 +93,7 @@ def own_slices(
 
 
 def _copy(window: torch.Tensor, dtype: torch.dtype, kept: torch.Tensor | None) -> torch.Tensor:
-    """A copy of the window in another dtype: the kept one itself where it still lies as the window does."""
+    """A copy of the window in another dtype: `kept` itself if its device and strides are the window's."""
     if kept is None:
         return window.to(dtype)
     if kept.device == window.device and kept.stride() == window.stride():
@@ -105,17 +105,17 @@ class Shard:
     """A rank's part of an optimizer.
 
     Args:
-        built: the parameters and who owns what.
-        rank: this one.
-        groups: for each parameter group the options that the user gave for it.
-        optimizer_class, defaults: of the local optimizer.
-        merge: step small neighbours as one tensor, where the optimizer treats each element by itself.
-        masters: the copies to step in place of 16-bit parameters; None for none.
+        built: the parameters and their partition.
+        rank: this rank.
+        groups: for each parameter group the options that the user gave.
+        optimizer_class, defaults: the class and the defaults of the local optimizer.
+        merge: step adjacent small parameters as one tensor, if the optimizer is elementwise.
+        masters: the copies to step in place of 16-bit parameters; None for no copies.
 
     Attributes:
-        owned: the slices.
+        owned: the slices that this rank owns.
         optim: the local optimizer.
-        cut: of each parameter that more than one rank owns a part of: its number, itself, its strides.
+        cut: (number, parameter, strides) of each parameter that more than one rank owns a part of.
     """
 
     def __init__(
@@ -138,23 +138,23 @@ class Shard:
         self._merge = merge and masters is None and is_elementwise(optimizer_class)
         self.merged = MergedSlices(self.optim, [], [])
         self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self._used: set[int] = set()  # the numbers of parameters whose local tensors were given a gradient
-        self._versions: list[int] = []  # of the parameters of copies, when these were last equal to them
+        self._used: set[int] = set()  # numbers of the parameters whose local tensors have had a gradient
+        self._versions: list[int] = []  # of each copied parameter, when last equal to its rounded copy
         self._arrange(built)
 
     # ---------------------------------------------------------------------------------------- the three verbs
 
     def take(self, gradients: Mapping[int, torch.Tensor] | None = None) -> None:
-        """Point the local tensors to their gradients, and frozen parameters to none.
+        """Set the `.grad` of each local tensor, and hide that of frozen parameters.
 
-        Whole parameters that are trained, and have no copies, are left alone: they have their gradients.
+        Trained parameters that are owned whole and have no copy already have their gradients.
 
         Args:
             gradients: by parameter number, each in its parameter's shape and strides. The step then updates
-                these parameters alone. None for what each parameter has in `.grad`.
+                only these parameters. None means the `.grad` of each parameter.
         Raises:
-            RuntimeError: a parameter that is split has a sparse gradient. Every rank looks at all of them, so
-                that all raise alike.
+            RuntimeError: a parameter that is split has a sparse gradient. Every rank checks all split
+                parameters, so all raise.
         """
 
         def gradient_of(number: int, param: torch.Tensor) -> torch.Tensor | None:
@@ -173,7 +173,7 @@ class Shard:
             if grad is not None:
                 self._used.add(own.piece.param)
         for own in self._frozen:
-            # A gradient left from before the parameter was frozen would move it on its owner alone.
+            # A gradient from before the parameter was frozen would update the parameter on its owner only.
             self._replace(own.param, None)
         if gradients is None:
             self.merged.merge()
@@ -183,13 +183,13 @@ class Shard:
                 self._replace(own.param, gradients.get(own.piece.param))
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step the local optimizer, then leave all gradients as they were before `take`.
+        """Step the local optimizer, then restore all gradients as they were before `take`.
 
         Args:
-            closure: computes the gradients, which are then taken.
-            **kwargs: of the local optimizer's `step`.
+            closure: computes the gradients; `take` is called after it.
+            **kwargs: passed to the local optimizer's `step`.
         Returns:
-            What that returns.
+            What the local optimizer's `step` returns.
         """
         if closure is not None:
             kwargs["closure"] = self._taking_after(closure)
@@ -200,7 +200,7 @@ class Shard:
 
     @torch.no_grad()
     def publish(self, numbers: Container[int] | None = None) -> None:
-        """Round the new values of copies into their parameters: of all, or of these numbers."""
+        """Round the new values of copies into their parameters: all trained ones, or those in `numbers`."""
         for own in self._copies:
             if own.param.requires_grad and (numbers is None or own.piece.param in numbers):
                 own.window.copy_(self._rounded(own))
@@ -212,10 +212,10 @@ class Shard:
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
-        """Take into the copies what others have written into the parameters, such as a loaded model.
+        """Copy values that others have written into the parameters, such as a loaded model, to the copies.
 
-        Elements that are still what their copy was rounded to leave the copy as it is. Autograd's version of
-        a parameter tells of a change; what is written through `.data` goes unseen, and is overwritten.
+        A copy keeps the elements whose rounded value the parameter still has. Changes are detected by the
+        parameter's version counter; a write through `.data` is not detected, and is overwritten.
         """
         for own, version in zip(self._copies, self._versions, strict=True):
             if own.param._version != version:
@@ -223,7 +223,7 @@ class Shard:
                 own.local.copy_(torch.where(changed, own.window.to(own.local.dtype), own.local))
 
     def note_versions(self) -> None:
-        """The copies and their parameters are equal, but for rounding."""
+        """Record that each parameter now equals its rounded copy."""
         self._versions = [own.param._version for own in self._copies]
 
     def give_back(self) -> None:
@@ -241,9 +241,9 @@ class Shard:
 
     def _taking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def closure_then_take() -> Any:
-            self.give_back()  # while the user's code runs, all is as it left it
-            # An optimizer may move what it steps before it calls the closure. What it has not moved is not
-            # written: a graph that was made before the step needs its version.
+            self.give_back()  # the user's code must see its own gradients
+            # An optimizer may change its parameters before it calls the closure. Publish only the changed
+            # ones: a write would invalidate an autograd graph that was made before the step.
             moved = {
                 own.piece.param for own in self._copies if not torch.equal(self._rounded(own), own.window)
             }
@@ -257,7 +257,7 @@ class Shard:
     # -------------------------------------------------------------------------------- when something changes
 
     def own(self, partition: Partition, params: Sequence[torch.Tensor], first: int = 0) -> list[OwnedSlice]:
-        """What this rank would own under another partition, from slice `first` on."""
+        """The slices that this rank would own under another partition, from slice `first` on."""
         return own_slices(partition.slices_of_rank[self.rank][first:], params, self.masters, self._kept)
 
     @property
@@ -266,7 +266,7 @@ class Shard:
 
     @torch.no_grad()
     def place(self, built: Built) -> None:
-        """Follow the parameters to where they lie now, on whatever device, and to what is trained now."""
+        """Make the owned slices anew, after parameters were moved (also to another device) or frozen."""
         before = self.owned
         pieces = built.partition.slices_of_rank[self.rank]
         self.owned = own_slices(pieces, built.params, self.masters, self._kept)
@@ -278,7 +278,7 @@ class Shard:
         ):
             group["params"] = local
         if any(old != own.local.device for old, own in zip(self._devices, self.owned)):
-            # Loading brings each value to where its optimizer wants it; step counters may belong on the CPU.
+            # load_state_dict moves each value to the right device; step counters may stay on the CPU.
             state = self.optim.state
             here = {n: state[own.local] for n, own in enumerate(self.owned) if own.local in state}
             self.load(here, self.optim.param_groups)
@@ -315,7 +315,7 @@ class Shard:
         """Refuse parameters whose elements are no longer those of the plan.
 
         Raises:
-            RuntimeError: a parameter has another size, or one that is cut has other strides.
+            RuntimeError: the size of a parameter has changed, or the strides of one that is cut.
         """
         for number, (param, numel) in enumerate(zip(params, self.built.partition.numels, strict=True)):
             if param.numel() != numel:
@@ -333,10 +333,10 @@ class Shard:
                 )
 
     def check_keeps_no_views(self, action: str) -> None:
-        """Refuse to move parameters of which the local optimizer keeps views: those would stay behind.
+        """Refuse to move parameters of which the local optimizer keeps views, which would not move along.
 
         Raises:
-            RuntimeError: it does; names the parameter.
+            RuntimeError: the local optimizer keeps a view; names the parameter.
         """
         number = kept_view(self.optim, self.built.params)
         if number is not None:
@@ -351,10 +351,10 @@ class Shard:
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:
-        """By local tensor, what travels and is stored: the optimizer's state, and the values of copies.
+        """By local tensor, the state that is sent and saved: the optimizer's state and the values of copies.
 
-        A copy that was never stepped is equal to its parameter, and left out: in a plain optimizer a state
-        of its values alone would pass for one that the optimizer has begun.
+        A copy that was never stepped equals its parameter and is left out: a plain optimizer that loads a
+        state of only these values would take it for its own and not initialize the rest.
         """
         copies = {
             own.local: {**self.optim.state.get(own.local, {}), MASTER: own.local.detach()}
@@ -364,13 +364,13 @@ class Shard:
         return {**self.optim.state, **copies} if copies else self.optim.state
 
     def load(self, state: Mapping[int, Mapping[str, Any]], saved_groups: Sequence[ParamGroup]) -> None:
-        """Hand state and options to the local optimizer, which puts them on the device and dtype it wants.
+        """Load state and options into the local optimizer, which converts their device and dtype.
 
         Args:
-            state: by position in `owned`, in the form of `state`.
-            saved_groups: as in a state dict; only their options are looked at.
+            state: by index in `owned`, each entry as in the property `state`.
+            saved_groups: as in a state dict; only their options are used.
         Raises:
-            ValueError: the values of a copy have another shape.
+            ValueError: the saved values of a copy do not have its shape.
         """
         for number, of_slice in state.items():
             own, values = self.owned[number], of_slice.get(MASTER)
@@ -381,7 +381,7 @@ class Shard:
                     f"{shape}, and what it stands for has {tuple(own.local.shape)}."
                 )
         ends = [0, *accumulate(len(group["params"]) for group in self.optim.param_groups)]
-        # Ranges: torch looks for each entry of the state in them, which in lists takes quadratic time.
+        # torch searches them for each entry of the state, which in lists instead of ranges is quadratic.
         groups = [
             {**loaded_options(saved, ours, self.optim.defaults), "params": range(*of_group)}
             for ours, saved, of_group in zip(
@@ -390,12 +390,12 @@ class Shard:
         ]
         self.optim.load_state_dict({"state": state, "param_groups": groups})
         for number, of_slice in state.items():
-            # torch takes a text for an iterable, and puts str(generator) in its place.
+            # torch treats a string as an iterable and replaces it by str(generator), so restore the strings.
             texts = {key: value for key, value in of_slice.items() if isinstance(value, str)}
             self.optim.state[self.owned[number].local].update(texts)
 
     def adopt(self, owned: list[OwnedSlice], state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Own these slices from now on, which have this state. `place` has to follow."""
+        """Replace the owned slices and their state. Call `place` afterwards."""
         self.owned = owned
         self._devices = [own.local.device for own in owned]
         self.optim.state.clear()
@@ -404,10 +404,10 @@ class Shard:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take the values of copies out of the state that was loaded, or from the parameters if not there."""
+        """Move the values of copies out of the loaded state; copies without a value get their parameter's."""
         self._used.clear()
         for own in self.owned:
-            # Of an optimizer with copies the state has them where this one has none, too.
+            # Remove the key even without a copy: the state may be from an optimizer that had copies.
             values = self.optim.state.get(own.local, {}).pop(MASTER, None)
             if own.is_copy:
                 own.local.copy_(own.window if values is None else values)
@@ -416,13 +416,13 @@ class Shard:
 
 
 def _part(grad: torch.Tensor, own: OwnedSlice) -> torch.Tensor:
-    """The gradient of a slice, in the dtype of what is stepped."""
+    """The gradient of a slice, in the dtype of its local tensor."""
     part = grad if own.is_whole else flat_like(grad, own.param)[own.piece.start : own.piece.stop]
     return part.to(own.local.dtype)
 
 
 def log_share(built: Built, shard: Shard, world_size: int) -> None:
-    """Partition and message figures, at TORCH_DISTRIBUTED_DEBUG=INFO; every owned slice at DETAIL."""
+    """Log partition and message sizes at TORCH_DISTRIBUTED_DEBUG=INFO; every owned slice at DETAIL."""
     level = dist.get_debug_level()  # type: ignore[attr-defined]
     if level == dist.DebugLevel.OFF:  # type: ignore[attr-defined]
         return

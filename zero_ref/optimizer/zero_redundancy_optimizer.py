@@ -1,13 +1,13 @@
-"""ZeroRedundancyOptimizer: every rank updates its own shard of the parameters, then all share the results.
+"""ZeroRedundancyOptimizer: every rank updates its own shard of the parameters, then broadcasts it.
 
-Under data parallelism every rank holds all parameters and, after the gradients are reduced, the same
-gradients. An ordinary optimizer then does the same update N times and keeps its state N times. Here each
-element has one owner, which alone keeps its optimizer state and updates it; a broadcast brings the new
-values to the others. State per rank falls to 1/N, and what travels is the parameters, once.
+Read `minimal.py` first, then `step` and `make_update` here, which do the same. This module adds that the user
+may add groups, freeze parameters, change owners and load. Such a change updates what a step uses: the
+parameters and their plan (`built.py`), the slices that this rank owns (`shard.py`), and the facts that must
+be equal on all ranks (`comm/accord.py`).
 
-Read `minimal.py` first, then `step` and `make_update` here: the same lines. The rest keeps up what they use
-while the user adds groups, freezes parameters, changes owners or loads: the parameters and the plan for them
-(`built.py`), what this rank owns of them (`shard.py`), and what ranks must have in common (`comm/accord.py`).
+Under data parallelism an ordinary optimizer makes the same update on all N ranks and keeps its state N times.
+Here each element has one owner, and only the owner keeps its state and updates it. State per rank falls to
+1/N, and each step sends the parameters once.
 """
 
 from __future__ import annotations
@@ -39,51 +39,51 @@ from zero_ref.state.whole import WithWholeState
 class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
     """Shards an optimizer over the ranks of a process group. A drop-in for torch's class of that name.
 
-    It shares the updates, not the gradients: they must be averaged over the ranks before `step`, as
-    DistributedDataParallel does in its backward. Without that each owner would train on its own data alone.
+    Gradients must be averaged over the ranks before `step`, as DistributedDataParallel does in its backward.
+    Otherwise each owner would train on its own data only.
 
     >>> optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)  # doctest: +SKIP
 
     Args:
         params: an iterable of parameters, of dicts (parameter groups) or of `named_parameters()`.
-        optimizer_class: the optimizer to shard: any that updates each parameter by itself.
+        optimizer_class: the class to shard, which must update each parameter by itself.
         process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
         parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
-            message for each owner, not one for each parameter, and steps small neighbours as one tensor
-            (without masters).
-        overlap_with_ddp: the update is made during backward, by `hook_with_zero_step` or
+            message for each owner, not one for each parameter, and (without masters) steps adjacent small
+            parameters as one tensor.
+        overlap_with_ddp: make the update during backward, by `hook_with_zero_step` or
             `hook_with_zero_step_interleaved` on the DistributedDataParallel model; see
             `backward/overlap.py`. Without a hook, or where backward did not reduce, `step` makes the update.
-        partition: who owns what: "sorted_greedy" (torch's rule, the default), "registration_greedy"
+        partition: the owners: "sorted_greedy" (torch's rule, the default), "registration_greedy"
             (FairScale's), "even" (1/N, to within 64 elements; for elementwise optimizers), a function, lists
             of parameter numbers for each rank, or a Partition.
-        broadcast_dtype: send new parameters in this dtype, such as torch.bfloat16, to halve what travels. The
-            owner keeps its values in full; the others get rounded ones, so ranks no longer hold the same. In
-            torch.float16, of which the largest number is 65504, a step waits for the GPU to look for others.
+        broadcast_dtype: send new parameters in this dtype, such as torch.bfloat16, to halve the bytes sent.
+            The owner keeps its unrounded values and other ranks get rounded ones, so ranks no longer hold
+            equal values. With torch.float16, a step waits for the GPU to check for values beyond 65504.
         master_dtype: torch.float32 for parameters of 16 bits: each owner keeps a copy of its slices in this
-            dtype, the local optimizer steps the copy, and its new values are rounded into the parameters.
-            Larger parameters are stepped as they are. State dicts have the copies under the key
-            "master_weight". torch.amp.GradScaler refuses gradients in float16: with it use bfloat16.
+            dtype, the local optimizer steps the copy, and the new values are rounded into the parameters.
+            Larger parameters have no copy. State dicts have the copies under the key "master_weight".
+            torch.amp.GradScaler refuses gradients in float16, so use bfloat16 with it.
         rounding: "nearest", or "stochastic": to one of the two neighbours at random, the nearer one more
-            often, so that the mean is right. The same on any number of ranks, under any partition.
-        rounding_seed: of stochastic rounding.
+            often, so that the mean is right. The result is the same at any world size and partition.
+        rounding_seed: the seed of stochastic rounding.
         **defaults: passed to `optimizer_class`.
 
     Attributes:
         optim: the local optimizer, on this rank's slices.
-        partition: who owns what.
+        partition: the owner of each slice.
         built: the parameters, their partition and the messages of a step.
-        shard: what this rank owns, and what steps it.
-        backward: what DDP's hooks have done in the last backward.
-        accord: what ranks must go on having in common.
-        collectives: the way to the other ranks; append to its `observers` to see every call.
+        shard: the slices that this rank owns, and the local optimizer.
+        backward: what DDP's hooks did in the last backward.
+        accord: checks that options stay equal on all ranks, and reports errors between ranks.
+        collectives: makes the calls to other ranks; append to its `observers` to see every call.
         process_group, rank, world_size, global_rank: as torch's. `rank` counts within the group.
 
     Raises:
-        TypeError, ValueError: as torch's optimizers on wrong `params` or options, and where the partition
-            cannot work for this optimizer; parameters that are cut already (DTensor) or whose values differ
-            between ranks; an optimizer whose update of a parameter depends on others. If one rank raises, or
-            ranks pass different things, all raise.
+        TypeError, ValueError: as torch's optimizers on wrong `params` or options; also if the partition does
+            not suit the optimizer, a parameter is sharded already (DTensor), initial values differ between
+            ranks, or the optimizer's update of a parameter depends on others. If one rank raises, or ranks
+            pass different arguments, all raise.
 
     Collective: all ranks of the group construct it together.
     Cost: one all-gather of 32 bytes, and one pass over the parameters' memory.
@@ -116,22 +116,22 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         self.backward = Backward()
         self._choice = partition
 
-        # Whatever can go wrong by itself goes wrong before the first message, and then on all ranks alike.
+        # Errors are raised here, before the first message of parameters, and on all ranks.
         number = number_on(self.process_group)
         with agreement(self.collectives, "construct the optimizer") as facts:
-            # Optimizer.__init__ writes every default into each group, and an option of a group wins over what
-            # the local optimizer's constructor computes of its arguments. That gets what the user gave.
+            # Optimizer.__init__ writes every default into each group, where it would override a value that
+            # the local optimizer's constructor computes. So pass on only what the user gave.
             self._given: list[dict[str, Any]] = []
             Optimizer.__init__(self, params, defaults)
             self.built, start_values = self._planned(optimizer_class, defaults)
-            # An update in backward steps some parameters at a time, so there each is stepped by itself.
+            # An update in backward steps only some parameters at a time, so they cannot be merged.
             merge, masters = not overlap_with_ddp, Masters.of(master_dtype, rounding, rounding_seed)
             self.shard = Shard(
                 self.built, self.rank, self._given, optimizer_class, defaults, merge=merge, masters=masters
             )
             self.defaults = self.optim.defaults
             copy_options(self.optim.param_groups, self.param_groups)
-            # Start values last, so that what has another shape is said to have that.
+            # Start values come last, so that an error about a different shape names the shape.
             facts += [f"optimizer {number} of the group", *self._facts(self.built.specs, self.partition)]
             facts += start_values
         alarm = self.collectives.open_channel(number, {param.device for param in self.built.params})
@@ -151,34 +151,34 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
 
     @in_its_circumstances
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update this rank's shard, then bring every shard to every rank.
+        """Update this rank's shard, then send every shard to all ranks.
 
-        Returns with the same new parameters on all ranks; with `broadcast_dtype` they are rounded on all but
-        their owners.
+        Returns with the same new parameters on all ranks; with `broadcast_dtype`, other ranks than the owner
+        have rounded values.
 
         Args:
-            closure: re-evaluates the model and returns the loss; called as the local optimizer calls it.
+            closure: re-evaluates the model and returns the loss; the local optimizer calls it.
             **kwargs: passed to the local optimizer's `step`.
         Returns:
             What the local optimizer's `step` returns: the closure's loss, or None.
         Raises:
-            RuntimeError: another rank stopped, or makes other calls; says what this one waited for. A value
+            RuntimeError: another rank stopped, or makes other calls; says what this rank waited for. A value
                 is too large for `broadcast_dtype`, or gradients that only their owners have were changed
                 other than by `zero_ref.clip_grad_norm_`; names the parameter, on all ranks. The local
-                optimizer of another rank raised: up to 8 ranks on the CPU all hear of it in the same step,
-                otherwise in the next comparison. Then all refuse to step and to save until a state is loaded.
-            ValueError: options, or what the local optimizer keeps for all parameters, differ between ranks.
-                Compared before updates 1, 2, 4, 8, ..., and where ranks agree on something anyway.
+                optimizer of another rank raised: up to 8 ranks on the CPU raise in the same step, others at
+                the next comparison. Then all ranks refuse to step and to save until a state is loaded.
+            ValueError: options, or values that the local optimizer keeps for all parameters, differ between
+                ranks. They are compared before updates 1, 2, 4, 8, ..., and in every other agreement.
         Collective: all ranks of the group, once each iteration, after their gradients were reduced.
         Cost: each rank receives (N-1)/N of the trainable parameters, and sends its own 1/N to the others. The
             first step after a change of `requires_grad`, and updates 1, 2, 4, 8, ..., also make an all-gather
-            of 32 bytes. Nothing where backward has made the update already (`overlap_with_ddp`).
+            of 32 bytes. Nothing is sent if backward has made the update already (`overlap_with_ddp`).
         """
         self.begin_update()
         return self.make_update(closure, **kwargs)
 
     def begin_update(self) -> None:
-        """Take over what has changed since the last update: parameters, options."""
+        """Apply the user's changes since the last update, to parameters and options."""
         self._consolidated = None
         self.current()
         self.shard.follow_parameters()
@@ -194,7 +194,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         """The update itself: each rank steps its shard, then all send what they own."""
         expected: list[PendingCall | None] = []
         with failure_told(self, expected) as by_closure:
-            if closure is None:  # else it computes the gradients, and runs the model as it is
+            if closure is None:  # a closure still needs the old parameters to compute the gradients
                 expected += expect_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype)
                 self.shard.take(gradients)
             loss = self.shard.step(closure and noting_errors(closure, by_closure), **kwargs)
@@ -205,7 +205,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         return loss
 
     def exchange(self, expected: Sequence[PendingCall | None]) -> None:
-        """Send what this rank owns, receive what others own, and hear who could not step."""
+        """Send what this rank owns, receive the rest, and learn which ranks could not step."""
         built = self.built
         try:
             broadcast_messages(self.collectives, built.messages, self.broadcast_dtype, expected, built.name)
@@ -213,9 +213,9 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             self.accord.after_update(message.owner for message in built.messages)
 
     def end_update(self) -> None:
-        """Tell autograd, schedulers and the user's groups."""
-        # The network writes behind autograd's back: tell it, on every rank as on the owner.
-        # Frozen parameters have not changed, and a backward under way may still need them.
+        """Record the update in autograd's versions, the user's groups and `backward`."""
+        # Autograd does not see that a broadcast wrote into parameters, so increment their versions.
+        # Frozen parameters have not changed, and a running backward may still need them.
         torch.autograd.graph.increment_version([param for param in self.built.params if param.requires_grad])
         self.shard.note_versions()
         copy_options(self.optim.param_groups, self.param_groups)
@@ -223,7 +223,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         self._opt_called = True  # learning-rate schedulers warn where step() was never called
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's optimizers: forget all gradients."""
+        """Reset all gradients, as torch's optimizers do."""
         super().zero_grad(set_to_none)
         self.backward.zeroed()
 
@@ -237,35 +237,35 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
     def _planned(
         self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any]
     ) -> tuple[Built, list[str]]:
-        """The plan, checked and laid out; and the values that the parameters had before, as facts."""
+        """The checked plan with its messages, and the parameters' initial values as facts."""
         specs, params = specs_of(self.param_groups), params_of(self.param_groups)
         partition = plan_partition(self._choice, specs, self.world_size)
         check_can_be_sharded(optimizer_class, partition, params, specs)
         if self.parameters_as_bucket_view:
             check_can_be_flattened(params)
-        # Before they are moved to where words of eight bytes begin elsewhere.
+        # Compute digests before the parameters move to addresses with another alignment.
         start_values = facts_of_values(params, specs)
         check_updates_apart(optimizer_class, self._given[0], defaults)
         return Built.of(params, specs, partition, self.parameters_as_bucket_view), start_values
 
     def _rebuild(self, partition: Partition) -> None:
-        """Lay out messages and local tensors for this partition of the parameters as they are now."""
+        """Make messages and local tensors for this partition of the current parameters."""
         params, specs = params_of(self.param_groups), specs_of(self.param_groups)
         built = Built.of(params, specs, partition, self.parameters_as_bucket_view, self.built)
         self.shard.place(built)
-        self.built = built  # last: if one of these fails, the next step tries again
+        self.built = built  # last: if a line above fails, the next step tries again
         self.state = self.optim.state
         log_share(self.built, self.shard, self.world_size)
 
     def current(self) -> Built:
-        """What is built, for the parameters as they are now.
+        """`built`, made anew if parameters were moved or frozen.
 
         Raises:
-            RuntimeError: this rank may not go on, as after a load that was cut off; a parameter has other
-                elements than it had; the local optimizer keeps views of what has moved.
+            RuntimeError: this rank may not continue, as after a load that was cut off; the elements of a
+                parameter have changed; the local optimizer keeps views of parameters that have moved.
             ValueError: `requires_grad` differs between ranks.
-        Collective: where `requires_grad` of a parameter has changed, all ranks of the group.
-        Cost: then one all-gather of 32 bytes.
+        Collective: all ranks of the group, if `requires_grad` of a parameter has changed.
+        Cost: one all-gather of 32 bytes, in that case.
         """
         self.accord.check_certain()
         built = self.built
@@ -284,7 +284,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
                 f"parameter {spec.name or i}: requires_grad={spec.trainable}"
                 for i, spec in enumerate(specs_of(self.param_groups))
             ]
-            if not self.joined:  # where a step brings options to ranks without data
+            if not self.joined:  # in a Join, a step sends the options to ranks without data
                 facts += facts_of_options(self.param_groups, self.optim)
             agree(self.collectives, "change which parameters are trained", keeps_views or facts)
         if keeps_views is not None:
@@ -296,18 +296,18 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
     # -------------------------------------------------------------------------------- parameters added later
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as torch's optimizers do; what is already placed stays where it is.
+        """Add a parameter group, as torch's optimizers do; earlier parameters keep their owners.
 
         Raises:
             TypeError, ValueError: as torch's optimizers.
             RuntimeError: with `parameters_as_bucket_view`, the local optimizer keeps views of its parameters.
-            If one rank raises, or ranks add different groups, all raise and the optimizer is as it was.
+            If one rank raises, or ranks add different groups, all raise and the optimizer is unchanged.
         Collective: all ranks of the group.
         Cost: one all-gather of 32 bytes.
         """
-        given = options_of(param_group) if isinstance(param_group, dict) else {}  # which torch refuses
+        given = options_of(param_group) if isinstance(param_group, dict) else {}  # torch raises below
         if not hasattr(self, "shard"):
-            # Optimizer.__init__ hands over one group at a time; all are planned together when it is done.
+            # Optimizer.__init__ calls this for one group at a time; all are planned together afterwards.
             super().add_param_group(param_group)
             self._given.append(given)
             return
@@ -341,31 +341,31 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
 
     @property
     def _rule_for_later(self) -> Choice:
-        """A rule is applied again; an explicit assignment says nothing of new parameters: the default."""
+        """The rule for new parameters: the user's rule, or the default after an explicit assignment."""
         return self._choice if isinstance(self._choice, str) or callable(self._choice) else "sorted_greedy"
 
     # ----------------------------------------------------------------------------------------- other owners
 
     def repartition(self, partition: Choice) -> None:
-        """Give elements to other owners in the middle of training, which goes on as if nothing had happened.
+        """Change the owners of elements in the middle of training, without changing its result.
 
-        Only the state of what changes owner moves, from its old owner straight to the new one; slices that do
-        not change keep their very tensors. Options stay, and so does a state that was consolidated.
+        Only the state of elements that change owner is sent, from the old owner directly to the new one;
+        other slices keep their tensors. Options and a consolidated state stay.
 
         >>> optimizer.repartition("even")                                    # doctest: +SKIP
 
         Args:
-            partition: as in the constructor. A rule also places the groups that are added later.
+            partition: as in the constructor. A rule also applies to groups that are added later.
         Raises:
-            TypeError, ValueError: the partition does not fit, or cannot work for this optimizer; something in
+            TypeError, ValueError: the partition does not fit, or does not suit this optimizer; something in
                 the state cannot be moved; the parts of a parameter were not stepped together.
             RuntimeError: the last backward reduced gradients to their owners, and no step has used them yet;
                 the local optimizer keeps views of its parameters; another rank stopped. If one rank raises,
-                or ranks pass different partitions, all raise and the optimizer is as it was.
+                or ranks pass different partitions, all raise and the optimizer is unchanged.
         Collective: all ranks of the group.
-        Cost: each element that changes owner is sent once, with its state, and with its value where there is
-            a `broadcast_dtype`; a table of contents from each rank to each that it sends to; three
-            all-gathers of 32 bytes. While it lasts, the state of slices that change is held twice.
+        Cost: the state of each element that changes owner is sent once, with `broadcast_dtype` its value too;
+            a table of contents from each rank to each rank that it sends to; three all-gathers of 32 bytes.
+            Meanwhile the state of slices that change is in memory twice.
         """
         built = self.current()
         with agreement(self.collectives, "repartition the optimizer") as facts:
@@ -395,7 +395,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
     # ------------------------------------------------------------------------------- what ranks compare
 
     def standing_facts(self) -> list[str]:
-        """What must be the same on all ranks at any time."""
+        """The facts that must be equal on all ranks at any time."""
         return [*self.accord.facts(), *facts_of_options(self.param_groups, self.optim)]
 
     def _facts(self, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:

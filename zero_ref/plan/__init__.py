@@ -1,1 +1,1 @@
-"""Integers: who owns what, where it lies, what changes hands, and the calls. Standard library only."""
+"""Plans in integers, beyond `assign_owners` of `minimal.py`: owners, offsets, moves and calls. No torch."""

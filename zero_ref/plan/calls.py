@@ -1,7 +1,7 @@
-"""One call to the other ranks, as a plan foresees it and as a recorder sees it.
+"""One call to the other ranks, as a value that can be predicted, recorded and compared.
 
-The simulator predicts a list of these, `lab.meter` records one, and the two must be equal: the same
-operations, in the same order, with the same bytes.
+This module adds to `minimal.py` a way to count its calls. The simulator predicts a list of `Call`s,
+`lab.meter` records one, and the two must be equal: the same operations, in the same order and sizes.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 CHECK = "check"
-"""The op of the all-gather of 32 bytes by which ranks compare options before steps 1, 2, 4, 8 and so on."""
+"""The op of the 32-byte all-gather in which ranks compare options before steps 1, 2, 4, 8 and so on."""
 
 
 class Call(NamedTuple):
-    """What one rank asks of the network.
+    """One operation that a rank issues.
 
     >>> Call("broadcast", nbytes=4096, peer=0)
     Call(op='broadcast', nbytes=4096, peer=0)
 
     Args:
         op: "broadcast", "all_reduce", "all_gather", "reduce_scatter", "send", "recv", or "check".
-        nbytes: payload in bytes: the size of the tensor that this rank passes in, or of the one that an
-            all-gather into a single tensor gives. What travels on the wire is a multiple of it that depends
+        nbytes: payload in bytes: the size of the tensor that this rank passes in, or of the output of an
+            all-gather into a single tensor. The bytes on the wire are a multiple of the payload that depends
             on the operation and the number of ranks.
-        peer: the source of a broadcast, the other end of a send or recv; None where all ranks are alike.
+        peer: the source of a broadcast, or the other rank of a send or recv; None for other operations.
     """
 
     op: str
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 
 def ordinary(calls: Iterable[Call]) -> list[Call]:
-    """The calls but for those that only some steps make, to be held against the plan of a step.
+    """The calls that every step makes, to compare with the plan of a step.
 
     >>> ordinary([Call("check", 32), Call("broadcast", 4096, 0)])
     [Call(op='broadcast', nbytes=4096, peer=0)]

@@ -1,8 +1,8 @@
-"""Where each owned piece lies in flat tensors: a `Partition` in, a `BucketLayout` out.
+"""The offset of each owned slice in flat tensors: computes a `BucketLayout` from a `Partition`.
 
-One flat tensor for each device and dtype holds the parameters end to end, arranged so that what a rank
-owns is contiguous wherever the partition allows. A contiguous run of one owner is a bucket: it can be
-sent in one message instead of one for each parameter. Plain arithmetic, no torch.
+`minimal.py` sends one message for each parameter; this layout allows one for each owner. One flat tensor for
+each device and dtype holds the parameters end to end, ordered so that the slices of a rank are contiguous
+wherever the partition allows. A contiguous run of one owner is a bucket. Plain arithmetic, no torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ITEMSIZE: dict[str, int] = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
-"""Bytes an element, by the dtype's name."""
+"""Bytes per element, by the dtype's name."""
 
 
 class Bucket(NamedTuple):
-    """Elements `start` to `stop` of a flat tensor: what one owner sends in one message."""
+    """Elements `start` to `stop` of a flat tensor, which one owner sends in one message."""
 
     owner: int
     start: int
@@ -44,13 +44,13 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Flat:
-    """One flat tensor: where its parameters begin, and which ranks own which runs of it.
+    """One flat tensor: the offsets of its parameters, and the owner of each run.
 
     Args:
-        device, dtype: of the tensor and of every parameter in it.
+        device, dtype: those of the tensor and of every parameter in it.
         numel: elements, padding included.
-        offset_of_param: first element of each parameter that lies here.
-        buckets: in order of their place.
+        offset_of_param: the offset of each parameter's first element.
+        buckets: in order of their offsets.
     """
 
     device: str
@@ -88,17 +88,17 @@ class BucketLayout:
 def lay_out(partition: Partition, params: Sequence[ParamSpec], *, alignment: int = 16) -> BucketLayout:
     """Place the trainable parameters in flat tensors, one for each device and dtype.
 
-    Frozen parameters stay where they are: they never change, so they are never sent.
+    Frozen parameters are left out: their values do not change, so they are not sent.
 
     Args:
-        partition: who owns what.
-        params: in registration order, the ones that `partition` was made for.
-        alignment: a parameter that begins an owner's run lies at a multiple of this many elements, and
-            each flat tensor is padded to one. 16 float32 are one 64-byte cache line.
+        partition: the owner of each slice.
+        params: the parameters that `partition` was made for, in registration order.
+        alignment: a parameter that begins an owner's run has an offset that is a multiple of this many
+            elements, as is each flat tensor's size. 16 float32 are one 64-byte cache line.
     Returns:
-        Flats in order of their first parameter; `even` partitions keep the registration order inside.
+        Flats in order of their first parameter. Under `even`, each flat keeps the registration order.
     Raises:
-        ValueError: `params` is not what `partition` was made for, or a dtype is unknown.
+        ValueError: `partition` was made for other parameters, or a dtype is unknown.
     """
     if tuple(param.numel for param in params) != partition.numels:
         raise ValueError(
@@ -125,12 +125,12 @@ def _flat(partition: Partition, members: list[int], device: str, dtype: str, ali
     end = 0
     offset_of_param: dict[int, int] = {}
     buckets: list[Bucket] = []
-    # First owner, then last owner: parameters of one rank lie together, one that is split between two
-    # ranks lies between theirs.
+    # Sort by first owner, then last owner: the parameters of one rank are adjacent, and a parameter that is
+    # split between two ranks comes between those of the two.
     pieces = (piece for param in sorted(members, key=owners) for piece in partition.pieces_of_param[param])
     for owner, run in groupby(pieces, key=itemgetter(1)):
         slices = tuple([piece for piece, _ in run])
-        # A run that begins with the rest of a parameter must follow the one before it.
+        # A run that begins inside a parameter must directly follow the run with that parameter's beginning.
         start = end = _round_up(end, alignment) if slices[0].start == 0 else end
         for piece in slices:
             if piece.start == 0:
@@ -142,7 +142,7 @@ def _flat(partition: Partition, members: list[int], device: str, dtype: str, ali
 
 
 class SliceRun(NamedTuple):
-    """Elements `start` to `stop` of a message, and the slices that lie there end to end."""
+    """Elements `start` to `stop` of a message, and the slices that they hold, end to end."""
 
     start: int
     stop: int
@@ -150,9 +150,9 @@ class SliceRun(NamedTuple):
 
 
 def runs_within(slices: Iterable[Slice], params: Container[int]) -> list[SliceRun]:
-    """Of slices that lie end to end, the runs that belong to `params`.
+    """The contiguous runs of `params`, in a message that holds these slices end to end.
 
-    What the optimizer sends when only these parameters have new values, and what the simulator prices.
+    The optimizer sends these runs when only `params` have new values; the simulator counts their bytes.
 
     >>> [run[:2] for run in runs_within([Slice(0, 0, 6), Slice(3, 0, 1), Slice(5, 0, 4)], {0, 3})]
     [(0, 7)]
@@ -160,7 +160,7 @@ def runs_within(slices: Iterable[Slice], params: Container[int]) -> list[SliceRu
     [(0, 6), (7, 11)]
     """
     found: list[tuple[int, list[Slice]]] = []
-    start, end = 0, -1  # of this piece, of the last run
+    start, end = 0, -1  # the start of this piece, the end of the last run
     for piece in slices:
         if piece.param in params and piece.numel:
             if start != end:

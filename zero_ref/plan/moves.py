@@ -1,8 +1,8 @@
-"""What changes owner between two partitions: the plan of a repartition, as arithmetic on integers.
+"""The elements that change owner between two partitions: the plan of a repartition, in integers.
 
-A repartition need not gather the optimizer's state and cut it anew: most of it is where it belongs already.
-`moves` lists the rest, run by run, with the rank that has it and the rank that is to have it. No torch, so a
-laptop can plan the resharding of 4,096 ranks' state onto 512.
+In `minimal.py` an owner never changes. A repartition changes owners without gathering the whole state, since
+most elements keep their owner: `moves` lists the others, each run with its old and its new owner. No torch,
+so a laptop can plan the resharding of 4,096 ranks' state onto 512.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zero_ref.plan.partition import Partition, Slice
 
 
 class Move(NamedTuple):
-    """Elements that rank `src` owned and rank `dst` is to own.
+    """A run of elements that rank `src` owned and rank `dst` will own.
 
     >>> Move(Slice(param=3, start=0, stop=10), src=0, dst=2)
     Move(piece=Slice(param=3, start=0, stop=10), src=0, dst=2)
@@ -26,19 +26,19 @@ class Move(NamedTuple):
 
 
 def moves(old: Partition, new: Partition, *, staying: bool = False) -> list[Move]:
-    """What has to be handed over so that `old` becomes `new`: each element whose owner changes, once.
+    """The moves that turn `old` into `new`: each element whose owner changes is in exactly one.
 
-    Nothing less would do, for a rank cannot make up state that it never had. A move is a run of elements as
-    long as can be: it lies in one slice of `old` and in one of `new`. Moves come in the order of parameters,
-    then of elements, so all ranks that know both partitions list the same moves without communicating.
+    A move is the longest run of elements that belongs to one slice of `old` and one slice of `new`. Moves are
+    in the order of parameters, then of elements, so all ranks that know both partitions list the same moves
+    without communicating.
 
     >>> from zero_ref.plan.partition import even, from_lists
     >>> old, new = from_lists([256], [[0], []]), even([256], 2)
     >>> moves(old, new)
     [Move(piece=Slice(param=0, start=128, stop=256), src=0, dst=1)]
 
-    Between other numbers of ranks, as when a run goes on with 3 ranks in place of 2, it tells what each new
-    rank needs, and which old rank has it. There, and for a picture of the whole, ask for what stays too:
+    The world sizes may differ, as when training continues on 3 ranks instead of 2. The moves then tell what
+    each new rank needs and which old rank has it; list the elements that keep their owner too:
 
     >>> for move in moves(even([384], 2), even([384], 3), staying=True):
     ...     print(move.piece[1:], "from", move.src, "to", move.dst)
@@ -48,13 +48,13 @@ def moves(old: Partition, new: Partition, *, staying: bool = False) -> list[Move
     (256, 384) from 1 to 2
 
     Args:
-        old, new: partitions of the same parameters, over any numbers of ranks.
-        staying: list what keeps its owner too, as moves with `src == dst`.
+        old, new: partitions of the same parameters, at any world sizes.
+        staying: also list the elements that keep their owner, as moves with `src == dst`.
     Returns:
-        The moves. A parameter without elements moves too, as a piece without elements: it may have a step
+        The moves. A parameter without elements has a move without elements, since its state may hold a step
         counter.
     Raises:
-        ValueError: the partitions are of other parameters.
+        ValueError: the partitions are not of the same parameters.
     """
     if old.numels != new.numels:
         raise ValueError(
@@ -70,9 +70,9 @@ def moves(old: Partition, new: Partition, *, staying: bool = False) -> list[Move
 
 
 def numels_between(planned: Iterable[Move]) -> dict[tuple[int, int], int]:
-    """Elements that go from one rank to another, by (src, dst): the table of a resharding.
+    """The number of elements that each rank sends to each other rank, by (src, dst).
 
-    Times the bytes of state that an element has (8 for Adam in float32), these are the bytes on the wire.
+    Multiply by the bytes of state per element (8 for Adam in float32) to get the bytes on the wire.
 
     >>> from zero_ref.plan.partition import even
     >>> numels_between(moves(even([384], 2), even([384], 3), staying=True))
@@ -85,7 +85,7 @@ def numels_between(planned: Iterable[Move]) -> dict[tuple[int, int], int]:
 
 
 def _runs(before: Sequence[tuple[Slice, int]], after: Sequence[tuple[Slice, int]]) -> Iterator[Move]:
-    """Walk along one parameter, from each border of either partition to the next."""
+    """Cut one parameter at the borders of both partitions."""
     i = j = 0
     while i < len(before) and j < len(after):
         (had, src), (has, dst) = before[i], after[j]

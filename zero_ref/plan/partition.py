@@ -1,14 +1,14 @@
-"""Who owns which elements: parameter sizes and a world size in, a `Partition` out.
+"""The owner of every element: computes a `Partition` from parameter sizes and a world size.
 
-It adds to the owners of `minimal.py` that a parameter may be cut, that there are other rules than one, and
-that a user's own assignment is checked.
+This module adds to `assign_owners` of `minimal.py`: a parameter may be cut, there are several rules, and a
+user's own assignment is checked.
 
 Everything here is arithmetic on integers. No tensor is touched and nothing is sent, so every rank computes
-the same partition by itself, and a laptop can compute one for 4,096 ranks. The optimizer executes the
-result, the simulator prices it, the plots draw it.
+the same partition by itself, and a laptop can compute one for 4,096 ranks. The optimizer, the simulator and
+the plots all take the result.
 
 Reading order: `Slice`, `ParamSpec` and `Partition` (the values), the rules (pure functions that make a
-Partition), `plan_partition` (what a user may choose, made a Partition).
+Partition), `plan_partition` (makes a Partition from a user's choice).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 
 
 class Slice(NamedTuple):
-    """Elements `start` to `stop` (exclusive) of one parameter, counted along its memory.
+    """Elements `start` to `stop` (exclusive) of one parameter, counted in memory order.
 
     A whole parameter is the slice `[0, numel)`.
 
@@ -40,15 +40,15 @@ class Slice(NamedTuple):
 
 
 class ParamSpec(NamedTuple):
-    """What a plan may know of a parameter: its size, its shape and a few labels, never its values.
+    """What a plan knows about a parameter: its size, its shape and a few labels, but not its values.
 
     Args:
         numel: elements.
         dtype, device: as torch prints them, without the `torch.` ("bfloat16", "cuda:0").
         group: index of its parameter group.
         trainable: its `requires_grad`.
-        name: what errors call it; the parameter's index where this is empty.
-        shape: its dimensions; empty for a single number, and where a plan is made from sizes alone.
+        name: its name in errors; if empty, errors use the parameter's index.
+        shape: its dimensions; empty for a scalar, and for a plan that is made from sizes alone.
     """
 
     numel: int
@@ -61,13 +61,13 @@ class ParamSpec(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The first dimension, along which stage 3 cuts; all elements where there is no shape."""
+        """The first dimension, along which stage 3 cuts; without a shape, the number of elements."""
         return self.shape[0] if self.shape else self.numel
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Every element of every parameter, given to exactly one rank.
+    """An assignment of every element of every parameter to exactly one rank.
 
     >>> p = Partition(numels=(6, 4), slices_of_rank=((Slice(0, 0, 6),), (Slice(1, 0, 4),)))
     >>> p.world_size, p.loads, p.is_whole
@@ -75,7 +75,7 @@ class Partition:
 
     Args:
         numels: elements per parameter, in registration order.
-        slices_of_rank: for each rank the slices that it owns; kept sorted by parameter and start.
+        slices_of_rank: for each rank the slices that it owns; stored sorted by parameter and start.
     Raises:
         ValueError: an element has no owner or two, or a slice reaches outside its parameter.
     """
@@ -85,12 +85,12 @@ class Partition:
 
     def __post_init__(self) -> None:
         _check_world_size(len(self.slices_of_rank))
-        # Groups, state and messages follow this order, whoever has made the partition.
+        # Groups, state and messages use this order, so it must not depend on who made the partition.
         ordered = tuple([tuple(sorted(slices)) for slices in self.slices_of_rank])
         object.__setattr__(self, "slices_of_rank", ordered)
         for param, pieces in enumerate(self.pieces_of_param):
             numel, covered = self.numels[param], 0
-            # A slice without elements stands for a whole parameter without elements, else for nothing.
+            # An empty slice is valid only as the single slice of a parameter without elements.
             least = 1 if numel > 0 or len(pieces) > 1 else 0
             for piece, rank in pieces:
                 _, start, stop = piece
@@ -144,7 +144,7 @@ class Partition:
         return tuple(pieces[0][1] for pieces in self.pieces_of_param)
 
     def joined(self, later: Partition) -> Partition:
-        """This partition followed by that of parameters registered later, their numbers moved up."""
+        """This partition followed by `later`, the partition of parameters that are registered after these."""
         if later.world_size != self.world_size:
             raise ValueError(f"cannot join partitions over {self.world_size} and {later.world_size} ranks.")
         shift = len(self.numels)
@@ -163,19 +163,19 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def elements(param: ParamSpec) -> float:
-    """What most rules balance: a parameter weighs its elements."""
+    """The weight that most rules balance: a parameter weighs its number of elements."""
     return param.numel
 
 
 def elements_if_trainable(param: ParamSpec) -> float:
-    """A frozen parameter has no optimizer state, and weighs one element."""
+    """As `elements`, but a frozen parameter, which has no optimizer state, weighs one element."""
     return param.numel if param.trainable else 1
 
 
 def partition_rule(weight: Callable[[ParamSpec], float] = elements) -> Callable[[Function], Function]:
     """Mark a function `(params, world_size, *, loads)` as a rule that takes ParamSpecs.
 
-    A function without this mark is called as `(numels, world_size)`, with plain numbers.
+    A function without this mark is called with `(numels, world_size)`.
 
     >>> @partition_rule(weight=lambda param: param.numel * len(param.shape))
     ... def all_to_the_least_loaded(params, world_size, *, loads=None):
@@ -185,7 +185,7 @@ def partition_rule(weight: Callable[[ParamSpec], float] = elements) -> Callable[
     (0, 6)
 
     Args:
-        weight: what a parameter adds to the load of the rank that owns it.
+        weight: gives what a parameter adds to its owner's load.
     """
 
     def marked(rule: Function) -> Function:
@@ -201,18 +201,18 @@ def sorted_greedy(
 ) -> Partition:
     """Largest parameter first, each to the least loaded rank (ties: the lowest). The default.
 
-    No two loads differ by more than the largest parameter. Deterministic, so all ranks agree without
-    communicating. The heap makes it P log W: 4,096 ranks cost little more than 4.
+    No two loads differ by more than the largest parameter. The rule is deterministic, so all ranks agree
+    without communicating. With a heap, P parameters on W ranks take time P log W.
 
     >>> sorted_greedy([6, 5, 4, 1], world_size=2).owner_of_param
     (0, 1, 1, 0)
 
     Args:
-        params: in registration order; a plain number is the elements of a parameter without further labels.
+        params: in registration order; a plain number is the size of a parameter with default labels.
             Parameter groups are packed one after the other, each largest first, so a group added later
-            moves nothing that is already placed.
-        world_size: ranks.
-        loads: what each rank already owns, in the rule's own weights: here elements.
+            does not change the owners of earlier ones.
+        world_size: the number of ranks.
+        loads: what each rank already owns, in the rule's own weights; here, elements.
     Raises:
         ValueError: `world_size` is below 1, a size is negative, or `loads` has another length.
     Source:
@@ -228,7 +228,7 @@ def sorted_greedy(
 def registration_greedy(
     params: Sequence[int | ParamSpec], world_size: int, *, loads: Sequence[float] | None = None
 ) -> Partition:
-    """Parameters as they come, each to the least loaded rank; a frozen one weighs one element.
+    """In registration order, each parameter to the least loaded rank; a frozen one weighs one element.
 
     >>> registration_greedy([6, 5, 4, 1], world_size=2).owner_of_param
     (0, 1, 1, 0)
@@ -251,14 +251,14 @@ def even(
     loads: Sequence[float] | None = None,
     alignment: int = 64,
 ) -> Partition:
-    """Lay all parameters end to end and cut the range in `world_size` equal parts.
+    """Lay all parameters end to end and cut the range into `world_size` equal parts.
 
-    Each rank owns 1/N of the elements, to within `alignment`, whatever their shapes: the largest parameter
-    no longer sets the floor. Cuts fall inside parameters, so this is right for optimizers that treat each
-    element by itself (Adam, SGD), and wrong for those that look at a shape (Adafactor, Muon).
+    Each rank owns 1/N of the elements, to within `alignment`, even if one parameter is larger than 1/N.
+    Cuts fall inside parameters, so this rule is right for optimizers that treat each element by itself
+    (Adam, SGD), and wrong for those that use a parameter's shape (Adafactor, Muon).
 
-    Parameters that cannot share a flat tensor, since they differ in device or dtype, are cut by themselves,
-    so bytes are even too. So are frozen ones: they have no state, and the trainable ones stay even.
+    Parameters of each device and dtype are cut separately, so bytes are even too. Frozen parameters, which
+    have no state, are cut separately from trainable ones, so that the state is even.
 
     >>> even([6, 5, 4, 1], world_size=2, alignment=1).slices_of_rank     # doctest: +NORMALIZE_WHITESPACE
     ((Slice(param=0, start=0, stop=6), Slice(param=1, start=0, stop=2)),
@@ -266,12 +266,12 @@ def even(
 
     Args:
         params, world_size: as `sorted_greedy`.
-        loads: changes nothing: what is added later is cut evenly by itself.
+        loads: ignored: parameters that are added later are cut evenly by themselves.
         alignment: a cut moves up to the next multiple of this many elements from its parameter's start (or
             to the parameter's end), so a load differs from 1/N by less than that. Some CPU kernels
             (those of `fused=True`) compute a tensor's last few elements one by one and round some of them
-            differently: cut at multiples of their vector length, every element is computed as in the whole
-            tensor, bit for bit.
+            differently. With cuts at multiples of the vector length, every element is computed as in the
+            whole tensor, bit for bit.
     Raises:
         ValueError: `world_size` or `alignment` is below 1, or a size is negative.
     Source:
@@ -295,7 +295,7 @@ def even(
 def bucket_round_robin(
     numels: Sequence[int], world_size: int, *, buckets: Sequence[Sequence[int]]
 ) -> Partition:
-    """DDP's gradient buckets dealt out in turn: bucket b, whole, to rank b mod N.
+    """DDP's gradient buckets assigned in turn: rank b mod N owns all of bucket b.
 
     >>> bucket_round_robin([6, 5, 4, 1], 2, buckets=[[3, 2], [1], [0]]).owner_of_param
     (0, 1, 0, 0)
@@ -320,7 +320,7 @@ def bucket_threshold(
     """DDP's gradient buckets cut into runs of less than 1/N of the model, each run to a lightly loaded rank.
 
     The smallest bucket goes first. A run ends before the parameter that would bring it to 1/N of all
-    elements; it goes to the least loaded rank (ties: the lowest) that has no run of this bucket yet.
+    elements. The run goes to the least loaded rank (ties: the lowest) that has no run of this bucket yet.
 
     >>> bucket_threshold([6, 5, 4, 1], 2, buckets=[[3, 2], [1, 0]]).owner_of_param
     (0, 1, 0, 0)
@@ -334,7 +334,7 @@ def bucket_threshold(
     heap = [(0, rank) for rank in range(world_size)]
     params_of_rank: list[list[int]] = [[] for _ in range(world_size)]
     for bucket in sorted(buckets, key=lambda bucket: sum(numels[i] for i in bucket)):
-        used: list[tuple[int, int]] = []  # ranks that have a run of this bucket, out of the heap till its end
+        used: list[tuple[int, int]] = []  # ranks that have a run of this bucket; not in the heap
         for run in _runs_below(threshold, bucket, numels):
             if not heap:  # more runs than ranks: a second round
                 heap, used = used, []
@@ -355,7 +355,7 @@ def from_lists(numels: Sequence[int], owned: Iterable[Iterable[int | Slice]]) ->
 
     Raises:
         ValueError: not every element has exactly one owner.
-        TypeError: a rank is given something else than numbers and slices.
+        TypeError: a rank is given something other than numbers and slices.
     """
 
     def as_slice(item: int | Slice) -> Slice:
@@ -381,9 +381,9 @@ def from_lists(numels: Sequence[int], owned: Iterable[Iterable[int | Slice]]) ->
 
 
 Choice = str | Partition | Callable[..., "Partition | Sequence[Sequence[int]]"] | Sequence[Sequence[int]]
-"""How owners may be chosen: a name in `RULES`, such as "even"; a finished `Partition`; a function
-`(numels, world_size)` that returns one, or a rule marked by `partition_rule`; or for each rank the numbers of
-its parameters."""
+"""A choice of owners: a name in `RULES`, such as "even"; a `Partition`; a list of parameter numbers for each
+rank; a function `(numels, world_size)` that returns a `Partition` or such lists; or a rule marked by
+`partition_rule`."""
 
 RULES: dict[str, Callable[..., Partition]] = {
     "sorted_greedy": sorted_greedy,
@@ -393,10 +393,10 @@ RULES: dict[str, Callable[..., Partition]] = {
 
 
 def rule_named(choice: Choice) -> Choice:
-    """The rule of that name; anything but a name as it is.
+    """The rule of that name; a choice that is not a name is returned unchanged.
 
     Raises:
-        ValueError: there is no such name.
+        ValueError: no rule has this name.
     """
     if not isinstance(choice, str):
         return choice
@@ -413,7 +413,7 @@ def plan_partition(
     *,
     loads: Sequence[float] | None = None,
 ) -> Partition:
-    """Turn what a user may write for `partition=` into a Partition of these parameters.
+    """Make a Partition of these parameters from what a user passed as `partition=`.
 
     >>> plan_partition("even", [ParamSpec(640), ParamSpec(128)], world_size=2).loads
     (384, 384)
@@ -421,9 +421,9 @@ def plan_partition(
     Args:
         choice: a name in RULES ("sorted_greedy" or "sorted-greedy"), a function `(numels, world_size)` that
             returns a Partition or one list of parameter numbers for each rank, a rule marked by
-            `partition_rule`, such lists themselves, or a finished Partition.
+            `partition_rule`, such lists, or a Partition.
         params: in registration order.
-        loads: what each rank already owns, when parameters are added to a live optimizer: `loads_under`.
+        loads: what each rank already owns (`loads_under`), when parameters are added to an optimizer.
     Raises:
         ValueError: the name is unknown, or the result does not fit these parameters and this world size.
         TypeError: `choice` is none of the above.
@@ -451,21 +451,21 @@ def plan_partition(
 
 
 def _weight_of(rule: Choice) -> Callable[[ParamSpec], float] | None:
-    """What `partition_rule` has put on a rule, which may stand in a functools.partial; None without."""
+    """The weight that `partition_rule` set on a rule, also inside a functools.partial; None if not set."""
     while isinstance(rule, partial):
         rule = rule.func
     return getattr(rule, "partition_weight", None)
 
 
 def loads_under(choice: Choice, partition: Partition, params: Sequence[ParamSpec]) -> tuple[float, ...]:
-    """What each rank owns, in the weights that the chosen rule balances.
+    """Each rank's load, in the weights of the chosen rule.
 
     >>> frozen = [ParamSpec(6), ParamSpec(9, trainable=False)]
     >>> loads_under("registration_greedy", from_lists([6, 9], [[0], [1]]), frozen)
     (6, 1)
 
     Args:
-        params: those of the partition; more may follow.
+        params: the parameters of the partition; more may follow.
     """
     weight = _weight_of(rule_named(choice)) or elements
 
@@ -508,15 +508,15 @@ def _pack(
 def _cut_evenly(
     members: Sequence[int], numels: Sequence[int], world_size: int, alignment: int
 ) -> Iterator[tuple[Slice, int]]:
-    """Walk along the flat range of `members`, going on to the next rank at each multiple of 1/N."""
+    """Cut the flat range of `members` into one equal part for each rank, in order of ranks."""
     total = sum(numels[i] for i in members)
-    rank, start = 0, 0  # start: place of the current parameter in the flat range
+    rank, start = 0, 0  # start: offset of the current parameter in the flat range
     for param in members:
         done = 0
         while True:
             share_ends = -(-(rank + 1) * total // world_size) - start  # as an element of this parameter
             stop = min(numels[param], -(-share_ends // alignment) * alignment)
-            if stop > done or numels[param] == 0:  # every parameter has an owner, also one without elements
+            if stop > done or numels[param] == 0:  # a parameter without elements also gets an owner
                 yield Slice(param, done, stop), rank
                 done = stop
             if done == numels[param]:

@@ -1,7 +1,7 @@
-"""The whole state of a sharded optimizer, as torch's optimizers give and take theirs.
+"""Save and load the state of a sharded optimizer in the form of the unsharded optimizer.
 
-It adds to `state_dict` of `minimal.py` that a rank may be chosen to have it, that all ranks refuse what does
-not fit, and that a load which fails leaves the optimizer as it was.
+This module adds to `state_dict` of `minimal.py`: the state can be gathered on one chosen rank, all ranks
+refuse a state that does not fit, and a load that fails leaves the optimizer unchanged.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class WithWholeState(Optimizer):
         Args:
             to: a rank of the group, or "all".
         Raises:
-            ValueError: there is no such rank, or ranks pass different ones.
-            TypeError: the state holds something that is neither a tensor, a number, a text nor None.
-            MemoryError: there is no room for it. Whatever one rank raises, all raise.
+            ValueError: `to` is not a rank of the group, or ranks pass different values.
+            TypeError: the state holds something other than tensors, numbers, strings and None.
+            MemoryError: `to` lacks memory for the state.
+            If one rank raises, all raise.
         Collective: all ranks of the group.
-        Cost: `to` receives the (N-1)/N of the state that it does not own, into its final place in CPU
-            memory. The others allocate 256 KiB, for small tensors that travel together. Three all-gathers of
-            32 bytes.
+        Cost: `to` receives the (N-1)/N of the state that it does not own, directly into the final tensors in
+            CPU memory. Other ranks allocate 256 KiB, to send small tensors together. Three all-gathers of 32
+            bytes.
         """
         built = self.current()
         with agreement(self.collectives, "consolidate the optimizer state") as facts:
@@ -68,10 +69,10 @@ class WithWholeState(Optimizer):
         self._consolidated = checkpoint.consolidate(self.collectives, to, built.params, packed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that the unsharded optimizer would have, in its form: it loads there, and anywhere here.
+        """The state that the unsharded optimizer would have. It loads there, and here at any world size.
 
         Raises:
-            RuntimeError: it was not consolidated onto this rank since the last step.
+            RuntimeError: the state was not consolidated onto this rank since the last step.
         """
         for before_hook in self._optimizer_state_dict_pre_hooks.values():
             before_hook(self)
@@ -91,15 +92,14 @@ class WithWholeState(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's shard of a whole optimizer's state.
+        """Load this rank's shard of a whole optimizer's state.
 
         Args:
-            state_dict: of the plain torch optimizer or of a consolidated ZeroRedundancyOptimizer, at any
-                world size and partition. It is not changed, now or by later steps: this rank's part of it is
-                copied.
+            state_dict: from the plain torch optimizer or from a consolidated ZeroRedundancyOptimizer, at any
+                world size and partition. This rank's shard is copied, so later steps do not change the dict.
         Raises:
-            ValueError: it is not of these parameters; names the first that does not fit. If it fits on one
-                rank and not on another, all raise and the optimizer is as it was.
+            ValueError: the dict is not for these parameters; names the first that does not fit. If one rank
+                raises, all raise and the optimizer is unchanged.
         Collective: all ranks of the group, each with the whole dict.
         Cost: one all-gather of 32 bytes.
         """
@@ -116,10 +116,10 @@ class WithWholeState(Optimizer):
 
     @contextlib.contextmanager
     def loading(self, action: str) -> Iterator[list[str]]:
-        """As `agreement`, on what loads the shard, which stays as it was if a rank raises.
+        """An `agreement` around code that loads the shard; if a rank raises, the shard is unchanged.
 
-        If the network fails in the agreement itself, others may have gone on. This rank, which has not, then
-        refuses to step.
+        If the network fails during the agreement, other ranks may have loaded and this rank has not. This
+        rank then refuses to step.
         """
         before = {"state": self.optim.state, "param_groups": self.optim.param_groups}
         try:
