@@ -392,6 +392,8 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         self.built, self._choice = replace(built, partition=new, places=()), partition
         self._rebuild(new)
 
+    join_hook = TakesPartInJoin.join_hook  # named here, so that the API reference has it
+
     # ------------------------------------------------------------------------------- what ranks compare
 
     def standing_facts(self) -> list[str]:
