@@ -331,3 +331,27 @@ def test_an_optimizer_that_lists_its_parameters_itself_goes_on_after_a_layer_is_
         return params[1][0].item()
 
     assert virtual.run(on_rank, 2, timeout=20) == [0.75, 0.75]
+
+
+def test_what_others_write_is_taken_although_a_layer_is_frozen_or_the_state_is_saved_next() -> None:
+    def on_rank(comm: Collectives) -> tuple[float, float]:
+        params = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]
+        optimizer = OnCopies(params, optim.SGD, comm, lr=0.5)
+
+        def step() -> None:
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+
+        step()
+        with torch.no_grad():
+            params[0].fill_(5.0)
+        params[1].requires_grad_(False)
+        step()
+        after = params[0][0].item()
+        with torch.no_grad():
+            params[0].fill_(7.0)
+        optimizer.consolidate_state_dict("all")
+        return after, optimizer.state_dict()["state"][0][MASTER][0].item()
+
+    assert virtual.run(on_rank, 2, timeout=20) == [(4.5, 7.0)] * 2

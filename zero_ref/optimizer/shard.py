@@ -219,8 +219,9 @@ class Shard:
         """
         for own, version in zip(self._copies, self._versions, strict=True):
             if own.param._version != version:
-                changed = own.window != self._rounded(own)
-                own.local.copy_(torch.where(changed, own.window.to(own.local.dtype), own.local))
+                window, copy = own.window, own.local.to(own.param.device)  # it may have moved, too
+                changed = window != self._rounded(own).to(window.device)
+                own.local.copy_(torch.where(changed, window.to(copy.dtype), copy))
 
     def note_versions(self) -> None:
         """Record that each parameter now equals its rounded copy."""

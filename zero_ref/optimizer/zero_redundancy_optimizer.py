@@ -181,7 +181,6 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         """Apply the user's changes since the last update, to parameters and options."""
         self._consolidated = None
         self.current()
-        self.shard.follow_parameters()
         self.accord.before_update(self.standing_facts)
         copy_options(self.param_groups, self.optim.param_groups)
 
@@ -268,6 +267,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         Cost: one all-gather of 32 bytes, in that case.
         """
         self.accord.check_certain()
+        self.shard.follow_parameters()  # before anything moves them
         built = self.built
         now = places_of(params_of(self.param_groups))
         if now == built.places:
