@@ -28,6 +28,7 @@ from training import (
     assert_moved,
     assert_same,
     assert_trains_as_plain,
+    cut_anywhere,
     fill_gradients,
     filled,
     finished_partition,
@@ -515,8 +516,13 @@ def test_lbfgs_is_refused() -> None:
 def test_splitting_is_refused_for_optimizers_that_look_at_shapes(optimizer_class: Any) -> None:
     params = [nn.Parameter(torch.ones(100, 4)), nn.Parameter(torch.ones(50, 4))]
     each_rank_raises(
-        lambda comm: zero(comm, params, optimizer_class, partition="even"), ValueError, "sorted_greedy"
+        lambda comm: zero(comm, params, optimizer_class, partition=cut_anywhere), ValueError, "keeps such"
     )
+
+    def whole_under_even(comm: Collectives) -> tuple[int, ...]:
+        return zero(comm, params, optimizer_class, partition="even").partition.owner_of_param
+
+    assert virtual.run(whole_under_even, 2, timeout=20) == [(0, 1), (0, 1)]
 
 
 class Signed(Optimizer):
@@ -539,17 +545,22 @@ class Signed(Optimizer):
         return loss
 
 
-def test_a_users_optimizer_is_split_only_if_it_says_that_it_is_elementwise(
+def test_a_users_optimizer_is_split_unless_a_trial_or_its_class_says_no(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def is_whole(comm: Collectives) -> bool:
+        return zero(comm, Tangle().parameters(), Signed, partition="even").partition.is_whole
+
+    assert_trains_as_plain(steps, Signed)
+    assert virtual.run(is_whole, 2, timeout=20) == [False, False]  # a trial has shown that it may be
+    monkeypatch.setattr(Signed, "elementwise", False, raising=False)
     assert_trains_as_plain(steps, Signed, modes=WHOLE_MODES)
+    assert virtual.run(is_whole, 2, timeout=20) == [True, True]
     each_rank_raises(
-        lambda comm: zero(comm, Tangle().parameters(), Signed, partition="even"),
+        lambda comm: zero(comm, Tangle().parameters(), Signed, partition=cut_anywhere),
         ValueError,
         "elementwise = True",
     )
-    monkeypatch.setattr(Signed, "elementwise", True, raising=False)
-    assert_trains_as_plain(steps, Signed)
 
 
 def test_an_option_that_is_an_object_does_not_make_ranks_disagree() -> None:

@@ -514,7 +514,13 @@ def forget_a_counter(optimizer: Any) -> None:
 REFUSED: list[tuple[str, Any, Any, Callable[[Any], None] | None, str]] = [
     ("unknown name", optim.Adam, "by luck", None, "unknown partition 'by luck'"),
     ("too few ranks", optim.Adam, lambda rank: [[*range(10)]], None, "on 1 ranks; these are 10 parameters"),
-    ("cut shapes", optim.Adafactor, "even", None, "Adafactor may look at a parameter's shape"),
+    (
+        "cut shapes",
+        optim.Adafactor,
+        lambda rank: cut_anywhere,
+        None,
+        "Adafactor may look at a parameter's shape",
+    ),
     ("others", optim.Adam, lambda rank: "even" if rank == 1 else dealt, None, "partition "),
     ("fails on one", optim.Adam, lambda rank: 7 if rank == 1 else "even", None, "partition= takes a name"),
     ("odd state", optim.Adam, dealt, keep_a_list, "the state 'history' of parameter . is a list"),

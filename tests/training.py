@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.optimizer.groups import PARAM_KEYS
+from zero_ref.optimizer.groups import PARAM_KEYS, given_in, replace_options
 from zero_ref.optimizer.rounding import round_stochastically
 from zero_ref.optimizer.shard import MASTER
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -252,7 +252,7 @@ def assert_trains_as_plain(
 def assert_state_dicts_equal(ours: dict[str, Any], plain: dict[str, Any]) -> None:
     """Key for key: values, types, dtypes, shapes, strides."""
     assert ours.keys() == plain.keys()
-    assert ours["param_groups"] == plain["param_groups"]
+    assert ours["param_groups"] == plain["param_groups"], (ours["param_groups"], plain["param_groups"])
     assert list(ours["state"]) == sorted(plain["state"])
     for number, state in plain["state"].items():
         assert ours["state"][number].keys() == state.keys(), f"parameter {number}"
@@ -392,12 +392,12 @@ class OnMasters(optim.Optimizer):
             ours.update({key: value for key, value in theirs.items() if key not in PARAM_KEYS})
 
     def add_param_group(self, group: Any) -> None:
-        options = {key: value for key, value in group.items() if key not in PARAM_KEYS}
+        options = given_in(group)
         super().add_param_group(group)
         if self.optim is not None:
             copies = self.copies_of(self.param_groups[-1]["params"])
             self.optim.add_param_group({**options, "params": copies})
-            self.copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
+            replace_options(self.optim.param_groups[-1:], self.param_groups[-1:])
 
     def step(self, closure: Any = None) -> Any:
         with torch.enable_grad():

@@ -18,8 +18,18 @@ if TYPE_CHECKING:
     from zero_ref.local_sgd.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
     from zero_ref.local_sgd.averaging import AveragingSchedule
     from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
+    from zero_ref.optimizer.several import split_state_dict
     from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-    from zero_ref.plan.partition import ParamSpec, Partition, Slice, even, registration_greedy, sorted_greedy
+    from zero_ref.plan.partition import (
+        ParamSpec,
+        Partition,
+        Slice,
+        balanced,
+        even,
+        newton_schulz_operations,
+        registration_greedy,
+        sorted_greedy,
+    )
     from zero_ref.state.sharded import PendingSave, load_sharded, save_sharded, save_sharded_async
 
 __version__ = "0.1.0"
@@ -31,7 +41,10 @@ __all__ = [
     "sorted_greedy",
     "registration_greedy",
     "even",
+    "balanced",
+    "newton_schulz_operations",
     "ZeroRedundancyOptimizer",
+    "split_state_dict",
     "reduce_to_owners",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
@@ -54,6 +67,7 @@ __all__ = [
 
 _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.partition") | {
     "ZeroRedundancyOptimizer": "zero_ref.optimizer.zero_redundancy_optimizer",
+    "split_state_dict": "zero_ref.optimizer.several",
     "reduce_to_owners": "zero_ref.backward.reduction",
     "hook_with_zero_step": "zero_ref.backward.overlap",
     "hook_with_zero_step_interleaved": "zero_ref.backward.overlap",

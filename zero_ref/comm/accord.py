@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from zero_ref.comm.agreement import Fact, agree
 from zero_ref.comm.collectives import Alarm, Collectives
 from zero_ref.optimizer.groups import ParamGroup, describe_options, plain
+from zero_ref.optimizer.several import title
 from zero_ref.plan.calls import CHECK
 
 _MADE: WeakKeyDictionary[object, int] = WeakKeyDictionary()
@@ -156,7 +157,7 @@ def facts_of_options(param_groups: Sequence[ParamGroup], optim: Optimizer) -> li
     """
     remedy = (
         "Set options alike on every rank, such as by a scheduler on each. If nobody has set this one, "
-        f"{type(optim).__name__} computes it from all parameters that it has, and cannot be sharded: take an "
+        f"{title(optim)} computes it from all parameters that it has, and cannot be sharded: take an "
         "optimizer that updates each parameter by itself."
     )
     lines = [

@@ -16,8 +16,15 @@ from torch.optim import Optimizer
 
 from zero_ref.comm.agreement import Fact
 from zero_ref.optimizer.buckets import flat_view
-from zero_ref.optimizer.coupling import couples_parameters
-from zero_ref.optimizer.groups import ParamGroup, describe_options, name_of, params_of
+from zero_ref.optimizer.coupling import couples_parameters, updates_elementwise
+from zero_ref.optimizer.groups import (
+    OPTIMIZER_CLASS,
+    ParamGroup,
+    describe_options,
+    name_of,
+    options_of,
+    params_of,
+)
 from zero_ref.plan.partition import ParamSpec, Partition
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -46,18 +53,12 @@ def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
     return optimizer_class in ELEMENTWISE or bool(getattr(optimizer_class, "elementwise", False))
 
 
-def check_can_be_sharded(
-    optimizer_class: type[Optimizer],
-    partition: Partition,
-    params: Sequence[torch.Tensor],
-    specs: Sequence[ParamSpec],
-) -> None:
-    """Refuse optimizers and parameters for which sharding would change the result.
+def check_is_class(optimizer_class: object) -> None:
+    """Refuse what cannot be a local optimizer.
 
     Raises:
         TypeError: `optimizer_class` is not an optimizer class.
-        ValueError: the optimizer couples parameters (LBFGS); it uses shapes and a parameter is split; a
-            parameter has gaps in memory, shares memory with another, or is a part on each rank (DTensor).
+        ValueError: the optimizer couples parameters (LBFGS).
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(
@@ -69,13 +70,31 @@ def check_can_be_sharded(
             "LBFGS computes one direction from all parameters together; on shards it would be another "
             "algorithm. Use an optimizer that updates each parameter by itself."
         )
-    if not partition.is_whole and not is_elementwise(optimizer_class):
-        raise ValueError(
-            f"{optimizer_class.__name__} may look at a parameter's shape, and this partition splits "
-            'parameters. Use partition="sorted_greedy", or, if it treats each element by itself, set '
-            f"{optimizer_class.__name__}.elementwise = True."
-        )
+
+
+def check_can_be_sharded(
+    classes: Sequence[type[Optimizer]],
+    partition: Partition,
+    params: Sequence[torch.Tensor],
+    specs: Sequence[ParamSpec],
+) -> None:
+    """Refuse parameters for which sharding would change the result.
+
+    Args:
+        classes: the optimizer class of each parameter group.
+    Raises:
+        ValueError: a parameter is split whose optimizer uses shapes; a parameter has gaps in memory, shares
+            memory with another, or is a part on each rank (DTensor).
+    """
     names = [name_of(specs, index) for index in range(len(specs))]
+    for name, spec, pieces in zip(names, specs, partition.pieces_of_param, strict=True):
+        if spec.whole and len(pieces) > 1:
+            of_class = classes[spec.group].__name__
+            raise ValueError(
+                f"{of_class} may look at a parameter's shape, and this partition splits parameter {name}. "
+                'Use partition="even", which keeps such parameters whole, or, if the optimizer treats each '
+                f"element by itself in spite of the trial, set {of_class}.elementwise = True."
+            )
     for name, param in zip(names, params, strict=True):
         _check_is_held_whole(name, param)
         try:
@@ -83,6 +102,28 @@ def check_can_be_sharded(
         except ValueError as error:
             raise ValueError(f"parameter {name}: {error}") from None
     _check_memory_is_apart(names, params, specs)
+
+
+def groups_kept_whole(
+    groups: Sequence[ParamGroup], optimizer_class: type[Optimizer], defaults: Mapping[str, Any], tried: bool
+) -> set[int]:
+    """The numbers of the groups whose parameters must not be cut.
+
+    Args:
+        groups: what the user gave for each.
+        optimizer_class, defaults: the class of groups that name none, and the options of its constructor.
+        tried: find out by a trial whether a class that is neither torch's nor declared is elementwise.
+    """
+
+    def stays_whole(group: ParamGroup) -> bool:
+        of_class = group.get(OPTIMIZER_CLASS, optimizer_class)
+        if is_elementwise(of_class):
+            return False
+        declared = hasattr(of_class, "elementwise") or of_class.__module__.startswith("torch.optim.")
+        its_defaults = defaults if of_class is optimizer_class else {}
+        return declared or not tried or not updates_elementwise(of_class, options_of(group), its_defaults)
+
+    return {index for index, group in enumerate(groups) if stays_whole(group)}
 
 
 def check_updates_apart(
@@ -166,6 +207,8 @@ def facts_of(
         )
     for index, group in enumerate(param_groups):
         facts += [f"group {index}: {option}" for option in describe_options(group)]
+        if OPTIMIZER_CLASS in group:
+            facts.append(f"group {index}: {group[OPTIMIZER_CLASS].__name__}")
     plan = repr(partition.slices_of_rank).encode()
     return [*facts, f"partition {hashlib.sha256(plan).hexdigest()[:12]}"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,12 +13,19 @@ from zero_ref.plan.partition import ParamSpec
 
 ParamGroup = dict[str, Any]
 
-PARAM_KEYS = ("params", "param_names")
+OPTIMIZER_CLASS = "optimizer_class"
+"""The entry in which a parameter group names its own optimizer class."""
+
+PARAM_KEYS = ("params", "param_names", OPTIMIZER_CLASS)
 """The entries of a parameter group that are not options."""
 
 
-def specs_of(param_groups: Sequence[ParamGroup]) -> list[ParamSpec]:
-    """The ParamSpec of each parameter, in registration order."""
+def specs_of(param_groups: Sequence[ParamGroup], whole: Container[int] = ()) -> list[ParamSpec]:
+    """The ParamSpec of each parameter, in registration order.
+
+    Args:
+        whole: the numbers of the groups whose parameters must not be cut.
+    """
     return [
         ParamSpec(
             numel=param.numel(),
@@ -28,6 +35,7 @@ def specs_of(param_groups: Sequence[ParamGroup]) -> list[ParamSpec]:
             trainable=param.requires_grad,
             name=name,
             shape=tuple(param.shape),
+            whole=index in whole,
         )
         for index, group in enumerate(param_groups)
         for param, name in zip(
@@ -57,10 +65,23 @@ def options_of(group: ParamGroup) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in PARAM_KEYS}
 
 
+def given_in(group: ParamGroup) -> dict[str, Any]:
+    """What the user gave for a group, apart from its parameters: options and perhaps its optimizer class."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def copy_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
     """Copy all options, such as learning rates, from `source` to `target`, but not the parameters."""
     for theirs, ours in zip(source, target, strict=True):
         ours.update(options_of(theirs))
+
+
+def replace_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
+    """As `copy_options`, and remove the options that `source` does not have."""
+    for theirs, ours in zip(source, target, strict=True):
+        for key in options_of(ours).keys() - theirs.keys():
+            del ours[key]
+    copy_options(source, target)
 
 
 def loaded_options(saved: ParamGroup, ours: ParamGroup, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,8 @@ import torch
 from torch.optim import Optimizer
 
 from zero_ref.optimizer.buckets import Message, messages_within
+from zero_ref.optimizer.checks import is_elementwise
+from zero_ref.optimizer.several import class_of
 
 SMALL_NUMEL = 2**14
 """Up to this size, copying a gradient is faster than stepping one more tensor (bench/NOTES.md)."""
@@ -89,7 +91,7 @@ class MergedSlices:
     """The runs of small tensors in a local optimizer, merged during a step.
 
     Args:
-        optim: the local optimizer, which must be elementwise.
+        optim: the local optimizer; only groups of an elementwise class are merged.
         messages: the messages of this rank; only parameters within a message are merged.
         params: all, in registration order.
     """
@@ -100,12 +102,15 @@ class MergedSlices:
         self.runs: list[MergedRun] = []
         self.apart = [group["params"] for group in optim.param_groups]
         self.together: list[list[torch.Tensor]] = []
-        for of_group in self.apart:
+        for group in optim.param_groups:
+            of_group = group["params"]
             small = {
                 numbers[param]
                 for param in of_group
                 if param in numbers and param.numel() <= SMALL_NUMEL and param.numel() % ALIGNMENT == 0
             }
+            if not is_elementwise(class_of(group, optim)):
+                small = set()
             runs = [MergedRun(m, params) for m in messages_within(messages, small) if len(m.slices) > 1]
             merged = {member for run in runs for member in run.members}
             self.runs += runs

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from zero_ref.optimizer.buckets import flat_like, flat_view, kept_view
 from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.groups import ParamGroup, loaded_options
 from zero_ref.optimizer.merged import MergedSlices
 from zero_ref.optimizer.rounding import Masters
+from zero_ref.optimizer.several import defaults_of, local_optimizer, optimizers_in
 from zero_ref.plan.partition import Partition, Slice
 
 logger = logging.getLogger("zero_ref.optimizer")
@@ -107,9 +107,9 @@ class Shard:
     Args:
         built: the parameters and their partition.
         rank: this rank.
-        groups: for each parameter group the options that the user gave.
-        optimizer_class, defaults: the class and the defaults of the local optimizer.
-        merge: step adjacent small parameters as one tensor, if the optimizer is elementwise.
+        groups: for each parameter group the options that the user gave, "optimizer_class" among them.
+        optimizer_class, defaults: the class of the other groups, and the options of its constructor.
+        merge: step adjacent small parameters as one tensor, if their optimizer is elementwise.
         masters: the copies to step in place of 16-bit parameters; None for no copies.
 
     Attributes:
@@ -132,10 +132,12 @@ class Shard:
         self.rank, self.masters = rank, masters
         self.owned = own_slices(built.partition.slices_of_rank[rank], built.params, masters)
         local = self._by_group(built, len(groups))
-        self.optim = optimizer_class(
-            [{**given, "params": params} for given, params in zip(groups, local, strict=True)], **defaults
+        self.optim: Optimizer = local_optimizer(
+            [{**given, "params": params} for given, params in zip(groups, local, strict=True)],
+            optimizer_class,
+            defaults,
         )
-        self._merge = merge and masters is None and is_elementwise(optimizer_class)
+        self._merge = merge and masters is None
         self.merged = MergedSlices(self.optim, [], [])
         self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._used: set[int] = set()  # numbers of the parameters whose local tensors have had a gradient
@@ -339,14 +341,15 @@ class Shard:
         Raises:
             RuntimeError: the local optimizer keeps a view; names the parameter.
         """
-        number = kept_view(self.optim, self.built.params)
-        if number is not None:
-            raise RuntimeError(
-                f"rank {self.rank}: {type(self.optim).__name__} keeps views of parameter "
-                f"{self.built.name(number)} from when it was constructed, and to {action} would give it "
-                "other tensors: it would go on updating the old ones. Consolidate the state, construct a new "
-                "optimizer as you want it, and load."
-            )
+        for optim in optimizers_in(self.optim):
+            number = kept_view(optim, self.built.params)
+            if number is not None:
+                raise RuntimeError(
+                    f"rank {self.rank}: {type(optim).__name__} keeps views of parameter "
+                    f"{self.built.name(number)} from when it was constructed, and to {action} would give it "
+                    "other tensors: it would go on updating the old ones. Consolidate the state, construct a "
+                    "new optimizer as you want it, and load."
+                )
 
     # ---------------------------------------------------------------------------------------------- its state
 
@@ -384,7 +387,7 @@ class Shard:
         ends = [0, *accumulate(len(group["params"]) for group in self.optim.param_groups)]
         # torch searches them for each entry of the state, which in lists instead of ranges is quadratic.
         groups = [
-            {**loaded_options(saved, ours, self.optim.defaults), "params": range(*of_group)}
+            {**loaded_options(saved, ours, defaults_of(ours, self.optim)), "params": range(*of_group)}
             for ours, saved, of_group in zip(
                 self.optim.param_groups, saved_groups, pairwise(ends), strict=True
             )

@@ -27,11 +27,27 @@ from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
 from zero_ref.optimizer.around import TakesPartInJoin, failure_told, in_its_circumstances, noting_errors
 from zero_ref.optimizer.buckets import broadcast_messages, check_can_be_flattened, expect_broadcasts
 from zero_ref.optimizer.built import Built, places_of
-from zero_ref.optimizer.checks import check_can_be_sharded, check_updates_apart, facts_of, facts_of_values
-from zero_ref.optimizer.groups import copy_options, options_of, params_of, specs_of
+from zero_ref.optimizer.checks import (
+    check_can_be_sharded,
+    check_is_class,
+    check_updates_apart,
+    facts_of,
+    facts_of_values,
+    groups_kept_whole,
+)
+from zero_ref.optimizer.groups import (
+    OPTIMIZER_CLASS,
+    copy_options,
+    given_in,
+    options_of,
+    params_of,
+    replace_options,
+    specs_of,
+)
 from zero_ref.optimizer.rounding import Masters
+from zero_ref.optimizer.several import class_of, name_classes, title, with_group
 from zero_ref.optimizer.shard import Shard, log_share
-from zero_ref.plan.partition import Choice, ParamSpec, Partition, loads_under, plan_partition
+from zero_ref.plan.partition import Choice, ParamSpec, Partition, loads_under, may_cut, plan_partition
 from zero_ref.state.repartition import Handover
 from zero_ref.state.whole import WithWholeState
 
@@ -46,7 +62,9 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
 
     Args:
         params: an iterable of parameters, of dicts (parameter groups) or of `named_parameters()`.
-        optimizer_class: the class to shard, which must update each parameter by itself.
+        optimizer_class: the class to shard, which must update each parameter by itself. A parameter group
+            may name another one: `{"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 0.02}`.
+            Its other options are then the defaults of that class.
         process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
         parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
             message for each owner, not one for each parameter, and (without masters) steps adjacent small
@@ -55,8 +73,9 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             `hook_with_zero_step_interleaved` on the DistributedDataParallel model; see
             `backward/overlap.py`. Without a hook, or where backward did not reduce, `step` makes the update.
         partition: the owners: "sorted_greedy" (torch's rule, the default), "registration_greedy"
-            (FairScale's), "even" (1/N, to within 64 elements; for elementwise optimizers), a function, lists
-            of parameter numbers for each rank, or a Partition.
+            (FairScale's), "even" (1/N, to within 64 elements; parameters whose optimizer uses their shape
+            stay whole), "balanced" (as "even", but these by the operations of Muon's step), a function,
+            lists of parameter numbers for each rank, or a Partition.
         broadcast_dtype: send new parameters in this dtype, such as torch.bfloat16, to halve the bytes sent.
             The owner keeps its unrounded values and other ranks get rounded ones, so ranks no longer hold
             equal values. With torch.float16, a step waits for the GPU to check for values beyond 65504.
@@ -70,7 +89,8 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         **defaults: passed to `optimizer_class`.
 
     Attributes:
-        optim: the local optimizer, on this rank's slices.
+        optim: the local optimizer, on this rank's slices. If groups name several classes, it is a
+            `SeveralOptimizers`, which has one optimizer for each class.
         partition: the owner of each slice.
         built: the parameters, their partition and the messages of a step.
         shard: the slices that this rank owns, and the local optimizer.
@@ -122,6 +142,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             # Optimizer.__init__ writes every default into each group, where it would override a value that
             # the local optimizer's constructor computes. So pass on only what the user gave.
             self._given: list[dict[str, Any]] = []
+            self._main = optimizer_class, defaults
             Optimizer.__init__(self, params, defaults)
             self.built, start_values = self._planned(optimizer_class, defaults)
             # An update in backward steps only some parameters at a time, so they cannot be merged.
@@ -130,12 +151,13 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
                 self.built, self.rank, self._given, optimizer_class, defaults, merge=merge, masters=masters
             )
             self.defaults = self.optim.defaults
-            copy_options(self.optim.param_groups, self.param_groups)
+            replace_options(self.optim.param_groups, self.param_groups)
+            name_classes(self.param_groups, self.optim)
             # Start values come last, so that an error about a different shape names the shape.
             facts += [f"optimizer {number} of the group", *self._facts(self.built.specs, self.partition)]
             facts += start_values
         alarm = self.collectives.open_channel(number, {param.device for param in self.built.params})
-        self.accord = Accord(self.collectives, alarm, f"optimizer {number} ({type(self.optim).__name__})")
+        self.accord = Accord(self.collectives, alarm, f"optimizer {number} ({title(self.optim)})")
         self.state = self.optim.state
         log_share(self.built, self.shard, self.world_size)
 
@@ -237,24 +259,37 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any]
     ) -> tuple[Built, list[str]]:
         """The checked plan with its messages, and the parameters' initial values as facts."""
-        specs, params = specs_of(self.param_groups), params_of(self.param_groups)
+        classes = [group.get(OPTIMIZER_CLASS, optimizer_class) for group in self.param_groups]
+        for of_class in dict.fromkeys(classes):
+            check_is_class(of_class)
+        specs, params = self._specs_for(self._choice), params_of(self.param_groups)
         partition = plan_partition(self._choice, specs, self.world_size)
-        check_can_be_sharded(optimizer_class, partition, params, specs)
+        check_can_be_sharded(classes, partition, params, specs)
         if self.parameters_as_bucket_view:
             check_can_be_flattened(params)
         # Compute digests before the parameters move to addresses with another alignment.
         start_values = facts_of_values(params, specs)
-        check_updates_apart(optimizer_class, self._given[0], defaults)
+        for of_class in dict.fromkeys(classes):
+            options = options_of(self._given[classes.index(of_class)])
+            check_updates_apart(of_class, options, defaults if of_class is optimizer_class else {})
         return Built.of(params, specs, partition, self.parameters_as_bucket_view), start_values
 
     def _rebuild(self, partition: Partition) -> None:
         """Make messages and local tensors for this partition of the current parameters."""
-        params, specs = params_of(self.param_groups), specs_of(self.param_groups)
+        params, specs = params_of(self.param_groups), self._specs()
         built = Built.of(params, specs, partition, self.parameters_as_bucket_view, self.built)
         self.shard.place(built)
         self.built = built  # last: if a line above fails, the next step tries again
         self.state = self.optim.state
         log_share(self.built, self.shard, self.world_size)
+
+    def _specs(self) -> list[ParamSpec]:
+        """The specs of the current parameters, with those kept whole that were planned so."""
+        return specs_of(self.param_groups, {spec.group for spec in self.built.specs if spec.whole})
+
+    def _specs_for(self, choice: Choice) -> list[ParamSpec]:
+        """The specs of the current parameters, for a partition by this rule."""
+        return specs_of(self.param_groups, groups_kept_whole(self._given, *self._main, tried=may_cut(choice)))
 
     def current(self) -> Built:
         """`built`, made anew if parameters were moved or frozen.
@@ -282,7 +317,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             # Ranks that send different parameters overwrite each other's memory, or abort in Gloo.
             facts = [
                 f"parameter {spec.name or i}: requires_grad={spec.trainable}"
-                for i, spec in enumerate(specs_of(self.param_groups))
+                for i, spec in enumerate(self._specs())
             ]
             if not self.joined:  # in a Join, a step sends the options to ranks without data
                 facts += facts_of_options(self.param_groups, self.optim)
@@ -305,32 +340,40 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         Collective: all ranks of the group.
         Cost: one all-gather of 32 bytes.
         """
-        given = options_of(param_group) if isinstance(param_group, dict) else {}  # torch raises below
+        given = given_in(param_group) if isinstance(param_group, dict) else {}  # torch raises below
         if not hasattr(self, "shard"):
             # Optimizer.__init__ calls this for one group at a time; all are planned together afterwards.
             super().add_param_group(param_group)
             self._given.append(given)
             return
         built = self.current()
-        count, known = len(self.param_groups), len(built.params)
+        count, known, optim = len(self.param_groups), len(built.params), self.optim
         try:
             with agreement(self.collectives, "add a parameter group") as facts:
                 if self.parameters_as_bucket_view:
                     self.shard.check_keeps_no_views("add a parameter group")
+                check_is_class(given.get(OPTIMIZER_CLASS, torch.optim.SGD))
                 super().add_param_group(param_group)
-                specs, all_params = specs_of(self.param_groups), params_of(self.param_groups)
+                classes = [class_of(group, optim) for group in self.param_groups]
+                self._given.append(given)
                 rule = self._rule_for_later
+                specs = [*built.specs, *self._specs_for(rule)[known:]]
+                all_params = params_of(self.param_groups)
                 loads = loads_under(rule, built.partition, specs)
                 later = plan_partition(rule, specs[known:], self.world_size, loads=loads)
                 partition = built.partition.joined(later)
-                check_can_be_sharded(type(self.optim), partition, all_params, specs)
+                check_can_be_sharded(classes, partition, all_params, specs)
                 owned = self.shard.own(partition, all_params, first=len(self.shard.owned))
-                self.optim.add_param_group({**given, "params": [own.local for own in owned]})
-                copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
+                group = {**given, "params": [own.local for own in owned]}
+                self.shard.optim = with_group(optim, group)
+                replace_options(self.optim.param_groups[-1:], self.param_groups[-1:])
+                name_classes(self.param_groups, self.optim)
                 facts += self._facts(specs, partition, first=known)
                 facts += facts_of_values(all_params, specs, first=known)
         except Exception:
-            del self.param_groups[count:], self.optim.param_groups[count:]
+            self.shard.optim = optim
+            del self.param_groups[count:], optim.param_groups[count:], self._given[count:]
+            self.state = optim.state
             raise
         self.shard.owned = [*self.shard.owned, *owned]
         self.built = replace(
@@ -376,8 +419,10 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
                     "would not have them. Call step() or zero_grad() before repartition()."
                 )
             self.shard.check_keeps_no_views("repartition it")
-            new = plan_partition(partition, built.specs, self.world_size)
-            check_can_be_sharded(type(self.optim), new, built.params, built.specs)
+            specs = self._specs_for(partition)
+            new = plan_partition(partition, specs, self.world_size)
+            classes = [class_of(group, self.optim) for group in self.param_groups]
+            check_can_be_sharded(classes, new, built.params, specs)
             handover = Handover(
                 self.rank,
                 built.partition,
@@ -387,9 +432,10 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
                 self.shard.own(new, built.params),
                 self.shard.state,
             )
-            facts += self._facts(built.specs, new)
+            facts += self._facts(specs, new)
         self.shard.adopt(handover.owned, handover.exchange(self.collectives))
-        self.built, self._choice = replace(built, partition=new, places=()), partition
+        self.built = replace(built, specs=tuple(specs), partition=new, places=())
+        self._choice = partition
         self._rebuild(new)
 
     join_hook = TakesPartInJoin.join_hook  # named here, so that the API reference has it
@@ -402,7 +448,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
 
     def _facts(self, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:
         way = (
-            f"{type(self.optim).__name__}, parameters_as_bucket_view={self.parameters_as_bucket_view}, "
+            f"{title(self.optim)}, parameters_as_bucket_view={self.parameters_as_bucket_view}, "
             f"overlap_with_ddp={self.overlap_with_ddp}, broadcast_dtype={self.broadcast_dtype}, "
             f"{self.shard.masters or 'no masters'}"
         )

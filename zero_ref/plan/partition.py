@@ -49,6 +49,7 @@ class ParamSpec(NamedTuple):
         trainable: its `requires_grad`.
         name: its name in errors; if empty, errors use the parameter's index.
         shape: its dimensions; empty for a scalar, and for a plan that is made from sizes alone.
+        whole: its optimizer uses its shape, as Muon does, so it must not be cut.
     """
 
     numel: int
@@ -58,6 +59,7 @@ class ParamSpec(NamedTuple):
     trainable: bool = True
     name: str = ""
     shape: tuple[int, ...] = ()
+    whole: bool = False
 
     @property
     def rows(self) -> int:
@@ -172,7 +174,26 @@ def elements_if_trainable(param: ParamSpec) -> float:
     return param.numel if param.trainable else 1
 
 
-def partition_rule(weight: Callable[[ParamSpec], float] = elements) -> Callable[[Function], Function]:
+def newton_schulz_operations(param: ParamSpec, iterations: int = 5) -> float:
+    """The weight of a matrix under Muon: the multiplications and additions of its orthogonalization.
+
+    One iteration on an m x n matrix X, m <= n, computes A = X X', B = b A + c A A and a X + B X. Other
+    parameters weigh one operation an element.
+
+    >>> newton_schulz_operations(ParamSpec(6, shape=(2, 3)), iterations=1)         # 4 * 2**2 * 3 + 2 * 2**3
+    64
+
+    Source: the iteration of torch.optim.Muon; Keller Jordan, "Muon" (2024).
+    """
+    if len(param.shape) < 2 or param.numel == 0:
+        return param.numel
+    rows, columns = sorted((param.shape[0], param.numel // param.shape[0]))
+    return iterations * (4 * rows**2 * columns + 2 * rows**3)
+
+
+def partition_rule(
+    weight: Callable[[ParamSpec], float] = elements, *, cuts: bool = False
+) -> Callable[[Function], Function]:
     """Mark a function `(params, world_size, *, loads)` as a rule that takes ParamSpecs.
 
     A function without this mark is called with `(numels, world_size)`.
@@ -186,10 +207,12 @@ def partition_rule(weight: Callable[[ParamSpec], float] = elements) -> Callable[
 
     Args:
         weight: gives what a parameter adds to its owner's load.
+        cuts: the rule cuts parameters that are not `whole`.
     """
 
     def marked(rule: Function) -> Function:
         rule.partition_weight = weight  # type: ignore[attr-defined]
+        rule.partition_cuts = cuts  # type: ignore[attr-defined]
         return rule
 
     return marked
@@ -243,7 +266,7 @@ def registration_greedy(
     return _pack(specs, range(len(specs)), elements_if_trainable, world_size, loads)
 
 
-@partition_rule()
+@partition_rule(cuts=True)
 def even(
     params: Sequence[int | ParamSpec],
     world_size: int,
@@ -254,8 +277,9 @@ def even(
     """Lay all parameters end to end and cut the range into `world_size` equal parts.
 
     Each rank owns 1/N of the elements, to within `alignment`, even if one parameter is larger than 1/N.
-    Cuts fall inside parameters, so this rule is right for optimizers that treat each element by itself
-    (Adam, SGD), and wrong for those that use a parameter's shape (Adafactor, Muon).
+    Cuts fall inside parameters, so this rule is for optimizers that treat each element by itself (Adam, SGD).
+    A parameter that is `whole`, since its optimizer uses its shape (Adafactor, Muon), gets one owner, and the
+    cuts of the others level the ranks' loads as far as they can.
 
     Parameters of each device and dtype are cut separately, so bytes are even too. Frozen parameters, which
     have no state, are cut separately from trainable ones, so that the state is even.
@@ -277,19 +301,34 @@ def even(
     Source:
         The flat split of DeepSpeed's ZeRO-1 and of Megatron-LM's distributed optimizer.
     """
-    specs = _specs(params)
-    numels = [spec.numel for spec in specs]
-    _check_sizes(numels, world_size)
-    if alignment < 1:
-        raise ValueError(f"alignment must be at least 1 element, got {alignment}.")
-    members: dict[object, list[int]] = {}
-    for number, spec in enumerate(specs):
-        members.setdefault((spec.device, spec.dtype, spec.trainable), []).append(number)
-    slices_of_rank: list[list[Slice]] = [[] for _ in range(world_size)]
-    for of_kind in members.values():
-        for piece, rank in _cut_evenly(of_kind, numels, world_size, alignment):
-            slices_of_rank[rank].append(piece)
-    return Partition(tuple(numels), tuple(tuple(sorted(slices)) for slices in slices_of_rank))
+    return _levelled(_specs(params), world_size, elements, None, alignment)
+
+
+def balanced(cost: Callable[[ParamSpec], float], alignment: int = 64) -> Callable[..., Partition]:
+    """A rule: parameters that must stay whole are balanced by a cost, the others are cut to level elements.
+
+    Muon's step takes much longer for a matrix of 1,024 x 1,024 than for one of 64 x 16,384. A rule that
+    balances elements gives both the same weight.
+
+    >>> shapes = [(2**10, 2**10)] + 4 * [(2**6, 2**14)]
+    >>> matrices = [ParamSpec(2**20, shape=shape, whole=True) for shape in shapes]
+    >>> [len(owned) for owned in balanced(newton_schulz_operations)(matrices, 2).slices_of_rank]
+    [1, 4]
+
+    Args:
+        cost: gives the weight of a parameter that is `whole`, such as `newton_schulz_operations`.
+        alignment: as that of `even`.
+    Returns:
+        A rule for `partition=`. "balanced" is `balanced(newton_schulz_operations)`.
+    """
+
+    @partition_rule(weight=lambda param: cost(param) if param.whole else 0, cuts=True)
+    def rule(
+        params: Sequence[int | ParamSpec], world_size: int, *, loads: Sequence[float] | None = None
+    ) -> Partition:
+        return _levelled(_specs(params), world_size, cost, loads, alignment)
+
+    return rule
 
 
 def bucket_round_robin(
@@ -389,6 +428,7 @@ RULES: dict[str, Callable[..., Partition]] = {
     "sorted_greedy": sorted_greedy,
     "registration_greedy": registration_greedy,
     "even": even,
+    "balanced": balanced(newton_schulz_operations),
 }
 
 
@@ -451,10 +491,26 @@ def plan_partition(
 
 
 def _weight_of(rule: Choice) -> Callable[[ParamSpec], float] | None:
-    """The weight that `partition_rule` set on a rule, also inside a functools.partial; None if not set."""
+    """The weight that `partition_rule` set on a rule; None if not set."""
+    return getattr(_inner(rule), "partition_weight", None)
+
+
+def _inner(rule: Choice) -> Choice:
+    """The function inside of functools.partial."""
     while isinstance(rule, partial):
         rule = rule.func
-    return getattr(rule, "partition_weight", None)
+    return rule
+
+
+def may_cut(choice: Choice) -> bool:
+    """Whether the chosen rule or assignment may cut a parameter.
+
+    >>> may_cut("even"), may_cut("sorted_greedy")
+    (True, False)
+    """
+    if isinstance(choice, Partition):
+        return not choice.is_whole
+    return getattr(_inner(rule_named(choice)), "partition_cuts", True)
 
 
 def loads_under(choice: Choice, partition: Partition, params: Sequence[ParamSpec]) -> tuple[float, ...]:
@@ -493,29 +549,143 @@ def _pack(
     """Give each parameter, in `order`, to the rank with the least weight so far."""
     numels = tuple(param.numel for param in params)
     _check_sizes(numels, world_size)
+    slices_of_rank: list[list[Slice]] = [[] for _ in range(world_size)]
+    for number, rank in _to_least_loaded(params, order, weight, world_size, loads):
+        slices_of_rank[rank].append(Slice(number, 0, numels[number]))
+    return Partition(numels, tuple(tuple(sorted(slices)) for slices in slices_of_rank))
+
+
+def _to_least_loaded(
+    params: Sequence[ParamSpec],
+    order: Iterable[int],
+    weight: Callable[[ParamSpec], float],
+    world_size: int,
+    loads: Sequence[float] | None,
+) -> Iterator[tuple[int, int]]:
+    """Each parameter, in `order`, with the rank that had the least weight before it."""
     if loads is not None and len(loads) != world_size:
         raise ValueError(f"loads has {len(loads)} entries; it takes one for each rank, {world_size}.")
     heap = [(load, rank) for rank, load in enumerate(loads or [0] * world_size)]
     heapq.heapify(heap)
-    slices_of_rank: list[list[Slice]] = [[] for _ in range(world_size)]
     for number in order:
         load, rank = heap[0]
-        slices_of_rank[rank].append(Slice(number, 0, numels[number]))
+        yield number, rank
         heapq.heapreplace(heap, (load + weight(params[number]), rank))
-    return Partition(numels, tuple(tuple(sorted(slices)) for slices in slices_of_rank))
 
 
-def _cut_evenly(
-    members: Sequence[int], numels: Sequence[int], world_size: int, alignment: int
+def _levelled(
+    params: Sequence[ParamSpec],
+    world_size: int,
+    cost: Callable[[ParamSpec], float],
+    loads: Sequence[float] | None,
+    alignment: int,
+) -> Partition:
+    """Pack what is `whole` by its cost, and cut the rest so that elements are level."""
+    numels = [param.numel for param in params]
+    _check_sizes(numels, world_size)
+    if alignment < 1:
+        raise ValueError(f"alignment must be at least 1 element, got {alignment}.")
+    slices_of_rank: list[list[Slice]] = [[] for _ in range(world_size)]
+    taken: dict[object, list[int]] = {}  # for each kind, the elements that each rank owns whole
+    for trainable in (True, False):
+        whole = [i for i, param in enumerate(params) if param.whole and param.trainable == trainable]
+        for number, rank in _packed_tightly(params, whole, cost, loads or [0] * world_size):
+            slices_of_rank[rank].append(Slice(number, 0, numels[number]))
+            taken.setdefault(_kind(params[number]), [0] * world_size)[rank] += numels[number]
+    members: dict[object, list[int]] = {}
+    for number, param in enumerate(params):
+        if not param.whole:
+            members.setdefault(_kind(param), []).append(number)
+    for kind, of_kind in members.items():
+        ends = _level_ends(taken.get(kind, [0] * world_size), sum(numels[i] for i in of_kind))
+        for piece, rank in _cut_at(ends, of_kind, numels, alignment):
+            slices_of_rank[rank].append(piece)
+    return Partition(tuple(numels), tuple(tuple(sorted(slices)) for slices in slices_of_rank))
+
+
+def _packed_tightly(
+    params: Sequence[ParamSpec],
+    numbers: Iterable[int],
+    cost: Callable[[ParamSpec], float],
+    loads: Sequence[float],
+    rounds: int = 10,
+) -> list[tuple[int, int]]:
+    """Each parameter with its owner; the fullest rank is close to the least full that is possible.
+
+    A bisection for the smallest load under which each parameter, largest first, fits on some rank, given to
+    the first on which it fits. It begins with the result of the greedy rule.
+
+    Source: MULTIFIT: Coffman, Garey and Johnson, SIAM J. Computing 7 (1978).
+    """
+    weights = sorted(((number, cost(params[number])) for number in numbers), key=lambda one: -one[1])
+    largest_first = [number for number, _ in weights]
+    best = list(_to_least_loaded(params, largest_first, cost, len(loads), loads))
+    total = list(loads)
+    for (_, rank), (_, weight) in zip(best, weights):
+        total[rank] += weight
+    low = max([sum(total) / len(total), *loads, *(weight for _, weight in weights[:1])])
+    high = max(total)
+    for _ in range(rounds):
+        limit = (low + high) / 2
+        if limit >= high:
+            break
+        fitted = _first_fit(weights, loads, limit)
+        if fitted is None:
+            low = limit
+        else:
+            best, high = fitted, limit
+    return best
+
+
+def _first_fit(
+    weights: Sequence[tuple[int, float]], loads: Sequence[float], limit: float
+) -> list[tuple[int, int]] | None:
+    """Each parameter, largest first, with the first rank on which it fits; None if one fits on none."""
+    filled, owners = list(loads), []
+    rank, before = 0, None
+    for number, weight in weights:
+        if weight != before:  # a rank that is too full for one of this weight is too full for the next
+            rank, before = 0, weight
+        while rank < len(filled) and filled[rank] + weight > limit:
+            rank += 1
+        if rank == len(filled):
+            return None
+        filled[rank] += weight
+        owners.append((number, rank))
+    return owners
+
+
+def _kind(param: ParamSpec) -> object:
+    return param.device, param.dtype, param.trainable
+
+
+def _level_ends(loads: Sequence[int], total: int) -> list[int]:
+    """Where each rank's part of a range ends, if the range is poured over the loads like water.
+
+    >>> _level_ends([0, 0, 0], 10), _level_ends([6, 0, 2], 7)       # the level is 4.5 in the second
+    ([4, 7, 10], [0, 5, 7])
+    """
+    below, filled = 0, 0  # the ranks under the level, and their loads together
+    for load in sorted(loads):
+        if below and load * below - filled >= total:
+            break
+        below, filled = below + 1, filled + load
+    ends, poured = [], 0  # poured: times `below`, so that it stays an integer
+    for load in loads:
+        poured += max(0, total + filled - load * below)
+        ends.append(-(-poured // below))
+    return ends
+
+
+def _cut_at(
+    ends: Sequence[int], members: Sequence[int], numels: Sequence[int], alignment: int
 ) -> Iterator[tuple[Slice, int]]:
-    """Cut the flat range of `members` into one equal part for each rank, in order of ranks."""
-    total = sum(numels[i] for i in members)
+    """Cut the flat range of `members` near each rank's end."""
     rank, start = 0, 0  # start: offset of the current parameter in the flat range
     for param in members:
         done = 0
         while True:
-            share_ends = -(-(rank + 1) * total // world_size) - start  # as an element of this parameter
-            stop = min(numels[param], -(-share_ends // alignment) * alignment)
+            stop = min(numels[param], -(-(ends[rank] - start) // alignment) * alignment)
             if stop > done or numels[param] == 0:  # a parameter without elements also gets an owner
                 yield Slice(param, done, stop), rank
                 done = stop

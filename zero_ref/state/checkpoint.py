@@ -26,7 +26,15 @@ from zero_ref.comm.agreement import agreement
 from zero_ref.comm.collectives import Collectives, PendingCall, broadcast_json, exchange_json
 from zero_ref.optimizer.buckets import flat_like, flat_view
 from zero_ref.optimizer.checks import is_elementwise
-from zero_ref.optimizer.groups import describe_options, dtype_name, options_of, params_of, specs_of
+from zero_ref.optimizer.groups import (
+    OPTIMIZER_CLASS,
+    describe_options,
+    dtype_name,
+    options_of,
+    params_of,
+    specs_of,
+)
+from zero_ref.optimizer.several import class_of
 from zero_ref.optimizer.shard import OwnedSlice
 from zero_ref.state import subclasses
 
@@ -311,13 +319,18 @@ SHAPED = frozenset(
 
 
 def packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups as in a torch state dict: options, and parameters as running numbers."""
+    """Parameter groups as in a torch state dict: options, and parameters as running numbers.
+
+    A class is given by its name, since a state dict without other objects loads with `weights_only=True`.
+    """
     running = itertools.count()
-    return [
-        copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-        | {"params": [next(running) for _ in group["params"]]}
-        for group in param_groups
-    ]
+
+    def packed(group: dict[str, Any]) -> dict[str, Any]:
+        kept = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+        named = {OPTIMIZER_CLASS: group[OPTIMIZER_CLASS].__name__} if OPTIMIZER_CLASS in group else {}
+        return {**kept, **named, "params": [next(running) for _ in group["params"]]}
+
+    return list(map(packed, param_groups))
 
 
 def saved_ids(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> list[Any]:
@@ -348,29 +361,31 @@ def saved_ids(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, An
 def check_fits(
     state_dict: Mapping[str, Any],
     param_groups: Sequence[dict[str, Any]],
-    optimizer_class: type[torch.optim.Optimizer],
+    optim: torch.optim.Optimizer,
 ) -> list[str]:
     """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
 
     Args:
-        optimizer_class: if it is one of torch's elementwise ones, the shapes of its state are checked.
+        optim: the local optimizer. If the class of a group is elementwise, its state's shapes are checked.
     Raises:
-        ValueError: missing keys, other groups, options that the class refuses, or a state that it cannot
-            have made; names the parameter.
+        ValueError: missing keys, other groups or classes, options that a class refuses, or a state that it
+            cannot have made; names the parameter.
     """
     _check_structure(state_dict, param_groups)
     saved_groups = state_dict["param_groups"]
-    _check_options(saved_groups, param_groups, optimizer_class)
-    elementwise = is_elementwise(optimizer_class)
+    classes = [class_of(group, optim) for group in param_groups]
+    _check_options(saved_groups, param_groups, classes)
+    elementwise = [is_elementwise(of_class) for of_class in classes]
+    specs = specs_of(param_groups)
     kinds: list[tuple[Any, ...]] = []
     ids = saved_ids(state_dict, param_groups)
     for number, (id_, param) in enumerate(zip(ids, params_of(param_groups), strict=True)):
         for key, value in state_dict["state"].get(id_, {}).items():
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-            if elementwise and not _fits(key, value, param):
+            if elementwise[specs[number].group] and not _fits(key, value, param):
                 what = f"is {value!r}" if shape is None or key in SCALARS else f"has shape {shape}"
                 raise ValueError(
-                    f"the checkpoint's {key!r} for parameter {specs_of(param_groups)[number].name or number} "
+                    f"the checkpoint's {key!r} for parameter {specs[number].name or number} "
                     f"{what}; the parameter has {tuple(param.shape)}. The checkpoint is of another model, or "
                     "of the same parameters in another order."
                 )
@@ -410,9 +425,14 @@ def _check_structure(state_dict: Mapping[str, Any], param_groups: Sequence[dict[
 def _check_options(
     saved_groups: Sequence[Mapping[str, Any]],
     param_groups: Sequence[dict[str, Any]],
-    optimizer_class: type[torch.optim.Optimizer],
+    classes: Sequence[type[torch.optim.Optimizer]],
 ) -> None:
-    for index, (saved, ours) in enumerate(zip(saved_groups, param_groups, strict=True)):
+    for index, (saved, ours, of_class) in enumerate(zip(saved_groups, param_groups, classes, strict=True)):
+        if saved.get(OPTIMIZER_CLASS, of_class.__name__) != of_class.__name__:
+            raise ValueError(
+                f"the checkpoint's group {index} is of {saved[OPTIMIZER_CLASS]}, this optimizer's is of "
+                f"{of_class.__name__}. Give the group the same optimizer_class, then load again."
+            )
         for option, value in options_of(ours).items():
             if not _alike(saved.get(option), value):
                 raise ValueError(
@@ -420,10 +440,10 @@ def _check_options(
                     f"{value!r}. The checkpoint is damaged, or of another optimizer."
                 )
         # torch checks options in its constructors. A class that refuses our own options says nothing by it.
-        refusal = _refusal(optimizer_class, {**ours, **saved})
-        if refusal and not _refusal(optimizer_class, ours):
+        refusal = _refusal(of_class, {**ours, **saved})
+        if refusal and not _refusal(of_class, ours):
             raise ValueError(
-                f"{optimizer_class.__name__} refuses the checkpoint's options of group {index}: {refusal}"
+                f"{of_class.__name__} refuses the checkpoint's options of group {index}: {refusal}"
             )
 
 

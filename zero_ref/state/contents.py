@@ -185,7 +185,7 @@ class Contents:
             ValueError: other groups, names or shapes, or no values where `parameters` are wanted; names the
                 parameter.
         """
-        facts = checkpoint.check_fits(self.state_dict, optimizer.param_groups, type(optimizer.optim))
+        facts = checkpoint.check_fits(self.state_dict, optimizer.param_groups, optimizer.optim)
         ids = checkpoint.saved_ids(self.state_dict, optimizer.param_groups)
         for number, (id_, ours) in enumerate(zip(ids, optimizer.built.params, strict=True)):
             theirs = self.params[id_]

@@ -16,7 +16,7 @@ from zero_ref.comm.accord import Accord, facts_of_options
 from zero_ref.comm.agreement import RanksLostError, agreement
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.groups import copy_options, options_of
+from zero_ref.optimizer.groups import replace_options
 from zero_ref.optimizer.shard import Shard
 from zero_ref.state import checkpoint
 
@@ -107,7 +107,7 @@ class WithWholeState(Optimizer):
         with self.loading("load the state dict") as facts:
             for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before_hook(self, state_dict) or state_dict
-            facts += checkpoint.check_fits(state_dict, self.param_groups, type(self.optim))
+            facts += checkpoint.check_fits(state_dict, self.param_groups, self.optim)
             ids = checkpoint.saved_ids(state_dict, self.param_groups)
             mine = checkpoint.shard_of(state_dict["state"], ids, self.shard.owned)
             self.shard.load(mine, state_dict["param_groups"])
@@ -134,10 +134,7 @@ class WithWholeState(Optimizer):
         finally:
             self.state = self.optim.state
         self.shard.settle()
-        for theirs, ours in zip(self.optim.param_groups, self.param_groups, strict=True):
-            for key in options_of(ours).keys() - theirs.keys():
-                del ours[key]
-        copy_options(self.optim.param_groups, self.param_groups)
+        replace_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
         self.accord.lost = {}
 

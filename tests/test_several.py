@@ -1,0 +1,315 @@
+"""Several optimizer classes in one: groups name their class, and each part equals its plain optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from training import assert_state_dicts_equal
+
+from zero_ref.comm.collectives import Collectives
+from zero_ref.lab import virtual
+from zero_ref.optimizer.several import SeveralOptimizers, split_state_dict
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.state.sharded import load_sharded, save_sharded
+
+MATRICES = [(64, 32), (8, 48), (16, 16), (100, 3)]
+OTHERS = [(32,), (301,), (), (500, 4)]
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.5, 0.9), "weight_decay": 0.1}
+MUON: dict[str, Any] = {"lr": 0.02, "ns_steps": 3}
+RULES = ["sorted_greedy", "registration_greedy", "even", "balanced"]
+Values = list[torch.Tensor]
+
+
+def start() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in MATRICES + OTHERS]
+
+
+def groups_of(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    count = len(MATRICES)
+    return [
+        {"params": params[count:-1]},
+        {"params": params[:2], "optimizer_class": optim.Muon, **MUON},
+        {"params": params[2:count], "optimizer_class": optim.Muon, "lr": 0.01},
+        {"params": params[-1:], "lr": 0.1},
+    ]
+
+
+def fill(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step + 1)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+class Plain:
+    """The two plain optimizers that the one must be equal to."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        groups = groups_of(params)
+        self.params = params
+        self.muon = optim.Muon([{k: v for k, v in g.items() if k != "optimizer_class"} for g in groups[1:3]])
+        self.adamw = optim.AdamW([groups[0], groups[3]], **ADAMW)
+
+    def step(self) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+    def train(self, steps: range) -> Values:
+        for step in steps:
+            fill(self.params, step)
+            self.step()
+        return [param.detach().clone() for param in self.params]
+
+
+def one_of(params: list[nn.Parameter], comm: Collectives, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(groups_of(params), optim.AdamW, comm, **options, **ADAMW)
+
+
+def train(params: list[nn.Parameter], optimizer: Any, steps: range) -> Values:
+    for step in steps:
+        fill(params, step)
+        optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("partition", RULES)
+def test_one_optimizer_equals_the_plain_ones(partition: str, flat: bool, world_size: int) -> None:
+    def on_rank(comm: Collectives) -> Values:
+        params = start()
+        optimizer = one_of(params, comm, partition=partition, parameters_as_bucket_view=flat)
+        assert isinstance(optimizer.optim, SeveralOptimizers)
+        if partition in ("even", "balanced") and world_size == 4:
+            assert not optimizer.partition.is_whole
+        matrices = optimizer.partition.pieces_of_param[3:7]  # in registration order: the groups 1 and 2
+        assert all(len(pieces) == 1 for pieces in matrices)
+        return train(params, optimizer, range(6))
+
+    expected = Plain(start()).train(range(6))
+    for values in virtual.run(on_rank, world_size, timeout=20):
+        assert all(map(torch.equal, values, expected))
+
+
+def test_groups_have_the_options_of_their_own_class() -> None:
+    def on_rank(comm: Collectives) -> list[set[str]]:
+        optimizer = one_of(start(), comm)
+        assert [group["optimizer_class"] for group in optimizer.param_groups] == [
+            optim.AdamW,
+            optim.Muon,
+            optim.Muon,
+            optim.AdamW,
+        ]
+        assert optimizer.param_groups[2]["ns_steps"] == 5
+        return [set(group) for group in optimizer.param_groups]
+
+    plain = Plain(start())
+    muon, adamw = ({*one.param_groups[0], "optimizer_class"} for one in (plain.muon, plain.adamw))
+    for keys in virtual.run(on_rank, 2, timeout=20):
+        assert keys == [adamw, muon, muon, adamw]
+
+
+def test_a_scheduler_sees_one_list_of_groups() -> None:
+    def on_rank(comm: Collectives) -> Values:
+        params = start()
+        optimizer = one_of(params, comm, partition="even")
+        scheduler = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(4):
+            fill(params, step)
+            optimizer.step()
+            scheduler.step()
+        return [param.detach() for param in params]
+
+    plain = Plain(start())
+    schedulers = [optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (plain.muon, plain.adamw)]
+    for step in range(4):
+        fill(plain.params, step)
+        plain.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    for values in virtual.run(on_rank, 2, timeout=20):
+        assert all(map(torch.equal, values, plain.params))
+
+
+def test_a_closure_is_called_once_for_all_classes() -> None:
+    def on_rank(comm: Collectives) -> tuple[Values, int]:
+        params, calls = start(), []
+        optimizer = one_of(params, comm, partition="even")
+
+        def closure() -> float:
+            assert torch.is_grad_enabled()
+            fill(params, len(calls))
+            calls.append(None)
+            return 0.25
+
+        assert [optimizer.step(closure) for _ in range(3)] == [0.25] * 3
+        return [param.detach() for param in params], len(calls)
+
+    expected = Plain(start()).train(range(3))
+    for values, calls in virtual.run(on_rank, 2, timeout=20):
+        assert calls == 3
+        assert all(map(torch.equal, values, expected))
+
+
+def test_a_group_of_a_second_class_may_come_later(tmp_path: Path) -> None:
+    """And one that is refused leaves the optimizer as it was."""
+
+    def on_rank(comm: Collectives) -> Values:
+        params = start()
+        first, muon, more, last = groups_of(params)
+        optimizer = ZeroRedundancyOptimizer([first], optim.AdamW, comm, partition="even", **ADAMW)
+        train(params, optimizer, range(2))
+        with pytest.raises((ValueError, RuntimeError), match="2D parameters"):
+            optimizer.add_param_group(
+                {"params": [nn.Parameter(torch.ones(3))], "optimizer_class": optim.Muon}
+            )
+        assert type(optimizer.optim) is optim.AdamW
+        with pytest.raises(TypeError, match="takes a class"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "optimizer_class": "Muon"})
+        for group in (muon, more, last):
+            optimizer.add_param_group(group)
+        values = train(params, optimizer, range(2, 6))
+        optimizer.repartition("balanced")
+        save_sharded(optimizer, tmp_path)
+        return values
+
+    plain = Plain(start())
+    for param in plain.params[:4] + plain.params[-1:]:
+        param.requires_grad_(False)
+    for step in range(6):
+        fill(plain.params, step)
+        if step < 2:
+            for param in plain.params[:4] + plain.params[-1:]:
+                param.grad = None
+        plain.step()
+    for values in virtual.run(on_rank, 3, timeout=20):
+        assert all(map(torch.equal, values, plain.params))
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after"), [("sorted_greedy", "even"), ("balanced", "registration_greedy")]
+)
+def test_checkpoints_go_to_other_ranks_and_to_the_plain_optimizers(
+    before: str, after: str, masters: bool, tmp_path: Path
+) -> None:
+    """Saved at 4 ranks, loaded at 3 under another rule, sharded or whole, and at 1 in plain torch."""
+    options: dict[str, Any] = {"master_dtype": torch.float32} if masters else {}
+
+    def begin() -> list[nn.Parameter]:
+        params = start()
+        if masters:
+            for param in params[1:]:
+                param.data = param.data.bfloat16()
+        return params
+
+    def save(comm: Collectives) -> tuple[Values, dict[str, Any]]:
+        params = begin()
+        optimizer = one_of(params, comm, partition=before, **options)
+        values = train(params, optimizer, range(3))
+        save_sharded(optimizer, tmp_path / "sharded")
+        optimizer.consolidate_state_dict("all")
+        return values, optimizer.state_dict()
+
+    def load(comm: Collectives, values: Values, state: dict[str, Any] | None) -> Values:
+        params = begin()
+        optimizer = one_of(params, comm, partition=after, parameters_as_bucket_view=True, **options)
+        if state is None:
+            load_sharded(optimizer, tmp_path / "sharded")
+        else:
+            for param, value in zip(params, values, strict=True):
+                param.data.copy_(value)
+            optimizer.load_state_dict(state)
+        return train(params, optimizer, range(3, 6))
+
+    def unsharded(comm: Collectives) -> Values:
+        params = begin()
+        return train(params, one_of(params, comm, **options), range(6))
+
+    (expected,) = virtual.run(unsharded, 1, timeout=20)
+    values, state = virtual.run(save, 4, timeout=20)[0]
+    torch.save(state, tmp_path / "whole.pt")
+    state = torch.load(tmp_path / "whole.pt", weights_only=True)
+    for world_size in (1, 3):
+        for given in (state, None):
+            for trained in virtual.run(load, world_size, values, given, timeout=20):
+                assert all(map(torch.equal, trained, expected))
+    if masters:
+        return
+    plain = Plain(start())
+    assert all(map(torch.equal, expected, plain.train(range(6))))
+    for param, value in zip(plain.params, values, strict=True):
+        param.data.copy_(value)
+    parts = split_state_dict(state)
+    assert list(parts) == ["AdamW", "Muon"]
+    reference = Plain(start())
+    reference.train(range(3))
+    assert_state_dicts_equal(parts["AdamW"], reference.adamw.state_dict())
+    assert_state_dicts_equal(parts["Muon"], reference.muon.state_dict())
+    fresh = Plain(plain.params)
+    fresh.adamw.load_state_dict(parts["AdamW"])
+    fresh.muon.load_state_dict(parts["Muon"])
+    assert all(map(torch.equal, fresh.train(range(3, 6)), expected))
+
+
+def test_a_checkpoint_of_another_class_is_refused_on_all_ranks() -> None:
+    def on_rank(comm: Collectives) -> dict[str, Any]:
+        params = start()
+        optimizer = one_of(params, comm)
+        train(params, optimizer, range(1))
+        optimizer.consolidate_state_dict("all")
+        state = optimizer.state_dict()
+        swapped = [{**group, "optimizer_class": "Lion"} for group in state["param_groups"]]
+        with pytest.raises(ValueError, match="group 0 is of Lion, this optimizer's is of AdamW"):
+            optimizer.load_state_dict({**state, "param_groups": swapped})
+        single = ZeroRedundancyOptimizer(groups_of_one_class(params), optim.AdamW, comm)
+        with pytest.raises(ValueError, match="group 1 is of Muon, this optimizer's is of AdamW"):
+            single.load_state_dict(state)
+        return state
+
+    def groups_of_one_class(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": group["params"]} for group in groups_of(params)]
+
+    state = virtual.run(on_rank, 2, timeout=20)[0]
+    state["param_groups"][0].pop("optimizer_class")
+    with pytest.raises(ValueError, match="does not name its optimizer_class"):
+        split_state_dict(state)
+
+
+def test_ranks_that_name_other_classes_all_raise() -> None:
+    def on_rank(comm: Collectives) -> None:
+        params = start()
+        groups = groups_of(params)
+        if comm.rank == 1:
+            groups[2]["optimizer_class"] = optim.Adafactor
+        with pytest.raises(ValueError, match="Adafactor"):
+            ZeroRedundancyOptimizer(groups, optim.AdamW, comm, **ADAMW)
+
+    virtual.run(on_rank, 2, timeout=20)
+
+
+def test_frozen_matrices_stand_still_and_are_trained_again() -> None:
+    def frozen_then_trained(params: list[nn.Parameter], step: Any) -> Values:
+        for number in range(6):
+            for param in params[:3]:
+                param.requires_grad_(number not in (2, 3))
+            fill(params, number)
+            for param in params:
+                if not param.requires_grad:
+                    param.grad = None
+            step()
+        return [param.detach().clone() for param in params]
+
+    def on_rank(comm: Collectives) -> Values:
+        params = start()
+        optimizer = one_of(params, comm, partition="balanced", parameters_as_bucket_view=True)
+        return frozen_then_trained(params, optimizer.step)
+
+    plain = Plain(start())
+    expected = frozen_then_trained(plain.params, plain.step)
+    for values in virtual.run(on_rank, 3, timeout=20):
+        assert all(map(torch.equal, values, expected))

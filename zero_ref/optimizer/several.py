@@ -1,0 +1,219 @@
+"""Several optimizer classes as one optimizer, such as Muon for matrices and AdamW for the rest.
+
+`minimal.py` has one class for all parameters. Here a parameter group may name its own:
+
+    {"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 0.02}
+
+The groups stay one list, so learning-rate schedulers, checkpoints and messages see one optimizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zero_ref.optimizer.groups import OPTIMIZER_CLASS, ParamGroup
+
+StateDict = dict[str, Any]
+
+
+def class_of(group: ParamGroup, optim: Optimizer) -> type[Optimizer]:
+    """The class that steps a group of this local optimizer."""
+    return group.get(OPTIMIZER_CLASS, type(optim))
+
+
+def defaults_of(group: ParamGroup, optim: Optimizer) -> Mapping[str, Any]:
+    """The defaults of the class that steps a group of this local optimizer."""
+    if isinstance(optim, SeveralOptimizers):
+        optim = optim.optimizers[class_of(group, optim)]
+    return optim.defaults
+
+
+def optimizers_in(optim: Optimizer) -> list[Optimizer]:
+    """The optimizer of each class."""
+    return list(optim.optimizers.values()) if isinstance(optim, SeveralOptimizers) else [optim]
+
+
+def title(optim: Optimizer) -> str:
+    """The names of the classes, for errors and logs."""
+    return " and ".join(type(one).__name__ for one in optimizers_in(optim))
+
+
+def name_classes(param_groups: Sequence[ParamGroup], optim: Optimizer) -> None:
+    """Write the class into each of the user's groups, if the local optimizer has several."""
+    if isinstance(optim, SeveralOptimizers):
+        for ours, local in zip(param_groups, optim.param_groups, strict=True):
+            ours[OPTIMIZER_CLASS] = local[OPTIMIZER_CLASS]
+
+
+def local_optimizer(
+    groups: Sequence[ParamGroup], optimizer_class: type[Optimizer], defaults: Mapping[str, Any]
+) -> Optimizer:
+    """A local optimizer over these groups: that of the class itself, if no group names another one.
+
+    Args:
+        groups: with "params", the options that the user gave, and "optimizer_class" if it is named.
+        optimizer_class, defaults: the class of the other groups, and the options of its constructor.
+    """
+    classes = {group.get(OPTIMIZER_CLASS, optimizer_class) for group in groups}
+    if classes <= {optimizer_class}:
+        return optimizer_class([_unnamed(group) for group in groups], **defaults)
+    return SeveralOptimizers(groups, optimizer_class, **defaults)
+
+
+def with_group(optim: Optimizer, group: ParamGroup) -> Optimizer:
+    """The local optimizer with one more group; another object if the group is the first of a second class."""
+    if not isinstance(optim, SeveralOptimizers):
+        if group.get(OPTIMIZER_CLASS, type(optim)) is type(optim):
+            group = _unnamed(group)
+        else:
+            optim = SeveralOptimizers.around(optim)
+    optim.add_param_group(group)
+    return optim
+
+
+class SeveralOptimizers(Optimizer):
+    """One optimizer for groups of several classes. Each class steps its own groups.
+
+    Args:
+        groups: each with "params" and options; "optimizer_class" in those that are not of the main class.
+        main, defaults: the main class, and the options of its constructor. Its defaults are those that
+            schedulers read.
+
+    Attributes:
+        optimizers: the optimizer of each class. Their groups are those of `param_groups`, and all have the
+            same `state`.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup], main: type[Optimizer], **defaults: Any) -> None:
+        self.main, self.optimizers = main, dict[type[Optimizer], Optimizer]()
+        super().__init__([{"params": []}], defaults)
+        classes = [group.get(OPTIMIZER_CLASS, main) for group in groups]
+        for of_class in dict.fromkeys(classes):
+            mine = [_unnamed(group) for group, its_class in zip(groups, classes) if its_class is of_class]
+            self.optimizers[of_class] = of_class(mine, **(defaults if of_class is main else {}))
+        if main in self.optimizers:
+            self.defaults = self.optimizers[main].defaults
+        self._collect(classes)
+
+    @classmethod
+    def around(cls, optim: Optimizer) -> SeveralOptimizers:
+        """The same groups and state as a plain optimizer's, open to other classes."""
+        several = cls([], type(optim), **optim.defaults)
+        several.optimizers[type(optim)] = optim
+        several._collect([type(optim)] * len(optim.param_groups))
+        return several
+
+    def _collect(self, classes: Sequence[type[Optimizer]]) -> None:
+        """Take groups and state from the optimizers; `classes` gives the order of the groups."""
+        groups = {of_class: iter(optim.param_groups) for of_class, optim in self.optimizers.items()}
+        self.param_groups = [next(groups[of_class]) for of_class in classes]
+        for group, of_class in zip(self.param_groups, classes):
+            group[OPTIMIZER_CLASS] = of_class
+        self.state = defaultdict(dict)
+        for optim in self.optimizers.values():
+            self.state.update(optim.state)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give each optimizer its groups, and all of them the common state."""
+        for of_class, optim in self.optimizers.items():
+            optim.param_groups = [group for group in self.param_groups if group[OPTIMIZER_CLASS] is of_class]
+            optim.state = self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._hand_out()
+
+    def add_param_group(self, group: ParamGroup) -> None:
+        """Add a group, which may name a class that is new here."""
+        if not self.optimizers:  # called by Optimizer.__init__
+            super().add_param_group(group)
+            return
+        of_class = group.get(OPTIMIZER_CLASS, self.main)
+        self._hand_out()
+        if of_class in self.optimizers:
+            self.optimizers[of_class].add_param_group(_unnamed(group))
+        else:
+            self.optimizers[of_class] = of_class([_unnamed(group)])
+        self._collect([*(known[OPTIMIZER_CLASS] for known in self.param_groups), of_class])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step the optimizer of each class, after the closure, which is called once."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._hand_out()
+        for optim in self.optimizers.values():
+            optim.step(**kwargs)
+        return loss
+
+    def state_dict(self) -> StateDict:
+        """As torch's, with the classes of the groups by name."""
+        state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            group[OPTIMIZER_CLASS] = group[OPTIMIZER_CLASS].__name__
+        return state_dict
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state dict into the optimizers, each of which converts its own part."""
+        classes = [group[OPTIMIZER_CLASS] for group in self.param_groups]
+        self._hand_out()
+        of_groups = list(zip(state_dict["param_groups"], classes, strict=True))
+        for of_class, optim in self.optimizers.items():
+            groups = [group for group, its_class in of_groups if its_class is of_class]
+            optim.load_state_dict({"state": _state_of(groups, state_dict), "param_groups": groups})
+        self._collect(classes)
+
+
+def split_state_dict(state_dict: StateDict) -> dict[str, StateDict]:
+    """The state dicts of the plain optimizers, from that of an optimizer whose groups name several classes.
+
+    >>> plain = split_state_dict(optimizer.state_dict())                                    # doctest: +SKIP
+    >>> muon.load_state_dict(plain["Muon"]); adamw.load_state_dict(plain["AdamW"])          # doctest: +SKIP
+
+    Args:
+        state_dict: as from `ZeroRedundancyOptimizer.state_dict()`.
+    Returns:
+        By the name of the class, what an optimizer of that class over its groups, in the same order, would
+        return from `state_dict()`. Tensors are shared with `state_dict`.
+    Raises:
+        ValueError: the groups do not name their classes.
+    """
+    split: dict[str, list[ParamGroup]] = {}
+    for index, group in enumerate(state_dict["param_groups"]):
+        if OPTIMIZER_CLASS not in group:
+            raise ValueError(
+                f"group {index} of the state dict does not name its optimizer_class: it is of a single "
+                "optimizer, which loads it as it is."
+            )
+        split.setdefault(group[OPTIMIZER_CLASS], []).append(group)
+    plain: dict[str, StateDict] = {}
+    for name, groups in split.items():
+        running = itertools.count()
+        number = {param: next(running) for group in groups for param in group["params"]}
+        state = _state_of(groups, state_dict)
+        numbered = [[number[param] for param in group["params"]] for group in groups]
+        plain[name] = {
+            "state": {number[param]: of_param for param, of_param in state.items()},
+            "param_groups": [
+                {**_unnamed(group), "params": params} for group, params in zip(groups, numbered)
+            ],
+        }
+    return plain
+
+
+def _state_of(groups: Sequence[ParamGroup], state_dict: StateDict) -> dict[Any, Any]:
+    numbers = {number for group in groups for number in group["params"]}
+    return {number: of_param for number, of_param in state_dict["state"].items() if number in numbers}
+
+
+def _unnamed(group: ParamGroup) -> ParamGroup:
+    return {key: value for key, value in group.items() if key != OPTIMIZER_CLASS}
