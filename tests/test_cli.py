@@ -63,6 +63,19 @@ def test_ranks_that_own_nothing_are_counted(capsys: pytest.CaptureFixture[str]) 
     assert plan["emptiest"] == {"rank": 291, "elements": 0, "state_bytes": 0}
 
 
+def test_plan_shows_the_operations_of_muon_beside_the_elements(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model gpt2-xl --ranks 64 --optimizer Muon+AdamW".split()
+    balanced = plan_json(capsys, *words, "--partition", "balanced")["orthogonalization"]
+    # 48 blocks with matrices of 1,600 x 4,800, 1,600 and 6,400 (twice): in units of 1,600**3, and 5 iterations
+    assert balanced["mean"] == 5 * 1600**3 * 48 * (14 + 6 + 18 + 18) / 64
+    assert balanced["fullest"]["operations"] == balanced["lower_bound"] == balanced["mean"]
+    greedy = plan_json(capsys, *words)["orthogonalization"]
+    assert greedy["fullest"]["operations"] > 1.09 * balanced["mean"] == 1.09 * greedy["mean"]
+    assert plan_json(capsys, *words[:4])["orthogonalization"] is None
+    cli.main(["plan", *words])
+    assert "1.10x the mean, 1.10x the bound" in capsys.readouterr().out
+
+
 def test_plan_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     assert cli.main(PLAN) == 0

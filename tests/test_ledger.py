@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from zero_ref.optimizer.several import SeveralOptimizers
 from zero_ref.plan.partition import ParamSpec, even, from_lists, plan_partition, sorted_greedy
 from zero_ref.simulator.ledger import (
     BOTH_GRADS_20,
@@ -245,8 +246,12 @@ def test_state_is_what_torchs_optimizer_keeps_after_a_step(name: str) -> None:
         ]
     ]
     optimizer_class, *options = name.split("+")
-    chosen = {key: value for option in options for key, value in OPTIONS[option].items()}
-    optimizer = getattr(torch.optim, optimizer_class)(params, lr=0.01, **chosen)
+    chosen = {key: value for option in options for key, value in OPTIONS.get(option, {}).items()}
+    if name == "Muon+AdamW":
+        groups = [{"params": params[:1], "optimizer_class": torch.optim.Muon}, {"params": params[1:]}]
+        optimizer: torch.optim.Optimizer = SeveralOptimizers(groups, torch.optim.AdamW)
+    else:
+        optimizer = getattr(torch.optim, optimizer_class)(params, lr=0.01, **chosen)
     for param in params:
         if param.requires_grad:
             param.grad = torch.ones_like(param)
@@ -258,8 +263,13 @@ def test_state_is_what_torchs_optimizer_keeps_after_a_step(name: str) -> None:
         if isinstance(value, torch.Tensor)
     )
     specs = [
-        ParamSpec(param.numel(), str(param.dtype).removeprefix("torch."), trainable=param.requires_grad)
-        for param in params
+        ParamSpec(
+            param.numel(),
+            str(param.dtype).removeprefix("torch."),
+            trainable=param.requires_grad,
+            whole=number == 0,
+        )
+        for number, param in enumerate(params)
     ]
     assert sum(state_bytes_of_rank(plan_partition("sorted_greedy", specs, 3), specs, name)) == kept
 

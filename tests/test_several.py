@@ -12,8 +12,12 @@ from training import assert_state_dicts_equal
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
+from zero_ref.lab.meter import state_bytes
 from zero_ref.optimizer.several import SeveralOptimizers, split_state_dict
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.partition import loads_under, newton_schulz_operations, plan_partition
+from zero_ref.simulator.ledger import state_bytes_of_rank
+from zero_ref.simulator.models import matrices_whole, shapes, specs
 from zero_ref.state.sharded import load_sharded, save_sharded
 
 MATRICES = [(64, 32), (8, 48), (16, 16), (100, 3)]
@@ -313,3 +317,33 @@ def test_frozen_matrices_stand_still_and_are_trained_again() -> None:
     expected = frozen_then_trained(plain.params, plain.step)
     for values in virtual.run(on_rank, 3, timeout=20):
         assert all(map(torch.equal, values, expected))
+
+
+@pytest.mark.parametrize("partition", RULES)
+def test_the_simulator_counts_the_state_of_both_classes(partition: str) -> None:
+    def on_rank(comm: Collectives) -> tuple[int, int]:
+        params = start()
+        optimizer = one_of(params, comm, partition=partition)
+        train(params, optimizer, range(1))
+        specs = optimizer.built.specs
+        return state_bytes(optimizer), state_bytes_of_rank(optimizer.partition, specs, "Muon+AdamW")[
+            comm.rank
+        ]
+
+    for measured, predicted in virtual.run(on_rank, 3, timeout=20):
+        assert measured == predicted > 0
+
+
+@pytest.mark.parametrize(("model", "ranks"), [("gpt2", 8), ("gpt2", 64), ("gpt2-xl", 8), ("gpt2-xl", 64)])
+def test_operations_of_muon_are_balanced(model: str, ranks: int) -> None:
+    """Under 1.05 times the lower bound: the mean, or the largest matrix, which one rank has to step."""
+    params = matrices_whole(specs(shapes(model)))
+    operations = loads_under("balanced", plan_partition("balanced", params, ranks), params)
+    largest = max(newton_schulz_operations(param) for param in params if param.whole)
+    assert max(operations) < 1.05 * max(sum(operations) / ranks, largest)
+
+
+def test_elements_are_level_beside_whole_matrices() -> None:
+    params = matrices_whole(specs(shapes("gpt2")))
+    loads = plan_partition("balanced", params, 8).loads
+    assert max(loads) - min(loads) <= 64

@@ -10,9 +10,16 @@ from typing import Any
 from zero_ref.cli._common import Subparsers, need, no_collecting
 from zero_ref.lab._arguments import simulated_ranks
 from zero_ref.plan.layout import ITEMSIZE, lay_out
-from zero_ref.plan.partition import RULES as PARTITIONS, plan_partition
+from zero_ref.plan.partition import (
+    RULES as PARTITIONS,
+    ParamSpec,
+    Partition,
+    loads_under,
+    newton_schulz_operations,
+    plan_partition,
+)
 from zero_ref.simulator.ledger import STATE_RULES, format_bytes, state_bytes_of_rank
-from zero_ref.simulator.models import MODELS, shapes, specs
+from zero_ref.simulator.models import MODELS, matrices_whole, shapes, specs
 from zero_ref.simulator.schedule import broadcasts_of_buckets, broadcasts_of_slices
 
 
@@ -72,6 +79,8 @@ def plan_of(model: str, ranks: int, partition: str, dtype: str, optimizer: str) 
     """What `zero-ref plan --json` prints: plain numbers, bytes and elements."""
     shapes_of_model = shapes(model)
     params = specs(shapes_of_model, dtype)
+    if muon := STATE_RULES[optimizer].of_whole is not None:
+        params = matrices_whole(params)
     owned = plan_partition(partition, params, ranks)
     state_bytes = state_bytes_of_rank(owned, params, optimizer)
     unsharded_bytes = sum(state_bytes_of_rank(plan_partition(partition, params, 1), params, optimizer))
@@ -105,6 +114,21 @@ def plan_of(model: str, ranks: int, partition: str, dtype: str, optimizer: str) 
             "buckets": len(as_buckets) if ranks > 1 else 0,
         },
         "elements_of_rank": owned.loads,
+        "orthogonalization": _operations(owned, params) if muon else None,
+    }
+
+
+def _operations(owned: Partition, params: Sequence[ParamSpec]) -> dict[str, Any]:
+    """The floating-point operations of Muon's step on each rank, and the least that the fullest can have."""
+    loads = loads_under("balanced", owned, params)
+    largest = max((newton_schulz_operations(param) for param in params if param.whole), default=0)
+    mean = sum(loads) / len(loads)
+    return {
+        "fullest": {"rank": loads.index(max(loads)), "operations": max(loads)},
+        "emptiest": {"rank": loads.index(min(loads)), "operations": min(loads)},
+        "mean": mean,
+        "lower_bound": max(mean, largest),  # a matrix is not divided
+        "operations_of_rank": loads,
     }
 
 
@@ -144,6 +168,16 @@ def print_plan(plan: dict[str, Any], width: int | None = None) -> None:
     console.print()
     if console.encoding.startswith("utf"):
         console.print(f"elements by rank  {_bars(loads, min(64, console.width - 18))}")
+    if operations := plan["orthogonalization"]:
+        fullest, mean = operations["fullest"], operations["mean"]
+        of_bound = fullest["operations"] / max(operations["lower_bound"], 1)
+        if console.encoding.startswith("utf"):
+            of_rank = operations["operations_of_rank"]
+            console.print(f"Muon's operations {_bars(of_rank, min(64, console.width - 18))}")
+        console.print(
+            f"most of Muon's operations: rank {fullest['rank']:,}, "
+            f"{fullest['operations'] / max(mean, 1):.2f}x the mean, {of_bound:.2f}x the bound"
+        )
     console.print(f"ranks that own nothing: {plan['ranks_that_own_nothing']:,}")
     sent = plan["messages_per_step"]
     console.print(f"messages a step: {sent['parameters']:,} as parameters, {sent['buckets']:,} as buckets")
@@ -160,7 +194,7 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
     ]
 
 
-def _bars(loads: Sequence[int], columns: int) -> str:
+def _bars(loads: Sequence[float], columns: int) -> str:
     """Loads as a line of bars, the fullest full height; where ranks share a column, the fullest of them.
 
     >>> _bars([80, 40, 10, 0], columns=64)
@@ -169,4 +203,4 @@ def _bars(loads: Sequence[int], columns: int) -> str:
     per_column = -(-len(loads) // max(columns, 1))
     tallest = [max(loads[i : i + per_column]) for i in range(0, len(loads), per_column)]
     top = max(*tallest, 1)
-    return "".join("·▁▂▃▄▅▆▇█"[-(-8 * load // top)] for load in tallest)
+    return "".join("·▁▂▃▄▅▆▇█"[int(-(-8 * load // top))] for load in tallest)

@@ -14,13 +14,14 @@ from zero_ref.plan.partition import RULES, Partition, plan_partition
 from zero_ref.simulator.models import MODELS
 
 POWERS = tuple(2**power for power in range(11))
-NAMES = {rule: rule.replace("_", " ") for rule in RULES}
+NAMES = {rule: rule.replace("_", " ") for rule in RULES if rule != "balanced"}
+"""Without "balanced", which is "even" for a model without matrices that stay whole."""
 MOST_BARS = 64
 """Above this many ranks a bar is thinner than a line: one outline replaces the bars."""
 
 
 def _draw(width: float, model: str, ranks: int, fullest_first: bool) -> Answer:
-    plans = {rule: _plan(model, rule, ranks) for rule in RULES}
+    plans = {rule: _plan(model, rule, ranks) for rule in NAMES}
     over_mean = {rule: _over_mean(plan) for rule, plan in plans.items()}
     largest = max(next(iter(plans.values())).numels)
     numbers: dict[str, float] = {"largest tensor, elements": largest}
@@ -31,10 +32,10 @@ def _draw(width: float, model: str, ranks: int, fullest_first: bool) -> Answer:
         numbers[f"{rule}, fullest / mean"] = over_mean[rule]
         numbers[f"{rule}, idle ranks"] = idle
         rows.append([NAMES[rule], f"{max(plan.loads):,}", short(over_mean[rule]), f"{idle:,}"])
-    balance = {rule: [_over_mean(_plan(model, rule, power)) for power in POWERS] for rule in RULES}
+    balance = {rule: [_over_mean(_plan(model, rule, power)) for power in POWERS] for rule in NAMES}
     for rule, values in balance.items():
         numbers |= {f"{rule}, {power} ranks, fullest / mean": one for power, one in zip(POWERS, values)}
-    said = ", ".join(f"{short(over_mean[rule])} times the mean under {NAMES[rule]}" for rule in RULES)
+    said = ", ".join(f"{short(over_mean[rule])} times the mean under {NAMES[rule]}" for rule in NAMES)
     words = f"{model} on {ranks:,} rank{'s' if ranks > 1 else ''}: the fullest rank owns {said}."
     svg = _picture(width, plans, over_mean, balance, fullest_first, words)
     return Answer(svg, words, rows, numbers)

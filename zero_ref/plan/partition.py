@@ -174,7 +174,7 @@ def elements_if_trainable(param: ParamSpec) -> float:
     return param.numel if param.trainable else 1
 
 
-def newton_schulz_operations(param: ParamSpec, iterations: int = 5) -> float:
+def newton_schulz_operations(param: ParamSpec, iterations: int = 5) -> int:
     """The weight of a matrix under Muon: the multiplications and additions of its orthogonalization.
 
     One iteration on an m x n matrix X, m <= n, computes A = X X', B = b A + c A A and a X + B X. Other

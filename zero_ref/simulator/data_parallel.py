@@ -7,7 +7,7 @@ from functools import cache
 
 from zero_ref.plan.calls import Call
 from zero_ref.plan.layout import lay_out, runs_within
-from zero_ref.plan.partition import ParamSpec, Partition, Slice
+from zero_ref.plan.partition import ParamSpec, Partition, Slice, newton_schulz_operations
 from zero_ref.simulator.ledger import itemsize_of, nbytes_of
 from zero_ref.simulator.operations import (
     COMPUTE,
@@ -39,6 +39,7 @@ def data_parallel(
     side_stream: bool = False,
     native: bool = False,
     activation_bytes: int = 0,
+    muon: bool = False,
 ) -> tuple[Operation, ...]:
     """DDP's gradient buckets reduced during backward, the update, and the new parameters sent.
 
@@ -53,6 +54,7 @@ def data_parallel(
         native: the calls are those of a GPU library: one reduce of gradients for each owner, and one
             all-gather for all that is sent after backward.
         activation_bytes: that forward leaves for backward, on each rank.
+        muon: the step of parameters that are `whole` orthogonalizes them.
     """
     forward, backwards = forward_and_backward(params, buckets, activation_bytes)
     updating = SIDE_STREAM if way == "interleaved" and side_stream else COMPUTE
@@ -73,7 +75,8 @@ def data_parallel(
             owned = _owned_bytes(partition, params, members) if partition and to_owners else None
             listed += _reductions(reduction_of(backwards[parts[0]], *after), owned, native)
         elif label == "step":
-            listed.append(_step(Operation(label, updating, part, after), params, partition, members))
+            step = Operation(label, updating, part, after)
+            listed.append(_step(step, params, partition, members, muon))
         elif partition and world_size > 1:
             if native and part is None:
                 calls = _all_gather(params, members)
@@ -100,16 +103,27 @@ def _reductions(reduce: Operation, owned: Shares | None, native: bool) -> list[O
 
 
 def _step(
-    step: Operation, params: Sequence[ParamSpec], partition: Partition | None, members: Sequence[int]
+    step: Operation,
+    params: Sequence[ParamSpec],
+    partition: Partition | None,
+    members: Sequence[int],
+    muon: bool,
 ) -> Operation:
     """The update of some parameters: of all of them on each rank, or of what each rank owns."""
+    whole = [number for number in members if muon and params[number].whole and params[number].trainable]
+    flops = {number: newton_schulz_operations(params[number]) for number in whole}
     step = step._replace(numel=sum(params[number].numel for number in members), tensors=len(members))
     if partition is None:
-        return step
+        return step._replace(flops=sum(flops.values()))
+    flops_of_rank = _sums((partition.pieces_of_param[number][0][1], flops[number]) for number in whole)
     owned = [one for number in members for one in partition.pieces_of_param[number]]
     numel_of_rank = _sums((owner, piece.numel) for piece, owner in owned)
     tensors_of_rank = _sums((owner, 1) for _, owner in owned)
-    return step._replace(shares=_shares(numel_of_rank), tensors=max(tensors_of_rank.values(), default=0))
+    return step._replace(
+        shares=_shares(numel_of_rank),
+        tensors=max(tensors_of_rank.values(), default=0),
+        flops=max(flops_of_rank.values(), default=0),
+    )
 
 
 def _all_gather(params: Sequence[ParamSpec], members: Iterable[int]) -> list[Call]:

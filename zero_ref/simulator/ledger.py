@@ -8,7 +8,7 @@ is what the partition loses. `format_bytes` prints both. `activations` and `memo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from zero_ref.plan.layout import ITEMSIZE
@@ -161,12 +161,24 @@ class StateRule:
         scalar_bytes: of the zero-dimensional tensors beside them, such as `step`; float32 each.
         for_frozen: the optimizer keeps state for frozen parameters too, which it never updates.
         itemsize: bytes of an element of the tensors; None for the parameter's own dtype, as torch.optim.
+        of_whole: the rule for parameters that are `whole`, if another optimizer class steps them, as Muon
+            beside AdamW; None for the same rule.
     """
 
     tensors: int
     scalar_bytes: int
     for_frozen: bool = False
     itemsize: int | None = None
+    of_whole: StateRule | None = None
+
+    def of(self, param: ParamSpec) -> StateRule:
+        """The rule for this parameter."""
+        return self.of_whole if self.of_whole is not None and param.whole else self
+
+    def with_master(self) -> StateRule:
+        """The rule beside 16-bit parameters: one more tensor, the 32-bit copy, and all tensors of 32 bits."""
+        of_whole = self.of_whole and self.of_whole.with_master()
+        return replace(self, tensors=self.tensors + 1, itemsize=4, of_whole=of_whole)
 
     def nbytes(self, numel: int, itemsize: int) -> int:
         return self.tensors * numel * (self.itemsize or itemsize) + self.scalar_bytes
@@ -189,8 +201,10 @@ STATE_RULES: dict[str, StateRule] = {
     "RMSprop+centered": StateRule(2, 4),
     "Rprop": StateRule(2, 4),
     "ASGD": StateRule(1, 12),
+    "Muon+AdamW": StateRule(2, 4, of_whole=StateRule(1, 0)),
 }
-"""The elementwise optimizers of torch.optim, with the options that add state.
+"""The elementwise optimizers of torch.optim, with the options that add state; and Muon for parameters that
+are `whole`, with AdamW for the others.
 
 Counted from torch's own optimizers after a step (tests/test_ledger.py). The scalars are float32 unless
 torch's default dtype is float64. For an optimizer of your own pass a `StateRule` wherever a name is taken.
@@ -271,11 +285,12 @@ def state_bytes_of_rank(
     """
     rule = state_rule(optimizer)
     check_fits(partition, params)
-    has_state = [param.trainable or rule.for_frozen for param in params]
-    of_piece = [rule.scalar_bytes if has else 0 for has in has_state]
+    rules = [rule.of(param) for param in params]
+    has_state = [param.trainable or its.for_frozen for param, its in zip(params, rules)]
+    of_piece = [its.scalar_bytes if has else 0 for its, has in zip(rules, has_state)]
     of_element = [
-        rule.nbytes(1, itemsize_of(param.dtype)) - rule.scalar_bytes if has else 0
-        for param, has in zip(params, has_state)
+        its.nbytes(1, itemsize_of(param.dtype)) - its.scalar_bytes if has else 0
+        for param, its, has in zip(params, rules, has_state)
     ]
     return tuple(
         sum([of_piece[param] + of_element[param] * (stop - start) for param, start, stop in slices])

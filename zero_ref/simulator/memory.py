@@ -241,8 +241,9 @@ def costs(params: Sequence[ParamSpec], settings: MemorySettings) -> list[StateBy
         else:
             element, gradient = convention.params, convention.grads
             master, moment = convention.master, convention.moment
-        trained, has_state = param.trainable, param.trainable or rule.for_frozen
-        moments, scalars = rule.tensors * moment * has_state, rule.scalar_bytes * has_state
+        its = rule.of(param)
+        trained, has_state = param.trainable, param.trainable or its.for_frozen
+        moments, scalars = its.tensors * moment * has_state, its.scalar_bytes * has_state
         listed.append(StateBytes(element, gradient * trained, master * trained, moments, scalars))
     return listed
 

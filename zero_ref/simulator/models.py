@@ -9,7 +9,7 @@ transformers has the attributes of `Transformer` too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -215,7 +215,8 @@ def specs(shapes: Iterable[ParamShape], dtype: str = "float32") -> list[ParamSpe
     """Shapes as the parameters of one trainable group, which is what partitions and schedules take.
 
     >>> specs([ParamShape("weight", (2, 3))], dtype="bfloat16")
-    [ParamSpec(numel=6, dtype='bfloat16', device='cpu', group=0, trainable=True, name='weight', shape=(2, 3))]
+    [ParamSpec(numel=6, dtype='bfloat16', device='cpu', group=0, trainable=True, name='weight', shape=(2, 3),
+     whole=False)]
     """
     return [ParamSpec(param.numel, dtype, name=param.name, shape=param.shape) for param in shapes]
 
@@ -253,6 +254,19 @@ def blocks(params: Iterable[Named]) -> list[list[int]]:
         unit = root if number is None else units.setdefault(tuple(path[: number + 1]), [])
         unit.append(index)
     return [root, *units.values()]
+
+
+def matrices_whole(params: Sequence[ParamSpec]) -> list[ParamSpec]:
+    """The parameters with the matrices of the blocks marked `whole`, which Muon orthogonalizes.
+
+    >>> sum(param.whole for param in matrices_whole(specs(shapes("gpt2"))))                # 4 in each block
+    48
+
+    Source: torch.optim.Muon's advice: hidden layers; AdamW for embeddings, head, norms and biases.
+    """
+    units = blocks(params)[1:]
+    hidden = {number for unit in units for number in unit if len(params[number].shape) == 2}
+    return [param._replace(whole=number in hidden) for number, param in enumerate(params)]
 
 
 # -------------------------------------------------------------------------------------- a configuration
@@ -373,7 +387,8 @@ def from_module(module: Any) -> list[ParamSpec]:
 
     >>> import torch
     >>> from_module(torch.nn.Linear(3, 2, device="meta", dtype=torch.bfloat16))[0]
-    ParamSpec(numel=6, dtype='bfloat16', device='meta', group=0, trainable=True, name='weight', shape=(2, 3))
+    ParamSpec(numel=6, dtype='bfloat16', device='meta', group=0, trainable=True, name='weight', shape=(2, 3),
+     whole=False)
     """
     return [
         ParamSpec(

@@ -53,6 +53,8 @@ class Operation(NamedTuple):
             call of all ranks.
         passed: bytes of the tensor that each rank passes to an all-gather of different tensors; None where
             each rank passes the payload.
+        flops: of a step, the floating-point operations beside its reading and writing, on the rank that makes
+            most.
     """
 
     label: str
@@ -69,6 +71,7 @@ class Operation(NamedTuple):
     tensors: int = 0
     ranks: int | None = None
     passed: int | None = None
+    flops: int = 0
 
     def calls_of(self, rank: int, world_size: int) -> list[Call]:
         """The calls that one rank makes: none for computing, several messages for an exchange.

@@ -45,7 +45,8 @@ class Workload:
         another forward if activations were not kept. Attention's products over the sequence are added.
         """
         if operation.label == "step":
-            return device.touch_ms(self.step_bytes * numel, operation.tensors)
+            touched = device.touch_ms(self.step_bytes * numel, operation.tensors)
+            return touched + (device.compute_ms(operation.flops, 0) if operation.flops else 0.0)
         passes = 1 if operation.label == "forward" else 3 if self.recompute else 2
         flops = 2.0 * passes * numel * self.tokens * (1 + self.attention_share)
         return device.compute_ms(flops, operation.tensors * passes / 3)

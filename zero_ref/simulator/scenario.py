@@ -17,7 +17,7 @@ from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.ledger import StateRule, nbytes_of, state_rule
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
-from zero_ref.simulator.models import GPT2, Architecture, Llama, ParamShape, blocks, specs
+from zero_ref.simulator.models import GPT2, Architecture, Llama, ParamShape, blocks, matrices_whole, specs
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
@@ -108,7 +108,8 @@ class Scenario:
 
     @cached_property
     def params(self) -> list[ParamSpec]:
-        return specs(self.shapes, self.dtype)
+        params = specs(self.shapes, self.dtype)
+        return params if state_rule(self.optimizer).of_whole is None else matrices_whole(params)
 
     @cached_property
     def numel(self) -> int:
@@ -186,7 +187,7 @@ class Scenario:
         """The optimizer's state. Beside 16-bit parameters it is in float32, and has a copy of them."""
         rule = state_rule(self.optimizer)
         mixed = DTYPES[self.dtype] == 2
-        return replace(rule, tensors=rule.tensors + 1, itemsize=4) if mixed else rule
+        return rule.with_master() if mixed else rule
 
     @property
     def averaging(self) -> AveragingSchedule:

@@ -219,6 +219,7 @@ def schedule(
     if how.stage == 3:
         return _stage_3(params, world_size, how, blocks, activation_bytes)
     buckets = _default_buckets(params) if ddp_buckets is None else ddp_buckets
+    muon = state_rule(how.optimizer).of_whole is not None
     parameter_bytes = sum(nbytes_of(param) for param in params)
     gradient_bytes = (sum(nbytes_of(param) for param in params if param.trainable),) * world_size
 
@@ -237,7 +238,9 @@ def schedule(
                 activation_bytes=activation_bytes,
             )
         else:
-            operations = data_parallel(params, world_size, None, buckets, activation_bytes=activation_bytes)
+            operations = data_parallel(
+                params, world_size, None, buckets, activation_bytes=activation_bytes, muon=muon
+            )
         return Schedule(
             operations,
             world_size,
@@ -262,6 +265,7 @@ def schedule(
             side_stream=side_stream,
             native=how.native,
             activation_bytes=activation_bytes,
+            muon=muon,
         ),
         world_size,
         (parameter_bytes,) * world_size,
@@ -314,15 +318,16 @@ def _stage_3(
     # The first ranks have full chunks, one the rest, others nothing: note where that changes, then add up.
     shard_changes, state_changes = [0] * (world_size + 2), [0] * (world_size + 2)
     for number, param in enumerate(params):
+        its = rule.of(param)
         full_ranks, rest = divmod(rows[number], chunks[number]) if chunks[number] else (0, 0)
         full, part = chunks[number] * wide[number], rest * wide[number]
         for rank, change in ((0, full), (full_ranks, part - full), (full_ranks + 1, -part)):
             if param.trainable:
                 shard_changes[rank] += change
-            if param.trainable or rule.for_frozen:
-                state_changes[rank] += rule.nbytes(change, itemsize_of(param.dtype)) - rule.scalar_bytes
-        if param.trainable or rule.for_frozen:
-            state_changes[0] += rule.scalar_bytes  # on every rank, also where it has no rows
+            if param.trainable or its.for_frozen:
+                state_changes[rank] += its.nbytes(change, itemsize_of(param.dtype)) - its.scalar_bytes
+        if param.trainable or its.for_frozen:
+            state_changes[0] += its.scalar_bytes  # on every rank, also where it has no rows
     shards = list(accumulate(shard_changes))[:world_size]
     state_bytes = accumulate(state_changes)
     return Schedule(
