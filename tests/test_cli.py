@@ -64,9 +64,9 @@ def test_ranks_that_own_nothing_are_counted(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_plan_shows_the_operations_of_muon_beside_the_elements(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--model gpt2-xl --ranks 64 --optimizer Muon+AdamW".split()
+    words = ["--model", "gpt2-xl", "--ranks", "64", "--optimizer", "Muon+AdamW"]
     balanced = plan_json(capsys, *words, "--partition", "balanced")["orthogonalization"]
-    # 48 blocks with matrices of 1,600 x 4,800, 1,600 and 6,400 (twice): in units of 1,600**3, and 5 iterations
+    # 48 blocks, each with matrices of 1,600 x 4,800, 1,600 and 6,400 (twice); 5 iterations
     assert balanced["mean"] == 5 * 1600**3 * 48 * (14 + 6 + 18 + 18) / 64
     assert balanced["fullest"]["operations"] == balanced["lower_bound"] == balanced["mean"]
     greedy = plan_json(capsys, *words)["orthogonalization"]
