@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from zero_ref.optimizer.buckets import flat_like, flat_view, kept_view
 from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.groups import ParamGroup, loaded_options
-from zero_ref.optimizer.merged import MergedSlices
+from zero_ref.optimizer.merged import MergedSlices, place_end_to_end
 from zero_ref.optimizer.rounding import Masters
 from zero_ref.plan.partition import Partition, Slice
 
@@ -89,6 +89,9 @@ def own_slices(
         else:
             local = _window(piece, param).requires_grad_(param.requires_grad)
         owned.append(OwnedSlice(piece, param, local))
+    place_end_to_end(
+        own.local for own in owned if own.is_copy and own.local is not (kept or {}).get(own.piece)
+    )
     return owned
 
 
@@ -135,8 +138,8 @@ class Shard:
         self.optim = optimizer_class(
             [{**given, "params": params} for given, params in zip(groups, local, strict=True)], **defaults
         )
-        self._merge = merge and masters is None and is_elementwise(optimizer_class)
-        self.merged = MergedSlices(self.optim, [], [])
+        self._merge = merge and is_elementwise(optimizer_class)
+        self.merged = MergedSlices(self.optim, {})
         self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._used: set[int] = set()  # numbers of the parameters whose local tensors have had a gradient
         self._versions: list[int] = []  # of each copied parameter, when last equal to its rounded copy
@@ -167,11 +170,6 @@ class Shard:
                     f"parameter {self.built.name(number)} has a sparse gradient, which cannot be cut. Use a "
                     'partition of whole parameters, such as "sorted_greedy".'
                 )
-        for own in self._apart:
-            grad = gradient_of(own.piece.param, own.param)
-            own.local.grad = None if grad is None else _part(grad, own)
-            if grad is not None:
-                self._used.add(own.piece.param)
         for own in self._frozen:
             # A gradient from before the parameter was frozen would update the parameter on its owner only.
             self._replace(own.param, None)
@@ -181,6 +179,13 @@ class Shard:
             self.merged.dissolve()
             for own in self._in_place:
                 self._replace(own.param, gradients.get(own.piece.param))
+        merged = bool(self.merged.runs)
+        self._taking = self._alone if merged else self._apart
+        grads = [(own, gradient_of(own.piece.param, own.param)) for own in self._taking]
+        taken = [(own, _part(grad, own)) for own, grad in grads if grad is not None]
+        for (own, _), grad in zip(taken, _cast(taken)):
+            own.local.grad = grad
+        self._used |= {own.piece.param for own, _ in taken} | (self._merged_copies if merged else set())
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the local optimizer, then restore all gradients as they were before `take`.
@@ -201,9 +206,17 @@ class Shard:
     @torch.no_grad()
     def publish(self, numbers: Container[int] | None = None) -> None:
         """Round the new values of copies into their parameters: all trained ones, or those in `numbers`."""
-        for own in self._copies:
-            if own.param.requires_grad and (numbers is None or own.piece.param in numbers):
-                own.window.copy_(self._rounded(own))
+        new = [
+            own
+            for own in self._copies
+            if own.param.requires_grad and (numbers is None or own.piece.param in numbers)
+        ]
+        if self.masters is not None and self.masters.rounding == "nearest" and new:
+            into = [own.param if own.is_whole else own.window for own in new]
+            torch._foreach_copy_(into, [own.local for own in new])
+            return
+        for own in new:
+            own.window.copy_(self._rounded(own))
 
     def _rounded(self, own: OwnedSlice) -> torch.Tensor:
         """The values of a copy in its parameter's dtype."""
@@ -230,7 +243,7 @@ class Shard:
     def give_back(self) -> None:
         """Undo `take`."""
         self.merged.split()
-        for own in self._apart:
+        for own in self._taking:
             own.local.grad = None  # else the slice would keep the whole gradient alive after zero_grad()
         for param, grad in self._withheld:
             param.grad = grad
@@ -302,8 +315,12 @@ class Shard:
         self._apart = [own for own in trained if own.local is not own.param]
         self._frozen = [own for own in self.owned if own.local is own.param and not own.param.requires_grad]
         self.merged.dissolve()
-        mine = [message for message in built.messages if self._merge and message.owner == self.rank]
-        self.merged = MergedSlices(self.optim, mine, built.params)
+        mine = [own for own in trained if self._merge and own.is_whole]
+        self.merged = MergedSlices(self.optim, {own.local: own.param for own in mine})
+        together = {member for run in self.merged.runs for member in run.members}
+        self._alone = [own for own in self._apart if own.local not in together]
+        self._merged_copies = {own.piece.param for own in self._apart if own.local in together}
+        self._taking = self._apart
 
     def _by_group(self, built: Built, count: int) -> list[list[torch.Tensor]]:
         """For each parameter group the local tensors of this rank's slices."""
@@ -398,6 +415,7 @@ class Shard:
     def adopt(self, owned: list[OwnedSlice], state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Replace the owned slices and their state. Call `place` afterwards."""
         self.owned = owned
+        place_end_to_end(own.local for own in owned if own.is_copy)
         self._devices = [own.local.device for own in owned]
         self.optim.state.clear()
         self.optim.state.update(state)
@@ -417,9 +435,21 @@ class Shard:
 
 
 def _part(grad: torch.Tensor, own: OwnedSlice) -> torch.Tensor:
-    """The gradient of a slice, in the dtype of its local tensor."""
-    part = grad if own.is_whole else flat_like(grad, own.param)[own.piece.start : own.piece.stop]
-    return part.to(own.local.dtype)
+    """The gradient of a slice."""
+    return grad if own.is_whole else flat_like(grad, own.param)[own.piece.start : own.piece.stop]
+
+
+def _cast(parts: Sequence[tuple[OwnedSlice, torch.Tensor]]) -> list[torch.Tensor]:
+    """The gradients of slices, in the dtypes of their local tensors."""
+    strided = [own.is_copy and part.layout == torch.strided for own, part in parts]
+    cast = [
+        torch.empty_like(own.local, requires_grad=False) if is_strided else part.to(own.local.dtype)
+        for (own, part), is_strided in zip(parts, strided)
+    ]
+    if any(strided):
+        sources = [part for _, part in parts]
+        torch._foreach_copy_(list(compress(cast, strided)), list(compress(sources, strided)))
+    return cast
 
 
 def log_share(built: Built, shard: Shard, world_size: int) -> None:
