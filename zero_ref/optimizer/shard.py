@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import accumulate, compress, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -78,20 +78,18 @@ def own_slices(
         masters: which parameters are copied, in which dtype; None for no copies.
         kept: existing copies, which are reused.
     """
-    owned = []
+    owned, kept = [], kept or {}
     for piece in pieces:
         param = params[piece.param]
         if masters is not None and masters.copies(param):
-            local = _copy(_window(piece, param), masters.dtype, (kept or {}).get(piece))
+            local = _copy(_window(piece, param), masters.dtype, kept.get(piece))
             local.requires_grad_(param.requires_grad)
         elif piece.numel == param.numel():
             local = param
         else:
             local = _window(piece, param).requires_grad_(param.requires_grad)
         owned.append(OwnedSlice(piece, param, local))
-    place_end_to_end(
-        own.local for own in owned if own.is_copy and own.local is not (kept or {}).get(own.piece)
-    )
+    place_end_to_end(own.local for own in owned if own.is_copy and own.local is not kept.get(own.piece))
     return owned
 
 
@@ -179,13 +177,10 @@ class Shard:
             self.merged.dissolve()
             for own in self._in_place:
                 self._replace(own.param, gradients.get(own.piece.param))
-        merged = bool(self.merged.runs)
-        self._taking = self._alone if merged else self._apart
-        grads = [(own, gradient_of(own.piece.param, own.param)) for own in self._taking]
-        taken = [(own, _part(grad, own)) for own, grad in grads if grad is not None]
-        for (own, _), grad in zip(taken, _cast(taken)):
-            own.local.grad = grad
-        self._used |= {own.piece.param for own, _ in taken} | (self._merged_copies if merged else set())
+        alone = self._alone if self.merged.runs else self._apart
+        grads = [(own, gradient_of(own.piece.param, own.param)) for own in alone]
+        _give([(own, grad) for own, grad in grads if grad is not None])
+        self._used.update(own.piece.param for own in self._apart if own.local.grad is not None)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the local optimizer, then restore all gradients as they were before `take`.
@@ -243,7 +238,7 @@ class Shard:
     def give_back(self) -> None:
         """Undo `take`."""
         self.merged.split()
-        for own in self._taking:
+        for own in self._alone if self.merged.runs else self._apart:
             own.local.grad = None  # else the slice would keep the whole gradient alive after zero_grad()
         for param, grad in self._withheld:
             param.grad = grad
@@ -319,8 +314,6 @@ class Shard:
         self.merged = MergedSlices(self.optim, {own.local: own.param for own in mine})
         together = {member for run in self.merged.runs for member in run.members}
         self._alone = [own for own in self._apart if own.local not in together]
-        self._merged_copies = {own.piece.param for own in self._apart if own.local in together}
-        self._taking = self._apart
 
     def _by_group(self, built: Built, count: int) -> list[list[torch.Tensor]]:
         """For each parameter group the local tensors of this rank's slices."""
@@ -434,22 +427,17 @@ class Shard:
         self.note_versions()
 
 
-def _part(grad: torch.Tensor, own: OwnedSlice) -> torch.Tensor:
-    """The gradient of a slice."""
-    return grad if own.is_whole else flat_like(grad, own.param)[own.piece.start : own.piece.stop]
-
-
-def _cast(parts: Sequence[tuple[OwnedSlice, torch.Tensor]]) -> list[torch.Tensor]:
-    """The gradients of slices, in the dtypes of their local tensors."""
-    strided = [own.is_copy and part.layout == torch.strided for own, part in parts]
-    cast = [
-        torch.empty_like(own.local, requires_grad=False) if is_strided else part.to(own.local.dtype)
-        for (own, part), is_strided in zip(parts, strided)
-    ]
-    if any(strided):
-        sources = [part for _, part in parts]
-        torch._foreach_copy_(list(compress(cast, strided)), list(compress(sources, strided)))
-    return cast
+def _give(gradients: Iterable[tuple[OwnedSlice, torch.Tensor]]) -> None:
+    """Set the `.grad` of local tensors to the gradients of their slices, in the dtype of the local tensor."""
+    parts, casts = list[torch.Tensor](), list[torch.Tensor]()
+    for own, grad in gradients:
+        part = grad if own.is_whole else flat_like(grad, own.param)[own.piece.start : own.piece.stop]
+        if own.is_copy and part.layout == torch.strided:
+            parts.append(part)
+            casts.append(part := torch.empty_like(own.local, requires_grad=False))
+        own.local.grad = part.to(own.local.dtype)
+    if casts:
+        torch._foreach_copy_(casts, parts)
 
 
 def log_share(built: Built, shard: Shard, world_size: int) -> None:
