@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ref.optimizer.buckets import flat_view
 
@@ -25,7 +26,8 @@ ALIGNMENT = 64
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return 0 < tensor.numel() <= SMALL_NUMEL and tensor.numel() % ALIGNMENT == 0
+    fits = 0 < tensor.numel() <= SMALL_NUMEL and tensor.numel() % ALIGNMENT == 0
+    return fits and not is_traceable_wrapper_subclass(tensor)
 
 
 @torch.no_grad()
@@ -44,14 +46,20 @@ def place_end_to_end(tensors: Iterable[torch.Tensor]) -> None:
 def _runs(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Those that follow each other directly in the same memory, in order of their addresses."""
     runs: list[list[torch.Tensor]] = []
-    end = None
     for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
-        begin = tensor.dtype, tensor.untyped_storage().data_ptr(), tensor.data_ptr()
-        if begin != end:
-            runs.append([])
-        runs[-1].append(tensor)
-        end = *begin[:2], begin[2] + tensor.nbytes
+        if runs and _is_next(runs[-1][-1], tensor):
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
     return [run for run in runs if len(run) > 1]
+
+
+def _is_next(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.data_ptr() + one.nbytes == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    )
 
 
 class MergedRun:
