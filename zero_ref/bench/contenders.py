@@ -126,7 +126,7 @@ def give_gradients(params: Sequence[torch.Tensor], seed: int = 0) -> None:
     """Set `.grad` of each parameter to noise: the same on all ranks if `seed` is."""
     generator = torch.Generator().manual_seed(seed)
     for param in params:
-        param.grad = torch.randn(param.shape, generator=generator).to(param.device)
+        param.grad = torch.randn(param.shape, generator=generator).to(param)
 
 
 def result(suite: str, set_name: str, taken: dict[str, Taken]) -> SuiteResult:

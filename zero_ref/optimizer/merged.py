@@ -1,21 +1,22 @@
 """Step many small tensors as one. This adds speed to the local step of `minimal.py`.
 
 An optimizer spends some microseconds on each tensor, whatever its size. In a bucket the parameters of a rank
-are contiguous, so an elementwise optimizer can step one tensor over many of them instead. The merging is
-undone after every step: the groups list the parameters, and each parameter has its own state, whose tensors
-are views of the merged state. These views may be changed in place; replacing one by another tensor has no
-effect.
+are contiguous, and so are small master copies, so an elementwise optimizer can step one tensor over many of
+them instead. The merging is undone after every step: the groups list the members, and each has its own state,
+whose tensors are views of the merged state. These views may be changed in place; replacing one by another
+tensor has no effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zero_ref.optimizer.buckets import Message, messages_within
+from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.several import class_of
 
@@ -26,19 +27,60 @@ ALIGNMENT = 64
 """As in `partition.even`: a parameter at such an offset is computed as in its own tensor, bit for bit."""
 
 
+def _is_small(tensor: torch.Tensor) -> bool:
+    fits = 0 < tensor.numel() <= SMALL_NUMEL and tensor.numel() % ALIGNMENT == 0
+    return fits and not is_traceable_wrapper_subclass(tensor)
+
+
+@torch.no_grad()
+def place_end_to_end(tensors: Iterable[torch.Tensor]) -> None:
+    """Move those that can be merged into one flat tensor for each dtype and device. The objects stay."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if _is_small(tensor):
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for of_kind in kinds.values():
+        flat = torch.cat([flat_view(tensor.detach()) for tensor in of_kind])
+        for tensor, part in zip(of_kind, flat.split([tensor.numel() for tensor in of_kind])):
+            tensor.data = part.as_strided(tensor.size(), tensor.stride())
+
+
+def _runs(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Those that follow each other directly in the same memory, in order of their addresses."""
+    runs: list[list[torch.Tensor]] = []
+    for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
+        if runs and _is_next(runs[-1][-1], tensor):
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    return [run for run in runs if len(run) > 1]
+
+
+def _is_next(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.data_ptr() + one.nbytes == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    )
+
+
 class MergedRun:
-    """Parameters that are contiguous in memory, and one tensor over all of them.
+    """Tensors that are contiguous in memory, and one tensor over all of them.
 
     Args:
-        message: its tensor is the parameters' memory; its slices are whole parameters.
-        params: all, in registration order.
+        members: in order of their addresses.
+        params: whose `.grad` each is stepped with: the member itself, or the parameter that it is a copy of.
     """
 
-    def __init__(self, message: Message, params: Sequence[torch.Tensor]) -> None:
-        self.members = [params[piece.param] for piece in message.slices]
-        self.whole = message.tensor.detach().requires_grad_()
-        self.gradient = torch.empty_like(message.tensor)
+    def __init__(self, members: Sequence[torch.Tensor], params: Sequence[torch.Tensor]) -> None:
+        self.members, self.params = members, params
+        flat = members[0].detach().as_strided((sum(member.numel() for member in members),), (1,))
+        self.whole = flat.requires_grad_()
+        self.gradient = torch.empty_like(flat, requires_grad=False)
         self.gradients = self.windows(self.gradient)
+        for member, param, gradient in zip(members, params, self.gradients):
+            if member is not param:
+                member.grad = gradient  # some optimizers step a list of their own, in place of their groups
         self.state: dict[Any, Any] = {}
         self.given: list[Any] = []
         self.first: dict[Any, Any] | None = None
@@ -50,7 +92,7 @@ class MergedRun:
 
     def take_gradients(self) -> bool:
         """Copy the members' gradients; False if one is missing or sparse."""
-        grads = [grad for m in self.members if (grad := m.grad) is not None and grad.layout == torch.strided]
+        grads = [grad for p in self.params if (grad := p.grad) is not None and grad.layout == torch.strided]
         if len(grads) == len(self.members):
             torch._foreach_copy_(self.gradients, grads)
         return len(grads) == len(self.members)
@@ -92,30 +134,22 @@ class MergedSlices:
 
     Args:
         optim: the local optimizer; only groups of an elementwise class are merged.
-        messages: the messages of this rank; only parameters within a message are merged.
-        params: all, in registration order.
+        params: for each tensor that may be merged, the parameter whose `.grad` it is stepped with.
     """
 
-    def __init__(self, optim: Optimizer, messages: Iterable[Message], params: Sequence[torch.Tensor]) -> None:
+    def __init__(self, optim: Optimizer, params: Mapping[torch.Tensor, torch.Tensor]) -> None:
         self.optim = optim
-        numbers = {param: number for number, param in enumerate(params)}
         self.runs: list[MergedRun] = []
         self.apart = [group["params"] for group in optim.param_groups]
         self.together: list[list[torch.Tensor]] = []
         for group in optim.param_groups:
-            of_group = group["params"]
-            small = {
-                numbers[param]
-                for param in of_group
-                if param in numbers and param.numel() <= SMALL_NUMEL and param.numel() % ALIGNMENT == 0
-            }
-            if not is_elementwise(class_of(group, optim)):
-                small = set()
-            runs = [MergedRun(m, params) for m in messages_within(messages, small) if len(m.slices) > 1]
+            of_group, may_merge = group["params"], is_elementwise(class_of(group, optim))
+            small = [local for local in of_group if may_merge and local in params and _is_small(local)]
+            runs = [MergedRun(run, [params[member] for member in run]) for run in _runs(small)]
             merged = {member for run in runs for member in run.members}
             self.runs += runs
             self.together.append(
-                [*(run.whole for run in runs), *(param for param in of_group if param not in merged)]
+                [*(run.whole for run in runs), *(local for local in of_group if local not in merged)]
             )
 
     def merge(self) -> None:
@@ -136,9 +170,11 @@ class MergedSlices:
             run.give_state(self.optim.state)
 
     def dissolve(self) -> None:
-        """From now on step each parameter by itself, with its own step counter."""
+        """From now on step each member by itself, with its own step counter."""
         for run in self.runs:
-            for member in run.members:
+            for member, param in zip(run.members, run.params):
+                if member is not param:
+                    member.grad = None
                 of_member = self.optim.state.get(member, {})
                 for key, value in of_member.items():
                     if isinstance(value, torch.Tensor) and not _follows(value, member):

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from zero_ref.optimizer.buckets import flat_like, flat_view, kept_view
 from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.groups import ParamGroup, loaded_options
-from zero_ref.optimizer.merged import MergedSlices
+from zero_ref.optimizer.merged import MergedSlices, place_end_to_end
 from zero_ref.optimizer.rounding import Masters
 from zero_ref.optimizer.several import defaults_of, local_optimizer, optimizers_in
 from zero_ref.plan.partition import Partition, Slice
@@ -78,17 +78,18 @@ def own_slices(
         masters: which parameters are copied, in which dtype; None for no copies.
         kept: existing copies, which are reused.
     """
-    owned = []
+    owned, kept = [], kept or {}
     for piece in pieces:
         param = params[piece.param]
         if masters is not None and masters.copies(param):
-            local = _copy(_window(piece, param), masters.dtype, (kept or {}).get(piece))
+            local = _copy(_window(piece, param), masters.dtype, kept.get(piece))
             local.requires_grad_(param.requires_grad)
         elif piece.numel == param.numel():
             local = param
         else:
             local = _window(piece, param).requires_grad_(param.requires_grad)
         owned.append(OwnedSlice(piece, param, local))
+    place_end_to_end(own.local for own in owned if own.is_copy and own.local is not kept.get(own.piece))
     return owned
 
 
@@ -137,8 +138,8 @@ class Shard:
             optimizer_class,
             defaults,
         )
-        self._merge = merge and masters is None
-        self.merged = MergedSlices(self.optim, [], [])
+        self._merge = merge
+        self.merged = MergedSlices(self.optim, {})
         self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._used: set[int] = set()  # numbers of the parameters whose local tensors have had a gradient
         self._versions: list[int] = []  # of each copied parameter, when last equal to its rounded copy
@@ -169,11 +170,6 @@ class Shard:
                     f"parameter {self.built.name(number)} has a sparse gradient, which cannot be cut. Use a "
                     'partition of whole parameters, such as "sorted_greedy".'
                 )
-        for own in self._apart:
-            grad = gradient_of(own.piece.param, own.param)
-            own.local.grad = None if grad is None else _part(grad, own)
-            if grad is not None:
-                self._used.add(own.piece.param)
         for own in self._frozen:
             # A gradient from before the parameter was frozen would update the parameter on its owner only.
             self._replace(own.param, None)
@@ -183,6 +179,10 @@ class Shard:
             self.merged.dissolve()
             for own in self._in_place:
                 self._replace(own.param, gradients.get(own.piece.param))
+        alone = self._alone if self.merged.runs else self._apart
+        grads = [(own, gradient_of(own.piece.param, own.param)) for own in alone]
+        _give([(own, grad) for own, grad in grads if grad is not None])
+        self._used.update(own.piece.param for own in self._apart if own.local.grad is not None)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the local optimizer, then restore all gradients as they were before `take`.
@@ -203,9 +203,17 @@ class Shard:
     @torch.no_grad()
     def publish(self, numbers: Container[int] | None = None) -> None:
         """Round the new values of copies into their parameters: all trained ones, or those in `numbers`."""
-        for own in self._copies:
-            if own.param.requires_grad and (numbers is None or own.piece.param in numbers):
-                own.window.copy_(self._rounded(own))
+        new = [
+            own
+            for own in self._copies
+            if own.param.requires_grad and (numbers is None or own.piece.param in numbers)
+        ]
+        if self.masters is not None and self.masters.rounding == "nearest" and new:
+            into = [own.param if own.is_whole else own.window for own in new]
+            torch._foreach_copy_(into, [own.local for own in new])
+            return
+        for own in new:
+            own.window.copy_(self._rounded(own))
 
     def _rounded(self, own: OwnedSlice) -> torch.Tensor:
         """The values of a copy in its parameter's dtype."""
@@ -232,7 +240,7 @@ class Shard:
     def give_back(self) -> None:
         """Undo `take`."""
         self.merged.split()
-        for own in self._apart:
+        for own in self._alone if self.merged.runs else self._apart:
             own.local.grad = None  # else the slice would keep the whole gradient alive after zero_grad()
         for param, grad in self._withheld:
             param.grad = grad
@@ -304,8 +312,10 @@ class Shard:
         self._apart = [own for own in trained if own.local is not own.param]
         self._frozen = [own for own in self.owned if own.local is own.param and not own.param.requires_grad]
         self.merged.dissolve()
-        mine = [message for message in built.messages if self._merge and message.owner == self.rank]
-        self.merged = MergedSlices(self.optim, mine, built.params)
+        mine = [own for own in trained if self._merge and own.is_whole]
+        self.merged = MergedSlices(self.optim, {own.local: own.param for own in mine})
+        together = {member for run in self.merged.runs for member in run.members}
+        self._alone = [own for own in self._apart if own.local not in together]
 
     def _by_group(self, built: Built, count: int) -> list[list[torch.Tensor]]:
         """For each parameter group the local tensors of this rank's slices."""
@@ -401,6 +411,7 @@ class Shard:
     def adopt(self, owned: list[OwnedSlice], state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Replace the owned slices and their state. Call `place` afterwards."""
         self.owned = owned
+        place_end_to_end(own.local for own in owned if own.is_copy)
         self._devices = [own.local.device for own in owned]
         self.optim.state.clear()
         self.optim.state.update(state)
@@ -419,10 +430,17 @@ class Shard:
         self.note_versions()
 
 
-def _part(grad: torch.Tensor, own: OwnedSlice) -> torch.Tensor:
-    """The gradient of a slice, in the dtype of its local tensor."""
-    part = grad if own.is_whole else flat_like(grad, own.param)[own.piece.start : own.piece.stop]
-    return part.to(own.local.dtype)
+def _give(gradients: Iterable[tuple[OwnedSlice, torch.Tensor]]) -> None:
+    """Set the `.grad` of local tensors to the gradients of their slices, in the dtype of the local tensor."""
+    parts, casts = list[torch.Tensor](), list[torch.Tensor]()
+    for own, grad in gradients:
+        part = grad if own.is_whole else flat_like(grad, own.param)[own.piece.start : own.piece.stop]
+        if own.is_copy and part.layout == torch.strided:
+            parts.append(part)
+            casts.append(part := torch.empty_like(own.local, requires_grad=False))
+        own.local.grad = part.to(own.local.dtype)
+    if casts:
+        torch._foreach_copy_(casts, parts)
 
 
 def log_share(built: Built, shard: Shard, world_size: int) -> None:
