@@ -80,9 +80,9 @@ def test_readme_says_how_even_a_split_is() -> None:
 
 
 def test_course_counts_chapters_and_exercises() -> None:
-    assert len(CHAPTERS) == 14
-    assert sum(map(exercises_of, CHAPTERS)) == 40
-    assert "The book has 14 chapters and 40 exercises" in text_of("book/course.md")
+    assert len(CHAPTERS) == 15
+    assert sum(map(exercises_of, CHAPTERS)) == 42
+    assert "The book has 15 chapters and 42 exercises" in text_of("book/course.md")
 
 
 def test_course_counts_the_exercises_of_each_chapter() -> None:

@@ -143,50 +143,6 @@ def counts(gradients: Any, comm: Any) -> int:
     return int(_of_all(float(not _finite(gradients)), comm))
 
 
-# ---------------------------------------------------------------------------------------------- sent_bytes
-
-
-def all_in_the_given_dtype(params: Any, dtype: Any, world_size: int) -> int:
-    sent = [param for param in params if param.requires_grad and world_size > 1]
-    return sum(param.numel() * (dtype or param.dtype).itemsize for param in sent)
-
-
-def by_size_alone(params: Any, dtype: Any, world_size: int) -> int:
-    sent = [param for param in params if param.requires_grad and world_size > 1]
-    sizes = [p.itemsize if dtype is None else min(p.itemsize, dtype.itemsize) for p in sent]
-    return sum(param.numel() * size for param, size in zip(sent, sizes))
-
-
-def in_memory(params: Any, dtype: Any, world_size: int) -> int:
-    return sum(param.nbytes for param in params)
-
-
-def half_of_it(params: Any, dtype: Any, world_size: int) -> float:
-    return sum(param.nbytes for param in params) / (1 if dtype is None else 2)
-
-
-def _smaller(param: Any, dtype: Any) -> int:
-    if dtype is None or not param.is_floating_point():
-        return int(param.nbytes)
-    return int(param.numel() * min(param.itemsize, dtype.itemsize))
-
-
-def frozen_too(params: Any, dtype: Any, world_size: int) -> int:
-    return sum(_smaller(param, dtype) for param in params)
-
-
-def to_itself(params: Any, dtype: Any, world_size: int) -> int:
-    return sum(_smaller(param, dtype) for param in params if param.requires_grad)
-
-
-def to_each_rank(params: Any, dtype: Any, world_size: int) -> int:
-    return to_itself(params, dtype, world_size) * (2 * world_size - 3)
-
-
-def a_list(params: Any, dtype: Any, world_size: int) -> Any:
-    return [_smaller(param, dtype) for param in params]
-
-
 WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("clipping.global_norm", of_this_rank_alone, r"What do the others own\?"),
     ("clipping.global_norm", adds_norms, r"sum of norms"),
@@ -210,12 +166,4 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("clipping.may_step", adds_the_elements, r"may overflow"),
     ("clipping.may_step", rank_0_decides, r"on any rank, is enough"),
     ("clipping.may_step", counts, r"must return True or False"),
-    ("clipping.sent_bytes", all_in_the_given_dtype, r"Only what becomes smaller"),
-    ("clipping.sent_bytes", by_size_alone, r"not floating-point"),
-    ("clipping.sent_bytes", in_memory, r"they travel in `dtype`"),
-    ("clipping.sent_bytes", half_of_it, r"Not each of them is halved"),
-    ("clipping.sent_bytes", frozen_too, r"nobody sends it"),
-    ("clipping.sent_bytes", to_itself, r"nobody to send to"),
-    ("clipping.sent_bytes", to_each_rank, r"travels once"),
-    ("clipping.sent_bytes", a_list, r"a number of bytes"),
 ]

@@ -1,4 +1,4 @@
-"""Graders of chapter 9, clipping and precision: what must be global?"""
+"""Graders of chapter 9, clipping: what must be global?"""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from zero_ref.comm.collectives import Collectives, as_collectives
 from zero_ref.course import Answer, ExerciseFailed, StillTheStub, exercise, shown
 from zero_ref.lab import ranks, virtual
 from zero_ref.lab.meter import recording
-from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 
 Gradients = list[list[float]]
@@ -211,82 +209,3 @@ def _check_decisions(answer: Answer, gradients: Sequence[Gradients], values: lis
     else:
         hint = "One element that is not finite, on any rank, is enough: then no rank may step."
     raise AssertionError(f"{given}. {hint}")
-
-
-# -------------------------------------------------------------------------------------- 9.3 what a step sends
-
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-Spec = tuple[int, torch.dtype, bool]
-"""Elements, dtype, and whether the parameter is trained."""
-
-MODELS: list[tuple[list[Spec], torch.dtype | None, int]] = [
-    ([(100, F32, True), (20, F32, True)], BF16, 2),
-    ([(100, F32, True), (20, F32, True)], None, 2),
-    ([(100, F32, True), (20, BF16, True), (7, F16, True)], BF16, 2),
-    ([(100, F64, True), (20, F32, True)], BF16, 3),
-    ([(100, F32, True), (20, BF16, True), (8, F64, True)], F32, 2),
-    ([(100, F32, True), (50, F32, False)], BF16, 2),
-    ([(100, F32, True), (20, F32, True)], BF16, 1),
-    ([(10, torch.complex64, True), (20, F32, True)], BF16, 2),
-]
-"""Parameters, broadcast_dtype, ranks."""
-
-
-@exercise("clipping.sent_bytes")
-def sent_bytes(answer: Answer) -> str:
-    """The bytes of a step's broadcasts, beside those that the package's optimizer makes."""
-    for specs, dtype, world_size in MODELS:
-        returned = answer(_params(specs), dtype, world_size)
-        is_count = isinstance(returned, (int, float)) and not isinstance(returned, bool)
-        assert is_count, f"{answer.name} returned {shown(returned)}. It must return a number of bytes."
-        recorded = virtual.run(_bytes_of_a_step, world_size, specs, dtype)[0]
-        if returned != recorded:
-            owned = ", ".join(
-                f"{numel} {_name(kind)}" + ("" if trained else " (frozen)") for numel, kind, trained in specs
-            )
-            raise AssertionError(
-                f"parameters of {owned}, broadcast_dtype={_name(dtype)}, {world_size} ranks: a step sends "
-                f"{recorded} bytes, and {answer.name} says {returned:g}. "
-                + _mistake_in_bytes(specs, dtype, world_size, returned)
-            )
-    return f"the bytes that the package's optimizer sends, for {len(MODELS)} models"
-
-
-def _params(specs: Sequence[Spec]) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.ones(numel, dtype=dtype), trained) for numel, dtype, trained in specs]
-
-
-def _bytes_of_a_step(comm: Collectives, specs: Sequence[Spec], dtype: torch.dtype | None) -> int:
-    params = _params(specs)
-    zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, comm, broadcast_dtype=dtype, lr=0.1)
-    for param in params:
-        param.grad = torch.ones_like(param) if param.requires_grad else None
-    with recording(comm) as calls:
-        zero.step()
-    return sum(call.nbytes for call in calls)
-
-
-def _mistake_in_bytes(specs: Sequence[Spec], dtype: torch.dtype | None, world_size: int, value: float) -> str:
-    trained = [(numel, kind) for numel, kind, is_trained in specs if is_trained]
-    if world_size == 1:
-        return "A single rank has nobody to send to."
-    if value == sum(numel * (dtype or kind).itemsize for numel, kind in trained):
-        return (
-            "Only what becomes smaller is converted: a parameter of as few bytes or fewer travels as it is, "
-            "and so does one that is not floating-point."
-        )
-    if value == sum(numel * kind.itemsize for numel, kind in trained):
-        return "That is what the parameters take in memory; they travel in `dtype`."
-    if len(trained) < len(specs):
-        return "A frozen parameter does not change, so nobody sends it."
-    if value == sum(numel * kind.itemsize for numel, kind in trained) / 2:
-        return "Not each of them is halved: it depends on the bytes of an element before and after."
-    if any(kind.is_complex for _, kind in trained):
-        return (
-            "A complex number is not floating-point: `dtype.is_floating_point` says so. It travels as it is."
-        )
-    return "Each parameter travels once, numel times the bytes of an element on the wire."
-
-
-def _name(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")

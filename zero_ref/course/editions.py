@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from zero_ref.course import CHAPTERS
 from zero_ref.course.notebook import read_notebook
 from zero_ref.course.plain import numbers_in, plain, works_in
 
@@ -116,7 +117,7 @@ def write_editions(
 
 
 def chapters_in(source: str | Path, chapters: Sequence[str] = ()) -> list[Path]:
-    """The notebooks of these chapters, in the book's order; of all if none is named.
+    """The notebooks of these chapters, in the order of `CHAPTERS`; of all if none is named.
 
     >>> [path.name for path in chapters_in("notebooks", ["step", "3"])]                  # doctest: +SKIP
     ['03_partition.ipynb', '04_step.ipynb']
@@ -125,7 +126,7 @@ def chapters_in(source: str | Path, chapters: Sequence[str] = ()) -> list[Path]:
         ValueError: there are no notebooks in `source`, or no such chapter.
     """
     names_of: dict[Path, set[str]] = {}
-    for path in sorted(Path(source).glob("[0-9]*_*.ipynb")):
+    for path in sorted(Path(source).glob("[0-9]*_*.ipynb"), key=_place):
         number, _, name = path.stem.partition("_")
         if number.strip("0"):  # 00 is the tour: a way in, and no chapter
             names_of[path] = {number, number.lstrip("0"), name, path.stem, path.name}
@@ -139,6 +140,12 @@ def chapters_in(source: str | Path, chapters: Sequence[str] = ()) -> list[Path]:
             there = ", ".join(path.stem for path in names_of)
             raise ValueError(f"there is no chapter {chapter!r}; there are {there}.")
     return [path for path, names in names_of.items() if not chapters or names & set(chapters)]
+
+
+def _place(path: Path) -> tuple[int, str]:
+    """Where a chapter stands in the book: by its name, because a new chapter may come between two numbers."""
+    name = path.stem.partition("_")[2]
+    return (CHAPTERS.index(name) if name in CHAPTERS else len(CHAPTERS)), path.name
 
 
 def _expect_no(stub: dict[str, Any] | None) -> None:

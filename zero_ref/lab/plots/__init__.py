@@ -16,7 +16,7 @@ What a run gave: `loss_curves`, `predicted_against_measured`.
 When it happens: `timeline`. What moves to other ranks: `reshard`.
 What a simulation says: `memory_curve`, `step_time_against_ranks`, `volume_against_ranks`,
 `memory_against_ranks`, `memory_items`. How far it can be trusted: `scatter`, `sensitivity`.
-What clipping does: `norms_together`.
+What clipping does: `norms_together`. What a weight of few bits holds: `rounded_values`.
 Who still has data: `shadow_grid`.
 Who trains alone: `drift`, `agreement`.
 What lives on which worker: `ownership`, with a `Crossing` for each thing that is sent.
@@ -33,6 +33,7 @@ from zero_ref.lab.plots._map import shard_map
 from zero_ref.lab.plots._norms import norms_together
 from zero_ref.lab.plots._ownership import Crossing, ownership
 from zero_ref.lab.plots._reshard import reshard
+from zero_ref.lab.plots._rounded import rounded_values
 from zero_ref.lab.plots._runs import loss_curves, predicted_against_measured
 from zero_ref.lab.plots._simulated import StepParts, memory_curve, step_parts, step_time_against_ranks
 from zero_ref.lab.plots._step import step_diagram
@@ -78,6 +79,7 @@ __all__ = [
     "Crossing",
     "reshard",
     "norms_together",
+    "rounded_values",
     "rank_colour",
     "text_colour_on",
 ]
