@@ -44,6 +44,7 @@ from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.clip import clip_grad_norm_
 from zero_ref.comm.collectives import as_collectives
 from zero_ref.lab import ranks, virtual
+from zero_ref.optimizer import offload
 from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.rounding import ROUNDINGS
 from zero_ref.optimizer.several import SeveralOptimizers
@@ -95,6 +96,7 @@ HOOKS = [None, None, hook_with_zero_step, hook_with_zero_step_interleaved]
 OFTEN = ["step"] * 4 + ["repartition", "mistake", "move"]
 SELDOM = ["backward", "zero_grad", "clip", "options", "schedule", "freeze", "add_group", "consolidate"]
 SELDOM += ["save", "save", "restore", "restore"]
+offload.PIECE_NBYTES, offload.SMALL_NBYTES = 2**10, 2**8  # so that these small shards have several pieces
 TIMEOUT = 300.0  # seconds, against hanging; the machine may be busy
 
 Operation = tuple[int, str]
@@ -292,13 +294,15 @@ class Twins:
         self.ddp_options = {"find_unused_parameters": True} if self.unused else {}
         self.ddp_options |= {"gradient_as_bucket_view": rng.random() < 0.5}
         self.ddp_options |= {"bucket_cap_mb": rng.choice([0.0003, 0.001, 25])}
+        in_files = folder.parent if rng.random() < 0.2 else None
         only_float32 = {value.dtype for value in job.values} == {torch.float32}
         self.rounded = torch.bfloat16 if not self.real and only_float32 and rng.random() < 0.2 else None
         self.models = [Model(job), Model(job)]
         ours, plain = [[model.params_of(job, g) for g in range(len(job.groups))] for model in self.models]
         self.zero = ZeroRedundancyOptimizer(
             ours, job.optimizer_class, group, rng.random() < 0.5, self.hook is not None,
-            partition=job.draw_partition(rng), broadcast_dtype=self.rounded, **job.masters, **job.options,
+            partition=job.draw_partition(rng), broadcast_dtype=self.rounded, state_device=in_files,
+            **job.masters, **job.options,
         )  # fmt: skip
         plain_class: Any = job.optimizer_class
         if job.several:
@@ -345,7 +349,7 @@ class Twins:
             torch.testing.assert_close(
                 ours, plain, rtol=rtol, atol=0, msg=lambda text, n=number: f"parameter {n}: {text}"
             )
-        for piece, param, _ in self.zero.shard.owned:
+        for piece, param, *_ in self.zero.shard.owned:
             plain = torch.empty_like(param).copy_(params[1][piece.param])
             ours, plain = (flat_view(p.detach())[piece.start : piece.stop] for p in (param, plain))
             assert torch.equal(ours, plain), f"{piece} differs on its owner"

@@ -144,7 +144,7 @@ def send_to_joined(zero: Zero, active: bool) -> dict[int, torch.Tensor]:
     source = has_data.index(True)
     layouts = _share(zero, source, active)
     if zero.backward.gradients.on_owners:  # each owner already has its gradients
-        own = {piece.param: param.grad for piece, param, _ in zero.shard.owned if not active}
+        own = {piece.param: param.grad for piece, param, *_ in zero.shard.owned if not active}
         return {number: grad for number, grad in own.items() if grad is not None and number in layouts}
     if not active:
         return _receive_gradients(zero, source, layouts)
@@ -224,7 +224,7 @@ def _adopted(ours: Any, theirs: Any) -> Any:
 def _gradients_for(zero: Zero, rank: int) -> list[ToPeer]:
     """What to send to `rank`: the gradients of what it owns."""
     tensors: list[torch.Tensor] = []
-    for piece, param, _ in own_slices(zero.built.partition.slices_of_rank[rank], zero.built.params):
+    for piece, param, *_ in own_slices(zero.built.partition.slices_of_rank[rank], zero.built.params):
         if param.requires_grad and param.grad is not None:
             tensors += _parts(param.grad, piece, param)
     return [(rank, tensor.to(zero.collectives.wire_device)) for tensor in tensors]
@@ -234,7 +234,7 @@ def _receive_gradients(zero: Zero, source: int, layouts: dict[int, Layout]) -> d
     """Receive `_gradients_for` this rank from rank `source`."""
     gradients: dict[int, torch.Tensor] = {}
     places: list[torch.Tensor] = []
-    for piece, param, _ in zero.shard.owned:
+    for piece, param, *_ in zero.shard.owned:
         if piece.param in layouts:
             gradient = gradients.setdefault(piece.param, _blank(param, layouts[piece.param]))
             places += _parts(gradient, piece, param)

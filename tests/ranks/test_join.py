@@ -677,7 +677,7 @@ def calls_of(
                 calls.append(recorded.copy())
                 recorded.clear()
         calls.append(recorded.copy())
-    return calls, sum(4 * piece.numel for piece, param, _ in zero.shard.owned if param.requires_grad)
+    return calls, sum(4 * piece.numel for piece, param, *_ in zero.shard.owned if param.requires_grad)
 
 
 def test_while_all_have_data_a_step_makes_one_call_of_8_bytes_more() -> None:

@@ -34,7 +34,7 @@ from zero_ref.backward.reduction import (
 )
 from zero_ref.comm.collectives import PendingCall, ProcessGroupCollectives
 from zero_ref.optimizer.buckets import finish_broadcasts, messages_within, start_broadcasts
-from zero_ref.optimizer.groups import copy_options
+from zero_ref.optimizer.groups import replace_options
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition, Slice, bucket_round_robin, bucket_threshold, from_lists
 
@@ -176,7 +176,7 @@ class OverlappedStep:
                 gradients = {self.numbers[param]: grad for param, grad in reduced if param in self.numbers}
                 # Each local step starts from the same options. So an optimizer that counts its steps in its
                 # groups counts one for each iteration, also on a rank that owns nothing of the bucket.
-                copy_options(zero.param_groups, zero.optim.param_groups)
+                replace_options(zero.param_groups, zero.optim.param_groups)
                 zero.shard.take(gradients)
                 zero.shard.step()
                 zero.shard.publish(gradients)

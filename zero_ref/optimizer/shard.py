@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from zero_ref.optimizer.buckets import flat_like, flat_view, kept_view
 from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.groups import ParamGroup, loaded_options
+from zero_ref.optimizer.groups import ParamGroup, loaded_options, options_of, replace_options
 from zero_ref.optimizer.merged import MergedSlices, place_end_to_end
+from zero_ref.optimizer.offload import Arrival, StatePlace
 from zero_ref.optimizer.rounding import Masters
 from zero_ref.optimizer.several import defaults_of, local_optimizer, optimizers_in
 from zero_ref.plan.partition import Partition, Slice
@@ -37,12 +38,13 @@ class OwnedSlice(NamedTuple):
     """A slice that this rank owns, and the tensor that the local optimizer steps for it.
 
     `local` is the parameter itself if the slice is all of it, else a 1-D leaf that shares the parameter's
-    memory. With masters, `local` is a copy in another dtype, in the same shape.
+    memory. If `is_copy`, it is a copy in the same shape, in another dtype (masters) or place (offload).
     """
 
     piece: Slice
     param: torch.Tensor
     local: torch.Tensor
+    is_copy: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -50,8 +52,8 @@ class OwnedSlice(NamedTuple):
         return self.piece.numel == self.param.numel()
 
     @property
-    def is_copy(self) -> bool:
-        """Whether `local` is a copy, with its own memory."""
+    def is_master(self) -> bool:
+        """Whether `local` is a copy whose values the parameter cannot represent."""
         return self.local.dtype != self.param.dtype
 
     @property
@@ -70,36 +72,43 @@ def own_slices(
     pieces: Iterable[Slice],
     params: Sequence[torch.Tensor],
     masters: Masters | None = None,
+    place: StatePlace | None = None,
     kept: Mapping[Slice, torch.Tensor] | None = None,
 ) -> list[OwnedSlice]:
     """The owned slices, each with the tensor to step.
 
     Args:
-        masters: which parameters are copied, in which dtype; None for no copies.
+        masters: which parameters are copied into another dtype; None for none.
+        place: where copies are; None for the parameters' own devices.
         kept: existing copies, which are reused.
     """
     owned, kept = [], kept or {}
     for piece in pieces:
         param = params[piece.param]
-        if masters is not None and masters.copies(param):
-            local = _copy(_window(piece, param), masters.dtype, kept.get(piece))
+        dtype = masters.dtype if masters is not None and masters.copies(param) else param.dtype
+        held = place if place is not None and place.holds(param) else None
+        if is_copy := held is not None or dtype != param.dtype:
+            local = _copy(_window(piece, param), dtype, held, kept.get(piece))
             local.requires_grad_(param.requires_grad)
         elif piece.numel == param.numel():
             local = param
         else:
             local = _window(piece, param).requires_grad_(param.requires_grad)
-        owned.append(OwnedSlice(piece, param, local))
-    place_end_to_end(own.local for own in owned if own.is_copy and own.local is not kept.get(own.piece))
+        owned.append(OwnedSlice(piece, param, local, is_copy))
+    if place is None:
+        place_end_to_end(own.local for own in owned if own.is_copy and own.local is not kept.get(own.piece))
     return owned
 
 
-def _copy(window: torch.Tensor, dtype: torch.dtype, kept: torch.Tensor | None) -> torch.Tensor:
-    """A copy of the window in another dtype: `kept` itself if its device and strides are the window's."""
-    if kept is None:
-        return window.to(dtype)
-    if kept.device == window.device and kept.stride() == window.stride():
+def _copy(
+    window: torch.Tensor, dtype: torch.dtype, place: StatePlace | None, kept: torch.Tensor | None
+) -> torch.Tensor:
+    """A copy of the window in a place: `kept` itself if it is there and its strides are the window's."""
+    device = window.device if place is None else place.device
+    if kept is not None and kept.device == device and kept.stride() == window.stride():
         return kept
-    return torch.empty_like(window, dtype=dtype).copy_(kept.detach())
+    empty = torch.empty_like(window, dtype=dtype) if place is None else place.empty_like(window, dtype)
+    return empty.copy_(window if kept is None else kept.detach())
 
 
 class Shard:
@@ -112,6 +121,7 @@ class Shard:
         optimizer_class, defaults: the class of the other groups, and the options of its constructor.
         merge: step adjacent small parameters as one tensor, if their optimizer is elementwise.
         masters: the copies to step in place of 16-bit parameters; None for no copies.
+        place: where values and state are, if not on the parameters' devices.
 
     Attributes:
         owned: the slices that this rank owns.
@@ -129,16 +139,19 @@ class Shard:
         *,
         merge: bool,
         masters: Masters | None = None,
+        place: StatePlace | None = None,
     ) -> None:
-        self.rank, self.masters = rank, masters
-        self.owned = own_slices(built.partition.slices_of_rank[rank], built.params, masters)
+        self.rank, self.masters, self.place_of_state = rank, masters, place
+        self.owned = own_slices(built.partition.slices_of_rank[rank], built.params, masters, place)
         local = self._by_group(built, len(groups))
         self.optim: Optimizer = local_optimizer(
             [{**given, "params": params} for given, params in zip(groups, local, strict=True)],
             optimizer_class,
             defaults,
         )
-        self._merge = merge
+        self._merge = merge and place is None
+        self._coming: list[Arrival] = []
+        self._published: set[torch.Tensor] = set()  # local tensors
         self.merged = MergedSlices(self.optim, {})
         self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._used: set[int] = set()  # numbers of the parameters whose local tensors have had a gradient
@@ -181,7 +194,13 @@ class Shard:
                 self._replace(own.param, gradients.get(own.piece.param))
         alone = self._alone if self.merged.runs else self._apart
         grads = [(own, gradient_of(own.piece.param, own.param)) for own in alone]
-        _give([(own, grad) for own, grad in grads if grad is not None])
+        given = [(own, grad) for own, grad in grads if grad is not None]
+        if self.place_of_state is not None:
+            away = [(own.local, _part(own, grad)) for own, grad in given if own.is_copy]
+            self._coming = self.place_of_state.fetch(away)
+            self._used.update(own.piece.param for own, _ in given)
+            given = [(own, grad) for own, grad in given if not own.is_copy]
+        _give(given)
         self._used.update(own.piece.param for own in self._apart if own.local.grad is not None)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -195,19 +214,53 @@ class Shard:
         """
         if closure is not None:
             kwargs["closure"] = self._taking_after(closure)
+        self._published.clear()
+        options = [options_of(group) for group in self.optim.param_groups]
         try:
-            return self.optim.step(**kwargs)
+            # A single piece with a closure: optimizers step at once after it.
+            while len(self._coming) > 1 and closure is None:
+                self._step_piece(self._coming.pop(0), kwargs)
+                # An optimizer that counts its steps in its groups then counts one.
+                replace_options(options, self.optim.param_groups)
+            return self._step_piece(self._coming.pop() if self._coming else None, kwargs)
         finally:
             self.give_back()
+
+    def _step_piece(self, piece: Arrival | None, kwargs: dict[str, Any]) -> Any:
+        """Step the local tensors that have gradients, and those of the piece, whose gradients arrive."""
+        if piece is None:
+            return self.optim.step(**kwargs)
+        _arrive(piece)
+        result = self.optim.step(**kwargs)
+        for own in self._in_place:
+            if own.param.grad is not None:
+                self._replace(own.param, None)  # it is stepped with the first piece
+        for own in self._apart:
+            own.local.grad = None
+        stepped = set(piece.locals)
+        self._publish(own for own in self._copies if own.local in stepped)
+        self._published |= stepped
+        return result
 
     @torch.no_grad()
     def publish(self, numbers: Container[int] | None = None) -> None:
         """Round the new values of copies into their parameters: all trained ones, or those in `numbers`."""
-        new = [
+        self._publish(
             own
             for own in self._copies
-            if own.param.requires_grad and (numbers is None or own.piece.param in numbers)
-        ]
+            if own.param.requires_grad
+            and own.local not in self._published
+            and (numbers is None or own.piece.param in numbers)
+        )
+
+    @torch.no_grad()
+    def _publish(self, slices: Iterable[OwnedSlice]) -> None:
+        new = list(slices)
+        if self.place_of_state is not None:
+            for own in new:
+                self.place_of_state.keep(self.optim.state.get(own.local, {}), own.local)
+            self.place_of_state.send([self._rounded(own) for own in new], [own.window for own in new])
+            return
         if self.masters is not None and self.masters.rounding == "nearest" and new:
             into = [own.param if own.is_whole else own.window for own in new]
             torch._foreach_copy_(into, [own.local for own in new])
@@ -217,7 +270,8 @@ class Shard:
 
     def _rounded(self, own: OwnedSlice) -> torch.Tensor:
         """The values of a copy in its parameter's dtype."""
-        assert self.masters is not None
+        if self.masters is None:
+            return own.local.detach()
         return self.masters.rounded(own.local.detach(), own.param.dtype, own.piece.start)
 
     @torch.no_grad()
@@ -260,7 +314,11 @@ class Shard:
             }
             self.publish(moved)
             loss = closure()
+            self._published.clear()
             self.take()
+            for piece in self._coming:
+                _arrive(piece)
+            self._coming = []
             return loss
 
         return closure_then_take
@@ -269,7 +327,8 @@ class Shard:
 
     def own(self, partition: Partition, params: Sequence[torch.Tensor], first: int = 0) -> list[OwnedSlice]:
         """The slices that this rank would own under another partition, from slice `first` on."""
-        return own_slices(partition.slices_of_rank[self.rank][first:], params, self.masters, self._kept)
+        pieces = partition.slices_of_rank[self.rank][first:]
+        return own_slices(pieces, params, self.masters, self.place_of_state, self._kept)
 
     @property
     def _kept(self) -> dict[Slice, torch.Tensor]:
@@ -280,7 +339,7 @@ class Shard:
         """Make the owned slices anew, after parameters were moved (also to another device) or frozen."""
         before = self.owned
         pieces = built.partition.slices_of_rank[self.rank]
-        self.owned = own_slices(pieces, built.params, self.masters, self._kept)
+        self.owned = own_slices(pieces, built.params, self.masters, self.place_of_state, self._kept)
         for old, new in zip(before, self.owned, strict=True):
             if old.local is not new.local and old.local in self.optim.state:
                 self.optim.state[new.local] = self.optim.state.pop(old.local)
@@ -373,7 +432,7 @@ class Shard:
         copies = {
             own.local: {**self.optim.state.get(own.local, {}), MASTER: own.local.detach()}
             for own in self._copies
-            if own.piece.param in self._used
+            if own.is_master and own.piece.param in self._used
         }
         return {**self.optim.state, **copies} if copies else self.optim.state
 
@@ -388,7 +447,7 @@ class Shard:
         """
         for number, of_slice in state.items():
             own, values = self.owned[number], of_slice.get(MASTER)
-            if own.is_copy and values is not None and getattr(values, "shape", None) != own.local.shape:
+            if own.is_master and values is not None and getattr(values, "shape", None) != own.local.shape:
                 shape = tuple(getattr(values, "shape", ()))
                 raise ValueError(
                     f"the state {MASTER!r} of parameter {self.built.name(own.piece.param)} has shape "
@@ -411,7 +470,8 @@ class Shard:
     def adopt(self, owned: list[OwnedSlice], state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Replace the owned slices and their state. Call `place` afterwards."""
         self.owned = owned
-        place_end_to_end(own.local for own in owned if own.is_copy)
+        if self.place_of_state is None:
+            place_end_to_end(own.local for own in owned if own.is_copy)
         self._devices = [own.local.device for own in owned]
         self.optim.state.clear()
         self.optim.state.update(state)
@@ -422,6 +482,8 @@ class Shard:
         """Move the values of copies out of the loaded state; copies without a value get their parameter's."""
         self._used.clear()
         for own in self.owned:
+            if self.place_of_state is not None:
+                self.place_of_state.keep(self.optim.state.get(own.local, {}), own.local)
             # Remove the key even without a copy: the state may be from an optimizer that had copies.
             values = self.optim.state.get(own.local, {}).pop(MASTER, None)
             if own.is_copy:
@@ -430,11 +492,24 @@ class Shard:
         self.note_versions()
 
 
+def _part(own: OwnedSlice, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of a slice."""
+    return grad if own.is_whole else flat_like(grad, own.param)[own.piece.start : own.piece.stop]
+
+
+def _arrive(piece: Arrival) -> None:
+    """Wait for the gradients of a piece, and set them."""
+    if piece.ready is not None:
+        piece.ready.synchronize()
+    for local, grad in zip(piece.locals, piece.gradients, strict=True):
+        local.grad = grad.to(local.dtype)
+
+
 def _give(gradients: Iterable[tuple[OwnedSlice, torch.Tensor]]) -> None:
     """Set the `.grad` of local tensors to the gradients of their slices, in the dtype of the local tensor."""
     parts, casts = list[torch.Tensor](), list[torch.Tensor]()
     for own, grad in gradients:
-        part = grad if own.is_whole else flat_like(grad, own.param)[own.piece.start : own.piece.stop]
+        part = _part(own, grad)
         if own.is_copy and part.layout == torch.strided:
             parts.append(part)
             casts.append(part := torch.empty_like(own.local, requires_grad=False))

@@ -12,6 +12,7 @@ Here each element has one owner, and only the owner keeps its state and updates 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,7 @@ from zero_ref.optimizer.groups import (
     replace_options,
     specs_of,
 )
+from zero_ref.optimizer.offload import StatePlace
 from zero_ref.optimizer.rounding import Masters
 from zero_ref.optimizer.several import class_of, name_classes, title, with_group
 from zero_ref.optimizer.shard import Shard, log_share
@@ -86,6 +88,9 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         rounding: "nearest", or "stochastic": to one of the two neighbours at random, the nearer one more
             often, so that the mean is right. The result is the same at any world size and partition.
         rounding_seed: the seed of stochastic rounding.
+        state_device: "cpu" to keep masters, moments and the values that they belong to in the CPU's memory,
+            while parameters are on a GPU; a `pathlib.Path` to keep them in files in that directory. The local
+            step then runs on the CPU, in pieces, while other pieces are copied.
         **defaults: passed to `optimizer_class`.
 
     Attributes:
@@ -125,6 +130,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         master_dtype: torch.dtype | None = None,
         rounding: str = "nearest",
         rounding_seed: int = 0,
+        state_device: str | torch.device | os.PathLike[str] | None = None,
         **defaults: Any,
     ) -> None:
         TakesPartInJoin.__init__(self)
@@ -148,7 +154,14 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             # An update in backward steps only some parameters at a time, so they cannot be merged.
             merge, masters = not overlap_with_ddp, Masters.of(master_dtype, rounding, rounding_seed)
             self.shard = Shard(
-                self.built, self.rank, self._given, optimizer_class, defaults, merge=merge, masters=masters
+                self.built,
+                self.rank,
+                self._given,
+                optimizer_class,
+                defaults,
+                merge=merge,
+                masters=masters,
+                place=StatePlace.of(state_device),
             )
             self.defaults = self.optim.defaults
             replace_options(self.optim.param_groups, self.param_groups)
@@ -450,6 +463,6 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         way = (
             f"{title(self.optim)}, parameters_as_bucket_view={self.parameters_as_bucket_view}, "
             f"overlap_with_ddp={self.overlap_with_ddp}, broadcast_dtype={self.broadcast_dtype}, "
-            f"{self.shard.masters or 'no masters'}"
+            f"{self.shard.masters or 'no masters'}, {self.shard.place_of_state or 'state beside parameters'}"
         )
         return [way, *facts_of(self.param_groups, specs, partition, first)]

@@ -243,7 +243,7 @@ def plain_state(own: OwnedSlice, state: Mapping[Any, Mapping[Any, Any]]) -> dict
 
 def pack_slice(own: OwnedSlice, plain: Mapping[Any, Any]) -> list[Packed]:
     """The `plain_state` of one slice as entries and tensors; raises as `pack`."""
-    piece, _, local = own
+    piece, local = own.piece, own.local
     packed: list[Packed] = []
     for key, value in plain.items():
         entry: Entry = {"param": piece.param, "key": key}
