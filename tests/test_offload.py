@@ -146,6 +146,7 @@ def anonymous_bytes() -> int:
 
 def growth(folder: Path | None) -> int:
     """Bytes that the optimizer of a rank adds to its memory in two steps, beside parameters and gradients."""
+    offload.PIECE_NBYTES = 2**22  # the memory of a piece is in use while it is stepped
     params = [nn.Parameter(torch.ones(1000, 1000, dtype=torch.bfloat16)) for _ in range(16)]
     for param in params:
         param.grad = torch.ones_like(param)
@@ -166,4 +167,4 @@ def test_state_in_files_takes_no_memory(tmp_path: Path) -> None:
     in_memory = ranks.run(growth, 2, None, timeout=120)
     in_files = ranks.run(growth, 2, tmp_path, timeout=120)
     assert min(in_memory) > 0.95 * state_bytes
-    assert max(in_files) < min(in_memory) - 0.6 * state_bytes  # pieces of 32 MB are in memory while stepped
+    assert max(in_files) < min(in_memory) - 0.7 * state_bytes
