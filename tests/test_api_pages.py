@@ -36,7 +36,7 @@ NOT_FOR_READERS = {
     "zero_ref.simulator.timeline": {"covered_ms"},
     "zero_ref.bench.pieces": {"flops_of", "load_average", "now", "passages"},
     "zero_ref.lab.compare": {"ProgressFile", "as_json", "environment", "problems"},
-    "zero_ref.lab.config": {"add_training_arguments", "config_from", "least_bytes"},
+    "zero_ref.lab.config": {"add_training_arguments", "config_from", "keeps_masters", "least_bytes"},
     "zero_ref.lab.stage_3": {"load_whole", "shard", "whole"},
     "zero_ref.lab.strategies": {"Sharded", "UnderDDP"},
     "zero_ref.lab.meter": {"gather_from_ranks", "loopback_is_private", "raise_loopback"},

@@ -6,9 +6,11 @@ import argparse
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from zero_ref.lab._arguments import (
     LARGEST_SEED,
@@ -24,6 +26,9 @@ from zero_ref.lab._arguments import (
 )
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
+from zero_ref.lab.strategies import trainable
+from zero_ref.simulator.ledger import MIXED_ADAMW
+from zero_ref.simulator.recipe import recipe
 
 
 @pytest.mark.parametrize(
@@ -120,6 +125,35 @@ def test_options_that_train_nothing_are_refused(options: dict[str, float]) -> No
     (name,) = options
     with pytest.raises(ValueError, match=f"{name} must be"):
         TrainConfig(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "master_dtype", "why"),
+    [
+        ("zero", "float32", "float32", "is for a model in fewer bits, and this one is in float32"),
+        ("zero", "bfloat16", "float64", "unknown master_dtype 'float64'; choose one of float32"),
+        ("zero-3", "bfloat16", "float32", "fully_shard shards the parameters themselves"),
+        ("local-sgd", "bfloat16", "float32", "averages the parameters and not their masters"),
+    ],
+)
+def test_masters_that_cannot_be_kept_are_refused(
+    strategy: str, dtype: str, master_dtype: str, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        TrainConfig(strategy, model=GPTConfig(dtype=dtype), master_dtype=master_dtype)
+    if dtype == "bfloat16" and master_dtype == "float32":
+        with pytest.raises(ValueError, match=why):
+            trainable(recipe(strategy, optimizer=MIXED_ADAMW), torch.nn.Linear(1, 1))
+
+
+def test_a_model_in_another_dtype_is_the_same_but_for_rounding() -> None:
+    size = GPTConfig(layers=1, heads=1, width=8, context=4)
+    model, rounded = GPT(size, seed=3), GPT(replace(size, dtype="bfloat16"), seed=3)
+    for param, in_16 in zip(model.parameters(), rounded.parameters(), strict=True):
+        assert in_16.dtype == torch.bfloat16
+        assert torch.equal(param.bfloat16(), in_16)
+    with pytest.raises(ValueError, match="unknown dtype 'float16'; choose one of float32, bfloat16"):
+        GPTConfig(dtype="float16")
 
 
 def test_elements_are_counted_as_the_model_has_them() -> None:

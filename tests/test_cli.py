@@ -188,7 +188,17 @@ def test_a_loss_that_is_no_number_fails_the_command_and_is_null_in_json(
 ) -> None:
     compare = pytest.importorskip("zero_ref.lab.compare")
     pairs = [Pair(1, 1)] * 5
-    outcome = Outcome("zero", 2, 2, *pairs, True, step_ms=1.0, final_loss=loss, losses=[5.5, loss])
+    outcome = Outcome(
+        *("zero", 2, 2, *pairs, True),
+        step_ms=1.0,
+        final_loss=loss,
+        losses=[5.5, loss],
+        dtype="float32",
+        master_dtype=None,
+        numel=1,
+        held_bytes=[Pair(3, 3)] * 2,
+        ledger_bytes=3.0,
+    )
     monkeypatch.setattr(compare, "compare", lambda *_: [compare.StrategyRun(outcome, [])])
     file = tmp_path / "out.json"
     assert cli.main(["train", "--strategy", "zero", "--json", str(file)]) == code

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from zero_ref.lab.compare import CYCLE, ROW_NAMES
-from zero_ref.lab.config import TrainConfig
+from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.train import predict
 from zero_ref.live.explorer import RANKS
 from zero_ref.plan.partition import even
+from zero_ref.simulator.ledger import ledger
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.schedule import Schedule
 
@@ -74,6 +75,20 @@ def test_readme_says_how_even_a_split_is() -> None:
     loads = even([1000, 10, 7_000, 123], 4).loads
     assert 0 < max(abs(load - sum(loads) / 4) for load in loads) < 64
     assert even([1000], 4).loads == (256, 256, 256, 232)  # cuts are multiples of 64
+
+
+# -------------------------------------------------------------------------------------------------- index.md
+
+
+def test_index_says_what_the_run_of_its_picture_prints() -> None:
+    """As foreseen; tests/ranks/test_train.py runs the page's command and holds this against it."""
+    model = GPTConfig(dtype="bfloat16")
+    assert round(model.numel / 1e6, 1) == 0.8
+    for world_size, strategy, ledgers in ((4, "ddp", 16), (4, "zero-even", 7), (1, "zero-even", 16)):
+        plan = predict(TrainConfig(strategy, model=model, master_dtype="float32"), world_size)
+        assert ledgers == ledger(1, world_size, RECIPES[strategy].stage, "mixed-16").total_bytes
+        for held in zip(plan.parameter_bytes, plan.gradient_bytes, plan.state_bytes, strict=True):
+            assert f"{sum(held) / model.numel:.3f}" == {16: "16.000", 7: "7.000"}[ledgers]
 
 
 # ------------------------------------------------------------------------------------------------- course.md

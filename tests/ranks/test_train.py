@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,7 +25,10 @@ from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.strategies import make_optimizer, trainable
 from zero_ref.lab.train import outcome, predict, train
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.models import ParamShape
 from zero_ref.simulator.recipe import RECIPES, recipe
+from zero_ref.simulator.scenario import Scenario
 
 pytestmark = pytest.mark.ranks
 
@@ -59,6 +64,124 @@ def test_updates_in_backward_are_as_predicted(way: str) -> None:
     with_owners = [name for name, one in RECIPES.items() if one.shards_by_parameter]
     plain = as_predicted(SMALL, 2)
     assert {as_predicted(replace(SMALL, strategy=name, way=way), 2) for name in with_owners} == {plain}
+
+
+# ------------------------------------------------------------------------------------------------- in 16 bits
+
+
+IN_16 = replace(SMALL, model=replace(SMALL.model, dtype="bfloat16"))
+WITH_MASTERS = replace(IN_16, master_dtype="float32")
+CAN_KEEP_MASTERS = [name for name, one in RECIPES.items() if one.stage < 3 and one.averaging is None]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_with_masters_every_call_and_byte_is_as_predicted(world_size: int) -> None:
+    losses = {
+        name: as_predicted(replace(WITH_MASTERS, strategy=name), world_size) for name in CAN_KEEP_MASTERS
+    }
+    if world_size == 4:  # sums of four in another order are rounded to other 16 bits
+        assert losses.pop("zero-2") == pytest.approx(losses["ddp"], rel=0.1)
+    assert len(set(losses.values())) == 1, "masters kept whole, or in shards: equal to the last bit"
+
+
+@pytest.mark.parametrize("way", ["after_backward", "interleaved"])
+def test_masters_updated_in_backward_are_as_predicted(way: str) -> None:
+    plain = as_predicted(WITH_MASTERS, 2)
+    with_owners = [name for name in CAN_KEEP_MASTERS if RECIPES[name].shards_by_parameter]
+    assert {as_predicted(replace(WITH_MASTERS, strategy=name, way=way), 2) for name in with_owners} == {plain}
+
+
+def test_without_masters_a_16_bit_model_is_as_predicted_and_another() -> None:
+    losses = {name: as_predicted(replace(IN_16, strategy=name), 2) for name in RECIPES}
+    local = losses.pop("local-sgd")
+    assert len({local, *losses.values(), as_predicted(WITH_MASTERS, 2)}) == 3
+
+
+class Shapes(NamedTuple):
+    """A model that only has parameters, for a Scenario."""
+
+    of_params: tuple[ParamShape, ...]
+
+    def shapes(self) -> tuple[ParamShape, ...]:
+        return self.of_params
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero", "zero-bucket", "zero-even"])
+def test_a_scenario_foresees_the_bytes_of_a_16_bit_model(strategy: str) -> None:
+    named = GPT(SMALL.model).named_parameters()
+    scenario = Scenario(
+        Shapes(tuple(ParamShape(name, tuple(param.shape)) for name, param in named)), cluster("h100-ib"), 4
+    )
+    foreseen = [
+        sum(nbytes for item, nbytes in memory.items.items() if item not in ("communication", "activations"))
+        for memory in scenario.run(strategy).memories
+    ]
+    measured = ranks.run(train, 4, replace(WITH_MASTERS, strategy=strategy))
+    assert foreseen == [sum(rank.held) for rank in measured]
+
+
+def test_the_front_page_s_command_measures_the_bytes_of_its_picture(tmp_path: Path) -> None:
+    book = Path(__file__).parents[2] / "book"
+    drawn = re.findall(r'class="total">(\d+)<', (book / "front_picture.html").read_text(encoding="utf-8"))
+    page = (book / "index.md").read_text(encoding="utf-8")
+    (words,) = re.findall(r"^zero-ref (train .*)$", page, flags=re.M)
+    command = [sys.executable, "-m", "zero_ref.cli", *words.split(), "--json"]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+    def printed(file: Path, *more: str) -> tuple[dict[str, Any], list[list[str]]]:
+        done = subprocess.run(
+            [*command, str(file), *more],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env=environ,
+            cwd=book.parent,
+        )
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(file.read_text())["strategies"]
+        table = done.stdout.rpartition("emptiest rank")[2].strip().splitlines()
+        return found, [row.split() for row in table]
+
+    on_four, rows = printed(tmp_path / "four.json")
+    assert rows == [["ddp", "16", "16.000", "16.000"], ["zero-even", "7", "7.000", "7.000"]]
+    for strategy, total in zip(["ddp"] * 4 + ["zero-even"] * 4, map(int, drawn), strict=True):
+        result = on_four[strategy]
+        assert (result["dtype"], result["master_dtype"]) == ("bfloat16", "float32")
+        assert result["ledger_bytes"] == total * result["numel"]
+        for held in result["held_bytes"]:
+            assert held["predicted"] == held["measured"] == pytest.approx(result["ledger_bytes"], rel=0.005)
+    assert [len(result["held_bytes"]) for result in on_four.values()] == [4, 4]
+    _, rows = printed(tmp_path / "one.json", "--ranks", "1")
+    assert rows == [["ddp", "16", "16.000", "16.000"], ["zero-even", "16", "16.000", "16.000"]]
+
+
+@pytest.mark.parametrize("saved_under", ["ddp", "zero-even"])
+def test_masters_are_saved_and_go_on_under_another_strategy(tmp_path: Path, saved_under: str) -> None:
+    file = str(tmp_path / "run.pt")
+    unbroken = final_loss(WITH_MASTERS, 2)
+    for strategy in CAN_KEEP_MASTERS:
+        ranks.run(train, 2, replace(WITH_MASTERS, strategy=saved_under, steps=3, checkpoint=file))
+        resumed = replace(WITH_MASTERS, strategy=strategy, checkpoint=file, resume=True)
+        assert final_loss(resumed, 2) == unbroken
+
+
+@pytest.mark.parametrize(
+    ("then", "message"),
+    [
+        (IN_16, "written with masters: go on with master_dtype float32"),
+        (SMALL, "not of .*'dtype': 'float32'"),
+    ],
+)
+def test_a_checkpoint_with_masters_is_refused_by_a_run_without(
+    tmp_path: Path, then: TrainConfig, message: str
+) -> None:
+    saving = replace(WITH_MASTERS, steps=3, checkpoint=str(tmp_path / "run.pt"))
+    ranks.run(train, 2, saving)
+    with pytest.raises(ranks.RankError, match=message):
+        ranks.run(train, 2, replace(then, checkpoint=saving.checkpoint, resume=True))
+
+
+# ---------------------------------------------------------------------------------- recipes, and what is seen
 
 
 def test_native_messages_are_priced_only() -> None:
@@ -258,6 +381,17 @@ def test_a_wrong_prediction_fails_the_command(
         (["--strategy", "ddp", "--strategy", "zero", "--checkpoint", "x"], "give one --strategy"),
         (["--steps", "4", "--checkpoint", "absent.pt", "--resume"], "there is no file absent.pt yet"),
         (["--width", "65536", "--layers", "1000"], "and this machine has"),
+        (["--master-dtype", "float32"], "and this one is in float32: choose the dtype bfloat16"),
+        (
+            [
+                *("--dtype", "bfloat16", "--master-dtype", "float32"),
+                "--strategy",
+                "zero",
+                "--strategy",
+                "zero-3",
+            ],
+            "strategy 'zero-3' keeps no masters here",
+        ),
     ],
 )
 def test_mistakes_are_told_without_a_traceback_of_this_program(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from zero_ref.cli._common import CommandError, Subparsers, need, write_text
@@ -39,9 +40,7 @@ def register_train(subparsers: Subparsers) -> None:
 def run_train(arguments: argparse.Namespace) -> int:
     """Train, print the table, and write JSON if asked to; return 1 if a prediction or a loss is wrong."""
     strategies = list(dict.fromkeys(arguments.strategy or ["zero-bucket"]))
-    # --overlap is for strategies with owners, and an error if there is none.
-    with_owners = [name for name in strategies if RECIPES[name].shards_by_parameter]
-    config = training_config(arguments, (with_owners or strategies)[0])
+    config = training_config(arguments, strategies)
     if len(strategies) > 1 and config.checkpoint:
         raise CommandError("--checkpoint is one file: give one --strategy with it.")
     console = need("rich.console").Console(highlight=False)
@@ -51,6 +50,8 @@ def run_train(arguments: argparse.Namespace) -> int:
     except need("zero_ref.lab.ranks").RankError as error:
         raise CommandError(str(error), code=1) from None
     console.print(compare.table(outcomes))
+    console.print()
+    console.print(compare.bytes_table(outcomes))
     if arguments.json:
         write_text("--json", arguments.json, json_text(compare.as_json(outcomes, config)) + "\n")
     problems = compare.problems(outcomes)
@@ -76,7 +77,7 @@ def register_demo(subparsers: Subparsers) -> None:
 
 def run_demo(arguments: argparse.Namespace) -> int:
     """Run the demo; return 1 if a prediction or a loss is wrong."""
-    config = training_config(arguments, "zero")
+    config = training_config(arguments, list(RECIPES))
     if config.checkpoint:
         raise CommandError("the demo writes no checkpoint; use `zero-ref train --checkpoint FILE`.")
     console = need("rich.console").Console(highlight=False)
@@ -87,15 +88,20 @@ def run_demo(arguments: argparse.Namespace) -> int:
         raise CommandError(str(error), code=1) from None
 
 
-def training_config(arguments: argparse.Namespace, strategy: str) -> TrainConfig:
-    """The options as a TrainConfig.
+def training_config(arguments: argparse.Namespace, strategies: Sequence[str]) -> TrainConfig:
+    """The options as a TrainConfig, which can be trained under each of these strategies.
 
     Raises:
-        CommandError: a value makes no sense; this machine has too little memory; only one step is asked for.
-            (DDP builds its buckets in the first step, so the prediction holds from the second step on.)
+        CommandError: a value makes no sense, or a strategy cannot do it; this machine has too little memory;
+            only one step is asked for. (DDP builds its buckets in the first step, so the prediction holds
+            from the second step on.)
     """
+    # --overlap is for strategies with owners, and an error if there is none.
+    with_owners = [name for name in strategies if RECIPES[name].shards_by_parameter]
     try:
-        config = config_from(arguments, strategy)
+        config = config_from(arguments, (with_owners or strategies)[0])
+        for strategy in strategies:
+            config.under(strategy)
     except ValueError as error:
         raise CommandError(str(error)) from None
     needed, memory = least_bytes(config, arguments.ranks), _memory_bytes()

@@ -12,7 +12,7 @@ import platform
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from zero_ref.lab import ranks
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.meter import HeldBytes
 from zero_ref.lab.train import Outcome, outcome, predict, train
-from zero_ref.simulator.recipe import LOCAL_SGD, recipe
+from zero_ref.simulator.recipe import LOCAL_SGD
 
 ROW_NAMES = {
     "state_bytes_max": "optimizer state",
@@ -53,16 +53,15 @@ def compare(
     """Train under each strategy in turn, from the same seed, on `world_size` ranks of this machine.
 
     Args:
-        config: its `strategy` is replaced; its `way` holds for those that have owners.
+        config: trained `under` each strategy.
         console: shows a progress bar for each.
         timeout: seconds for each strategy.
     Raises:
         RankError: a rank failed.
+        ValueError: as `TrainConfig.under`, before the first strategy is run.
     """
     runs = []
-    for strategy in strategies:
-        way = config.way if recipe(strategy).shards_by_parameter else "plain"
-        of_strategy = replace(config, strategy=strategy, way=way)
+    for of_strategy in [config.under(strategy) for strategy in strategies]:
         plan = predict(of_strategy, world_size)  # before anything runs
         with _progress_bar(f"{of_strategy.recipe.title:<12}", config.steps, console) as report:
             measured = ranks.run(train, world_size, of_strategy, report, timeout=timeout)
@@ -143,6 +142,29 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     return shown
 
 
+def bytes_table(outcomes: Sequence[Outcome]) -> Table:
+    """Bytes held for each parameter, beside the ledger's; "predicted | measured" where these differ."""
+    shown = Table(
+        title="all of it, bytes a parameter",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    shown.add_column("")
+    for name in ("ledger", "fullest rank", "emptiest rank"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for result in outcomes:
+        cells = [f"{result.ledger_bytes / result.numel:g}"]
+        for extreme in (max, min):
+            pair = extreme(result.held_bytes, key=lambda of_rank: of_rank.measured)
+            predicted, measured = (f"{nbytes / result.numel:.3f}" for nbytes in pair)
+            cells.append(
+                measured if pair.predicted == pair.measured else f"[bold red]{predicted} | {measured}[/]"
+            )
+        shown.add_row(result.strategy, *cells)
+    return shown
+
+
 def as_json(outcomes: Sequence[Outcome], config: TrainConfig) -> dict[str, Any]:
     """Everything that was predicted and measured, as plain values."""
     return {
@@ -181,6 +203,12 @@ def problems(outcomes: Sequence[Outcome]) -> list[str]:
             if pair.predicted != pair.measured:
                 found.append(
                     f"{result.strategy}: {quantity} predicted {pair.predicted}, measured {pair.measured}"
+                )
+        for rank, pair in enumerate(result.held_bytes):
+            if pair.predicted != pair.measured:
+                found.append(
+                    f"{result.strategy}: bytes held on rank {rank} predicted {pair.predicted}, measured "
+                    f"{pair.measured}"
                 )
         if not result.calls_equal:
             found.append(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zero_ref.lab._arguments import LARGEST_SEED, ReplacedFile, number, seed, whole
+from zero_ref.simulator._checks import check_name
+from zero_ref.simulator.ledger import MIXED_ADAMW, itemsize_of, state_rule
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.recipe import Recipe, recipe
 
@@ -20,15 +22,22 @@ LONGEST_CONTEXT = 32_768
 COMPARED = ("ddp", "zero", "zero-bucket", "zero-even")
 """Strategies that do the same arithmetic in the same order, and differ in who does it and what is sent."""
 
+DTYPES = ("float32", "bfloat16")
+"""Of parameters. float16 is not among them: its small gradients become 0 unless the loss is scaled."""
+
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The size of a GPT. The default has 0.8 million parameters: enough to learn from, quick on a CPU."""
+    """The size of a GPT, and the dtype of its parameters.
+
+    The default has 0.8 million parameters: enough to learn from, quick on a CPU.
+    """
 
     layers: int = 4
     heads: int = 4
     width: int = 128
     context: int = 64
+    dtype: str = field(default="float32", kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "width", "context"):
@@ -41,6 +50,7 @@ class GPTConfig:
                 f"context must be at most {LONGEST_CONTEXT:,}, got {self.context:,}: the held-out text has "
                 "little more."
             )
+        check_name("dtype", self.dtype, DTYPES)
 
     @property
     def numel(self) -> int:
@@ -61,6 +71,8 @@ class TrainConfig:
         strategy: one of `simulator.recipe.RECIPES`.
         steps: iterations in all, those before a resumed checkpoint included.
         way: when updates are made, one of `simulator.operations.WAYS`, under strategies that have owners.
+        master_dtype: "float32" to keep 32-bit masters of a 16-bit model, with their moments in 32 bits too;
+            None for state in the parameters' own dtype. Not under zero-3 and local-sgd.
         batch_size: passages on each rank.
         warmup_steps: over these the learning rate rises from 0.
         checkpoint: a file to write when done, and every `checkpoint_every` steps if that is not 0. Not under
@@ -71,6 +83,7 @@ class TrainConfig:
     strategy: str = "zero-bucket"
     steps: int = 200
     way: str = field(default="plain", kw_only=True)
+    master_dtype: str | None = field(default=None, kw_only=True)
     batch_size: int = 8
     learning_rate: float = 2e-3
     warmup_steps: int = 20
@@ -81,6 +94,14 @@ class TrainConfig:
     resume: bool = False
 
     def __post_init__(self) -> None:
+        if self.master_dtype is not None:
+            check_name("master_dtype", self.master_dtype, ("float32",))
+            if itemsize_of(self.model.dtype) >= itemsize_of(self.master_dtype):
+                raise ValueError(
+                    f"master_dtype {self.master_dtype!r} is for a model in fewer bits, and this one is in "
+                    f"{self.model.dtype}: choose the dtype bfloat16, or leave master_dtype out."
+                )
+        keeps_masters(self.recipe)  # or say why it cannot
         averaging = self.recipe.averaging
         if averaging is not None and self.checkpoint:
             raise ValueError(
@@ -101,12 +122,34 @@ class TrainConfig:
 
     @property
     def recipe(self) -> Recipe:
-        """The strategy, with updates made in this way.
+        """The strategy, with updates made in this way, and with masters if they are kept.
 
         >>> TrainConfig("zero-2", way="interleaved").recipe.title
         'zero-2, interleaved'
         """
-        return recipe(self.strategy, way=self.way)
+        return recipe(self.strategy, way=self.way, optimizer=MIXED_ADAMW if self.master_dtype else "AdamW")
+
+    def under(self, strategy: str) -> TrainConfig:
+        """The same under another strategy, to compare with; `way` only where that has owners.
+
+        >>> TrainConfig("zero-2", way="interleaved").under("ddp").recipe.title
+        'ddp'
+
+        Raises:
+            ValueError: the strategy cannot do the rest.
+        """
+        way = self.way if recipe(strategy).shards_by_parameter else "plain"
+        return replace(self, strategy=strategy, way=way)
+
+    @property
+    def precision(self) -> str:
+        """The dtypes in words.
+
+        >>> TrainConfig(model=GPTConfig(dtype="bfloat16"), master_dtype="float32").precision
+        'bfloat16 parameters with float32 masters'
+        """
+        masters = f" with {self.master_dtype} masters" if self.master_dtype else ""
+        return f"{self.model.dtype} parameters{masters}"
 
     @property
     def recorded_steps(self) -> range:
@@ -116,17 +159,39 @@ class TrainConfig:
         return range(max(1, self.steps - cycle), self.steps)
 
 
+def keeps_masters(how: Recipe) -> bool:
+    """Whether an optimizer that is trained under this recipe keeps 32-bit masters.
+
+    Raises:
+        ValueError: it would have to, and cannot.
+    """
+    if how.optimizer != MIXED_ADAMW:
+        return False
+    if how.stage == 3:
+        raise ValueError(
+            f"strategy {how.name!r} keeps no masters here: PyTorch's fully_shard shards the parameters "
+            "themselves, and its optimizer steps these. Leave master_dtype out, or choose another strategy."
+        )
+    if how.averaging is not None:
+        raise ValueError(
+            f"strategy {how.name!r} averages the parameters and not their masters, so the next step would "
+            "undo part of each average. Leave master_dtype out, or choose another strategy."
+        )
+    return True
+
+
 def least_bytes(config: TrainConfig, ranks: int) -> int:
     """What a run needs at least on all ranks of a machine: no less than this, and rather some times as much.
 
     Parameters on every rank, which each makes before they are sharded, and gradients where the strategy
-    leaves them whole; AdamW's two moments at least once; of the activations eight tensors for each block and
-    the logits; all in float32.
+    leaves them whole; AdamW's state at least once; of the activations eight tensors for each block and the
+    logits, in the parameters' dtype.
     """
-    model = config.model
+    model, itemsize = config.model, itemsize_of(config.model.dtype)
     activations = config.batch_size * model.context * (8 * model.layers * model.width + VOCABULARY)
     whole = 2 if config.recipe.stage < 2 else 1
-    return 4 * (ranks * (whole * model.numel + activations) + 2 * model.numel)
+    state = state_rule(config.recipe.optimizer).nbytes(model.numel, itemsize)
+    return itemsize * ranks * (whole * model.numel + activations) + state
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,6 +208,20 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WAY",
         help="under strategies that have owners: "
         + "; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
+    )
+    parser.add_argument(
+        "--dtype",
+        default=size.dtype,
+        choices=DTYPES,
+        metavar="DTYPE",
+        help=f"of parameters and gradients: {', '.join(DTYPES)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--master-dtype",
+        choices=["float32"],
+        metavar="DTYPE",
+        help="float32: keep 32-bit masters and moments of 16-bit parameters (default: moments in --dtype, no "
+        "masters)",
     )
     parser.add_argument("--batch-size", type=sizes, default=default.batch_size, help="passages on each rank")
     rate = number(above=0, most=1000, why="no training survives such steps")
@@ -176,10 +255,11 @@ def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
         strategy=strategy,
         steps=args.steps,
         way=args.overlap.replace("-", "_"),
+        master_dtype=args.master_dtype,
         batch_size=args.batch_size,
         learning_rate=args.learning_rate,
         seed=args.seed,
-        model=GPTConfig(args.layers, args.heads, args.width, args.context),
+        model=GPTConfig(args.layers, args.heads, args.width, args.context, dtype=args.dtype),
         checkpoint=args.checkpoint and str(args.checkpoint),
         checkpoint_every=args.checkpoint_every,
         resume=args.resume,

@@ -26,7 +26,7 @@ def run_demo(folder: Path, config: TrainConfig, world_size: int, console: Consol
     """
     total = sum(param.numel() for param in GPT(config.model).parameters())
     console.print(
-        f"A GPT of {total:,} parameters learns Python's language reference on {world_size} ranks "
+        f"A GPT of {total:,} {config.precision} learns Python's language reference on {world_size} ranks "
         f"({ranks.choose_backend(world_size)}), {config.steps} steps under each strategy.\n"
     )
     runs = compare(list(RECIPES), config, world_size, console)
@@ -91,9 +91,9 @@ def write_page(folder: Path, runs: Sequence[StrategyRun], config: TrainConfig) -
     write_report(
         page,
         title=f"One model, {len(outcomes)} ways to train it",
-        lead=f"A small GPT trained for {outcomes[0].steps} steps on {world_size} real ranks under each "
-        "strategy. Bytes and calls are those of the rank that has most; calls and payload are of one step, "
-        "under local-sgd of the last 8 steps.",
+        lead=f"A small GPT of {config.precision} trained for {outcomes[0].steps} steps on {world_size} real "
+        "ranks under each strategy. Bytes and calls are those of the rank that has most; calls and payload "
+        "are of one step, under local-sgd of the last 8 steps.",
         columns=["on the fullest rank", *ROW_NAMES.values(), "step time", "held-out loss"],
         rows=[
             [

@@ -57,7 +57,7 @@ class GPT(nn.Module):
     """Predicts the next byte at every position.
 
     Args:
-        config: its size.
+        config: its size and dtype.
         seed: of its first weights; the same seed gives the same weights on every rank and machine.
     """
 
@@ -77,6 +77,7 @@ class GPT(nn.Module):
                 nn.init.normal_(param, std=deviation, generator=generator)
             elif name.endswith("bias"):
                 nn.init.zeros_(param)
+        self.to(getattr(torch, config.dtype))  # the same weights in every dtype, but for rounding
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy, in nats a byte. `tokens`, `targets`: (batch, positions), int64."""
@@ -84,7 +85,8 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = functional.linear(self.norm(x), self.tokens.weight)
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        # In 16 bits a mean over positions would have two or three digits.
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class Text(NamedTuple):

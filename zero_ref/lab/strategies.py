@@ -1,8 +1,8 @@
 """A model made ready to be trained under a recipe: what wraps it, its optimizer, and what records its calls.
 
 For each recipe that the simulator prices, what a user of it would write. A recipe's `native` messages,
-`optimizer`, `prefetch` and `averaged_itemsize` are for paper only: here AdamW is trained, in the parameters'
-own dtype, and `fully_shard` fetches ahead as torch has it.
+`prefetch` and `averaged_itemsize` are for paper only: `fully_shard` fetches ahead as torch has it. Of its
+optimizers AdamW is trained: in the parameters' own dtype, or, where it is `MIXED_ADAMW`, on 32-bit masters.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.lab import meter, stage_3
+from zero_ref.lab.config import keeps_masters
 from zero_ref.local_sgd.averagers import ModelAverager
 from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -81,11 +83,12 @@ def trainable(
         model: on its device; at stage 3 its `blocks` are sharded one by one, and then the rest.
         bucket_cap_mb: of DDP.
     Raises:
-        ValueError: the recipe is of another library's calls.
+        ValueError: the recipe is of another library's calls, or keeps masters that it cannot have.
     Collective: all ranks of the default group.
     """
     if recipe.native and recipe.shards_by_parameter:
         raise ValueError(f"{recipe.name}: native messages are another library's, and are priced only.")
+    keeps_masters(recipe)  # or say why it cannot
     if recipe.stage == 3:
         stage_3.shard(model)
         return Sharded(model, torch.optim.AdamW(model.parameters(), lr=learning_rate))
@@ -110,14 +113,22 @@ def trainable(
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module, learning_rate: float = 1e-3) -> torch.optim.Optimizer:
-    """AdamW, whole on every rank or sharded by the recipe's partition."""
-    if recipe.partition is None:
+    """AdamW, whole on every rank or sharded by the recipe's partition.
+
+    Collective: all ranks of the default group.
+    """
+    masters = keeps_masters(recipe)
+    if recipe.partition is None and not masters:
         return torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    # torch's AdamW has no masters. Kept whole, they are those of a group in which this rank is alone.
+    alone = recipe.partition is None
     return ZeroRedundancyOptimizer(
         model.parameters(),
         torch.optim.AdamW,
+        dist.new_subgroups(1)[0] if alone else None,
         overlap_with_ddp=recipe.way in IN_BACKWARD,
         lr=learning_rate,
-        partition=recipe.partition,
+        partition="sorted_greedy" if recipe.partition is None else recipe.partition,
         parameters_as_bucket_view=recipe.flat,
+        master_dtype=torch.float32 if masters else None,
     )
