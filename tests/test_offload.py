@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,8 @@ def test_a_place_that_cannot_hold_state_is_refused_on_all_ranks(tmp_path: Path) 
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is neither a file nor shared."""
+    """Memory of this process that is neither a file nor shared, without what malloc keeps of freed memory."""
+    ctypes.CDLL(None).malloc_trim(0)
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line]
     return int(line.split()[1]) * 1024
 
@@ -167,4 +169,4 @@ def test_state_in_files_takes_no_memory(tmp_path: Path) -> None:
     in_memory = ranks.run(growth, 2, None, timeout=120)
     in_files = ranks.run(growth, 2, tmp_path, timeout=120)
     assert min(in_memory) > 0.95 * state_bytes
-    assert max(in_files) < min(in_memory) - 0.7 * state_bytes
+    assert max(in_files) < 0.05 * state_bytes
