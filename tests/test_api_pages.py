@@ -22,7 +22,7 @@ BOOK = Path(__file__).parents[1] / "book"
 NOTEBOOKS = BOOK.parent / "notebooks"
 
 NOT_FOR_READERS = {
-    "zero_ref.plan.partition": {"elements", "elements_if_trainable", "rule_named"},
+    "zero_ref.plan.partition": {"elements", "elements_if_trainable", "may_cut", "rule_named"},
     "zero_ref.comm.agreement": {"RanksLostError", "agree", "agreement"},
     "zero_ref.comm.collectives": {
         *("Observable", "AllOf", "PendingCall", "as_collectives"),

@@ -43,7 +43,7 @@ def test_a_file_outside_a_checkout_has_no_commit(tmp_path: Path) -> None:
 
 def test_a_plan_is_timed_for_each_rule() -> None:
     figures = list(paper.plan(rounds=1))
-    assert {figure.case for figure in figures} == {"sorted-greedy", "registration-greedy", "even"}
+    assert {figure.case for figure in figures} == {"sorted-greedy", "registration-greedy", "even", "balanced"}
     assert len(paper.PLANNED) == 2000
     assert all(figure.ranks == 4096 and figure.value > 0 for figure in figures)
 
