@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from training import OnMasters
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
@@ -355,3 +356,43 @@ def test_what_others_write_is_taken_although_a_layer_is_frozen_or_the_state_is_s
         return after, optimizer.state_dict()["state"][0][MASTER][0].item()
 
     assert virtual.run(on_rank, 2, timeout=20) == [(4.5, 7.0)] * 2
+
+
+CLASSES = {
+    "AdamW": (optim.AdamW, OPTIONS),
+    "SGD": (optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    "Adafactor": (optim.Adafactor, {"lr": 1e-2}),
+    "Muon": (optim.Muon, {"lr": 1e-2, "ns_steps": 3}),
+}
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_masters_equal_the_unsharded_loop_whatever_the_partition(name: str, rounding: str) -> None:
+    optimizer_class, options = CLASSES[name]
+
+    def begin() -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(64, 32), (8, 24), (48, 16), (301, 5)]
+        return [nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in shapes]
+
+    def on_rank(comm: Collectives, partition: str, flat: bool) -> Values:
+        params = begin()
+        optimizer = ZeroRedundancyOptimizer(
+            params, optimizer_class, comm, flat, partition=partition, master_dtype=torch.float32,
+            rounding=rounding, rounding_seed=7, **options,
+        )  # fmt: skip
+        return [value for step in range(4) for value in train(params, optimizer, range(step, step + 1))]
+
+    params = begin()
+    plain = OnMasters(params, optimizer_class, rounding, **options)
+    expected = []
+    for step in range(4):
+        fill(params, step)
+        plain.step()
+        expected += [param.detach().clone() for param in params]
+    for partition in ("sorted_greedy", "registration_greedy", "even", "balanced"):
+        for flat in (False, True):
+            for world_size in (1, 2, 4):
+                for values in virtual.run(on_rank, world_size, partition, flat, timeout=30):
+                    assert_equal(values, expected)
