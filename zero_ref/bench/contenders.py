@@ -26,9 +26,11 @@ Make = Callable[[Sequence[torch.Tensor]], Optimizer]
 OURS, EVEN, TO_OWNERS = "zero_ref, best", "zero_ref, best, even", "zero_ref, to owners"
 TORCH, TORCH_BEST = "torch", "torch, best"
 PLAIN, REFERENCE = "ddp", "ddp, fused"
+MASTERS = "zero_ref, masters"
 
 OURS_IN = {
     "step": OURS,
+    "masters": MASTERS,
     "sync": TO_OWNERS,
     "iteration": TO_OWNERS,
     "consolidate": "zero_ref: consolidate",
@@ -150,6 +152,25 @@ def fused_update(numel: int) -> Callable[[], object]:
     flat = torch.zeros(numel, requires_grad=True, device=ranks.device())
     flat.grad = torch.randn_like(flat)
     return AdamW([flat], fused=True).step
+
+
+def cast_update(params: Sequence[torch.Tensor]) -> Callable[[], object]:
+    """AdamW's fused step on float32 copies of tensors with gradients, and one cast each way."""
+    rounded = [param.detach().clone() for param in params]
+    gradients = [param.grad for param in params if param.grad is not None]
+    copies = [param.detach().float().requires_grad_() for param in params]
+    casts = [torch.zeros_like(one, requires_grad=False) for one in copies]
+    for one, cast in zip(copies, casts):
+        one.grad = cast
+    adamw = AdamW(copies, fused=True)
+
+    @torch.no_grad()
+    def run() -> None:
+        torch._foreach_copy_(casts, gradients)
+        adamw.step()
+        torch._foreach_copy_(rounded, copies)
+
+    return run
 
 
 def copy(nbytes: int) -> Callable[[], object]:

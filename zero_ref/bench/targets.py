@@ -117,6 +117,9 @@ WANTED: dict[tuple[str, str, str], list[Goal]] = {
         ((TINY,), OF_TORCH, Bounds(low=25)),
         ((TINY,), OF_BEST, Bounds(low=1.5)),
     ],
+    ("the step with masters", "step", "masters"): [
+        (BOTH, over_limits("casts and fused AdamW", "exchange of 16-bit shares"), Bounds(high=1.0)),
+    ],
     ("gradients and step", "sync", "sync"): [
         (BOTH, OF_TORCH, Bounds(low=2.2)),
         (BOTH, OF_BEST, Bounds(low=1.4)),

@@ -120,6 +120,14 @@ def step(set_name: str, rounds: int) -> SuiteResult:
     cases["limit: copy of as many bytes"] = Case(contenders.copy(ADAMW_BYTES * numel))
     cases["limit: exchange of shares"] = Case(send)
     cases["limit: both, one after the other"] = Case(lambda: (update(), send()))
+    halves = [nn.Parameter(param.detach().bfloat16()) for param in params]
+    give_gradients(halves)
+    masters = ZeroRedundancyOptimizer(halves, AdamW, master_dtype=torch.float32, **contenders.BEST)
+    cases[contenders.MASTERS] = Case(masters.step)
+    cases["limit: casts and fused AdamW"] = Case(
+        contenders.cast_update([own.param for own in masters.shard.owned])
+    )
+    cases["limit: exchange of 16-bit shares"] = Case(contenders.exchange(numel // 2))
     return result("step", set_name, take_turns(cases, rounds))
 
 
