@@ -11,7 +11,16 @@ from hypothesis import given, strategies as st
 from test_optimizer import ELEMENTWISE
 from torch import nn, optim
 from torch.optim import Optimizer
-from training import Backward, Run, assert_state_dicts_equal, assert_trains_as_plain, fill_gradients
+from training import (
+    Backward,
+    OnMasters,
+    Run,
+    assert_same,
+    assert_state_dicts_equal,
+    assert_trains_as_plain,
+    fill_gradients,
+    run_script,
+)
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
@@ -207,3 +216,110 @@ def test_any_run_of_shapes_trains_as_plain(shapes: list[tuple[int, ...]], world_
         return nn.ParameterList(nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes)
 
     assert_trains_as_plain(steps, modes=VIEWS, make_model=make_model, world_sizes=[world_size], fused=True)
+
+
+# ------------------------------------------------------------------------------------------------ masters
+
+
+def with_masters(comm: Collectives, optimizer_class: Any = optim.AdamW, **options: Any) -> tuple[Any, Any]:
+    model = Beads().bfloat16()
+    return model, ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class, comm, master_dtype=torch.float32, **options
+    )
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"),
+    [(optim.AdamW, {"fused": True}), (optim.AdamW, {}), (optim.SGD, {"lr": 0.1, "momentum": 0.9})],
+)
+def test_small_masters_are_merged_and_train_as_masters_by_themselves(
+    flat: bool, optimizer_class: Any, options: dict[str, Any]
+) -> None:
+    def script(model: Any, optimizer: Any, backward: Backward) -> Iterator[None]:
+        extra = nn.Parameter(torch.ones(128, dtype=torch.bfloat16))
+        for step in range(9):
+            backward(step)
+            extra.grad = torch.full_like(extra, 0.5)
+            if step == 1:
+                optimizer.add_param_group({"params": [extra], "lr": 0.5})
+            if step in (2, 4) and isinstance(optimizer, ZeroRedundancyOptimizer):
+                optimizer.repartition("even" if step == 2 else "registration_greedy")
+            if step == 5:
+                model.beads[1].requires_grad_(False)  # with a gradient that must not be used
+            if step == 6:
+                model.beads[1].requires_grad_(True)
+            if step == 7:
+                model.beads[2].grad = None
+            optimizer.step(*[lambda: backward(50)] * (step == 3))
+            if step < 6 and isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer.world_size == 1:
+                assert members(optimizer)
+            yield
+
+    plain_model = Beads().bfloat16()
+    plain = OnMasters(plain_model.parameters(), optimizer_class, **options)
+    expected = run_script(script, plain_model, plain, 1)
+
+    def on_rank(comm: Collectives) -> Any:
+        model, optimizer = with_masters(comm, optimizer_class, parameters_as_bucket_view=flat, **options)
+        return run_script(script, model, optimizer, 1)
+
+    for world_size in (1, 3):
+        for ours in virtual.run(on_rank, world_size, timeout=20):
+            assert_same(ours, expected, f"{world_size} ranks")
+
+
+def test_small_masters_lie_end_to_end_and_keep_no_gradients_between_steps() -> None:
+    def on_rank(comm: Collectives) -> None:
+        model, optimizer = with_masters(comm)
+        numbers = {own.local: own.piece.param for own in optimizer.shard.owned}
+        # As in a bucket, but copies that cannot be merged lie elsewhere, so one run has all the others.
+        assert [[numbers[one] for one in of_run] for of_run in members(optimizer)] == [
+            [0, 1, 2, 4, 6, 7, 8, 9]
+        ]
+        fill_gradients(list(model.parameters()), 0, world_size=1)
+        optimizer.step()
+        assert all(own.local.grad is None for own in optimizer.shard.owned)
+        assert all(run.gradient is None and not run.gradients for run in optimizer.shard.merged.runs)
+        assert optimizer.optim.param_groups[0]["params"] == [own.local for own in optimizer.shard.owned]
+
+    virtual.run(on_rank, 1)
+
+
+def test_an_optimizer_that_lists_its_parameters_itself_steps_small_masters() -> None:
+    class Listing(optim.SGD):
+        elementwise = True
+
+        def __init__(self, params: Any, **options: Any) -> None:
+            super().__init__(params, **options)
+            self.all = [param for group in self.param_groups for param in group["params"]]
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for param in self.all:
+                if param.grad is not None:
+                    param -= 0.25 * param.grad
+
+    def on_rank(comm: Collectives) -> bool:
+        model, optimizer = with_masters(comm, Listing, lr=1.0)
+        before = [param.detach().clone() for param in model.parameters()]
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert members(optimizer)
+        return all(map(torch.equal, model.parameters(), [(b.float() - 0.25).bfloat16() for b in before]))
+
+    assert virtual.run(on_rank, 1) == [True]
+
+
+def test_a_repartition_frees_the_memory_of_small_masters_that_went_elsewhere() -> None:
+    def on_rank(comm: Collectives) -> tuple[int, int]:
+        _, optimizer = with_masters(comm)
+        optimizer.repartition("even")
+        optimizer.repartition("registration_greedy")
+        copies = [own.local for own in optimizer.shard.owned]
+        memory = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in copies}
+        return sum(memory.values()), sum(one.nbytes for one in copies)
+
+    for held, needed in virtual.run(on_rank, 2):
+        assert held == needed

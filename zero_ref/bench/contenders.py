@@ -154,21 +154,26 @@ def fused_update(numel: int) -> Callable[[], object]:
     return AdamW([flat], fused=True).step
 
 
-def cast_update(params: Sequence[torch.Tensor]) -> Callable[[], object]:
-    """AdamW's fused step on float32 copies of tensors with gradients, and one cast each way."""
+def cast_update(params: Sequence[torch.Tensor], *, new_memory: bool = False) -> Callable[[], object]:
+    """AdamW's fused step on float32 copies of tensors with gradients, and one cast each way.
+
+    Args:
+        new_memory: free the casts of the gradients after each step, in place of keeping their memory.
+    """
     rounded = [param.detach().clone() for param in params]
     gradients = [param.grad for param in params if param.grad is not None]
     copies = [param.detach().float().requires_grad_() for param in params]
-    casts = [torch.zeros_like(one, requires_grad=False) for one in copies]
-    for one, cast in zip(copies, casts):
-        one.grad = cast
     adamw = AdamW(copies, fused=True)
 
     @torch.no_grad()
     def run() -> None:
-        torch._foreach_copy_(casts, gradients)
+        for one in copies:
+            one.grad = torch.empty_like(one, requires_grad=False) if one.grad is None else one.grad
+        torch._foreach_copy_([one.grad for one in copies if one.grad is not None], gradients)
         adamw.step()
         torch._foreach_copy_(rounded, copies)
+        if new_memory:
+            adamw.zero_grad()
 
     return run
 

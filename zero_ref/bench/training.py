@@ -124,9 +124,9 @@ def step(set_name: str, rounds: int) -> SuiteResult:
     give_gradients(halves)
     masters = ZeroRedundancyOptimizer(halves, AdamW, master_dtype=torch.float32, **contenders.BEST)
     cases[contenders.MASTERS] = Case(masters.step)
-    cases["limit: casts and fused AdamW"] = Case(
-        contenders.cast_update([own.param for own in masters.shard.owned])
-    )
+    mine = [own.param for own in masters.shard.owned]
+    cases["limit: casts and fused AdamW"] = Case(contenders.cast_update(mine))
+    cases["limit: casts in new memory and fused AdamW"] = Case(contenders.cast_update(mine, new_memory=True))
     cases["limit: exchange of 16-bit shares"] = Case(contenders.exchange(numel // 2))
     return result("step", set_name, take_turns(cases, rounds))
 

@@ -76,11 +76,9 @@ class MergedRun:
         self.members, self.params = members, params
         flat = members[0].detach().as_strided((sum(member.numel() for member in members),), (1,))
         self.whole = flat.requires_grad_()
-        self.gradient = torch.empty_like(flat, requires_grad=False)
-        self.gradients = self.windows(self.gradient)
-        for member, param, gradient in zip(members, params, self.gradients):
-            if member is not param:
-                member.grad = gradient  # some optimizers step a list of their own, in place of their groups
+        self.are_copies = members[0] is not params[0]
+        self.gradients: list[torch.Tensor] = []  # views of the merged gradient
+        self.gradient: torch.Tensor | None = None
         self.state: dict[Any, Any] = {}
         self.given: list[Any] = []
         self.first: dict[Any, Any] | None = None
@@ -93,9 +91,25 @@ class MergedRun:
     def take_gradients(self) -> bool:
         """Copy the members' gradients; False if one is missing or sparse."""
         grads = [grad for p in self.params if (grad := p.grad) is not None and grad.layout == torch.strided]
-        if len(grads) == len(self.members):
-            torch._foreach_copy_(self.gradients, grads)
-        return len(grads) == len(self.members)
+        if len(grads) < len(self.members):
+            return False
+        if self.gradient is None:
+            self.gradient = torch.empty_like(self.whole, requires_grad=False)
+            self.gradients = self.windows(self.gradient)
+        torch._foreach_copy_(self.gradients, grads)
+        if self.are_copies:  # an optimizer may step a list of its own, in place of its groups
+            for member, gradient in zip(self.members, self.gradients):
+                member.grad = gradient
+        self.whole.grad = self.gradient
+        return True
+
+    def drop_gradients(self) -> None:
+        """Undo `take_gradients`. Those of copies are freed: between steps a rank keeps only its state."""
+        self.whole.grad = None
+        if self.are_copies:
+            self.gradient, self.gradients = None, []
+            for member in self.members:
+                member.grad = None
 
     def take_state(self, state: dict[Any, dict[Any, Any]]) -> bool:
         """Merge the members' state, if it is not merged yet; False if they were not stepped together."""
@@ -157,7 +171,6 @@ class MergedSlices:
         if not all(run.take_gradients() and run.take_state(self.optim.state) for run in self.runs):
             self.dissolve()
         for run in self.runs:
-            run.whole.grad = run.gradient
             self.optim.state[run.whole] = run.state
         self._list(self.together if self.runs else self.apart)
 
@@ -165,16 +178,15 @@ class MergedSlices:
         """Replace the runs by their members, with groups and state as if each had been stepped by itself."""
         self._list(self.apart)
         for run in self.runs:
-            run.whole.grad = None
+            run.drop_gradients()
             run.state = self.optim.state.pop(run.whole, run.state)
             run.give_state(self.optim.state)
 
     def dissolve(self) -> None:
         """From now on step each member by itself, with its own step counter."""
         for run in self.runs:
-            for member, param in zip(run.members, run.params):
-                if member is not param:
-                    member.grad = None
+            run.drop_gradients()
+            for member in run.members:
                 of_member = self.optim.state.get(member, {})
                 for key, value in of_member.items():
                     if isinstance(value, torch.Tensor) and not _follows(value, member):
