@@ -97,7 +97,7 @@ def test_the_command_measures_every_suite_and_judges_it(
     assert {OURS, TORCH} <= set(report.results[0].taken)
     assert {len(taken.wall_ms) for taken in report.results[0].taken.values()} == {2}
     assert report.sessions[0].quick
-    assert len(report.figures) == 3
+    assert len(report.figures) == 4  # a rule each
     # Every contender that a target names took part, but for the one that may not be installed.
     on_linux = sys.platform == "linux"
     for row in judge(report.results, report.figures):
