@@ -306,6 +306,18 @@ def test_the_second_trial_too_draws_none_of_the_users_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_large_tensors_are_not_tried_where_a_small_one_shows_enough() -> None:
+    numels = set()
+
+    class Expensive(LikeLamb):
+        def changed(self, grad: torch.Tensor, param: torch.Tensor, step: int) -> torch.Tensor:
+            numels.add(param.numel())
+            return super().changed(grad, param, step)
+
+    assert not updates_elementwise(Expensive, {}, {})
+    assert max(numels) == 384
+
+
 def test_pieces_divide_blocks_of_128_and_are_not_small() -> None:
     for shape, numels in coupling.CUT.items():
         assert sum(numels) == math.prod(shape) <= 2**15 - 64 * coupling.UPDATES

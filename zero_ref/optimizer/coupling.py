@@ -12,7 +12,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -55,8 +55,12 @@ def couples_parameters(
     return False
 
 
+SMALL = {(24, 16): [192, 192]}
 CUT = {(160, 128): [4160, 8320, 8000], (64, 16, 3, 3): [4160, 5056]}
 """The shapes of the tensors in the second trial, and the numbers of elements of their pieces.
+
+A small tensor comes first: Shampoo factors a matrix of n rows for a piece of n elements, which takes minutes
+for the large pieces, and a small one shows as well that it uses shapes.
 
 Pieces begin at multiples of 64, as `even` cuts, and not of 128: optimizers with low-bit state scale blocks of
 128 elements or more together, so each cut divides a block. They keep tensors below 4,096 elements in 32 bits,
@@ -85,7 +89,7 @@ def updates_elementwise(
         options, defaults: as for `couples_parameters`.
     Returns:
         Also False if the trial says nothing: the optimizer needs other tensors, or its updates are random.
-    Cost: up to 30 updates of 30,000 elements on the CPU, twice. Answers are kept by class and options.
+    Cost: up to 30 updates of 30,000 elements on the CPU, twice; far less where a small tensor shows enough. Answers are kept by class and options.
     """
     if couples_parameters(optimizer_class, options, defaults):
         return False
@@ -107,33 +111,40 @@ def _cuts_change_nothing(
         params = [tensor.requires_grad_() for tensor in tensors]
         return optimizer_class([{**dict(options), "params": params}], **dict(defaults))
 
-    # The values and all gradients are windows of one row of random numbers.
-    row = torch.randn(2**15, generator=torch.Generator().manual_seed(0))
-    wholes = [(0.1 * row[: sum(numels)]).view(shape) for shape, numels in CUT.items()]
-    pieces = [
-        [flat.narrow(0, end - numel, numel) for end, numel in zip(accumulate(numels), numels)]
-        for flat, numels in zip([whole.clone().view(-1) for whole in wholes], CUT.values())
-    ]
     try:
-        optimizers = [optimizer_of(wholes), *(optimizer_of([piece]) for of in pieces for piece in of)]
-        for update in range(UPDATES):
-            for whole, of in zip(wholes, pieces):
-                grad = row[64 * update :][: whole.numel()]
-                whole.grad = grad.clone().view(whole.shape)
-                for piece, part in zip(of, grad.split([piece.numel() for piece in of])):
-                    piece.grad = part.clone()
-            for optimizer in optimizers:
-                optimizer.step()
-            if not all(torch.equal(torch.cat(of), whole.flatten()) for whole, of in zip(wholes, pieces)):
-                return False
-        state = {param: of for optimizer in optimizers for param, of in optimizer.state.items()}
-        return all(
-            _is_made_of(state[whole], [state[piece] for piece in of], whole.shape)
-            for whole, of in zip(wholes, pieces)
-            if whole in state
-        )
+        return all(_are_made_of_pieces(optimizer_of, cut) for cut in (SMALL, CUT))
     except Exception:
         return False
+
+
+def _are_made_of_pieces(
+    optimizer_of: Callable[[list[torch.Tensor]], Optimizer], cut: Mapping[tuple[int, ...], list[int]]
+) -> bool:
+    """Whether tensors of these shapes, stepped together, stay equal to their pieces, each stepped alone."""
+    # The values and all gradients are windows of one row of random numbers.
+    row = torch.randn(2**15, generator=torch.Generator().manual_seed(0))
+    wholes = [(0.1 * row[: sum(numels)]).view(shape) for shape, numels in cut.items()]
+    pieces = [
+        [flat.narrow(0, end - numel, numel) for end, numel in zip(accumulate(numels), numels)]
+        for flat, numels in zip([whole.clone().view(-1) for whole in wholes], cut.values())
+    ]
+    optimizers = [optimizer_of(wholes), *(optimizer_of([piece]) for of in pieces for piece in of)]
+    for update in range(UPDATES):
+        for whole, of in zip(wholes, pieces):
+            grad = row[64 * update :][: whole.numel()]
+            whole.grad = grad.clone().view(whole.shape)
+            for piece, part in zip(of, grad.split([piece.numel() for piece in of])):
+                piece.grad = part.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        if not all(torch.equal(torch.cat(of), whole.flatten()) for whole, of in zip(wholes, pieces)):
+            return False
+    state = {param: of for optimizer in optimizers for param, of in optimizer.state.items()}
+    return all(
+        _is_made_of(state[whole], [state[piece] for piece in of], whole.shape)
+        for whole, of in zip(wholes, pieces)
+        if whole in state
+    )
 
 
 def _is_made_of(whole: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]], shape: torch.Size) -> bool:
