@@ -55,8 +55,8 @@ def couples_parameters(
     return False
 
 
-SMALL = {(24, 16): [192, 192]}
-CUT = {(160, 128): [4160, 8320, 8000], (64, 16, 3, 3): [4160, 5056]}
+SMALL: dict[tuple[int, ...], list[int]] = {(24, 16): [192, 192]}
+CUT: dict[tuple[int, ...], list[int]] = {(160, 128): [4160, 8320, 8000], (64, 16, 3, 3): [4160, 5056]}
 """The shapes of the tensors in the second trial, and the numbers of elements of their pieces.
 
 A small tensor comes first: Shampoo factors a matrix of n rows for a piece of n elements, which takes minutes
@@ -89,7 +89,8 @@ def updates_elementwise(
         options, defaults: as for `couples_parameters`.
     Returns:
         Also False if the trial says nothing: the optimizer needs other tensors, or its updates are random.
-    Cost: up to 30 updates of 30,000 elements on the CPU, twice; far less where a small tensor shows enough. Answers are kept by class and options.
+    Cost: up to 30 updates of 30,000 elements on the CPU, twice; far less where a small tensor shows enough.
+        Answers are kept by class and options.
     """
     if couples_parameters(optimizer_class, options, defaults):
         return False
