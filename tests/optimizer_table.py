@@ -271,6 +271,8 @@ def verdict(run: Callable[[], list[list[Snapshot]]], expected: list[Snapshot]) -
 def reason(error: BaseException) -> str:
     """The first statement of an error, of which a virtual rank's is the cause."""
     text = re.sub(r"^rank \d+: ", "", str(error.__cause__ or error))
+    # Several ranks may fail, and whichever is first names its own.
+    text = re.sub(r"\b(parameter|rank) \d+", r"a \1", text)
     first = re.split(r"[.:;](?:\s|$)", text, maxsplit=1)[0]
     return f"it lacks {first}" if isinstance(error.__cause__ or error, KeyError) else first
 
