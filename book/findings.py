@@ -1,7 +1,8 @@
 """Pieces of a page that says what was measured, as Markdown and pictures, made from the files that hold it.
 
 Each function of VIEWS is called with a folder for its pictures and gives blocks of text, which
-book/_ext/measured.py puts into pages. The files are in bench/results/; `zero-ref bench --json` writes them.
+book/_ext/measured.py puts into pages. The files are in bench/results/; `zero-ref bench --json` writes them,
+and tests/optimizer_table.py writes that of the optimizers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from zero_ref.bench import plots as of_bench
 from zero_ref.bench.comparisons import LOST, UNDECIDED, WON, Comparison, Growth, comparisons, growths, outcome
@@ -260,6 +262,70 @@ def sizes(folder: Path) -> Iterator[str]:
             yield f"- {axis}: {amounts}, at {at}"
 
 
+# --------------------------------------------------------------------------------------------- optimizers
+
+
+@cache
+def table_of_optimizers() -> dict[str, Any]:
+    """What tests/optimizer_table.py wrote: rows, and what it left out."""
+    content: dict[str, Any] = json.loads((RESULTS / "optimizers.json").read_text(encoding="utf-8"))
+    return content
+
+
+def optimizers_tally(folder: Path) -> Iterator[str]:
+    """How many classes were equal, refused or different, and the versions."""
+    rows = table_of_optimizers()["rows"]
+    for what, runs in {
+        "10 updates": lambda row: [one for two in row["partitions"].values() for one in two],
+        "a checkpoint or other owners in between": lambda row: [*row["checkpoint"].values()],
+    }.items():
+        kinds = [{one.partition(":")[0] for one in runs(row)} for row in rows if runs(row)]
+        different = sum("different" in kind for kind in kinds)
+        refused = sum("refused" in kind and "different" not in kind for kind in kinds)
+        equal = sum(kind == {"equal"} for kind in kinds)
+        yield f"- {what}: {len(kinds)} classes, {equal} equal, {refused} refused, {different} different"
+    yield f"- `even` cuts the parameters of {sum(row['cut'] for row in rows)} of them"
+    versions = table_of_optimizers()["made_with"]
+    yield "- versions: " + ", ".join(f"{package} {version}" for package, version in versions.items())
+
+
+def optimizers(folder: Path, package: str) -> Iterator[str]:
+    """A package's classes and what became of each; the reasons; what was left out."""
+    reasons: dict[str, int] = {}
+
+    def cell(row: dict[str, Any], verdicts: Iterable[str], equal: str = "equal") -> str:
+        said = []
+        for verdict in verdicts:
+            kind, _, about = verdict.partition(": ")
+            if kind == "equal":
+                said.append(equal)
+                continue
+            about = about.replace(row["name"], "*the class*")
+            text = row["why"] if kind == "different" else about
+            number = reasons.setdefault(text, len(reasons) + 1)
+            said.append(f"{kind} ({number})" if kind == "refused" else f"**different** ({number}), {about}")
+        return "; ".join(dict.fromkeys(said)) or "-"
+
+    of_package = [row for row in table_of_optimizers()["rows"] if row["package"] == package]
+    rows = []
+    for row in of_package:
+        *whole, even = row["partitions"].values()
+        rows.append(
+            [
+                row["name"],
+                cell(row, (one for two in whole for one in two)),
+                cell(row, even, equal="equal, cut" if row["cut"] else "equal, whole"),
+                cell(row, row["checkpoint"].values()),
+            ]
+        )
+    yield aligned(["class", "whole parameters", "`even`", "state handed on"], rows)
+    yield "\n".join(f"{number}. {text.rstrip('.')}." for text, number in reasons.items())
+    left_out = table_of_optimizers()["left_out"].get(package, {})
+    if left_out:
+        why = "; ".join(f"{name} (`{text.replace('`', '')}`)" for name, text in left_out.items())
+        yield f"Left out, because they do not run like this by themselves: {why}."
+
+
 # ---------------------------------------------------------------------------------------------- where, when
 
 
@@ -302,5 +368,17 @@ def folded(title: str, tables: Sequence[str]) -> Iterator[str]:
 
 VIEWS: dict[str, Callable[..., Iterator[str]]] = {
     view.__name__: view
-    for view in (against_peers, numbers, targets, tally, lost, growth, exponents, sizes, machine)
+    for view in (
+        against_peers,
+        numbers,
+        targets,
+        tally,
+        lost,
+        growth,
+        exponents,
+        sizes,
+        optimizers_tally,
+        optimizers,
+        machine,
+    )
 }

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,6 +31,10 @@ def couples_parameters(
     >>> couples_parameters(torch.optim.AdamW, {}, {"lr": 0.1})
     False
 
+    An optimizer that cannot step without a closure is tried with one, which computes gradients from both
+    tensors. One that moves tensors before it calls the closure, as sharpness-aware minimization does, thereby
+    couples them: on shards, each rank would move only its own and compute gradients at another point.
+
     Args:
         options: those of a parameter group.
         defaults: those of the optimizer's constructor.
@@ -40,25 +43,28 @@ def couples_parameters(
     Cost: a few updates of 64 elements on the CPU.
     """
 
-    def tried(tensors: int) -> list[torch.Tensor]:
-        return _tried(optimizer_class, options, defaults, tensors)
+    with _ONE_AT_A_TIME, _without_compiling(), torch.random.fork_rng(devices=[]):
+        for with_closure in (False, True):
 
-    try:
-        with _ONE_AT_A_TIME, _without_compiling(), torch.random.fork_rng(devices=[]):
-            beside = tried(2)
-            return not _alike(beside, tried(1)) and _alike(beside, tried(2))
-    except Exception:
-        return False
+            def tried(tensors: int, with_closure: bool = with_closure) -> list[torch.Tensor]:
+                return _tried(optimizer_class, options, defaults, tensors, with_closure)
+
+            with contextlib.suppress(Exception):
+                beside = tried(2)
+                return not _alike(beside, tried(1)) and _alike(beside, tried(2))
+    return False
 
 
-SHAPES = [(160, 128), (64, 16, 3, 3)]
-"""A matrix large enough for Adafactor to factor its state, and weights of a convolution."""
+SMALL: dict[tuple[int, ...], list[int]] = {(24, 16): [192, 192]}
+CUT: dict[tuple[int, ...], list[int]] = {(160, 128): [4160, 8320, 8000], (64, 16, 3, 3): [4160, 5056]}
+"""The shapes of the tensors in the second trial, and the numbers of elements of their pieces.
 
-CUTS = [[4160, 12480], [4160]]
-"""Where the elements of each shape are cut: at multiples of 64, as `even` cuts, and not of 128.
+A small tensor comes first: Shampoo factors a matrix of n rows for a piece of n elements, which takes minutes
+for the large pieces, and a small one shows as well that it uses shapes.
 
-Optimizers with low-bit state scale blocks of 128 elements or more together, so each cut divides a block. They
-keep tensors below 4,096 elements in 32 bits, so no piece is smaller.
+Pieces begin at multiples of 64, as `even` cuts, and not of 128: optimizers with low-bit state scale blocks of
+128 elements or more together, so each cut divides a block. They keep tensors below 4,096 elements in 32 bits,
+so no piece is smaller. Adafactor factors the state of matrices with 128 or more rows and columns.
 """
 
 UPDATES = 30
@@ -68,7 +74,7 @@ UPDATES = 30
 def updates_elementwise(
     optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> bool:
-    """Whether an element's update and state stay the same if its tensor is cut, under these options.
+    """Whether elements are updated, and have the same state, if their tensors are cut, under these options.
 
     The trial steps two whole tensors, and each 1-D piece of them by an optimizer of its own, and compares all
     bits. There is no rounding to allow for: pieces begin and end at multiples of 64 elements, where kernels
@@ -76,20 +82,23 @@ def updates_elementwise(
 
     >>> updates_elementwise(torch.optim.AdamW, {}, {"lr": 0.1})
     True
-    >>> updates_elementwise(torch.optim.Adafactor, {}, {})  # has factors of rows and columns
+    >>> updates_elementwise(torch.optim.Adafactor, {}, {})  # its state has a number for each row and column
     False
 
     Args:
         options, defaults: as for `couples_parameters`.
     Returns:
         Also False if the trial says nothing: the optimizer needs other tensors, or its updates are random.
-    Cost: 30 updates of 30,000 elements on the CPU, twice. Answers are kept by class and options.
+    Cost: up to 30 updates of 30,000 elements on the CPU, twice; far less where a small tensor shows enough.
+        Answers are kept by class and options.
     """
+    if couples_parameters(optimizer_class, options, defaults):
+        return False
     case = optimizer_class, tuple(options.items()), tuple(defaults.items())
     with _ONE_AT_A_TIME, _without_compiling(), torch.random.fork_rng(devices=[]):
         try:
             return _cuts_change_nothing(*case)  # type: ignore[arg-type]
-        except TypeError:  # options such as lists cannot be keys
+        except TypeError:  # an option cannot be part of a key, as lists cannot
             return _cuts_change_nothing.__wrapped__(*case)
 
 
@@ -99,37 +108,51 @@ def _cuts_change_nothing(
     options: tuple[tuple[str, Any], ...],
     defaults: tuple[tuple[str, Any], ...],
 ) -> bool:
-    def stepped(params: list[torch.Tensor], grads: list[torch.Tensor]) -> list[dict[str, Any]]:
-        """Step these by one optimizer; return each tensor's values and state."""
-        params = [param.requires_grad_() for param in params]
-        optimizer = optimizer_class([{**dict(options), "params": params}], **dict(defaults))
-        for step in range(UPDATES):
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad.narrow(0, 64 * step, param.numel()).view(param.shape).clone()
-            optimizer.step()
-        return [{**optimizer.state[param], "": param.detach()} for param in params]
+    def optimizer_of(tensors: list[torch.Tensor]) -> Optimizer:
+        params = [tensor.requires_grad_() for tensor in tensors]
+        return optimizer_class([{**dict(options), "params": params}], **dict(defaults))
 
-    # All gradients are windows of one row of random numbers, 64 elements further in each update.
-    numels = [math.prod(shape) for shape in SHAPES]
-    row = torch.randn(max(numels) + 64 * UPDATES, generator=torch.Generator().manual_seed(0))
-    starts = [0.1 * row[:numel] for numel in numels]
     try:
-        wholes = stepped([start.clone().view(shape) for start, shape in zip(starts, SHAPES)], [row, row])
-        for whole, start, cuts in zip(wholes, starts, CUTS, strict=True):
-            bounds = [*pairwise([0, *cuts, start.numel()])]
-            pieces = [stepped([start.clone()[a:b]], [row[a:]])[0] for a, b in bounds]
-            if not _is_made_of(whole, pieces):
-                return False
+        return all(_are_made_of_pieces(optimizer_of, cut) for cut in (SMALL, CUT))
     except Exception:
         return False
-    return True
 
 
-def _is_made_of(whole: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the values and state of a tensor are those of its pieces, end to end, and numbers are equal."""
+def _are_made_of_pieces(
+    optimizer_of: Callable[[list[torch.Tensor]], Optimizer], cut: Mapping[tuple[int, ...], list[int]]
+) -> bool:
+    """Whether tensors of these shapes, stepped together, stay equal to their pieces, each stepped alone."""
+    # The values and all gradients are windows of one row of random numbers.
+    row = torch.randn(2**15, generator=torch.Generator().manual_seed(0))
+    wholes = [(0.1 * row[: sum(numels)]).view(shape) for shape, numels in cut.items()]
+    pieces = [
+        [flat.narrow(0, end - numel, numel) for end, numel in zip(accumulate(numels), numels)]
+        for flat, numels in zip([whole.clone().view(-1) for whole in wholes], cut.values())
+    ]
+    optimizers = [optimizer_of(wholes), *(optimizer_of([piece]) for of in pieces for piece in of)]
+    for update in range(UPDATES):
+        for whole, of in zip(wholes, pieces):
+            grad = row[64 * update :][: whole.numel()]
+            whole.grad = grad.clone().view(whole.shape)
+            for piece, part in zip(of, grad.split([piece.numel() for piece in of])):
+                piece.grad = part.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        if not all(torch.equal(torch.cat(of), whole.flatten()) for whole, of in zip(wholes, pieces)):
+            return False
+    state = {param: of for optimizer in optimizers for param, of in optimizer.state.items()}
+    return all(
+        _is_made_of(state[whole], [state[piece] for piece in of], whole.shape)
+        for whole, of in zip(wholes, pieces)
+        if whole in state
+    )
+
+
+def _is_made_of(whole: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]], shape: torch.Size) -> bool:
+    """Whether the state of a tensor of that shape is that of its pieces: end to end, and equal numbers."""
     for key, value in whole.items():
         of_pieces = [piece[key] for piece in pieces]
-        if isinstance(value, torch.Tensor) and value.shape == whole[""].shape:
+        if isinstance(value, torch.Tensor) and value.shape == shape:
             alike = torch.equal(torch.cat(of_pieces), value.flatten())
         else:
             alike = all(bool(torch.as_tensor(other == value).all()) for other in of_pieces)
@@ -149,18 +172,30 @@ def _without_compiling() -> contextlib.AbstractContextManager[object]:
 
 
 def _tried(
-    optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], tensors: int
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    tensors: int,
+    with_closure: bool,
 ) -> list[torch.Tensor]:
     """The update of the first of that many tensors, and the numbers in the optimizer's group."""
     # float64: rounding would hide the first updates of an optimizer that begins with tiny ones.
     places = torch.arange(64, dtype=torch.float64).view(8, 8)
     params = [torch.nn.Parameter(torch.cos(places + number)) for number in range(tensors)]
     optimizer = optimizer_class([{**options, "params": params}], **defaults)
-    for step in range(STEPS):
+
+    def gradients(step: int, at_start: list[torch.Tensor]) -> torch.Tensor:
         for number, param in enumerate(params):
             # The second gradient is larger, so that a norm or mean of both differs from that of the first.
             param.grad = torch.sin(places * (1 + step + number)) * 0.1 * 300**number
-        optimizer.step()
+            for other, before in zip(params, at_start):
+                param.grad += other.detach() - before  # zero, unless the step has moved tensors already
+        return torch.ones(())
+
+    for step in range(STEPS):
+        closure = functools.partial(gradients, step, [param.detach().clone() for param in params])
+        closure()
+        optimizer.step(*[closure] * with_closure)  # type: ignore[arg-type]
     (group,) = optimizer.param_groups
     kept = [torch.as_tensor(value).double() for value in group.values() if _is_number(value)]
     return [params[0].detach() - torch.cos(places), *kept]
