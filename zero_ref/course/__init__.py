@@ -44,6 +44,7 @@ CHAPTERS = (
     "checkpoint",
     "clipping",
     "precision",
+    "matrices",
     "join",
     "local_sgd",
     "rpc",

@@ -9,7 +9,8 @@ A plot decides nothing: partitions, bytes and losses are computed elsewhere and 
 draws into the Axes that it is given, whoever made it, and touches no global state; `figure` makes one that
 a notebook shows when it is the last line of a cell. Ranks have the same colour in every picture.
 
-Who owns what: `shard_map`, `loads`, `balance_against_ranks`, `step_diagram`, `flat_layout`, `groups_grid`.
+Who owns what: `shard_map`, `loads`, `loads_by_rule`, `balance_against_ranks`, `step_diagram`, `flat_layout`,
+`groups_grid`.
 What it costs: `memory_by_rank`, `ledger_stages`, `message_times`.
 What a collective costs: `ring_rounds`, `bytes_on_wire`, `time_against_bytes`.
 What a run gave: `loss_curves`, `predicted_against_measured`.
@@ -34,6 +35,7 @@ from zero_ref.lab.plots._norms import norms_together
 from zero_ref.lab.plots._ownership import Crossing, ownership
 from zero_ref.lab.plots._reshard import reshard
 from zero_ref.lab.plots._rounded import rounded_values
+from zero_ref.lab.plots._rules import loads_by_rule
 from zero_ref.lab.plots._runs import loss_curves, predicted_against_measured
 from zero_ref.lab.plots._simulated import StepParts, memory_curve, step_parts, step_time_against_ranks
 from zero_ref.lab.plots._step import step_diagram
@@ -50,6 +52,7 @@ __all__ = [
     "Picture",
     "shard_map",
     "loads",
+    "loads_by_rule",
     "balance_against_ranks",
     "step_diagram",
     "flat_layout",
