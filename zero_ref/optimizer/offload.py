@@ -23,7 +23,7 @@ SMALL_NBYTES = 2**16
 
 
 class Arrival(NamedTuple):
-    """Gradients of a piece, on their way to the place of its local tensors.
+    """The gradients of a piece of a shard, perhaps still on their way to the place of its local tensors.
 
     Args:
         locals: the local tensors.
@@ -34,6 +34,21 @@ class Arrival(NamedTuple):
     locals: list[torch.Tensor]
     gradients: list[torch.Tensor]
     ready: torch.Event | None
+
+
+def in_pieces(
+    gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], nbytes: int
+) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Cut pairs of a local tensor and its gradient into lists with about so many bytes of local tensors."""
+    pieces: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+    filled = nbytes
+    for local, grad in gradients:
+        if filled >= nbytes:
+            pieces.append([])
+            filled = 0
+        pieces[-1].append((local, grad))
+        filled += local.nbytes
+    return pieces
 
 
 class StatePlace:
@@ -110,15 +125,7 @@ class StatePlace:
         for event in self._sent:
             event.synchronize()  # a local tensor that is still being sent must not be stepped
         self._sent.clear()
-        pieces: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
-        filled = PIECE_NBYTES
-        for local, grad in gradients:
-            if filled >= PIECE_NBYTES:
-                pieces.append([])
-                filled = 0
-            pieces[-1].append((local, grad))
-            filled += local.nbytes
-        return [self._fetch(piece) for piece in pieces]
+        return [self._fetch(piece) for piece in in_pieces(gradients, PIECE_NBYTES)]
 
     def _fetch(self, piece: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Arrival:
         here, away = [], set[torch.device]()

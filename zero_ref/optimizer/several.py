@@ -39,6 +39,25 @@ def optimizers_in(optim: Optimizer) -> list[Optimizer]:
     return list(optim.optimizers.values()) if isinstance(optim, SeveralOptimizers) else [optim]
 
 
+def is_known(optim: Optimizer) -> bool:
+    """Whether all classes are torch's own, which update each tensor by itself and draw no random numbers."""
+    return all(type(one).__module__.startswith("torch.optim.") for one in optimizers_in(optim))
+
+
+def keys_beside_state(optim: Optimizer) -> list[str]:
+    """What a class's `state_dict` has beside "state" and "param_groups"."""
+    keys = set[str]()
+    for one in optimizers_in(optim):
+        if type(one).state_dict is not Optimizer.state_dict:
+            state = one.state
+            if one is not optim:
+                one.state = defaultdict(dict)  # that of other classes has no place in its state_dict
+            keys |= one.state_dict().keys() - {"state", "param_groups"}
+            if one is not optim:
+                one.state = state
+    return sorted(keys)
+
+
 def title(optim: Optimizer) -> str:
     """The names of the classes, for errors and logs."""
     return " and ".join(type(one).__name__ for one in optimizers_in(optim))

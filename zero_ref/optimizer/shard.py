@@ -11,6 +11,7 @@ of them in another dtype. A step calls three methods:
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -23,12 +24,22 @@ from zero_ref.optimizer.buckets import flat_like, flat_view, kept_view
 from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.groups import ParamGroup, loaded_options, options_of, replace_options
 from zero_ref.optimizer.merged import MergedSlices, place_end_to_end
-from zero_ref.optimizer.offload import Arrival, StatePlace
+from zero_ref.optimizer.offload import Arrival, StatePlace, in_pieces
 from zero_ref.optimizer.rounding import Masters
-from zero_ref.optimizer.several import defaults_of, local_optimizer, optimizers_in
+from zero_ref.optimizer.several import (
+    defaults_of,
+    is_known,
+    keys_beside_state,
+    local_optimizer,
+    optimizers_in,
+    title,
+)
 from zero_ref.plan.partition import Partition, Slice
 
 logger = logging.getLogger("zero_ref.optimizer")
+
+CAST_NBYTES = 2**22
+"""Gradients that are cast for a step at a time: they stay in the cache until they are used."""
 
 MASTER = "master_weight"
 """The key under which the state that is sent and saved has the values of a copy."""
@@ -152,6 +163,8 @@ class Shard:
         self._merge = merge and place is None
         self._coming: list[Arrival] = []
         self._published: set[torch.Tensor] = set()  # local tensors
+        self._casts: torch.Tensor | None = None  # memory for the gradients of a piece, within a step
+        self._steps = 0
         self.merged = MergedSlices(self.optim, {})
         self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._used: set[int] = set()  # numbers of the parameters whose local tensors have had a gradient
@@ -200,6 +213,12 @@ class Shard:
             self._coming = self.place_of_state.fetch(away)
             self._used.update(own.piece.param for own, _ in given)
             given = [(own, grad) for own, grad in given if not own.is_copy]
+        elif self.masters is not None and is_known(self.optim):
+            cast = [(own, grad) for own, grad in given if _is_cast_in_pieces(own, grad)]
+            pairs = in_pieces([(own.local, _part(own, grad)) for own, grad in cast], CAST_NBYTES)
+            self._coming = [Arrival([o for o, _ in piece], [g for _, g in piece], None) for piece in pairs]
+            self._used.update(own.piece.param for own, _ in cast)
+            given = [(own, grad) for own, grad in given if not _is_cast_in_pieces(own, grad)]
         _give(given)
         self._used.update(own.piece.param for own in self._apart if own.local.grad is not None)
 
@@ -215,6 +234,8 @@ class Shard:
         if closure is not None:
             kwargs["closure"] = self._taking_after(closure)
         self._published.clear()
+        self._steps += 1
+        watched = None if closure is not None or is_known(self.optim) else self._generator_state()
         options = [options_of(group) for group in self.optim.param_groups]
         try:
             # A single piece with a closure: optimizers step at once after it.
@@ -225,22 +246,54 @@ class Shard:
             return self._step_piece(self._coming.pop() if self._coming else None, kwargs)
         finally:
             self.give_back()
+            self._casts = None
+            self._warn_if_drawn(watched)
 
     def _step_piece(self, piece: Arrival | None, kwargs: dict[str, Any]) -> Any:
         """Step the local tensors that have gradients, and those of the piece, whose gradients arrive."""
         if piece is None:
             return self.optim.step(**kwargs)
-        _arrive(piece)
+        self._arrive(piece)
         result = self.optim.step(**kwargs)
+        self.merged.done()
         for own in self._in_place:
             if own.param.grad is not None:
                 self._replace(own.param, None)  # it is stepped with the first piece
         for own in self._apart:
             own.local.grad = None
-        stepped = set(piece.locals)
-        self._publish(own for own in self._copies if own.local in stepped)
-        self._published |= stepped
+        self._publish(self._copy_of[local] for local in piece.locals)
+        self._published.update(piece.locals)
         return result
+
+    @torch.no_grad()
+    def _arrive(self, piece: Arrival) -> None:
+        """Wait for the gradients of a piece, and set them."""
+        if piece.ready is not None:
+            piece.ready.synchronize()
+        if self.place_of_state is not None:
+            for local, grad in zip(piece.locals, piece.gradients, strict=True):
+                local.grad = grad.to(local.dtype)
+            return
+        numels = [local.numel() for local in piece.locals]
+        if self._casts is None or self._casts.numel() < sum(numels):
+            self._casts = torch.empty(sum(numels), dtype=piece.locals[0].dtype)
+        parts = self._casts[: sum(numels)].split(numels)
+        grads = [part.as_strided(o.size(), o.stride()) for part, o in zip(parts, piece.locals)]
+        torch._foreach_copy_(grads, piece.gradients)
+        for local, grad in zip(piece.locals, grads):
+            local.grad = grad
+
+    def _generator_state(self) -> torch.Tensor | None:
+        """That of torch's CPU generator, in steps 1, 2, 4, 8 and so on."""
+        return torch.get_rng_state() if self._steps & (self._steps - 1) == 0 else None
+
+    def _warn_if_drawn(self, before: torch.Tensor | None) -> None:
+        if before is not None and not torch.equal(before, torch.get_rng_state()):
+            warnings.warn(
+                f"{title(self.optim)} drew random numbers in its step. Each rank draws other ones, so the "
+                "result is not that of one process with all parameters, and depends on who owns what.",
+                stacklevel=4,
+            )
 
     @torch.no_grad()
     def publish(self, numbers: Container[int] | None = None) -> None:
@@ -317,7 +370,8 @@ class Shard:
             self._published.clear()
             self.take()
             for piece in self._coming:
-                _arrive(piece)
+                self._arrive(piece)
+                self._casts = None  # all pieces are stepped at once
             self._coming = []
             return loss
 
@@ -365,6 +419,7 @@ class Shard:
         ]
         self._devices = [own.local.device for own in self.owned]
         self._copies = [own for own in self.owned if own.is_copy]
+        self._copy_of = {own.local: own for own in self._copies}
         self.note_versions()
         trained = [own for own in self.owned if own.param.requires_grad]
         self._in_place = [own for own in trained if own.local is own.param]
@@ -428,7 +483,17 @@ class Shard:
 
         A copy that was never stepped equals its parameter and is left out: a plain optimizer that loads a
         state of only these values would take it for its own and not initialize the rest.
+
+        Raises:
+            TypeError: the class keeps more in its `state_dict`, which would be lost.
         """
+        more = keys_beside_state(self.optim)
+        if more:
+            raise TypeError(
+                f"{title(self.optim)} keeps {more} in its state_dict, beside the state of parameters and the "
+                "options of groups. It belongs to no parameter, so it cannot be gathered, saved or moved to "
+                "other owners. Use an optimizer whose state_dict has only 'state' and 'param_groups'."
+            )
         copies = {
             own.local: {**self.optim.state.get(own.local, {}), MASTER: own.local.detach()}
             for own in self._copies
@@ -497,12 +562,9 @@ def _part(own: OwnedSlice, grad: torch.Tensor) -> torch.Tensor:
     return grad if own.is_whole else flat_like(grad, own.param)[own.piece.start : own.piece.stop]
 
 
-def _arrive(piece: Arrival) -> None:
-    """Wait for the gradients of a piece, and set them."""
-    if piece.ready is not None:
-        piece.ready.synchronize()
-    for local, grad in zip(piece.locals, piece.gradients, strict=True):
-        local.grad = grad.to(local.dtype)
+def _is_cast_in_pieces(own: OwnedSlice, grad: torch.Tensor) -> bool:
+    # On a CPU new memory for all casts takes longer than the update. A GPU's allocator has it at hand.
+    return own.is_copy and own.local.device.type == "cpu" and grad.layout == torch.strided
 
 
 def _give(gradients: Iterable[tuple[OwnedSlice, torch.Tensor]]) -> None:

@@ -257,7 +257,7 @@ def blocks(params: Iterable[Named]) -> list[list[int]]:
 
 
 def matrices_whole(params: Sequence[ParamSpec]) -> list[ParamSpec]:
-    """The parameters with the matrices of the blocks marked `whole`, which Muon orthogonalizes.
+    """The matrices of the blocks marked `whole`, which Muon orthogonalizes, and in a group of their own.
 
     >>> sum(param.whole for param in matrices_whole(specs(shapes("gpt2"))))                # 4 in each block
     48
@@ -266,7 +266,10 @@ def matrices_whole(params: Sequence[ParamSpec]) -> list[ParamSpec]:
     """
     units = blocks(params)[1:]
     hidden = {number for unit in units for number in unit if len(params[number].shape) == 2}
-    return [param._replace(whole=number in hidden) for number, param in enumerate(params)]
+    return [
+        param._replace(whole=number in hidden, group=int(number in hidden))
+        for number, param in enumerate(params)
+    ]
 
 
 # -------------------------------------------------------------------------------------- a configuration
