@@ -24,7 +24,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -306,7 +305,7 @@ class Twins:
         )  # fmt: skip
         plain_class: Any = job.optimizer_class
         if job.several:
-            plain_class = partial(SeveralOptimizers, main=job.optimizer_class)
+            plain_class = lambda groups, **o: SeveralOptimizers(groups, job.optimizer_class, **o)  # noqa: E731
         self.plain: Any = plain_class(plain, **job.options)
         if job.masters:
             self.plain = OnMasters(plain, plain_class, job.masters["rounding"], **job.options)

@@ -42,6 +42,22 @@ def train(params: list[nn.Parameter], optimizer: Any, steps: range) -> Values:
     return [param.detach().clone() for param in params]
 
 
+class CountsAnywhere(optim.SGD):
+    """Counts its steps where no copy of the groups' options restores it."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps
+        return super().step(closure)
+
+
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that these small shards are stepped in several pieces, and most tensors have a file."""
@@ -101,28 +117,19 @@ def test_a_shard_in_files_gives_the_same_numbers(
     assert not list(tmp_path.glob("zero_ref_state_*"))  # the files have no names
 
 
-def test_a_step_has_several_pieces_and_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Counting(optim.SGD):
-        """Counts in its groups, as some optimizers do."""
+def test_torchs_classes_are_stepped_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others make one step for all: where they count their steps is not known."""
 
-        elementwise = True
-
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                group["count"] = group.get("count", 0) + 1
-            return super().step(closure)
-
-    def on_rank(comm: Collectives) -> tuple[int, int]:
-        params, pieces = start(torch.float32), []
-        optimizer = ZeroRedundancyOptimizer(params, Counting, comm, state_device=tmp_path, lr=0.1)
+    def on_rank(comm: Collectives, optimizer_class: Any) -> int:
+        params, steps = start(torch.float32), []
+        optimizer = ZeroRedundancyOptimizer(params, optimizer_class, comm, state_device=tmp_path, lr=0.1)
         inner = optimizer.optim.step
-        monkeypatch.setattr(optimizer.optim, "step", lambda: (pieces.append(0), inner())[1])
+        monkeypatch.setattr(optimizer.optim, "step", lambda: (steps.append(0), inner())[1])
         train(params, optimizer, range(2))
-        return len(pieces), optimizer.param_groups[0]["count"]
+        return len(steps)
 
-    ((pieces, count),) = virtual.run(on_rank, 1, timeout=20)
-    assert pieces == 2 * 3
-    assert count == 2
+    assert virtual.run(on_rank, 1, optim.SGD, timeout=20) == [2 * 3]
+    assert virtual.run(on_rank, 1, CountsAnywhere, timeout=20) == [2]
 
 
 def test_a_place_that_cannot_hold_state_is_refused_on_all_ranks(tmp_path: Path) -> None:
@@ -170,3 +177,66 @@ def test_state_in_files_takes_no_memory(tmp_path: Path) -> None:
     in_files = ranks.run(growth, 2, tmp_path, timeout=120)
     assert min(in_memory) > 0.95 * state_bytes
     assert max(in_files) < 0.05 * state_bytes
+
+
+def clamping(params: list[nn.Parameter], step: int) -> Any:
+    def closure() -> float:
+        fill(params, step)
+        with torch.no_grad():
+            for param in params:
+                param.clamp_(-0.5, 0.5)
+        return 0.0
+
+    return closure
+
+
+@pytest.mark.parametrize("kind", ["files", "masters"])
+@pytest.mark.parametrize("optimizer_class", [CountsAnywhere, optim.AdamW])
+def test_own_counters_closures_and_other_dtypes(optimizer_class: Any, kind: str, tmp_path: Path) -> None:
+    """As without copies: a class that counts steps one, a closure that writes, a model that is converted."""
+
+    def on_rank(comm: Collectives, options: dict[str, Any]) -> Values:
+        params = start(torch.float32)
+        optimizer = ZeroRedundancyOptimizer(
+            params, optimizer_class, comm, partition="even", lr=0.1, **options
+        )
+        values = train(params, optimizer, range(3))
+        optimizer.step(clamping(params, 3))
+        values += [param.detach().clone() for param in params]
+        for param in params if optimizer_class is CountsAnywhere else ():  # AdamW keeps float32 moments
+            param.data, param.grad = param.data.double(), None
+        return values + train(params, optimizer, range(4, 6))
+
+    options = {"state_device": tmp_path} if kind == "files" else {"master_dtype": torch.float64}
+    expected = virtual.run(on_rank, 2, {}, timeout=30)
+    for ours, theirs in zip(virtual.run(on_rank, 2, options, timeout=30), expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            if kind == "files":
+                assert torch.equal(one, other)
+            else:  # stepped in float64, rounded to float32
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_full_disk_leaves_state_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a warning, since other ranks go on: in a step, a load and a repartition."""
+
+    def on_rank(comm: Collectives, place: Path | None) -> Values:
+        params = start(torch.float32)
+        optimizer = ZeroRedundancyOptimizer(params, optim.AdamW, comm, state_device=place, **ADAMW)
+        if place is not None and comm.rank == 1:
+            assert optimizer.shard.place_of_state is not None
+            monkeypatch.setattr(optimizer.shard.place_of_state, "_mapped", full)
+        values = train(params, optimizer, range(2))
+        optimizer.consolidate_state_dict("all")
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.repartition("even")
+        return values + train(params, optimizer, range(2, 4))
+
+    def full(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        raise OSError(28, "No space left on device")
+
+    expected = virtual.run(on_rank, 2, None, timeout=30)
+    with pytest.warns(UserWarning, match="takes no more state, which stays in memory"):
+        ours = virtual.run(on_rank, 2, tmp_path, timeout=30)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert all(map(torch.equal, mine, theirs))

@@ -347,3 +347,207 @@ def test_elements_are_level_beside_whole_matrices() -> None:
     params = matrices_whole(specs(shapes("gpt2")))
     loads = plan_partition("balanced", params, 8).loads
     assert max(loads) - min(loads) <= 64
+
+
+class Noisy(optim.SGD):
+    """Draws random numbers, before its closure or in its update."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.rand(())
+        return super().step(closure)
+
+
+class Averaging(optim.SGD):
+    """Keeps something that belongs to no parameter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "average": 1.0}
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_class_that_draws_random_numbers_is_told_of(with_closure: bool) -> None:
+    def on_rank(comm: Collectives, optimizer_class: Any) -> None:
+        params = start()
+        optimizer = ZeroRedundancyOptimizer(params, optimizer_class, comm, lr=0.1)
+        fill(params, 0)
+        if with_closure:
+            optimizer.step(lambda: torch.rand(()))  # which a user's closure may
+        else:
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="Noisy drew random numbers in its step"):
+        virtual.run(on_rank, 1, Noisy, timeout=20)
+    virtual.run(on_rank, 1, Averaging, timeout=20)  # a warning would be an error
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_state_beside_that_of_parameters_is_refused_where_it_would_be_lost(
+    several: bool, tmp_path: Path
+) -> None:
+    def on_rank(comm: Collectives) -> None:
+        params = start()
+        groups: list[dict[str, Any]] = [{"params": params[:4]}, {"params": params[4:]}]
+        if several:
+            groups[0]["optimizer_class"] = optim.Muon
+        optimizer = ZeroRedundancyOptimizer(groups, Averaging, comm, lr=0.1)
+        values = train(params, optimizer, range(2))
+        lost: list[Any] = [
+            optimizer.consolidate_state_dict,
+            lambda: save_sharded(optimizer, tmp_path),
+            lambda: optimizer.repartition("registration_greedy"),
+        ]
+        for action in lost:
+            with pytest.raises(TypeError, match=r"Averaging keeps \['average'\] in its state_dict"):
+                action()
+        assert all(map(torch.equal, values, params))
+        train(params, optimizer, range(2, 3))
+
+    virtual.run(on_rank, 2, timeout=20)
+
+
+# --------------------------------------------------------------------------------- users' odd, legal programs
+
+
+class Coupled(optim.SGD):
+    """Scales by the norm of all gradients."""
+
+    def __init__(self, params: Any, lr: float = 0.1, coupled: bool = True) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.setdefault("coupled", coupled)
+
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups if group["coupled"] for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in params if p.grad is not None] or [torch.ones(())]).norm()
+        for param in params:
+            if param.grad is not None:
+                param.grad = param.grad / norm
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.0])
+def test_a_class_that_couples_parameters_is_refused_in_any_group_at_any_time(lr: float) -> None:
+    def on_rank(comm: Collectives) -> None:
+        one, two, three, four = start()[:4]
+        coupled = {"optimizer_class": Coupled, "lr": lr}
+        with pytest.raises((ValueError, RuntimeError), match="beside another one"):
+            ZeroRedundancyOptimizer([{"params": [one], **coupled}, {"params": [two]}], optim.AdamW, comm)
+        groups = [{"params": [one], "coupled": False}, {"params": [two], "coupled": True}]
+        with pytest.raises((ValueError, RuntimeError), match="beside another one"):
+            ZeroRedundancyOptimizer(groups, Coupled, comm, lr=lr)
+        optimizer = ZeroRedundancyOptimizer([three], optim.AdamW, comm)
+        with pytest.raises((ValueError, RuntimeError), match="beside another one"):
+            optimizer.add_param_group({"params": [four], **coupled})
+
+    virtual.run(on_rank, 2, timeout=20)
+
+
+class Lamb(optim.SGD):
+    """Scales each update by the norm of its tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] * float(param.norm()))
+
+
+def test_a_warm_up_from_zero_does_not_hide_that_shapes_are_used() -> None:
+    def on_rank(comm: Collectives) -> bool:
+        params = [nn.Parameter(torch.ones(200, 100))]
+        return ZeroRedundancyOptimizer(params, Lamb, comm, partition="even", lr=0.0).partition.is_whole
+
+    assert virtual.run(on_rank, 2, timeout=20) == [True, True]
+
+
+def test_the_main_class_may_get_its_first_group_later() -> None:
+    def on_rank(comm: Collectives) -> float:
+        first, second = start()[:2]
+        groups = [{"params": [first], "optimizer_class": optim.Muon}]
+        optimizer = ZeroRedundancyOptimizer(groups, optim.AdamW, comm, lr=0.5)
+        optimizer.add_param_group({"params": [second]})
+        return optimizer.param_groups[1]["lr"]
+
+    assert virtual.run(on_rank, 2, timeout=20) == [0.5, 0.5]
+
+
+def test_a_refused_group_leaves_no_class_behind() -> None:
+    def on_rank(comm: Collectives) -> list[str]:
+        one, two, bias, matrix, last = *start()[:2], *start()[4:5], *start()[2:4]
+        groups = [{"params": [one], "optimizer_class": optim.Adagrad}, {"params": [two]}]
+        optimizer = ZeroRedundancyOptimizer(groups, optim.AdamW, comm, lr=0.1)
+        new = matrix if comm.rank else bias  # Muon takes matrices
+        with pytest.raises((ValueError, RuntimeError)):
+            optimizer.add_param_group({"params": [new], "optimizer_class": optim.Muon})
+        optimizer.add_param_group({"params": [last], "optimizer_class": optim.Muon})
+        optimizer.repartition("balanced")
+        return [one.__name__ for one in optimizer.optim.optimizers]  # type: ignore[attr-defined]
+
+    assert virtual.run(on_rank, 2, timeout=20) == [["Adagrad", "AdamW", "Muon"]] * 2
+
+
+class WantsRate(optim.SGD):
+    """Has no default for its learning rate, and keeps an option by itself."""
+
+    def __init__(self, params: Any, lr: float, sign: float = 1.0) -> None:
+        self.sign = sign
+        super().__init__(params, lr)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = abs(group["lr"]) * self.sign
+        return super().step(closure)
+
+
+def test_options_of_a_groups_class_reach_its_constructor() -> None:
+    def on_rank(comm: Collectives) -> Values:
+        params = start()[:2]
+        groups = [
+            {"params": params[:1]},
+            {"params": params[1:], "optimizer_class": WantsRate, "lr": 0.1, "sign": -1.0},
+        ]
+        optimizer = ZeroRedundancyOptimizer(groups, optim.AdamW, comm)
+        return train(params, optimizer, range(2))
+
+    params = start()[:2]
+    plain = WantsRate(params[1:], 0.1, sign=-1.0)
+    for step in range(2):
+        fill(params, step)
+        plain.step()
+    for values in virtual.run(on_rank, 2, timeout=20):
+        assert torch.equal(values[1], params[1])
+
+
+class CountsForAll(optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"] = self.state.get("count", 0) + 1
+        return super().step(closure)
+
+
+def test_state_of_no_parameter_is_refused_beside_another_class() -> None:
+    def on_rank(comm: Collectives) -> None:
+        params = start()
+        groups = [{"params": params[:1], "optimizer_class": CountsForAll}, {"params": params[1:]}]
+        optimizer = ZeroRedundancyOptimizer(groups, optim.SGD, comm, lr=0.1)
+        fill(params, 0)
+        with pytest.raises(RuntimeError, match="keeps 'count' in it, which belongs to no parameter"):
+            optimizer.step()
+
+    virtual.run(on_rank, 1, timeout=20)
+
+
+def test_one_class_that_a_group_names_is_no_second_one() -> None:
+    def on_rank(comm: Collectives) -> dict[str, Any]:
+        params = start()
+        groups = [{"params": params[:2], "optimizer_class": optim.AdamW}, {"params": params[2:]}]
+        optimizer = ZeroRedundancyOptimizer(groups, optim.AdamW, comm, **ADAMW)
+        train(params, optimizer, range(1))
+        optimizer.consolidate_state_dict("all")
+        return optimizer.state_dict()
+
+    state = virtual.run(on_rank, 2, timeout=20)[0]
+    params = start()
+    plain = optim.AdamW([{"params": params[:2]}, {"params": params[2:]}], **ADAMW)
+    train(params, plain, range(1))
+    assert_state_dicts_equal(state, plain.state_dict())

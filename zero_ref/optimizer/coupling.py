@@ -12,7 +12,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -43,7 +43,8 @@ def couples_parameters(
     Cost: a few updates of 64 elements on the CPU.
     """
 
-    with _ONE_AT_A_TIME, _without_compiling(), torch.random.fork_rng(devices=[]):
+    options, defaults = _moving(options), _moving(defaults)
+    with _trial():
         for with_closure in (False, True):
 
             def tried(tensors: int, with_closure: bool = with_closure) -> list[torch.Tensor]:
@@ -94,8 +95,9 @@ def updates_elementwise(
     """
     if couples_parameters(optimizer_class, options, defaults):
         return False
+    options, defaults = _moving(options), _moving(defaults)
     case = optimizer_class, tuple(options.items()), tuple(defaults.items())
-    with _ONE_AT_A_TIME, _without_compiling(), torch.random.fork_rng(devices=[]):
+    with _trial():
         try:
             return _cuts_change_nothing(*case)  # type: ignore[arg-type]
         except TypeError:  # an option cannot be part of a key, as lists cannot
@@ -162,6 +164,21 @@ def _is_made_of(whole: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]], s
 
 
 _ONE_AT_A_TIME = threading.Lock()  # set_stance is global, and virtual ranks are threads
+
+
+@contextlib.contextmanager
+def _trial() -> Iterator[None]:
+    """One trial at a time, on the CPU whatever the default device, without effect on random numbers."""
+    cpu = torch.device("cpu")
+    with _ONE_AT_A_TIME, _without_compiling(), cpu, torch.random.fork_rng(devices=[]):
+        yield
+
+
+def _moving(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options with a learning rate that moves tensors visibly: a schedule may begin with 0."""
+    rate: Any = options.get("lr")
+    is_number = isinstance(rate, (int, float)) or (isinstance(rate, torch.Tensor) and rate.numel() == 1)
+    return {**options, "lr": 1e-2} if is_number and abs(float(rate)) < 1e-4 else options
 
 
 def _without_compiling() -> contextlib.AbstractContextManager[object]:

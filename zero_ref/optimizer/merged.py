@@ -4,7 +4,7 @@ An optimizer spends some microseconds on each tensor, whatever its size. In a bu
 are contiguous, and so are small master copies, so an elementwise optimizer can step one tensor over many of
 them instead. The merging is undone after every step: the groups list the members, and each has its own state,
 whose tensors are views of the merged state. These views may be changed in place; replacing one by another
-tensor has no effect.
+tensor has no effect. What does not have the member's shape, such as a counter, is one tensor for all.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class MergedRun:
         self.gradient: torch.Tensor | None = None
         self.state: dict[Any, Any] = {}
         self.given: list[Any] = []
-        self.first: dict[Any, Any] | None = None
+        self.of_members: list[dict[Any, Any]] = []  # the state that each member was given
 
     def windows(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The views of a merged tensor, one for each member, in its shape and strides."""
@@ -113,7 +113,9 @@ class MergedRun:
 
     def take_state(self, state: dict[Any, dict[Any, Any]]) -> bool:
         """Merge the members' state, if it is not merged yet; False if they were not stepped together."""
-        if self.first is not None and state.get(self.members[0]) is self.first:
+        if self.of_members and all(
+            state.get(member) is given for member, given in zip(self.members, self.of_members)
+        ):
             return True
         states = [state.get(member, {}) for member in self.members]
         self.state, self.given = {}, []
@@ -124,7 +126,7 @@ class MergedRun:
                     return False
                 value = torch.empty_like(self.whole, dtype=value.dtype, requires_grad=False)
                 torch._foreach_copy_(self.windows(value), values)
-            elif any(other != value for other in values):
+            elif not all(_same(other, value) for other in values):
                 return False
             self.state[key] = value
         return all(of_member.keys() == self.state.keys() for of_member in states)
@@ -140,7 +142,7 @@ class MergedRun:
         ]
         for member, *of_member in zip(self.members, *parts):
             state[member] = dict(zip(self.state, of_member))
-        self.given, self.first = values, state[self.members[0]]
+        self.given, self.of_members = values, [state[member] for member in self.members]
 
 
 class MergedSlices:
@@ -201,6 +203,12 @@ class MergedSlices:
     def _list(self, params_of_group: Sequence[list[torch.Tensor]]) -> None:
         for group, params in zip(self.optim.param_groups, params_of_group):
             group["params"] = params
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _follows(value: Any, param: torch.Tensor) -> bool:

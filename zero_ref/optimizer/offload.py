@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,12 +29,12 @@ class Arrival(NamedTuple):
     Args:
         locals: the local tensors.
         gradients: for each its gradient, in the gradient's dtype.
-        ready: the end of the copies; None if nothing has to be copied.
+        ready: the ends of the copies from each device; none if nothing has to be copied.
     """
 
     locals: list[torch.Tensor]
     gradients: list[torch.Tensor]
-    ready: torch.Event | None
+    ready: Sequence[torch.Event] = ()
 
 
 def in_pieces(
@@ -89,17 +90,27 @@ class StatePlace:
         return self.folder is not None or param.device != self.device
 
     def empty_like(self, window: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Memory in this place for a tensor with the window's shape and strides."""
+        """Memory in this place for a tensor with the window's shape and strides.
+
+        A tensor for which the disk has no room stays in memory, with a warning: an error on this rank alone
+        would come at times when other ranks go on.
+        """
         if self.folder is not None and window.numel() * dtype.itemsize >= SMALL_NBYTES:
-            return self._mapped(window.numel(), dtype).as_strided(window.size(), window.stride())
+            try:
+                return self._mapped(window.numel(), dtype).as_strided(window.size(), window.stride())
+            except OSError as error:
+                warnings.warn(
+                    f"{self.folder} takes no more state, which stays in memory: {error}", stacklevel=2
+                )
         pinned = torch.accelerator.is_available()
         return torch.empty_like(window, dtype=dtype, device=self.device, pin_memory=pinned)
 
     def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         handle, name = tempfile.mkstemp(prefix="zero_ref_state_", dir=self.folder)
         try:
-            # Without this, a full disk would kill the process when it first writes to the mapping.
-            os.posix_fallocate(handle, 0, numel * dtype.itemsize)
+            if hasattr(os, "posix_fallocate"):
+                # Without it, a full disk kills the process when it first writes to the mapping.
+                os.posix_fallocate(handle, 0, numel * dtype.itemsize)
             return torch.from_file(name, shared=True, size=numel, dtype=dtype)
         finally:
             os.close(handle)
@@ -136,7 +147,7 @@ class StatePlace:
                     pinned = torch.empty_like(grad, device=self.device, pin_memory=True)
                     grad = pinned.copy_(grad, non_blocking=True)
             here.append(grad.to(self.device))
-        ready = self._streams[away.pop()].record_event() if away else None
+        ready = [self._streams[device].record_event() for device in away]
         return Arrival([local for local, _ in piece], here, ready)
 
     def _beside(self, device: torch.device) -> torch.Stream:

@@ -9,6 +9,7 @@ The groups stay one list, so learning-rate schedulers, checkpoints and messages 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zero_ref.optimizer.groups import OPTIMIZER_CLASS, ParamGroup
+from zero_ref.optimizer.groups import OPTIMIZER_CLASS, ParamGroup, options_of
 
 StateDict = dict[str, Any]
 
@@ -64,9 +65,10 @@ def title(optim: Optimizer) -> str:
 
 
 def name_classes(param_groups: Sequence[ParamGroup], optim: Optimizer) -> None:
-    """Write the class into each of the user's groups, if the local optimizer has several."""
-    if isinstance(optim, SeveralOptimizers):
-        for ours, local in zip(param_groups, optim.param_groups, strict=True):
+    """Write the class into each of the user's groups if the local optimizer has several, else into none."""
+    for ours, local in zip(param_groups, optim.param_groups, strict=True):
+        ours.pop(OPTIMIZER_CLASS, None)
+        if isinstance(optim, SeveralOptimizers):
             ours[OPTIMIZER_CLASS] = local[OPTIMIZER_CLASS]
 
 
@@ -109,16 +111,42 @@ class SeveralOptimizers(Optimizer):
             same `state`.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup], main: type[Optimizer], **defaults: Any) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], main: type[Optimizer], /, **defaults: Any) -> None:
         self.main, self.optimizers = main, dict[type[Optimizer], Optimizer]()
+        self._given, self._keys = defaults, 0
         super().__init__([{"params": []}], defaults)
         classes = [group.get(OPTIMIZER_CLASS, main) for group in groups]
         for of_class in dict.fromkeys(classes):
             mine = [_unnamed(group) for group, its_class in zip(groups, classes) if its_class is of_class]
-            self.optimizers[of_class] = of_class(mine, **(defaults if of_class is main else {}))
+            self.optimizers[of_class] = self._made(of_class, mine)
         if main in self.optimizers:
             self.defaults = self.optimizers[main].defaults
         self._collect(classes)
+
+    def _made(self, of_class: type[Optimizer], groups: Sequence[ParamGroup]) -> Optimizer:
+        """An optimizer of the class over these groups.
+
+        The constructor gets what all groups give alike if it requires it, or keeps it elsewhere than in its
+        defaults. Other options stay in their groups, or they would become the defaults of later groups.
+        """
+        if of_class is self.main:
+            return of_class(groups, **self._given)
+        first, *others = map(options_of, groups)
+        accepted = inspect.signature(of_class).parameters
+        alike = {
+            key: value
+            for key, value in first.items()
+            if key in accepted and all(key in other and repr(other[key]) == repr(value) for other in others)
+        }
+        required = {key: alike[key] for key in alike if accepted[key].default is inspect.Parameter.empty}
+        made = of_class([dict(group) for group in groups], **required)
+        kept = {key: value for key, value in alike.items() if key not in made.defaults}
+        return of_class(groups, **required, **kept) if kept else made
+
+    def forget_unused(self) -> None:
+        """Drop the optimizers of classes that no group is of, after groups were removed."""
+        used = {group[OPTIMIZER_CLASS] for group in self.param_groups}
+        self.optimizers = {of_class: one for of_class, one in self.optimizers.items() if of_class in used}
 
     @classmethod
     def around(cls, optim: Optimizer) -> SeveralOptimizers:
@@ -159,7 +187,7 @@ class SeveralOptimizers(Optimizer):
         if of_class in self.optimizers:
             self.optimizers[of_class].add_param_group(_unnamed(group))
         else:
-            self.optimizers[of_class] = of_class([_unnamed(group)])
+            self.optimizers[of_class] = self._made(of_class, [_unnamed(group)])
         self._collect([*(known[OPTIMIZER_CLASS] for known in self.param_groups), of_class])
 
     @torch.no_grad()
@@ -172,7 +200,20 @@ class SeveralOptimizers(Optimizer):
         self._hand_out()
         for optim in self.optimizers.values():
             optim.step(**kwargs)
+        self._check_keys()
         return loss
+
+    def _check_keys(self) -> None:
+        """Refuse state that belongs to no parameter: another class may have the same key for its own."""
+        if len(self.state) == self._keys:
+            return
+        self._keys = len(self.state)
+        odd = [key for key in self.state if not isinstance(key, torch.Tensor)]
+        if odd:
+            raise RuntimeError(
+                f"{title(self)} share one state, and one of them keeps {odd[0]!r} in it, which belongs to no "
+                "parameter. Give that class an optimizer of its own."
+            )
 
     def state_dict(self) -> StateDict:
         """As torch's, with the classes of the groups by name."""

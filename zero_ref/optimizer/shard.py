@@ -116,10 +116,11 @@ def _copy(
 ) -> torch.Tensor:
     """A copy of the window in a place: `kept` itself if it is there and its strides are the window's."""
     device = window.device if place is None else place.device
-    if kept is not None and kept.device == device and kept.stride() == window.stride():
+    if kept is not None and (kept.device, kept.dtype) == (device, dtype) and kept.stride() == window.stride():
         return kept
     empty = torch.empty_like(window, dtype=dtype) if place is None else place.empty_like(window, dtype)
-    return empty.copy_(window if kept is None else kept.detach())
+    is_master = dtype != window.dtype
+    return empty.copy_(kept.detach() if kept is not None and is_master else window)
 
 
 class Shard:
@@ -165,6 +166,7 @@ class Shard:
         self._published: set[torch.Tensor] = set()  # local tensors
         self._casts: torch.Tensor | None = None  # memory for the gradients of a piece, within a step
         self._steps = 0
+        self._generator_was: torch.Tensor | None = None
         self.merged = MergedSlices(self.optim, {})
         self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._used: set[int] = set()  # numbers of the parameters whose local tensors have had a gradient
@@ -216,7 +218,7 @@ class Shard:
         elif self.masters is not None and is_known(self.optim):
             cast = [(own, grad) for own, grad in given if _is_cast_in_pieces(own, grad)]
             pairs = in_pieces([(own.local, _part(own, grad)) for own, grad in cast], CAST_NBYTES)
-            self._coming = [Arrival([o for o, _ in piece], [g for _, g in piece], None) for piece in pairs]
+            self._coming = [Arrival([o for o, _ in piece], [g for _, g in piece]) for piece in pairs]
             self._used.update(own.piece.param for own, _ in cast)
             given = [(own, grad) for own, grad in given if not _is_cast_in_pieces(own, grad)]
         _give(given)
@@ -235,24 +237,24 @@ class Shard:
             kwargs["closure"] = self._taking_after(closure)
         self._published.clear()
         self._steps += 1
-        watched = None if closure is not None or is_known(self.optim) else self._generator_state()
+        self._watch_generator()
         options = [options_of(group) for group in self.optim.param_groups]
         try:
-            # A single piece with a closure: optimizers step at once after it.
-            while len(self._coming) > 1 and closure is None:
+            while len(self._coming) > 1 and closure is None and is_known(self.optim):
                 self._step_piece(self._coming.pop(0), kwargs)
-                # An optimizer that counts its steps in its groups then counts one.
                 replace_options(options, self.optim.param_groups)
-            return self._step_piece(self._coming.pop() if self._coming else None, kwargs)
+            if len(self._coming) == 1:
+                return self._step_piece(self._coming.pop(), kwargs)
+            # Another class may count its steps somewhere, so it makes one for all pieces.
+            self._arrive_all()
+            return self.optim.step(**kwargs)
         finally:
             self.give_back()
-            self._casts = None
-            self._warn_if_drawn(watched)
+            self._casts, self._coming = None, []
+            self._warn_if_drawn()
 
-    def _step_piece(self, piece: Arrival | None, kwargs: dict[str, Any]) -> Any:
+    def _step_piece(self, piece: Arrival, kwargs: dict[str, Any]) -> Any:
         """Step the local tensors that have gradients, and those of the piece, whose gradients arrive."""
-        if piece is None:
-            return self.optim.step(**kwargs)
         self._arrive(piece)
         result = self.optim.step(**kwargs)
         self.merged.done()
@@ -268,8 +270,8 @@ class Shard:
     @torch.no_grad()
     def _arrive(self, piece: Arrival) -> None:
         """Wait for the gradients of a piece, and set them."""
-        if piece.ready is not None:
-            piece.ready.synchronize()
+        for event in piece.ready:
+            event.synchronize()
         if self.place_of_state is not None:
             for local, grad in zip(piece.locals, piece.gradients, strict=True):
                 local.grad = grad.to(local.dtype)
@@ -283,11 +285,19 @@ class Shard:
         for local, grad in zip(piece.locals, grads):
             local.grad = grad
 
-    def _generator_state(self) -> torch.Tensor | None:
-        """That of torch's CPU generator, in steps 1, 2, 4, 8 and so on."""
-        return torch.get_rng_state() if self._steps & (self._steps - 1) == 0 else None
+    def _arrive_all(self) -> None:
+        for piece in self._coming:
+            self._arrive(piece)
+            self._casts = None  # the next piece must not overwrite it
+        self._coming = []
 
-    def _warn_if_drawn(self, before: torch.Tensor | None) -> None:
+    def _watch_generator(self) -> None:
+        """Note the state of torch's CPU generator in steps 1, 2, 4 and so on, of classes not torch's own."""
+        watch = self._steps & (self._steps - 1) == 0 and not is_known(self.optim)
+        self._generator_was = torch.get_rng_state() if watch else None
+
+    def _warn_if_drawn(self) -> None:
+        before, self._generator_was = self._generator_was, None
         if before is not None and not torch.equal(before, torch.get_rng_state()):
             warnings.warn(
                 f"{title(self.optim)} drew random numbers in its step. Each rank draws other ones, so the "
@@ -349,7 +359,7 @@ class Shard:
         self.merged.split()
         for own in self._alone if self.merged.runs else self._apart:
             own.local.grad = None  # else the slice would keep the whole gradient alive after zero_grad()
-        for param, grad in self._withheld:
+        for param, grad in reversed(self._withheld):  # one may have been withheld twice
             param.grad = grad
         self._withheld.clear()
 
@@ -360,19 +370,20 @@ class Shard:
     def _taking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def closure_then_take() -> Any:
             self.give_back()  # the user's code must see its own gradients
+            self._warn_if_drawn()
             # An optimizer may change its parameters before it calls the closure. Publish only the changed
             # ones: a write would invalidate an autograd graph that was made before the step.
             moved = {
                 own.piece.param for own in self._copies if not torch.equal(self._rounded(own), own.window)
             }
             self.publish(moved)
+            self.note_versions()
             loss = closure()
+            self.follow_parameters()  # it may have changed parameters, too
+            self._watch_generator()  # the closure may draw, as dropout does
             self._published.clear()
             self.take()
-            for piece in self._coming:
-                self._arrive(piece)
-                self._casts = None  # all pieces are stepped at once
-            self._coming = []
+            self._arrive_all()
             return loss
 
         return closure_then_take
@@ -552,8 +563,8 @@ class Shard:
             # Remove the key even without a copy: the state may be from an optimizer that had copies.
             values = self.optim.state.get(own.local, {}).pop(MASTER, None)
             if own.is_copy:
-                own.local.copy_(own.window if values is None else values)
-                self._used |= {own.piece.param} if values is not None else set()
+                own.local.copy_(own.window if values is None or not own.is_master else values)
+                self._used |= {own.piece.param} if values is not None and own.is_master else set()
         self.note_versions()
 
 

@@ -38,6 +38,7 @@ from zero_ref.optimizer.checks import (
 )
 from zero_ref.optimizer.groups import (
     OPTIMIZER_CLASS,
+    ParamGroup,
     copy_options,
     given_in,
     options_of,
@@ -47,7 +48,7 @@ from zero_ref.optimizer.groups import (
 )
 from zero_ref.optimizer.offload import StatePlace
 from zero_ref.optimizer.rounding import Masters
-from zero_ref.optimizer.several import class_of, name_classes, title, with_group
+from zero_ref.optimizer.several import SeveralOptimizers, class_of, name_classes, title, with_group
 from zero_ref.optimizer.shard import Shard, log_share
 from zero_ref.plan.partition import Choice, ParamSpec, Partition, loads_under, may_cut, plan_partition
 from zero_ref.state.repartition import Handover
@@ -282,9 +283,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             check_can_be_flattened(params)
         # Compute digests before the parameters move to addresses with another alignment.
         start_values = facts_of_values(params, specs)
-        for of_class in dict.fromkeys(classes):
-            options = options_of(self._given[classes.index(of_class)])
-            check_updates_apart(of_class, options, defaults if of_class is optimizer_class else {})
+        self._check_apart(self._given)
         return Built.of(params, specs, partition, self.parameters_as_bucket_view), start_values
 
     def _rebuild(self, partition: Partition) -> None:
@@ -295,6 +294,14 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         self.built = built  # last: if a line above fails, the next step tries again
         self.state = self.optim.state
         log_share(self.built, self.shard, self.world_size)
+
+    def _check_apart(self, groups: Sequence[ParamGroup]) -> None:
+        """Refuse classes whose update of a parameter depends on others, under the options of these groups."""
+        main, defaults = self._main
+        of_class = {repr(sorted(group.items(), key=str)): group for group in groups}
+        for group in of_class.values():
+            its_class = group.get(OPTIMIZER_CLASS, main)
+            check_updates_apart(its_class, options_of(group), defaults if its_class is main else {})
 
     def _specs(self) -> list[ParamSpec]:
         """The specs of the current parameters, with those kept whole that were planned so."""
@@ -369,6 +376,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
                 super().add_param_group(param_group)
                 classes = [class_of(group, optim) for group in self.param_groups]
                 self._given.append(given)
+                self._check_apart([given])
                 rule = self._rule_for_later
                 specs = [*built.specs, *self._specs_for(rule)[known:]]
                 all_params = params_of(self.param_groups)
@@ -386,6 +394,8 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         except Exception:
             self.shard.optim = optim
             del self.param_groups[count:], optim.param_groups[count:], self._given[count:]
+            if isinstance(optim, SeveralOptimizers):
+                optim.forget_unused()
             self.state = optim.state
             raise
         self.shard.owned = [*self.shard.owned, *owned]
