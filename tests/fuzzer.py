@@ -442,6 +442,9 @@ class Twins:
         norm_type, foreach = rng.choice([2.0, 1.0, 3.0, float("inf")]), rng.choice([None, False, True])
         max_norm = rng.choice([0.1, 1.0, 100.0])
         gradients = [param.grad for param in self.models[1].parameters() if param.grad is not None]
+        if self.zero.backward.gradients.why_no_clipping is not None:
+            self.refused(lambda: clip_grad_norm_(self.zero, max_norm))
+            return
         if self.hook is not None or (norm_type > 3 and not all(grad.numel() for grad in gradients)):
             return  # an update made in backward; torch knows no greatest of nothing
         ours = clip_grad_norm_(self.zero, max_norm, norm_type, foreach=foreach)

@@ -75,6 +75,9 @@ class Gradients:
         """The case after a step has used these gradients."""
         return self
 
+    def owners_changed(self) -> None:
+        """Note a repartition: owners may no longer have the gradients of what they own."""
+
     def zeroed(self) -> Gradients:
         """The case after `zero_grad`."""
         return WHOLE
@@ -139,6 +142,12 @@ class Stepped(Gradients):
 
     def __init__(self, versions: GradientVersions) -> None:
         self.versions = versions
+
+    def owners_changed(self) -> None:
+        self.why_no_clipping = (
+            "gradients were reduced to their owners and used in a step, and then a repartition changed the "
+            "owners, so no rank has those of what it owns now. Call zero_grad() and run a backward."
+        )
 
 
 class UsedInBackward(Gradients):

@@ -459,6 +459,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         self.shard.adopt(handover.owned, handover.exchange(self.collectives))
         self.built = replace(built, specs=tuple(specs), partition=new, places=())
         self._choice = partition
+        self.backward.gradients.owners_changed()
         self._rebuild(new)
 
     join_hook = TakesPartInJoin.join_hook  # named here, so that the API reference has it
