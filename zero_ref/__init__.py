@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
     from zero_ref.backward.reduction import reduce_to_owners
+    from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
     from zero_ref.clip import clip_grad_norm_, get_total_norm
     from zero_ref.dropin.oss import OSS
     from zero_ref.dropin.rpc_optimizer import DistributedOptimizer
@@ -46,6 +47,7 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "split_state_dict",
     "reduce_to_owners",
+    "ShardedDataParallel",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "save_sharded",
@@ -69,6 +71,7 @@ _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.partition") | {
     "ZeroRedundancyOptimizer": "zero_ref.optimizer.zero_redundancy_optimizer",
     "split_state_dict": "zero_ref.optimizer.several",
     "reduce_to_owners": "zero_ref.backward.reduction",
+    "ShardedDataParallel": "zero_ref.backward.sharded_data_parallel",
     "hook_with_zero_step": "zero_ref.backward.overlap",
     "hook_with_zero_step_interleaved": "zero_ref.backward.overlap",
     "save_sharded": "zero_ref.state.sharded",

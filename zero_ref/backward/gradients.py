@@ -248,13 +248,15 @@ class Backward:
         self._begun = 0
         self._task = -1
 
-    def begin(self, first_bucket: Sequence[torch.Tensor] = (), are_views: bool = False) -> None:
+    def begin(
+        self, first_bucket: Sequence[torch.Tensor] = (), are_views: bool = False, *, adds: bool = False
+    ) -> None:
         """Note that a backward has completed its first bucket.
 
-        Args, Raises: as `Gradients.check_may_be_added_to`.
+        Args, Raises: as `Gradients.check_may_be_added_to`; nothing is refused if it `adds` correctly.
         """
         task = torch._C._current_graph_task_id()
-        if task >= 0:  # else this rank has run out of data and only shadows a backward
+        if task >= 0 and not adds:  # else this rank has run out of data and only shadows a backward
             self.gradients.check_may_be_added_to(first_bucket, are_views)
         self._first_bucket, self._are_views = first_bucket, are_views
         self._begun += task != self._task  # a hook inside another hook begins the same backward

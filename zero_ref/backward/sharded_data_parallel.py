@@ -1,0 +1,441 @@
+"""Gradients without DDP: each goes to a flat bucket, and a full bucket goes to the owners of its elements.
+
+`minimal.py` leaves gradients to DDP, which keeps all of them on every rank. `reduce_to_owners` sends them to
+their owners only, but DDP keeps its buckets, as large as all gradients together. `ShardedDataParallel` stands
+in DDP's place: a hook on each parameter copies its gradient to a bucket and releases it. Buckets are reduced
+in one order on all ranks, and after backward a rank has the gradients of what it owns, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_ref.backward.reduction import ToOwners, share_infinities
+from zero_ref.comm.collectives import Collectives
+from zero_ref.optimizer.buckets import flat_like
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.partition import Slice
+
+
+@dataclass
+class GradientBucket:
+    """Gradients that are reduced as one message to each owner.
+
+    After the gradients the bucket has a flag for each slice: how many ranks had a gradient, in the bucket's
+    dtype and averaged as the gradients are. Only a slice whose flag is not zero is stepped: the others have
+    a gradient on no rank.
+
+    Args:
+        params: the parameters by number, in the order of their places.
+        dtype: in which they are reduced.
+        owned: for each rank (number of the parameter, slice, first element in the bucket).
+        runs: for each rank the runs of the bucket that it gets: its slices, then its flags.
+
+    Attributes:
+        flat: the gradients; None where none has come since the last reduction.
+        missing: the numbers of the parameters whose gradients have not come.
+        sent: the bucket was reduced in this backward.
+    """
+
+    params: dict[int, torch.Tensor]
+    dtype: torch.dtype
+    owned: list[list[tuple[Slice, int]]]
+    runs: list[list[slice]]
+    starts: dict[int, int]
+    numel: int
+    flat: torch.Tensor | None = None
+    missing: set[int] = field(default_factory=set)
+    sent: bool = False
+
+    @classmethod
+    def of(
+        cls, numbers: Sequence[int], zero: ZeroRedundancyOptimizer, dtype: torch.dtype | None
+    ) -> GradientBucket:
+        """The bucket of these parameters."""
+        params = {number: zero.built.params[number] for number in numbers}
+        ends = list(accumulate(param.numel() for param in params.values()))
+        starts = dict(zip(numbers, [0, *ends]))
+        owned: list[list[tuple[Slice, int]]] = [[] for _ in range(zero.world_size)]
+        for number in numbers:
+            for piece, owner in zero.partition.pieces_of_param[number]:
+                owned[owner].append((piece, starts[number] + piece.start))
+        runs, flag = [], ends[-1]
+        for of_rank in owned:
+            joined: list[slice] = []
+            for piece, start in of_rank:
+                if joined and joined[-1].stop == start:
+                    joined[-1] = slice(joined[-1].start, start + piece.numel)
+                elif piece.numel:
+                    joined.append(slice(start, start + piece.numel))
+            if of_rank:
+                joined.append(slice(flag, flag + len(of_rank)))
+            flag += len(of_rank)
+            runs.append(joined)
+        first = next(iter(params.values()))
+        return cls(params, dtype or first.dtype, owned, runs, starts, flag, missing=set(numbers))
+
+    def take(self, number: int, grad: torch.Tensor) -> None:
+        """Copy a gradient to its place."""
+        param = self.params[number]
+        if self.flat is None:
+            self.flat = torch.zeros(self.numel, dtype=self.dtype, device=param.device)
+        start = self.starts[number]
+        window = self.flat[start : start + param.numel()]
+        window.as_strided(param.size(), param.stride(), window.storage_offset()).copy_(grad)
+        self.missing.discard(number)
+
+    def filled(self) -> torch.Tensor:
+        """The bucket, to be reduced: zeros where no gradient has come, and the flags."""
+        first = next(iter(self.params.values()))
+        flat = self.flat
+        if flat is None:
+            flat = torch.zeros(self.numel, dtype=self.dtype, device=first.device)
+        flags = [piece.param not in self.missing for of_rank in self.owned for piece, _ in of_rank]
+        flat[self.numel - len(flags) :] = torch.tensor(flags, dtype=self.dtype)
+        self.flat, self.missing, self.sent = None, set(self.params), True
+        return flat
+
+
+class ShardReduction:
+    """The buckets of one optimizer's parameters, from one backward to the next.
+
+    Args:
+        zero: the optimizer.
+        cap: elements of a bucket, about; a larger parameter has a bucket to itself.
+        dtype: of what is sent; None for the parameters' own.
+        scaled, may_change: as `reduce_to_owners`.
+    """
+
+    def __init__(
+        self,
+        zero: ZeroRedundancyOptimizer,
+        cap: int,
+        dtype: torch.dtype | None,
+        scaled: bool,
+        may_change: bool,
+    ) -> None:
+        self.zero, self.cap, self.dtype = zero, max(cap, 1), dtype
+        self.scaled, self.may_change = scaled, may_change
+        self.buckets: list[GradientBucket] = []
+        self.bucket_of: dict[int, GradientBucket] = {}
+        self.kept: dict[int, torch.Tensor] = {}
+        self._planned_for: object = None
+        self._under_way: list[tuple[GradientBucket, ToOwners]] = []
+
+    def _plan(self) -> None:
+        """Make the buckets for the current owners and for the parameters that are trained now."""
+        zero = self.zero
+        built = zero.current()
+        planned_for = built.partition, tuple(param.requires_grad for param in built.params)
+        if planned_for == self._planned_for:
+            return
+        self._planned_for = planned_for
+        filling: dict[Any, list[int]] = {}
+        listed: list[list[int]] = []
+        for number in reversed(range(len(built.params))):  # about the order in which backward comes to them
+            param = built.params[number]
+            if not param.requires_grad:
+                continue
+            members = filling.setdefault((param.dtype, param.device), [])
+            if not members:
+                listed.append(members)
+            members.append(number)
+            if sum(built.params[member].numel() for member in members) >= self.cap:
+                del filling[param.dtype, param.device]
+        self.buckets = [GradientBucket.of(numbers, zero, self.dtype) for numbers in listed]
+        self.bucket_of = {number: bucket for bucket in self.buckets for number in bucket.params}
+
+    def begin(self) -> None:
+        """A backward has begun: put the gradients of earlier ones aside, to which it will add."""
+        zero = self.zero
+        self._plan()
+        self.kept, self._under_way = {}, []
+        if zero.backward.gradients.on_owners:
+            owned = {own.piece.param: own.param for own in zero.shard.owned if own.param.requires_grad}
+            self.kept = {number: param.grad for number, param in owned.items() if param.grad is not None}
+            for bucket in self.buckets:
+                for param in bucket.params.values():
+                    param.grad = None
+        zero.backward.begin(adds=True)
+        for bucket in self.buckets:
+            bucket.flat, bucket.missing, bucket.sent = None, set(bucket.params), False
+
+    def take(self, number: int, param: torch.Tensor) -> None:
+        """Copy a complete gradient to its bucket, and release it."""
+        bucket = self.bucket_of[number]
+        if bucket.sent or number not in bucket.missing:
+            raise RuntimeError(
+                f"rank {self.zero.rank}: parameter {self.zero.built.name(number)} got a second gradient in one "
+                "backward, after its bucket was reduced. Reentrant activation checkpointing does this: pass "
+                "use_reentrant=False."
+            )
+        grad = param.grad
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise ValueError(
+                f"rank {self.zero.rank}: parameter {self.zero.built.name(number)} has a sparse gradient, which "
+                "has no place in a flat bucket. Construct its layer with sparse=False, or use "
+                "DistributedDataParallel."
+            )
+        bucket.take(number, grad)
+        param.grad = None
+
+    @torch.no_grad()
+    def reduce(self, bucket: GradientBucket) -> None:
+        """Start to reduce a bucket, and complete those before it, whose gradients have had time to arrive."""
+        zero = self.zero
+        reduction = ToOwners(zero.collectives, bucket.filled(), [*bucket.params.values()], bucket.runs)
+        zero.backward.under_way.append(reduction)
+        self._under_way.append((bucket, reduction))
+        self._complete(leave=1)
+
+    def _complete(self, leave: int) -> None:
+        while len(self._under_way) > leave:
+            bucket, reduction = self._under_way.pop(0)
+            self._keep(bucket, reduction.wait())
+            self.zero.backward.under_way.remove(reduction)
+
+    def _keep(self, bucket: GradientBucket, flat: torch.Tensor) -> None:
+        """Add this rank's part of a reduced bucket to its gradients."""
+        mine = bucket.owned[self.zero.rank]
+        if not mine:
+            return
+        used = flat[bucket.runs[self.zero.rank][-1]].tolist()
+        for (piece, start), flag in zip(mine, used, strict=True):
+            if not flag:
+                continue
+            param, part = bucket.params[piece.param], flat[start : start + piece.numel]
+            if piece.param not in self.kept:
+                # In the parts of other ranks it stays zero.
+                self.kept[piece.param] = torch.zeros_like(param, requires_grad=False)
+            flat_like(self.kept[piece.param], param)[piece.start : piece.stop].add_(part)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """All buckets are on their way: wait for them, and give owners their gradients."""
+        zero = self.zero
+        self._complete(leave=0)
+        watched: dict[torch.Tensor, None] = {}
+        for number, grad in self.kept.items():
+            zero.built.params[number].grad = grad
+            watched[zero.built.params[number]] = None
+        own = [grad for grad in self.kept.values() if grad.numel()]
+        trained = [param for param in zero.built.params if param.requires_grad and param.numel()]
+        if not own and trained:
+            # A rank without gradients could not see a change that torch makes to all gradients.
+            smallest = min(trained, key=torch.Tensor.numel)
+            smallest.grad = torch.zeros_like(smallest, requires_grad=False)
+            own, watched = [smallest.grad], {smallest: None}
+        if self.scaled:
+            share_infinities(zero.collectives, own)
+        used = frozenset(self.kept)
+        self.kept = {}
+        zero.backward.end_on_owners(watched, used, scaled=self.scaled, may_change=self.may_change)
+
+
+class ShardedDataParallel(nn.Module):
+    """A model whose gradients are averaged and kept in shards. A drop-in for FairScale's class of that name.
+
+    >>> model = ShardedDataParallel(model, optimizer)                                # doctest: +SKIP
+    >>> model(batch).sum().backward()                                                # doctest: +SKIP
+    >>> optimizer.step()                                                             # doctest: +SKIP
+
+    It takes DDP's place around the module. After backward each rank has the averaged gradients of what it
+    owns, in `.grad`; `.grad` is None for other parameters, and zero where other ranks own parts of a
+    parameter. Several backwards without `optimizer.zero_grad()` add up in the shard. Under `no_sync` they add
+    up on each rank, as under DDP, and the next backward outside of it reduces the sum.
+
+    A parameter that no rank has used in a backward has no gradient. Every backward reduces all buckets, so all
+    ranks must make equally many backwards.
+
+    Args:
+        module: the model. Its trained parameters must all be in the optimizers.
+        sharded_optimizer: a ZeroRedundancyOptimizer or OSS, or a list of them.
+        process_group: must be the optimizers' group, or None.
+        broadcast_buffers: before each forward in training, rank 0 sends its buffers to all ranks.
+        sync_models_at_startup: rank 0 sends its parameters and buffers to all ranks.
+        reduce_buffer_size: elements of a bucket.
+        auto_refresh_trainable: accepted and not used: a change of `requires_grad` is seen by itself.
+        reduce_fp16: send gradients as float16.
+        scaled, may_change: as `reduce_to_owners`.
+    Raises:
+        TypeError: an optimizer is not a ZeroRedundancyOptimizer.
+        ValueError: a trained parameter is in none of the optimizers, or in two.
+    Collective: all ranks of the group construct it together, and run forward and backward together.
+    Cost: in a backward each rank sends (N-1)/N of its gradients, and one element more for each slice. It
+        holds its own gradients, and up to three buckets.
+    Source: the interface of fairscale.nn.data_parallel.ShardedDataParallel 0.4.13.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sharded_optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
+        process_group: dist.ProcessGroup | Collectives | None = None,
+        broadcast_buffers: bool = True,
+        sync_models_at_startup: bool = True,
+        reduce_buffer_size: int = 2**23,
+        auto_refresh_trainable: bool = True,
+        reduce_fp16: bool = False,
+        *,
+        scaled: bool = False,
+        may_change: bool = False,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        given = (
+            [sharded_optimizer] if isinstance(sharded_optimizer, torch.optim.Optimizer) else sharded_optimizer
+        )
+        self.sharded_optimizers = list(given)
+        _check_optimizers(self.sharded_optimizers, process_group)
+        self.broadcast_buffers, self.require_backward_grad_sync = broadcast_buffers, True
+        dtype = torch.float16 if reduce_fp16 else None
+        self._reductions = [
+            ShardReduction(zero, reduce_buffer_size, dtype, scaled, may_change)
+            for zero in self.sharded_optimizers
+        ]
+        self._in_backward = False
+        self._waiting: list[tuple[ShardReduction, GradientBucket]] = []  # in the order of their reductions
+        self._hooked: set[torch.Tensor] = set()
+        self._place_of: dict[torch.Tensor, tuple[ShardReduction, int]] = {}
+        self.refresh_trainable()
+        if sync_models_at_startup:
+            self._broadcast([*module.parameters(), *module.buffers()])
+
+    # ---------------------------------------------------------------------------------------------- the model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, after buffers were sent."""
+        if self.broadcast_buffers and self.training and self.require_backward_grad_sync:
+            self._broadcast(self.module.buffers())
+        if torch.is_grad_enabled():
+            self.refresh_trainable()
+            self._in_backward = False  # also where the last one was cut off by an error
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which backwards add up on each rank and nothing is sent."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of the model, by its optimizers."""
+        super().zero_grad(set_to_none)
+        for zero in self.sharded_optimizers:
+            zero.zero_grad(set_to_none)
+
+    def refresh_trainable(self) -> None:
+        """Note which parameters are trained now. Each forward does this by itself.
+
+        Raises:
+            ValueError: a trained parameter is in none of the optimizers, or in two.
+        """
+        if len(self._place_of) != sum(len(zero.built.params) for zero in self.sharded_optimizers):
+            self._place_of = {}
+            for reduction in self._reductions:
+                for number, param in enumerate(reduction.zero.built.params):
+                    if param in self._place_of:
+                        raise ValueError(
+                            f"parameter {reduction.zero.built.name(number)} is in two of the optimizers."
+                        )
+                    self._place_of[param] = reduction, number
+        for name, param in self.module.named_parameters():
+            if param.requires_grad and param not in self._hooked:
+                if param not in self._place_of:
+                    raise ValueError(
+                        f"parameter {name} is trained, and no optimizer has it, so it has no owner. Give the "
+                        "optimizer all parameters of the model, or set its requires_grad to False."
+                    )
+                param.register_hook(self._before_gradient)
+                param.register_post_accumulate_grad_hook(self._after_gradient)
+                self._hooked.add(param)
+
+    @torch.no_grad()
+    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        comm = self.sharded_optimizers[0].collectives
+        works = []
+        for tensor in tensors:
+            flat = tensor.detach() if tensor.is_contiguous() else tensor.detach().clone()
+            works.append((tensor, flat, comm.broadcast(flat, 0)))
+        for tensor, flat, work in works:
+            work.wait()
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat)
+
+    # ------------------------------------------------------------------------------------------ a backward
+
+    def _before_gradient(self, _: torch.Tensor) -> None:
+        """Called before the first gradient of a backward is added to a parameter's, and before all others."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if self.require_backward_grad_sync:
+            for reduction in self._reductions:
+                reduction.begin()
+            self._waiting = self._in_order()
+        elif any(zero.backward.gradients.on_owners for zero in self.sharded_optimizers):
+            raise RuntimeError(
+                "a backward under no_sync() would add this rank's own gradients to averaged ones that are still "
+                "there. Call optimizer.zero_grad() before it, or run it outside of no_sync()."
+            )
+
+    def _after_gradient(self, param: torch.Tensor) -> None:
+        if self.require_backward_grad_sync:
+            reduction, number = self._place_of[param]
+            reduction.take(number, param)
+            while self._waiting and not self._waiting[0][1].missing:
+                self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        reduction, bucket = self._waiting.pop(0)
+        reduction.reduce(bucket)
+
+    def _end(self) -> None:
+        self._in_backward = False
+        if self.require_backward_grad_sync:
+            while self._waiting:
+                self._reduce_next()
+            for reduction in self._reductions:
+                reduction.end()
+
+    def _in_order(self) -> list[tuple[ShardReduction, GradientBucket]]:
+        """The buckets of all optimizers, those of the last parameters first: the same on all ranks."""
+        places = {param: place for place, param in enumerate(self.module.parameters())}
+        buckets = [(reduction, bucket) for reduction in self._reductions for bucket in reduction.buckets]
+        return sorted(buckets, key=lambda one: -min(places.get(param, 0) for param in one[1].params.values()))
+
+
+def _check_optimizers(
+    optimizers: Sequence[Any], process_group: dist.ProcessGroup | Collectives | None
+) -> None:
+    for optimizer in optimizers:
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise TypeError(
+                f"sharded_optimizer takes a ZeroRedundancyOptimizer, or a list of them, not "
+                f"{type(optimizer).__name__}: gradients go to the owners that it has."
+            )
+        if process_group is not None and process_group is not optimizer.process_group:
+            raise ValueError(
+                "process_group is another group than the optimizer's, whose ranks own the gradients. Leave it "
+                "out, or construct the optimizer on that group."
+            )
+        if optimizer.overlap_with_ddp:
+            raise ValueError(
+                "an optimizer with overlap_with_ddp=True is stepped by hooks of DistributedDataParallel. "
+                "Construct it without."
+            )
+    if not optimizers:
+        raise ValueError("sharded_optimizer is an empty list: gradients need an owner.")
