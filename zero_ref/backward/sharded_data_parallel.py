@@ -84,20 +84,22 @@ class GradientBucket:
 
     def take(self, number: int, grad: torch.Tensor) -> None:
         """Copy a gradient to its place."""
-        param = self.params[number]
-        if self.flat is None:
-            self.flat = torch.zeros(self.numel, dtype=self.dtype, device=param.device)
-        start = self.starts[number]
-        window = self.flat[start : start + param.numel()]
+        param, window = self.params[number], self._window(number)
         window.as_strided(param.size(), param.stride(), window.storage_offset()).copy_(grad)
         self.missing.discard(number)
 
+    def _window(self, number: int) -> torch.Tensor:
+        param = self.params[number]
+        if self.flat is None:
+            self.flat = torch.empty(self.numel, dtype=self.dtype, device=param.device)
+        return self.flat[self.starts[number] :][: param.numel()]
+
     def filled(self) -> torch.Tensor:
         """The bucket, to be reduced: zeros where no gradient has come, and the flags."""
-        first = next(iter(self.params.values()))
+        for number in self.missing:
+            self._window(number).zero_()
         flat = self.flat
-        if flat is None:
-            flat = torch.zeros(self.numel, dtype=self.dtype, device=first.device)
+        assert flat is not None
         flags = [piece.param not in self.missing for of_rank in self.owned for piece, _ in of_rank]
         flat[self.numel - len(flags) :] = torch.tensor(flags, dtype=self.dtype)
         self.flat, self.missing, self.sent = None, set(self.params), True
@@ -127,6 +129,8 @@ class ShardReduction:
         self.buckets: list[GradientBucket] = []
         self.bucket_of: dict[int, GradientBucket] = {}
         self.kept: dict[int, torch.Tensor] = {}
+        self._flags: list[tuple[list[int], torch.Tensor]] = []
+        self._before: set[int] = set()
         self._planned_for: object = None
         self._under_way: list[tuple[GradientBucket, ToOwners]] = []
 
@@ -157,13 +161,14 @@ class ShardReduction:
         """A backward has begun: put the gradients of earlier ones aside, to which it will add."""
         zero = self.zero
         self._plan()
-        self.kept, self._under_way = {}, []
-        if zero.backward.gradients.on_owners:
+        self.kept, self._flags, self._under_way = {}, [], []
+        if zero.backward.gradients.versions is not None:
             owned = {own.piece.param: own.param for own in zero.shard.owned if own.param.requires_grad}
             self.kept = {number: param.grad for number, param in owned.items() if param.grad is not None}
             for bucket in self.buckets:
                 for param in bucket.params.values():
                     param.grad = None
+        self._before = set(self.kept)
         zero.backward.begin(adds=True)
         for bucket in self.buckets:
             bucket.flat, bucket.missing, bucket.sent = None, set(bucket.params), False
@@ -173,16 +178,15 @@ class ShardReduction:
         bucket = self.bucket_of[number]
         if bucket.sent or number not in bucket.missing:
             raise RuntimeError(
-                f"rank {self.zero.rank}: parameter {self.zero.built.name(number)} got a second gradient in one "
-                "backward, after its bucket was reduced. Reentrant activation checkpointing does this: pass "
-                "use_reentrant=False."
+                f"rank {self.zero.rank}: parameter {self.zero.built.name(number)} got a second gradient in "
+                "one backward. Reentrant activation checkpointing does this: pass use_reentrant=False."
             )
         grad = param.grad
         assert grad is not None
         if grad.layout != torch.strided:
             raise ValueError(
-                f"rank {self.zero.rank}: parameter {self.zero.built.name(number)} has a sparse gradient, which "
-                "has no place in a flat bucket. Construct its layer with sparse=False, or use "
+                f"rank {self.zero.rank}: parameter {self.zero.built.name(number)} has a sparse gradient, "
+                "which has no place in a flat bucket. Construct its layer with sparse=False, or use "
                 "DistributedDataParallel."
             )
         bucket.take(number, grad)
@@ -208,21 +212,27 @@ class ShardReduction:
         mine = bucket.owned[self.zero.rank]
         if not mine:
             return
-        used = flat[bucket.runs[self.zero.rank][-1]].tolist()
-        for (piece, start), flag in zip(mine, used, strict=True):
-            if not flag:
-                continue
+        flags = flat[bucket.runs[self.zero.rank][-1]]
+        self._flags.append(([piece.param for piece, _ in mine], flags.clone()))
+        for piece, start in mine:
             param, part = bucket.params[piece.param], flat[start : start + piece.numel]
             if piece.param not in self.kept:
                 # In the parts of other ranks it stays zero.
-                self.kept[piece.param] = torch.zeros_like(param, requires_grad=False)
-            flat_like(self.kept[piece.param], param)[piece.start : piece.stop].add_(part)
+                make = torch.empty_like if piece.numel == param.numel() else torch.zeros_like
+                self.kept[piece.param] = make(param, requires_grad=False)
+                flat_like(self.kept[piece.param], param)[piece.start : piece.stop] = part
+            else:
+                flat_like(self.kept[piece.param], param)[piece.start : piece.stop].add_(part)
 
     @torch.no_grad()
     def end(self) -> None:
         """All buckets are on their way: wait for them, and give owners their gradients."""
         zero = self.zero
         self._complete(leave=0)
+        for numbers, flags in self._flags:
+            for number, flag in zip(numbers, flags.tolist(), strict=True):
+                if not flag and number not in self._before:
+                    self.kept.pop(number, None)
         watched: dict[torch.Tensor, None] = {}
         for number, grad in self.kept.items():
             zero.built.params[number].grad = grad
@@ -253,8 +263,8 @@ class ShardedDataParallel(nn.Module):
     parameter. Several backwards without `optimizer.zero_grad()` add up in the shard. Under `no_sync` they add
     up on each rank, as under DDP, and the next backward outside of it reduces the sum.
 
-    A parameter that no rank has used in a backward has no gradient. Every backward reduces all buckets, so all
-    ranks must make equally many backwards.
+    A parameter that no rank has used in a backward has no gradient. Every backward reduces all buckets, so
+    all ranks must make equally many backwards.
 
     Args:
         module: the model. Its trained parameters must all be in the optimizers.
@@ -386,10 +396,16 @@ class ShardedDataParallel(nn.Module):
             for reduction in self._reductions:
                 reduction.begin()
             self._waiting = self._in_order()
-        elif any(zero.backward.gradients.on_owners for zero in self.sharded_optimizers):
+            return
+        for zero in self.sharded_optimizers:
+            if zero.backward.gradients.versions is None:
+                continue
+            if all(param.grad is None for param in zero.built.params):
+                zero.backward.zeroed()
+                continue
             raise RuntimeError(
-                "a backward under no_sync() would add this rank's own gradients to averaged ones that are still "
-                "there. Call optimizer.zero_grad() before it, or run it outside of no_sync()."
+                "a backward under no_sync() would add this rank's own gradients to averaged ones that are "
+                "still there. Call optimizer.zero_grad() before it, or run it outside of no_sync()."
             )
 
     def _after_gradient(self, param: torch.Tensor) -> None:
@@ -413,7 +429,7 @@ class ShardedDataParallel(nn.Module):
 
     def _in_order(self) -> list[tuple[ShardReduction, GradientBucket]]:
         """The buckets of all optimizers, those of the last parameters first: the same on all ranks."""
-        places = {param: place for place, param in enumerate(self.module.parameters())}
+        places: dict[torch.Tensor, int] = {p: place for place, p in enumerate(self.module.parameters())}
         buckets = [(reduction, bucket) for reduction in self._reductions for bucket in reduction.buckets]
         return sorted(buckets, key=lambda one: -min(places.get(param, 0) for param in one[1].params.values()))
 
@@ -429,8 +445,8 @@ def _check_optimizers(
             )
         if process_group is not None and process_group is not optimizer.process_group:
             raise ValueError(
-                "process_group is another group than the optimizer's, whose ranks own the gradients. Leave it "
-                "out, or construct the optimizer on that group."
+                "process_group is another group than the optimizer's, whose ranks own the gradients. Leave "
+                "it out, or construct the optimizer on that group."
             )
         if optimizer.overlap_with_ddp:
             raise ValueError(

@@ -1,0 +1,449 @@
+"""ShardedDataParallel: gradients by its own hooks, in shards, equal to the average over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.utils.checkpoint import checkpoint
+from training import filled
+
+from zero_ref import OSS, ShardedDataParallel, clip_grad_norm_
+from zero_ref.comm.collectives import Collectives
+from zero_ref.lab import virtual
+from zero_ref.optimizer.several import SeveralOptimizers
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+Values = list[torch.Tensor]
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+RULES = ["sorted_greedy", "registration_greedy", "even", "balanced"]
+CAP = 300  # elements of a bucket: several buckets
+
+
+class Tied(nn.Module):
+    """A tied weight, a norm with buffers, a convolution in channels_last, and a layer that data may skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+        self.conv = nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.skipped, self.never = nn.Linear(16, 16), nn.Parameter(torch.ones(5))
+        self.last = nn.Linear(16, 8)
+        self.last.weight = nn.Parameter(self.last.weight.detach().clone())
+        self.tied = self.first.weight
+        filled(self)  # from a generator of its own, since virtual ranks are threads
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        y = self.norm(self.first(x))
+        y = y if skip else torch.tanh(self.skipped(y))
+        y = y + self.conv(y.view(-1, 1, 4, 4)).mean()
+        return (self.last(y) @ self.tied.T).square().mean()
+
+
+def data(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def values_of(model: nn.Module) -> Values:
+    return [value.detach().clone() for value in model.parameters()]
+
+
+def averaged(gradients: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+    """The mean over ranks, each divided first, in the order of ranks; None where no rank has one."""
+    mean: list[torch.Tensor | None] = []
+    for of_ranks in zip(*gradients, strict=True):
+        if all(grad is None for grad in of_ranks):
+            mean.append(None)
+            continue
+        like = next(grad for grad in of_ranks if grad is not None)
+        parts = [
+            (torch.zeros_like(like) if grad is None else grad) * (1 / len(gradients)) for grad in of_ranks
+        ]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        mean.append(total)
+    return mean
+
+
+def gradients_of(model: nn.Module, losses: Callable[[nn.Module], Sequence[torch.Tensor]]) -> Any:
+    for param in model.parameters():
+        param.grad = None
+    for loss in losses(model):
+        loss.backward()
+    return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+
+
+Losses = Callable[[nn.Module, int, int], Sequence[torch.Tensor]]
+"""(model, rank, step): the losses of one update, each with a backward."""
+
+
+def one_loss(model: nn.Module, rank: int, step: int) -> Sequence[torch.Tensor]:
+    return [model(data(rank, step))]
+
+
+def expected(
+    world_size: int,
+    steps: int,
+    optimizer_of: Callable[[nn.Module], optim.Optimizer],
+    losses: Losses = one_loss,
+) -> list[Values]:
+    """Parameters after each update of a plain loop that computes all ranks' gradients."""
+    models = [Tied() for _ in range(world_size)]  # each rank has its own running statistics
+    optimizer, after = optimizer_of(models[0]), []
+    for step in range(steps):
+        gradients = [
+            gradients_of(model, lambda m, r=rank, s=step: losses(m, r, s))
+            for rank, model in enumerate(models)
+        ]
+        for param, grad in zip(models[0].parameters(), averaged(gradients), strict=True):
+            param.grad = grad
+        optimizer.step()
+        for model in models[1:]:
+            for mine, theirs in zip(model.parameters(), models[0].parameters(), strict=True):
+                mine.data.copy_(theirs)
+        after.append(values_of(models[0]))
+    return after
+
+
+def run(
+    world_size: int,
+    steps: int,
+    make: Callable[[nn.Module, Collectives], Any],
+    losses: Losses = one_loss,
+    **options: Any,
+) -> list[list[Values]]:
+    def on_rank(comm: Collectives) -> list[Values]:
+        model = Tied()
+        optimizer = make(model, comm)
+        sharded = ShardedDataParallel(
+            model, optimizer, reduce_buffer_size=CAP, broadcast_buffers=False, **options
+        )
+        after = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            for loss in losses(sharded, comm.rank, step):
+                loss.backward()
+            optimizer.step()
+            after.append(values_of(model))
+        return after
+
+    return virtual.run(on_rank, world_size, timeout=60)
+
+
+def assert_equal(ours: Sequence[list[Values]], plain: list[Values]) -> None:
+    for of_rank in ours:
+        for step, (mine, theirs) in enumerate(zip(of_rank, plain, strict=True)):
+            for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+                assert torch.equal(one, other), (step, number, (one - other).abs().max())
+
+
+def adamw(model: nn.Module) -> optim.Optimizer:
+    return optim.AdamW(model.parameters(), **ADAMW)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("partition", RULES)
+def test_training_equals_a_plain_loop(partition: str, flat: bool, world_size: int) -> None:
+    def make(model: nn.Module, comm: Collectives) -> Any:
+        return ZeroRedundancyOptimizer(
+            model.parameters(), optim.AdamW, comm, flat, partition=partition, **ADAMW
+        )
+
+    assert_equal(run(world_size, 4, make), expected(world_size, 4, adamw))
+
+
+def test_other_optimizers_and_masters() -> None:
+    def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
+        matrices = [param for param in model.parameters() if param.ndim == 2]
+        others = [param for param in model.parameters() if param.ndim != 2]
+        return [{"params": others}, {"params": matrices, "optimizer_class": optim.Muon, "lr": 0.02}]
+
+    def one(model: nn.Module, comm: Collectives) -> Any:
+        return ZeroRedundancyOptimizer(muon_groups(model), optim.AdamW, comm, partition="balanced", **ADAMW)
+
+    def plain(model: nn.Module) -> Any:
+        return SeveralOptimizers(muon_groups(model), optim.AdamW, **ADAMW)
+
+    assert_equal(run(3, 3, one), expected(3, 3, plain))
+    sgd = {"lr": 0.1, "momentum": 0.9}
+    assert_equal(
+        run(3, 3, lambda m, comm: ZeroRedundancyOptimizer(m.parameters(), optim.SGD, comm, **sgd)),
+        expected(3, 3, lambda m: optim.SGD(m.parameters(), **sgd)),
+    )
+
+
+def skipping(model: nn.Module, rank: int, step: int) -> Sequence[torch.Tensor]:
+    """In update 1 no rank uses a layer, in update 2 only rank 0, in update 3 all do."""
+    return [model(data(rank, step), skip=step == 1 or (step == 2 and rank > 0))]
+
+
+def test_what_no_rank_has_used_is_not_stepped() -> None:
+    def make(model: nn.Module, comm: Collectives) -> Any:
+        return ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, partition="even", **ADAMW)
+
+    assert_equal(run(3, 4, make, skipping), expected(3, 4, adamw, skipping))
+
+
+def twice(model: nn.Module, rank: int, step: int) -> Sequence[torch.Tensor]:
+    return [model(data(rank, 10 * step + batch)) for batch in range(2)]
+
+
+@pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
+def test_several_backwards_add_up_in_the_shard(partition: str) -> None:
+    def on_rank(comm: Collectives) -> list[Values]:
+        model = Tied()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, partition=partition, lr=0.1)
+        sharded = ShardedDataParallel(model, optimizer, reduce_buffer_size=CAP, broadcast_buffers=False)
+        gradients: list[Values] = []
+        for batch in range(3):  # without zero_grad, and a step in between
+            sharded(data(comm.rank, batch)).backward()
+            owned = [own.param.grad for own in optimizer.shard.owned if own.param.grad is not None]
+            gradients.append([grad.clone() for grad in owned])
+            if batch == 1:
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.0
+                optimizer.step()
+        return gradients
+
+    models = [Tied() for _ in range(2)]
+    single = [
+        [gradients_of(m, lambda m, b=b, r=r: [m(data(r, b))]) for b in range(3)] for r, m in enumerate(models)
+    ]
+    means = [averaged([of_rank[batch] for of_rank in single]) for batch in range(3)]
+    numbers = []
+    for comm_rank, gradients in enumerate(virtual.run(on_rank, 2, timeout=30)):
+        model = Tied()
+
+        def owned_numbers(comm: Collectives, m: nn.Module = model) -> list[Any]:
+            zero = ZeroRedundancyOptimizer(m.parameters(), optim.SGD, comm, partition=partition, lr=0.1)
+            return [own.piece for own in zero.shard.owned]
+
+        pieces = virtual.run(lambda comm: owned_numbers(comm, Tied()), 2, timeout=30)[comm_rank]
+        used = [piece for piece in pieces if means[0][piece.param] is not None]
+        for batch, of_batch in enumerate(gradients):
+            for piece, ours in zip(used, of_batch, strict=True):
+                total = means[0][piece.param]
+                for mean in means[1 : batch + 1]:
+                    total = total + mean[piece.param]  # type: ignore[operator]
+                flat_ours, flat = ours.flatten(), total.flatten()  # type: ignore[union-attr]
+                if ours.is_contiguous():
+                    assert torch.equal(flat_ours[piece.start : piece.stop], flat[piece.start : piece.stop])
+                    numbers.append(piece.param)
+    assert len(set(numbers)) > 5
+
+
+def test_no_sync_adds_up_on_each_rank() -> None:
+    def under_no_sync(model: nn.Module, rank: int, step: int) -> Sequence[torch.Tensor]:
+        if isinstance(model, ShardedDataParallel):
+            with model.no_sync():
+                model(data(rank, 10 * step)).backward()
+            return [model(data(rank, 10 * step + 1))]
+        return twice(model, rank, step)
+
+    def make(model: nn.Module, comm: Collectives) -> Any:
+        return ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, partition="even", **ADAMW)
+
+    assert_equal(run(2, 3, make, under_no_sync), expected(2, 3, adamw, twice))
+
+
+def test_no_sync_after_averaged_gradients_is_refused() -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = Tied()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1)
+        sharded = ShardedDataParallel(model, optimizer)
+        sharded(data(comm.rank, 0)).backward()
+        with sharded.no_sync(), pytest.raises(RuntimeError, match=r"Call optimizer.zero_grad\(\) before it"):
+            sharded(data(comm.rank, 1)).backward()
+        model.zero_grad()  # not the optimizer's: the gradients are gone all the same
+        with sharded.no_sync():
+            sharded(data(comm.rank, 1)).backward()
+        sharded(data(comm.rank, 2)).backward()
+        optimizer.step()
+
+    virtual.run(on_rank, 2, timeout=30)
+
+
+def test_gradients_are_only_where_they_are_owned() -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = Tied()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, **ADAMW)
+        sharded = ShardedDataParallel(model, optimizer, reduce_buffer_size=CAP)
+        sharded(data(comm.rank, 0)).backward()
+        own = {own.param for own in optimizer.shard.owned}
+        for name, param in model.named_parameters():
+            assert (param.grad is not None) == (param in own and name != "never"), name
+        optimizer.zero_grad()
+        assert all(param.grad is None for param in model.parameters())
+
+    virtual.run(on_rank, 3, timeout=30)
+
+
+def test_clipping_sees_the_norm_of_all_gradients() -> None:
+    def on_rank(comm: Collectives) -> Values:
+        model = Tied()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1)
+        sharded = ShardedDataParallel(model, optimizer, reduce_buffer_size=CAP, broadcast_buffers=False)
+        sharded(data(comm.rank, 0)).backward()
+        norm = clip_grad_norm_(optimizer, 0.01)
+        optimizer.step()
+        return [norm, *values_of(model)]
+
+    models = [Tied() for _ in range(2)]
+    mean = averaged([gradients_of(m, lambda m, r=r: one_loss(m, r, 0)) for r, m in enumerate(models)])
+    for param, grad in zip(models[0].parameters(), mean, strict=True):
+        param.grad = grad
+    norm = nn.utils.clip_grad_norm_(models[0].parameters(), 0.01)
+    optim.SGD(models[0].parameters(), lr=0.1).step()
+    for ours in virtual.run(on_rank, 2, timeout=30):
+        assert all(map(torch.equal, ours, [norm, *values_of(models[0])]))
+
+
+def test_layers_are_frozen_and_trained_again() -> None:
+    def freezing(model: nn.Module, rank: int, step: int) -> Sequence[torch.Tensor]:
+        inner = model.module if isinstance(model, ShardedDataParallel) else model
+        for param in [*inner.skipped.parameters(), inner.last.bias]:  # type: ignore[union-attr]
+            param.requires_grad_(step not in (1, 2))
+        return [model(data(rank, step))]
+
+    def make(model: nn.Module, comm: Collectives) -> Any:
+        return ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, True, **ADAMW)
+
+    assert_equal(run(3, 4, make, freezing), expected(3, 4, adamw, freezing))
+
+
+def test_two_optimizers_share_a_model() -> None:
+    def halves(model: nn.Module) -> tuple[list[Any], list[Any]]:
+        params = list(model.parameters())
+        return params[::2], params[1::2]
+
+    class Both:
+        """Two optimizers in a training loop that knows one."""
+
+        def __init__(self, optimizers: Any) -> None:
+            self.optimizers = optimizers
+
+        def step(self) -> None:
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def on_rank(comm: Collectives) -> list[Values]:
+        model = Tied()
+        first, second = halves(model)
+        optimizers = [
+            ZeroRedundancyOptimizer(first, optim.AdamW, comm, **ADAMW),
+            ZeroRedundancyOptimizer(second, optim.SGD, comm, lr=0.1),
+        ]
+        sharded = ShardedDataParallel(model, optimizers, reduce_buffer_size=CAP, broadcast_buffers=False)
+        after = []
+        for step in range(3):
+            sharded.zero_grad()
+            sharded(data(comm.rank, step)).backward()
+            Both(optimizers).step()
+            after.append(values_of(model))
+        return after
+
+    def plain(model: nn.Module) -> Any:
+        first, second = halves(model)
+        return Both([optim.AdamW(first, **ADAMW), optim.SGD(second, lr=0.1)])
+
+    assert_equal(virtual.run(on_rank, 3, timeout=30), expected(3, 3, plain))
+
+
+def test_rank_0s_parameters_and_buffers_are_sent() -> None:
+    def on_rank(comm: Collectives) -> Values:
+        model = Tied()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1)
+        model.norm.running_mean.fill_(comm.rank)  # type: ignore[union-attr]
+        with torch.no_grad():
+            model.conv.weight += comm.rank
+        sharded = ShardedDataParallel(model, optimizer)
+        started = [*values_of(model), model.norm.running_mean.clone()]  # type: ignore[union-attr]
+        model.norm.running_mean.fill_(comm.rank)  # type: ignore[union-attr]
+        sharded(torch.ones(4, 8))
+        return [*started, model.norm.running_mean.clone()]  # type: ignore[union-attr]
+
+    first, second = virtual.run(on_rank, 2, timeout=30)
+    assert all(map(torch.equal, first, second))
+    assert first[-2].abs().max() == 0
+
+
+def test_checkpointed_activations() -> None:
+    def on_rank(comm: Collectives, reentrant: bool) -> list[Values]:
+        model = Tied()
+        inner = model.skipped.forward
+        model.skipped.forward = lambda y: checkpoint(inner, y, use_reentrant=reentrant)  # type: ignore[method-assign]
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, **ADAMW)
+        sharded = ShardedDataParallel(model, optimizer, reduce_buffer_size=CAP, broadcast_buffers=False)
+        after = []
+        for step in range(2):
+            sharded.zero_grad()
+            sharded(data(comm.rank, step)).backward()
+            optimizer.step()
+            after.append(values_of(model))
+        return after
+
+    for reentrant in (False, True):
+        assert_equal(virtual.run(on_rank, 2, reentrant, timeout=30), expected(2, 2, adamw))
+
+
+def test_gradients_sent_in_16_bits_are_rounded() -> None:
+    def make(model: nn.Module, comm: Collectives) -> Any:
+        return ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1)
+
+    exact = expected(2, 1, lambda model: optim.SGD(model.parameters(), lr=0.1))
+    for ours in run(2, 1, make, reduce_fp16=True):
+        for one, other in zip(ours[0], exact[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0.1 * 2**-10)  # gradients below 1, 11 bits
+        assert not all(map(torch.equal, ours[0], exact[0]))
+
+
+def test_mistakes_are_named() -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = Tied()
+        params = list(model.parameters())
+        zero = ZeroRedundancyOptimizer(params[1:], optim.SGD, comm, lr=0.1)
+        with pytest.raises(ValueError, match=r"parameter never is trained, and no optimizer has it"):
+            ShardedDataParallel(model, zero)
+        params[0].requires_grad_(False)
+        with pytest.raises(ValueError, match="in two of the optimizers"):
+            ShardedDataParallel(model, [zero, ZeroRedundancyOptimizer(params[2:], optim.SGD, comm, lr=0.1)])
+        with pytest.raises(TypeError, match="not SGD"):
+            ShardedDataParallel(model, optim.SGD(params, lr=0.1))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="an empty list"):
+            ShardedDataParallel(model, [])
+        with pytest.raises(ValueError, match="another group"):
+            ShardedDataParallel(model, zero, process_group=object())  # type: ignore[arg-type]
+        embedding = nn.Embedding(10, 4, sparse=True, _weight=torch.ones(10, 4))
+        sparse = ShardedDataParallel(
+            embedding, ZeroRedundancyOptimizer(embedding.parameters(), optim.SGD, comm, lr=0.1),
+            sync_models_at_startup=False,
+        )  # fmt: skip
+        with pytest.raises(ValueError, match="sparse gradient"):
+            sparse(torch.tensor([1, 2])).sum().backward()
+
+    virtual.run(on_rank, 2, timeout=30)
+
+
+def test_a_program_written_for_fairscale() -> None:
+    def make(model: nn.Module, comm: Collectives) -> Any:
+        return OSS(params=model.parameters(), optim=optim.AdamW, group=comm, **ADAMW)
+
+    def on_rank(comm: Collectives) -> list[Values]:
+        model = Tied()
+        optimizer = make(model, comm)
+        ddp = ShardedDataParallel(model, optimizer, broadcast_buffers=False)
+        after = []
+        for step in range(3):
+            ddp.train()
+            ddp.zero_grad(set_to_none=True)
+            ddp(data(comm.rank, step)).backward()
+            optimizer.step()
+            after.append(values_of(model))
+        return after
+
+    assert_equal(virtual.run(on_rank, 2, timeout=30), expected(2, 3, adamw))
