@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
-from training import filled
+from training import filled, sum_in_rank_order
 
 from zero_ref import OSS, ShardedDataParallel, clip_grad_norm_
 from zero_ref.comm.collectives import Collectives
-from zero_ref.lab import virtual
+from zero_ref.lab import ranks, virtual
 from zero_ref.optimizer.several import SeveralOptimizers
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -447,3 +449,73 @@ def test_a_program_written_for_fairscale() -> None:
         return after
 
     assert_equal(virtual.run(on_rank, 2, timeout=30), expected(2, 3, adamw))
+
+
+# ------------------------------------------------------------------------------------------------ real ranks
+
+
+class Deep(nn.Module):
+    """Layers of which each is a few buckets, and whose gradients come one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(24)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).tanh().square().mean()
+
+
+def beside_ddp(partition: str) -> int:
+    """Train by ShardedDataParallel and by DDP; return the most bytes of gradients that were alive at once."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ours, theirs = filled(Deep()), filled(Deep())
+    zero = ZeroRedundancyOptimizer(ours.parameters(), optim.AdamW, partition=partition, **ADAMW)
+    sharded = ShardedDataParallel(ours, zero, reduce_buffer_size=5000)
+    ddp = nn.parallel.DistributedDataParallel(theirs)
+    ddp.register_comm_hook(dist.group.WORLD, sum_in_rank_order)
+    plain = optim.AdamW(theirs.parameters(), **ADAMW)
+    most = 0
+
+    def count(_: torch.Tensor) -> None:
+        nonlocal most
+        (reduction,) = sharded._reductions
+        alive = [param.grad for param in ours.parameters()] + list(reduction.kept.values())
+        alive += [bucket.flat for bucket in reduction.buckets]
+        for _, under_way in reduction._under_way:
+            alive += [under_way.flat, *under_way.sent, *under_way.of_lower, *under_way.of_higher]
+        storages = {
+            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+            for one in alive
+            if one is not None
+        }
+        most = max(most, sum(storages.values()))
+
+    for param in ours.parameters():
+        param.register_post_accumulate_grad_hook(count)
+    for step in range(5):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        zero.zero_grad()
+        plain.zero_grad()
+        for batch in range(2):
+            sharded(x * (batch + 1)).backward()
+            with ddp.no_sync() if batch == 0 else contextlib.nullcontext():
+                ddp(x * (batch + 1)).backward()
+        zero.step()
+        plain.step()
+        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            # Two sums of two batches: of averages here, averaged there.
+            torch.testing.assert_close(
+                mine, other, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+            )
+    own = sum(piece.numel for piece in zero.partition.slices_of_rank[rank])
+    assert most <= 4 * (own + 4 * (5000 + 64 * 64 + 100)), (most, own, world_size)
+    return most
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_equal_ddp_and_hold_a_share_of_gradients(world_size: int) -> None:
+    """A share and four buckets at most, where DDP holds all gradients twice: in its buckets and in `.grad`."""
+    for partition in ("sorted_greedy", "even"):
+        most = max(ranks.run(beside_ddp, world_size, partition, timeout=120))
+        assert most < 4 * 24 * (64 * 64 + 64)
