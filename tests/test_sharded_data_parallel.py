@@ -515,7 +515,7 @@ def beside_ddp(partition: str) -> int:
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_processes_equal_ddp_and_hold_a_share_of_gradients(world_size: int) -> None:
-    """A share and four buckets at most, where DDP holds all gradients twice: in its buckets and in `.grad`."""
+    """A share and four buckets at most; DDP holds all gradients twice, in its buckets and in `.grad`."""
     for partition in ("sorted_greedy", "even"):
         most = max(ranks.run(beside_ddp, world_size, partition, timeout=120))
         assert most < 4 * 24 * (64 * 64 + 64)
