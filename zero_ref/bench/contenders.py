@@ -27,6 +27,7 @@ OURS, EVEN, TO_OWNERS = "zero_ref, best", "zero_ref, best, even", "zero_ref, to 
 TORCH, TORCH_BEST = "torch", "torch, best"
 PLAIN, REFERENCE = "ddp", "ddp, fused"
 MASTERS = "zero_ref, masters"
+OWN_HOOKS = "zero_ref, ShardedDataParallel"
 
 OURS_IN = {
     "step": OURS,

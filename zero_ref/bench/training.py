@@ -22,9 +22,11 @@ from torch.optim import AdamW, Optimizer
 
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
+from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.bench import contenders
 from zero_ref.bench.contenders import (
     OURS,
+    OWN_HOOKS,
     REFERENCE,
     SETS,
     TO_OWNERS,
@@ -52,17 +54,19 @@ the root of a sum of squares: 2**-12, a quarter of what is allowed. One update l
 
 
 class Way(NamedTuple):
-    """A way to train under DistributedDataParallel.
+    """A way to train under DistributedDataParallel, or under ShardedDataParallel in its place.
 
     Args:
         make: the optimizer.
         views: DDP's gradient_as_bucket_view: gradients lie in its buckets and are not copied out of them.
         hook: makes DDP's communication hook of the model and the optimizer; None for DDP's own all-reduce.
+        own_hooks: under ShardedDataParallel.
     """
 
     make: contenders.Make
     views: bool = True
     hook: Callable[[DistributedDataParallel, Any], Any] | None = None
+    own_hooks: bool = False
 
 
 class Training(NamedTuple):
@@ -90,6 +94,8 @@ def ways() -> dict[str, Way]:
         **{name: Way(makes[name], views=name not in defaults) for name in peers if name in makes},
         TO_OWNERS: Way(makes[OURS], hook=lambda _, zero: reduce_to_owners(zero)),
         f"{TO_OWNERS}, even": Way(makes[contenders.EVEN], hook=lambda _, zero: reduce_to_owners(zero)),
+        OWN_HOOKS: Way(makes[OURS], own_hooks=True),
+        f"{OWN_HOOKS}, even": Way(makes[contenders.EVEN], own_hooks=True),
         f"{TO_OWNERS}, overlapped": overlapped(hook_with_zero_step),
         f"{TO_OWNERS}, interleaved": overlapped(hook_with_zero_step_interleaved),
     }
@@ -97,6 +103,9 @@ def ways() -> dict[str, Way]:
 
 def wrapped(model: nn.Module, way: Way) -> Training:
     """The model under DDP, and its optimizer. Collective: all ranks of the default group."""
+    if way.own_hooks:
+        zero: Any = way.make(list(model.parameters()))
+        return Training(ShardedDataParallel(model, zero), zero)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=way.views)
     optimizer = way.make(list(model.parameters()))
     if way.hook is not None:
