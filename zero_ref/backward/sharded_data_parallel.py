@@ -281,7 +281,8 @@ class ShardedDataParallel(nn.Module):
         ValueError: a trained parameter is in none of the optimizers, or in two.
     Collective: all ranks of the group construct it together, and run forward and backward together.
     Cost: in a backward each rank sends (N-1)/N of its gradients, and one element more for each slice. It
-        holds its own gradients, and up to three buckets.
+        holds its own gradients, and up to two buckets with their messages: of a bucket the owner of a part
+        receives N-1 copies of it. Buckets that are full before their turn are held as well.
     Source: the interface of fairscale.nn.data_parallel.ShardedDataParallel 0.4.13.
     """
 
