@@ -50,6 +50,7 @@ CHAPTER_OF = {
     "zero_ref.clip_grad_norm_": 9,
     "zero_ref.get_total_norm": 9,
     "zero_ref.reduce_to_owners": 7,
+    "zero_ref.ShardedDataParallel": 13,
     "zero_ref.hook_with_zero_step": 7,
     "zero_ref.hook_with_zero_step_interleaved": 7,
     "zero_ref.save_sharded": 8,
