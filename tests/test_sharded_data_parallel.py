@@ -270,6 +270,97 @@ def test_no_sync_after_averaged_gradients_is_refused() -> None:
     virtual.run(on_rank, 2, timeout=30)
 
 
+def test_no_sync_then_a_backward_that_uses_less() -> None:
+    def uneven(model: nn.Module, rank: int, step: int) -> Sequence[torch.Tensor]:
+        if isinstance(model, ShardedDataParallel):
+            with model.no_sync():
+                model(data(rank, 10 * step)).backward()
+            return [model(data(rank, 10 * step + 1), skip=True)]
+        return [model(data(rank, 10 * step)), model(data(rank, 10 * step + 1), skip=True)]
+
+    def make(model: nn.Module, comm: Collectives) -> Any:
+        return ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, partition="even", **ADAMW)
+
+    assert_equal(run(2, 3, make, uneven), expected(2, 3, adamw, uneven))
+
+
+def test_gradients_asked_for_by_hand_are_no_backward() -> None:
+    """torch.autograd.grad, here on one rank only: nothing is sent, and nothing is added."""
+
+    def asking(model: nn.Module, rank: int, step: int) -> Sequence[torch.Tensor]:
+        params = [param for name, param in model.named_parameters() if "never" not in name]
+        if rank == 0:
+            torch.autograd.grad(model(data(rank, step)), params)
+        return [model(data(rank, step))]
+
+    def make(model: nn.Module, comm: Collectives) -> Any:
+        return ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1)
+
+    assert_equal(run(2, 2, make, asking), expected(2, 2, lambda m: optim.SGD(m.parameters(), lr=0.1), asking))
+
+
+def test_a_rank_that_owns_only_what_is_not_used() -> None:
+    def last_is_alone(numels: Sequence[int], world_size: int) -> list[list[int]]:
+        return [[0], list(range(1, len(numels)))]  # parameter 0 is `never`
+
+    def make(model: nn.Module, comm: Collectives) -> Any:
+        return ZeroRedundancyOptimizer(
+            model.parameters(), optim.AdamW, comm, partition=last_is_alone, **ADAMW
+        )
+
+    assert_equal(run(2, 2, make), expected(2, 2, adamw))
+
+
+def test_nothing_is_added_to_gradients_whose_owners_changed() -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = Tied()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1)
+        sharded = ShardedDataParallel(model, optimizer)
+        sharded(data(comm.rank, 0)).backward()
+        optimizer.step()
+        optimizer.repartition("even")
+        with pytest.raises(RuntimeError, match="a repartition changed the owners"):
+            sharded(data(comm.rank, 1)).backward()
+        sharded.zero_grad()
+        sharded(data(comm.rank, 1)).backward()
+        optimizer.step()
+
+    virtual.run(on_rank, 2, timeout=30)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise ArithmeticError("in the middle of backward")
+
+
+def test_a_backward_that_raised_loses_nothing_silently() -> None:
+    def on_rank(comm: Collectives) -> list[Values]:
+        model = Tied()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, **ADAMW)
+        sharded = ShardedDataParallel(model, optimizer, broadcast_buffers=False)
+        inner = model.first.forward
+        sharded(data(comm.rank, 7)).backward()
+        model.first.forward = lambda x: Failing.apply(inner(x))  # type: ignore[method-assign]
+        failing = sharded(data(comm.rank, 8))
+        model.first.forward = inner  # type: ignore[method-assign]
+        with pytest.raises(ArithmeticError):
+            failing.backward()
+        with pytest.raises(RuntimeError, match="gradients to which it was to add are lost"):
+            sharded(data(comm.rank, 9)).backward()
+        sharded.zero_grad()
+        model.norm.reset_running_stats()
+        sharded(data(comm.rank, 0)).backward()
+        optimizer.step()
+        return [values_of(model)]
+
+    assert_equal(virtual.run(on_rank, 2, timeout=30), expected(2, 1, adamw))
+
+
 def test_gradients_are_only_where_they_are_owned() -> None:
     def on_rank(comm: Collectives) -> None:
         model = Tied()
@@ -389,8 +480,9 @@ def test_checkpointed_activations() -> None:
             after.append(values_of(model))
         return after
 
-    for reentrant in (False, True):
-        assert_equal(virtual.run(on_rank, 2, reentrant, timeout=30), expected(2, 2, adamw))
+    assert_equal(virtual.run(on_rank, 2, False, timeout=30), expected(2, 2, adamw))
+    with pytest.raises(RuntimeError, match="pass use_reentrant=False"):
+        virtual.run(on_rank, 2, True, timeout=30)
 
 
 def test_gradients_sent_in_16_bits_are_rounded() -> None:
@@ -420,6 +512,20 @@ def test_mistakes_are_named() -> None:
             ShardedDataParallel(model, [])
         with pytest.raises(ValueError, match="another group"):
             ShardedDataParallel(model, zero, process_group=object())  # type: ignore[arg-type]
+        whole = OSS(model.parameters(), optim.SGD, comm, lr=0.1)
+        first = ShardedDataParallel(model, whole)
+        with pytest.raises(ValueError, match="parameter tied is in another ShardedDataParallel"):
+            ShardedDataParallel(model, whole)
+        del first
+        second = ShardedDataParallel(model, whole)
+        assert second.norm is model.norm  # as FairScale's: what it does not have is the module's
+        assert not hasattr(second, "nothing")
+        with pytest.raises(ValueError, match="of the optimizer is not in the module"):
+            ShardedDataParallel(model.last, whole)
+        complex_ = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.complex64))])
+        for_complex = ZeroRedundancyOptimizer(complex_.parameters(), optim.SGD, comm, lr=0.1)
+        with pytest.raises(ValueError, match="would drop a part"):
+            ShardedDataParallel(complex_, for_complex, reduce_fp16=True, sync_models_at_startup=False)
         embedding = nn.Embedding(10, 4, sparse=True, _weight=torch.ones(10, 4))
         sparse = ShardedDataParallel(
             embedding, ZeroRedundancyOptimizer(embedding.parameters(), optim.SGD, comm, lr=0.1),
@@ -519,3 +625,21 @@ def test_processes_equal_ddp_and_hold_a_share_of_gradients(world_size: int) -> N
     for partition in ("sorted_greedy", "even"):
         most = max(ranks.run(beside_ddp, world_size, partition, timeout=120))
         assert most < 4 * 24 * (64 * 64 + 64)
+
+
+def masters_follow() -> list[float]:
+    """Rank 0's parameters, changed after the optimizer was constructed, reach the masters of all owners."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(4)])
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, master_dtype=torch.float32, lr=0.1)
+    if dist.get_rank() == 0:
+        for param in model:
+            param.data.fill_(5)
+    sharded = ShardedDataParallel(model, zero)
+    sum(param.sum() * 0 for param in sharded.module).backward()  # type: ignore[union-attr]
+    zero.step()
+    return [param[0].item() for param in model]
+
+
+@pytest.mark.ranks
+def test_start_values_reach_the_masters() -> None:
+    assert ranks.run(masters_follow, 2, timeout=60) == [[5.0] * 4] * 2

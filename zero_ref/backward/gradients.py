@@ -110,7 +110,8 @@ class OnOwners(Gradients):
         if not scaled:
             self.why_no_scaler = (
                 "torch.amp.GradScaler looks for infinite gradients on each rank by itself, and with "
-                "reduce_to_owners only their owner has them. Use reduce_to_owners(zero, scaled=True)."
+                "reduce_to_owners only their owner has them. Use reduce_to_owners(zero, scaled=True), or "
+                "ShardedDataParallel(..., scaled=True)."
             )
 
     def check_as_left(self, rank: int, built: Built) -> None:

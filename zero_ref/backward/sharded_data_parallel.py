@@ -9,6 +9,7 @@ in one order on all ranks, and after backward a rank has the gradients of what i
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -131,6 +132,7 @@ class ShardReduction:
         self.kept: dict[int, torch.Tensor] = {}
         self._flags: list[tuple[list[int], torch.Tensor]] = []
         self._before: set[int] = set()
+        self._open = False
         self._planned_for: object = None
         self._under_way: list[tuple[GradientBucket, ToOwners]] = []
 
@@ -158,9 +160,23 @@ class ShardReduction:
         self.bucket_of = {number: bucket for bucket in self.buckets for number in bucket.params}
 
     def begin(self) -> None:
-        """A backward has begun: put the gradients of earlier ones aside, to which it will add."""
+        """A backward has begun: put the gradients of earlier ones aside, to which it will add.
+
+        Raises:
+            RuntimeError: they are no longer on their owners, or were lost with a backward that raised.
+        """
         zero = self.zero
+        lost, self._open = self._open and bool(self._before), False
+        if lost:
+            raise RuntimeError(
+                f"rank {zero.rank}: the last backward did not come to its end, and the gradients to which it "
+                "was to add are lost. Call zero_grad() and begin the accumulation again."
+            )
+        has_gradients = any(param.grad is not None for param in zero.built.params)
+        if zero.backward.gradients.why_no_clipping is not None and has_gradients:
+            raise RuntimeError(f"rank {zero.rank}: {zero.backward.gradients.why_no_clipping}")
         self._plan()
+        self._open = True
         self.kept, self._flags, self._under_way = {}, [], []
         if zero.backward.gradients.versions is not None:
             owned = {own.piece.param: own.param for own in zero.shard.owned if own.param.requires_grad}
@@ -196,6 +212,11 @@ class ShardReduction:
     def reduce(self, bucket: GradientBucket) -> None:
         """Start to reduce a bucket, and complete those before it, whose gradients have had time to arrive."""
         zero = self.zero
+        for number in sorted(bucket.missing):
+            param = bucket.params[number]
+            if param.grad is not None:  # of earlier backwards under no_sync, and not used in this one
+                bucket.take(number, param.grad)
+                param.grad = None
         reduction = ToOwners(zero.collectives, bucket.filled(), [*bucket.params.values()], bucket.runs)
         zero.backward.under_way.append(reduction)
         self._under_way.append((bucket, reduction))
@@ -238,17 +259,24 @@ class ShardReduction:
             zero.built.params[number].grad = grad
             watched[zero.built.params[number]] = None
         own = [grad for grad in self.kept.values() if grad.numel()]
-        trained = [param for param in zero.built.params if param.requires_grad and param.numel()]
-        if not own and trained:
+        mine = {own_slice.param for own_slice in zero.shard.owned}
+        others = [p for p in zero.built.params if p.requires_grad and p.numel() and p not in mine]
+        if not own and others:
             # A rank without gradients could not see a change that torch makes to all gradients.
-            smallest = min(trained, key=torch.Tensor.numel)
+            smallest = min(others, key=torch.Tensor.numel)
             smallest.grad = torch.zeros_like(smallest, requires_grad=False)
             own, watched = [smallest.grad], {smallest: None}
         if self.scaled:
             share_infinities(zero.collectives, own)
         used = frozenset(self.kept)
-        self.kept = {}
+        self.drop()
         zero.backward.end_on_owners(watched, used, scaled=self.scaled, may_change=self.may_change)
+
+    def drop(self) -> None:
+        """Free what a backward holds; one that did not come to its end is forgotten."""
+        self.kept, self._flags, self._before, self._open = {}, [], set(), False
+        for bucket in self.buckets:
+            bucket.flat = None
 
 
 class ShardedDataParallel(nn.Module):
@@ -264,7 +292,8 @@ class ShardedDataParallel(nn.Module):
     up on each rank, as under DDP, and the next backward outside of it reduces the sum.
 
     A parameter that no rank has used in a backward has no gradient. Every backward reduces all buckets, so
-    all ranks must make equally many backwards.
+    all ranks must make equally many backwards, and freeze and unfreeze alike. Not for reentrant activation
+    checkpointing, a `Join`, sparse gradients, or two wrapped models in one backward.
 
     Args:
         module: the model. Its trained parameters must all be in the optimizers.
@@ -273,12 +302,15 @@ class ShardedDataParallel(nn.Module):
         broadcast_buffers: before each forward in training, rank 0 sends its buffers to all ranks.
         sync_models_at_startup: rank 0 sends its parameters and buffers to all ranks.
         reduce_buffer_size: elements of a bucket.
-        auto_refresh_trainable: accepted and not used: a change of `requires_grad` is seen by itself.
+        auto_refresh_trainable, warn_on_trainable_params_changed: accepted and not used: a change of
+            `requires_grad` is seen by itself.
         reduce_fp16: send gradients as float16.
         scaled, may_change: as `reduce_to_owners`.
     Raises:
         TypeError: an optimizer is not a ZeroRedundancyOptimizer.
-        ValueError: a trained parameter is in none of the optimizers, or in two.
+        ValueError: a trained parameter is in none of the optimizers, in two, or in another wrapper; an
+            optimizer has one that is not in the module.
+        RuntimeError: (in backward) gradients cannot be added to those that are there, or came twice.
     Collective: all ranks of the group construct it together, and run forward and backward together.
     Cost: in a backward each rank sends (N-1)/N of its gradients, and one element more for each slice. It
         holds its own gradients, and up to two buckets with their messages: of a bucket the owner of a part
@@ -296,6 +328,7 @@ class ShardedDataParallel(nn.Module):
         reduce_buffer_size: int = 2**23,
         auto_refresh_trainable: bool = True,
         reduce_fp16: bool = False,
+        warn_on_trainable_params_changed: bool = True,
         *,
         scaled: bool = False,
         may_change: bool = False,
@@ -313,7 +346,9 @@ class ShardedDataParallel(nn.Module):
             ShardReduction(zero, reduce_buffer_size, dtype, scaled, may_change)
             for zero in self.sharded_optimizers
         ]
-        self._in_backward = False
+        self._task, self._in_backward, self._syncing = -1, False, True
+        self._accumulators: list[Any] = []  # keeps the nodes whose hooks are called
+        self._reduce_fp16 = reduce_fp16
         self._waiting: list[tuple[ShardReduction, GradientBucket]] = []  # in the order of their reductions
         self._hooked: set[torch.Tensor] = set()
         self._place_of: dict[torch.Tensor, tuple[ShardReduction, int]] = {}
@@ -329,7 +364,8 @@ class ShardedDataParallel(nn.Module):
             self._broadcast(self.module.buffers())
         if torch.is_grad_enabled():
             self.refresh_trainable()
-            self._in_backward = False  # also where the last one was cut off by an error
+            if torch._C._current_graph_task_id() == -1:  # else it is computed again, in a backward
+                self._in_backward = False  # the last one may have been cut off by an error
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -343,15 +379,28 @@ class ShardedDataParallel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the model, by its optimizers."""
+        self._in_backward = False
         super().zero_grad(set_to_none)
-        for zero in self.sharded_optimizers:
-            zero.zero_grad(set_to_none)
+        for reduction in self._reductions:
+            reduction.drop()
+            reduction.zero.zero_grad(set_to_none)
+
+    def sync_buffers(self, blocking: bool = False) -> None:
+        """Rank 0 sends its buffers to all ranks. Collective: all ranks of the group."""
+        self._broadcast(self.module.buffers())
+
+    def __getattr__(self, name: str) -> Any:
+        """As FairScale's: what the wrapper does not have is the module's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
 
     def refresh_trainable(self) -> None:
         """Note which parameters are trained now. Each forward does this by itself.
 
         Raises:
-            ValueError: a trained parameter is in none of the optimizers, or in two.
+            ValueError: as the constructor.
         """
         if len(self._place_of) != sum(len(zero.built.params) for zero in self.sharded_optimizers):
             self._place_of = {}
@@ -362,6 +411,13 @@ class ShardedDataParallel(nn.Module):
                             f"parameter {reduction.zero.built.name(number)} is in two of the optimizers."
                         )
                     self._place_of[param] = reduction, number
+            inside = set(self.module.parameters())
+            for param, (reduction, number) in self._place_of.items():
+                if param.requires_grad and param not in inside:
+                    raise ValueError(
+                        f"parameter {reduction.zero.built.name(number)} of the optimizer is not in the "
+                        "module, so its gradients would not be averaged. Give it an optimizer of its own."
+                    )
         for name, param in self.module.named_parameters():
             if param.requires_grad and param not in self._hooked:
                 if param not in self._place_of:
@@ -369,9 +425,35 @@ class ShardedDataParallel(nn.Module):
                         f"parameter {name} is trained, and no optimizer has it, so it has no owner. Give the "
                         "optimizer all parameters of the model, or set its requires_grad to False."
                     )
-                param.register_hook(self._before_gradient)
-                param.register_post_accumulate_grad_hook(self._after_gradient)
+                if self._reduce_fp16 and param.is_complex():
+                    raise ValueError(
+                        f"parameter {name} is complex, and reduce_fp16=True would drop a part of it."
+                    )
+                self._hook(name, param)
                 self._hooked.add(param)
+
+    def _hook(self, name: str, param: torch.Tensor) -> None:
+        """Be called before and after a gradient is added to the parameter's. The hooks do not keep `self`."""
+        wrapper = getattr(param, "_sharded_by", lambda: None)()
+        if wrapper is not None and wrapper is not self:
+            raise ValueError(
+                f"parameter {name} is in another ShardedDataParallel. Use that one, or delete it first."
+            )
+        param._sharded_by = this = weakref.ref(self)  # type: ignore[attr-defined]
+
+        def before(*_: Any) -> None:
+            if (alive := this()) is not None:
+                alive._before_gradient()
+
+        def after(param: torch.Tensor) -> None:
+            if (alive := this()) is not None:
+                alive._after_gradient(param)
+
+        # The node that accumulates. A hook on the tensor would be called by torch.autograd.grad, too.
+        node = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        node.register_prehook(before)  # type: ignore[union-attr]
+        self._accumulators.append(node)
+        param.register_post_accumulate_grad_hook(after)
 
     @torch.no_grad()
     def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -384,16 +466,24 @@ class ShardedDataParallel(nn.Module):
             work.wait()
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.copy_(flat)
+            torch.autograd.graph.increment_version(tensor)  # Gloo does not
 
     # ------------------------------------------------------------------------------------------ a backward
 
-    def _before_gradient(self, _: torch.Tensor) -> None:
-        """Called before the first gradient of a backward is added to a parameter's, and before all others."""
-        if self._in_backward:
+    def _before_gradient(self) -> None:
+        """Called before each gradient is added to a parameter's: before the first, begin."""
+        task = torch._C._current_graph_task_id()
+        if self._in_backward and task == self._task:
             return
-        self._in_backward = True
+        if self._in_backward or task < self._task:
+            raise RuntimeError(
+                "a backward came within another one, or the last one did not come to its end. Reentrant "
+                "activation checkpointing makes one within another: pass use_reentrant=False. After an error "
+                "call zero_grad() of this ShardedDataParallel."
+            )
+        self._task, self._in_backward, self._syncing = task, True, self.require_backward_grad_sync
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        if self.require_backward_grad_sync:
+        if self._syncing:
             for reduction in self._reductions:
                 reduction.begin()
             self._waiting = self._in_order()
@@ -410,7 +500,7 @@ class ShardedDataParallel(nn.Module):
             )
 
     def _after_gradient(self, param: torch.Tensor) -> None:
-        if self.require_backward_grad_sync:
+        if self._syncing:
             reduction, number = self._place_of[param]
             reduction.take(number, param)
             while self._waiting and not self._waiting[0][1].missing:
@@ -422,7 +512,7 @@ class ShardedDataParallel(nn.Module):
 
     def _end(self) -> None:
         self._in_backward = False
-        if self.require_backward_grad_sync:
+        if self._syncing:
             while self._waiting:
                 self._reduce_next()
             for reduction in self._reductions:
