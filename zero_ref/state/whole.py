@@ -17,6 +17,7 @@ from zero_ref.comm.agreement import RanksLostError, agreement
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.groups import replace_options
+from zero_ref.optimizer.several import optimizers_in
 from zero_ref.optimizer.shard import Shard
 from zero_ref.state import checkpoint
 
@@ -122,12 +123,17 @@ class WithWholeState(Optimizer):
         rank then refuses to step.
         """
         before = {"state": self.optim.state, "param_groups": self.optim.param_groups}
+        # torch adds a default when it loads; groups that are added later would have it on some ranks only.
+        defaults = [(one, dict(one.defaults)) for one in (self.optim, *optimizers_in(self.optim))]
         try:
             with agreement(self.collectives, action) as facts:
                 yield facts
                 facts += facts_of_options(self.optim.param_groups, self.optim)
         except BaseException as error:
             self.optim.__setstate__(before)
+            for one, had in defaults:
+                for key in one.defaults.keys() - had.keys():
+                    del one.defaults[key]
             if isinstance(error, RanksLostError) or not isinstance(error, Exception):
                 self.accord.was_cut_off(action)
             raise
