@@ -111,7 +111,7 @@ def test_a_shard_in_files_gives_the_same_numbers(
         assert place is None or all(files_of(optimizer))
         return values
 
-    expected, in_files = [virtual.run(on_rank, 3, place, timeout=60) for place in (None, tmp_path)]
+    expected, in_files = [virtual.run(on_rank, 3, place, timeout=180) for place in (None, tmp_path)]
     for theirs, ours in zip(expected, in_files, strict=True):
         assert all(map(torch.equal, theirs, ours))
     assert not list(tmp_path.glob("zero_ref_state_*"))  # the files have no names
@@ -128,8 +128,8 @@ def test_torchs_classes_are_stepped_in_pieces(tmp_path: Path, monkeypatch: pytes
         train(params, optimizer, range(2))
         return len(steps)
 
-    assert virtual.run(on_rank, 1, optim.SGD, timeout=20) == [2 * 3]
-    assert virtual.run(on_rank, 1, CountsAnywhere, timeout=20) == [2]
+    assert virtual.run(on_rank, 1, optim.SGD, timeout=180) == [2 * 3]
+    assert virtual.run(on_rank, 1, CountsAnywhere, timeout=180) == [2]
 
 
 def test_a_place_that_cannot_hold_state_is_refused_on_all_ranks(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_place_that_cannot_hold_state_is_refused_on_all_ranks(tmp_path: Path) 
                 start(torch.float32), optim.AdamW, comm, state_device=tmp_path if comm.rank else None
             )
 
-    virtual.run(on_rank, 2, timeout=20)
+    virtual.run(on_rank, 2, timeout=180)
 
 
 def anonymous_bytes() -> int:
@@ -208,8 +208,8 @@ def test_own_counters_closures_and_other_dtypes(optimizer_class: Any, kind: str,
         return values + train(params, optimizer, range(4, 6))
 
     options = {"state_device": tmp_path} if kind == "files" else {"master_dtype": torch.float64}
-    expected = virtual.run(on_rank, 2, {}, timeout=30)
-    for ours, theirs in zip(virtual.run(on_rank, 2, options, timeout=30), expected, strict=True):
+    expected = virtual.run(on_rank, 2, {}, timeout=180)
+    for ours, theirs in zip(virtual.run(on_rank, 2, options, timeout=180), expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             if kind == "files":
                 assert torch.equal(one, other)
@@ -235,8 +235,8 @@ def test_a_full_disk_leaves_state_in_memory(tmp_path: Path, monkeypatch: pytest.
     def full(numel: int, dtype: torch.dtype) -> torch.Tensor:
         raise OSError(28, "No space left on device")
 
-    expected = virtual.run(on_rank, 2, None, timeout=30)
+    expected = virtual.run(on_rank, 2, None, timeout=180)
     with pytest.warns(UserWarning, match="takes no more state, which stays in memory"):
-        ours = virtual.run(on_rank, 2, tmp_path, timeout=30)
+        ours = virtual.run(on_rank, 2, tmp_path, timeout=180)
     for mine, theirs in zip(ours, expected, strict=True):
         assert all(map(torch.equal, mine, theirs))

@@ -15,7 +15,7 @@ from zero_ref.lab import virtual
 from zero_ref.lab.meter import state_bytes
 from zero_ref.optimizer.several import SeveralOptimizers, split_state_dict
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.partition import loads_under, newton_schulz_operations, plan_partition
+from zero_ref.plan.partition import Slice, even, loads_under, newton_schulz_operations, plan_partition
 from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.models import matrices_whole, shapes, specs
 from zero_ref.state.sharded import load_sharded, save_sharded
@@ -95,7 +95,7 @@ def test_one_optimizer_equals_the_plain_ones(partition: str, flat: bool, world_s
         return train(params, optimizer, range(6))
 
     expected = Plain(start()).train(range(6))
-    for values in virtual.run(on_rank, world_size, timeout=20):
+    for values in virtual.run(on_rank, world_size, timeout=180):
         assert all(map(torch.equal, values, expected))
 
 
@@ -113,7 +113,7 @@ def test_groups_have_the_options_of_their_own_class() -> None:
 
     plain = Plain(start())
     muon, adamw = ({*one.param_groups[0], "optimizer_class"} for one in (plain.muon, plain.adamw))
-    for keys in virtual.run(on_rank, 2, timeout=20):
+    for keys in virtual.run(on_rank, 2, timeout=180):
         assert keys == [adamw, muon, muon, adamw]
 
 
@@ -135,7 +135,7 @@ def test_a_scheduler_sees_one_list_of_groups() -> None:
         plain.step()
         for scheduler in schedulers:
             scheduler.step()
-    for values in virtual.run(on_rank, 2, timeout=20):
+    for values in virtual.run(on_rank, 2, timeout=180):
         assert all(map(torch.equal, values, plain.params))
 
 
@@ -154,7 +154,7 @@ def test_a_closure_is_called_once_for_all_classes() -> None:
         return [param.detach() for param in params], len(calls)
 
     expected = Plain(start()).train(range(3))
-    for values, calls in virtual.run(on_rank, 2, timeout=20):
+    for values, calls in virtual.run(on_rank, 2, timeout=180):
         assert calls == 3
         assert all(map(torch.equal, values, expected))
 
@@ -190,7 +190,7 @@ def test_a_group_of_a_second_class_may_come_later(tmp_path: Path) -> None:
             for param in plain.params[:4] + plain.params[-1:]:
                 param.grad = None
         plain.step()
-    for values in virtual.run(on_rank, 3, timeout=20):
+    for values in virtual.run(on_rank, 3, timeout=180):
         assert all(map(torch.equal, values, plain.params))
 
 
@@ -234,13 +234,13 @@ def test_checkpoints_go_to_other_ranks_and_to_the_plain_optimizers(
         params = begin()
         return train(params, one_of(params, comm, **options), range(6))
 
-    (expected,) = virtual.run(unsharded, 1, timeout=20)
-    values, state = virtual.run(save, 4, timeout=20)[0]
+    (expected,) = virtual.run(unsharded, 1, timeout=180)
+    values, state = virtual.run(save, 4, timeout=180)[0]
     torch.save(state, tmp_path / "whole.pt")
     state = torch.load(tmp_path / "whole.pt", weights_only=True)
     for world_size in (1, 3):
         for given in (state, None):
-            for trained in virtual.run(load, world_size, values, given, timeout=20):
+            for trained in virtual.run(load, world_size, values, given, timeout=180):
                 assert all(map(torch.equal, trained, expected))
     if masters:
         return
@@ -278,7 +278,7 @@ def test_a_checkpoint_of_another_class_is_refused_on_all_ranks() -> None:
     def groups_of_one_class(params: list[nn.Parameter]) -> list[dict[str, Any]]:
         return [{"params": group["params"]} for group in groups_of(params)]
 
-    state = virtual.run(on_rank, 2, timeout=20)[0]
+    state = virtual.run(on_rank, 2, timeout=180)[0]
     state["param_groups"][0].pop("optimizer_class")
     with pytest.raises(ValueError, match="does not name its optimizer_class"):
         split_state_dict(state)
@@ -293,7 +293,7 @@ def test_ranks_that_name_other_classes_all_raise() -> None:
         with pytest.raises(ValueError, match="Adafactor"):
             ZeroRedundancyOptimizer(groups, optim.AdamW, comm, **ADAMW)
 
-    virtual.run(on_rank, 2, timeout=20)
+    virtual.run(on_rank, 2, timeout=180)
 
 
 def test_frozen_matrices_stand_still_and_are_trained_again() -> None:
@@ -315,7 +315,7 @@ def test_frozen_matrices_stand_still_and_are_trained_again() -> None:
 
     plain = Plain(start())
     expected = frozen_then_trained(plain.params, plain.step)
-    for values in virtual.run(on_rank, 3, timeout=20):
+    for values in virtual.run(on_rank, 3, timeout=180):
         assert all(map(torch.equal, values, expected))
 
 
@@ -330,7 +330,7 @@ def test_the_simulator_counts_the_state_of_both_classes(partition: str) -> None:
             comm.rank
         ]
 
-    for measured, predicted in virtual.run(on_rank, 3, timeout=20):
+    for measured, predicted in virtual.run(on_rank, 3, timeout=180):
         assert measured == predicted > 0
 
 
@@ -376,8 +376,8 @@ def test_a_class_that_draws_random_numbers_is_told_of(with_closure: bool) -> Non
             optimizer.step()
 
     with pytest.warns(UserWarning, match="Noisy drew random numbers in its step"):
-        virtual.run(on_rank, 1, Noisy, timeout=20)
-    virtual.run(on_rank, 1, Averaging, timeout=20)  # a warning would be an error
+        virtual.run(on_rank, 1, Noisy, timeout=180)
+    virtual.run(on_rank, 1, Averaging, timeout=180)  # a warning would be an error
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -402,7 +402,7 @@ def test_state_beside_that_of_parameters_is_refused_where_it_would_be_lost(
         assert all(map(torch.equal, values, params))
         train(params, optimizer, range(2, 3))
 
-    virtual.run(on_rank, 2, timeout=20)
+    virtual.run(on_rank, 2, timeout=180)
 
 
 # --------------------------------------------------------------------------------- users' odd, legal programs
@@ -439,7 +439,7 @@ def test_a_class_that_couples_parameters_is_refused_in_any_group_at_any_time(lr:
         with pytest.raises((ValueError, RuntimeError), match="beside another one"):
             optimizer.add_param_group({"params": [four], **coupled})
 
-    virtual.run(on_rank, 2, timeout=20)
+    virtual.run(on_rank, 2, timeout=180)
 
 
 class Lamb(optim.SGD):
@@ -458,7 +458,7 @@ def test_a_warm_up_from_zero_does_not_hide_that_shapes_are_used() -> None:
         params = [nn.Parameter(torch.ones(200, 100))]
         return ZeroRedundancyOptimizer(params, Lamb, comm, partition="even", lr=0.0).partition.is_whole
 
-    assert virtual.run(on_rank, 2, timeout=20) == [True, True]
+    assert virtual.run(on_rank, 2, timeout=180) == [True, True]
 
 
 def test_the_main_class_may_get_its_first_group_later() -> None:
@@ -469,7 +469,22 @@ def test_the_main_class_may_get_its_first_group_later() -> None:
         optimizer.add_param_group({"params": [second]})
         return optimizer.param_groups[1]["lr"]
 
-    assert virtual.run(on_rank, 2, timeout=20) == [0.5, 0.5]
+    assert virtual.run(on_rank, 2, timeout=180) == [0.5, 0.5]
+
+
+def test_errors_name_the_main_class_of_a_group_that_names_none() -> None:
+    def on_rank(comm: Collectives) -> None:
+        first, second, third = start()[:3]
+        groups = [{"params": [first], "optimizer_class": optim.Muon}, {"params": [second]}]
+        optimizer = ZeroRedundancyOptimizer(groups, optim.Adafactor, comm)
+        optimizer.add_param_group({"params": [third]})
+        with pytest.raises(ValueError, match="Muon may look at a parameter's shape"):
+            optimizer.repartition(lambda numels, world_size: even(numels, world_size))
+        cut_the_last = [[0, 1, Slice(2, 0, 64)], [Slice(2, 64, third.numel())]]
+        with pytest.raises(ValueError, match="Adafactor may look at a parameter's shape"):
+            optimizer.repartition(cut_the_last)  # type: ignore[arg-type]
+
+    virtual.run(on_rank, 2, timeout=180)
 
 
 def test_a_refused_group_leaves_no_class_behind() -> None:
@@ -484,7 +499,7 @@ def test_a_refused_group_leaves_no_class_behind() -> None:
         optimizer.repartition("balanced")
         return [one.__name__ for one in optimizer.optim.optimizers]  # type: ignore[attr-defined]
 
-    assert virtual.run(on_rank, 2, timeout=20) == [["Adagrad", "AdamW", "Muon"]] * 2
+    assert virtual.run(on_rank, 2, timeout=180) == [["Adagrad", "AdamW", "Muon"]] * 2
 
 
 class WantsRate(optim.SGD):
@@ -515,7 +530,7 @@ def test_options_of_a_groups_class_reach_its_constructor() -> None:
     for step in range(2):
         fill(params, step)
         plain.step()
-    for values in virtual.run(on_rank, 2, timeout=20):
+    for values in virtual.run(on_rank, 2, timeout=180):
         assert torch.equal(values[1], params[1])
 
 
@@ -534,7 +549,7 @@ def test_state_of_no_parameter_is_refused_beside_another_class() -> None:
         with pytest.raises(RuntimeError, match="keeps 'count' in it, which belongs to no parameter"):
             optimizer.step()
 
-    virtual.run(on_rank, 1, timeout=20)
+    virtual.run(on_rank, 1, timeout=180)
 
 
 def test_one_class_that_a_group_names_is_no_second_one() -> None:
@@ -546,7 +561,7 @@ def test_one_class_that_a_group_names_is_no_second_one() -> None:
         optimizer.consolidate_state_dict("all")
         return optimizer.state_dict()
 
-    state = virtual.run(on_rank, 2, timeout=20)[0]
+    state = virtual.run(on_rank, 2, timeout=180)[0]
     params = start()
     plain = optim.AdamW([{"params": params[:2]}, {"params": params[2:]}], **ADAMW)
     train(params, plain, range(1))

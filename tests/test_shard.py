@@ -88,7 +88,7 @@ def test_steps_equal_a_loop_that_keeps_copies(partition: str, flat: bool) -> Non
         return train(*made(comm, partition, flat), range(10))
 
     expected, _, _ = unsharded(10)
-    for trained in virtual.run(on_rank, 3, timeout=20):
+    for trained in virtual.run(on_rank, 3, timeout=180):
         assert_equal(trained, expected)
 
 
@@ -101,8 +101,8 @@ def test_updates_too_small_for_16_bits_add_up_in_a_copy() -> None:
             optimizer.step()
         return weight[0].item()
 
-    assert virtual.run(partial(trained, ZeroRedundancyOptimizer), 2, timeout=20) == [1.0, 1.0]
-    assert virtual.run(partial(trained, OnCopies), 2, timeout=20) == pytest.approx([0.99, 0.99], abs=2**-9)
+    assert virtual.run(partial(trained, ZeroRedundancyOptimizer), 2, timeout=180) == [1.0, 1.0]
+    assert virtual.run(partial(trained, OnCopies), 2, timeout=180) == pytest.approx([0.99, 0.99], abs=2**-9)
 
 
 @WAYS
@@ -128,7 +128,7 @@ def test_checkpoints_keep_the_copies_at_any_number_of_ranks(
 
     _, copies, _ = unsharded(3)
     expected, _, _ = unsharded(6)
-    values, state = virtual.run(save, 3, timeout=20)[0]
+    values, state = virtual.run(save, 3, timeout=180)[0]
     for number, copy in enumerate(copies):
         if DTYPES[number] != torch.float32:
             assert torch.equal(state["state"][number][MASTER], copy)
@@ -136,7 +136,7 @@ def test_checkpoints_keep_the_copies_at_any_number_of_ranks(
             assert MASTER not in state["state"][number]
     for world_size in (1, 2, 4):
         for given in (state, None):
-            for trained in virtual.run(load, world_size, given, values, timeout=20):
+            for trained in virtual.run(load, world_size, given, values, timeout=180):
                 assert_equal(trained, expected)
 
 
@@ -153,7 +153,7 @@ def test_a_checkpoint_without_copies_starts_them_from_the_parameters() -> None:
             own.window.float() for own in optimizer.shard.owned
         ]
 
-    for copies, rounded in virtual.run(on_rank, 2, timeout=20):
+    for copies, rounded in virtual.run(on_rank, 2, timeout=180):
         assert_equal(copies, rounded)
 
 
@@ -171,7 +171,7 @@ def test_a_repartition_hands_the_copies_over(flat: bool) -> None:
         return train(params, optimizer, range(6, 9))
 
     expected, _, _ = unsharded(9)
-    for trained in virtual.run(on_rank, 3, timeout=20):
+    for trained in virtual.run(on_rank, 3, timeout=180):
         assert_equal(trained, expected)
 
 
@@ -184,7 +184,7 @@ def test_a_frozen_parameter_is_left_as_it_is_on_all_ranks() -> None:
         values = train(params, optimizer, range(2))
         return values, [params[0]._version - version]
 
-    (first, versions), (second, others) = virtual.run(on_rank, 2, timeout=20)
+    (first, versions), (second, others) = virtual.run(on_rank, 2, timeout=180)
     assert_equal(first, second)
     assert versions == others == [0]
     assert bool((first[0] == 5).all())
@@ -200,7 +200,7 @@ def test_only_what_was_stepped_is_published() -> None:
         optimizer.shard.publish({1})
         return [number for number, param in enumerate(params) if param._version != before[number]]
 
-    assert virtual.run(on_rank, 1, timeout=20) == [[1]]
+    assert virtual.run(on_rank, 1, timeout=180) == [[1]]
 
 
 def test_values_of_another_shape_are_refused_on_all_ranks_before_anything_is_loaded() -> None:
@@ -217,7 +217,7 @@ def test_values_of_another_shape_are_refused_on_all_ranks_before_anything_is_loa
             torch.equal(own.local, values) for own, values in zip(optimizer.shard.owned, before, strict=True)
         )
 
-    for message, same in virtual.run(on_rank, 2, timeout=20):
+    for message, same in virtual.run(on_rank, 2, timeout=180):
         assert (
             "the state 'master_weight' of parameter 3 has shape (300,), and what it stands for has (301,)"
             in message
@@ -242,7 +242,7 @@ def test_what_others_write_into_a_parameter_is_taken_into_its_copy() -> None:
         kept = own is None or abs(own.local[1].item() - 1.002) < 1e-5  # nothing of the small updates is lost
         return weight[0].item(), weight[1].item(), kept
 
-    assert virtual.run(on_rank, 2, timeout=20) == [(5.0, 1.0, True)] * 2
+    assert virtual.run(on_rank, 2, timeout=180) == [(5.0, 1.0, True)] * 2
 
 
 def test_a_graph_from_before_the_step_may_be_used_in_its_closure() -> None:
@@ -258,7 +258,7 @@ def test_a_graph_from_before_the_step_may_be_used_in_its_closure() -> None:
         assert optimizer.step(closure) is loss
         return weight[0].item()
 
-    assert virtual.run(on_rank, 2, timeout=20) == [0.0, 0.0]
+    assert virtual.run(on_rank, 2, timeout=180) == [0.0, 0.0]
 
 
 def test_copies_follow_a_change_of_memory_format() -> None:
@@ -274,7 +274,7 @@ def test_copies_follow_a_change_of_memory_format() -> None:
             state[MASTER].bfloat16(), weight.detach()
         )
 
-    assert virtual.run(on_rank, 2, timeout=20) == [True, True]
+    assert virtual.run(on_rank, 2, timeout=180) == [True, True]
 
 
 def test_masters_of_an_earlier_run_do_not_come_back() -> None:
@@ -292,7 +292,7 @@ def test_masters_of_an_earlier_run_do_not_come_back() -> None:
         first, second = state["param_groups"]
         return [{**first, "params": first["params"] + second["params"]}]
 
-    assert not any(map(any, virtual.run(on_rank, 2, timeout=20)))
+    assert not any(map(any, virtual.run(on_rank, 2, timeout=180)))
 
 
 def test_a_state_that_some_owners_of_a_parameter_lack_is_refused_on_all_ranks() -> None:
@@ -305,7 +305,7 @@ def test_a_state_that_some_owners_of_a_parameter_lack_is_refused_on_all_ranks() 
             optimizer.consolidate_state_dict(1)
         return str(error.value)
 
-    for message in virtual.run(on_rank, 2, timeout=20):
+    for message in virtual.run(on_rank, 2, timeout=180):
         assert "128 of 256 elements of parameter 0 have the state 'master_weight'" in message
 
 
@@ -331,7 +331,7 @@ def test_an_optimizer_that_lists_its_parameters_itself_goes_on_after_a_layer_is_
         optimizer.step()
         return params[1][0].item()
 
-    assert virtual.run(on_rank, 2, timeout=20) == [0.75, 0.75]
+    assert virtual.run(on_rank, 2, timeout=180) == [0.75, 0.75]
 
 
 def test_what_others_write_is_taken_although_a_layer_is_frozen_or_the_state_is_saved_next() -> None:
@@ -355,7 +355,7 @@ def test_what_others_write_is_taken_although_a_layer_is_frozen_or_the_state_is_s
         optimizer.consolidate_state_dict("all")
         return after, optimizer.state_dict()["state"][0][MASTER][0].item()
 
-    assert virtual.run(on_rank, 2, timeout=20) == [(4.5, 7.0)] * 2
+    assert virtual.run(on_rank, 2, timeout=180) == [(4.5, 7.0)] * 2
 
 
 CLASSES = {
@@ -394,5 +394,5 @@ def test_masters_equal_the_unsharded_loop_whatever_the_partition(name: str, roun
     for partition in ("sorted_greedy", "registration_greedy", "even", "balanced"):
         for flat in (False, True):
             for world_size in (1, 2, 4):
-                for values in virtual.run(on_rank, world_size, partition, flat, timeout=30):
+                for values in virtual.run(on_rank, world_size, partition, flat, timeout=180):
                     assert_equal(values, expected)

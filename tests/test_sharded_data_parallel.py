@@ -133,7 +133,7 @@ def run(
             after.append(values_of(model))
         return after
 
-    return virtual.run(on_rank, world_size, timeout=60)
+    return virtual.run(on_rank, world_size, timeout=180)
 
 
 def assert_equal(ours: Sequence[list[Values]], plain: list[Values]) -> None:
@@ -218,14 +218,14 @@ def test_several_backwards_add_up_in_the_shard(partition: str) -> None:
     ]
     means = [averaged([of_rank[batch] for of_rank in single]) for batch in range(3)]
     numbers = []
-    for comm_rank, gradients in enumerate(virtual.run(on_rank, 2, timeout=30)):
+    for comm_rank, gradients in enumerate(virtual.run(on_rank, 2, timeout=180)):
         model = Tied()
 
         def owned_numbers(comm: Collectives, m: nn.Module = model) -> list[Any]:
             zero = ZeroRedundancyOptimizer(m.parameters(), optim.SGD, comm, partition=partition, lr=0.1)
             return [own.piece for own in zero.shard.owned]
 
-        pieces = virtual.run(lambda comm: owned_numbers(comm, Tied()), 2, timeout=30)[comm_rank]
+        pieces = virtual.run(lambda comm: owned_numbers(comm, Tied()), 2, timeout=180)[comm_rank]
         used = [piece for piece in pieces if means[0][piece.param] is not None]
         for batch, of_batch in enumerate(gradients):
             for piece, ours in zip(used, of_batch, strict=True):
@@ -267,7 +267,7 @@ def test_no_sync_after_averaged_gradients_is_refused() -> None:
         sharded(data(comm.rank, 2)).backward()
         optimizer.step()
 
-    virtual.run(on_rank, 2, timeout=30)
+    virtual.run(on_rank, 2, timeout=180)
 
 
 def test_no_sync_then_a_backward_that_uses_less() -> None:
@@ -325,7 +325,7 @@ def test_nothing_is_added_to_gradients_whose_owners_changed() -> None:
         sharded(data(comm.rank, 1)).backward()
         optimizer.step()
 
-    virtual.run(on_rank, 2, timeout=30)
+    virtual.run(on_rank, 2, timeout=180)
 
 
 class Failing(torch.autograd.Function):
@@ -358,7 +358,7 @@ def test_a_backward_that_raised_loses_nothing_silently() -> None:
         optimizer.step()
         return [values_of(model)]
 
-    assert_equal(virtual.run(on_rank, 2, timeout=30), expected(2, 1, adamw))
+    assert_equal(virtual.run(on_rank, 2, timeout=180), expected(2, 1, adamw))
 
 
 def test_gradients_are_only_where_they_are_owned() -> None:
@@ -373,7 +373,7 @@ def test_gradients_are_only_where_they_are_owned() -> None:
         optimizer.zero_grad()
         assert all(param.grad is None for param in model.parameters())
 
-    virtual.run(on_rank, 3, timeout=30)
+    virtual.run(on_rank, 3, timeout=180)
 
 
 def test_clipping_sees_the_norm_of_all_gradients() -> None:
@@ -392,7 +392,7 @@ def test_clipping_sees_the_norm_of_all_gradients() -> None:
         param.grad = grad
     norm = nn.utils.clip_grad_norm_(models[0].parameters(), 0.01)
     optim.SGD(models[0].parameters(), lr=0.1).step()
-    for ours in virtual.run(on_rank, 2, timeout=30):
+    for ours in virtual.run(on_rank, 2, timeout=180):
         assert all(map(torch.equal, ours, [norm, *values_of(models[0])]))
 
 
@@ -444,7 +444,7 @@ def test_two_optimizers_share_a_model() -> None:
         first, second = halves(model)
         return Both([optim.AdamW(first, **ADAMW), optim.SGD(second, lr=0.1)])
 
-    assert_equal(virtual.run(on_rank, 3, timeout=30), expected(3, 3, plain))
+    assert_equal(virtual.run(on_rank, 3, timeout=180), expected(3, 3, plain))
 
 
 def test_rank_0s_parameters_and_buffers_are_sent() -> None:
@@ -460,7 +460,7 @@ def test_rank_0s_parameters_and_buffers_are_sent() -> None:
         sharded(torch.ones(4, 8))
         return [*started, model.norm.running_mean.clone()]  # type: ignore[union-attr]
 
-    first, second = virtual.run(on_rank, 2, timeout=30)
+    first, second = virtual.run(on_rank, 2, timeout=180)
     assert all(map(torch.equal, first, second))
     assert first[-2].abs().max() == 0
 
@@ -480,9 +480,9 @@ def test_checkpointed_activations() -> None:
             after.append(values_of(model))
         return after
 
-    assert_equal(virtual.run(on_rank, 2, False, timeout=30), expected(2, 2, adamw))
+    assert_equal(virtual.run(on_rank, 2, False, timeout=180), expected(2, 2, adamw))
     with pytest.raises(RuntimeError, match="pass use_reentrant=False"):
-        virtual.run(on_rank, 2, True, timeout=30)
+        virtual.run(on_rank, 2, True, timeout=180)
 
 
 def test_gradients_sent_in_16_bits_are_rounded() -> None:
@@ -534,7 +534,7 @@ def test_mistakes_are_named() -> None:
         with pytest.raises(ValueError, match="sparse gradient"):
             sparse(torch.tensor([1, 2])).sum().backward()
 
-    virtual.run(on_rank, 2, timeout=30)
+    virtual.run(on_rank, 2, timeout=180)
 
 
 def test_a_program_written_for_fairscale() -> None:
@@ -554,7 +554,7 @@ def test_a_program_written_for_fairscale() -> None:
             after.append(values_of(model))
         return after
 
-    assert_equal(virtual.run(on_rank, 2, timeout=30), expected(2, 3, adamw))
+    assert_equal(virtual.run(on_rank, 2, timeout=180), expected(2, 3, adamw))
 
 
 # ------------------------------------------------------------------------------------------------ real ranks
@@ -642,4 +642,4 @@ def masters_follow() -> list[float]:
 
 @pytest.mark.ranks
 def test_start_values_reach_the_masters() -> None:
-    assert ranks.run(masters_follow, 2, timeout=60) == [[5.0] * 4] * 2
+    assert ranks.run(masters_follow, 2, timeout=180) == [[5.0] * 4] * 2

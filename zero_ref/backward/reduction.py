@@ -260,17 +260,26 @@ class OwnerReduction:
             for piece, owner in zero.partition.pieces_of_param[number]:
                 if param.grad is not None and owner != zero.rank:
                     flat_view(param.grad)[piece.start : piece.stop] = 0
-        own = [param.grad for param in kept if param.grad is not None and param.numel()]
-        others = [p for p in zero.built.params if p.requires_grad and p.numel() and p not in kept]
-        if not own and others:
-            # A rank without gradients could not see a change that torch makes to all gradients.
-            smallest = min(others, key=torch.Tensor.numel)
-            smallest.grad = torch.zeros_like(smallest)
-            own = [smallest.grad]
-            kept[smallest] = None
+        own = gradients_to_watch(zero, kept)
         if self.scaled:
             share_infinities(zero.collectives, own)
         zero.backward.end_on_owners(kept, used, scaled=self.scaled, may_change=self.may_change)
+
+
+def gradients_to_watch(zero: ZeroRedundancyOptimizer, kept: dict[torch.Tensor, None]) -> list[torch.Tensor]:
+    """The gradients of the parameters in `kept`. If there are none, a parameter with one of zeros is added.
+
+    A rank without gradients could not see a change that torch makes to all gradients. The parameter is the
+    smallest of those that other ranks own, which this rank does not step.
+    """
+    own = [param.grad for param in kept if param.grad is not None and param.numel()]
+    mine = {own_slice.param for own_slice in zero.shard.owned}
+    others = [p for p in zero.built.params if p.requires_grad and p.numel() and p not in mine]
+    if not own and others:
+        smallest = min(others, key=torch.Tensor.numel)
+        smallest.grad = torch.zeros_like(smallest, requires_grad=False)
+        own, kept[smallest] = [smallest.grad], None
+    return own
 
 
 def share_infinities(comm: Collectives, own: Sequence[torch.Tensor]) -> None:

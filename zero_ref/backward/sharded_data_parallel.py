@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_ref.backward.reduction import ToOwners, share_infinities
+from zero_ref.backward.reduction import ToOwners, gradients_to_watch, share_infinities
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.buckets import flat_like
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -30,15 +30,16 @@ from zero_ref.plan.partition import Slice
 class GradientBucket:
     """Gradients that are reduced as one message to each owner.
 
-    After the gradients the bucket has a flag for each slice: how many ranks had a gradient, in the bucket's
-    dtype and averaged as the gradients are. Only a slice whose flag is not zero is stepped: the others have
-    a gradient on no rank.
+    After the gradients come flags, one for each slice: the share of the ranks that had a gradient for it. A
+    slice whose flag is zero has a gradient on no rank, so it is not stepped.
 
     Args:
         params: the parameters by number, in the order of their places.
         dtype: in which they are reduced.
-        owned: for each rank (number of the parameter, slice, first element in the bucket).
+        owned: for each rank its slices, each with its first element in the bucket.
         runs: for each rank the runs of the bucket that it gets: its slices, then its flags.
+        starts: by number the first element of each parameter in the bucket.
+        numel: elements, flags included.
 
     Attributes:
         flat: the gradients; None where none has come since the last reduction.
@@ -258,14 +259,7 @@ class ShardReduction:
         for number, grad in self.kept.items():
             zero.built.params[number].grad = grad
             watched[zero.built.params[number]] = None
-        own = [grad for grad in self.kept.values() if grad.numel()]
-        mine = {own_slice.param for own_slice in zero.shard.owned}
-        others = [p for p in zero.built.params if p.requires_grad and p.numel() and p not in mine]
-        if not own and others:
-            # A rank without gradients could not see a change that torch makes to all gradients.
-            smallest = min(others, key=torch.Tensor.numel)
-            smallest.grad = torch.zeros_like(smallest, requires_grad=False)
-            own, watched = [smallest.grad], {smallest: None}
+        own = gradients_to_watch(zero, watched)
         if self.scaled:
             share_infinities(zero.collectives, own)
         used = frozenset(self.kept)

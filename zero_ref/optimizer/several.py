@@ -25,7 +25,8 @@ StateDict = dict[str, Any]
 
 def class_of(group: ParamGroup, optim: Optimizer) -> type[Optimizer]:
     """The class that steps a group of this local optimizer."""
-    return group.get(OPTIMIZER_CLASS, type(optim))
+    main = optim.main if isinstance(optim, SeveralOptimizers) else type(optim)
+    return group.get(OPTIMIZER_CLASS, main)
 
 
 def defaults_of(group: ParamGroup, optim: Optimizer) -> Mapping[str, Any]:
