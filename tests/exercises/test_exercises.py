@@ -31,6 +31,7 @@ WAITS = {
     "one_call_for_each_slice",
     "returns_as_soon_as_it_knows",
     "keeps_its_values",
+    "receives_once_more",
 }
 """Wrong answers in which ranks wait for each other in vain: only a time-out ends them."""
 

@@ -36,6 +36,16 @@ def keeps_its_values(comm: Any, local: Any, params: Any, owners: list[int], sour
     local.step()
 
 
+def receives_once_more(comm: Any, local: Any, params: Any, owners: list[int], source: int) -> None:
+    for param, owner in zip(params, owners):
+        if owner == comm.rank:
+            comm.recv(param.grad, source).wait()
+    comm.recv(params[0].grad, source).wait()
+    local.step()
+    for param, owner in zip(params, owners):
+        comm.broadcast(param.detach(), owner).wait()
+
+
 def divides_by_who_is_left(batches: Sequence[int], divide_by_initial_world_size: bool) -> list[float]:
     return [1.0] * max(batches)
 
@@ -72,6 +82,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("join.shadow_step", receives_after_the_step, "before the local step"),
     ("join.shadow_step", never_steps, "local.step"),
     ("join.shadow_step", keeps_its_values, "take part .*in every broadcast"),
+    ("join.shadow_step", receives_once_more, "that this rank owns, no more"),
     ("join.averages", divides_by_who_is_left, "the others add zero"),
     ("join.averages", stops_with_the_first, "as long as any rank has data"),
     ("join.averages", mixes_up_the_two_ways, "DDP's averaged gradient is"),
