@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import hashlib
 import itertools
@@ -49,6 +50,7 @@ from zero_ref.optimizer.rounding import ROUNDINGS
 from zero_ref.optimizer.several import SeveralOptimizers
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
+from zero_ref.plan.rules import equal_shares
 from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_async
 
 Options = dict[str, Any]
@@ -216,10 +218,13 @@ class Job:
             "registration_greedy",
             "whole",
             "even",
+            "equal_shares",
             "balanced",
             *([] if self.whole_only or self.several else ["cut"]),
         ]
         name, seed = rng.choice(names), rng.random()
+        if name == "equal_shares":
+            return functools.partial(equal_shares, range_numel=rng.choice([100, 1000, 2**20]))
 
         def by_chance(numels: Sequence[int], world_size: int) -> list[list[Slice]]:
             rng = Random(seed)

@@ -14,7 +14,8 @@ from zero_ref.live.animated_step import PHASES, SECONDS, animate_step, step_fram
 from zero_ref.live.animation import Animation, Motion
 from zero_ref.live.palette import RANK_COLOURS
 from zero_ref.live.svg import text_width
-from zero_ref.plan.partition import ParamSpec, Partition, Slice, even, from_lists, sorted_greedy
+from zero_ref.plan.partition import ParamSpec, Partition, Slice
+from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.simulator.schedule import calls_of_rank
 from zero_ref.simulator.timeline import WAYS, BucketTimes, Event, Timeline, simulate
 

@@ -22,16 +22,20 @@ BOOK = Path(__file__).parents[1] / "book"
 NOTEBOOKS = BOOK.parent / "notebooks"
 
 NOT_FOR_READERS = {
-    "zero_ref.plan.partition": {"elements", "elements_if_trainable", "may_cut", "rule_named"},
+    "zero_ref.plan.partition": {"check_world_size", "round_up"},
+    "zero_ref.plan.rules": {"elements", "elements_if_trainable", "may_cut", "rule_named"},
+    "zero_ref.plan.layout": {"end_to_end"},
     "zero_ref.comm.agreement": {"RanksLostError", "agree", "agreement"},
     "zero_ref.comm.collectives": {
-        *("Observable", "AllOf", "PendingCall", "as_collectives"),
+        *("Observable", "AllOf", "PendingCall", "Then", "as_collectives"),
         *("broadcast_json", "exchange_json", "gather_bytes", "gather_texts"),
     },
     "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
     "zero_ref.simulator.memory": {"StateBytes", "costs", "whole_bytes"},
     "zero_ref.simulator.models": {"Named"},
-    "zero_ref.simulator.data_parallel": {"broadcasts_of", "messages_of", "owned_bytes"},
+    "zero_ref.simulator.data_parallel": {
+        *("Message", "broadcasts_of", "messages_of", "owned_bytes", "sent_at_once"),
+    },
     "zero_ref.simulator.operations": {"forward_and_backward", "reduction_of", "shared_out"},
     "zero_ref.simulator.timeline": {"covered_ms"},
     "zero_ref.bench.pieces": {"flops_of", "load_average", "now", "passages"},

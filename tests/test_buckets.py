@@ -27,7 +27,8 @@ from zero_ref.optimizer.buckets import (
 from zero_ref.optimizer.groups import specs_of
 from zero_ref.plan.calls import Call
 from zero_ref.plan.layout import lay_out
-from zero_ref.plan.partition import Partition, Slice, even, plan_partition, sorted_greedy
+from zero_ref.plan.partition import Partition, Slice
+from zero_ref.plan.rules import even, plan_partition, sorted_greedy
 
 
 def flatten(

@@ -19,6 +19,7 @@ from zero_ref.bench.starts import Starts
 from zero_ref.bench.suites import SINGLES, SUITES, of_starts
 from zero_ref.bench.targets import judge
 from zero_ref.cli import bench as command
+from zero_ref.plan.rules import RULES
 
 # ------------------------------------------------------------------------------------------- where and when
 
@@ -43,7 +44,7 @@ def test_a_file_outside_a_checkout_has_no_commit(tmp_path: Path) -> None:
 
 def test_a_plan_is_timed_for_each_rule() -> None:
     figures = list(paper.plan(rounds=1))
-    assert {figure.case for figure in figures} == {"sorted-greedy", "registration-greedy", "even", "balanced"}
+    assert {figure.case for figure in figures} == {rule.replace("_", "-") for rule in RULES}
     assert len(paper.PLANNED) == 2000
     assert all(figure.ranks == 4096 and figure.value > 0 for figure in figures)
 

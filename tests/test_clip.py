@@ -18,7 +18,7 @@ from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.partition import even, from_lists, sorted_greedy
+from zero_ref.plan.rules import even, from_lists, sorted_greedy
 
 INF = float("inf")
 NORMS: list[Any] = [1, 2, 3, 0.5, INF, "inf", 0, -1, -INF]

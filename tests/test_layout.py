@@ -9,11 +9,19 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from zero_ref.plan.layout import ITEMSIZE, Bucket, BucketLayout, Flat, SliceRun, lay_out, runs_within
-from zero_ref.plan.partition import (
-    ParamSpec,
-    Partition,
-    Slice,
+from zero_ref.plan.layout import (
+    ITEMSIZE,
+    Bucket,
+    BucketLayout,
+    Flat,
+    SliceRun,
+    end_to_end,
+    lay_out,
+    runs_within,
+)
+from zero_ref.plan.partition import ParamSpec, Partition, Slice
+from zero_ref.plan.rules import (
+    equal_shares,
     even,
     from_lists,
     plan_partition,
@@ -64,8 +72,8 @@ def test_parameters_of_one_owner_lie_together() -> None:
             numel=20,  # 7 of rank 0, 1 of padding, 9 of rank 1, 3 of padding
             offset_of_param={0: 0, 3: 6, 1: 8, 2: 13},
             buckets=(
-                Bucket(0, 0, 7, (Slice(0, 0, 6), Slice(3, 0, 1))),
-                Bucket(1, 8, 17, (Slice(1, 0, 5), Slice(2, 0, 4))),
+                Bucket(0, 0, 7, (Slice(0, 0, 6), Slice(3, 0, 1)), (0, 6)),
+                Bucket(1, 8, 17, (Slice(1, 0, 5), Slice(2, 0, 4)), (0, 5)),
             ),
         ),
     )
@@ -227,23 +235,36 @@ def test_an_even_layout_keeps_the_registration_order(params: list[ParamSpec], wo
         assert list(flat.offset_of_param) == sorted(flat.offset_of_param)
 
 
+def test_a_shared_range_is_a_flat_tensor_with_a_bucket_for_each_rank() -> None:
+    numels = [100, 640, 1, 200]
+    params = [ParamSpec(100, trainable=False), *map(ParamSpec, numels[1:3]), ParamSpec(200, trainable=False)]
+    [flat] = lay_out(equal_shares(numels, 2, range_numel=700), params).flats
+    assert flat.shared
+    assert flat.offset_of_param == {1: 0, 2: 640}
+    assert flat.buckets == (
+        Bucket(0, 0, 512, (Slice(1, 0, 512),), (0,)),
+        Bucket(1, 512, 1024, (Slice(1, 512, 640), Slice(2, 0, 1)), (0, 128)),
+    )
+    assert flat.padding == 1024 - 641
+
+
 # ------------------------------------------------------------------------------------------- runs
 
 
 def test_runs_join_what_lies_together_and_leave_out_the_rest() -> None:
     slices = [Slice(0, 2, 6), Slice(1, 0, 3), Slice(2, 0, 0), Slice(3, 0, 5), Slice(4, 0, 1)]
-    assert runs_within(slices, {0, 1, 2, 4}) == [
+    assert runs_within(slices, end_to_end(slices), {0, 1, 2, 4}) == [
         SliceRun(0, 7, (Slice(0, 2, 6), Slice(1, 0, 3))),
         SliceRun(12, 13, (Slice(4, 0, 1),)),
     ]
-    assert runs_within(slices, {2}) == []
-    assert runs_within(slices, set()) == []
+    assert runs_within(slices, end_to_end(slices), {2}) == []
+    assert runs_within(slices, end_to_end(slices), set()) == []
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.sets(st.integers(0, 11)))
 def test_runs_hold_exactly_the_elements_asked_for_in_order(numels: list[int], params: set[int]) -> None:
     slices = [Slice(param, 0, numel) for param, numel in enumerate(numels)]
-    runs = runs_within(slices, params)
+    runs = runs_within(slices, end_to_end(slices), params)
     wanted = [piece for piece in slices if piece.param in params and piece.numel]
     assert [piece for run in runs for piece in run.slices] == wanted
     for run in runs:

@@ -17,7 +17,7 @@ from zero_ref.live.memory import DEVICES
 from zero_ref.live.page import NARROW, WIDE, html
 from zero_ref.live.palette import MANY_RANKS, RANK_COLOURS, rank_colour
 from zero_ref.live.svg import bar, element, key, text_width, ticks, wrapped
-from zero_ref.plan.partition import plan_partition
+from zero_ref.plan.rules import plan_partition
 from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link
 from zero_ref.simulator.memory import MemorySettings, average_memory
 from zero_ref.simulator.models import MODELS, shapes, specs

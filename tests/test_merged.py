@@ -269,6 +269,33 @@ def test_small_masters_are_merged_and_train_as_masters_by_themselves(
             assert_same(ours, expected, f"{world_size} ranks")
 
 
+def test_masters_of_a_run_that_lacks_a_gradient_are_stepped_by_themselves_beside_another_run() -> None:
+    def script(model: Any, optimizer: Any, backward: Backward) -> Iterator[None]:
+        for step in range(3):
+            backward(step)
+            if step > 0:
+                model.beads[7].grad = None
+            optimizer.step()
+            yield
+
+    def groups(model: Any) -> list[dict[str, Any]]:
+        return [{"params": model.beads[:5]}, {"params": model.beads[5:], "lr": 0.5}]
+
+    plain_model = Beads().bfloat16()
+    plain = OnMasters(groups(plain_model), optim.AdamW)
+
+    def on_rank(comm: Collectives) -> Any:
+        model = Beads().bfloat16()
+        optimizer = ZeroRedundancyOptimizer(groups(model), optim.AdamW, comm, master_dtype=torch.float32)
+        assert len(members(optimizer)) == 2
+        ours = run_script(script, model, optimizer, 1)
+        assert len(members(optimizer)) == 1
+        return ours
+
+    (ours,) = virtual.run(on_rank, 1, timeout=20)
+    assert_same(ours, run_script(script, plain_model, plain, 1), "two runs of masters")
+
+
 def test_small_masters_lie_end_to_end_and_keep_no_gradients_between_steps() -> None:
     def on_rank(comm: Collectives) -> None:
         model, optimizer = with_masters(comm)

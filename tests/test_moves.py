@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from zero_ref.plan.moves import Move, moves, numels_between
-from zero_ref.plan.partition import Partition, Slice, even, from_lists, registration_greedy, sorted_greedy
+from zero_ref.plan.partition import Partition, Slice
+from zero_ref.plan.rules import even, from_lists, registration_greedy, sorted_greedy
 
 sizes = st.lists(st.integers(0, 40) | st.integers(0, 2), max_size=12)
 ranks = st.integers(1, 6)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.plan.partition import sorted_greedy
+from zero_ref.plan.rules import sorted_greedy
 from zero_ref.simulator.ledger import ledger
 from zero_ref.simulator.models import shapes
 

@@ -43,7 +43,8 @@ from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.checks import WORDS, digests
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
-from zero_ref.plan.partition import Partition, Slice, from_lists
+from zero_ref.plan.partition import Partition, Slice
+from zero_ref.plan.rules import from_lists
 from zero_ref.state.sharded import load_sharded, save_sharded
 
 WHOLE_MODES = [(partition, view) for partition in WHOLE for view in (False, True)]

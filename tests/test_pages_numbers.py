@@ -18,7 +18,7 @@ from zero_ref.lab.compare import CYCLE, ROW_NAMES
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.train import predict
 from zero_ref.live.explorer import RANKS
-from zero_ref.plan.partition import even
+from zero_ref.plan.rules import even
 from zero_ref.simulator.ledger import ledger
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.schedule import Schedule

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 import zero_ref
-from zero_ref.plan.partition import (
-    ParamSpec,
-    Partition,
-    Slice,
+from zero_ref.plan.partition import ParamSpec, Partition, SharedRange, Slice
+from zero_ref.plan.rules import (
     bucket_round_robin,
     bucket_threshold,
+    equal_shares,
     even,
     from_lists,
     loads_under,
@@ -100,6 +99,50 @@ def test_even_cuts_each_kind_by_itself() -> None:
 def test_round_robin_deals_whole_buckets() -> None:
     partition = bucket_round_robin([1, 2, 3, 4, 5], 2, buckets=[[4, 3], [2], [1, 0]])
     assert partition.owner_of_param == (0, 0, 1, 0, 0)
+
+
+def test_shares_of_a_range_are_equal_and_begin_where_vectors_do() -> None:
+    numels = [100, 640, 1, 200]
+    partition = equal_shares(numels, 2, range_numel=700)
+    assert partition.ranges == (SharedRange((1, 2, 3), (0, 640, 704), 1024), SharedRange((0,), (0,), 128))
+    # 200 elements from 704 on end at 904, so rank 1's share, from 512 on, ends with 120 of nothing.
+    assert partition.slices_of_rank == (
+        (Slice(0, 0, 64), Slice(1, 0, 512)),
+        (Slice(0, 64, 100), Slice(1, 512, 640), Slice(2, 0, 1), Slice(3, 0, 200)),
+    )
+
+
+def test_a_range_has_one_dtype_and_device_and_keeps_groups_together() -> None:
+    params = [
+        ParamSpec(64, group=0),
+        ParamSpec(64, group=1),
+        ParamSpec(64, dtype="bfloat16"),
+        ParamSpec(64, group=0),
+        ParamSpec(64, trainable=False),
+        ParamSpec(64, shape=(8, 8), whole=True),
+    ]
+    partition = equal_shares(params, 2)
+    assert [one.params for one in partition.ranges] == [(0, 3, 1), (2,)]
+    assert len(partition.pieces_of_param[4]) == len(partition.pieces_of_param[5]) == 1
+
+
+def test_a_range_whose_shares_others_own_is_refused() -> None:
+    partition = equal_shares([128], 2)
+    mixed = tuple(reversed(partition.slices_of_rank))
+    with pytest.raises(ValueError, match=r"rank 0 does not own Slice\(param=0, start=0, stop=64\).*share"):
+        Partition(partition.numels, mixed, partition.ranges)
+
+
+@given(numels_and_ranks, st.integers(1, 400))
+def test_every_range_is_shared_equally(case: tuple[list[int], int], range_numel: int) -> None:
+    numels, world_size = case
+    partition = equal_shares(numels, world_size, range_numel=range_numel)
+    for one in partition.ranges:
+        assert one.numel % (64 * world_size) == 0
+        assert all(start % 64 == 0 for start in one.starts)
+        ends = [start + numels[number] for number, start in zip(one.params, one.starts)]
+        assert all(end <= start for end, start in zip(ends, [*one.starts[1:], one.numel]))
+    assert sorted(n for one in partition.ranges for n in one.params) == [n for n, m in enumerate(numels) if m]
 
 
 def test_threshold_cuts_buckets_into_runs_below_an_even_share() -> None:

@@ -14,7 +14,8 @@ from pictures import Plot, assert_readable, assert_repeatable, drawn, written
 from zero_ref.lab import plots
 from zero_ref.lab.plots._groups import COLUMN, OLD
 from zero_ref.live.palette import tint
-from zero_ref.plan.partition import Partition, even, sorted_greedy
+from zero_ref.plan.partition import Partition
+from zero_ref.plan.rules import even, sorted_greedy
 
 
 def added(before: Partition, numels: list[int]) -> Partition:

@@ -15,7 +15,8 @@ from zero_ref.lab import plots
 from zero_ref.lab.plots._reshard import BAR, FLOW, MOVING
 from zero_ref.live.palette import PAPER, tint
 from zero_ref.plan.moves import moves, numels_between
-from zero_ref.plan.partition import Partition, even, from_lists, sorted_greedy
+from zero_ref.plan.partition import Partition
+from zero_ref.plan.rules import even, from_lists, sorted_greedy
 
 NUMELS = [384, 24, 192, 8]
 NAMES = ["W1", "b1", "W2", "b2"]

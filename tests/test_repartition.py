@@ -35,7 +35,8 @@ from zero_ref.lab.meter import recording, state_bytes
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.moves import moves, numels_between
-from zero_ref.plan.partition import Partition, Slice, from_lists
+from zero_ref.plan.partition import Partition, Slice
+from zero_ref.plan.rules import from_lists
 
 
 def repartition(optimizer: Any, partition: Any) -> None:

@@ -40,7 +40,8 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
-from zero_ref.plan.partition import Partition, Slice, from_lists
+from zero_ref.plan.partition import Partition, Slice
+from zero_ref.plan.rules import from_lists
 from zero_ref.state import files, save_owner, sharded
 from zero_ref.state.files import ShardWriter
 from zero_ref.state.saves import sealed

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.plan.partition import ParamSpec, even, plan_partition, sorted_greedy
+from zero_ref.plan.partition import ParamSpec
+from zero_ref.plan.rules import even, plan_partition, sorted_greedy
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES, StateRule
 from zero_ref.simulator.memory import MemorySettings, memory_of_ranks, whole_bytes
 from zero_ref.simulator.models import shapes, specs

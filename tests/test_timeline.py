@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from zero_ref.plan.calls import Call
-from zero_ref.plan.partition import ParamSpec, sorted_greedy
+from zero_ref.plan.partition import ParamSpec
+from zero_ref.plan.rules import sorted_greedy
 from zero_ref.simulator.schedule import calls_of_rank, ddp_buckets
 from zero_ref.simulator.timeline import (
     WAYS,

@@ -62,6 +62,21 @@ def test_all_gather_gives_each_rank_copies_of_its_own() -> None:
         assert torch.equal(gathered, expected + 100 * rank)
 
 
+def test_equal_shares_are_gathered_and_added_up() -> None:
+    def on_rank(comm: Collectives) -> tuple[list[float], list[float]]:
+        flat, share = torch.arange(6.0) + 10 * comm.rank, torch.empty(2)
+        comm.reduce_shares(flat.clone(), share).wait()
+        comm.gather_shares(flat).wait()
+        return flat.tolist(), share.tolist()
+
+    gathered = [0, 1, 12, 13, 24, 25]
+    assert virtual.run(on_rank, 3) == [
+        (gathered, [30, 33]),
+        (gathered, [36, 39]),
+        (gathered, [42, 45]),
+    ]
+
+
 def test_messages_of_a_pair_keep_their_order_and_the_sender_keeps_its_tensor() -> None:
     def on_rank(comm: Collectives) -> list[float]:
         if comm.rank == 0:

@@ -18,6 +18,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +33,8 @@ from zero_ref.optimizer.groups import PARAM_KEYS, given_in, replace_options
 from zero_ref.optimizer.rounding import round_stochastically
 from zero_ref.optimizer.shard import MASTER
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.partition import Partition, even, sorted_greedy
+from zero_ref.plan.partition import Partition
+from zero_ref.plan.rules import equal_shares, even, sorted_greedy
 
 T = TypeVar("T")
 NEVER_S = 3600.0  # longer than pytest waits: where only this ends a test it has failed
@@ -77,7 +79,7 @@ def finished_partition(numels: Sequence[int], world_size: int) -> Partition:
 
 
 WHOLE: list[Any] = ["sorted_greedy", "registration_greedy", dealt]
-PARTITIONS: list[Any] = [*WHOLE, "even", cut_anywhere]
+PARTITIONS: list[Any] = [*WHOLE, "even", cut_anywhere, partial(equal_shares, range_numel=300)]
 MODES = list(itertools.product(PARTITIONS, [False, True]))  # (partition, parameters_as_bucket_view)
 
 

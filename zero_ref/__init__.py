@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
     from zero_ref.optimizer.several import split_state_dict
     from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-    from zero_ref.plan.partition import (
-        ParamSpec,
-        Partition,
-        Slice,
+    from zero_ref.plan.partition import ParamSpec, Partition, Slice
+    from zero_ref.plan.rules import (
         balanced,
+        equal_shares,
         even,
         newton_schulz_operations,
         registration_greedy,
@@ -42,6 +41,7 @@ __all__ = [
     "sorted_greedy",
     "registration_greedy",
     "even",
+    "equal_shares",
     "balanced",
     "newton_schulz_operations",
     "ZeroRedundancyOptimizer",
@@ -67,7 +67,10 @@ __all__ = [
     "DistributedOptimizer",
 ]
 
-_MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.partition") | {
+_MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.rules") | {
+    "ParamSpec": "zero_ref.plan.partition",
+    "Slice": "zero_ref.plan.partition",
+    "Partition": "zero_ref.plan.partition",
     "ZeroRedundancyOptimizer": "zero_ref.optimizer.zero_redundancy_optimizer",
     "split_state_dict": "zero_ref.optimizer.several",
     "reduce_to_owners": "zero_ref.backward.reduction",

@@ -85,7 +85,9 @@ def clip_grad_norm_(
         `Join` nothing is sent, and each rank computes all norms.
     """
     chosen, total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params, max_norm)
-    clip_grads_with_norm_(chosen.values(), float(max_norm), total, foreach)
+    parts = optimizer.backward.gradients.parts or {}
+    apart = [_with_gradient(part) for piece, part in parts.items() if piece.param in chosen]
+    clip_grads_with_norm_([*chosen.values(), *apart], float(max_norm), total, foreach)
     optimizer.backward.gradients.note_change()
     return total
 
@@ -109,7 +111,8 @@ def get_total_norm(
     Args, Returns, Raises, Collective, Cost: as `clip_grad_norm_`.
     """
     total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params)[1]
-    optimizer.backward.gradients.note_change(freely=True)  # the caller may scale gradients, as above
+    optimizer.backward.gradients.show(optimizer.built.params)  # the caller may scale them, as above
+    optimizer.backward.gradients.note_change(freely=True)
     return total
 
 
@@ -140,7 +143,7 @@ def _total_norm(
         ]
         _check_can_be_clipped(zero, chosen)
         counted = [piece for piece, owner in _pieces(zero) if alone or owner == zero.rank]
-        norms = _norms_of_slices(counted, chosen, norm_type, foreach)
+        norms = _norms_of_slices(counted, chosen, zero.backward.gradients.parts, norm_type, foreach)
     except Exception as error:
         if alone:
             raise
@@ -193,20 +196,35 @@ def _check_can_be_clipped(zero: ZeroRedundancyOptimizer, chosen: Mapping[int, to
             )
 
 
+def _with_gradient(part: torch.Tensor) -> torch.Tensor:
+    """A tensor whose gradient is the part, for functions of torch that take parameters."""
+    holder = torch.empty_like(part)
+    holder.grad = part
+    return holder
+
+
 def _norms_of_slices(
-    pieces: Iterable[Slice], chosen: Mapping[int, torch.Tensor], norm_type: float, foreach: bool | None
+    pieces: Iterable[Slice],
+    chosen: Mapping[int, torch.Tensor],
+    parts: Mapping[Slice, torch.Tensor] | None,
+    norm_type: float,
+    foreach: bool | None,
 ) -> dict[Slice, float]:
     """The norm of the gradient of each of these slices that has one here."""
     whole: dict[Slice, torch.Tensor] = {}
     norms: dict[Slice, float] = {}
     for piece in pieces:
         param = chosen.get(piece.param)
-        if param is None or param.grad is None:
+        if param is None:
             continue
-        if piece.numel == param.numel():
-            whole[piece] = param.grad
+        is_whole = piece.numel == param.numel()
+        grad = param.grad if parts is None or is_whole else parts.get(piece)
+        if grad is None:
+            continue
+        if is_whole:
+            whole[piece] = grad
         else:
-            part = flat_like(param.grad, param)[piece.start : piece.stop]
+            part = flat_like(grad, param)[piece.start : piece.stop] if parts is None else grad
             # Not in 16 bits: the norm of the whole parameter is to be rounded only once.
             dtype = torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else None
             norms[piece] = torch.linalg.vector_norm(part, norm_type, dtype=dtype).item()

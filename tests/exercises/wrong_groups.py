@@ -6,7 +6,8 @@ from collections.abc import Callable
 from itertools import cycle
 from typing import Any
 
-from zero_ref.plan.partition import Partition, Slice, registration_greedy, sorted_greedy
+from zero_ref.plan.partition import Partition, Slice
+from zero_ref.plan.rules import registration_greedy, sorted_greedy
 
 # --------------------------------------------------------------------------------------------- place
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from zero_ref.plan.partition import Slice, sorted_greedy
+from zero_ref.plan.partition import Slice
+from zero_ref.plan.rules import sorted_greedy
 
 # ------------------------------------------------------------------------------------ largest first
 

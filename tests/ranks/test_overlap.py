@@ -53,7 +53,8 @@ from zero_ref.optimizer.groups import specs_of
 from zero_ref.optimizer.rounding import ROUNDINGS
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
-from zero_ref.plan.partition import Partition, bucket_round_robin, bucket_threshold, from_lists
+from zero_ref.plan.partition import Partition
+from zero_ref.plan.rules import bucket_round_robin, bucket_threshold, from_lists
 from zero_ref.simulator.schedule import calls_of_rank
 
 pytestmark = pytest.mark.ranks

@@ -38,7 +38,7 @@ from zero_ref.lab.meter import DDPRecorder, held_bytes, recording, state_bytes
 from zero_ref.lab.ranks import run, shutdown
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
-from zero_ref.plan.partition import from_lists
+from zero_ref.plan.rules import from_lists
 
 pytestmark = pytest.mark.ranks
 

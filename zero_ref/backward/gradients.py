@@ -9,13 +9,16 @@ case is a class, which says what is allowed and, where something is not, why.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.groups import ParamGroup, options_of
+from zero_ref.plan.partition import Slice
 
 
 class Gradients:
@@ -28,6 +31,8 @@ class Gradients:
         why_no_clipping: why they have no common norm; None if they have.
         versions: of the gradients to which a second backward must not add.
         why_not_added_to: the error if a second backward adds to them.
+        parts: by slice, this rank's gradients of parameters that are cut; None where `.grad` has them.
+        flats: what the gradients lie in, by its bucket.
     """
 
     on_owners = False
@@ -36,6 +41,8 @@ class Gradients:
     why_no_clipping: str | None = None
     versions: GradientVersions | None = None
     why_not_added_to = ""
+    parts: Mapping[Slice, torch.Tensor] | None = None
+    flats: Mapping[Any, torch.Tensor] = MappingProxyType({})
 
     def check_as_left(self, rank: int, built: Built) -> None:
         """Refuse gradients that each rank may have changed in its own way, where only owners have them.
@@ -71,6 +78,9 @@ class Gradients:
     def note_change(self, *, freely: bool = False) -> None:
         """Allow a change that all ranks made by one rule; with `freely`, allow every change from now on."""
 
+    def show(self, params: Sequence[torch.Tensor]) -> None:
+        """Move `parts` into the `.grad` of these parameters, with zeros where other ranks own them."""
+
     def stepped(self) -> Gradients:
         """The case after a step has used these gradients."""
         return self
@@ -86,16 +96,14 @@ class Gradients:
 WHOLE = Gradients()
 
 
-class OnOwners(Gradients):
-    """Reduced to their owners by `reduce_to_owners`.
+class _Kept(Gradients):
+    """Owners have them, and no other rank.
 
     Args:
         versions: of the gradients that this rank has kept.
-        used: as `Gradients.used`.
-        scaled, may_change: as `reduce_to_owners`.
+        parts, flats: as `Gradients`.
     """
 
-    on_owners = True
     versions: GradientVersions
     why_not_added_to = (
         "this backward adds to gradients that the last one reduced to their owners, so they would be "
@@ -104,9 +112,49 @@ class OnOwners(Gradients):
     )
 
     def __init__(
-        self, versions: GradientVersions, used: frozenset[int], scaled: bool, may_change: bool
+        self,
+        versions: GradientVersions,
+        parts: Mapping[Slice, torch.Tensor] | None,
+        flats: Mapping[Any, torch.Tensor],
     ) -> None:
-        self.versions, self.used, self.may_change = versions, used, may_change
+        self.versions, self._parts, self.flats = versions, parts, flats
+
+    @property
+    def parts(self) -> Mapping[Slice, torch.Tensor] | None:  # type: ignore[override]
+        # They go with the others: a user who sets every `.grad` to None does not see them.
+        return self._parts if self._parts is None or self.versions.any_left else {}
+
+    @torch.no_grad()
+    def show(self, params: Sequence[torch.Tensor]) -> None:
+        for piece, part in (self.parts or {}).items():
+            param = params[piece.param]
+            param.grad = torch.zeros_like(param, requires_grad=False)
+            flat_view(param.grad)[piece.start : piece.stop] = part
+        self._parts = None
+
+
+class OnOwners(_Kept):
+    """Reduced to their owners by `reduce_to_owners` or `ShardedDataParallel`.
+
+    Args:
+        versions, parts, flats: as `_Kept`.
+        used: as `Gradients.used`.
+        scaled, may_change: as `reduce_to_owners`.
+    """
+
+    on_owners = True
+
+    def __init__(
+        self,
+        versions: GradientVersions,
+        used: frozenset[int],
+        scaled: bool,
+        may_change: bool,
+        parts: Mapping[Slice, torch.Tensor] | None,
+        flats: Mapping[Any, torch.Tensor],
+    ) -> None:
+        super().__init__(versions, parts, flats)
+        self.used, self.may_change = used, may_change
         if not scaled:
             self.why_no_scaler = (
                 "torch.amp.GradScaler looks for infinite gradients on each rank by itself, and with "
@@ -133,18 +181,14 @@ class OnOwners(Gradients):
 
     def stepped(self) -> Gradients:
         self.versions.renew()
-        return Stepped(self.versions)
+        return Stepped(self.versions, self._parts, self.flats)
 
 
-class Stepped(Gradients):
+class Stepped(_Kept):
     """As `OnOwners`, after a step has used them: owners still have them until they are zeroed."""
 
-    why_not_added_to = OnOwners.why_not_added_to
-
-    def __init__(self, versions: GradientVersions) -> None:
-        self.versions = versions
-
     def owners_changed(self) -> None:
+        self._parts = {}
         self.why_no_clipping = (
             "gradients were reduced to their owners and used in a step, and then a repartition changed the "
             "owners, so no rank has those of what it owns now. Call zero_grad() and run a backward."
@@ -269,14 +313,21 @@ class Backward:
         self._set(Incomplete())
 
     def end_on_owners(
-        self, params: Iterable[torch.Tensor], used: frozenset[int], *, scaled: bool, may_change: bool
+        self,
+        params: Iterable[torch.Tensor],
+        used: frozenset[int],
+        scaled: bool,
+        may_change: bool,
+        parts: Mapping[Slice, torch.Tensor] | None = None,
+        flats: Mapping[Any, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """Backward is over, and `params` are those whose gradients this rank has kept.
 
         Args: as `OnOwners`.
         """
         self.under_way = []
-        self._set(OnOwners(self._versions(params, strict=True), used, scaled, may_change))
+        versions = self._versions(params, strict=True)
+        self._set(OnOwners(versions, used, scaled, may_change, parts, flats))
 
     def end_updated(self, params: Iterable[torch.Tensor], groups: Iterable[ParamGroup]) -> None:
         """Backward is over, and the parameters were updated."""
@@ -396,6 +447,11 @@ class GradientVersions:
         if self._prefer is not None:
             watched = ([one for one in watched if one.param in self._prefer] or watched)[:1]
         self._watches = [_Watch(one) for one in watched]
+
+    @property
+    def any_left(self) -> bool:
+        """Whether one of the parameters has a gradient."""
+        return any(one.param.grad is not None for one in self._versions)
 
     def first_changed(self) -> torch.Tensor | None:
         """The first parameter whose gradient is there and was replaced or written to, if there is one."""

@@ -36,7 +36,8 @@ from zero_ref.comm.collectives import PendingCall, ProcessGroupCollectives
 from zero_ref.optimizer.buckets import finish_broadcasts, messages_within, start_broadcasts
 from zero_ref.optimizer.groups import replace_options
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.partition import Partition, Slice, bucket_round_robin, bucket_threshold, from_lists
+from zero_ref.plan.partition import Partition, Slice
+from zero_ref.plan.rules import bucket_round_robin, bucket_threshold, from_lists
 
 
 def hook_with_zero_step(
@@ -241,7 +242,7 @@ class OverlappedStep:
 def partition_by_buckets(partition: Partition, buckets: Sequence[Sequence[int]], cut: bool) -> Partition:
     """The partition by torch's bucket rules. Frozen parameters, which are in no bucket, keep their owners.
 
-    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> from zero_ref.plan.rules import sorted_greedy
     >>> before = sorted_greedy([6, 5, 4, 1], 2)              # parameter 2, which is in no bucket, is rank 1's
     >>> partition_by_buckets(before, [[3, 1], [0]], cut=False).owner_of_param
     (1, 0, 1, 0)

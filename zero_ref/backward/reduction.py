@@ -94,7 +94,8 @@ class ToOwners:
         divisor: int | None = None,
     ) -> None:
         self.flat, self.params, self.runs = flat, params, runs_of_rank[comm.rank]
-        flat.mul_(1 / (divisor or comm.world_size))  # before the sum, as DDP does: float16 could overflow
+        if divisor != 1:  # before the sum, as DDP does: float16 could overflow
+            flat.mul_(1 / (divisor or comm.world_size))
         peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
         sends = [(p, _packed(flat, runs_of_rank[p]).to(comm.wire_device)) for p in peers if runs_of_rank[p]]
         self.sent = [tensor for _, tensor in sends]
@@ -263,23 +264,25 @@ class OwnerReduction:
         own = gradients_to_watch(zero, kept)
         if self.scaled:
             share_infinities(zero.collectives, own)
-        zero.backward.end_on_owners(kept, used, scaled=self.scaled, may_change=self.may_change)
+        zero.backward.end_on_owners(kept, used, self.scaled, self.may_change)
 
 
-def gradients_to_watch(zero: ZeroRedundancyOptimizer, kept: dict[torch.Tensor, None]) -> list[torch.Tensor]:
+def gradients_to_watch(
+    zero: ZeroRedundancyOptimizer, kept: dict[torch.Tensor, None], *, parts_apart: bool = False
+) -> list[torch.Tensor]:
     """The gradients of the parameters in `kept`. If there are none, a parameter with one of zeros is added.
 
     A rank without gradients could not see a change that torch makes to all gradients. The parameter is the
-    smallest of those that other ranks own, which this rank does not step.
+    smallest of those that this rank does not step, or with `parts_apart` not from `.grad`.
     """
-    own = [param.grad for param in kept if param.grad is not None and param.numel()]
-    mine = {own_slice.param for own_slice in zero.shard.owned}
+    watched = [param.grad for param in kept if param.grad is not None and param.numel()]
+    mine = {own.param for own in zero.shard.owned if own.is_whole or not parts_apart}
     others = [p for p in zero.built.params if p.requires_grad and p.numel() and p not in mine]
-    if not own and others:
+    if not watched and others:
         smallest = min(others, key=torch.Tensor.numel)
         smallest.grad = torch.zeros_like(smallest, requires_grad=False)
-        own, kept[smallest] = [smallest.grad], None
-    return own
+        watched, kept[smallest] = [smallest.grad], None
+    return watched
 
 
 def share_infinities(comm: Collectives, own: Sequence[torch.Tensor]) -> None:

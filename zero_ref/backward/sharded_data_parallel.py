@@ -10,102 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_ref.backward.reduction import ToOwners, gradients_to_watch, share_infinities
-from zero_ref.comm.collectives import Collectives
+from zero_ref.backward.gradient_buckets import GradientBucket, Memory, Plan
+from zero_ref.backward.reduction import gradients_to_watch, share_infinities
+from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.optimizer.buckets import flat_like
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
-
-
-@dataclass
-class GradientBucket:
-    """Gradients that are reduced as one message to each owner.
-
-    After the gradients come flags, one for each slice: the share of the ranks that had a gradient for it. A
-    slice whose flag is zero has a gradient on no rank, so it is not stepped.
-
-    Args:
-        params: the parameters by number, in the order of their places.
-        dtype: in which they are reduced.
-        owned: for each rank its slices, each with its first element in the bucket.
-        runs: for each rank the runs of the bucket that it gets: its slices, then its flags.
-        starts: by number the first element of each parameter in the bucket.
-        numel: elements, flags included.
-
-    Attributes:
-        flat: the gradients; None where none has come since the last reduction.
-        missing: the numbers of the parameters whose gradients have not come.
-        sent: the bucket was reduced in this backward.
-    """
-
-    params: dict[int, torch.Tensor]
-    dtype: torch.dtype
-    owned: list[list[tuple[Slice, int]]]
-    runs: list[list[slice]]
-    starts: dict[int, int]
-    numel: int
-    flat: torch.Tensor | None = None
-    missing: set[int] = field(default_factory=set)
-    sent: bool = False
-
-    @classmethod
-    def of(
-        cls, numbers: Sequence[int], zero: ZeroRedundancyOptimizer, dtype: torch.dtype | None
-    ) -> GradientBucket:
-        """The bucket of these parameters."""
-        params = {number: zero.built.params[number] for number in numbers}
-        ends = list(accumulate(param.numel() for param in params.values()))
-        starts = dict(zip(numbers, [0, *ends]))
-        owned: list[list[tuple[Slice, int]]] = [[] for _ in range(zero.world_size)]
-        for number in numbers:
-            for piece, owner in zero.partition.pieces_of_param[number]:
-                owned[owner].append((piece, starts[number] + piece.start))
-        runs, flag = [], ends[-1]
-        for of_rank in owned:
-            joined: list[slice] = []
-            for piece, start in of_rank:
-                if joined and joined[-1].stop == start:
-                    joined[-1] = slice(joined[-1].start, start + piece.numel)
-                elif piece.numel:
-                    joined.append(slice(start, start + piece.numel))
-            if of_rank:
-                joined.append(slice(flag, flag + len(of_rank)))
-            flag += len(of_rank)
-            runs.append(joined)
-        first = next(iter(params.values()))
-        return cls(params, dtype or first.dtype, owned, runs, starts, flag, missing=set(numbers))
-
-    def take(self, number: int, grad: torch.Tensor) -> None:
-        """Copy a gradient to its place."""
-        param, window = self.params[number], self._window(number)
-        window.as_strided(param.size(), param.stride(), window.storage_offset()).copy_(grad)
-        self.missing.discard(number)
-
-    def _window(self, number: int) -> torch.Tensor:
-        param = self.params[number]
-        if self.flat is None:
-            self.flat = torch.empty(self.numel, dtype=self.dtype, device=param.device)
-        return self.flat[self.starts[number] :][: param.numel()]
-
-    def filled(self) -> torch.Tensor:
-        """The bucket, to be reduced: zeros where no gradient has come, and the flags."""
-        for number in self.missing:
-            self._window(number).zero_()
-        flat = self.flat
-        assert flat is not None
-        flags = [piece.param not in self.missing for of_rank in self.owned for piece, _ in of_rank]
-        flat[self.numel - len(flags) :] = torch.tensor(flags, dtype=self.dtype)
-        self.flat, self.missing, self.sent = None, set(self.params), True
-        return flat
 
 
 class ShardReduction:
@@ -113,7 +30,8 @@ class ShardReduction:
 
     Args:
         zero: the optimizer.
-        cap: elements of a bucket, about; a larger parameter has a bucket to itself.
+        cap: elements of a bucket, about; a larger parameter has a bucket to itself. Where ranks own equal
+            shares of a range, that is a bucket.
         dtype: of what is sent; None for the parameters' own.
         scaled, may_change: as `reduce_to_owners`.
     """
@@ -130,12 +48,13 @@ class ShardReduction:
         self.scaled, self.may_change = scaled, may_change
         self.buckets: list[GradientBucket] = []
         self.bucket_of: dict[int, GradientBucket] = {}
-        self.kept: dict[int, torch.Tensor] = {}
-        self._flags: list[tuple[list[int], torch.Tensor]] = []
-        self._before: set[int] = set()
+        self._memory = Memory()
+        self._before: set[Slice] = set()
+        self._unused: set[int] = set()
         self._open = False
         self._planned_for: object = None
-        self._under_way: list[tuple[GradientBucket, ToOwners]] = []
+        self._under_way: list[GradientBucket] = []
+        self._counting: tuple[torch.Tensor, PendingCall] | None = None
 
     def _plan(self) -> None:
         """Make the buckets for the current owners and for the parameters that are trained now."""
@@ -145,11 +64,13 @@ class ShardReduction:
         if planned_for == self._planned_for:
             return
         self._planned_for = planned_for
+        ranges = built.partition.ranges
+        in_range = {number for one in ranges for number in one.params}
         filling: dict[Any, list[int]] = {}
         listed: list[list[int]] = []
         for number in reversed(range(len(built.params))):  # about the order in which backward comes to them
             param = built.params[number]
-            if not param.requires_grad:
+            if not param.requires_grad or number in in_range:
                 continue
             members = filling.setdefault((param.dtype, param.device), [])
             if not members:
@@ -157,8 +78,17 @@ class ShardReduction:
             members.append(number)
             if sum(built.params[member].numel() for member in members) >= self.cap:
                 del filling[param.dtype, param.device]
-        self.buckets = [GradientBucket.of(numbers, zero, self.dtype) for numbers in listed]
+        plans = [
+            *(Plan.of_range(one, built, zero.rank) for one in ranges),
+            *(Plan.of_params(numbers, built.partition, zero.rank) for numbers in listed),
+        ]
+        self.buckets = [self._bucket(plan) for plan in plans if plan.starts]
         self.bucket_of = {number: bucket for bucket in self.buckets for number in bucket.params}
+
+    def _bucket(self, plan: Plan) -> GradientBucket:
+        params = {number: self.zero.built.params[number] for number in plan.starts}
+        dtype = self.dtype or next(iter(params.values())).dtype
+        return GradientBucket(params, plan, dtype, self.zero.collectives, self._memory)
 
     def begin(self) -> None:
         """A backward has begun: put the gradients of earlier ones aside, to which it will add.
@@ -173,22 +103,48 @@ class ShardReduction:
                 f"rank {zero.rank}: the last backward did not come to its end, and the gradients to which it "
                 "was to add are lost. Call zero_grad() and begin the accumulation again."
             )
+        gradients = zero.backward.gradients
         has_gradients = any(param.grad is not None for param in zero.built.params)
-        if zero.backward.gradients.why_no_clipping is not None and has_gradients:
-            raise RuntimeError(f"rank {zero.rank}: {zero.backward.gradients.why_no_clipping}")
+        if gradients.why_no_clipping is not None and has_gradients:
+            raise RuntimeError(f"rank {zero.rank}: {gradients.why_no_clipping}")
         self._plan()
         self._open = True
-        self.kept, self._flags, self._under_way = {}, [], []
-        if zero.backward.gradients.versions is not None:
-            owned = {own.piece.param: own.param for own in zero.shard.owned if own.param.requires_grad}
-            self.kept = {number: param.grad for number, param in owned.items() if param.grad is not None}
-            for bucket in self.buckets:
-                for param in bucket.params.values():
-                    param.grad = None
-        self._before = set(self.kept)
-        zero.backward.begin(adds=True)
+        zero.backward.begin(adds=True)  # waits for what a backward that raised has left
+        self._before, self._unused, self._under_way = set(), set(), []
+        hidden = gradients.parts
         for bucket in self.buckets:
-            bucket.flat, bucket.missing, bucket.sent = None, set(bucket.params), False
+            bucket.begin()
+            if gradients.versions is not None:
+                self._put_aside(bucket, hidden or {}, gradients.flats.get(bucket))
+
+    def _put_aside(
+        self, bucket: GradientBucket, hidden: Mapping[Slice, torch.Tensor], flat: torch.Tensor | None
+    ) -> None:
+        """Take what earlier backwards have left of a bucket: it lies in `flat`, if that has the same plan."""
+        left: dict[Slice, torch.Tensor] = {}
+        for piece, _ in bucket.plan.own:
+            param = bucket.params[piece.param]
+            if piece in hidden:
+                left[piece] = hidden[piece]
+            elif param.grad is not None and (self._is_shown or piece.numel == param.numel()):
+                left[piece] = flat_like(param.grad, param)[piece.start : piece.stop]
+        for param in bucket.params.values():
+            param.grad = None
+        if not left:
+            return
+        like = next(iter(left.values()))
+        bucket.gradient = like.new_zeros(bucket.own_numel) if flat is None else flat
+        for piece, window in bucket.parts():
+            if piece not in left:
+                window.zero_()
+            elif window.data_ptr() != left[piece].data_ptr():
+                window.copy_(left[piece])
+        self._before |= left.keys()
+
+    @property
+    def _is_shown(self) -> bool:
+        """Gradients of parameters that are cut are in `.grad`, with zeros where other ranks own them."""
+        return self.scaled or self.may_change
 
     def take(self, number: int, param: torch.Tensor) -> None:
         """Copy a complete gradient to its bucket, and release it."""
@@ -211,66 +167,81 @@ class ShardReduction:
 
     @torch.no_grad()
     def reduce(self, bucket: GradientBucket) -> None:
-        """Start to reduce a bucket, and complete those before it, whose gradients have had time to arrive."""
-        zero = self.zero
+        """Start to reduce a bucket, and complete the one before it, which has had time to arrive."""
         for number in sorted(bucket.missing):
             param = bucket.params[number]
             if param.grad is not None:  # of earlier backwards under no_sync, and not used in this one
                 bucket.take(number, param.grad)
                 param.grad = None
-        reduction = ToOwners(zero.collectives, bucket.filled(), [*bucket.params.values()], bucket.runs)
-        zero.backward.under_way.append(reduction)
-        self._under_way.append((bucket, reduction))
+        self._unused |= bucket.missing
+        bucket.reduce()
+        self.zero.backward.under_way.append(bucket)
+        self._under_way.append(bucket)
         self._complete(leave=1)
 
-    def _complete(self, leave: int) -> None:
-        while len(self._under_way) > leave:
-            bucket, reduction = self._under_way.pop(0)
-            self._keep(bucket, reduction.wait())
-            self.zero.backward.under_way.remove(reduction)
+    def count(self) -> None:
+        """All buckets are on their way: start to count on how many ranks each parameter had a gradient."""
+        comm = self.zero.collectives
+        if comm.world_size > 1:
+            had = torch.ones(len(self.bucket_of), dtype=torch.int32, device=comm.wire_device)
+            if self._unused:  # else nothing is copied to a GPU, for which it would wait
+                had = torch.tensor([n not in self._unused for n in self.bucket_of]).to(had)
+            self._counting = had, comm.all_reduce(had)
 
-    def _keep(self, bucket: GradientBucket, flat: torch.Tensor) -> None:
-        """Add this rank's part of a reduced bucket to its gradients."""
-        mine = bucket.owned[self.zero.rank]
-        if not mine:
-            return
-        flags = flat[bucket.runs[self.zero.rank][-1]]
-        self._flags.append(([piece.param for piece, _ in mine], flags.clone()))
-        for piece, start in mine:
-            param, part = bucket.params[piece.param], flat[start : start + piece.numel]
-            if piece.param not in self.kept:
-                # In the parts of other ranks it stays zero.
-                make = torch.empty_like if piece.numel == param.numel() else torch.zeros_like
-                self.kept[piece.param] = make(param, requires_grad=False)
-                flat_like(self.kept[piece.param], param)[piece.start : piece.stop] = part
-            else:
-                flat_like(self.kept[piece.param], param)[piece.start : piece.stop].add_(part)
+    def _complete(self, leave: int = 0) -> None:
+        while len(self._under_way) > leave:
+            bucket = self._under_way.pop(0)
+            bucket.wait()
+            self.zero.backward.under_way.remove(bucket)
 
     @torch.no_grad()
     def end(self) -> None:
-        """All buckets are on their way: wait for them, and give owners their gradients."""
+        """Wait for all buckets, and give owners their gradients."""
         zero = self.zero
-        self._complete(leave=0)
-        for numbers, flags in self._flags:
-            for number, flag in zip(numbers, flags.tolist(), strict=True):
-                if not flag and number not in self._before:
-                    self.kept.pop(number, None)
+        self._complete()
+        nowhere = self._used_nowhere()
+        hidden: dict[Slice, torch.Tensor] = {}
+        flats = {bucket: flat for bucket in self.buckets if (flat := bucket.gradient) is not None}
         watched: dict[torch.Tensor, None] = {}
-        for number, grad in self.kept.items():
-            zero.built.params[number].grad = grad
-            watched[zero.built.params[number]] = None
-        own = gradients_to_watch(zero, watched)
+        used = set()
+        for bucket in flats:
+            for piece, part in bucket.parts():
+                if piece.param in nowhere and piece not in self._before:
+                    continue
+                param = bucket.params[piece.param]
+                used.add(piece.param)
+                if piece.numel == param.numel():
+                    param.grad = part.as_strided(param.size(), param.stride(), part.storage_offset())
+                elif not self._is_shown:
+                    hidden[piece] = part
+                    continue
+                else:
+                    if param.grad is None:
+                        param.grad = torch.zeros_like(param, requires_grad=False)
+                    flat_like(param.grad, param)[piece.start : piece.stop] = part
+                watched[param] = None
+        own = gradients_to_watch(zero, watched, parts_apart=not self._is_shown)
         if self.scaled:
             share_infinities(zero.collectives, own)
-        used = frozenset(self.kept)
         self.drop()
-        zero.backward.end_on_owners(watched, used, scaled=self.scaled, may_change=self.may_change)
+        parts = None if self._is_shown else hidden
+        zero.backward.end_on_owners(watched, frozenset(used), self.scaled, self.may_change, parts, flats)
+
+    def _used_nowhere(self) -> set[int]:
+        """The numbers of the parameters that had a gradient on no rank."""
+        if self._counting is None:
+            return self._unused
+        had, work = self._counting
+        work.wait()
+        counts = had.tolist() if self._unused else []
+        return {number for number, count in zip(self.bucket_of, counts) if not count}
 
     def drop(self) -> None:
         """Free what a backward holds; one that did not come to its end is forgotten."""
-        self.kept, self._flags, self._before, self._open = {}, [], set(), False
+        self._before, self._unused, self._open, self._counting = set(), set(), False, None
+        self._memory.release()
         for bucket in self.buckets:
-            bucket.flat = None
+            bucket.drop()
 
 
 class ShardedDataParallel(nn.Module):
@@ -300,6 +271,10 @@ class ShardedDataParallel(nn.Module):
             `requires_grad` is seen by itself.
         reduce_fp16: send gradients as float16.
         scaled, may_change: as `reduce_to_owners`.
+        gather_in_forward: `optimizer.step` returns while new parameters are on their way, and each module
+            waits for its own before its forward, its `state_dict` and its `load_state_dict`. Before you read
+            a parameter yourself, or compute with one of a module that you do not call, call
+            `wait_for_parameters`. An error in another rank's step is raised where this rank waits.
     Raises:
         TypeError: an optimizer is not a ZeroRedundancyOptimizer.
         ValueError: a trained parameter is in none of the optimizers, in two, or in another wrapper; an
@@ -326,6 +301,7 @@ class ShardedDataParallel(nn.Module):
         *,
         scaled: bool = False,
         may_change: bool = False,
+        gather_in_forward: bool = False,
     ) -> None:
         super().__init__()
         self.module = module
@@ -333,7 +309,7 @@ class ShardedDataParallel(nn.Module):
             [sharded_optimizer] if isinstance(sharded_optimizer, torch.optim.Optimizer) else sharded_optimizer
         )
         self.sharded_optimizers = list(given)
-        _check_optimizers(self.sharded_optimizers, process_group)
+        _check_optimizers(self.sharded_optimizers, process_group, gather_in_forward)
         self.broadcast_buffers, self.require_backward_grad_sync = broadcast_buffers, True
         dtype = torch.float16 if reduce_fp16 else None
         self._reductions = [
@@ -347,6 +323,9 @@ class ShardedDataParallel(nn.Module):
         self._hooked: set[torch.Tensor] = set()
         self._place_of: dict[torch.Tensor, tuple[ShardReduction, int]] = {}
         self.refresh_trainable()
+        if gather_in_forward:
+            for zero in self.sharded_optimizers:
+                zero.arriving.watch(module)
         if sync_models_at_startup:
             self._broadcast([*module.parameters(), *module.buffers()])
 
@@ -370,6 +349,11 @@ class ShardedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def wait_for_parameters(self) -> None:
+        """Wait until the new parameters of the last step are here: with `gather_in_forward`."""
+        for zero in self.sharded_optimizers:
+            zero.arriving.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the model, by its optimizers."""
@@ -510,6 +494,8 @@ class ShardedDataParallel(nn.Module):
             while self._waiting:
                 self._reduce_next()
             for reduction in self._reductions:
+                reduction.count()
+            for reduction in self._reductions:
                 reduction.end()
 
     def _in_order(self) -> list[tuple[ShardReduction, GradientBucket]]:
@@ -520,7 +506,9 @@ class ShardedDataParallel(nn.Module):
 
 
 def _check_optimizers(
-    optimizers: Sequence[Any], process_group: dist.ProcessGroup | Collectives | None
+    optimizers: Sequence[Any],
+    process_group: dist.ProcessGroup | Collectives | None,
+    gather_in_forward: bool,
 ) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
@@ -537,6 +525,12 @@ def _check_optimizers(
             raise ValueError(
                 "an optimizer with overlap_with_ddp=True is stepped by hooks of DistributedDataParallel. "
                 "Construct it without."
+            )
+        if gather_in_forward and optimizer.broadcast_dtype is not None:
+            raise ValueError(
+                "gather_in_forward=True receives new parameters in their own place, and with "
+                f"broadcast_dtype={optimizer.broadcast_dtype} they are received elsewhere and rounded. Leave "
+                "out one of the two."
             )
     if not optimizers:
         raise ValueError("sharded_optimizer is an empty list: gradients need an owner.")

@@ -72,6 +72,10 @@ class Collectives(Protocol):
         """Where tensors of `send`, `recv` and `all_gather` must lie."""
 
     @property
+    def pairwise(self) -> bool:
+        """Whether many messages between pairs of ranks take less time than one call for all."""
+
+    @property
     def observers(self) -> list[Observer]: ...
 
     def expect(self, tensor: torch.Tensor, src: int) -> PendingCall | None:
@@ -108,17 +112,40 @@ class Collectives(Protocol):
             told_as: the `op` that observers see.
         """
 
+    def gather_shares(self, flat: torch.Tensor, expected: Sequence[PendingCall | None] = ()) -> PendingCall:
+        """Overwrite each of the N equal shares of `flat` by that of its rank, in rank order.
+
+        Args:
+            flat: (N * share,), contiguous.
+            expected: for each rank what `expect` returned for its share.
+        Cost: each rank receives (N-1)/N of it.
+        """
+
+    def reduce_shares(self, flat: torch.Tensor, share: torch.Tensor) -> PendingCall:
+        """Overwrite `share` by the sum over ranks of this rank's share of `flat`.
+
+        Args:
+            flat: (N * share,), contiguous. It may be overwritten, and must not be used before `wait` returns.
+            share: (share,), of its dtype and device.
+        Cost: each rank sends (N-1)/N of `flat`; in pairwise messages it receives N-1 shares at once.
+        """
+
     def send(self, tensor: torch.Tensor, dst: int) -> PendingCall:
         """Send `tensor` to `dst`, which must `recv` one of its shape and dtype."""
 
     def recv(self, tensor: torch.Tensor, src: int) -> PendingCall:
         """Overwrite `tensor` by what `src` sends next. Messages of a pair of ranks keep their order."""
 
-    def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> PendingCall:
+    def exchange(
+        self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer], told: Call | None = None
+    ) -> PendingCall:
         """Send and receive several tensors as one call.
 
         Ranks that send to each other need this in place of `send` and `recv`, which on NCCL would each wait
         for the other rank. Messages of a pair of ranks keep their order; none may be empty, or to oneself.
+
+        Args:
+            told: what observers see in place of the messages.
         """
 
 
@@ -131,9 +158,22 @@ class Observable:
     def tell(self, op: str, tensor: torch.Tensor, peer: int | None = None) -> None:
         """Pass a call that is about to be made to all observers."""
         if self.observers:
-            call = Call(op, tensor.numel() * tensor.element_size(), peer)
-            for observer in self.observers:
-                observer(call)
+            self.tell_of(Call(op, tensor.numel() * tensor.element_size(), peer))
+
+    def tell_of(self, call: Call) -> None:
+        """Pass this call to all observers."""
+        for observer in self.observers:
+            observer(call)
+
+    def tell_exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer], told: Call | None) -> None:
+        """Pass an exchange to all observers: `told`, or each message."""
+        if told is not None:
+            self.tell_of(told)
+            return
+        for dst, tensor in sends:
+            self.tell("send", tensor, dst)
+        for src, tensor in recvs:
+            self.tell("recv", tensor, src)
 
     def expect(self, tensor: torch.Tensor, src: int) -> PendingCall | None:
         return None
@@ -170,6 +210,7 @@ class ProcessGroupCollectives(Observable):
         # A group may have a backend for each kind of device, as in "cpu:gloo,cuda:nccl".
         backends = str(dist.get_backend_config(group))
         self.pairwise = "cpu:gloo" in backends and self.world_size <= PAIRWISE_RANKS
+        self.native = "cpu:gloo" not in backends  # Gloo's reduce-scatter is an all-reduce inside
         self.tag = TAG
         self.wire_device = torch.device(
             "cpu" if "cpu:" in backends else f"cuda:{torch.cuda.current_device()}"
@@ -211,6 +252,49 @@ class ProcessGroupCollectives(Observable):
         self._start("all_gather", dist.all_gather, gathered, tensor, async_op=True).wait()
         return gathered
 
+    def gather_shares(self, flat: torch.Tensor, expected: Sequence[PendingCall | None] = ()) -> PendingCall:
+        self.tell("all_gather", flat)
+        if flat.device.type != self.wire_device.type:
+            staged = flat.to(self.wire_device)
+            return Then(self._gather_shares(staged), lambda: flat.copy_(staged))
+        return self._gather_shares(flat, expected)
+
+    def _gather_shares(self, flat: torch.Tensor, expected: Sequence[PendingCall | None] = ()) -> PendingCall:
+        shares = flat.detach().chunk(self.world_size)
+        if not self.pairwise:
+            return self._start("all_gather", _all_gather, _raw(flat), _raw(shares[self.rank]), async_op=True)
+        early = dict(enumerate(expected))
+        # The next rank first, so that not all send to the same rank at once.
+        after = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        receives = [early.get(peer) or self._from(peer, shares[peer], "all_gather") for peer in after]
+        return AllOf([*receives, *(self._to(peer, shares[self.rank], "all_gather") for peer in after)])
+
+    def reduce_shares(self, flat: torch.Tensor, share: torch.Tensor) -> PendingCall:
+        self.tell("reduce_scatter", flat)
+        if flat.device.type != self.wire_device.type:
+            staged, sent = share.to(self.wire_device), flat.to(self.wire_device)
+            return Then(self._reduce_shares(sent, staged), lambda: share.copy_(staged))
+        return self._reduce_shares(flat, share)
+
+    def _reduce_shares(self, flat: torch.Tensor, share: torch.Tensor) -> PendingCall:
+        shares = [*flat.detach().chunk(self.world_size)]
+        if self.native:
+            return self._start("reduce_scatter", _reduce_scatter, share, flat, async_op=True)
+        if not self.pairwise and self.world_size > 1:
+            return _RingReduction(self, shares, share)
+        after = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        parts = {peer: torch.empty_like(share) for peer in after} | {self.rank: shares[self.rank]}
+        calls = [self._from(peer, parts[peer], "reduce_scatter") for peer in after]
+        calls += [self._to(peer, shares[peer], "reduce_scatter") for peer in after]
+
+        def add_up() -> None:
+            # In the order of ranks, so that the result does not depend on who owns it.
+            share.copy_(parts[0])
+            for rank in range(1, self.world_size):
+                share.add_(parts[rank])
+
+        return Then(AllOf(calls), add_up)
+
     def send(self, tensor: torch.Tensor, dst: int) -> PendingCall:
         self.tell("send", tensor, dst)
         return self._to(dst, tensor)
@@ -219,11 +303,10 @@ class ProcessGroupCollectives(Observable):
         self.tell("recv", tensor, src)
         return self._from(src, tensor)
 
-    def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> PendingCall:
-        for dst, tensor in sends:
-            self.tell("send", tensor, dst)
-        for src, tensor in recvs:
-            self.tell("recv", tensor, src)
+    def exchange(
+        self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer], told: Call | None = None
+    ) -> PendingCall:
+        self.tell_exchange(sends, recvs, told)
         if self.wire_device.type == "cpu":
             # Receives first, so that Gloo can write what arrives into its place without a copy.
             return AllOf([*(self._from(*recv) for recv in recvs), *(self._to(*send) for send in sends)])
@@ -290,6 +373,58 @@ class AllOf:
     def wait(self) -> None:
         for call in self.calls:
             call.wait()
+
+
+class Then:
+    """A call that was started, and what to do once it is complete."""
+
+    def __init__(self, call: PendingCall, action: Callable[[], object]) -> None:
+        self.call, self.action = call, action
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        self.call.wait()
+        self.action()
+
+
+class _RingReduction:
+    """A reduce-scatter around a ring: N-1 times a rank adds its part to a sum and passes that on.
+
+    Many small tensors at once between all pairs of ranks would flood them; here a rank has two neighbours.
+    Only the first message is sent before `wait`, which all ranks must call in the same order.
+
+    Args:
+        shares: of this rank's tensor, which are overwritten by sums.
+        result: receives the sum of all ranks' parts of this rank's share.
+    Source: the first half of a ring all-reduce (Patarasuk and Yuan, 2009).
+    """
+
+    def __init__(
+        self, comm: ProcessGroupCollectives, shares: Sequence[torch.Tensor], result: torch.Tensor
+    ) -> None:
+        self.comm, self.shares, self.result = comm, shares, result
+        self.received = torch.empty_like(result)
+        self.under_way = self._pass_on(1)
+
+    def _pass_on(self, distance: int) -> AllOf:
+        rank, size = self.comm.rank, self.comm.world_size
+        what = "reduce_scatter"
+        return AllOf(
+            [
+                self.comm._from((rank - 1) % size, self.received, what),
+                self.comm._to((rank + 1) % size, self.shares[(rank - distance) % size], what),
+            ]
+        )
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        rank, size = self.comm.rank, self.comm.world_size
+        for distance in range(1, size):
+            self.under_way.wait()
+            self.shares[(rank - distance - 1) % size].add_(self.received)
+            if distance < size - 1:
+                self.under_way = self._pass_on(distance + 1)
+        self.result.copy_(self.shares[rank])
 
 
 def as_collectives(process_group: dist.ProcessGroup | Collectives | None) -> Collectives:
@@ -370,6 +505,11 @@ def _content_of(tensor: torch.Tensor) -> bytearray:
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     # As bytes, because Gloo does not broadcast every dtype: not int16, bool or float8.
     return tensor.detach().view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
+
+
+# Newer versions of torch give the older names a warning.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _batch(sends: Sequence[ToPeer], recvs: Sequence[ToPeer], *, group: Any) -> PendingCall:

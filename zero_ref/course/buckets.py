@@ -13,7 +13,8 @@ from zero_ref.course import Answer, ExerciseFailed, call_text, exercise, shown
 from zero_ref.lab import ranks
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.partition import ParamSpec, Partition, Slice, from_lists, plan_partition
+from zero_ref.plan.partition import ParamSpec, Partition, Slice
+from zero_ref.plan.rules import from_lists, plan_partition
 from zero_ref.simulator.models import shapes
 
 # ---------------------------------------------------------------------------------------- 5.1 flatten

@@ -14,7 +14,8 @@ from zero_ref.course._disk import Disk, Killed, load
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.moves import moves, numels_between
-from zero_ref.plan.partition import Partition, Slice, even, from_lists, sorted_greedy
+from zero_ref.plan.partition import Partition, Slice
+from zero_ref.plan.rules import even, from_lists, sorted_greedy
 
 # ------------------------------------------------------------------------------ 8.1 which elements move
 

@@ -13,7 +13,8 @@ from zero_ref.lab import ranks
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
-from zero_ref.plan.partition import Partition, Slice, even, from_lists, sorted_greedy
+from zero_ref.plan.partition import Partition, Slice
+from zero_ref.plan.rules import even, from_lists, sorted_greedy
 
 _LIST = (list, tuple)
 

@@ -17,7 +17,7 @@ from zero_ref.course import Answer, ExerciseFailed, StillTheStub, exercise
 from zero_ref.lab import ranks, virtual
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.partition import sorted_greedy
+from zero_ref.plan.rules import sorted_greedy
 
 # ------------------------------------------------------------------------------- 10.1 write the shadow step
 

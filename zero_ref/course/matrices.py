@@ -14,7 +14,8 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero_ref.course import Answer, ExerciseFailed, call_text, exercise, shown
-from zero_ref.plan.partition import ParamSpec, newton_schulz_operations
+from zero_ref.plan.partition import ParamSpec
+from zero_ref.plan.rules import newton_schulz_operations
 from zero_ref.simulator.models import matrices_whole, shapes, specs
 
 Shapes = Sequence[tuple[int, int]]

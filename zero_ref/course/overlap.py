@@ -20,7 +20,8 @@ from zero_ref.lab import ranks
 from zero_ref.lab.meter import recording_all_reduce
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call, ordinary
-from zero_ref.plan.partition import ParamSpec, Partition, sorted_greedy
+from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.plan.rules import sorted_greedy
 from zero_ref.simulator.schedule import calls_of_rank
 from zero_ref.simulator.timeline import BucketTimes, bucket_times, simulate
 

@@ -14,7 +14,8 @@ from zero_ref.course import Answer, call_text, exercise, shown
 from zero_ref.lab import ranks
 from zero_ref.lab.meter import state_bytes
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.partition import Partition, Slice, from_lists, registration_greedy, sorted_greedy
+from zero_ref.plan.partition import Partition, Slice
+from zero_ref.plan.rules import from_lists, registration_greedy, sorted_greedy
 from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.models import from_module, shapes
 

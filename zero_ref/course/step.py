@@ -17,7 +17,8 @@ from zero_ref.course import Answer, ExerciseFailed, call_text, exercise, shown
 from zero_ref.lab import ranks, virtual
 from zero_ref.lab.meter import gather_from_ranks
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.partition import Partition, even, from_lists, sorted_greedy
+from zero_ref.plan.partition import Partition
+from zero_ref.plan.rules import even, from_lists, sorted_greedy
 
 # -------------------------------------------------------------------------------------- 4.1 write `step`
 

@@ -19,6 +19,7 @@ import torch
 
 from zero_ref.comm.collectives import Observable, PendingCall, ToPeer
 from zero_ref.lab.patience import patience
+from zero_ref.plan.calls import Call
 
 T = TypeVar("T")
 
@@ -86,7 +87,7 @@ class VirtualCollectives(Observable):
     def __init__(self, world: _World, rank: int) -> None:
         super().__init__()
         self.world, self.rank, self.world_size = world, rank, world.size
-        self.wire_device = torch.device("cpu")
+        self.wire_device, self.pairwise = torch.device("cpu"), True
 
     def __repr__(self) -> str:
         return f"virtual rank {self.rank} of {self.world_size}"
@@ -109,27 +110,48 @@ class VirtualCollectives(Observable):
         self._exchange("all_gather", tensor, lambda board: gathered.extend(laid.clone() for laid in board))
         return gathered
 
+    def gather_shares(self, flat: torch.Tensor, expected: Sequence[PendingCall | None] = ()) -> _Done:
+        self.tell("all_gather", flat)
+        mine = flat.chunk(self.world_size)[self.rank]
+        return self._exchange("all_gather", mine, lambda board: flat.copy_(torch.cat(board)))
+
+    def reduce_shares(self, flat: torch.Tensor, share: torch.Tensor) -> _Done:
+        self.tell("reduce_scatter", flat)
+
+        def add_up(board: list[torch.Tensor]) -> None:
+            parts = [laid.chunk(self.world_size)[self.rank] for laid in board]
+            share.copy_(sum(parts[1:], parts[0]))
+
+        return self._exchange("reduce_scatter", flat, add_up)
+
     def send(self, tensor: torch.Tensor, dst: int) -> _Done:
         self.tell("send", tensor, dst)
-        self.world.mailboxes[self.rank, dst].put(tensor.detach().clone())
+        self._put(tensor, dst)
         return _Done()
 
-    @torch.no_grad()
     def recv(self, tensor: torch.Tensor, src: int) -> _Done:
         self.tell("recv", tensor, src)
+        self._receive(tensor, src)
+        return _Done()
+
+    def _put(self, tensor: torch.Tensor, dst: int) -> None:
+        self.world.mailboxes[self.rank, dst].put(tensor.detach().clone())
+
+    @torch.no_grad()
+    def _receive(self, tensor: torch.Tensor, src: int) -> None:
         received = self._take(src)
         if _kind(received) != _kind(tensor):
             raise RuntimeError(
                 f"virtual rank {self.rank} wants {_kind(tensor)} and rank {src} sent {_kind(received)}."
             )
         tensor.copy_(received)
-        return _Done()
 
-    def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> _Done:
+    def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer], told: Call | None = None) -> _Done:
+        self.tell_exchange(sends, recvs, told)
         for dst, tensor in sends:
-            self.send(tensor, dst)
+            self._put(tensor, dst)
         for src, tensor in recvs:
-            self.recv(tensor, src)
+            self._receive(tensor, src)
         return _Done()
 
     def _take(self, src: int) -> torch.Tensor:

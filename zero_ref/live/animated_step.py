@@ -51,7 +51,7 @@ class Frame(NamedTuple):
 def step_frames(partition: Partition) -> list[Frame]:
     """A step's frames, in the order of the package's calls: an all-reduce, the local step, the broadcasts.
 
-    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> from zero_ref.plan.rules import sorted_greedy
     >>> for frame in step_frames(sorted_greedy([6, 5], 2)):
     ...     print(frame.phase, frame.start_s, *(frame.call or ()))
     reduce 0.5 all_reduce 44 None
@@ -69,7 +69,7 @@ def step_frames(partition: Partition) -> list[Frame]:
     """
     ranks = partition.world_size
     params = [ParamSpec(numel) for numel in partition.numels]
-    pieces = [piece for _, (piece,) in messages_of(partition, params, flat=False) if piece.numel]
+    pieces = [one.slices[0] for one in messages_of(partition, params, flat=False) if one.slices[0].numel]
     if not 2 <= ranks <= MOST_RANKS or not 1 <= len(pieces) <= MOST_PIECES:
         raise ValueError(
             f"{len(pieces)} slices on {ranks} ranks: a step moves with 1 to {MOST_PIECES} slices on 2 to "
@@ -95,7 +95,7 @@ def step_frames(partition: Partition) -> list[Frame]:
 def animate_step(partition: Partition, names: Sequence[str] | None = None) -> Animation:
     """One step on 2 to 4 ranks, as the last line of a cell.
 
-    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> from zero_ref.plan.rules import sorted_greedy
     >>> animate_step(sorted_greedy([6, 5, 4], 2), ["W1", "W2", "b"]).words.split(". ")[2]
     'Rank 0 updates W1; Rank 1 updates W2, b'
 

@@ -10,12 +10,13 @@ from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
 from zero_ref.live.numbers import short, short_count
 from zero_ref.live.palette import ALARM, INK, MUTED, SERIES_COLOURS, rank_colour
 from zero_ref.live.svg import LINE, MARGIN, Stacked, bar, curve, key, line, picture, text
-from zero_ref.plan.partition import RULES, Partition, plan_partition
+from zero_ref.plan.partition import Partition
+from zero_ref.plan.rules import RULES, plan_partition
 from zero_ref.simulator.models import MODELS
 
 POWERS = tuple(2**power for power in range(11))
-NAMES = {rule: rule.replace("_", " ") for rule in RULES if rule != "balanced"}
-"""Without "balanced", which is "even" for a model without matrices that stay whole."""
+NAMES = {rule: rule.replace("_", " ") for rule in RULES if rule not in ("balanced", "equal_shares")}
+"""Without those that divide a model as "even" does, unless it has matrices that stay whole or many ranges."""
 MOST_BARS = 64
 """Above this many ranks a bar is thinner than a line: one outline replaces the bars."""
 

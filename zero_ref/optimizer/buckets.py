@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise, zip_longest
+from itertools import islice, pairwise, zip_longest
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ref.comm.collectives import Collectives, PendingCall
-from zero_ref.plan.layout import BucketLayout, runs_within
+from zero_ref.plan.layout import BucketLayout, end_to_end, runs_within
 from zero_ref.plan.partition import Partition, Slice
 
 
@@ -29,12 +29,17 @@ class Message(NamedTuple):
     Args:
         owner: the rank that sends it.
         tensor: (numel,), contiguous, sharing memory with the parameters.
-        slices: the slices in `tensor`, end to end.
+        slices: the slices in `tensor`.
+        starts: the place of each slice's first element.
+        whole: the flat tensor of which this is one of N equal shares, or None. The messages of all shares
+            follow each other, and one all-gather sends them.
     """
 
     owner: int
     tensor: torch.Tensor
     slices: tuple[Slice, ...]
+    starts: tuple[int, ...] = (0,)
+    whole: torch.Tensor | None = None
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,20 +131,25 @@ def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> 
     messages = []
     for flat in layout.flats:
         # A bucket that begins inside a parameter must share memory with the bucket before it.
-        firsts = [number for number, bucket in enumerate(flat.buckets) if bucket.slices[0].start == 0]
+        firsts = [0] if flat.shared else [n for n, b in enumerate(flat.buckets) if b.slices[0].start == 0]
         for first, end in pairwise([*firsts, len(flat.buckets)]):
             buckets = flat.buckets[first:end]
             start = buckets[0].start
             stop = flat.buckets[end].start if end < len(flat.buckets) else flat.numel
-            tensor = torch.empty(stop - start, dtype=getattr(torch, flat.dtype), device=flat.device)
-            # Zero the padding, so that no checkpoint or sum contains uninitialised memory.
-            tensor[buckets[-1].stop - start :].zero_()
+            # Padding is zero, so that no checkpoint or sum contains uninitialised memory.
+            tensor = torch.zeros(stop - start, dtype=getattr(torch, flat.dtype), device=flat.device)
             for index in {piece.param for bucket in buckets for piece in bucket.slices}:
                 param = params[index]
                 place = flat.offset_of_param[index] - start
                 param.data = tensor.as_strided(param.size(), param.stride(), place).copy_(param)
             messages += [
-                Message(bucket.owner, tensor[bucket.start - start : bucket.stop - start], bucket.slices)
+                Message(
+                    bucket.owner,
+                    tensor[bucket.start - start : bucket.stop - start],
+                    bucket.slices,
+                    bucket.starts,
+                    tensor if flat.shared else None,
+                )
                 for bucket in buckets
             ]
     return messages
@@ -160,9 +170,9 @@ def messages_by_parameter(
 def messages_within(messages: Iterable[Message], params: Container[int]) -> list[Message]:
     """The parts of these messages that hold `params`, in as few messages as their memory allows."""
     return [
-        Message(message.owner, message.tensor[run.start : run.stop], run.slices)
+        Message(message.owner, message.tensor[run.start : run.stop], run.slices, end_to_end(run.slices))
         for message in messages
-        for run in runs_within(message.slices, params)
+        for run in runs_within(message.slices, message.starts, params)
     ]
 
 
@@ -186,7 +196,7 @@ def start_broadcasts(
     dtype: torch.dtype | None = None,
     expected: Iterable[PendingCall | None] = (),
 ) -> list[PendingCall]:
-    """Start to broadcast every message from its owner; wait for the returned works to complete them.
+    """Start to send every message from its owner; wait for the returned works to complete them.
 
     Args:
         dtype: send parameters of a larger floating-point dtype in this one; None sends all as they are. The
@@ -197,17 +207,19 @@ def start_broadcasts(
     """
     if comm.world_size == 1:
         return []
-    return [_start_broadcast(comm, message, dtype, work) for message, work in zip_longest(messages, expected)]
-
-
-def _start_broadcast(
-    comm: Collectives, message: Message, dtype: torch.dtype | None, expected: PendingCall | None
-) -> PendingCall:
-    tensor = message.tensor
-    if dtype is None or not tensor.is_floating_point() or tensor.itemsize <= dtype.itemsize:
-        return comm.broadcast(tensor, message.owner, expected)
-    rounded = tensor.to(dtype) if message.owner == comm.rank else torch.empty_like(tensor, dtype=dtype)
-    return _Rounded(comm.broadcast(rounded, src=message.owner), message, rounded, comm.rank)
+    works: list[PendingCall] = []
+    left = iter(zip_longest(messages, expected))
+    for message, work in left:
+        tensor, owner = message.tensor, message.owner
+        if dtype is not None and tensor.is_floating_point() and tensor.itemsize > dtype.itemsize:
+            rounded = tensor.to(dtype) if owner == comm.rank else torch.empty_like(tensor, dtype=dtype)
+            works.append(_Rounded(comm.broadcast(rounded, src=owner), message, rounded, comm.rank))
+        elif message.whole is None:
+            works.append(comm.broadcast(tensor, owner, work))
+        else:
+            of_others = [other for _, other in islice(left, comm.world_size - 1)]
+            works.append(comm.gather_shares(message.whole, [work, *of_others]))
+    return works
 
 
 class _Rounded:
@@ -230,8 +242,8 @@ class _Rounded:
     def overflow(self) -> Slice | None:
         """The slice of the first element that was too large for the dtype of the broadcast."""
         too_large = self.rounded.isinf().nonzero()[:1].tolist()
-        ends = accumulate(piece.numel for piece in self.message.slices)
-        return next((p for p, end in zip(self.message.slices, ends) for [at] in too_large if at < end), None)
+        places = zip(self.message.slices, self.message.starts)
+        return next((p for p, start in places for [at] in too_large if at < start + p.numel), None)
 
 
 def finish_broadcasts(works: Sequence[PendingCall], name: Callable[[int], str] = str) -> None:

@@ -9,6 +9,7 @@ tensor has no effect. What does not have the member's shape, such as a counter, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,16 +20,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.several import class_of
+from zero_ref.plan.partition import ALIGNMENT
 
 SMALL_NUMEL = 2**14
 """Up to this size, copying a gradient is faster than stepping one more tensor (bench/NOTES.md)."""
 
-ALIGNMENT = 64
-"""As in `partition.even`: a parameter at such an offset is computed as in its own tensor, bit for bit."""
 
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    fits = 0 < tensor.numel() <= SMALL_NUMEL and tensor.numel() % ALIGNMENT == 0
+def _can_be_merged(tensor: torch.Tensor, limit: float) -> bool:
+    fits = 0 < tensor.numel() <= limit and tensor.numel() % ALIGNMENT == 0
     return fits and not is_traceable_wrapper_subclass(tensor)
 
 
@@ -37,7 +36,7 @@ def place_end_to_end(tensors: Iterable[torch.Tensor]) -> None:
     """Move those that can be merged into one flat tensor for each dtype and device. The objects stay."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        if _is_small(tensor):
+        if _can_be_merged(tensor, SMALL_NUMEL):
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for of_kind in kinds.values():
         flat = torch.cat([flat_view(tensor.detach()) for tensor in of_kind])
@@ -70,10 +69,13 @@ class MergedRun:
     Args:
         members: in order of their addresses.
         params: whose `.grad` each is stepped with: the member itself, or the parameter that it is a copy of.
+        copies: gradients that do not lie together may be copied.
     """
 
-    def __init__(self, members: Sequence[torch.Tensor], params: Sequence[torch.Tensor]) -> None:
-        self.members, self.params = members, params
+    def __init__(
+        self, members: Sequence[torch.Tensor], params: Sequence[torch.Tensor], copies: bool = True
+    ) -> None:
+        self.members, self.params, self.copies = members, params, copies
         flat = members[0].detach().as_strided((sum(member.numel() for member in members),), (1,))
         self.whole = flat.requires_grad_()
         self.are_copies = members[0] is not params[0]
@@ -89,10 +91,18 @@ class MergedRun:
         return [part.as_strided(m.size(), m.stride()) for part, m in zip(parts, self.members)]
 
     def take_gradients(self) -> bool:
-        """Copy the members' gradients; False if one is missing or sparse."""
+        """Merge the members' gradients; False if one is missing or sparse, or they may not be copied."""
         grads = [grad for p in self.params if (grad := p.grad) is not None and grad.layout == torch.strided]
         if len(grads) < len(self.members):
             return False
+        if not self.copies:
+            together = all(map(_is_next, grads, grads[1:])) and all(
+                grad.stride() == member.stride() for grad, member in zip(grads, self.members)
+            )
+            if together:
+                first = grads[0]
+                self.whole.grad = first.as_strided(self.whole.shape, (1,), first.storage_offset())
+            return together
         if self.gradient is None:
             self.gradient = torch.empty_like(self.whole, requires_grad=False)
             self.gradients = self.windows(self.gradient)
@@ -151,30 +161,50 @@ class MergedSlices:
     Args:
         optim: the local optimizer; only groups of an elementwise class are merged.
         params: for each tensor that may be merged, the parameter whose `.grad` it is stepped with.
+        limit: elements of the largest tensor to merge. None is for tensors of any size, whose gradients lie
+            together as they do and so need no copy.
+
+    Attributes:
+        members: the tensors that are merged.
     """
 
-    def __init__(self, optim: Optimizer, params: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(
+        self, optim: Optimizer, params: Mapping[torch.Tensor, torch.Tensor], limit: int | None = None
+    ) -> None:
         self.optim = optim
         self.runs: list[MergedRun] = []
         self.apart = [group["params"] for group in optim.param_groups]
-        self.together: list[list[torch.Tensor]] = []
         for group in optim.param_groups:
             of_group, may_merge = group["params"], is_elementwise(class_of(group, optim))
-            small = [local for local in of_group if may_merge and local in params and _is_small(local)]
-            runs = [MergedRun(run, [params[member] for member in run]) for run in _runs(small)]
-            merged = {member for run in runs for member in run.members}
+            most = math.inf if limit is None else limit
+            fit = [t for t in of_group if may_merge and t in params and _can_be_merged(t, most)]
+            runs = [
+                MergedRun(run, [params[member] for member in run], limit is not None) for run in _runs(fit)
+            ]
             self.runs += runs
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """List each run in place of its members."""
+        run_of = {member: run for run in self.runs for member in run.members}
+        self.members = run_of.keys()
+        self.together: list[list[torch.Tensor]] = []
+        for of_group in self.apart:
+            runs = dict.fromkeys(run_of[local] for local in of_group if local in run_of)
             self.together.append(
-                [*(run.whole for run in runs), *(local for local in of_group if local not in merged)]
+                [*(run.whole for run in runs), *(local for local in of_group if local not in run_of)]
             )
 
     def merge(self) -> None:
-        """Replace the members by their runs; if one run cannot be merged, dissolve all runs for good."""
-        if not all(run.take_gradients() and run.take_state(self.optim.state) for run in self.runs):
-            self.dissolve()
+        """Replace the members by their runs; a run that cannot be merged is dissolved for good."""
+        fit = [run for run in self.runs if run.take_gradients() and run.take_state(self.optim.state)]
+        if len(fit) < len(self.runs):
+            self._dissolve(run for run in self.runs if run not in fit)
+            self.runs = fit
+            self._arrange()
         for run in self.runs:
             self.optim.state[run.whole] = run.state
-        self._list(self.together if self.runs else self.apart)
+        self._list(self.together)
 
     def done(self) -> None:
         """The runs were stepped: the rest of the step must not step them again."""
@@ -191,14 +221,23 @@ class MergedSlices:
 
     def dissolve(self) -> None:
         """From now on step each member by itself, with its own step counter."""
-        for run in self.runs:
+        self._dissolve(self.runs)
+        self.runs = []
+        self._arrange()
+
+    def unshare(self) -> None:
+        """Give each member a step counter of its own, before others than the runs step it."""
+        self._dissolve(self.runs)
+
+    def _dissolve(self, runs: Iterable[MergedRun]) -> None:
+        for run in runs:
+            run.of_members = []
             run.drop_gradients()
             for member in run.members:
                 of_member = self.optim.state.get(member, {})
                 for key, value in of_member.items():
                     if isinstance(value, torch.Tensor) and not _follows(value, member):
                         of_member[key] = value.clone()
-        self.runs = []
 
     def _list(self, params_of_group: Sequence[list[torch.Tensor]]) -> None:
         for group, params in zip(self.optim.param_groups, params_of_group):

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from zero_ref.optimizer.buckets import flat_like, flat_view, kept_view
 from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.groups import ParamGroup, loaded_options, options_of, replace_options
-from zero_ref.optimizer.merged import MergedSlices, place_end_to_end
+from zero_ref.optimizer.merged import SMALL_NUMEL, MergedSlices, place_end_to_end
 from zero_ref.optimizer.offload import Arrival, StatePlace, in_pieces
 from zero_ref.optimizer.rounding import Masters
 from zero_ref.optimizer.several import (
@@ -167,7 +167,7 @@ class Shard:
         self._casts: torch.Tensor | None = None  # memory for the gradients of a piece, within a step
         self._steps = 0
         self._generator_was: torch.Tensor | None = None
-        self.merged = MergedSlices(self.optim, {})
+        self._small = self._shares = self.merged = MergedSlices(self.optim, {})
         self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._used: set[int] = set()  # numbers of the parameters whose local tensors have had a gradient
         self._versions: list[int] = []  # of each copied parameter, when last equal to its rounded copy
@@ -175,7 +175,11 @@ class Shard:
 
     # ---------------------------------------------------------------------------------------- the three verbs
 
-    def take(self, gradients: Mapping[int, torch.Tensor] | None = None) -> None:
+    def take(
+        self,
+        gradients: Mapping[int, torch.Tensor] | None = None,
+        parts: Mapping[Slice, torch.Tensor] | None = None,
+    ) -> None:
         """Set the `.grad` of each local tensor, and hide that of frozen parameters.
 
         Trained parameters that are owned whole and have no copy already have their gradients.
@@ -183,6 +187,8 @@ class Shard:
         Args:
             gradients: by parameter number, each in its parameter's shape and strides. The step then updates
                 only these parameters. None means the `.grad` of each parameter.
+            parts: by slice, the gradients of slices of parameters that are cut, (numel,) each; None if those
+                of their parameters have them.
         Raises:
             RuntimeError: a parameter that is split has a sparse gradient. Every rank checks all split
                 parameters, so all raise.
@@ -190,6 +196,12 @@ class Shard:
 
         def gradient_of(number: int, param: torch.Tensor) -> torch.Tensor | None:
             return param.grad if gradients is None else gradients.get(number)
+
+        def part_of(own: OwnedSlice) -> torch.Tensor | None:
+            if parts is not None and not own.is_whole:
+                return parts.get(own.piece)
+            grad = gradient_of(own.piece.param, own.param)
+            return None if grad is None else _part(own, grad)
 
         for number, param, _ in self.cut:
             grad = gradient_of(number, param)
@@ -201,40 +213,49 @@ class Shard:
         for own in self._frozen:
             # A gradient from before the parameter was frozen would update the parameter on its owner only.
             self._replace(own.param, None)
-        if gradients is None:
-            self.merged.merge()
-        else:
+        in_shares = parts is not None and bool(self._shares.runs)
+        if self.merged is not (merged := self._shares if in_shares else self._small):
+            self.merged.unshare()
+            self.merged = merged
+        if gradients is not None:
             self.merged.dissolve()
             for own in self._in_place:
                 self._replace(own.param, gradients.get(own.piece.param))
-        alone = self._alone if self.merged.runs else self._apart
-        grads = [(own, gradient_of(own.piece.param, own.param)) for own in alone]
-        given = [(own, grad) for own, grad in grads if grad is not None]
+        elif not in_shares:
+            self.merged.merge()
+        members = () if in_shares else self.merged.members  # these have their gradients
+        alone = [own for own in self._apart if own.local not in members]
+        given = [(own, part) for own in alone if (part := part_of(own)) is not None]
         if self.place_of_state is not None:
-            away = [(own.local, _part(own, grad)) for own, grad in given if own.is_copy]
+            away = [(own.local, part) for own, part in given if own.is_copy]
             self._coming = self.place_of_state.fetch(away)
             self._used.update(own.piece.param for own, _ in given)
-            given = [(own, grad) for own, grad in given if not own.is_copy]
+            given = [(own, part) for own, part in given if not own.is_copy]
         elif self.masters is not None and is_known(self.optim):
-            cast = [(own, grad) for own, grad in given if _is_cast_in_pieces(own, grad)]
-            pairs = in_pieces([(own.local, _part(own, grad)) for own, grad in cast], CAST_NBYTES)
+            cast = [(own, part) for own, part in given if _is_cast_in_pieces(own, part)]
+            pairs = in_pieces([(own.local, part) for own, part in cast], CAST_NBYTES)
             self._coming = [Arrival([o for o, _ in piece], [g for _, g in piece]) for piece in pairs]
             self._used.update(own.piece.param for own, _ in cast)
-            given = [(own, grad) for own, grad in given if not _is_cast_in_pieces(own, grad)]
+            given = [(own, part) for own, part in given if not _is_cast_in_pieces(own, part)]
         _give(given)
+        if in_shares:
+            self.merged.merge()  # now slices of cut parameters have their gradients, too
         self._used.update(own.piece.param for own in self._apart if own.local.grad is not None)
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, take: Callable[[], None] | None = None, **kwargs: Any
+    ) -> Any:
         """Step the local optimizer, then restore all gradients as they were before `take`.
 
         Args:
-            closure: computes the gradients; `take` is called after it.
+            closure: computes the gradients.
+            take: calls `take` with them, after the closure; None for a `take` without arguments.
             **kwargs: passed to the local optimizer's `step`.
         Returns:
             What the local optimizer's `step` returns.
         """
         if closure is not None:
-            kwargs["closure"] = self._taking_after(closure)
+            kwargs["closure"] = self._taking_after(closure, take or self.take)
         self._published.clear()
         self._steps += 1
         self._watch_generator()
@@ -357,7 +378,7 @@ class Shard:
     def give_back(self) -> None:
         """Undo `take`."""
         self.merged.split()
-        for own in self._alone if self.merged.runs else self._apart:
+        for own in self._apart:
             own.local.grad = None  # else the slice would keep the whole gradient alive after zero_grad()
         for param, grad in reversed(self._withheld):  # one may have been withheld twice
             param.grad = grad
@@ -367,7 +388,7 @@ class Shard:
         self._withheld.append((param, param.grad))
         param.grad = grad
 
-    def _taking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _taking_after(self, closure: Callable[[], Any], take: Callable[[], None]) -> Callable[[], Any]:
         def closure_then_take() -> Any:
             self.give_back()  # the user's code must see its own gradients
             self._warn_if_drawn()
@@ -382,7 +403,7 @@ class Shard:
             self.follow_parameters()  # it may have changed parameters, too
             self._watch_generator()  # the closure may draw, as dropout does
             self._published.clear()
-            self.take()
+            take()
             self._arrive_all()
             return loss
 
@@ -436,11 +457,14 @@ class Shard:
         self._in_place = [own for own in trained if own.local is own.param]
         self._apart = [own for own in trained if own.local is not own.param]
         self._frozen = [own for own in self.owned if own.local is own.param and not own.param.requires_grad]
-        self.merged.dissolve()
-        mine = [own for own in trained if self._merge and own.is_whole]
-        self.merged = MergedSlices(self.optim, {own.local: own.param for own in mine})
-        together = {member for run in self.merged.runs for member in run.members}
-        self._alone = [own for own in self._apart if own.local not in together]
+        self._small.dissolve()
+        self._shares.dissolve()
+        mine = trained if self._merge else []
+        whole = {own.local: own.param for own in mine if own.is_whole}
+        self._small = self.merged = MergedSlices(self.optim, whole, SMALL_NUMEL)
+        # In a share neighbours lie together, as do their gradients after ShardedDataParallel's backward.
+        in_place = {own.local: own.local for own in mine if built.partition.ranges and not own.is_copy}
+        self._shares = MergedSlices(self.optim, in_place)
 
     def _by_group(self, built: Built, count: int) -> list[list[torch.Tensor]]:
         """For each parameter group the local tensors of this rank's slices."""
@@ -581,8 +605,7 @@ def _is_cast_in_pieces(own: OwnedSlice, grad: torch.Tensor) -> bool:
 def _give(gradients: Iterable[tuple[OwnedSlice, torch.Tensor]]) -> None:
     """Set the `.grad` of local tensors to the gradients of their slices, in the dtype of the local tensor."""
     parts, casts = list[torch.Tensor](), list[torch.Tensor]()
-    for own, grad in gradients:
-        part = _part(own, grad)
+    for own, part in gradients:
         if own.is_copy and part.layout == torch.strided:
             parts.append(part)
             casts.append(part := torch.empty_like(own.local, requires_grad=False))

@@ -26,7 +26,13 @@ from zero_ref.comm.accord import Accord, facts_of_options, number_on
 from zero_ref.comm.agreement import agree, agreement
 from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
 from zero_ref.optimizer.around import TakesPartInJoin, failure_told, in_its_circumstances, noting_errors
-from zero_ref.optimizer.buckets import broadcast_messages, check_can_be_flattened, expect_broadcasts
+from zero_ref.optimizer.arriving import Arriving
+from zero_ref.optimizer.buckets import (
+    check_can_be_flattened,
+    expect_broadcasts,
+    finish_broadcasts,
+    start_broadcasts,
+)
 from zero_ref.optimizer.built import Built, places_of
 from zero_ref.optimizer.checks import (
     check_can_be_sharded,
@@ -50,7 +56,8 @@ from zero_ref.optimizer.offload import StatePlace
 from zero_ref.optimizer.rounding import Masters
 from zero_ref.optimizer.several import SeveralOptimizers, class_of, name_classes, title, with_group
 from zero_ref.optimizer.shard import Shard, log_share
-from zero_ref.plan.partition import Choice, ParamSpec, Partition, loads_under, may_cut, plan_partition
+from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.plan.rules import Choice, loads_under, may_cut, plan_partition
 from zero_ref.state.repartition import Handover
 from zero_ref.state.whole import WithWholeState
 
@@ -77,8 +84,9 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             `backward/overlap.py`. Without a hook, or where backward did not reduce, `step` makes the update.
         partition: the owners: "sorted_greedy" (torch's rule, the default), "registration_greedy"
             (FairScale's), "even" (1/N, to within 64 elements; parameters whose optimizer uses their shape
-            stay whole), "balanced" (as "even", but these by the operations of Muon's step), a function,
-            lists of parameter numbers for each rank, or a Partition.
+            stay whole), "equal_shares" (1/N of each range of parameters, for ShardedDataParallel and one
+            all-gather a range), "balanced" (as "even", but what stays whole by the operations of Muon's
+            step), a function, lists of parameter numbers for each rank, or a Partition.
         broadcast_dtype: send new parameters in this dtype, such as torch.bfloat16, to halve the bytes sent.
             The owner keeps its unrounded values and other ranks get rounded ones, so ranks no longer hold
             equal values. With torch.float16, a step waits for the GPU to check for values beyond 65504.
@@ -101,6 +109,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         built: the parameters, their partition and the messages of a step.
         shard: the slices that this rank owns, and the local optimizer.
         backward: what DDP's hooks did in the last backward.
+        arriving: new parameters that are on their way, if ShardedDataParallel lets `step` return before.
         accord: checks that options stay equal on all ranks, and reports errors between ranks.
         collectives: makes the calls to other ranks; append to its `observers` to see every call.
         process_group, rank, world_size, global_rank: as torch's. `rank` counts within the group.
@@ -141,6 +150,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         self.overlap_with_ddp = overlap_with_ddp
         self.broadcast_dtype = broadcast_dtype
         self.backward = Backward()
+        self.arriving = Arriving()
         self._choice = partition
 
         # Errors are raised here, before the first message of parameters, and on all ranks.
@@ -228,11 +238,15 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
     ) -> Any:
         """The update itself: each rank steps its shard, then all send what they own."""
         expected: list[PendingCall | None] = []
+
+        def take() -> None:
+            self.shard.take(gradients, self.backward.gradients.parts)
+
         with failure_told(self, expected) as by_closure:
             if closure is None:  # a closure still needs the old parameters to compute the gradients
                 expected += expect_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype)
-                self.shard.take(gradients)
-            loss = self.shard.step(closure and noting_errors(closure, by_closure), **kwargs)
+                take()
+            loss = self.shard.step(closure and noting_errors(closure, by_closure), take, **kwargs)
             self.shard.publish()
         self.exchange(expected)
         self.end_update()
@@ -241,11 +255,21 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
 
     def exchange(self, expected: Sequence[PendingCall | None]) -> None:
         """Send what this rank owns, receive the rest, and learn which ranks could not step."""
-        built = self.built
+        built, comm = self.built, self.collectives
+        owners = {message.owner for message in built.messages if message.slices}
+        works = start_broadcasts(comm, built.messages, self.broadcast_dtype, expected)
+        if self.arriving.later:
+
+            def done() -> None:
+                self.accord.after_update(owners)
+                self.accord.check_nothing_lost()
+
+            self.arriving.begin(built.messages, works, built.params, done)
+            return
         try:
-            broadcast_messages(self.collectives, built.messages, self.broadcast_dtype, expected, built.name)
+            finish_broadcasts(works, built.name)
         finally:
-            self.accord.after_update(message.owner for message in built.messages)
+            self.accord.after_update(owners)
 
     def end_update(self) -> None:
         """Record the update in autograd's versions, the user's groups and `backward`."""
@@ -259,6 +283,8 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, as torch's optimizers do."""
+        if not set_to_none:
+            self.backward.gradients.show(self.built.params)  # gradients are to be zeros, and not gone
         super().zero_grad(set_to_none)
         self.backward.zeroed()
 
@@ -321,6 +347,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         Collective: all ranks of the group, if `requires_grad` of a parameter has changed.
         Cost: one all-gather of 32 bytes, in that case.
         """
+        self.arriving.wait()
         self.accord.check_certain()
         self.shard.follow_parameters()  # before anything moves them
         built = self.built

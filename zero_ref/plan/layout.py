@@ -2,19 +2,20 @@
 
 `minimal.py` sends one message for each parameter; this layout allows one for each owner. One flat tensor for
 each device and dtype holds the parameters end to end, ordered so that the slices of a rank are contiguous
-wherever the partition allows. A contiguous run of one owner is a bucket. Plain arithmetic, no torch.
+wherever the partition allows. A contiguous run of one owner is a bucket. A range that all ranks share equally
+is a flat tensor of its own, with a bucket for each rank. Plain arithmetic, no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from zero_ref.plan.partition import ParamSpec, Partition, Slice
+from zero_ref.plan.partition import ParamSpec, Partition, SharedRange, Slice, round_up
 
 ITEMSIZE: dict[str, int] = {
     "float64": 8,
@@ -30,12 +31,18 @@ ITEMSIZE: dict[str, int] = {
 
 
 class Bucket(NamedTuple):
-    """Elements `start` to `stop` of a flat tensor, which one owner sends in one message."""
+    """Elements `start` to `stop` of a flat tensor, which one owner sends in one message.
+
+    Args:
+        slices: the trained slices in it, in order.
+        starts: the place in the bucket of each slice's first element.
+    """
 
     owner: int
     start: int
     stop: int
     slices: tuple[Slice, ...]
+    starts: tuple[int, ...]
 
     @property
     def numel(self) -> int:
@@ -51,6 +58,7 @@ class Flat:
         numel: elements, padding included.
         offset_of_param: the offset of each parameter's first element.
         buckets: in order of their offsets.
+        shared: the buckets are equal shares of the tensor, one for each rank.
     """
 
     device: str
@@ -58,6 +66,7 @@ class Flat:
     numel: int
     offset_of_param: dict[int, int]
     buckets: tuple[Bucket, ...]
+    shared: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -66,14 +75,14 @@ class Flat:
     @cached_property
     def padding(self) -> int:
         """Elements that belong to no parameter."""
-        return self.numel - sum([bucket.stop - bucket.start for bucket in self.buckets])
+        return self.numel - sum([piece.numel for bucket in self.buckets for piece in bucket.slices])
 
 
 @dataclass(frozen=True)
 class BucketLayout:
     """All flat tensors of a model.
 
-    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> from zero_ref.plan.rules import sorted_greedy
     >>> layout = lay_out(sorted_greedy([6, 5, 4, 1], 2), [ParamSpec(n) for n in (6, 5, 4, 1)], alignment=8)
     >>> flat = layout.flats[0]
     >>> flat.offset_of_param                    # rank 0 owns 0 and 3; rank 1's run starts on a multiple of 8
@@ -86,7 +95,7 @@ class BucketLayout:
 
 
 def lay_out(partition: Partition, params: Sequence[ParamSpec], *, alignment: int = 16) -> BucketLayout:
-    """Place the trainable parameters in flat tensors, one for each device and dtype.
+    """Place the trainable parameters in flat tensors: one for each range, device and dtype.
 
     Frozen parameters are left out: their values do not change, so they are not sent.
 
@@ -96,7 +105,8 @@ def lay_out(partition: Partition, params: Sequence[ParamSpec], *, alignment: int
         alignment: a parameter that begins an owner's run has an offset that is a multiple of this many
             elements, as is each flat tensor's size. 16 float32 are one 64-byte cache line.
     Returns:
-        Flats in order of their first parameter. Under `even`, each flat keeps the registration order.
+        The flats of ranges, in the order in which a forward needs them; then those of the other parameters in
+        the order of their first one. Under `even`, each flat keeps the registration order.
     Raises:
         ValueError: `partition` was made for other parameters, or a dtype is unknown.
     """
@@ -105,18 +115,43 @@ def lay_out(partition: Partition, params: Sequence[ParamSpec], *, alignment: int
             f"the partition is for {len(partition.numels)} parameters of {sum(partition.numels):,} elements; "
             f"got {len(params)} of {sum(param.numel for param in params):,}."
         )
+    for param in params:
+        if param.trainable and param.dtype not in ITEMSIZE:
+            raise ValueError(
+                f"parameters of dtype {param.dtype} cannot be trained; known are {', '.join(ITEMSIZE)}."
+            )
+    in_range = {number for one in partition.ranges for number in one.params}
     members: dict[tuple[str, str], list[int]] = {}
     for index, param in enumerate(params):
-        if param.trainable:
+        if param.trainable and index not in in_range:
             members.setdefault((param.device, param.dtype), []).append(index)
     return BucketLayout(
-        tuple(_flat(partition, of_kind, *kind, alignment) for kind, of_kind in members.items())
+        (
+            *(flat for one in partition.ranges[::-1] for flat in _shared_flat(partition, one, params)),
+            *(_flat(partition, of_kind, *kind, alignment) for kind, of_kind in members.items()),
+        )
     )
 
 
+def _shared_flat(partition: Partition, one: SharedRange, params: Sequence[ParamSpec]) -> Iterator[Flat]:
+    """The flat tensor of a range, in which frozen parameters leave a gap; none if all of them are frozen."""
+    trained = {number for number in one.params if params[number].trainable}
+    if not trained:
+        return
+    world_size = partition.world_size
+    share = one.numel // world_size
+    buckets = []
+    for rank in range(world_size):
+        placed = one.slices_of(rank, partition.numels, world_size)
+        mine = [(piece, start) for piece, start in placed if piece.param in trained]
+        slices, starts = tuple(piece for piece, _ in mine), tuple(start for _, start in mine)
+        buckets.append(Bucket(rank, rank * share, (rank + 1) * share, slices, starts))
+    places = {number: start for number, start in zip(one.params, one.starts) if number in trained}
+    first = params[one.params[0]]
+    yield Flat(first.device, first.dtype, one.numel, places, tuple(buckets), shared=True)
+
+
 def _flat(partition: Partition, members: list[int], device: str, dtype: str, alignment: int) -> Flat:
-    if dtype not in ITEMSIZE:
-        raise ValueError(f"parameters of dtype {dtype} cannot be trained; known are {', '.join(ITEMSIZE)}.")
 
     def owners(param: int) -> tuple[int, int, int]:
         pieces = partition.pieces_of_param[param]
@@ -131,14 +166,23 @@ def _flat(partition: Partition, members: list[int], device: str, dtype: str, ali
     for owner, run in groupby(pieces, key=itemgetter(1)):
         slices = tuple([piece for piece, _ in run])
         # A run that begins inside a parameter must directly follow the run with that parameter's beginning.
-        start = end = _round_up(end, alignment) if slices[0].start == 0 else end
+        start = end = round_up(end, alignment) if slices[0].start == 0 else end
         for piece in slices:
             if piece.start == 0:
                 offset_of_param[piece.param] = end
             end += piece.stop - piece.start
         if end > start:
-            buckets.append(Bucket(owner, start, end, slices))
-    return Flat(device, dtype, _round_up(end, alignment), offset_of_param, tuple(buckets))
+            buckets.append(Bucket(owner, start, end, slices, end_to_end(slices)))
+    return Flat(device, dtype, round_up(end, alignment), offset_of_param, tuple(buckets))
+
+
+def end_to_end(slices: Iterable[Slice]) -> tuple[int, ...]:
+    """The places of slices that follow each other without gaps.
+
+    >>> end_to_end([Slice(0, 0, 6), Slice(3, 0, 1), Slice(5, 0, 4)])
+    (0, 6, 7)
+    """
+    return tuple([0, *accumulate(piece.stop - piece.start for piece in slices)][:-1])
 
 
 class SliceRun(NamedTuple):
@@ -149,27 +193,23 @@ class SliceRun(NamedTuple):
     slices: tuple[Slice, ...]
 
 
-def runs_within(slices: Iterable[Slice], params: Container[int]) -> list[SliceRun]:
-    """The contiguous runs of `params`, in a message that holds these slices end to end.
+def runs_within(slices: Iterable[Slice], starts: Iterable[int], params: Container[int]) -> list[SliceRun]:
+    """The contiguous runs of `params`, in a message that holds these slices at these places.
 
     The optimizer sends these runs when only `params` have new values; the simulator counts their bytes.
 
-    >>> [run[:2] for run in runs_within([Slice(0, 0, 6), Slice(3, 0, 1), Slice(5, 0, 4)], {0, 3})]
+    >>> slices = [Slice(0, 0, 6), Slice(3, 0, 1), Slice(5, 0, 4)]
+    >>> [run[:2] for run in runs_within(slices, end_to_end(slices), {0, 3})]
     [(0, 7)]
-    >>> [run[:2] for run in runs_within([Slice(0, 0, 6), Slice(3, 0, 1), Slice(5, 0, 4)], {0, 5})]
+    >>> [run[:2] for run in runs_within(slices, end_to_end(slices), {0, 5})]
     [(0, 6), (7, 11)]
     """
     found: list[tuple[int, list[Slice]]] = []
-    start, end = 0, -1  # the start of this piece, the end of the last run
-    for piece in slices:
+    end = -1  # of the last run
+    for piece, start in zip(slices, starts):
         if piece.param in params and piece.numel:
             if start != end:
                 found.append((start, []))
             found[-1][1].append(piece)
             end = start + piece.numel
-        start += piece.numel
     return [SliceRun(first, first + sum(piece.numel for piece in run), tuple(run)) for first, run in found]
-
-
-def _round_up(numel: int, multiple: int) -> int:
-    return -(-numel // multiple) * multiple

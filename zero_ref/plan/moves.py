@@ -32,7 +32,7 @@ def moves(old: Partition, new: Partition, *, staying: bool = False) -> list[Move
     in the order of parameters, then of elements, so all ranks that know both partitions list the same moves
     without communicating.
 
-    >>> from zero_ref.plan.partition import even, from_lists
+    >>> from zero_ref.plan.rules import even, from_lists
     >>> old, new = from_lists([256], [[0], []]), even([256], 2)
     >>> moves(old, new)
     [Move(piece=Slice(param=0, start=128, stop=256), src=0, dst=1)]
@@ -74,7 +74,7 @@ def numels_between(planned: Iterable[Move]) -> dict[tuple[int, int], int]:
 
     Multiply by the bytes of state per element (8 for Adam in float32) to get the bytes on the wire.
 
-    >>> from zero_ref.plan.partition import even
+    >>> from zero_ref.plan.rules import even
     >>> numels_between(moves(even([384], 2), even([384], 3), staying=True))
     {(0, 0): 128, (0, 1): 64, (1, 1): 64, (1, 2): 128}
     """

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import groupby
+from typing import NamedTuple
 
 from zero_ref.plan.calls import Call
 from zero_ref.plan.layout import lay_out, runs_within
-from zero_ref.plan.partition import ParamSpec, Partition, Slice, newton_schulz_operations
+from zero_ref.plan.partition import ParamSpec, Partition, Slice
+from zero_ref.plan.rules import newton_schulz_operations
 from zero_ref.simulator.ledger import itemsize_of, nbytes_of
 from zero_ref.simulator.operations import (
     COMPUTE,
@@ -20,8 +23,22 @@ from zero_ref.simulator.operations import (
     reduction_of,
 )
 
-Message = tuple[int, tuple[Slice, ...]]
-"""A message of a step: its owner and its slices, those of a bucket or a single one."""
+
+class Message(NamedTuple):
+    """A message of a step.
+
+    Args:
+        owner: the rank that sends it.
+        slices: of a bucket, or a single one.
+        starts: the place of each slice's first element in the message.
+        whole: number and bytes of the flat tensor of which this is an equal share, if it is one.
+    """
+
+    owner: int
+    slices: tuple[Slice, ...]
+    starts: tuple[int, ...] = (0,)
+    whole: tuple[int, int] | None = None
+
 
 Shares = tuple[tuple[int, int], ...]
 """(rank, amount) for each rank that has any, in the order of the ranks."""
@@ -81,7 +98,12 @@ def data_parallel(
             if native and part is None:
                 calls = _all_gather(params, members)
             else:
-                calls = broadcasts_of(messages().about(members), params, frozenset(members))
+                about = messages().about(members)
+                calls = (
+                    sent_at_once(about, params)
+                    if part is None
+                    else broadcasts_of(about, params, frozenset(members))
+                )
             listed += [
                 Operation(label, NETWORK, part, after, op=op, nbytes=nbytes, owner=owner)
                 for op, nbytes, owner in calls
@@ -139,8 +161,14 @@ def messages_of(partition: Partition, params: Sequence[ParamSpec], flat: bool) -
     """The messages of a step: of flat tensors one for each bucket, else one for each slice."""
     if flat:
         layout = lay_out(partition, params)
-        return [(bucket.owner, bucket.slices) for flat in layout.flats for bucket in flat.buckets]
-    return [(owner, (piece,)) for owner, slices in enumerate(partition.slices_of_rank) for piece in slices]
+        return [
+            Message(b.owner, b.slices, b.starts, (number, one.numel * one.itemsize) if one.shared else None)
+            for number, one in enumerate(layout.flats)
+            for b in one.buckets
+        ]
+    return [
+        Message(owner, (piece,)) for owner, slices in enumerate(partition.slices_of_rank) for piece in slices
+    ]
 
 
 class _Messages:
@@ -149,8 +177,8 @@ class _Messages:
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages
         self._numbers_of_param: dict[int, list[int]] = {}
-        for number, (_, slices) in enumerate(messages):
-            for param, _, _ in slices:
+        for number, message in enumerate(messages):
+            for param, _, _ in message.slices:
                 self._numbers_of_param.setdefault(param, []).append(number)
 
     def about(self, members: Iterable[int]) -> list[Message]:
@@ -165,10 +193,21 @@ def broadcasts_of(
     """One broadcast for each run of elements in a message that belongs to trainable `members`."""
     return [
         Call("broadcast", (run.stop - run.start) * itemsize_of(params[run.slices[0].param].dtype), owner)
-        for owner, slices in messages
-        for run in runs_within(slices, members)
+        for owner, slices, starts, _ in messages
+        for run in runs_within(slices, starts, members)
         if params[run.slices[0].param].trainable
     ]
+
+
+def sent_at_once(messages: Iterable[Message], params: Sequence[ParamSpec]) -> list[Call]:
+    """The calls that send these messages after backward: of equal shares one all-gather, else broadcasts."""
+    calls: list[Call] = []
+    for whole, together in groupby(messages, key=lambda message: message.whole):
+        if whole is None:
+            calls += broadcasts_of(together, params, range(len(params)))
+        else:
+            calls.append(Call("all_gather", whole[1]))
+    return calls
 
 
 def owned_bytes(partition: Partition, params: Sequence[ParamSpec]) -> tuple[int, ...]:

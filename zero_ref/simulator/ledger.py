@@ -269,7 +269,7 @@ def state_bytes_of_rank(
     Unlike the average of `ledger`, this counts the slices that each rank owns, and the scalars of each slice.
     Frozen parameters have no state, except under Adagrad.
 
-    >>> from zero_ref.plan.partition import even, sorted_greedy
+    >>> from zero_ref.plan.rules import even, sorted_greedy
     >>> params = [ParamSpec(1000), ParamSpec(24)]
     >>> state_bytes_of_rank(sorted_greedy([1000, 24], 2), params)        # 2 tensors x 4 bytes, and `step`
     (8004, 196)

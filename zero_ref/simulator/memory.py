@@ -168,7 +168,7 @@ def memory_of_ranks(
 ) -> tuple[Memory, ...]:
     """What each rank of a partition holds, in whole bytes.
 
-    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> from zero_ref.plan.rules import sorted_greedy
     >>> params = [ParamSpec(1000), ParamSpec(24)]
     >>> settings = MemorySettings(stage=1, convention=None, gradient_as_bucket_view=True, bucket_bytes=0)
     >>> for memory in memory_of_ranks(sorted_greedy([1000, 24], 2), params, settings):

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
-from zero_ref.plan.partition import ParamSpec, Partition, plan_partition
+from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.plan.rules import plan_partition
 from zero_ref.simulator._checks import check_name, check_world_size
 from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
 from zero_ref.simulator.cluster import Cluster

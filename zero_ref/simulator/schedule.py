@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from zero_ref.plan.calls import Call
 from zero_ref.plan.layout import BucketLayout, lay_out
-from zero_ref.plan.partition import ParamSpec, Partition, plan_partition
+from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.plan.rules import plan_partition
 from zero_ref.simulator.data_parallel import broadcasts_of, data_parallel, messages_of, owned_bytes
 from zero_ref.simulator.ledger import itemsize_of, nbytes_of, state_bytes_of_rank, state_rule
 from zero_ref.simulator.local_sgd import local_sgd
@@ -359,7 +360,7 @@ def calls_of_rank(
     sent while autograd computes the gradients in between.
 
     >>> params = [ParamSpec(n) for n in (600, 500, 400, 100)]
-    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> from zero_ref.plan.rules import sorted_greedy
     >>> plan, buckets = sorted_greedy([600, 500, 400, 100], 2), [[3, 2], [1, 0]]
     >>> [call[:2] for call in calls_of_rank(plan, params, 0, buckets=buckets, interleaved=True)]
     [('all_reduce', 2000), ('all_reduce', 4400), ('broadcast', 400), ('broadcast', 1600),
@@ -387,7 +388,7 @@ def calls_of_rank(
 def broadcasts_of_slices(partition: Partition, params: Sequence[ParamSpec]) -> list[Call]:
     """One broadcast for each trainable slice, owner by owner.
 
-    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> from zero_ref.plan.rules import sorted_greedy
     >>> broadcasts_of_slices(sorted_greedy([6, 5], 2), [ParamSpec(6), ParamSpec(5, trainable=False)])
     [Call(op='broadcast', nbytes=24, peer=0)]
     """
@@ -397,7 +398,7 @@ def broadcasts_of_slices(partition: Partition, params: Sequence[ParamSpec]) -> l
 def broadcasts_of_buckets(layout: BucketLayout) -> list[Call]:
     """One broadcast for each bucket, in the order in which the buckets lie.
 
-    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> from zero_ref.plan.rules import sorted_greedy
     >>> params = [ParamSpec(6), ParamSpec(5), ParamSpec(4)]
     >>> broadcasts_of_buckets(lay_out(sorted_greedy([6, 5, 4], 2), params))
     [Call(op='broadcast', nbytes=24, peer=0), Call(op='broadcast', nbytes=36, peer=1)]

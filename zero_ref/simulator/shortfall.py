@@ -62,7 +62,7 @@ def why_not_smaller(
 ) -> Shortfall:
     """Why a rank holds more than 1/N of what one rank alone would.
 
-    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> from zero_ref.plan.rules import sorted_greedy
     >>> params = [ParamSpec(1000, name="embedding"), ParamSpec(24, name="head")]
     >>> why = why_not_smaller(sorted_greedy([1000, 24], 2), params, MemorySettings(stage=1, bucket_bytes=0))
     >>> why.rank, why.ideal_bytes, why.total_bytes

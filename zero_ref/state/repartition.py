@@ -164,7 +164,8 @@ def moves_of_rank(rank: int, old: Partition, new: Partition) -> list[Move]:
 
     A slice that is the same in both partitions is left out: its state stays untouched.
 
-    >>> from zero_ref.plan.partition import Slice, from_lists
+    >>> from zero_ref.plan.partition import Slice
+    >>> from zero_ref.plan.rules import from_lists
     >>> old = from_lists([9, 5], [[0, 1], []])
     >>> new = from_lists([9, 5], [[Slice(0, 0, 6), 1], [Slice(0, 6, 9)]])
     >>> for piece, src, dst in moves_of_rank(0, old, new):

@@ -392,9 +392,9 @@ def _exchange_parameters(optimizer: ZeroRedundancyOptimizer) -> list[tuple[torch
     def set_apart(message: Message) -> Message:
         """With memory of its own where it is another rank's: parameters must not change if a rank fails."""
         if message.owner == comm.rank:
-            return message
+            return message._replace(whole=None)
         received.append((message.tensor, torch.empty_like(message.tensor)))
-        return message._replace(tensor=received[-1][1])
+        return message._replace(tensor=received[-1][1], whole=None)
 
     trained = [set_apart(message) for message in built.messages]
     broadcast_messages(comm, trained, optimizer.broadcast_dtype, name=built.name)

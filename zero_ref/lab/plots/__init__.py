@@ -1,6 +1,6 @@
 """The pictures of the book and the demo: data and an `Axes` in, the same Axes out.
 
->>> from zero_ref.plan.partition import sorted_greedy
+>>> from zero_ref.plan.rules import sorted_greedy
 >>> fig, ax = figure(6, 2)
 >>> _ = shard_map(sorted_greedy([6, 5, 4, 1], world_size=2), ax)
 >>> save(fig, "shards.svg")                                                     # doctest: +SKIP

@@ -38,7 +38,8 @@ def flat_layout(layout: BucketLayout, ax: Axes, *, names: Sequence[str] | None =
 
     >>> from zero_ref.lab.plots import figure
     >>> from zero_ref.plan.layout import lay_out
-    >>> from zero_ref.plan.partition import ParamSpec, sorted_greedy
+    >>> from zero_ref.plan.partition import ParamSpec
+    >>> from zero_ref.plan.rules import sorted_greedy
     >>> layout = lay_out(sorted_greedy([15, 3, 6, 2], 2), [ParamSpec(n) for n in (15, 3, 6, 2)])
     >>> fig, ax = figure(6, 1.8)
     >>> _ = flat_layout(layout, ax, names=["W1", "b1", "W2", "b2"])
@@ -98,9 +99,11 @@ def _draw_flat(ax: Axes, flat: Flat, top: float, names: Sequence[str]) -> None:
             )
     for bucket in flat.buckets:
         colour = rank_colour(bucket.owner, len(RANK_COLOURS))
-        start = bucket.start
-        for piece in [piece for piece in bucket.slices if piece.numel]:
+        for piece, place in zip(bucket.slices, bucket.starts):
+            start = bucket.start + place
             stop = start + piece.numel
+            if start == stop:
+                continue
             box = Rectangle((start, top), piece.numel, 1, facecolor=colour, edgecolor=PAPER, linewidth=1.6)
             box.set_label(f"parameter {piece.param}, rank {bucket.owner}")
             ax.add_patch(box)
@@ -108,10 +111,11 @@ def _draw_flat(ax: Axes, flat: Flat, top: float, names: Sequence[str]) -> None:
             choices = [f"{form}\n{piece.numel:,}" for form in forms] + forms
             window = (start, top + 1, stop, top)
             label_box(ax, window, choices, color=text_colour_on(colour), fontsize=SMALL_PT)
-            start = stop
         _draw_message(ax, bucket, flat.itemsize, top)
     for before, after in pairwise(flat.buckets):
-        if before.slices[-1].param == after.slices[0].param:  # over the gap that separates two windows
+        if (
+            before.slices and after.slices and before.slices[-1].param == after.slices[0].param
+        ):  # over the gap that separates two windows
             ax.plot([after.start] * 2, [top, top + 1], color=PAPER, linewidth=3)
             ax.plot([after.start] * 2, [top, top + 1], color=INK, linewidth=1.2, linestyle="--", label="cut")
 

@@ -42,7 +42,7 @@ def groups_grid(
     is pale. A dashed line marks an even share.
 
     >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> from zero_ref.plan.rules import sorted_greedy
     >>> before = sorted_greedy([6, 5, 4, 1], 2)
     >>> after = before.joined(sorted_greedy([3, 2], 2, loads=before.loads))
     >>> fig, ax = figure(6, 4)

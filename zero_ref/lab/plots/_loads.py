@@ -10,7 +10,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, label_box, rank_ticks
 from zero_ref.live.numbers import short, short_bytes, short_count
 from zero_ref.live.palette import FAINT, INK, PAPER, SERIES_COLOURS, rank_colour, text_colour_on
-from zero_ref.plan.partition import RULES, Partition
+from zero_ref.plan.partition import Partition
+from zero_ref.plan.rules import RULES
 
 MOST_BARS = 64
 """Above this many ranks a bar is thinner than a line: one filled outline says more."""
@@ -26,7 +27,7 @@ def loads(
     mean: the two lines show which of them binds.
 
     >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> from zero_ref.plan.rules import sorted_greedy
     >>> fig, ax = figure(6, 3)
     >>> _ = loads(sorted_greedy([6, 5, 4, 1], 2), ax, bytes_per_element=8)     # Adam's two means in fp32
 
@@ -132,7 +133,7 @@ def balance_against_ranks(
     Args:
         numels: elements per parameter, in registration order.
         world_sizes: numbers of ranks, rising.
-        strategies: names in `zero_ref.plan.partition.RULES`.
+        strategies: names in `zero_ref.plan.rules.RULES`.
         bytes_per_element: draw the fullest rank's bytes, this many an element (8: Adam's two running means in
             fp32). Its load divided by the mean if None.
     Raises:

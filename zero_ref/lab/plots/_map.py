@@ -44,7 +44,7 @@ def shard_map(
     elements. A gap separates two parameters, a dashed line two owners of one parameter.
 
     >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.plan.partition import even
+    >>> from zero_ref.plan.rules import even
     >>> fig, ax = figure(6, 2)
     >>> _ = shard_map(even([6, 5, 4, 1], 2, alignment=1), ax, names=["wte", "qkv", "fc", "ln"])
 

@@ -45,7 +45,7 @@ def reshard(
     is. Lines between the names separate the parameters.
 
     >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.plan.partition import even
+    >>> from zero_ref.plan.rules import even
     >>> numels = [384, 24, 192, 8]
     >>> fig, ax = figure(6, 3)
     >>> _ = reshard(even(numels, 4), even(numels, 3), ax, names=["W1", "b1", "W2", "b2"])

@@ -33,7 +33,7 @@ def step_diagram(
     """One step from above: ranks as rows, parameters as boxes to scale, coloured by owner.
 
     >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.plan.partition import sorted_greedy
+    >>> from zero_ref.plan.rules import sorted_greedy
     >>> fig, ax = figure(6, 6)
     >>> _ = step_diagram(sorted_greedy([6, 5, 4, 2], 2), ax, names=["wte", "qkv", "fc", "proj"])
 
