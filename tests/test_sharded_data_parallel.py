@@ -464,12 +464,13 @@ def test_masters_beside_32_bit_parameters_in_shares(world_size: int) -> None:
     def on_rank(comm: Collectives, partition: Any) -> list[Values]:
         model = nn.ParameterList(nn.Parameter(torch.ones(64, dtype=dtype)) for dtype in dtypes)
         optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), optim.SGD, comm, partition=partition, master_dtype=torch.float32, lr=0.25
-        )
-        ShardedDataParallel(model, optimizer)
+            model.parameters(), optim.SGD, comm, True, partition=partition,
+            master_dtype=torch.float32, lr=0.25,
+        )  # fmt: skip
+        sharded = ShardedDataParallel(model, optimizer)
         for _ in range(2):
             optimizer.zero_grad()
-            sum(param.sum() for param in model).backward()  # type: ignore[union-attr]
+            sum(param.sum() for param in sharded.module).backward()  # type: ignore[union-attr]
             optimizer.step()
         return values_of(model)
 
