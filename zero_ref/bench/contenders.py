@@ -20,14 +20,18 @@ from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.rules import equal_shares
 
 Make = Callable[[Sequence[torch.Tensor]], Optimizer]
 
 OURS, EVEN, TO_OWNERS = "zero_ref, best", "zero_ref, best, even", "zero_ref, to owners"
+EQUAL = "zero_ref, best, equal shares"
 TORCH, TORCH_BEST = "torch", "torch, best"
 PLAIN, REFERENCE = "ddp", "ddp, fused"
 MASTERS = "zero_ref, masters"
 OWN_HOOKS = "zero_ref, ShardedDataParallel"
+SHARES = f"{OWN_HOOKS}, equal shares"
+IN_FORWARD = f"{SHARES}, in forward"
 
 OURS_IN = {
     "step": OURS,
@@ -60,6 +64,7 @@ def sharded() -> dict[str, Make]:
         "zero_ref, fused": of(ZeroRedundancyOptimizer, fused=True),
         OURS: of(ZeroRedundancyOptimizer, **BEST),
         EVEN: of(ZeroRedundancyOptimizer, partition="even", **BEST),
+        EQUAL: of(ZeroRedundancyOptimizer, partition=equal_shares, **BEST),
         TORCH: of(TorchOptimizer),
         TORCH_BEST: of(TorchOptimizer, **BEST),
     }

@@ -25,10 +25,12 @@ from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.bench import contenders
 from zero_ref.bench.contenders import (
+    IN_FORWARD,
     OURS,
     OWN_HOOKS,
     REFERENCE,
     SETS,
+    SHARES,
     TO_OWNERS,
     TORCH,
     TORCH_BEST,
@@ -60,13 +62,13 @@ class Way(NamedTuple):
         make: the optimizer.
         views: DDP's gradient_as_bucket_view: gradients lie in its buckets and are not copied out of them.
         hook: makes DDP's communication hook of the model and the optimizer; None for DDP's own all-reduce.
-        own_hooks: under ShardedDataParallel.
+        own_hooks: arguments of ShardedDataParallel; None under DDP.
     """
 
     make: contenders.Make
     views: bool = True
     hook: Callable[[DistributedDataParallel, Any], Any] | None = None
-    own_hooks: bool = False
+    own_hooks: Mapping[str, Any] | None = None
 
 
 class Training(NamedTuple):
@@ -94,8 +96,10 @@ def ways() -> dict[str, Way]:
         **{name: Way(makes[name], views=name not in defaults) for name in peers if name in makes},
         TO_OWNERS: Way(makes[OURS], hook=lambda _, zero: reduce_to_owners(zero)),
         f"{TO_OWNERS}, even": Way(makes[contenders.EVEN], hook=lambda _, zero: reduce_to_owners(zero)),
-        OWN_HOOKS: Way(makes[OURS], own_hooks=True),
-        f"{OWN_HOOKS}, even": Way(makes[contenders.EVEN], own_hooks=True),
+        OWN_HOOKS: Way(makes[OURS], own_hooks={}),
+        f"{OWN_HOOKS}, even": Way(makes[contenders.EVEN], own_hooks={}),
+        SHARES: Way(makes[contenders.EQUAL], own_hooks={}),
+        IN_FORWARD: Way(makes[contenders.EQUAL], own_hooks={"gather_in_forward": True}),
         f"{TO_OWNERS}, overlapped": overlapped(hook_with_zero_step),
         f"{TO_OWNERS}, interleaved": overlapped(hook_with_zero_step_interleaved),
     }
@@ -103,9 +107,9 @@ def ways() -> dict[str, Way]:
 
 def wrapped(model: nn.Module, way: Way) -> Training:
     """The model under DDP, and its optimizer. Collective: all ranks of the default group."""
-    if way.own_hooks:
+    if way.own_hooks is not None:
         zero: Any = way.make(list(model.parameters()))
-        return Training(ShardedDataParallel(model, zero), zero)
+        return Training(ShardedDataParallel(model, zero, **way.own_hooks), zero)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=way.views)
     optimizer = way.make(list(model.parameters()))
     if way.hook is not None:
@@ -187,6 +191,8 @@ def sync(set_name: str, rounds: int) -> SuiteResult:
     def average_and_step(ddp: nn.Module, optimizer: Optimizer) -> None:
         ddp().backward()
         optimizer.step()
+        if isinstance(ddp, ShardedDataParallel):
+            ddp.wait_for_parameters()  # a forward would have waited
 
     cases = {
         name: Case(
@@ -244,6 +250,9 @@ def _checked(
     suite: str, set_name: str, taken: dict[str, Taken], trainings: Mapping[str, Training]
 ) -> SuiteResult:
     """The result, once all contenders have come to the same parameters."""
+    for model, _ in trainings.values():
+        if isinstance(model, ShardedDataParallel):
+            model.wait_for_parameters()
     start = _flat(SETS[set_name].make())
     apart = how_far_apart(start, {name: training.model for name, training in trainings.items()})
     for name, (model, optimizer) in trainings.items():
