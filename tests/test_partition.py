@@ -126,11 +126,27 @@ def test_a_range_has_one_dtype_and_device_and_keeps_groups_together() -> None:
     assert len(partition.pieces_of_param[4]) == len(partition.pieces_of_param[5]) == 1
 
 
-def test_a_range_whose_shares_others_own_is_refused() -> None:
+def test_what_is_in_a_range_is_given_to_nobody_else() -> None:
     partition = equal_shares([128], 2)
-    mixed = tuple(reversed(partition.slices_of_rank))
-    with pytest.raises(ValueError, match=r"rank 0 does not own Slice\(param=0, start=0, stop=64\).*share"):
-        Partition(partition.numels, mixed, partition.ranges)
+    with pytest.raises(
+        ValueError, match=r"rank 0 is given elements \[0, 64\) of parameter 0, which is in a r"
+    ):
+        Partition(partition.numels, ((Slice(0, 0, 64),), ()), partition.ranges)
+
+
+@given(numels_and_ranks, st.integers(1, 400))
+def test_slices_in_ranges_are_those_of_a_partition_that_lists_them(
+    case: tuple[list[int], int], range_numel: int
+) -> None:
+    numels, world_size = case
+    partition = equal_shares(numels, world_size, range_numel=range_numel)
+    listed = Partition(partition.numels, tuple(partition.slices_of_rank))
+    assert (listed.slices_of_rank, listed.is_whole) == (partition.slices_of_rank, partition.is_whole)
+    assert repr(listed.slices_of_rank) == repr(partition.slices_of_rank)
+    assert partition.slices_of_rank[-1] == listed.slices_of_rank[-1]
+    of_element, of_slice = [n % 7 for n in range(len(numels))], [n % 3 for n in range(len(numels))]
+    assert partition.totals(of_element, of_slice) == listed.totals(of_element, of_slice)
+    assert partition.loads == listed.loads
 
 
 @given(numels_and_ranks, st.integers(1, 400))

@@ -10,19 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
 from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.optimizer.buckets import flat_like
-from zero_ref.optimizer.built import Built
 from zero_ref.plan.calls import Call
-from zero_ref.plan.partition import Partition, SharedRange, Slice
-
-SMALL_NUMEL = 2**14
-"""Up to this size, copying a gradient takes less time than one more message."""
+from zero_ref.plan.gradients import GradientPlan
+from zero_ref.plan.partition import Slice
 
 CHUNK_NUMEL = 2**16
 """Elements that are added and divided at a time, so that they stay in the cache between the two."""
@@ -53,75 +48,6 @@ class Memory:
         self._free.clear()
 
 
-class Plan(NamedTuple):
-    """Where the gradients of a bucket lie, and who owns them.
-
-    Args:
-        starts: by number the place of each parameter's first element.
-        numel: elements, gaps between parameters included.
-        runs: for each rank what it owns of the bucket.
-        own: this rank's slices, each with the place of its first element in this rank's part of the result.
-        is_shared: the ranks' runs are equal shares, in the order of ranks.
-    """
-
-    starts: dict[int, int]
-    numel: int
-    runs: list[list[range]]
-    own: list[tuple[Slice, int]]
-    is_shared: bool = False
-
-    @classmethod
-    def of_range(cls, one: SharedRange, built: Built, rank: int) -> Plan:
-        """The places of a range's trained parameters are the range's."""
-        size, numels = built.partition.world_size, built.partition.numels
-        trained = {number for number in one.params if built.params[number].requires_grad}
-        starts = {number: start for number, start in zip(one.params, one.starts) if number in trained}
-        share = one.numel // size
-        runs = [[range(owner * share, (owner + 1) * share)] for owner in range(size)]
-        own = [placed for placed in one.slices_of(rank, numels, size) if placed[0].param in trained]
-        return cls(starts, one.numel, runs, own, is_shared=True)
-
-    @classmethod
-    def of_params(cls, numbers: Sequence[int], partition: Partition, rank: int) -> Plan:
-        """These parameters, end to end."""
-        ends = list(accumulate(partition.numels[number] for number in numbers))
-        starts = dict(zip(numbers, [0, *ends]))
-        runs: list[list[range]] = [[] for _ in range(partition.world_size)]
-        own: list[tuple[Slice, int]] = []
-        end = 0
-        for number in numbers:
-            for piece, owner in partition.pieces_of_param[number]:
-                first, of_owner = starts[number] + piece.start, runs[owner]
-                if of_owner and of_owner[-1].stop == first:
-                    of_owner[-1] = range(of_owner[-1].start, first + piece.numel)
-                else:
-                    of_owner.append(range(first, first + piece.numel))
-                if owner == rank:
-                    own.append((piece, end))
-                    end += piece.numel
-        return cls(starts, ends[-1], runs, own)
-
-
-class Cut(NamedTuple):
-    """What one owner has of one tensor of a bucket.
-
-    Args:
-        tensor: its number.
-        start, stop: the elements of the tensor.
-        place: where the first of them is in the owner's part of the bucket.
-    """
-
-    tensor: int
-    start: int
-    stop: int
-    place: int
-
-    @property
-    def within(self) -> slice:
-        """The elements in the owner's part."""
-        return slice(self.place, self.place + self.stop - self.start)
-
-
 @dataclass(eq=False)
 class GradientBucket:
     """Gradients that are reduced together.
@@ -131,6 +57,7 @@ class GradientBucket:
         plan: where they lie.
         dtype: in which they are reduced.
         comm: reduces them.
+        replicas: adds up what the same rank of other groups has; None if there is one group.
         memory: from which the bucket takes tensors.
 
     Attributes:
@@ -141,48 +68,30 @@ class GradientBucket:
     """
 
     params: dict[int, torch.Tensor]
-    plan: Plan
+    plan: GradientPlan
     dtype: torch.dtype
     comm: Collectives
+    replicas: Collectives | None
     memory: Memory
     missing: set[int] = field(default_factory=set)
     sent: bool = False
     gradient: torch.Tensor | None = None
     _work: PendingCall | None = None
+    _part: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.is_native = self.plan.is_shared and not self.comm.pairwise
         self._device = next(iter(self.params.values())).device
-        self._place: dict[int, tuple[int, int]] = {}  # by parameter the tensor that has it, and where
-        self._extents: list[range] = []  # what of the bucket each tensor has
-        self._is_joint: list[bool] = []  # gradients are copied into this tensor
-        for number, start in self.plan.starts.items():
-            numel = self.params[number].numel()
-            joint = self.is_native or numel <= SMALL_NUMEL
-            if joint and self._is_joint[-1:] == [True]:
-                self._extents[-1] = range(self._extents[-1].start, start + numel)
-            else:
-                self._extents.append(range(0 if self.is_native else start, start + numel))
-                self._is_joint.append(joint)
-            self._place[number] = len(self._extents) - 1, start - self._extents[-1].start
-        if self.is_native:
-            self._extents = [range(self.plan.numel)]
-        self._cuts = [list(self._cut(runs)) for runs in self.plan.runs]
-        self.own_numel = sum(len(run) for run in self.plan.runs[self.comm.rank])
+        self._in = self.plan.tensors(as_one=self.is_native)
+        self._cuts = [list(self._in.cuts(self.plan.runs(owner))) for owner in range(self.comm.world_size)]
+        self.own = list(self.plan.own(self.comm.rank))
+        self.own_numel = self.plan.own_numel(self.comm.rank)
         self.begin()
-
-    def _cut(self, runs: Sequence[range]) -> Iterator[Cut]:
-        end = 0
-        for run in runs:
-            for number, extent in enumerate(self._extents):
-                start, stop = max(run.start, extent.start), min(run.stop, extent.stop)
-                if start < stop:
-                    yield Cut(number, start - extent.start, stop - extent.start, end + start - run.start)
-            end += len(run)
 
     def begin(self) -> None:
         """A backward has begun: no gradient has come."""
-        self.missing, self.sent, self._work = set(self.params), False, None
+        self.missing, self.sent = set(self.params), False
+        self._work = self._part = None
         self._received: dict[int, torch.Tensor] = {}
         self.drop()
 
@@ -190,13 +99,13 @@ class GradientBucket:
         """Free what is not under way: a reduction that is freed before its end would block the network."""
         self.gradient = None
         if self._work is None:
-            self._tensors: list[torch.Tensor | None] = [None] * len(self._extents)
+            self._tensors: list[torch.Tensor | None] = [None] * len(self._in.extents)
 
     def take(self, number: int, grad: torch.Tensor) -> None:
         """Put a gradient in its place. It must not be changed any more."""
-        tensor, start = self._place[number]
+        tensor, start = self._in.of_param[number]
         flat = flat_like(grad, self.params[number])
-        if self._is_joint[tensor]:
+        if self._in.joint[tensor]:
             self._joint(tensor)[start : start + flat.numel()] = flat
         else:
             self._tensors[tensor] = flat.to(self.dtype)
@@ -205,7 +114,7 @@ class GradientBucket:
     def _joint(self, tensor: int) -> torch.Tensor:
         joint = self._tensors[tensor]
         if joint is None:
-            joint = self.memory.take(len(self._extents[tensor]), self.dtype, self._device)
+            joint = self.memory.take(len(self._in.extents[tensor]), self.dtype, self._device)
             self._tensors[tensor] = joint
         return joint
 
@@ -217,41 +126,54 @@ class GradientBucket:
         comm, wire = self.comm, self.comm.wire_device
         tensors = [tensor for tensor in self._tensors if tensor is not None]
         if self.is_native:
-            flat = tensors[0][: self.plan.numel].mul_(
-                1 / comm.world_size
-            )  # before the sum: float16 could overflow
+            # Divided before the sum: float16 could overflow.
+            flat = tensors[0][: self.plan.numel].mul_(1 / comm.world_size)
             self._received = {comm.rank: flat.new_empty(self.own_numel)}
             self._work = comm.reduce_shares(flat, self._received[comm.rank])
             return
-        peers = [(comm.rank + distance) % comm.world_size for distance in range(1, comm.world_size)]
+        peers = [peer for peer in range(comm.world_size) if peer != comm.rank]
         mine = self._cuts[comm.rank]
-        self._received = {peer: self._receiver(peer) for peer in sorted(peers) if mine}
-        self._work = comm.exchange(
-            [
-                (peer, tensors[c.tensor][c.start : c.stop].to(wire))
-                for peer in peers
-                for c in self._cuts[peer]
-            ],
-            [(peer, part[c.within]) for peer, part in self._received.items() for c in mine],
-            told=Call("reduce_scatter", self.plan.numel * self.dtype.itemsize)
-            if self.plan.is_shared
-            else None,
-        )
+        self._received = {peer: self._receiver(peer) for peer in peers if mine}
+        told = Call("reduce_shares", self.plan.numel * self.dtype.itemsize) if self.plan.is_shared else None
+        if self.plan.is_shared:  # the next rank first, so that not all send to the same one at once
+            peers.sort(key=lambda peer: (peer - comm.rank) % comm.world_size)
+        sends = [
+            (peer, tensors[cut.tensor][cut.start : cut.stop].to(wire))
+            for peer in peers
+            for cut in self._cuts[peer]
+        ]
+        recvs = [(peer, part[cut.within]) for peer, part in self._received.items() for cut in mine]
+        self._work = comm.exchange(sends, recvs, told)
 
-    def wait(self) -> None:
-        """Add this rank's part of the reduced bucket to `gradient`; the bucket's memory is free again."""
+    def average(self) -> None:
+        """Wait for this rank's part, whose bucket is free again, and start to average it over replicas."""
         if self._work is None:
             return
         self._work.wait()
-        result = self._received.pop(self.comm.rank) if self.is_native else self._averaged()
-        if self.gradient is None:
-            self.gradient = result.to(next(iter(self.params.values())).dtype)
-        else:
-            self.gradient.add_(result)
-        joint = [one for one, is_joint in zip(self._tensors, self._is_joint) if is_joint and one is not None]
+        part = self._received.pop(self.comm.rank) if self.is_native else self._averaged()
+        joint = [one for one, is_joint in zip(self._tensors, self._in.joint) if is_joint and one is not None]
         self.memory.give_back([*joint, *self._received.values()])
-        self._received, self._work = {}, None
-        self._tensors = [None] * len(self._extents)
+        self._received, self._work, self._part = {}, None, part
+        self._tensors = [None] * len(self._in.extents)
+        if self.replicas is not None and part.numel():
+            part.mul_(1 / self.replicas.world_size)  # before the sum: float16 could overflow
+            self._work = self.replicas.all_reduce(part)
+
+    def add_up(self) -> None:
+        """Wait for the average over replicas, and add it to `gradient`."""
+        part, work = self._part, self._work
+        self._part = self._work = None
+        if work is not None:
+            work.wait()
+        if part is not None and self.gradient is None:
+            self.gradient = part.to(next(iter(self.params.values())).dtype)
+        elif part is not None and self.gradient is not None:
+            self.gradient.add_(part)
+
+    def wait(self) -> None:
+        """Complete the reduction."""
+        self.average()
+        self.add_up()
 
     def _receiver(self, peer: int) -> torch.Tensor:
         """Memory for what a peer sends. The average is computed where the first of them has sent its part."""
@@ -283,7 +205,7 @@ class GradientBucket:
     def parts(self) -> Iterator[tuple[Slice, torch.Tensor]]:
         """This rank's slices, and the window of `gradient` that each has."""
         assert self.gradient is not None
-        for piece, start in self.plan.own:
+        for piece, start in self.own:
             yield piece, self.gradient[start : start + piece.numel]
 
 

@@ -16,12 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ref.backward.gradient_buckets import GradientBucket, Memory, Plan
+from zero_ref.backward.gradient_buckets import GradientBucket, Memory
 from zero_ref.backward.reduction import gradients_to_watch, share_infinities
-from zero_ref.comm.collectives import Collectives, PendingCall
+from zero_ref.comm.agreement import agreement
+from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
 from zero_ref.optimizer.buckets import flat_like
+from zero_ref.optimizer.checks import facts_of
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.gradients import BUCKET_NUMEL, GradientPlan, gradient_plans
 from zero_ref.plan.partition import Slice
 
 
@@ -34,6 +38,7 @@ class ShardReduction:
             shares of a range, that is a bucket.
         dtype: of what is sent; None for the parameters' own.
         scaled, may_change: as `reduce_to_owners`.
+        replicas: as `ShardedDataParallel`.
     """
 
     def __init__(
@@ -43,8 +48,9 @@ class ShardReduction:
         dtype: torch.dtype | None,
         scaled: bool,
         may_change: bool,
+        replicas: Collectives | None,
     ) -> None:
-        self.zero, self.cap, self.dtype = zero, max(cap, 1), dtype
+        self.zero, self.cap, self.dtype, self.replicas = zero, max(cap, 1), dtype, replicas
         self.scaled, self.may_change = scaled, may_change
         self.buckets: list[GradientBucket] = []
         self.bucket_of: dict[int, GradientBucket] = {}
@@ -54,6 +60,7 @@ class ShardReduction:
         self._open = False
         self._planned_for: object = None
         self._under_way: list[GradientBucket] = []
+        self._averaged: list[GradientBucket] = []
         self._counting: tuple[torch.Tensor, PendingCall] | None = None
 
     def _plan(self) -> None:
@@ -64,31 +71,14 @@ class ShardReduction:
         if planned_for == self._planned_for:
             return
         self._planned_for = planned_for
-        ranges = built.partition.ranges
-        in_range = {number for one in ranges for number in one.params}
-        filling: dict[Any, list[int]] = {}
-        listed: list[list[int]] = []
-        for number in reversed(range(len(built.params))):  # about the order in which backward comes to them
-            param = built.params[number]
-            if not param.requires_grad or number in in_range:
-                continue
-            members = filling.setdefault((param.dtype, param.device), [])
-            if not members:
-                listed.append(members)
-            members.append(number)
-            if sum(built.params[member].numel() for member in members) >= self.cap:
-                del filling[param.dtype, param.device]
-        plans = [
-            *(Plan.of_range(one, built, zero.rank) for one in ranges),
-            *(Plan.of_params(numbers, built.partition, zero.rank) for numbers in listed),
-        ]
-        self.buckets = [self._bucket(plan) for plan in plans if plan.starts]
+        plans = gradient_plans(built.partition, built.specs, self.cap)
+        self.buckets = [self._bucket(plan) for plan in plans]
         self.bucket_of = {number: bucket for bucket in self.buckets for number in bucket.params}
 
-    def _bucket(self, plan: Plan) -> GradientBucket:
+    def _bucket(self, plan: GradientPlan) -> GradientBucket:
         params = {number: self.zero.built.params[number] for number in plan.starts}
         dtype = self.dtype or next(iter(params.values())).dtype
-        return GradientBucket(params, plan, dtype, self.zero.collectives, self._memory)
+        return GradientBucket(params, plan, dtype, self.zero.collectives, self.replicas, self._memory)
 
     def begin(self) -> None:
         """A backward has begun: put the gradients of earlier ones aside, to which it will add.
@@ -110,7 +100,7 @@ class ShardReduction:
         self._plan()
         self._open = True
         zero.backward.begin(adds=True)  # waits for what a backward that raised has left
-        self._before, self._unused, self._under_way = set(), set(), []
+        self._before, self._unused, self._under_way, self._averaged = set(), set(), [], []
         hidden = gradients.parts
         for bucket in self.buckets:
             bucket.begin()
@@ -122,7 +112,7 @@ class ShardReduction:
     ) -> None:
         """Take what earlier backwards have left of a bucket: it lies in `flat`, if that has the same plan."""
         left: dict[Slice, torch.Tensor] = {}
-        for piece, _ in bucket.plan.own:
+        for piece, _ in bucket.own:
             param = bucket.params[piece.param]
             if piece in hidden:
                 left[piece] = hidden[piece]
@@ -182,7 +172,7 @@ class ShardReduction:
     def count(self) -> None:
         """All buckets are on their way: start to count on how many ranks each parameter had a gradient."""
         comm = self.zero.collectives
-        if comm.world_size > 1:
+        if comm.world_size > 1 or self.replicas is not None:
             had = torch.ones(len(self.bucket_of), dtype=torch.int32, device=comm.wire_device)
             if self._unused:  # else nothing is copied to a GPU, for which it would wait
                 had = torch.tensor([n not in self._unused for n in self.bucket_of]).to(had)
@@ -191,7 +181,11 @@ class ShardReduction:
     def _complete(self, leave: int = 0) -> None:
         while len(self._under_way) > leave:
             bucket = self._under_way.pop(0)
-            bucket.wait()
+            bucket.average()
+            self._averaged.append(bucket)
+        while len(self._averaged) > leave * (self.replicas is not None):
+            bucket = self._averaged.pop(0)
+            bucket.add_up()
             self.zero.backward.under_way.remove(bucket)
 
     @torch.no_grad()
@@ -233,6 +227,8 @@ class ShardReduction:
             return self._unused
         had, work = self._counting
         work.wait()
+        if self.replicas is not None:
+            self.replicas.all_reduce(had).wait()
         counts = had.tolist() if self._unused else []
         return {number for number, count in zip(self.bucket_of, counts) if not count}
 
@@ -271,6 +267,9 @@ class ShardedDataParallel(nn.Module):
             `requires_grad` is seen by itself.
         reduce_fp16: send gradients as float16.
         scaled, may_change: as `reduce_to_owners`.
+        replicas: the ranks that own the same slices in other groups, if the optimizers' group is one of
+            several that train together (hybrid sharding): a process group, or a DeviceMesh of one dimension.
+            Shares are averaged over it, so that gradients travel whole within a group, and a share between.
         gather_in_forward: `optimizer.step` returns while new parameters are on their way, and each module
             waits for its own before its forward, its `state_dict` and its `load_state_dict`. Before you read
             a parameter yourself, or compute with one of a module that you do not call, call
@@ -281,9 +280,10 @@ class ShardedDataParallel(nn.Module):
             optimizer has one that is not in the module.
         RuntimeError: (in backward) gradients cannot be added to those that are there, or came twice.
     Collective: all ranks of the group construct it together, and run forward and backward together.
-    Cost: in a backward each rank sends (N-1)/N of its gradients, and one element more for each slice. It
-        holds its own gradients, and up to two buckets with their messages: of a bucket the owner of a part
-        receives N-1 copies of it. Buckets that are full before their turn are held as well.
+    Cost: in a backward each rank sends (N-1)/N of its gradients, and four bytes for each parameter; with R
+        `replicas` also 2(R-1)/R of its share. It holds its own gradients, and up to two buckets with their
+        messages: of a bucket the owner of a part receives N-1 copies of it. Buckets that are full before
+        their turn are held as well.
     Source: the interface of fairscale.nn.data_parallel.ShardedDataParallel 0.4.13.
     """
 
@@ -294,7 +294,7 @@ class ShardedDataParallel(nn.Module):
         process_group: dist.ProcessGroup | Collectives | None = None,
         broadcast_buffers: bool = True,
         sync_models_at_startup: bool = True,
-        reduce_buffer_size: int = 2**23,
+        reduce_buffer_size: int = BUCKET_NUMEL,
         auto_refresh_trainable: bool = True,
         reduce_fp16: bool = False,
         warn_on_trainable_params_changed: bool = True,
@@ -302,6 +302,7 @@ class ShardedDataParallel(nn.Module):
         scaled: bool = False,
         may_change: bool = False,
         gather_in_forward: bool = False,
+        replicas: dist.ProcessGroup | DeviceMesh | Collectives | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -312,8 +313,9 @@ class ShardedDataParallel(nn.Module):
         _check_optimizers(self.sharded_optimizers, process_group, gather_in_forward)
         self.broadcast_buffers, self.require_backward_grad_sync = broadcast_buffers, True
         dtype = torch.float16 if reduce_fp16 else None
+        self.replicas = None if replicas is None else as_collectives(replicas)
         self._reductions = [
-            ShardReduction(zero, reduce_buffer_size, dtype, scaled, may_change)
+            ShardReduction(zero, reduce_buffer_size, dtype, scaled, may_change, self.replicas)
             for zero in self.sharded_optimizers
         ]
         self._task, self._in_backward, self._syncing = -1, False, True
@@ -326,6 +328,11 @@ class ShardedDataParallel(nn.Module):
         if gather_in_forward:
             for zero in self.sharded_optimizers:
                 zero.arriving.watch(module)
+        if self.replicas is not None:
+            with agreement(self.replicas, "train replicas of a model") as facts:
+                for zero in self.sharded_optimizers:
+                    facts += zero.standing_facts()
+                    facts += facts_of(zero.param_groups, zero.built.specs, zero.partition)
         if sync_models_at_startup:
             self._broadcast([*module.parameters(), *module.buffers()])
 
@@ -435,13 +442,13 @@ class ShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        comm = self.sharded_optimizers[0].collectives
-        works = []
+        sent = []
         for tensor in tensors:
-            flat = tensor.detach() if tensor.is_contiguous() else tensor.detach().clone()
-            works.append((tensor, flat, comm.broadcast(flat, 0)))
-        for tensor, flat, work in works:
-            work.wait()
+            sent.append((tensor, tensor.detach() if tensor.is_contiguous() else tensor.detach().clone()))
+        for comm in (self.replicas, self.sharded_optimizers[0].collectives):  # to other groups, then within
+            for work in [comm.broadcast(flat, 0) for _, flat in sent] if comm is not None else ():
+                work.wait()
+        for tensor, flat in sent:
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.copy_(flat)
             torch.autograd.graph.increment_version(tensor)  # Gloo does not

@@ -33,7 +33,8 @@ SIMULATED: dict[str, Recipe] = {
     **RECIPES,
     "zero-even, to owners": recipe("zero-even", to_owners=True),
     "zero-even, interleaved": recipe("zero-even", way="interleaved"),
-    "zero-2, native": recipe("zero-2", native=True),
+    "zero-2, in forward": recipe("zero-2", way="in_forward"),
+    "zero-2, groups of 8": recipe("zero-2", shard_group=8),
     "zero-even, jitter": recipe("zero-even"),
 }
 """The recipe of each case. The last one plays ranks of uneven pace."""

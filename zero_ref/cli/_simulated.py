@@ -40,6 +40,7 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
         "dtype": scenario.dtype,
         "optimizer": scenario.optimizer,
         "overlap": scenario.way,
+        "shard_group": scenario.shard_group,
         "checkpointing": scenario.checkpointing,
         "period": scenario.period,
         "gradient_group": scenario.gradient_group,
@@ -130,7 +131,7 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
     if pairwise and scenario.world_size > 2:
         yield (
             f"{', '.join(pairwise)}: an owner receives each gradient from {scenario.world_size - 1:,} ranks, "
-            "one message from each; with --messages library a ring does it"
+            "one message from each"
         )
     if any(run.strategy == LOCAL_SGD for run in runs):
         yield f"{LOCAL_SGD}: {_averages(scenario)}"

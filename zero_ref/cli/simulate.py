@@ -33,12 +33,9 @@ from zero_ref.simulator.trace import write_trace
 MOST_OPERATIONS = 2**20
 """The most operations of local SGD's steps that are simulated, which takes some ten seconds."""
 
-WITH_OWNERS = tuple(name for name, recipe in RECIPES.items() if recipe.shards_by_parameter)
-
 USED_BY: dict[str, tuple[str, ...]] = {
-    "overlap": WITH_OWNERS,
-    "messages": WITH_OWNERS,
-    "bucket_mib": tuple(name for name, recipe in RECIPES.items() if recipe.stage < 3),
+    "shard_group": tuple(name for name, recipe in RECIPES.items() if recipe.without_ddp),
+    "bucket_mib": tuple(name for name, recipe in RECIPES.items() if recipe.stage < 2),
     "prefetch": tuple(name for name, recipe in RECIPES.items() if recipe.stage == 3),
     "period": (LOCAL_SGD,),
     "gradient_group": (LOCAL_SGD,),
@@ -107,13 +104,8 @@ def _add_strategies(parser: argparse.ArgumentParser) -> None:
     )
     size = "of DDP's buckets (default: 25, the first 1)"
     add("--bucket-mib", type=number(above=0, most=2**20), metavar="MIB", help=size)
-    add(
-        "--messages",
-        choices=["package", "library"],
-        metavar="WHOSE",
-        help="package: this one's, gradients straight to their owners, a broadcast from each; library: one "
-        "reduce for each owner and one all-gather (default: library where the backend is NCCL)",
-    )
+    shards = "of zero-2: so many consecutive ranks share the state, as those of a node (default: all)"
+    add("--shard-group", type=whole(1, MOST_SIMULATED_RANKS), metavar="N", help=shards)
     add("--prefetch", type=whole(0, 10**6), metavar="UNITS", help="of zero-3 (default: 1)")
     period = "of local-sgd: steps from one average of the parameters to the next (default: 8)"
     add("--period", type=whole(1, 10**6), metavar="H", help=period)
@@ -173,7 +165,7 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
         way=(arguments.overlap or "plain").replace("-", "_"),
         bucket_bytes=None if arguments.bucket_mib is None else math.ceil(arguments.bucket_mib * MIB),
         checkpointing=arguments.checkpointing,
-        native=None if arguments.messages is None else arguments.messages == "library",
+        shard_group=arguments.shard_group,
         prefetch=1 if arguments.prefetch is None else arguments.prefetch,
         period=arguments.period or 8,
         gradient_group=arguments.gradient_group or 1,
@@ -220,7 +212,9 @@ def _write_trace(path: str, runs: Sequence[SimulatedRun]) -> None:
 
 
 def _check_used(arguments: argparse.Namespace, strategies: Sequence[str]) -> None:
-    for option, used_by in USED_BY.items():
+    way = (arguments.overlap or "plain").replace("-", "_")
+    by_way = {"overlap": tuple(name for name, recipe in RECIPES.items() if way in recipe.ways)}
+    for option, used_by in (USED_BY | by_way).items():
         if getattr(arguments, option) not in (None, "plain") and not set(used_by) & set(strategies):
             raise CommandError(
                 f"--{option.replace('_', '-')} means nothing to {', '.join(strategies)}; it is for "

@@ -96,10 +96,16 @@ def training_config(arguments: argparse.Namespace, strategies: Sequence[str]) ->
             only one step is asked for. (DDP builds its buckets in the first step, so the prediction holds
             from the second step on.)
     """
-    # --overlap is for strategies with owners, and an error if there is none.
-    with_owners = [name for name in strategies if RECIPES[name].shards_by_parameter]
+    # --overlap and --shard-group are for some strategies, and an error if none of them is there.
+    way = arguments.overlap.replace("-", "_")
+    able = [
+        name
+        for name in strategies
+        if way in RECIPES[name].ways and (arguments.shard_group is None or RECIPES[name].without_ddp)
+    ]
     try:
-        config = config_from(arguments, (with_owners or strategies)[0])
+        config = config_from(arguments, (able or strategies)[0])
+        config.recipe.group_of(arguments.ranks)
         for strategy in strategies:
             config.under(strategy)
     except ValueError as error:

@@ -14,16 +14,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ref.plan.calls import Call
+from zero_ref.plan.calls import PAIRWISE_RANKS, Call
 
 Observer = Callable[[Call], None]
 ToPeer = tuple[int, torch.Tensor]
 """(peer rank, tensor): what to send to that rank, or where to put what it sends."""
-
-PAIRWISE_RANKS = 8
-"""Up to so many ranks, a broadcast on Gloo is one send to each rank: many at once take a fraction of the time
-of Gloo's own broadcasts, large ones no more (bench/NOTES.md). More ranks have not been measured."""
 
 TAG = 2**20
 """Tells our messages between two ranks from a user's own, whose tag is 0 unless they choose another."""
@@ -270,7 +267,7 @@ class ProcessGroupCollectives(Observable):
         return AllOf([*receives, *(self._to(peer, shares[self.rank], "all_gather") for peer in after)])
 
     def reduce_shares(self, flat: torch.Tensor, share: torch.Tensor) -> PendingCall:
-        self.tell("reduce_scatter", flat)
+        self.tell("reduce_shares", flat)
         if flat.device.type != self.wire_device.type:
             staged, sent = share.to(self.wire_device), flat.to(self.wire_device)
             return Then(self._reduce_shares(sent, staged), lambda: share.copy_(staged))
@@ -427,8 +424,14 @@ class _RingReduction:
         self.result.copy_(self.shares[rank])
 
 
-def as_collectives(process_group: dist.ProcessGroup | Collectives | None) -> Collectives:
-    """The `Collectives` of a `process_group`: a torch group, None for the default one, or Collectives."""
+def as_collectives(process_group: dist.ProcessGroup | DeviceMesh | Collectives | None) -> Collectives:
+    """The `Collectives` of a `process_group`.
+
+    Args:
+        process_group: a torch group, None for the default one, a DeviceMesh of one dimension, or Collectives.
+    """
+    if isinstance(process_group, DeviceMesh):
+        process_group = process_group.get_group()  # of several dimensions torch asks for one of them
     # new_group() returns an int to ranks outside the group; the constructor refuses it.
     if process_group is None or isinstance(process_group, (dist.ProcessGroup, int)):
         return ProcessGroupCollectives(process_group)

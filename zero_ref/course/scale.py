@@ -253,7 +253,7 @@ def bill_of(job: Job, design: Design) -> Bill:
             blocks=blocks(params),
         )
         if stage == 3
-        else schedule(recipe(design.strategy, native=stage > 0), params, design.ranks)
+        else schedule(design.strategy, params, design.ranks)
     )
     work = Workload(job.sequences // design.ranks * job.length, recompute=design.checkpointing == "full")
     step_s = play(plan, cluster(job.cluster), work).iteration_ms / 1e3
@@ -373,7 +373,7 @@ def _powers(most: int) -> list[int]:
 
 def _step_ms(params: Sequence[ParamSpec], machines: Cluster, n: int, tokens: int) -> float:
     return play(
-        schedule(recipe("zero-even", native=True), params, n), machines, Workload(tokens)
+        schedule("zero-even", params, n), machines, Workload(tokens)
     ).iteration_ms
 
 

@@ -71,6 +71,7 @@ class TrainConfig:
         strategy: one of `simulator.recipe.RECIPES`.
         steps: iterations in all, those before a resumed checkpoint included.
         way: when updates are made, one of `simulator.operations.WAYS`, under strategies that have owners.
+        shard_group: under zero-2, how many consecutive ranks share the state; None for all.
         master_dtype: "float32" to keep 32-bit masters of a 16-bit model, with their moments in 32 bits too;
             None for state in the parameters' own dtype. Not under zero-3 and local-sgd.
         batch_size: passages on each rank.
@@ -83,6 +84,7 @@ class TrainConfig:
     strategy: str = "zero-bucket"
     steps: int = 200
     way: str = field(default="plain", kw_only=True)
+    shard_group: int | None = field(default=None, kw_only=True)
     master_dtype: str | None = field(default=None, kw_only=True)
     batch_size: int = 8
     learning_rate: float = 2e-3
@@ -124,22 +126,29 @@ class TrainConfig:
     def recipe(self) -> Recipe:
         """The strategy, with updates made in this way, and with masters if they are kept.
 
-        >>> TrainConfig("zero-2", way="interleaved").recipe.title
-        'zero-2, interleaved'
+        >>> TrainConfig("zero-2", way="in_forward").recipe.title
+        'zero-2, in forward'
         """
-        return recipe(self.strategy, way=self.way, optimizer=MIXED_ADAMW if self.master_dtype else "AdamW")
+        return recipe(
+            self.strategy,
+            way=self.way,
+            shard_group=self.shard_group,
+            optimizer=MIXED_ADAMW if self.master_dtype else "AdamW",
+        )
 
     def under(self, strategy: str) -> TrainConfig:
-        """The same under another strategy, to compare with; `way` only where that has owners.
+        """The same under another strategy, to compare with; `way` and `shard_group` only where they fit it.
 
-        >>> TrainConfig("zero-2", way="interleaved").under("ddp").recipe.title
+        >>> TrainConfig("zero-2", way="in_forward").under("ddp").recipe.title
         'ddp'
 
         Raises:
             ValueError: the strategy cannot do the rest.
         """
-        way = self.way if recipe(strategy).shards_by_parameter else "plain"
-        return replace(self, strategy=strategy, way=way)
+        other = recipe(strategy)
+        way = self.way if self.way in other.ways else "plain"
+        group = self.shard_group if other.without_ddp else None
+        return replace(self, strategy=strategy, way=way, shard_group=group)
 
     @property
     def precision(self) -> str:
@@ -210,6 +219,12 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         + "; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
     )
     parser.add_argument(
+        "--shard-group",
+        type=whole(1, 2**20),
+        metavar="N",
+        help="under zero-2: so many consecutive ranks share the state; default: all",
+    )
+    parser.add_argument(
         "--dtype",
         default=size.dtype,
         choices=DTYPES,
@@ -255,6 +270,7 @@ def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
         strategy=strategy,
         steps=args.steps,
         way=args.overlap.replace("-", "_"),
+        shard_group=args.shard_group,
         master_dtype=args.master_dtype,
         batch_size=args.batch_size,
         learning_rate=args.learning_rate,

@@ -147,6 +147,10 @@ def held_bytes(params: Iterable[torch.Tensor], optimizer: Optimizer) -> HeldByte
     """
     params = list(params)
     gradients = [p.grad for p in params if p.grad is not None]
+    if isinstance(
+        optimizer, ZeroRedundancyOptimizer
+    ):  # those of parameters that are cut are nobody's `.grad`
+        gradients += optimizer.backward.gradients.flats.values()
     return HeldBytes(_memory_of(params), _memory_of(gradients), state_bytes(optimizer))
 
 

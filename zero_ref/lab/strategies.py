@@ -1,8 +1,8 @@
 """A model made ready to be trained under a recipe: what wraps it, its optimizer, and what records its calls.
 
-For each recipe that the simulator prices, what a user of it would write. A recipe's `native` messages,
-`prefetch` and `averaged_itemsize` are for paper only: `fully_shard` fetches ahead as torch has it. Of its
-optimizers AdamW is trained: in the parameters' own dtype, or, where it is `MIXED_ADAMW`, on 32-bit masters.
+For each recipe that the simulator prices, what a user of it would write. A recipe's `prefetch` and
+`averaged_itemsize` are for paper only: `fully_shard` fetches ahead as torch has it. Of its optimizers AdamW
+is trained: in the parameters' own dtype, or, where it is `MIXED_ADAMW`, on 32-bit masters.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
-from zero_ref.lab import meter, stage_3
+from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
+from zero_ref.lab import meter, ranks, stage_3
 from zero_ref.lab.config import keeps_masters
 from zero_ref.local_sgd.averagers import ModelAverager
 from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
@@ -57,7 +59,7 @@ class Trainable:
         return meter.held_bytes(self.model.parameters(), self.optimizer)
 
 
-class UnderDDP(Trainable):
+class Observed(Trainable):
     """DDP's all-reduces and the optimizer's messages are recorded where they are made."""
 
     @contextlib.contextmanager
@@ -83,15 +85,15 @@ def trainable(
         model: on its device; at stage 3 its `blocks` are sharded one by one, and then the rest.
         bucket_cap_mb: of DDP.
     Raises:
-        ValueError: the recipe is of another library's calls, or keeps masters that it cannot have.
+        ValueError: the recipe keeps masters that it cannot have, or its groups do not fit.
     Collective: all ranks of the default group.
     """
-    if recipe.native and recipe.shards_by_parameter:
-        raise ValueError(f"{recipe.name}: native messages are another library's, and are priced only.")
     keeps_masters(recipe)  # or say why it cannot
     if recipe.stage == 3:
         stage_3.shard(model)
         return Sharded(model, torch.optim.AdamW(model.parameters(), lr=learning_rate))
+    if recipe.without_ddp:
+        return _without_ddp(recipe, model, learning_rate)
     # Reduced to their owners, gradients leave the buckets: windows of these would free nothing.
     ddp = DistributedDataParallel(
         model, gradient_as_bucket_view=not recipe.to_owners, bucket_cap_mb=bucket_cap_mb
@@ -101,7 +103,7 @@ def trainable(
         averager = ModelAverager(recipe.averaging)
         ddp.register_comm_hook(PostLocalSGDState.following(averager), post_localSGD_hook)
         return Trainable(ddp, PostLocalSGDOptimizer(optimizer, averager))
-    made = UnderDDP(ddp, optimizer)
+    made = Observed(ddp, optimizer)
     hook: Callable[..., Any] = meter.recording_all_reduce(made.calls)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.collectives.observers.append(made.calls.append)
@@ -112,9 +114,44 @@ def trainable(
     return made
 
 
-def make_optimizer(recipe: Recipe, model: nn.Module, learning_rate: float = 1e-3) -> torch.optim.Optimizer:
+class BehindAStep(Observed):
+    """An iteration as the simulator has it, which begins with what the step before has sent."""
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        with super().recording():
+            yield
+        self.calls.sort(key=lambda call: call.op not in ("all_gather", "broadcast"))
+
+
+def _without_ddp(recipe: Recipe, model: nn.Module, learning_rate: float) -> Trainable:
+    replicas, group = None, None
+    if recipe.shard_group is not None:
+        world_size = dist.get_world_size()
+        shape = world_size // recipe.group_of(world_size), recipe.shard_group
+        mesh = init_device_mesh(ranks.device().type, shape, mesh_dim_names=("replicas", "shard"))
+        replicas, group = mesh["replicas"].get_group(), mesh["shard"].get_group()
+    optimizer = make_optimizer(recipe, model, learning_rate, group)
+    assert isinstance(optimizer, ZeroRedundancyOptimizer)
+    in_forward = recipe.way == "in_forward"
+    sharded = ShardedDataParallel(model, optimizer, replicas=replicas, gather_in_forward=in_forward)
+    made = (BehindAStep if in_forward else Observed)(sharded, optimizer)
+    optimizer.collectives.observers.append(made.calls.append)
+    if sharded.replicas is not None:
+        sharded.replicas.observers.append(made.calls.append)
+    return made
+
+
+def make_optimizer(
+    recipe: Recipe,
+    model: nn.Module,
+    learning_rate: float = 1e-3,
+    group: dist.ProcessGroup | None = None,
+) -> torch.optim.Optimizer:
     """AdamW, whole on every rank or sharded by the recipe's partition.
 
+    Args:
+        group: the ranks that share the state; None for all.
     Collective: all ranks of the default group.
     """
     masters = keeps_masters(recipe)
@@ -125,7 +162,7 @@ def make_optimizer(recipe: Recipe, model: nn.Module, learning_rate: float = 1e-3
     return ZeroRedundancyOptimizer(
         model.parameters(),
         torch.optim.AdamW,
-        dist.new_subgroups(1)[0] if alone else None,
+        dist.new_subgroups(1)[0] if alone else group,
         overlap_with_ddp=recipe.way in IN_BACKWARD,
         lr=learning_rate,
         partition="sorted_greedy" if recipe.partition is None else recipe.partition,

@@ -95,6 +95,8 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
             progress(step + 1, losses[-1].item())
         if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0:
             save_checkpoint(config, model, optimizer, step + 1)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.arriving.wait()  # nothing more is trained that would
     held = made.held()
     if config.checkpoint:
         save_checkpoint(config, model, optimizer, config.steps)

@@ -116,7 +116,7 @@ class VirtualCollectives(Observable):
         return self._exchange("all_gather", mine, lambda board: flat.copy_(torch.cat(board)))
 
     def reduce_shares(self, flat: torch.Tensor, share: torch.Tensor) -> _Done:
-        self.tell("reduce_scatter", flat)
+        self.tell("reduce_shares", flat)
 
         def add_up(board: list[torch.Tensor]) -> None:
             parts = [laid.chunk(self.world_size)[self.rank] for laid in board]

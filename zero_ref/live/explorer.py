@@ -32,7 +32,7 @@ class Control:
 
     >>> Control("stage", "ZeRO stage", 1, range(4)).kind
     'slider'
-    >>> Control("native", "native collectives", True).kind
+    >>> Control("fullest_first", "fullest rank first", True).kind
     'tick'
 
     Args:

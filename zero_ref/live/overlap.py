@@ -21,12 +21,12 @@ FACTORS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 
 def _draw(
     width: float, model: str, cluster: str, strategy: str, way: str, bucket_mb: int, latency: float,
-    bandwidth: float, ranks: int, tokens: int, native: bool,
+    bandwidth: float, ranks: int, tokens: int,
 ) -> Answer:  # fmt: skip
     links = CLUSTERS[cluster].with_links(latency=latency, bandwidth=bandwidth)
-    sharded = RECIPES[strategy].partition is not None
+    how = RECIPES[strategy]
     plans = {"ddp": _plan(model, "ddp", ranks, bucket_mb)}
-    options = (way, native, links.backend == "nccl") if sharded else ()
+    options = (way if way in how.ways else "plain", links.backend == "nccl") if how.partition else ()
     plans[strategy] = _plan(model, strategy, ranks, bucket_mb, *options)
     played = {name: play(plan, links, Workload(tokens)) for name, plan in plans.items()}
     critical = played[strategy].critical_ms()
@@ -53,8 +53,8 @@ def _draw(
         f"{_written(links.within)}."
     )
     parts, bottom = lanes(timelines, MARGIN, 14.0, width - 2 * MARGIN)
-    idle = [] if sharded else ["way", "native"]
-    if RECIPES[strategy].stage == 3:
+    idle = [] if way in how.ways and how.partition else ["way"]
+    if how.stage == 3 or how.without_ddp:
         idle.append("bucket_mb")
     return Answer(picture(width, bottom, words, parts), words, rows, numbers, idle)
 
@@ -65,14 +65,13 @@ def _written(link: Link) -> str:
 
 @lru_cache(maxsize=8)
 def _plan(
-    model: str, strategy: str, ranks: int, bucket_mb: int, way: str = "plain", native: bool = False,
-    side_stream: bool = False,
+    model: str, strategy: str, ranks: int, bucket_mb: int, way: str = "plain", side_stream: bool = False,
 ) -> Schedule:  # fmt: skip
     """A schedule knows no clock: other links, devices and batches play the same one."""
     params = params_of(model)
     stage_3 = RECIPES[strategy].stage == 3
     return schedule(
-        recipe(strategy, way=way, native=native),
+        recipe(strategy, way=way),
         params,
         ranks,
         ddp_buckets=ddp_buckets(params, cap_bytes=bucket_mb * MIB),
@@ -88,13 +87,12 @@ OVERLAP = Explorer(
         Control("model", "model", "llama3-8b", tuple(MODELS)),
         Control("cluster", "cluster", "a100-ethernet", tuple(CLUSTERS)),
         Control("strategy", "strategy", "zero-2", tuple(RECIPES)),
-        Control("way", "update", "interleaved", tuple(WAYS), {way: way.replace("_", " ") for way in WAYS}),
+        Control("way", "update", "in_forward", tuple(WAYS), {way: way.replace("_", " ") for way in WAYS}),
         Control("bucket_mb", "bucket, MiB", 25, (1, 2, 4, 8, 16, 25, 32, 64, 128, 256, 512, 1024)),
         Control("latency", "latency, times the cluster's", 1.0, FACTORS),
         Control("bandwidth", "bandwidth, times the cluster's", 1.0, FACTORS),
         Control("ranks", "ranks", 64, RANKS),
         Control("tokens", "tokens on each rank", 4096, tuple(2**power for power in range(7, 18))),
-        Control("native", "a GPU library's collectives (off: ours)", True),
     ),
     _draw,
 )

@@ -13,6 +13,12 @@ CHECK = "check"
 """The op of the 32-byte all-gather in which ranks compare options before steps 1, 2, 4, 8 and so on."""
 
 
+PAIRWISE_RANKS = 8
+"""Up to so many ranks, a broadcast on Gloo is one send to each rank, and a reduction to shares is one message
+between each pair: many at once take a fraction of the time of Gloo's own broadcasts, large ones no more
+(bench/NOTES.md). More ranks have not been measured."""
+
+
 class Call(NamedTuple):
     """One operation that a rank issues.
 
@@ -20,7 +26,8 @@ class Call(NamedTuple):
     Call(op='broadcast', nbytes=4096, peer=0)
 
     Args:
-        op: "broadcast", "all_reduce", "all_gather", "reduce_scatter", "send", "recv", or "check".
+        op: "broadcast", "all_reduce", "all_gather", "reduce_shares" (this package's reduce-scatter, see
+            `Collectives.reduce_shares`), "reduce_scatter" (a backend's own), "send", "recv", or "check".
         nbytes: payload in bytes: the size of the tensor that this rank passes in, or of the output of an
             all-gather into a single tensor. The bytes on the wire are a multiple of the payload that depends
             on the operation and the number of ranks.

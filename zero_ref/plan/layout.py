@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from zero_ref.plan.partition import ParamSpec, Partition, SharedRange, Slice, round_up
+from zero_ref.plan.partition import OfEachRank, ParamSpec, Partition, SharedRange, Slice, round_up
 
 ITEMSIZE: dict[str, int] = {
     "float64": 8,
@@ -56,6 +56,7 @@ class Flat:
     Args:
         device, dtype: those of the tensor and of every parameter in it.
         numel: elements, padding included.
+        padding: elements that belong to no parameter.
         offset_of_param: the offset of each parameter's first element.
         buckets: in order of their offsets.
         shared: the buckets are equal shares of the tensor, one for each rank.
@@ -64,18 +65,14 @@ class Flat:
     device: str
     dtype: str
     numel: int
+    padding: int
     offset_of_param: dict[int, int]
-    buckets: tuple[Bucket, ...]
+    buckets: Sequence[Bucket]
     shared: bool = False
 
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
-
-    @cached_property
-    def padding(self) -> int:
-        """Elements that belong to no parameter."""
-        return self.numel - sum([piece.numel for bucket in self.buckets for piece in bucket.slices])
 
 
 @dataclass(frozen=True)
@@ -138,17 +135,28 @@ def _shared_flat(partition: Partition, one: SharedRange, params: Sequence[ParamS
     trained = {number for number in one.params if params[number].trainable}
     if not trained:
         return
-    world_size = partition.world_size
-    share = one.numel // world_size
-    buckets = []
-    for rank in range(world_size):
-        placed = one.slices_of(rank, partition.numels, world_size)
-        mine = [(piece, start) for piece, start in placed if piece.param in trained]
-        slices, starts = tuple(piece for piece, _ in mine), tuple(start for _, start in mine)
-        buckets.append(Bucket(rank, rank * share, (rank + 1) * share, slices, starts))
     places = {number: start for number, start in zip(one.params, one.starts) if number in trained}
+    padding = one.numel - sum(partition.numels[number] for number in trained)
+    shares = partial(_share, one, trained, partition)
     first = params[one.params[0]]
-    yield Flat(first.device, first.dtype, one.numel, places, tuple(buckets), shared=True)
+    yield Flat(
+        first.device,
+        first.dtype,
+        one.numel,
+        padding,
+        places,
+        OfEachRank(shares, partition.world_size),
+        shared=True,
+    )
+
+
+def _share(one: SharedRange, trained: Container[int], partition: Partition, rank: int) -> Bucket:
+    """A rank's share of a range."""
+    share = one.numel // partition.world_size
+    placed = one.slices_of(rank, partition.numels, partition.world_size)
+    mine = [(piece, start) for piece, start in placed if piece.param in trained]
+    slices, starts = tuple(piece for piece, _ in mine), tuple(start for _, start in mine)
+    return Bucket(rank, rank * share, (rank + 1) * share, slices, starts)
 
 
 def _flat(partition: Partition, members: list[int], device: str, dtype: str, alignment: int) -> Flat:
@@ -173,7 +181,9 @@ def _flat(partition: Partition, members: list[int], device: str, dtype: str, ali
             end += piece.stop - piece.start
         if end > start:
             buckets.append(Bucket(owner, start, end, slices, end_to_end(slices)))
-    return Flat(device, dtype, round_up(end, alignment), offset_of_param, tuple(buckets))
+    numel = round_up(end, alignment)
+    padding = numel - sum(partition.numels[param] for param in members)
+    return Flat(device, dtype, numel, padding, offset_of_param, tuple(buckets))
 
 
 def end_to_end(slices: Iterable[Slice]) -> tuple[int, ...]:

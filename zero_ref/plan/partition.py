@@ -10,10 +10,13 @@ the plots all take the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 ALIGNMENT = 64
 """Elements. Some CPU kernels (those of `fused=True`) compute a tensor's last elements one by one and round
@@ -110,6 +113,53 @@ class SharedRange(NamedTuple):
             if start < stop:
                 yield Slice(param, start, stop), begin + start - rank * share
 
+    def amounts_of(self, numels: Sequence[int], world_size: int) -> Iterator[tuple[int, range, int]]:
+        """What consecutive ranks own of each parameter: (parameter, these ranks, elements of each of them).
+
+        >>> list(SharedRange.of([0], [300], world_size=4).amounts_of([300], 4))
+        [(0, range(0, 1), 128), (0, range(1, 2), 128), (0, range(2, 3), 44)]
+        """
+        share = self.numel // world_size
+        for param, begin in zip(self.params, self.starts):
+            end = begin + numels[param]
+            first, last = begin // share, (end - 1) // share
+            yield param, range(first, first + 1), min(end, (first + 1) * share) - begin
+            if last > first + 1:
+                yield param, range(first + 1, last), share
+            if last > first:
+                yield param, range(last, last + 1), end - last * share
+
+
+class OfEachRank(Sequence[T]):
+    """A value for each rank, computed when it is asked for; equal to a tuple of them.
+
+    A thousand ranks that each own a part of every parameter own millions of slices.
+
+    >>> squares = OfEachRank(lambda rank: rank**2, world_size=4)
+    >>> squares[-1], squares[1:3], squares == (0, 1, 4, 9)
+    (9, (1, 4), True)
+    """
+
+    def __init__(self, value_of: Callable[[int], T], world_size: int) -> None:
+        self._value_of, self._ranks = value_of, range(world_size)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, slice):
+            return tuple(map(self._value_of, self._ranks[rank]))
+        return self._value_of(self._ranks[rank])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -121,24 +171,36 @@ class Partition:
 
     Args:
         numels: elements per parameter, in registration order.
-        slices_of_rank: for each rank the slices that it owns; stored sorted by parameter and start.
+        slices_of_rank: for each rank the slices that it owns; stored sorted by parameter and start. With
+            `ranges`, only the slices of other parameters are passed; those in the ranges are added.
         ranges: parameters of which each rank owns the slices in its share of a range.
+
+    Attributes:
+        slices_outside_ranges: as `slices_of_rank`, of parameters that are in no range.
     Raises:
-        ValueError: an element has no owner or two, a slice reaches outside its parameter, or ranks do not own
-            equal shares of a range.
+        ValueError: an element has no owner or two, or a slice reaches outside its parameter.
     """
 
     numels: tuple[int, ...]
-    slices_of_rank: tuple[tuple[Slice, ...], ...]
+    slices_of_rank: Sequence[tuple[Slice, ...]]
     ranges: tuple[SharedRange, ...] = ()
+    slices_outside_ranges: tuple[tuple[Slice, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_world_size(len(self.slices_of_rank))
         # Groups, state and messages use this order, so it must not depend on who made the partition.
         ordered = tuple([tuple(sorted(slices)) for slices in self.slices_of_rank])
-        object.__setattr__(self, "slices_of_rank", ordered)
-        for param, pieces in enumerate(self.pieces_of_param):
+        shared = {param for one in self.ranges for param in one.params}
+        for param, pieces in enumerate(self._by_param(ordered)):
             numel, covered = self.numels[param], 0
+            if param in shared:
+                if pieces:
+                    piece, rank = pieces[0]
+                    raise ValueError(
+                        f"rank {rank} is given elements [{piece.start}, {piece.stop}) of parameter {param}, "
+                        "which is in a range: its share of the range is what a rank owns of it."
+                    )
+                continue
             # An empty slice is valid only as the single slice of a parameter without elements.
             least = 1 if numel > 0 or len(pieces) > 1 else 0
             for piece, rank in pieces:
@@ -151,24 +213,30 @@ class Partition:
                     f"parameter {param}: elements [{covered}, {numel}) have no owner. "
                     "A partition gives every element to exactly one rank."
                 )
+        object.__setattr__(self, "slices_outside_ranges", ordered)
+        with_ranges = OfEachRank(self._slices_of, len(ordered))
+        object.__setattr__(self, "slices_of_rank", with_ranges if self.ranges else ordered)
+
+    def _slices_of(self, rank: int) -> tuple[Slice, ...]:
+        owned = [*self.slices_outside_ranges[rank]]
         for one in self.ranges:
-            for rank, slices in enumerate(self.slices_of_rank):
-                shared = {piece for piece, _ in one.slices_of(rank, self.numels, self.world_size)}
-                if not shared <= set(slices):
-                    raise ValueError(
-                        f"rank {rank} does not own {min(shared.difference(slices))}, which is in its share "
-                        f"of the range of parameters {list(one.params)}."
-                    )
+            owned += (piece for piece, _ in one.slices_of(rank, self.numels, self.world_size))
+        return tuple(sorted(owned))
 
     @property
     def world_size(self) -> int:
-        return len(self.slices_of_rank)
+        return len(self.slices_outside_ranges)
 
     @cached_property
     def pieces_of_param(self) -> tuple[tuple[tuple[Slice, int], ...], ...]:
         """For each parameter its slices and their owners, from the first element to the last."""
+        return self._by_param(self.slices_of_rank)
+
+    def _by_param(
+        self, slices_of_rank: Sequence[Sequence[Slice]]
+    ) -> tuple[tuple[tuple[Slice, int], ...], ...]:
         pieces: list[list[tuple[Slice, int]]] = [[] for _ in self.numels]
-        for rank, slices in enumerate(self.slices_of_rank):
+        for rank, slices in enumerate(slices_of_rank):
             for piece in slices:
                 if not 0 <= piece.param < len(self.numels):
                     raise ValueError(
@@ -178,14 +246,43 @@ class Partition:
                 pieces[piece.param].append((piece, rank))
         return tuple(tuple(sorted(of_param)) for of_param in pieces)
 
+    def totals(self, of_element: Sequence[int], of_slice: Sequence[int] | None = None) -> tuple[int, ...]:
+        """For each rank the sum over its slices, such as bytes: an amount an element, and one a slice.
+
+        >>> Partition((6, 4), ((Slice(0, 0, 6),), (Slice(1, 0, 4),))).totals([4, 2], of_slice=[1, 1])
+        (25, 9)
+
+        Args:
+            of_element, of_slice: by parameter.
+        Cost: in ranges it grows with the parameters and the ranks, not with their product.
+        """
+        each = of_slice or [0] * len(self.numels)
+        outside = [
+            sum([of_element[param] * (stop - start) + each[param] for param, start, stop in slices])
+            for slices in self.slices_outside_ranges
+        ]
+        changes = [0] * (self.world_size + 1)
+        for one in self.ranges:
+            for param, ranks, numel in one.amounts_of(self.numels, self.world_size):
+                amount = of_element[param] * numel + each[param]
+                changes[ranks.start] += amount
+                changes[ranks.stop] -= amount
+        return tuple([own + shared for own, shared in zip(outside, accumulate(changes))])
+
     @cached_property
     def loads(self) -> tuple[int, ...]:
         """Elements owned by each rank."""
-        return tuple(sum(piece.numel for piece in slices) for slices in self.slices_of_rank)
+        return self.totals([1] * len(self.numels))
 
     @cached_property
     def is_whole(self) -> bool:
         """No parameter is split between ranks."""
+        if any(  # without a list of the slices in ranges, which may be millions
+            len(ranks) > 1 or numel < self.numels[param]
+            for one in self.ranges
+            for param, ranks, numel in one.amounts_of(self.numels, self.world_size)
+        ):
+            return False
         return all(len(pieces) == 1 for pieces in self.pieces_of_param)
 
     @cached_property
@@ -209,7 +306,7 @@ class Partition:
             self.numels + later.numels,
             tuple(
                 mine + tuple(piece._replace(param=piece.param + shift) for piece in added)
-                for mine, added in zip(self.slices_of_rank, later.slices_of_rank, strict=True)
+                for mine, added in zip(self.slices_outside_ranges, later.slices_outside_ranges, strict=True)
             ),
             self.ranges
             + tuple(one._replace(params=tuple(n + shift for n in one.params)) for one in later.ranges),

@@ -241,10 +241,7 @@ def equal_shares(
     for members in _filled(specs, reversed(shared), range_numel):
         # Those of a group are then neighbours, and stepped as one tensor.
         members.sort(key=lambda number: (specs[number].group, number))
-        one = SharedRange.of(members, [numels[number] for number in members], world_size)
-        ranges.append(one)
-        for rank in range(world_size):
-            owned[rank] += (piece for piece, _ in one.slices_of(rank, numels, world_size))
+        ranges.append(SharedRange.of(members, [numels[number] for number in members], world_size))
     return Partition(numels, tuple(map(tuple, owned)), tuple(ranges))
 
 

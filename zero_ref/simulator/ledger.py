@@ -292,10 +292,7 @@ def state_bytes_of_rank(
         its.nbytes(1, itemsize_of(param.dtype)) - its.scalar_bytes if has else 0
         for param, its, has in zip(params, rules, has_state)
     ]
-    return tuple(
-        sum([of_piece[param] + of_element[param] * (stop - start) for param, start, stop in slices])
-        for slices in partition.slices_of_rank
-    )
+    return partition.totals(of_element, of_piece)
 
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from zero_ref.plan.layout import lay_out
@@ -44,13 +44,12 @@ class MemorySettings:
         optimizer: a name in `ledger.STATE_RULES`, or a rule. Its tensors take the place of the two moments
             that the convention counts.
         gradient_as_bucket_view: as in DDP. False, DDP's default, costs a second copy of the gradients.
-        bucket_bytes: of the buffer for messages at stages 1 and 2; 0 if tensors are sent without a copy.
+        bucket_bytes: of the buffer for messages at stage 1, and of the two buckets of gradients that are on
+            their way at stage 2; 0 if tensors are sent without a copy.
         gathered_units: at stage 3, how many blocks of `models.blocks` are whole at one time beside the root:
             the one that computes, and those that are gathered ahead.
         flat: at stages 1 and 2, trainable parameters are views of the flat tensors of `layout.lay_out`, and
             new parameters are sent from these.
-        buckets_stay: DDP's buckets are not freed at stage 2, as under this package's `reduce_to_owners`,
-            which releases gradients and not the buckets.
         activation_bytes: of one rank, as from `activations.activation_bytes`.
     Raises:
         ValueError: a stage, name or number is not accepted.
@@ -63,7 +62,6 @@ class MemorySettings:
     bucket_bytes: int = 25 * UNITS["MiB"]
     gathered_units: int = 2
     flat: bool = False
-    buckets_stay: bool = False
     activation_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -92,8 +90,8 @@ class Memory:
         scalar_bytes: the optimizer's state of each tensor, such as `step`.
         padding_bytes: elements of flat tensors that belong to no parameter.
         gradient_bucket_bytes: DDP's buckets, where they are a second copy of the gradients.
-        communication_bytes: buffers of messages: a bucket of new parameters at stage 1, of new parameters or
-            of gradients at stage 2; at stage 3 the gathered units, and the largest unit's whole gradients.
+        communication_bytes: buffers of messages: a bucket of new parameters at stage 1, two of gradients
+            at stage 2; at stage 3 the gathered units, and the largest unit's whole gradients.
     """
 
     parameter_bytes: float
@@ -194,24 +192,25 @@ def memory_of_ranks(
         "communication_bytes": _communication_bytes(params, partition.world_size, settings),
         "activation_bytes": settings.activation_bytes,
     }
-    memory_of: dict[tuple[tuple[int, StateBytes], ...], Memory] = {}  # most ranks own as much as others
-    memories = []
-    for slices in partition.slices_of_rank:
-        pieces = tuple([(stop - start, cost_of_param[param]) for param, start, stop in slices])
-        memory = memory_of.get(pieces)
-        if memory is None:
-            owned = _total(pieces)
-            held = {part: owned if settings.stage >= first else whole for part, first in FIRST_STAGE.items()}
-            memory = memory_of[pieces] = Memory(
-                parameter_bytes=held["parameters"].params,
-                gradient_bytes=held["gradients"].grads,
-                master_bytes=held["optimizer"].master,
-                moment_bytes=held["optimizer"].moments,
-                scalar_bytes=held["optimizer"].scalars,
-                **on_every_rank,
-            )
-        memories.append(memory)
-    return tuple(memories)
+    *of_element, of_slice = (
+        [cost[part] for cost in cost_of_param] for part in range(len(StateBytes._fields))
+    )
+    owned_of_part = [*(partition.totals(amounts) for amounts in of_element)]
+    owned_of_part.append(partition.totals([0] * len(params), of_slice))
+
+    @cache  # most ranks own as much as others
+    def memory_of(owned: StateBytes) -> Memory:
+        held = {part: owned if settings.stage >= first else whole for part, first in FIRST_STAGE.items()}
+        return Memory(
+            parameter_bytes=held["parameters"].params,
+            gradient_bytes=held["gradients"].grads,
+            master_bytes=held["optimizer"].master,
+            moment_bytes=held["optimizer"].moments,
+            scalar_bytes=held["optimizer"].scalars,
+            **on_every_rank,
+        )
+
+    return tuple(memory_of(StateBytes(*owned)) for owned in zip(*owned_of_part))
 
 
 class StateBytes(NamedTuple):
@@ -264,8 +263,6 @@ def _total(pieces: Iterable[tuple[int, StateBytes]]) -> StateBytes:
 
 
 def _gradient_bucket_bytes(whole: StateBytes, settings: MemorySettings) -> int:
-    if settings.stage == 2:
-        return whole.grads if settings.buckets_stay else 0
     return whole.grads if settings.stage < 2 and not settings.gradient_as_bucket_view else 0
 
 

@@ -20,7 +20,11 @@ WAYS: dict[str, str] = {
     "plain": "DDP reduces during backward; then optimizer.step() updates and sends",
     "after_backward": "hook_with_zero_step: updates too may hide behind later reductions; then all is sent",
     "interleaved": "hook_with_zero_step_interleaved: a bucket is updated and sent while backward goes on",
+    "in_forward": "ShardedDataParallel(gather_in_forward=True): new parameters arrive in the next forward",
 }
+
+WAYS_OF_DDP = ("plain", "after_backward", "interleaved")
+WAYS_WITHOUT_DDP = ("plain", "in_forward")
 
 NETWORK = "network"
 COMPUTE = "compute"
@@ -44,13 +48,14 @@ class Operation(NamedTuple):
         nbytes: the payload of the call, as `traffic` counts it.
         owner: the source of a broadcast.
         shares: for a step (rank, elements that it updates); for gradients that are reduced to their owners
-            (owner, bytes that it owns).
+            (owner, bytes that it owns), or (owner, bytes) for each message where an owner gets several.
         takes: bytes of memory that a rank allocates when the operation begins.
         gives: bytes of memory that a rank frees when the operation ends. Of gradients with `shares`, an owner
             keeps its own.
         tensors: the number of parameters that are computed on; of a step, on the rank that updates most.
         ranks: the size of the groups of consecutive ranks that make the call at the same time; None for one
             call of all ranks.
+        stride: from one rank of such a group to the next, where groups are not of consecutive ranks.
         passed: bytes of the tensor that each rank passes to an all-gather of different tensors; None where
             each rank passes the payload.
         flops: of a step, the floating-point operations beside its reading and writing, on the rank that makes
@@ -70,6 +75,7 @@ class Operation(NamedTuple):
     gives: int = 0
     tensors: int = 0
     ranks: int | None = None
+    stride: int = 1
     passed: int | None = None
     flops: int = 0
 
@@ -82,13 +88,15 @@ class Operation(NamedTuple):
         """
         if not self.op:
             return []
+        if self.ranks is not None and self.stride == 1:  # calls name positions in the group
+            rank, world_size = rank % self.ranks, self.ranks
         if self.op != "exchange":
             return [Call(self.op, self.nbytes if self.passed is None else self.passed, self.owner)]
         shares = self.shares or ()
         own = [nbytes for owner, nbytes in shares if owner == rank]
         peers = [peer for peer in range(world_size) if peer != rank] if own else []
         sends = [Call("send", nbytes, owner) for owner, nbytes in shares if owner != rank]
-        return sends + [Call("recv", nbytes, peer) for nbytes in own for peer in peers]
+        return sends + [Call("recv", nbytes, peer) for peer in peers for nbytes in own]
 
 
 def order(parts: int, way: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -99,11 +107,11 @@ def order(parts: int, way: str) -> Iterator[tuple[str, tuple[int, ...]]]:
      'step (0,)', 'broadcast (0,)', 'step (1,)', 'broadcast (1,)']
 
     Raises:
-        ValueError: the way is not one of WAYS.
+        ValueError: the way is not one of DDP's.
     Source: `OverlappedStep.on_bucket` in zero_ref/backward/overlap.py, and
         `ZeroRedundancyOptimizer.step`.
     """
-    check_name("way", way, WAYS)
+    check_name("way", way, WAYS_OF_DDP)
     for part in range(parts):
         yield "backward", (part,)
         yield "reduce", (part,)

@@ -141,7 +141,8 @@ class Played:
         for one, start, stop in self._of_rank(rank):
             of_gradients = one.label in ("reduce", "step")
             takes = 0 if gradients_stay and one.label == "backward" else one.takes
-            own = dict(one.shares or ()).get(rank, 0) if one.op else 0
+            at = rank if one.ranks is None else rank % one.ranks
+            own = sum(nbytes for owner, nbytes in one.shares or () if owner == at) if one.op else 0
             gives = 0 if gradients_stay and of_gradients else one.gives - own
             changes[start] = changes.get(start, 0) + takes
             changes[stop] = changes.get(stop, 0) - gives

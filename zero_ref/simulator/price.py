@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -85,11 +86,15 @@ def price(schedule: Schedule, cluster: Cluster, workload: Workload) -> list[Pric
     previous: Operation | None = None  # on the network
     for one, nbytes_of_calls in schedule.stretches:
         if one.lane == NETWORK:
-            owned = [nbytes for _, nbytes in one.shares or ()] if one.op == "exchange" else []
-            ms_of = partial(cluster.ms, one.op, world_size=schedule.world_size, ranks=one.ranks)
+            owned = Counter[int]()
+            for owner, nbytes in one.shares or () if one.op == "exchange" else ():
+                owned[owner] += nbytes
+            ms_of = partial(
+                cluster.ms, one.op, world_size=schedule.world_size, ranks=one.ranks, stride=one.stride
+            )
             follows = previous is not None and (previous.op, previous.after) == (one.op, one.after)
             first, *others = nbytes_of_calls
-            prices.append(Price(ms_of(first, shares=owned or None, follows=follows)))
+            prices.append(Price(ms_of(first, shares=[*owned.values()] or None, follows=follows)))
             # Of a million owners' calls most have as many bytes as others: each size is computed once.
             price_of = {nbytes: Price(ms_of(nbytes, follows=True)) for nbytes in set(others)}
             prices += map(price_of.__getitem__, others)

@@ -11,8 +11,9 @@ from typing import Any
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.rules import Choice
+from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.ledger import StateRule, check_stage, state_rule
-from zero_ref.simulator.operations import WAYS
+from zero_ref.simulator.operations import WAYS, WAYS_OF_DDP, WAYS_WITHOUT_DDP
 
 LOCAL_SGD = "local-sgd"
 
@@ -32,14 +33,15 @@ class Recipe:
         flat: owned parameters lie in flat tensors (`parameters_as_bucket_view`), so that one message goes for
             each of these and not for each owned slice.
         to_owners: gradients are reduced to their owners only, and the rest is released.
-        way: when updates are made and sent, one of `operations.WAYS`.
+        without_ddp: `ShardedDataParallel` stands in DDP's place, so gradients never lie in DDP's buckets.
+        way: when updates are made and sent: with DDP one of `operations.WAYS_OF_DDP`, without it one of
+            `operations.WAYS_WITHOUT_DDP`.
+        shard_group: without DDP, how many consecutive ranks share the state, such as those of a node; the
+            groups are replicas of each other. None for all ranks.
         averaging: of local SGD: when gradients and parameters are averaged, and over whom.
         averaged_itemsize: bytes of an element as it is averaged: 4 where the optimizer keeps 32-bit copies of
             16-bit parameters; None for the parameters' own.
         prefetch: at stage 3, how many units ahead parameters are gathered.
-        native: not the calls of this package but those of a library that has NCCL's own collectives: one
-            reduce for each owner of a bucket, one all-gather for all shards. At stages 1 and 2, and on paper
-            only: this package does not make them.
         optimizer: what each rank runs: a name in `ledger.STATE_RULES`, or a rule.
     Raises:
         ValueError: a partition, owners, a way or an averaging is asked of a strategy that has none; the way
@@ -53,10 +55,11 @@ class Recipe:
     flat: bool = False
     to_owners: bool = False
     way: str = "plain"
+    without_ddp: bool = False
+    shard_group: int | None = None
     averaging: AveragingSchedule | None = None
     averaged_itemsize: int | None = None
     prefetch: int = 1
-    native: bool = False
     optimizer: str | StateRule = field(default="AdamW", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -71,14 +74,22 @@ class Recipe:
                 raise ValueError(
                     f"strategy {self.name!r} is of stage {self.stage}, which takes a partition=."
                 )
-            if self.way not in WAYS:
-                raise ValueError(f"unknown way {self.way!r}; choose one of {', '.join(WAYS)}.")
+            check_name("way", self.way, WAYS)
+            if self.way not in self.ways:
+                raise ValueError(
+                    f"strategy {self.name!r} takes a way of {' or '.join(self.ways)}, not {self.way!r}: it "
+                    f"{'has no DDP' if self.without_ddp else 'has DDP'}."
+                )
+            if self.without_ddp and not self.to_owners:
+                raise ValueError(f"strategy {self.name!r} is without DDP, which reduces gradients to owners.")
+            if self.shard_group is not None and not self.without_ddp:
+                raise ValueError(f"shard_group= is for strategies without DDP, which {self.name!r} is not.")
             return
         if self.partition is not None:
             raise ValueError(
                 f"strategy {self.name!r} shards nothing by parameter, so it takes no partition=."
             )
-        if self.to_owners:
+        if self.to_owners or self.without_ddp or self.shard_group is not None:
             raise ValueError(f"strategy {self.name!r} has no owners to reduce gradients to.")
         if self.way != "plain":
             raise ValueError(
@@ -91,6 +102,26 @@ class Recipe:
         return self.stage in (1, 2)
 
     @property
+    def ways(self) -> tuple[str, ...]:
+        """When updates can be made and sent."""
+        if not self.shards_by_parameter:
+            return ("plain",)
+        return WAYS_WITHOUT_DDP if self.without_ddp else WAYS_OF_DDP
+
+    def group_of(self, world_size: int) -> int:
+        """How many ranks share the state, of so many.
+
+        Raises:
+            ValueError: they cannot be divided into groups of `shard_group`.
+        """
+        group = self.shard_group or world_size
+        if world_size % group:
+            raise ValueError(
+                f"{world_size} ranks cannot be divided into groups of {group} that share the state."
+            )
+        return group
+
+    @property
     def title(self) -> str:
         """The name, and what is unusual in where gradients go and when updates are made."""
         usual = RECIPES.get(self.name, self)
@@ -99,6 +130,8 @@ class Recipe:
             words.append("to owners")
         if self.way != usual.way:
             words.append(self.way.replace("_", " "))
+        if self.shard_group is not None:
+            words.append(f"groups of {self.shard_group}")
         return ", ".join(words)
 
 
@@ -111,7 +144,15 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "zero-even", "1/N of the elements each, to within 64, one broadcast an owner", 1, "even", True
         ),
-        Recipe("zero-2", "as zero-even, gradients reduced to their owners only", 2, "even", True, True),
+        Recipe(
+            "zero-2",
+            "1/N of each range of parameters, its gradients reduced to shares, its parameters gathered",
+            2,
+            "equal_shares",
+            True,
+            True,
+            without_ddp=True,
+        ),
         Recipe("zero-3", "1/N of each parameter, gathered block by block before use", 3),
         Recipe(
             LOCAL_SGD,
@@ -126,8 +167,8 @@ RECIPES: dict[str, Recipe] = {
 def recipe(strategy: str | Recipe, **changes: Any) -> Recipe:
     """The recipe of a name in RECIPES, or a given one, with some fields changed.
 
-    >>> recipe("zero-even", native=True).native
-    True
+    >>> recipe("zero-2", shard_group=8).title
+    'zero-2, groups of 8'
 
     Raises:
         ValueError: there is no such name, or as `Recipe`.

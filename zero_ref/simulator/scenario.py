@@ -6,11 +6,13 @@ prints the results. For another combination, call these three modules directly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
+from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.plan.rules import plan_partition
 from zero_ref.simulator._checks import check_name, check_world_size
@@ -56,8 +58,7 @@ class Scenario:
         bucket_bytes: of DDP's gradient buckets; None for DDP's default, 25 MiB after a first of 1 MiB.
         checkpointing: one of `activations.CHECKPOINTING`. Attention scores are kept under "none" only: the
             others assume flash attention, which PyTorch chooses by itself.
-        native: as `Recipe`; None for a library's calls where the backend is NCCL, and this package's own on
-            Gloo.
+        shard_group: of zero-2, as `Recipe`.
         prefetch: as `Recipe`.
         period: of local-sgd, steps from one average to the next.
         gradient_group: of local-sgd, how many consecutive ranks average their gradients in every step, such
@@ -77,7 +78,7 @@ class Scenario:
     way: str = "plain"
     bucket_bytes: int | None = None
     checkpointing: str = "selective"
-    native: bool | None = None
+    shard_group: int | None = None
     prefetch: int = 1
     period: int = 8
     gradient_group: int = 1
@@ -160,11 +161,6 @@ class Scenario:
             attention_share=self.attention_share,
         )
 
-    @property
-    def library_calls(self) -> bool:
-        """Stages 1 and 2 make the calls of a GPU library, not this package's."""
-        return self.cluster.backend == "nccl" if self.native is None else self.native
-
     @cached_property
     def _partitions(self) -> dict[str, Partition]:
         return {}
@@ -175,7 +171,8 @@ class Scenario:
         if rule is None:
             return None
         if str(rule) not in self._partitions:  # strategies share a rule
-            self._partitions[str(rule)] = plan_partition(rule, self.params, self.world_size)
+            ranks = self.recipe(strategy, partition=rule).group_of(self.world_size)
+            self._partitions[str(rule)] = plan_partition(rule, self.params, ranks)
         return self._partitions[str(rule)]
 
     @cached_property
@@ -198,7 +195,7 @@ class Scenario:
     def schedule(self, strategy: str) -> Schedule:
         """The strategy's iteration."""
         return schedule(
-            self.recipe(strategy),
+            self.recipe(strategy, partition=self.partition(strategy)),
             self.params,
             self.world_size,
             ddp_buckets=self.buckets,
@@ -207,33 +204,36 @@ class Scenario:
             activation_bytes=self.activation_bytes,
         )
 
-    def recipe(self, strategy: str) -> Recipe:
-        """The strategy's recipe, changed as the scenario says; `way` only where the strategy has owners."""
+    def recipe(self, strategy: str, **changes: Any) -> Recipe:
+        """The strategy's recipe, changed as the scenario says, where the strategy can be."""
         usual = recipe(strategy)
         return recipe(
             usual,
             optimizer=self.state,
-            partition=self.partition(strategy),
-            way=self.way if usual.shards_by_parameter else "plain",
-            native=self.library_calls,
+            way=self.way if self.way in usual.ways else "plain",
+            shard_group=self.shard_group if usual.without_ddp else None,
             prefetch=self.prefetch,
             averaging=usual.averaging and self.averaging,
             averaged_itemsize=4,  # the 32-bit copies of 16-bit parameters
+            **changes,
         )
 
     def settings(self, strategy: str) -> MemorySettings:
         """How the strategy keeps the model; gradients are views of DDP's buckets."""
         usual = recipe(strategy)
-        bucket_bytes = [sum(nbytes_of(self.params[number]) for number in bucket) for bucket in self.buckets]
+        partition = self.partition(strategy)
+        buckets: Iterable[Iterable[int]] = self.buckets
+        if usual.without_ddp and partition is not None:
+            buckets = [plan.starts for plan in gradient_plans(partition, self.params)]
+        bucket_bytes = [sum(nbytes_of(self.params[number]) for number in bucket) for bucket in buckets]
         return MemorySettings(
             usual.stage,
             convention="mixed-16" if DTYPES[self.dtype] == 2 else None,
             optimizer=self.optimizer,
             gradient_as_bucket_view=True,
-            bucket_bytes=max(bucket_bytes, default=0),
+            bucket_bytes=max(bucket_bytes, default=0) * (2 if usual.without_ddp else 1),
             gathered_units=1 + self.prefetch,
             flat=usual.flat,
-            buckets_stay=not self.library_calls,
             activation_bytes=self.activation_bytes,
         )
 
@@ -244,7 +244,8 @@ class Scenario:
         if partition is not None:
             parameter_bytes = sum(nbytes_of(param) for param in self.params)
             padding_bytes = schedule.parameter_bytes[0] - parameter_bytes
-            return memory_of_ranks(partition, self.params, settings, padding_bytes=padding_bytes)
+            of_group = memory_of_ranks(partition, self.params, settings, padding_bytes=padding_bytes)
+            return of_group * (self.world_size // partition.world_size)
         average = average_memory(self.params, self.world_size, settings)
         if strategy == LOCAL_SGD and self.world_size > 1:
             # The averager copies all that is averaged into one tensor, and sends that.
@@ -315,10 +316,9 @@ class SimulatedRun:
         return self.memories[self.fullest]
 
     def memory_curve(self, rank: int) -> list[tuple[float, int]]:
-        """What a rank holds over time, as `Played.memory`. A library's stage 2 frees its buckets."""
+        """What a rank holds over time, as `Played.memory`. DDP's buckets stay."""
         held = self.memories[rank]
-        stage = recipe(self.strategy).stage
-        stay = stage < 2 or (stage == 2 and not self.scenario.library_calls)
+        stay = recipe(self.strategy).stage < 2
         comes_and_goes = held.communication_bytes + held.activation_bytes
         if not stay:
             comes_and_goes += held.gradient_bytes
@@ -341,7 +341,11 @@ class SimulatedRun:
             return None
         settings = self.scenario.settings(self.strategy)
         return why_not_smaller(
-            owned, self.scenario.params, settings, rank=self.fullest, memories=self.memories
+            owned,
+            self.scenario.params,
+            settings,
+            rank=self.fullest % owned.world_size,
+            memories=self.memories,
         )
 
     @property

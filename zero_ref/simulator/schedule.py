@@ -14,6 +14,7 @@ from itertools import accumulate, islice
 from typing import NamedTuple
 
 from zero_ref.plan.calls import Call
+from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.layout import BucketLayout, lay_out
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.plan.rules import plan_partition
@@ -22,6 +23,7 @@ from zero_ref.simulator.ledger import itemsize_of, nbytes_of, state_bytes_of_ran
 from zero_ref.simulator.local_sgd import local_sgd
 from zero_ref.simulator.operations import NETWORK, Operation
 from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
+from zero_ref.simulator.sharded import sharded_data_parallel
 from zero_ref.simulator.stage_3 import Unit, stage_3
 from zero_ref.simulator.traffic import traffic
 
@@ -68,7 +70,7 @@ class Schedule:
         found: list[Stretch] = []
         open_kind: tuple[object, ...] | None = None  # of the last stretch, if another call may join it
         for one in self.operations:
-            kind = (one.op, one.after, one.ranks) if one.op and one.op != "exchange" else None
+            kind = (one.op, one.after, one.ranks, one.stride) if one.op and one.op != "exchange" else None
             if kind is None or kind != open_kind:
                 found.append(Stretch(one, []))
             found[-1].nbytes_of_calls.append(one.nbytes)
@@ -251,11 +253,23 @@ def schedule(
             iterations=len(steps) if steps else 1,
         )
 
-    owned = plan_partition(how.partition, params, world_size)
+    group = how.group_of(world_size)
+    replicas = world_size // group
+    owned = plan_partition(how.partition, params, group)
     if how.flat:
         parameter_bytes += sum(flat.padding * flat.itemsize for flat in lay_out(owned, params).flats)
-    return Schedule(
-        data_parallel(
+    if how.without_ddp:
+        operations = sharded_data_parallel(
+            params,
+            world_size,
+            owned,
+            flat=how.flat,
+            in_forward=how.way == "in_forward",
+            activation_bytes=activation_bytes,
+            muon=muon,
+        )
+    else:
+        operations = data_parallel(
             params,
             world_size,
             owned,
@@ -264,20 +278,30 @@ def schedule(
             to_owners=how.to_owners,
             way=how.way,
             side_stream=side_stream,
-            native=how.native,
             activation_bytes=activation_bytes,
             muon=muon,
-        ),
+        )
+    return Schedule(
+        operations,
         world_size,
         (parameter_bytes,) * world_size,
-        owned_bytes(owned, params) if how.to_owners else gradient_bytes,
-        state_bytes_of_rank(owned, params, how.optimizer),
-        left_to_owners=_left_to_owners(owned, params, how) if how.to_owners and not how.native else None,
+        owned_bytes(owned, params) * replicas if how.to_owners else gradient_bytes,
+        state_bytes_of_rank(owned, params, how.optimizer) * replicas,
+        left_to_owners=_left_to_owners(owned, params, how) * replicas if how.to_owners else None,
     )
 
 
 def _left_to_owners(owned: Partition, params: Sequence[ParamSpec], how: Recipe) -> tuple[int, ...]:
-    """What `reduce_to_owners` leaves on each rank; see there."""
+    """What `reduce_to_owners` leaves on each rank, see there; without DDP the rank's part of each bucket."""
+    if how.without_ddp:
+        of_rank = [0] * owned.world_size
+        for plan in gradient_plans(owned, params):
+            itemsize = itemsize_of(params[next(iter(plan.starts))].dtype)
+            if plan.is_shared:
+                of_rank = [held + plan.numel // owned.world_size * itemsize for held in of_rank]
+            else:
+                of_rank = [held + plan.own_numel(rank) * itemsize for rank, held in enumerate(of_rank)]
+        return tuple(of_rank)
     if how.way != "plain":
         return (0,) * owned.world_size
     nbytes = [nbytes_of(param) if param.trainable else 0 for param in params]

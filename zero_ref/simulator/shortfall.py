@@ -158,7 +158,7 @@ def _on_top(memory: Memory, settings: MemorySettings) -> list[Reason]:
     what_travels = {
         0: "",
         1: "a bucket of new parameters is on its way.",
-        2: "a bucket of gradients or of new parameters is on its way.",
+        2: "up to two buckets of gradients are on their way.",
         3: f"up to {settings.gathered_units} units are whole while they are used, and one unit's gradients.",
     }
     sentences = {

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from zero_ref.plan.calls import PAIRWISE_RANKS
 from zero_ref.simulator._checks import check_name, check_number, check_world_size
 
 
@@ -26,7 +27,16 @@ class Traffic(NamedTuple):
     total_bytes: float
 
 
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "exchange", "send")
+OPERATIONS = (
+    "all_reduce",
+    "reduce_scatter",
+    "reduce_shares",
+    "all_gather",
+    "broadcast",
+    "reduce",
+    "exchange",
+    "send",
+)
 BACKENDS = ("nccl", "gloo")
 
 
@@ -45,11 +55,15 @@ def traffic(
     an all-reduce. A tree needs fewer rounds, about log2 N up and as many down, and its inner ranks send more.
     Gloo's algorithms differ: its reduce-scatter is an all-reduce inside, its broadcast sends the whole
     payload down a binomial tree, and its reduce is a reduce-scatter whose parts are then sent to one rank.
+    This package's own reduce-scatter, "reduce_shares", is NCCL's on NCCL. On Gloo it is a message between
+    each pair of ranks, and on more than PAIRWISE_RANKS ranks a ring.
 
     >>> traffic("all_reduce", 100, 4)
     Traffic(rounds=6, busiest_bytes=150.0, total_bytes=600.0)
-    >>> [traffic("reduce_scatter", 100, 4, backend=backend).total_bytes for backend in BACKENDS]
-    [300.0, 600.0]
+    >>> for op in ("reduce_scatter", "reduce_shares"):
+    ...     print(op, [traffic(op, 100, 4, backend=backend).total_bytes for backend in BACKENDS])
+    reduce_scatter [300.0, 600.0]
+    reduce_shares [300.0, 300.0]
     >>> traffic("exchange", 100, 4, shares=[100])       # one rank owns it all, and receives it three times
     Traffic(rounds=1, busiest_bytes=300.0, total_bytes=300.0)
 
@@ -90,8 +104,9 @@ def traffic(
         if algorithm == "tree" and backend == "nccl":
             return Traffic(2 * levels, 2 * s, 2 * (n - 1) * s)
         return Traffic(2 * (n - 1), 2 * part, 2 * (n - 1) * s)
-    if op in ("reduce_scatter", "all_gather"):
-        return Traffic(n - 1, part, (n - 1) * s)
+    if op in ("reduce_scatter", "reduce_shares", "all_gather"):
+        pairwise = op == "reduce_shares" and backend == "gloo" and n <= PAIRWISE_RANKS
+        return Traffic(1 if pairwise else n - 1, part, (n - 1) * s)
     if op == "reduce" and backend == "gloo":  # a ring's reduce-scatter, then all parts to one rank
         return Traffic(n, 2 * part, (n - 1) * s + part)
     if op == "broadcast" and backend == "gloo":  # the source sends the whole payload once for each level

@@ -34,7 +34,7 @@ def memory_curve(
     >>> from zero_ref.simulator.recipe import recipe
     >>> from zero_ref.simulator.schedule import schedule
     >>> params = [ParamSpec(10**8, "bfloat16")] * 4
-    >>> plans = {name: schedule(recipe(name, native=True), params, 8) for name in ("ddp", "zero-2")}
+    >>> plans = {name: schedule(name, params, 8) for name in ("ddp", "zero-2")}
     >>> plays = {name: play(plan, cluster("h100-ib"), Workload(4096)) for name, plan in plans.items()}
     >>> fig, ax = figure(6, 3)
     >>> _ = memory_curve({name: one.memory() for name, one in plays.items()}, ax, device_bytes=80e9)

@@ -1,0 +1,146 @@
+"""The operations of `ShardedDataParallel`: gradients go straight into shards, parameters come out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from zero_ref.plan.gradients import GradientPlan, gradient_plans
+from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.simulator.data_parallel import most_flops, new_parameters, shares_of
+from zero_ref.simulator.ledger import itemsize_of
+from zero_ref.simulator.operations import COMPUTE, NETWORK, Operation, forward_and_backward, shared_out
+
+COUNT_ITEMSIZE = 4
+"""Bytes for each parameter in the all-reduce that counts on how many ranks it had a gradient."""
+
+
+def sharded_data_parallel(
+    params: Sequence[ParamSpec],
+    world_size: int,
+    partition: Partition,
+    *,
+    flat: bool = True,
+    in_forward: bool = False,
+    activation_bytes: int = 0,
+    muon: bool = False,
+) -> tuple[Operation, ...]:
+    """Buckets of gradients reduced to their owners, the update, and new parameters sent.
+
+    The gradients of a range take one `reduce_shares`, and where the ranks are in groups that each keep all of
+    the state, an all-reduce of the share between the groups. An exchange sends those of other parameters.
+    Last an all-reduce counts on how many ranks each parameter had a gradient.
+
+    Args:
+        partition: who owns what, within a group of as many ranks as it has.
+        flat, muon: as in `data_parallel`.
+        in_forward: what the step before has sent arrives in forward, so it is listed first: the iteration
+            begins behind a step.
+        activation_bytes: that forward leaves for backward, on each rank.
+    Raises:
+        ValueError: `world_size` is no multiple of the partition's.
+    """
+    building = _Building(params, world_size, partition, activation_bytes)
+    sent = new_parameters(partition, params, flat) if partition.world_size > 1 else []
+    gathers = [
+        Operation("broadcast", NETWORK, op=op, nbytes=nbytes, owner=owner, ranks=building.ranks)
+        for op, nbytes, owner in sent
+    ]
+    if in_forward:
+        building.forward_behind(gathers)
+        building.backward()
+        building.step(muon)
+    else:
+        building.forward_behind([])
+        building.backward()
+        stepped = building.step(muon)
+        building.operations += [one._replace(after=(stepped,)) for one in gathers]
+    return tuple(building.operations)
+
+
+class _Building:
+    """The operations so far."""
+
+    def __init__(
+        self, params: Sequence[ParamSpec], world_size: int, partition: Partition, activation_bytes: int
+    ) -> None:
+        group = partition.world_size
+        if world_size % group:
+            raise ValueError(f"{world_size} ranks cannot be divided into groups of {group}.")
+        self.params, self.partition = params, partition
+        self.replicas = world_size // group
+        self.ranks = None if self.replicas == 1 else group
+        self.plans = gradient_plans(partition, params)
+        buckets = [list(plan.starts) for plan in self.plans]
+        self.forward, self.backwards = forward_and_backward(params, buckets, activation_bytes)
+        self.operations: list[Operation] = []
+        self.reduced: list[int] = []  # the last operation of each bucket's reduction
+
+    def _append(self, operation: Operation) -> int:
+        self.operations.append(operation)
+        return len(self.operations) - 1
+
+    def forward_behind(self, gathers: Sequence[Operation]) -> None:
+        """Forward; if parameters are on their way, a part of it behind each gather, in the same order."""
+        places = [self._append(one) for one in gathers]
+        count = max(len(gathers), 1)
+        # The ranges are gathered in the order in which forward needs them, about as its parts lie.
+        weights = [one.nbytes for one in gathers] or [1]
+        parts = zip(
+            *(
+                shared_out(amount, weights)
+                for amount in (self.forward.numel, self.forward.tensors, self.forward.takes)
+            )
+        )
+        for part, (numel, tensors, takes) in enumerate(parts):
+            after = (places[part],) if places else ()
+            one = self.forward._replace(numel=numel, tensors=tensors, takes=takes, after=after)
+            self._append(one if count == 1 else one._replace(part=part))
+
+    def backward(self) -> None:
+        """Backward bucket by bucket, each reduced when it is full; then the count."""
+        for plan, backward in zip(self.plans, self.backwards):
+            place = self._append(backward)
+            for one in self._reductions(plan, backward):
+                place = self._append(one._replace(after=(place,)))
+            self.reduced.append(place)
+        if self.partition.world_size > 1:
+            nbytes = COUNT_ITEMSIZE * sum(len(plan.starts) for plan in self.plans)
+            agree = Operation(
+                "agree", NETWORK, None, tuple(self.reduced[-1:]), op="all_reduce", nbytes=nbytes
+            )
+            self._append(agree._replace(ranks=self.ranks))
+            if self.ranks is not None:
+                self._append(agree._replace(ranks=self.replicas, stride=self.ranks))
+
+    def _reductions(self, plan: GradientPlan, backward: Operation) -> Iterable[Operation]:
+        itemsize = itemsize_of(self.params[next(iter(plan.starts))].dtype)
+        reduce = Operation("reduce", NETWORK, backward.part, nbytes=plan.numel * itemsize, ranks=self.ranks)
+        own = plan.numel * itemsize // self.partition.world_size
+        if plan.is_shared:
+            yield reduce._replace(op="reduce_shares", gives=backward.takes - own)
+        else:
+            group = range(self.partition.world_size)
+            sent = tuple((owner, numel * itemsize) for owner in group for numel in plan.sent_numels(owner))
+            yield reduce._replace(op="exchange", shares=sent, gives=backward.takes)
+        if self.ranks is not None:
+            yield reduce._replace(op="all_reduce", nbytes=own, ranks=self.replicas, stride=self.ranks)
+
+    def step(self, muon: bool) -> int:
+        """The update, in which a range is one tensor."""
+        trained = [number for plan in self.plans for number in plan.starts]
+        is_trained = [int(param.trainable) for param in self.params]
+        in_range = {number for one in self.partition.ranges for number in one.params}
+        beside = [int(flag and number not in in_range) for number, flag in enumerate(is_trained)]
+        tensors = max(self.partition.totals([0] * len(self.params), beside)) + len(self.partition.ranges)
+        return self._append(
+            Operation(
+                "step",
+                COMPUTE,
+                None,
+                tuple(self.reduced),
+                numel=sum(self.params[number].numel for number in trained),
+                shares=shares_of(self.partition.totals(is_trained) * self.replicas),
+                tensors=tensors,
+                flops=most_flops(self.params, self.partition, muon),
+            )
+        )
