@@ -17,6 +17,7 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.optimizer.shard import MASTER
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.rules import equal_shares
 from zero_ref.state.sharded import load_sharded, save_sharded
 
 SHAPES = [(64, 32), (32,), (48, 16), (301,), ()]
@@ -442,7 +443,7 @@ def test_masters_equal_the_unsharded_loop_whatever_the_partition(name: str, roun
         shapes = [(64, 32), (8, 24), (48, 16), (301, 5)]
         return [nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in shapes]
 
-    def on_rank(comm: Collectives, partition: str, flat: bool) -> Values:
+    def on_rank(comm: Collectives, partition: Any, flat: bool) -> Values:
         params = begin()
         optimizer = ZeroRedundancyOptimizer(
             params, optimizer_class, comm, flat, partition=partition, master_dtype=torch.float32,
@@ -457,7 +458,8 @@ def test_masters_equal_the_unsharded_loop_whatever_the_partition(name: str, roun
         fill(params, step)
         plain.step()
         expected += [param.detach().clone() for param in params]
-    for partition in ("sorted_greedy", "registration_greedy", "even", "balanced"):
+    shares = partial(equal_shares, range_numel=1000)
+    for partition in ("sorted_greedy", "registration_greedy", "even", "balanced", shares):
         for flat in (False, True):
             for world_size in (1, 2, 4):
                 for values in virtual.run(on_rank, world_size, partition, flat, timeout=180):
