@@ -47,6 +47,7 @@ from training import (
 
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
+from zero_ref.clip import clip_grad_norm_
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording_all_reduce
 from zero_ref.lab.ranks import RankError, run, shutdown
@@ -649,16 +650,16 @@ def test_masters_equal_a_loop_that_keeps_them_whole(name: str, world_size: int) 
 
 
 def muon_beside_adamw(model: nn.Module) -> list[dict[str, Any]]:
-    first, second, third, last = model.parameters()
-    matrices = {"params": [second, third], "optimizer_class": optim.Muon, "lr": 0.02}
-    return [{"params": [first, last]}, matrices]
+    params = list(model.parameters())
+    matrices = {"params": params[:2], "optimizer_class": optim.Muon, "lr": 0.02}
+    return [matrices, {"params": params[2:]}]
 
 
 class MuonAndAdamW:
     """The two plain optimizers."""
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
-        others, matrices = groups
+        matrices, others = groups
         self.optimizers = optim.AdamW([others], **options), optim.Muon(matrices["params"], lr=matrices["lr"])
 
     def zero_grad(self) -> None:
@@ -699,6 +700,51 @@ def two_classes() -> int:
             for way, reduction in itertools.product([None, *BOTH_WAYS], BOTH_REDUCTIONS)
         )
     )
+
+
+def clipped(job: Job, ddp: Any, optimizer: Any) -> Iterator[None]:
+    for step in range(job.steps):
+        optimizer.zero_grad()
+        job.loss(ddp, dist.get_rank(), step).backward()
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            total = clip_grad_norm_(optimizer, 0.01)
+        else:
+            total = nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+        assert total > 0.01
+        optimizer.step()
+        yield
+
+
+def clipped_jobs() -> int:
+    """Of whole parameters, whose norms are added up as torch adds them up."""
+    masters = {"master_dtype": torch.float32}
+    kinds: list[dict[str, Any]] = [
+        {"zero": masters, "unsharded_class": partial(OnMasters, optimizer_class=optim.AdamW)},
+        {"groups": muon_beside_adamw, "unsharded_class": MuonAndAdamW},
+        {
+            "groups": muon_beside_adamw,
+            "zero": masters,
+            "unsharded_class": partial(OnMasters, optimizer_class=as_one_optimizer),
+        },
+    ]
+    return assert_equals_plain(
+        *(
+            Job(
+                None,
+                reduction,
+                make_model=partial(Matrices, *(IN_16 if "zero" in kind else [torch.float32] * 4)),
+                loss=loss_of_stack,
+                loop=clipped,
+                **kind,
+            )
+            for kind, reduction in itertools.product(kinds, BOTH_REDUCTIONS)
+        )
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_masters_and_two_classes_are_clipped_as_the_plain_optimizers(world_size: int) -> None:
+    assert run(clipped_jobs, world_size) == [3 * 2] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
