@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +17,7 @@ from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import filled, sum_in_rank_order
+from training import OnMasters, filled, sum_in_rank_order
 
 from zero_ref import OSS, ShardedDataParallel, clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
@@ -100,9 +102,10 @@ def expected(
     steps: int,
     optimizer_of: Callable[[nn.Module], optim.Optimizer],
     losses: Losses = one_loss,
+    model_of: Callable[[], nn.Module] = Tied,
 ) -> list[Values]:
     """Parameters after each update of a plain loop that computes all ranks' gradients."""
-    models = [Tied() for _ in range(world_size)]  # each rank has its own running statistics
+    models = [model_of() for _ in range(world_size)]  # each rank has its own running statistics
     optimizer, after = optimizer_of(models[0]), []
     for step in range(steps):
         gradients = [
@@ -124,10 +127,11 @@ def run(
     steps: int,
     make: Callable[[nn.Module, Collectives], Any],
     losses: Losses = one_loss,
+    model_of: Callable[[], nn.Module] = Tied,
     **options: Any,
 ) -> list[list[Values]]:
     def on_rank(comm: Collectives) -> list[Values]:
-        model = Tied()
+        model = model_of()
         optimizer = make(model, comm)
         sharded = ShardedDataParallel(
             model, optimizer, reduce_buffer_size=CAP, broadcast_buffers=False, **options
@@ -194,11 +198,6 @@ def test_kept_memory_is_used_again(partition: Any, world_size: int) -> None:
 
 @pytest.mark.parametrize("partition", ["sorted_greedy", "balanced", SHARES])
 def test_other_optimizers(partition: Any) -> None:
-    def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
-        matrices = [param for param in model.parameters() if param.ndim == 2]
-        others = [param for param in model.parameters() if param.ndim != 2]
-        return [{"params": others}, {"params": matrices, "optimizer_class": optim.Muon, "lr": 0.02}]
-
     def one(model: nn.Module, comm: Collectives) -> Any:
         return ZeroRedundancyOptimizer(
             muon_groups(model), optim.AdamW, comm, True, partition=partition, **ADAMW
@@ -208,17 +207,96 @@ def test_other_optimizers(partition: Any) -> None:
         return SeveralOptimizers(muon_groups(model), optim.AdamW, **ADAMW)
 
     assert_equal(run(3, 3, one), expected(3, 3, plain))
-    sgd = {"lr": 0.1, "momentum": 0.9}
-    assert_equal(
-        run(
-            3,
-            3,
-            lambda m, comm: ZeroRedundancyOptimizer(
-                m.parameters(), optim.SGD, comm, partition=partition, **sgd
-            ),
-        ),
-        expected(3, 3, lambda m: optim.SGD(m.parameters(), **sgd)),
+    momentum = run(
+        3,
+        3,
+        lambda m, comm: ZeroRedundancyOptimizer(m.parameters(), optim.SGD, comm, partition=partition, **SGD),
     )
+    assert_equal(momentum, expected(3, 3, lambda m: optim.SGD(m.parameters(), **SGD)))
+
+
+class Mixture(nn.Module):
+    """Layers of random kinds and sizes, some frozen, one used twice, some skipped by a rank now and then."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rng = random.Random(seed)
+        widths = [self.rng.randint(1, 40) for _ in range(self.rng.randint(2, 6))]
+        self.layers = nn.ModuleList()
+        for inputs, outputs in itertools.pairwise([widths[0], *widths]):
+            self.layers.append(nn.Linear(inputs, outputs, bias=self.rng.random() < 0.7))
+            self.layers.append(nn.LayerNorm(outputs) if self.rng.random() < 0.4 else nn.Tanh())
+        self.square = nn.Linear(widths[-1], widths[-1])
+        self.scale = nn.Parameter(torch.ones(()))
+        filled(self, seed)
+        for param in self.rng.sample(list(self.layers.parameters()), 1):
+            param.requires_grad_(False)
+        self.seed, self.inputs = seed, widths[0]
+        self.to(dtype)
+
+    def forward(self, rank: int, step: int) -> torch.Tensor:
+        of_rank = 1000 * self.seed + 10 * step + rank
+        x = torch.randn(5, self.inputs, generator=torch.Generator().manual_seed(of_rank)).to(self.scale.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        if random.Random(of_rank).random() < 0.7:
+            x = self.square(torch.tanh(self.square(x)))
+        return x.square().mean() * self.scale
+
+
+def of_mixture(model: nn.Module, rank: int, step: int) -> Sequence[torch.Tensor]:
+    return [model(rank, step)]
+
+
+def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    others = [param for param in model.parameters() if param.ndim != 2]
+    return [{"params": others}, {"params": matrices, "optimizer_class": optim.Muon, "lr": 0.02}]
+
+
+SGD = {"lr": 0.1, "momentum": 0.9}
+KINDS: dict[str, tuple[torch.dtype, Any, Any]] = {
+    "adamw": (
+        torch.float32,
+        lambda model, **how: ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, **how, **ADAMW),
+        adamw,
+    ),
+    "sgd": (
+        torch.float32,
+        lambda model, **how: ZeroRedundancyOptimizer(model.parameters(), optim.SGD, **how, **SGD),
+        lambda model: optim.SGD(model.parameters(), **SGD),
+    ),
+    "muon and adamw": (
+        torch.float32,
+        lambda model, **how: ZeroRedundancyOptimizer(muon_groups(model), optim.AdamW, **how, **ADAMW),
+        lambda model: SeveralOptimizers(muon_groups(model), optim.AdamW, **ADAMW),
+    ),
+    "masters": (
+        torch.bfloat16,
+        lambda model, **how: ZeroRedundancyOptimizer(
+            model.parameters(), optim.AdamW, **how, master_dtype=torch.float32, **ADAMW
+        ),
+        lambda model: OnMasters(list(model.parameters()), optim.AdamW, "nearest", **ADAMW),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(20))
+def test_random_models_equal_a_plain_loop(seed: int, kind: str) -> None:
+    """From the first step on, bit for bit: gradients are added in the order of ranks."""
+    dtype, make, plain = KINDS[kind]
+    world_size = 1 + seed % 4
+    mine = run(
+        world_size,
+        3,
+        lambda model, comm: make(
+            model, process_group=comm, parameters_as_bucket_view=bool(seed % 2), partition=RULES[seed // 4]
+        ),
+        of_mixture,
+        partial(Mixture, seed, dtype),
+    )
+    assert_equal(mine, expected(world_size, 3, plain, of_mixture, partial(Mixture, seed, dtype)))
 
 
 def skipping(model: nn.Module, rank: int, step: int) -> Sequence[torch.Tensor]:
