@@ -12,7 +12,7 @@ PIP_LOCKED := $(PIP) --require-hashes --only-binary :all: --requirement
 SHELL       := bash
 MAKEFLAGS   += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo notebook test lint types imports unit ranks notebooks book browser pages-in-browser links address offline clean
+.PHONY: help install lock demo notebook test lint types imports unit ranks notebooks book browser pages-in-browser links loc address offline clean
 # Notebooks and tests may start the environment's own programs, such as torchrun.
 export PATH := $(abspath $(BIN)):$(PATH)
 
@@ -118,6 +118,9 @@ links: $(STAMP)  ## look up every link of the book to another site
 	    mkdir -p _build/links; \
 	    sed 's/execute_notebooks: .*/execute_notebooks: "off"/' _config.yml > _build/links/config.yml; \
 	    PYTHONPATH=book:book/_ext $(BIN)/jupyter-book build . --config _build/links/config.yml --path-output _build/links --builder linkcheck --all --quiet)
+
+loc: $(STAMP)  ## lines of the core, the package and its tests, and what an ordinary step goes through
+	@$(BIN)/python bench/seams.py
 
 address: $(STAMP)  ## write the repository's address, as pyproject.toml has it, to the files that name it
 	@$(BIN)/python book/address.py

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -1008,3 +1009,76 @@ def test_replicas_that_differ_are_refused_on_all_ranks() -> None:
 
     for message in ranks.run(on_rank, 4, timeout=180):
         assert "lr" in message
+
+
+# ----------------------------------------------------------------------------------------- in other programs
+
+
+@pytest.mark.ranks
+def test_a_join_is_refused_on_all_ranks() -> None:
+    def on_rank() -> str:
+        model = nn.Linear(4, 4)
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+        sharded = ShardedDataParallel(model, zero)
+        with pytest.raises(RuntimeError, match="no hooks for a Join") as caught, Join([zero]):
+            sharded(torch.ones(1, 4))
+        return str(caught.value)
+
+    assert len(ranks.run(on_rank, 2, timeout=180)) == 2
+
+
+def test_a_compiled_module_trains_as_it_is() -> None:
+    def on_rank(comm: Collectives, compiled: bool) -> Values:
+        model = filled(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, partition=SHARES, **ADAMW)
+        # The graph is taken as it is: a backend that writes code for the processor would round otherwise.
+        module: nn.Module = torch.compile(model, backend="aot_eager") if compiled else model  # type: ignore[assignment]
+        sharded = ShardedDataParallel(module, zero)
+        for step in range(3):
+            zero.zero_grad()
+            sharded(data(comm.rank, step)).square().mean().backward()
+            zero.step()
+        return values_of(model)
+
+    (plain,) = virtual.run(on_rank, 1, False, timeout=180)
+    (compiled,) = virtual.run(on_rank, 1, True, timeout=180)
+    assert all(map(torch.equal, plain, compiled))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_student_s_use(world_size: int) -> None:
+    """Constructor, `add_param_group`, `step` and tied weights, without DDP: every rank sees the same data."""
+
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(10, 50, bias=False), nn.Linear(10, 50, bias=False)
+            self.last.weight = self.first.weight
+            self.between = nn.Linear(50, 10, bias=False)
+            filled(self)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.between(self.first(x).relu()).relu())  # type: ignore[no-any-return]
+
+    def on_rank(sharded: bool) -> Values:
+        model = Weights()
+        options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
+        first, second = model.first.parameters(), model.between.parameters()
+        optimizer = (
+            ZeroRedundancyOptimizer(first, optim.AdamW, **options)
+            if sharded
+            else optim.AdamW(first, **options)
+        )
+        optimizer.add_param_group({"params": list(second), "lr": 0.01})
+        for step in range(10):
+            optimizer.zero_grad()
+            model(
+                torch.randn(32, 10, generator=torch.Generator().manual_seed(step))
+            ).square().mean().backward()
+            optimizer.step()
+        return values_of(model)
+
+    plain = ranks.run(on_rank, 1, False, timeout=180)[0]
+    for values in ranks.run(on_rank, world_size, True, timeout=180):
+        assert all(map(torch.equal, values, plain))

@@ -282,7 +282,8 @@ class ShardedDataParallel(nn.Module):
         TypeError: an optimizer is not a ZeroRedundancyOptimizer.
         ValueError: a trained parameter is in none of the optimizers, in two, or in another wrapper; an
             optimizer has one that is not in the module.
-        RuntimeError: (in backward) gradients cannot be added to those that are there, or came twice.
+        RuntimeError: (in forward) inside a `Join`; (in backward) gradients cannot be added to those that are
+            there, or came twice.
     Collective: all ranks of the group construct it together, and run forward and backward together.
     Cost: in a backward each rank sends (N-1)/N of its gradients, and four bytes for each parameter; with R
         `replicas` also 2(R-1)/R of its share. It holds its own gradients, and up to two buckets with their
@@ -348,6 +349,12 @@ class ShardedDataParallel(nn.Module):
         if self.broadcast_buffers and self.training and self.require_backward_grad_sync:
             self._broadcast(self.module.buffers())
         if torch.is_grad_enabled():
+            if any(zero.joined for zero in self.sharded_optimizers):
+                raise RuntimeError(
+                    "ShardedDataParallel has no hooks for a Join, so a rank without data would leave the "
+                    "others waiting in backward. Give all ranks as many batches, or use "
+                    "DistributedDataParallel."
+                )
             self.refresh_trainable()
             if torch._C._current_graph_task_id() == -1:  # else it is computed again, in a backward
                 self._in_backward = False  # the last one may have been cut off by an error
