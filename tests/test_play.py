@@ -347,16 +347,21 @@ def test_one_rank_costs_no_communication(plan: Schedule, chosen: Cluster, work: 
 @given(plays())
 def test_memory_is_never_negative_and_ends_with_what_is_kept(played: Played) -> None:
     plan = played.schedule
-    # Shares of ranges are held with their padding. DDP leaves the rest of a parameter that is cut; see there.
-    in_shares = any(one.op == "reduce_shares" for one in plan.operations)
-    gradient_bytes = plan.left_gradient_bytes if in_shares else plan.gradient_bytes
+    shared = [one for one in plan.operations if one.op == "reduce_shares"]
+    owned = [one for one in plan.operations if one.op == "exchange"]
     for rank in range(plan.world_size):
         curve = played.memory(rank)
+        gradient_bytes = plan.gradient_bytes[rank]
+        if shared:  # shares of ranges are held with their padding
+            gradient_bytes = sum(one.nbytes // (one.ranks or plan.world_size) for one in shared)
+            at = rank % (shared[0].ranks or plan.world_size)
+            gradient_bytes += sum(dict(one.shares or ()).get(at, 0) for one in owned)
+            assert plan.gradient_bytes[rank] <= gradient_bytes <= plan.left_gradient_bytes[rank]
         kept = plan.parameter_bytes[rank] + plan.state_bytes[rank]
         assert min(held for _, held in curve) >= kept
-        assert curve[-1][1] == kept + gradient_bytes[rank]
+        assert curve[-1][1] == kept + gradient_bytes
         assert [moment for moment, _ in curve] == sorted({moment for moment, _ in curve})
-        assert played.memory(rank, held_bytes=0)[-1][1] == gradient_bytes[rank]
+        assert played.memory(rank, held_bytes=0)[-1][1] == gradient_bytes
 
 
 @given(plays())

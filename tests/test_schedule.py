@@ -175,11 +175,13 @@ def test_gpt2_xl_on_64_ranks() -> None:
 def test_stage_2_keeps_the_gradients_that_a_rank_owns() -> None:
     params = [ParamSpec(1024), ParamSpec(1024)]
     plan = schedule("zero-2", params, world_size=4)
-    assert plan.gradient_bytes == plan.left_gradient_bytes == (4 * 512,) * 4
+    assert plan.gradient_bytes == (4 * 512,) * 4
+    assert plan.left_gradient_bytes == (4 * 512 + 4 * 1024,) * 4, "who owns none whole has one of zeros"
+    assert schedule("zero-2", params, world_size=2).left_gradient_bytes == (4 * 1024,) * 2
     assert plan.calls_of(1) == (Call("reduce_shares", 8192), Call("all_reduce", 8), Call("all_gather", 8192))
     assert plan.state_bytes == schedule("zero-even", params, world_size=4).state_bytes
     in_forward = schedule(recipe("zero-2", way="in_forward"), params, world_size=4)
-    assert in_forward.left_gradient_bytes == plan.gradient_bytes
+    assert in_forward.left_gradient_bytes == plan.left_gradient_bytes
     padded = schedule("zero-2", [ParamSpec(100), ParamSpec(1)], world_size=2)
     assert padded.gradient_bytes == (4 * 100, 4), "what they own"
     assert padded.left_gradient_bytes == (4 * 128, 4 * 128), "shares, with what belongs to no parameter"

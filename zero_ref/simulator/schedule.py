@@ -292,22 +292,41 @@ def schedule(
 
 
 def _left_to_owners(owned: Partition, params: Sequence[ParamSpec], how: Recipe) -> tuple[int, ...]:
-    """What `reduce_to_owners` leaves on each rank, see there; without DDP the rank's part of each bucket."""
+    """What `reduce_to_owners` leaves on each rank, see there."""
     if how.without_ddp:
-        of_rank = [0] * owned.world_size
-        for plan in gradient_plans(owned, params):
-            itemsize = itemsize_of(params[next(iter(plan.starts))].dtype)
-            if plan.is_shared:
-                of_rank = [held + plan.numel // owned.world_size * itemsize for held in of_rank]
-            else:
-                of_rank = [held + plan.own_numel(rank) * itemsize for rank, held in enumerate(of_rank)]
-        return tuple(of_rank)
+        return _left_without_ddp(owned, params)
     if how.way != "plain":
         return (0,) * owned.world_size
     nbytes = [nbytes_of(param) if param.trainable else 0 for param in params]
     least = min((nbytes_of(param) for param in params if param.trainable and param.numel), default=0)
     touched = ({piece.param for piece in slices} for slices in owned.slices_of_rank)
     return tuple(sum(nbytes[number] for number in of_rank) or least for of_rank in touched)
+
+
+def _left_without_ddp(owned: Partition, params: Sequence[ParamSpec]) -> tuple[int, ...]:
+    """A rank's part of each bucket; and one gradient of zeros, the smallest, where a rank has none whole."""
+    of_rank = [0] * owned.world_size
+    for plan in gradient_plans(owned, params):
+        itemsize = itemsize_of(params[next(iter(plan.starts))].dtype)
+        if plan.is_shared:
+            of_rank = [held + plan.numel // owned.world_size * itemsize for held in of_rank]
+        else:
+            of_rank = [held + plan.own_numel(rank) * itemsize for rank, held in enumerate(of_rank)]
+    amounts = [
+        (piece.param, range(rank, rank + 1), piece.numel)
+        for rank, slices in enumerate(owned.slices_outside_ranges)
+        for piece in slices
+    ]
+    for one in owned.ranges:  # not rank by rank, which takes long on thousands
+        amounts += one.amounts_of(owned.numels, owned.world_size)
+    trained = [param for param in params if param.trainable and param.numel]
+    has_whole = {
+        ranks.start
+        for number, ranks, numel in amounts
+        if params[number].trainable and 0 < numel == params[number].numel
+    }
+    least = nbytes_of(min(trained, key=lambda param: param.numel)) if trained else 0
+    return tuple(held + (0 if rank in has_whole else least) for rank, held in enumerate(of_rank))
 
 
 def _stage_3(
