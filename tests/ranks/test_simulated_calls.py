@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
+from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.meter import (
@@ -29,14 +30,16 @@ from zero_ref.lab.meter import (
     sent_bytes,
 )
 from zero_ref.lab.model import GPT
+from zero_ref.lab.strategies import trainable
 from zero_ref.local_sgd.averagers import ModelAverager
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call, ordinary
 from zero_ref.plan.partition import ParamSpec
+from zero_ref.plan.rules import equal_shares
 from zero_ref.simulator.models import from_module, ready_order
-from zero_ref.simulator.recipe import RECIPES, recipe
+from zero_ref.simulator.recipe import RECIPES, Recipe, recipe
 from zero_ref.simulator.schedule import MIB, Schedule, ddp_buckets, schedule
 
 pytestmark = pytest.mark.ranks
@@ -83,7 +86,8 @@ class Case(NamedTuple):
     cap_mb: float | None
 
     def loss(self, model: Any) -> torch.Tensor:
-        module = model.module if isinstance(model, DistributedDataParallel) else model
+        wrapped = isinstance(model, (DistributedDataParallel, ShardedDataParallel))
+        module = model.module if wrapped else model
         if isinstance(module, GPT):
             tokens = torch.arange(64).view(1, 64)
             return model(tokens, tokens)  # type: ignore[no-any-return]
@@ -109,20 +113,35 @@ CASES = {
 
 
 class Run(NamedTuple):
-    """A strategy, whether gradients are reduced to owners only, and when updates are made."""
+    """A strategy.
+
+    Args:
+        to_owners: gradients are reduced to owners only.
+        way: when updates are made and sent.
+        shard_group: how many ranks share the state; None for all.
+        range_numel: of equal shares, elements from which on a range is full; None for the usual.
+    """
 
     strategy: str
     to_owners: bool
     way: str
+    shard_group: int | None = None
+    range_numel: int | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        how = recipe(self.strategy, to_owners=self.to_owners, way=self.way, shard_group=self.shard_group)
+        if self.range_numel is None:
+            return how
+        return recipe(how, partition=functools.partial(equal_shares, range_numel=self.range_numel))
 
     def foreseen(self, name: str, world_size: int) -> Schedule:
         params, buckets = foreseen_buckets(name)
-        return schedule(
-            recipe(self.strategy, to_owners=self.to_owners, way=self.way),
-            params,
-            world_size,
-            ddp_buckets=buckets,
-        )
+        return schedule(self.recipe, params, world_size, ddp_buckets=buckets)
+
+    @property
+    def title(self) -> str:
+        return "-".join(str(one) for one in self if one is not None)
 
 
 @functools.cache
@@ -142,7 +161,11 @@ RUNS = [
         Run,
         itertools.product(["zero", "zero-bucket", "zero-even"], [False, True], ["plain", *HOOKS]),
     ),
-    Run("zero-2", True, "plain"),
+    *(
+        Run("zero-2", True, way, shard_group, range_numel)
+        for way in RECIPES["zero-2"].ways
+        for shard_group, range_numel in [(None, None), (None, 1000), (2, 1000), (1, 1000)]
+    ),
 ]
 
 
@@ -154,6 +177,8 @@ class Seen(NamedTuple):
 
 def recorded(case: Case, run: Run) -> Seen:
     """On a rank: the second iteration, from which on DDP has its final buckets. Of the demo two more."""
+    if run.recipe.without_ddp:
+        return recorded_without_ddp(case, run)
     model = case.make()
     ddp = case.wrap(model)
     calls: list[Call] = []
@@ -186,6 +211,29 @@ def recorded(case: Case, run: Run) -> Seen:
     return Seen(ordinary(calls), held_bytes(model.parameters(), optimizer), sent)
 
 
+def recorded_without_ddp(case: Case, run: Run) -> Seen:
+    made = trainable(run.recipe, case.make())
+    assert isinstance(made.model, ShardedDataParallel)
+    sharded = made.model
+
+    def iterate() -> None:
+        with made.recording():
+            made.optimizer.zero_grad()
+            case.loss(sharded).backward()
+            made.optimizer.step()
+
+    def until_all_is_here() -> None:
+        iterate()
+        sharded.wait_for_parameters()
+
+    iterate()
+    iterate()
+    calls = list(made.calls)
+    sharded.wait_for_parameters()
+    held = made.held()
+    return Seen(calls, held, sent_in(until_all_is_here) if isinstance(sharded.module, GPT) else None)
+
+
 ITERATIONS = 2
 
 
@@ -213,7 +261,7 @@ def of_ranks(request: pytest.FixtureRequest) -> OfRanks:
     return ranks.run(all_recorded, request.param, timeout=120, backend="gloo")
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.strategy}-{run.to_owners}-{run.way}")
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.title)
 def test_each_ranks_calls_and_state_are_those_of_the_schedule(of_ranks: OfRanks, run: Run) -> None:
     for name in CASES:
         plan = run.foreseen(name, len(of_ranks))
@@ -222,7 +270,7 @@ def test_each_ranks_calls_and_state_are_those_of_the_schedule(of_ranks: OfRanks,
             assert seen[name, run].held.optimizer_state == plan.state_bytes[rank], (name, rank)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.strategy}-{run.to_owners}-{run.way}")
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.title)
 def test_each_rank_holds_the_parameters_and_gradients_of_the_schedule(of_ranks: OfRanks, run: Run) -> None:
     for name in CASES:
         plan = run.foreseen(name, len(of_ranks))
@@ -233,7 +281,7 @@ def test_each_rank_holds_the_parameters_and_gradients_of_the_schedule(of_ranks: 
             assert run.way != "plain" or held.gradients >= plan.gradient_bytes[rank], "what it owns"
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.strategy}-{run.to_owners}-{run.way}")
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.title)
 def test_bytes_on_the_wire_are_those_of_the_schedule(of_ranks: OfRanks, run: Run) -> None:
     if sys.platform != "linux":
         pytest.skip("the kernel's counters are Linux's")
