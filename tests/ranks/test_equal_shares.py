@@ -44,7 +44,7 @@ def in_shares(way: str, dtype: torch.dtype) -> list[str]:
     assert torch.equal(gathered, expected), way
     assert torch.equal(share, sums[rank * SHARE :][:SHARE]), way
     assert torch.equal(again, 2 * share), way
-    assert calls == [Call("all_gather", expected.nbytes), *[Call("reduce_scatter", expected.nbytes)] * 2]
+    assert calls == [Call("all_gather", expected.nbytes), *[Call("reduce_shares", expected.nbytes)] * 2]
     return [call.op for call in calls]
 
 
