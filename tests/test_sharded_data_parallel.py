@@ -22,7 +22,7 @@ from training import OnMasters, filled, sum_in_rank_order
 
 from zero_ref import OSS, ShardedDataParallel, clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
-from zero_ref.lab import ranks, virtual
+from zero_ref.lab import meter, ranks, virtual
 from zero_ref.optimizer.buckets import flat_like, flat_view
 from zero_ref.optimizer.several import SeveralOptimizers
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -1009,6 +1009,43 @@ def test_replicas_that_differ_are_refused_on_all_ranks() -> None:
 
     for message in ranks.run(on_rank, 4, timeout=180):
         assert "lr" in message
+
+
+def bytes_of_an_iteration(partition: Any, no_sync: bool, in_forward: bool) -> tuple[int | None, int]:
+    """Bytes that this rank sends in four backwards and a step, or in one, and those of the parameters."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, None, True, partition=partition, lr=0.1)
+    sharded = ShardedDataParallel(model, zero, reduce_buffer_size=2**19, gather_in_forward=in_forward)
+
+    def iterate() -> None:
+        zero.zero_grad()
+        if no_sync:
+            with sharded.no_sync():
+                for _ in range(3):
+                    sharded(torch.ones(2, 512)).sum().backward()
+        sharded(torch.ones(2, 512)).sum().backward()
+        zero.step()
+        sharded.wait_for_parameters()
+
+    for _ in range(4):  # steps 1, 2 and 4 compare options
+        iterate()
+    return meter.bytes_sent_by(iterate), sum(param.nbytes for param in model.parameters())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_an_iteration_sends_each_gradient_and_each_parameter_once(world_size: int) -> None:
+    shares = partial(equal_shares, range_numel=2**19)
+    for partition, no_sync, in_forward in (
+        ("sorted_greedy", False, False), ("even", False, False), (shares, False, False),
+        (shares, True, False), (shares, False, True),
+    ):  # fmt: skip
+        of_ranks = ranks.run(bytes_of_an_iteration, world_size, partition, no_sync, in_forward, timeout=180)
+        sent = [nbytes for nbytes, _ in of_ranks if nbytes is not None]
+        if len(sent) < world_size:
+            pytest.skip("the kernel does not count them")
+        # Above it: headers of messages, the count of used parameters, and a range's padding.
+        assert 2 <= sum(sent) / ((world_size - 1) * of_ranks[0][1]) <= 2.01, (partition, no_sync, in_forward)
 
 
 # ----------------------------------------------------------------------------------------- in other programs

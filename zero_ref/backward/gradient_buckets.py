@@ -19,7 +19,7 @@ from zero_ref.plan.calls import Call
 from zero_ref.plan.gradients import GradientPlan
 from zero_ref.plan.partition import Slice
 
-CHUNK_NUMEL = 2**16
+CHUNK_NUMEL = 2**18
 """Elements that are added and divided at a time, so that they stay in the cache between the two."""
 
 
