@@ -36,13 +36,16 @@ class Memory:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor of at least so many elements, whatever they are."""
-        alike = [one for one in self._free if (one.dtype, one.device) == (dtype, device)]
-        if not alike:
+        fits = [
+            one
+            for one in self._free
+            if (one.dtype, one.device) == (dtype, device) and numel <= one.numel() <= 2 * numel
+        ]
+        if not fits:
             return torch.zeros(numel, dtype=dtype, device=device)
-        largest = max(alike, key=torch.Tensor.numel)
-        self._free = [one for one in self._free if one is not largest]
-        # One that is too small is freed, so that no more are kept than were in use at once.
-        return largest if largest.numel() >= numel else torch.zeros(numel, dtype=dtype, device=device)
+        smallest = min(fits, key=torch.Tensor.numel)
+        self._free = [one for one in self._free if one is not smallest]
+        return smallest
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are free again."""

@@ -72,6 +72,7 @@ class ShardReduction:
         if planned_for == self._planned_for:
             return
         self._planned_for = planned_for
+        self._memory = Memory(self._memory.keeps)  # other buckets need other sizes
         plans = gradient_plans(built.partition, built.specs, self.cap)
         self.buckets = [self._bucket(plan) for plan in plans]
         self.bucket_of = {number: bucket for bucket in self.buckets for number in bucket.params}
