@@ -95,9 +95,9 @@ def test_index_says_what_the_run_of_its_picture_prints() -> None:
 
 
 def test_course_counts_chapters_and_exercises() -> None:
-    assert len(CHAPTERS) == 16
-    assert sum(map(exercises_of, CHAPTERS)) == 45
-    assert "The book has 16 chapters and 45 exercises" in text_of("book/course.md")
+    assert len(CHAPTERS) == 17
+    assert sum(map(exercises_of, CHAPTERS)) == 48
+    assert "The book has 17 chapters and 48 exercises" in text_of("book/course.md")
 
 
 def test_course_counts_the_exercises_of_each_chapter() -> None:

@@ -11,7 +11,6 @@ from zero_ref.simulator.calibrate import Sample, fit
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.play import play
 from zero_ref.simulator.price import Workload
-from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import schedule
 
 Points = list[tuple[float, float]]
@@ -98,7 +97,7 @@ def as_many_as_there_are(params: list[ParamSpec], machines: Cluster, tokens: int
 def tokens_not_divided(params: list[ParamSpec], machines: Cluster, tokens: int) -> int:
     def step_ms(n: int) -> float:
         return play(
-            schedule(recipe("zero-even", native=True), params, n), machines, Workload(tokens)
+            schedule("zero-even", params, n), machines, Workload(tokens)
         ).iteration_ms
 
     return min((2**power for power in range(13)), key=step_ms)
@@ -107,7 +106,7 @@ def tokens_not_divided(params: list[ParamSpec], machines: Cluster, tokens: int) 
 def where_a_tenth_is_exposed(params: list[ParamSpec], machines: Cluster, tokens: int) -> int:
     n = 1
     while n < 4096:
-        played = play(schedule(recipe("zero-even", native=True), params, n), machines, Workload(tokens // n))
+        played = play(schedule("zero-even", params, n), machines, Workload(tokens // n))
         if played.timeline().exposed_ms > played.iteration_ms / 10:
             break
         n *= 2
