@@ -17,7 +17,7 @@ from zero_ref.live.svg import text_width
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.simulator.schedule import calls_of_rank
-from zero_ref.simulator.timeline import WAYS, BucketTimes, Event, Timeline, simulate
+from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, Event, Timeline, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -179,7 +179,7 @@ def test_a_step_too_large_to_be_seen_is_refused(
 @given(st.lists(st.tuples(*[st.integers(1, 30)] * 4), min_size=1, max_size=5))
 @settings(max_examples=25)
 def test_seconds_are_proportional_to_milliseconds(times: list[tuple[int, int, int, int]]) -> None:
-    timelines = {way: simulate([BucketTimes(*one) for one in times], way) for way in WAYS}
+    timelines = {way: simulate([BucketTimes(*one) for one in times], way) for way in WAYS_OF_DDP}
     frames = overlap_frames(timelines)
     assert len(frames) == sum(len(one.events) for one in timelines.values())
     begin_s = min(frame.start_s for frame in frames)

@@ -23,7 +23,6 @@ NOTEBOOKS = BOOK.parent / "notebooks"
 
 NOT_FOR_READERS = {
     "zero_ref.plan.partition": {"OfEachRank", "check_world_size", "round_up"},
-    "zero_ref.plan.gradients": {"Cut", "GradientTensors"},
     "zero_ref.plan.rules": {"elements", "elements_if_trainable", "may_cut", "rule_named"},
     "zero_ref.plan.layout": {"end_to_end"},
     "zero_ref.comm.agreement": {"RanksLostError", "agree", "agreement"},
@@ -35,8 +34,15 @@ NOT_FOR_READERS = {
     "zero_ref.simulator.memory": {"StateBytes", "costs", "whole_bytes"},
     "zero_ref.simulator.models": {"Named"},
     "zero_ref.simulator.data_parallel": {
-        *("Message", "broadcasts_of", "messages_of", "most_flops", "new_parameters", "owned_bytes"),
-        "shares_of",
+        *(
+            "Message",
+            "broadcasts_of",
+            "messages_of",
+            "most_flops",
+            "new_parameters",
+            "owned_bytes",
+            "shares_of",
+        ),
     },
     "zero_ref.simulator.operations": {"forward_and_backward", "reduction_of", "shared_out"},
     "zero_ref.simulator.timeline": {"covered_ms"},

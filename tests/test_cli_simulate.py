@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -67,7 +68,10 @@ def test_the_numbers_are_those_of_the_scenario(capsys: pytest.CaptureFixture[str
         (["--batch", "3", "--sequence", "100"], {"batch": 3, "sequence": 100}),
         (["--dtype", "float32", "--optimizer", "SGD"], {"dtype": "float32", "optimizer": "SGD"}),
         (["--overlap", "after-backward"], {"way": "after_backward"}),
-        (["--overlap", "interleaved", "--messages", "library"], {"way": "interleaved", "native": True}),
+        (["--overlap", "interleaved"], {"way": "interleaved"}),
+        (["--strategy", "zero-2", "--overlap", "in-forward"], {"way": "in_forward"}),
+        (["--compare", "zero-2", "--overlap", "in-forward"], {"way": "in_forward"}),
+        (["--compare", "zero-2", "--shard-group", "4"], {"shard_group": 4}),
         (["--bucket-mib", "0.5"], {"bucket_bytes": 2**19}),
         (["--checkpointing", "full"], {"checkpointing": "full"}),
         (["--compare", "zero-3", "--prefetch", "0"], {"prefetch": 0}),
@@ -79,7 +83,9 @@ def test_every_option_reaches_the_simulator(
     capsys: pytest.CaptureFixture[str], words: list[str], options: dict[str, Any]
 ) -> None:
     printed = as_json(capsys, *SIMULATE, *words)["strategies"]
-    usual = as_json(capsys, *SIMULATE, *(["--compare", words[1]] if "--compare" in words else []))
+    of_strategies = words[:2] if words[0] in ("--strategy", "--compare") else []
+    usual = as_json(capsys, *SIMULATE, *of_strategies)
+    assert list(usual["strategies"]) == list(printed)
     for strategy, values in printed.items():
         run = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8, **options).run(strategy)
         assert values["iteration_ms"] == run.iteration_ms
@@ -168,11 +174,15 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table_says_where_one_rank_receives_from_all(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     said = []
-    for words in (["--strategy", "zero-2", "--messages", "package"], ["--strategy", "zero-2"], []):
+    muon = ["--strategy", "zero-2", "--optimizer", "Muon+AdamW"]
+    in_groups = [[*muon, "--shard-group", size] for size in ("4", "2")]
+    for words in (muon, *in_groups, muon[:2], muon[2:]):
         assert cli.main([*SIMULATE, *words]) == 0
         printed = " ".join(capsys.readouterr().out.split())
-        said.append("zero-2: an owner receives each gradient from 7 ranks" in printed)
-    assert said == [True, False, False]
+        said.append(
+            re.findall(r"(\S+): the owner of a whole matrix receives its gradient from (\d+)", printed)
+        )
+    assert said == [[("zero-2", "7")], [("zero-2", "3")], [], [], []]
 
 
 def test_the_table_says_who_meets_how_often_under_local_sgd(capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,11 +276,19 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
         ([*SIMULATE, "--jitter", "-1"], ["--jitter: it must be 0 or more, got -1"]),
         ([*SIMULATE, "--jitter", "nan"], ["--jitter: it must be finite, got nan"]),
         ([*SIMULATE, "--bucket-mib", "0"], ["--bucket-mib: it must be above 0, got 0"]),
+        ([*SIMULATE, "--shard-group", "4"], ["--shard-group means nothing to zero-even; it is for zero-2"]),
         (
-            [*SIMULATE, "--strategy", "ddp", "--messages", "library"],
-            ["--messages means nothing to ddp", "zero-even"],
+            [*SIMULATE, "--strategy", "zero-2", "--shard-group", "3"],
+            ["8 ranks cannot be divided into groups of 3 that share the state"],
         ),
-        ([*SIMULATE, "--strategy", "ddp", "--overlap", "interleaved"], ["--overlap means nothing to ddp"]),
+        ([*SIMULATE, "--strategy", "zero-2", "--shard-group", "0"], ["it must be at least 1, got 0"]),
+        ([*SIMULATE, "--messages", "library"], ["unrecognized arguments: --messages library"]),
+        ([*SIMULATE, "--strategy", "zero-2", "--bucket-mib", "2"], ["--bucket-mib means nothing to zero-2"]),
+        (
+            [*SIMULATE, "--strategy", "ddp", "--overlap", "interleaved"],
+            ["--overlap means nothing to ddp; it is for zero, zero-bucket, zero-even."],
+        ),
+        ([*SIMULATE, "--overlap", "in-forward"], ["--overlap means nothing to zero-even; it is for zero-2."]),
         ([*SIMULATE, "--prefetch", "2"], ["--prefetch means nothing to zero-even; it is for zero-3"]),
         ([*SIMULATE, "--period", "2"], ["--period means nothing to zero-even; it is for local-sgd"]),
         ([*SIMULATE, "--gradient-group", "2"], ["--gradient-group means nothing to zero-even"]),

@@ -44,6 +44,7 @@ def ms(op: str, nbytes: float, world_size: int, on: Cluster = TOY, **how: Any) -
     [
         ("all_reduce", (6, 180, 720), (6, 180, 720)),
         ("reduce_scatter", (3, 90, 360), (6, 180, 720)),  # on Gloo an all-reduce inside
+        ("reduce_shares", (3, 90, 360), (1, 90, 360)),  # on Gloo a message between each pair
         ("all_gather", (3, 90, 360), (3, 90, 360)),
         ("broadcast", (3, 120, 360), (2, 240, 360)),  # on Gloo the source sends it whole, twice
         ("reduce", (3, 120, 360), (4, 180, 450)),  # on Gloo a reduce-scatter, then its parts to one rank
@@ -59,6 +60,14 @@ def test_the_traffic_of_120_bytes_on_four_ranks(op: str, nccl: Traffic, gloo: Tr
 def test_every_operation_has_an_example_above() -> None:
     (marks,) = test_the_traffic_of_120_bytes_on_four_ranks.pytestmark  # type: ignore[attr-defined]
     assert tuple(op for op, *_ in marks.args[1]) == OPERATIONS
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shares_are_reduced_around_a_ring_where_pairs_would_be_too_many(backend: str) -> None:
+    rounds = {n: traffic("reduce_shares", 120, n, backend=backend).rounds for n in (2, 8, 9, 1000)}
+    assert rounds == {2: 1, 8: 1 if backend == "gloo" else 7, 9: 8, 1000: 999}
+    for n in rounds:
+        assert traffic("reduce_shares", 120, n, backend=backend)[1:] == traffic("all_gather", 120, n)[1:]
 
 
 def test_a_tree_takes_fewer_rounds_and_its_inner_ranks_carry_more() -> None:
@@ -118,7 +127,7 @@ def sent_by_each_rank(
 
 
 @given(
-    st.sampled_from(["all_reduce", "reduce_scatter", "all_gather", "exchange"]),
+    st.sampled_from(["all_reduce", "reduce_scatter", "reduce_shares", "all_gather", "exchange"]),
     backends,
     st.lists(st.integers(0, 10**9).map(float), min_size=2, max_size=64),
 )
@@ -145,6 +154,7 @@ def test_the_busiest_rank_carries_its_share_at_least_and_all_of_it_at_most(
 BUS_FACTORS = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
+    "reduce_shares": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "exchange": lambda n: (n - 1) / n,  # an all-to-all
     "broadcast": lambda n: 1,
@@ -249,6 +259,31 @@ def test_a_group_on_parts_of_nodes_has_the_links_of_its_own_ranks() -> None:
     assert ms("all_gather", 1e6, 12, ranks=6) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "ranks", "stride", "expected"),
+    [
+        # The first ranks of two nodes: all hops leave a node, on the link of one rank.
+        (8, 2, 4, 2 * 0.1 + 1 / 0.125),
+        (16, 4, 4, 6 * 0.1 + 1.5 / 0.125),
+        (16, 2, 8, 2 * 0.1 + 1 / 0.125),
+        # Ranks 0, 2, 4 ... of four nodes: two on each, and of 14 hops 4 of 8 leave a node.
+        (16, 8, 2, 14 * (0.5 * 0.1 + 0.5 * 0.01) + 1.75 / (2 * 0.125)),
+        (4, 2, 2, 2 * 0.01 + 1),  # within a node
+    ],
+)
+def test_a_group_with_a_stride_has_the_links_of_its_ranks(
+    world_size: int, ranks: int, stride: int, expected: float
+) -> None:
+    found = ms("all_reduce", 1e6, world_size, ranks=ranks, stride=stride, algorithm="ring")
+    assert found == pytest.approx(expected)
+
+
+def test_groups_with_a_stride_that_share_a_link_take_the_time_of_all_their_bytes() -> None:
+    shared = replace(TOY, shared=True)
+    # Two pairs in a node, ranks 0 and 2, 1 and 3: as of 0 and 1, 2 and 3.
+    assert ms("all_reduce", 1e6, 4, shared, ranks=2, stride=2) == pytest.approx(2 * 0.01 + 2 * 2)
+
+
 def test_an_exchange_takes_as_long_as_its_fullest_owner_needs() -> None:
     assert ms("exchange", 1e6, 4, shares=[1e6]) == pytest.approx(0.01 + 3)
     assert ms("exchange", 1e6, 8, shares=[1e6]) == pytest.approx(0.1 + 4 / 0.125)  # 4 of 7 from other nodes
@@ -281,6 +316,19 @@ def test_groups_never_take_less_than_one_of_them_alone(
     chosen = replace(cluster(name), ranks_per_node=per_node, shared=shared)
     together = chosen.ms(op, nbytes, ranks * groups, ranks=ranks)
     assert together >= chosen.ms(op, nbytes, ranks) * ROUNDING
+
+
+@given(ops, payloads, st.integers(1, 12), presets, st.integers(1, 9), st.integers(1, 3))
+def test_a_stride_of_whole_nodes_has_one_rank_on_each(
+    op: str, nbytes: float, ranks: int, name: str, per_node: int, nodes: int
+) -> None:
+    chosen = replace(cluster(name), ranks_per_node=per_node, shared=False)
+    alone = replace(chosen, ranks_per_node=1)
+    stride = nodes * per_node
+    if stride > 1:
+        assert chosen.ms(op, nbytes, ranks * stride, ranks=ranks, stride=stride) == alone.ms(
+            op, nbytes, ranks
+        )
 
 
 @given(presets, ops, algorithms, payloads, world_sizes, slower, slower)
@@ -415,6 +463,11 @@ def shared_out(shares: list[float]) -> Traffic:
         (lambda: shared_out([]), r"add up to 0 bytes"),
         (lambda: ms("broadcast", 1, 8, ranks=3), r"8 ranks cannot be divided into groups of 3"),
         (lambda: ms("broadcast", 1, 8, ranks=0), r"8 ranks cannot be divided into groups of 0"),
+        (
+            lambda: ms("broadcast", 1, 8, ranks=4, stride=3),
+            r"8 ranks cannot be divided into groups of 4 at a stride of 3",
+        ),
+        (lambda: ms("broadcast", 1, 8, ranks=4, stride=0), r"8 ranks cannot be divided into groups of 4"),
         (lambda: Link(-1, 1), r"latency_us must be 0 or more, got -1"),
         (lambda: Link(math.nan, 1), r"latency_us must be 0 or more, got nan"),
         (lambda: Link(1, 0), r"gb_per_s must be above 0, got 0"),

@@ -70,6 +70,7 @@ def test_parameters_of_one_owner_lie_together() -> None:
             device="cpu",
             dtype="float32",
             numel=20,  # 7 of rank 0, 1 of padding, 9 of rank 1, 3 of padding
+            padding=4,
             offset_of_param={0: 0, 3: 6, 1: 8, 2: 13},
             buckets=(
                 Bucket(0, 0, 7, (Slice(0, 0, 6), Slice(3, 0, 1)), (0, 6)),
@@ -246,6 +247,14 @@ def test_a_shared_range_is_a_flat_tensor_with_a_bucket_for_each_rank() -> None:
         Bucket(1, 512, 1024, (Slice(1, 512, 640), Slice(2, 0, 1)), (0, 128)),
     )
     assert flat.padding == 1024 - 641
+
+
+def test_flat_tensors_of_ranges_come_in_the_order_of_forward_and_then_those_of_other_parameters() -> None:
+    params = [ParamSpec(1, "bfloat16"), ParamSpec(64, whole=True), *[ParamSpec(640)] * 2]
+    partition = equal_shares(params, 2, range_numel=640)
+    flats = lay_out(partition, params).flats
+    assert [list(flat.offset_of_param) for flat in flats] == [[0], [2], [3], [1]]
+    assert [flat.shared for flat in flats] == [True, True, True, False]
 
 
 # ------------------------------------------------------------------------------------------- runs

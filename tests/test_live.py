@@ -23,6 +23,7 @@ from zero_ref.simulator.memory import MemorySettings, average_memory
 from zero_ref.simulator.models import MODELS, shapes, specs
 from zero_ref.simulator.play import play
 from zero_ref.simulator.price import Workload
+from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import MIB, ddp_buckets, schedule
 
@@ -76,20 +77,24 @@ def test_loads_are_those_of_the_partition(model: str, ranks: int) -> None:
         assert answer.numbers[f"{rule}, {ranks} ranks, fullest / mean"] == over
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero-2", "local-sgd"])
-def test_an_iteration_takes_as_long_as_the_simulator_says(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "way"),
+    [
+        *(("ddp", "plain"), ("zero-even", "interleaved"), ("local-sgd", "plain")),
+        *(("zero-2", "plain"), ("zero-2", "in_forward")),
+    ],
+)
+def test_an_iteration_takes_as_long_as_the_simulator_says(strategy: str, way: str) -> None:
     setting = {"model": "gpt2", "cluster": "rtx4090-10gbe", "ranks": 32, "tokens": 1024, "bucket_mb": 8}
-    answer = EXPLORERS["overlap"].answer(
-        strategy=strategy, way="plain", latency=2.0, bandwidth=0.5, native=False, **setting
-    )
+    answer = EXPLORERS["overlap"].answer(strategy=strategy, way=way, latency=2.0, bandwidth=0.5, **setting)
     links = CLUSTERS["rtx4090-10gbe"].with_links(latency=2.0, bandwidth=0.5)
     params = specs(shapes("gpt2"), "bfloat16")
     plan = schedule(
-        strategy,
+        recipe(strategy, way=way),
         params,
         32,
         ddp_buckets=ddp_buckets(params, cap_bytes=8 * MIB),
-        side_stream=strategy == "zero-2",
+        side_stream=strategy == "zero-even",
     )
     played = play(plan, links, Workload(1024))
     assert answer.numbers[f"{strategy}, iteration, ms"] == played.iteration_ms
@@ -186,12 +191,22 @@ def test_ranks_have_their_colours_and_many_ranks_an_outline() -> None:
 
 
 def test_a_strategy_greys_out_what_it_has_no_use_for() -> None:
-    for strategy, idle in {
-        "zero-2": [],
-        "ddp": ["way", "native"],
-        "zero-3": ["way", "native", "bucket_mb"],
-    }.items():
-        assert EXPLORERS["overlap"].answer(strategy=strategy).idle == idle
+    for strategy, way, idle in [
+        ("zero-2", "in_forward", ["bucket_mb"]),
+        ("zero-2", "interleaved", ["bucket_mb"]),
+        ("zero-even", "interleaved", []),
+        ("zero-even", "in_forward", []),
+        ("ddp", "plain", ["way"]),
+        ("zero-3", "plain", ["way", "bucket_mb"]),
+    ]:
+        assert EXPLORERS["overlap"].answer(strategy=strategy, way=way).idle == idle
+
+
+def test_a_way_that_a_strategy_cannot_take_is_plain_and_others_can_be_chosen() -> None:
+    for strategy, way in (("zero-2", "interleaved"), ("zero-even", "in_forward"), ("ddp", "after_backward")):
+        chosen, plain = (EXPLORERS["overlap"].answer(strategy=strategy, way=one) for one in (way, "plain"))
+        assert chosen.numbers == plain.numbers
+        assert ("way" in chosen.idle) == (strategy == "ddp")
 
 
 # ------------------------------------------------------------------------------------------------ the parts
@@ -252,12 +267,15 @@ def test_a_control_refuses_what_is_no_option() -> None:
 
 
 def test_a_page_gets_the_same_answer_as_json() -> None:
-    controls = json.loads(live.controls("overlap"))
-    assert [one["name"] for one in controls] == list(EXPLORERS["overlap"].values)
-    assert {one["kind"] for one in controls} == {"choice", "slider", "tick"}
-    for one in controls:
-        assert len(one["words"]) == len(one["options"])
-        assert one["value"] in one["options"]
+    kinds = set()
+    for name in ("overlap", "partition"):
+        controls = json.loads(live.controls(name))
+        assert [one["name"] for one in controls] == list(EXPLORERS[name].values)
+        kinds |= {one["kind"] for one in controls}
+        for one in controls:
+            assert len(one["words"]) == len(one["options"])
+            assert one["value"] in one["options"]
+    assert kinds == {"choice", "slider", "tick"}
     answer = json.loads(live.answer("overlap", '{"model": "gpt2", "latency": 5}', 340.0))  # 5, as JSON has it
     same = EXPLORERS["overlap"].answer(340.0, model="gpt2", latency=5.0)
     assert answer == json.loads(json.dumps(same.as_dict()))

@@ -16,8 +16,16 @@ from zero_ref.plan.rules import from_lists, plan_partition
 from zero_ref.simulator.data_parallel import data_parallel, owned_bytes
 from zero_ref.simulator.ledger import nbytes_of
 from zero_ref.simulator.local_sgd import local_sgd
-from zero_ref.simulator.operations import COMPUTE, NETWORK, SIDE_STREAM, WAYS, Operation, order, shared_out
-from zero_ref.simulator.recipe import recipe
+from zero_ref.simulator.operations import (
+    COMPUTE,
+    NETWORK,
+    SIDE_STREAM,
+    WAYS_OF_DDP,
+    Operation,
+    order,
+    shared_out,
+)
+from zero_ref.simulator.recipe import RECIPES, recipe
 from zero_ref.simulator.schedule import Schedule, schedule
 from zero_ref.simulator.stage_3 import Unit, stage_3
 
@@ -83,15 +91,6 @@ def test_what_is_reduced_to_owners_is_kept_by_them_only() -> None:
     assert last.shares == ((0, 24), (1, 20))
     assert last.calls_of(0, 2) == [Call("send", 20, 1), Call("recv", 24, 1)]
     assert owned_bytes(OWNERS, PARAMS) == (28, 36)
-
-
-def test_a_librarys_own_collectives() -> None:
-    operations = data_parallel(PARAMS, 2, OWNERS, BUCKETS, flat=True, to_owners=True, native=True)
-    calls = [call for one in operations for call in one.calls_of(0, 2)]
-    assert calls == [
-        *(Call("reduce", 4, 0), Call("reduce", 16, 1), Call("reduce", 24, 0), Call("reduce", 20, 1)),
-        Call("all_gather", 64),
-    ]
 
 
 def test_stage_3_fetches_ahead_and_frees_what_is_computed() -> None:
@@ -212,6 +211,7 @@ def of_steps(steps: range) -> tuple[Operation, ...]:
             lambda: list(order(1, "soon")),
             "unknown way 'soon'; choose one of plain, after_backward, interleaved",
         ),
+        (lambda: list(order(1, "in_forward")), "unknown way 'in_forward'; choose one of plain, "),
         (lambda: stage_3([Unit(2, 8, 8)], 2, [1, 1], prefetch=-1), "prefetch counts units"),
         (lambda: of_steps(range(0)), r"counted from 0, as in range\(8\); got range\(0, 0\)"),
         (lambda: of_steps(range(-1, 3)), r"got range\(-1, 3\)"),
@@ -241,7 +241,7 @@ params_of_model = st.lists(
 )
 ranks = st.integers(1, 6)
 sharded = st.sampled_from(["zero", "zero-bucket", "zero-even"])
-ways = st.sampled_from(list(WAYS))
+ways = st.sampled_from(WAYS_OF_DDP)
 LABELS = ("forward", "backward", "reduce", "step", "broadcast")
 
 
@@ -254,12 +254,12 @@ def one_bucket_each(params: Sequence[ParamSpec]) -> list[list[int]]:
     return [[number] for number, param in enumerate(params) if param.trainable][::-1]
 
 
-@given(params_of_model, ranks, sharded, ways, st.booleans(), st.booleans())
+@given(params_of_model, ranks, sharded, ways, st.booleans())
 def test_each_gradient_and_parameter_is_computed_and_moved_as_often_as_the_strategy_says(
-    params: list[ParamSpec], world_size: int, strategy: str, way: str, to_owners: bool, native: bool
+    params: list[ParamSpec], world_size: int, strategy: str, way: str, to_owners: bool
 ) -> None:
     buckets = one_bucket_each(params)
-    how = recipe(strategy, to_owners=to_owners, way=way, native=native)
+    how = recipe(strategy, to_owners=to_owners, way=way)
     plan = schedule(how, params, world_size, ddp_buckets=buckets)
     trained = sum(param.numel for param in params if param.trainable)
     of_label = {label: [one for one in plan.operations if one.label == label] for label in LABELS}
@@ -293,9 +293,9 @@ def test_what_is_sent_to_owners_is_received(
     assert all(calls == others[0] for calls in others), "collectives are the same on all ranks"
 
 
-@given(params_of_model, ranks, sharded, ways, st.booleans(), st.sampled_from(["nccl", "gloo"]))
+@given(params_of_model, ranks, sharded, ways, st.sampled_from(["nccl", "gloo"]))
 def test_stage_1_sends_2_psi_to_owners_and_3_psi_with_all_reduces(
-    params: list[ParamSpec], world_size: int, strategy: str, way: str, native: bool, backend: str
+    params: list[ParamSpec], world_size: int, strategy: str, way: str, backend: str
 ) -> None:
     # Of each rank that is (N-1)/N times as much; here of all N together, exactly.
     rest = (world_size - 1) * psi_of(params)
@@ -306,8 +306,6 @@ def test_stage_1_sends_2_psi_to_owners_and_3_psi_with_all_reduces(
     assert wire("ddp") == 2 * rest
     assert wire(strategy, way=way) == 3 * rest
     assert wire(strategy, way=way, to_owners=True) == 2 * rest
-    if backend == "nccl":
-        assert wire(strategy, way=way, to_owners=True, native=native) == 2 * rest
     averaged = 2 * (world_size - 1) * averaged_bytes(params)
     assert wire("local-sgd", averaging=AveragingSchedule.periodic(3)) == averaged + 32 * world_size * (
         world_size - 1
@@ -431,7 +429,7 @@ def test_stage_3_gathers_all_twice_and_reduces_what_is_trained_once(
     assert sum(numel for _, numel in plan.operations[-1].shares or ()) == trained
 
 
-@given(params_of_model, ranks, st.sampled_from(["ddp", "zero-even", "zero-3", "local-sgd"]))
+@given(params_of_model, ranks, st.sampled_from(list(RECIPES)))
 def test_one_lane_computes_and_one_sends(params: list[ParamSpec], world_size: int, strategy: str) -> None:
     plan: Schedule = schedule(strategy, params, world_size)
     assert {one.lane for one in plan.operations} <= {COMPUTE, NETWORK}

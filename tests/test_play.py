@@ -18,7 +18,7 @@ from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import Cluster, Device, Link, cluster
 from zero_ref.simulator.models import blocks, shapes, specs
-from zero_ref.simulator.operations import COMPUTE, NETWORK, SIDE_STREAM, WAYS
+from zero_ref.simulator.operations import COMPUTE, NETWORK, SIDE_STREAM, WAYS_OF_DDP
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import RECIPES, recipe
@@ -207,7 +207,7 @@ def test_groups_within_a_node_reduce_over_its_links() -> None:
     assert reductions(2) == reductions(4) == [3 + 1, 1 + 1, 2 + 1] * 2
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS_OF_DDP)
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_where_nothing_overlaps_one_thing_happens_after_another(way: str, side_stream: bool) -> None:
     played = by_hand("zero", overlaps=False, way=way, side_stream=side_stream)
@@ -280,13 +280,11 @@ def plans(draw: st.DrawFn, max_ranks: int = 5) -> Schedule:
     strategy = draw(st.sampled_from(list(RECIPES)))
     params, world_size = draw(params_of_model), draw(st.integers(1, max_ranks))
     options: dict[str, Any] = {"activation_bytes": draw(st.integers(0, 1000))}
-    if RECIPES[strategy].partition:
-        options |= {
-            "to_owners": draw(st.booleans()),
-            "way": draw(st.sampled_from(list(WAYS))),
-            "side_stream": draw(st.booleans()),
-            "native": draw(st.booleans()),
-        }
+    if RECIPES[strategy].without_ddp:
+        sizes = [None, *(size for size in (1, 2, 3) if world_size % size == 0)]
+        options["shard_group"] = draw(st.sampled_from(sizes))
+    elif RECIPES[strategy].partition:
+        options |= {"to_owners": draw(st.booleans()), "side_stream": draw(st.booleans())}
     elif strategy == "zero-3":
         cut = draw(st.integers(0, len(params)))
         rest = [[number] for number in range(cut, len(params))]
@@ -298,6 +296,7 @@ def plans(draw: st.DrawFn, max_ranks: int = 5) -> Schedule:
             period, warmup_steps=warmup_steps, gradient_group=draw(st.sampled_from(groups))
         )
         options["steps"] = range(draw(st.integers(0, 2)), draw(st.integers(3, 6)))
+    options["way"] = draw(st.sampled_from(RECIPES[strategy].ways))
     if strategy != "zero-3":
         trainable = [number for number, param in enumerate(params) if param.trainable]
         options["ddp_buckets"] = [[number] for number in reversed(trainable)]
@@ -348,13 +347,16 @@ def test_one_rank_costs_no_communication(plan: Schedule, chosen: Cluster, work: 
 @given(plays())
 def test_memory_is_never_negative_and_ends_with_what_is_kept(played: Played) -> None:
     plan = played.schedule
+    # Shares of ranges are held with their padding. DDP leaves the rest of a parameter that is cut; see there.
+    in_shares = any(one.op == "reduce_shares" for one in plan.operations)
+    gradient_bytes = plan.left_gradient_bytes if in_shares else plan.gradient_bytes
     for rank in range(plan.world_size):
         curve = played.memory(rank)
         kept = plan.parameter_bytes[rank] + plan.state_bytes[rank]
         assert min(held for _, held in curve) >= kept
-        assert curve[-1][1] == kept + plan.gradient_bytes[rank]
+        assert curve[-1][1] == kept + gradient_bytes[rank]
         assert [moment for moment, _ in curve] == sorted({moment for moment, _ in curve})
-        assert played.memory(rank, held_bytes=0)[-1][1] == plan.gradient_bytes[rank]
+        assert played.memory(rank, held_bytes=0)[-1][1] == gradient_bytes[rank]
 
 
 @given(plays())
@@ -420,22 +422,27 @@ def test_the_critical_path_has_no_gap_and_adds_up_to_the_makespan(played: Played
 
 def trillion(strategy: str, world_size: int = 1024, **options: Any) -> Played:
     params = specs(shapes("zero-1t"), "bfloat16")
-    how = recipe(strategy, native=strategy == "zero-2")
-    plan = schedule(how, params, world_size, blocks=blocks(params), **options)
+    plan = scheduled(strategy, params, world_size, blocks=blocks(params), **options)
     return play(plan, H100, Workload(2048, recompute=True))
 
 
 def test_a_trillion_parameters_on_1024_ranks() -> None:
     ddp, even, stage_2, stage_3 = map(trillion, ("ddp", "zero-even", "zero-2", "zero-3"))
+    in_forward = trillion("zero-2", way="in_forward")
     psi = sum(param.numel for param in shapes("zero-1t"))
     computing_ms = H100.device.compute_ms(8.0 * psi * 2048)
-    for played in (ddp, even, stage_2, stage_3):
+    for played in (ddp, even, stage_2, in_forward, stage_3):
         assert played.makespan_ms > computing_ms
         assert sum(played.critical_ms().values()) == pytest.approx(played.makespan_ms)
     # A ring on 128 nodes of 8 links passes on 2(N-1)/N of 2 TB for the gradients, half of that for stage 2.
     node_ms = 2 * psi / (8 * 50e6)
     assert ddp.makespan_ms > 2 * node_ms * 1023 / 1024
-    assert stage_2.makespan_ms < even.makespan_ms
+    sent, by_ddp = (one.schedule.wire_bytes() for one in (stage_2, ddp))
+    assert by_ddp <= sent < 1.0001 * by_ddp, "padding, and four bytes for each parameter"
+    assert in_forward.makespan_ms < even.makespan_ms < stage_2.makespan_ms < ddp.makespan_ms
+    assert in_forward.makespan_ms < 1.001 * computing_ms, "what is exposed is less than a thousandth"
+    # In shares of small ranges the all-gathers' rounds take longer than a pipeline of broadcasts.
+    assert even.critical_ms()["broadcast"] < stage_2.critical_ms()["broadcast"]
     assert (
         ddp.schedule.state_bytes[0]
         > 1000 * stage_3.schedule.state_bytes[0]
@@ -457,6 +464,34 @@ MISTAKES = {
     "way of ddp": (
         lambda: schedule(recipe("ddp", way="interleaved"), PARAMS, 2),
         "'ddp' updates after backward",
+    ),
+    "way without ddp": (
+        lambda: schedule(recipe("zero-2", way="interleaved"), PARAMS, 2),
+        "'zero-2' takes a way of plain or in_forward, not 'interleaved': it has no DDP",
+    ),
+    "way with ddp": (
+        lambda: schedule(recipe("zero", way="in_forward"), PARAMS, 2),
+        "'zero' takes a way of plain or after_backward or interleaved, not 'in_forward': it has DDP",
+    ),
+    "no owners without ddp": (
+        lambda: schedule(recipe("zero-2", to_owners=False), PARAMS, 2),
+        "'zero-2' is without DDP, which reduces gradients to owners",
+    ),
+    "groups with ddp": (
+        lambda: schedule(recipe("zero-even", shard_group=2), PARAMS, 2),
+        "shard_group= is for strategies without DDP, which 'zero-even' is not",
+    ),
+    "groups without shards": (
+        lambda: schedule(recipe("ddp", shard_group=2), PARAMS, 2),
+        "'ddp' has no owners",
+    ),
+    "groups that do not fit": (
+        lambda: schedule(recipe("zero-2", shard_group=3), PARAMS, 4),
+        "4 ranks cannot be divided into groups of 3 that share the state",
+    ),
+    "groups of nobody": (
+        lambda: schedule(recipe("zero-2", shard_group=0), PARAMS, 4),
+        "at least 1 rank, got shard_group=0",
     ),
     "owners of ddp": (lambda: schedule(recipe("ddp", to_owners=True), PARAMS, 2), "'ddp' has no owners"),
     "owners of stage 3": (

@@ -18,7 +18,7 @@ from zero_ref.lab.plots._style import FittingText
 from zero_ref.lab.plots._timeline import LANE, ROOM, TITLE
 from zero_ref.live.lanes import COLOURS, alone
 from zero_ref.live.palette import PART_COLOURS
-from zero_ref.simulator.timeline import WAYS, BucketTimes, Event, Timeline, simulate
+from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, Event, Timeline, simulate
 
 FOUR = [BucketTimes(4, 3, 1, 1.5)] * 4
 MEASURED = Timeline(
@@ -41,7 +41,7 @@ def bars(ax: Axes) -> dict[str, Rectangle]:
     return {str(patch.get_label()): patch for patch in ax.patches if isinstance(patch, Rectangle)}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS_OF_DDP)
 def test_a_bar_lies_where_its_event_does_and_is_as_long(way: str) -> None:
     timeline = simulate(FOUR, way)
     found = bars(timelines({"one": timeline}, height=3))
@@ -62,7 +62,7 @@ def test_what_travels_has_the_colour_of_what_it_carries() -> None:
 
 
 def test_a_title_says_how_long_it_takes_and_how_much_is_exposed() -> None:
-    ax = timelines({way: simulate(FOUR, way) for way in WAYS})
+    ax = timelines({way: simulate(FOUR, way) for way in WAYS_OF_DDP})
     assert {"plain: 29 ms,", "9 ms exposed", "interleaved: 24 ms,", "4 ms exposed"} <= set(written(ax))
     ends = [line.get_xdata()[0] for line in ax.lines if line.get_label() == "end"]
     assert ends == [29, 26, 24]
@@ -94,7 +94,7 @@ def test_what_takes_no_time_is_not_drawn() -> None:
 
 def test_numbers_stand_in_their_bars() -> None:
     fig, ax = plots.figure(6, 6)
-    plots.timeline({way: simulate(FOUR, way) for way in WAYS} | {"measured": MEASURED}, ax)
+    plots.timeline({way: simulate(FOUR, way) for way in WAYS_OF_DDP} | {"measured": MEASURED}, ax)
     fig.draw_without_rendering()
     labels = [artist for artist in ax.texts if isinstance(artist, FittingText) and artist.get_text()]
     assert {"0", "1", "2", "3", "all"} == {label.get_text() for label in labels}
@@ -110,7 +110,7 @@ def test_numbers_stand_in_their_bars() -> None:
 @settings(max_examples=50)
 @given(
     st.lists(st.builds(BucketTimes, whole_ms, whole_ms, whole_ms, whole_ms), min_size=1, max_size=6),
-    st.sampled_from(list(WAYS)),
+    st.sampled_from(WAYS_OF_DDP),
     st.booleans(),
 )
 def test_the_exposed_pieces_add_up_to_what_is_exposed(
@@ -124,7 +124,7 @@ def test_the_exposed_pieces_add_up_to_what_is_exposed(
 
 
 PICTURES: dict[str, Plot] = {
-    "three ways": lambda ax: plots.timeline({way: simulate(FOUR, way) for way in WAYS}, ax),
+    "three ways": lambda ax: plots.timeline({way: simulate(FOUR, way) for way in WAYS_OF_DDP}, ax),
     "longest title": lambda ax: plots.timeline(
         {"hook_with_zero_step_interleaved": simulate([BucketTimes(400, 313, 11, 187)] * 4, "interleaved")}, ax
     ),

@@ -14,6 +14,7 @@ from zero_ref.cli._simulated import as_json
 from zero_ref.simulator.activations import activation_bytes, head_bytes
 from zero_ref.simulator.cluster import CLUSTERS, Cluster, Device, Link, cluster
 from zero_ref.simulator.models import MLP, MODELS, TRANSFORMERS, Llama
+from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import DTYPES, Scenario
 
@@ -55,7 +56,14 @@ def test_what_is_sent_is_counted_by_the_rank_and_the_iteration() -> None:
     nbytes = 2 * 1_001_000
     assert scenario.run("ddp").sent_bytes == 2 * 3 / 4 * nbytes
     assert scenario.run("zero-even").sent_bytes == 3 * 3 / 4 * nbytes
-    assert scenario.run("zero-2").sent_bytes == 2 * 3 / 4 * nbytes
+    # One range: 15,625 times 64 elements and 16 times, rounded up to shares that are multiples of 64.
+    padded = 2 * 64 * 15_644
+    assert scenario.run("zero-2").sent_bytes == 2 * 3 / 4 * (padded + 2 * 4), "four bytes count a parameter"
+    in_groups = replace(scenario, shard_group=2).run("zero-2")
+    # Within a group as on two ranks, and half of it, the share, between the two groups.
+    padded = 2 * 64 * 15_642
+    assert in_groups.sent_bytes == 2 * 1 / 2 * (padded + 2 * 4) + 2 * 1 / 2 * (padded / 2 + 2 * 4)
+    assert in_groups.memory.moment_bytes == 8 * (padded / 2 / 2)
     copies = 2 * nbytes  # of the 16-bit parameters, in 32 bits
     assert scenario.run("local-sgd").sent_bytes == (2 * 3 / 4 * copies + 3 * 32) / 5
     assert scenario.run("local-sgd").calls == 2 / 5
@@ -167,15 +175,22 @@ scenarios = st.builds(
     batch=st.integers(1, 3),
     dtype=st.sampled_from(list(DTYPES)),
     optimizer=st.sampled_from(["AdamW", "SGD", "Adagrad"]),
-    way=st.sampled_from(["plain", "interleaved"]),
+    way=st.sampled_from(list(WAYS)),
     checkpointing=st.sampled_from(["none", "selective", "full"]),
-    native=st.booleans(),
 )
+
+
+@st.composite
+def grouped(draw: st.DrawFn) -> Scenario:
+    """Any scenario, for some with ranks in groups that share the state."""
+    scenario = draw(scenarios)
+    fitting = [size for size in (1, 2, 3, 4) if scenario.world_size % size == 0]
+    return replace(scenario, shard_group=draw(st.sampled_from([None, *fitting])))
 
 
 @pytest.mark.parametrize("strategy", RECIPES)
 @settings(max_examples=40)
-@given(scenario=scenarios)
+@given(scenario=grouped())
 def test_the_parts_agree(strategy: str, scenario: Scenario) -> None:
     run = scenario.run(strategy)
     assert len(run.memories) == scenario.world_size
@@ -205,11 +220,28 @@ def test_the_parts_agree(strategy: str, scenario: Scenario) -> None:
         assert run.sent_bytes == 0
 
 
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("strategy", list(RECIPES))
-def test_no_moment_of_a_run_holds_more_than_all_items_together(strategy: str, native: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "way", "shard_group"),
+    [
+        *((strategy, "plain", None) for strategy in RECIPES),
+        *(("zero-even", "interleaved", None), ("zero-2", "in_forward", None), ("zero-2", "in_forward", 1)),
+        *(("zero-2", "plain", 8), ("zero-2", "in_forward", 8)),
+    ],
+)
+def test_no_moment_of_a_run_holds_more_than_all_items_together(
+    strategy: str, way: str, shard_group: int | None
+) -> None:
     for name, ranks in (("gpt2", 3), ("llama3-8b", 64), ("gpt3-175b", 16)):
-        scenario = Scenario(MODELS[name], cluster("h100-ib"), ranks, checkpointing="full", native=native)
+        if shard_group is not None and ranks % shard_group:
+            continue
+        scenario = Scenario(
+            MODELS[name],
+            cluster("h100-ib"),
+            ranks,
+            checkpointing="full",
+            way=way,
+            shard_group=shard_group,
+        )
         run = scenario.run(strategy)
         for rank in {0, run.fullest, ranks - 1}:
             peak = max(held for _, held in run.memory_curve(rank))
@@ -217,12 +249,14 @@ def test_no_moment_of_a_run_holds_more_than_all_items_together(strategy: str, na
             assert peak <= 1.01 * run.memories[rank].total_bytes
 
 
-def test_a_library_gives_gradients_back_and_this_package_keeps_ddps_buckets() -> None:
-    held = {}
-    for native in (True, False):
-        scenario = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8, native=native)
-        held[native] = scenario.run("zero-2").memory.gradient_bucket_bytes
-    assert held == {True: 0, False: 2 * scenario.numel}
+def test_without_ddp_gradients_are_in_two_buckets_and_then_in_the_owners_shares() -> None:
+    scenario = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8)
+    memory = scenario.run("zero-2").memory
+    # The largest range has both embeddings, and the first layer norm, which alone is too small for a range.
+    assert memory.communication_bytes == 2 * 2 * (50_257 + 1_024 + 2) * 768
+    assert memory.gradient_bucket_bytes == 0, "DDP's buckets are not there"
+    assert memory.gradient_bytes == pytest.approx(2 * scenario.numel / 8, rel=1e-3)
+    assert scenario.run("zero-even").memory.gradient_bytes == 2 * scenario.numel
 
 
 @pytest.mark.parametrize("strategy", list(RECIPES))

@@ -175,19 +175,31 @@ def test_gpt2_xl_on_64_ranks() -> None:
 def test_stage_2_keeps_the_gradients_that_a_rank_owns() -> None:
     params = [ParamSpec(1024), ParamSpec(1024)]
     plan = schedule("zero-2", params, world_size=4)
+    assert plan.gradient_bytes == plan.left_gradient_bytes == (4 * 512,) * 4
+    assert plan.calls_of(1) == (Call("reduce_shares", 8192), Call("all_reduce", 8), Call("all_gather", 8192))
+    assert plan.state_bytes == schedule("zero-even", params, world_size=4).state_bytes
+    in_forward = schedule(recipe("zero-2", way="in_forward"), params, world_size=4)
+    assert in_forward.left_gradient_bytes == plan.gradient_bytes
+    padded = schedule("zero-2", [ParamSpec(100), ParamSpec(1)], world_size=2)
+    assert padded.gradient_bytes == (4 * 100, 4), "what they own"
+    assert padded.left_gradient_bytes == (4 * 128, 4 * 128), "shares, with what belongs to no parameter"
+    assert padded.parameter_bytes == (4 * 256, 4 * 256)
+
+
+def test_gradients_that_ddp_reduces_to_owners_leave_what_the_schedule_says() -> None:
+    params = [ParamSpec(1024), ParamSpec(1024)]
+    to_owners = recipe("zero-even", to_owners=True)
+    plan = schedule(to_owners, params, world_size=4)
     assert plan.gradient_bytes == (4 * 512,) * 4
     assert plan.left_gradient_bytes == (4 * 1024,) * 4, "of a parameter that is cut each owner keeps it all"
-    one_owner = schedule(recipe("zero-2", partition="sorted_greedy"), params, world_size=4)
+    one_owner = schedule(recipe(to_owners, partition="sorted_greedy"), params, world_size=4)
     assert one_owner.left_gradient_bytes == (4096, 4096, 4096, 4096), "ranks 2 and 3 keep one of zeros"
-    native = schedule(recipe("zero-2", native=True), params, world_size=4)
-    assert native.left_gradient_bytes == plan.gradient_bytes
-    in_backward = schedule(recipe("zero-2", way="interleaved"), params, world_size=4)
+    in_backward = schedule(recipe(to_owners, way="interleaved"), params, world_size=4)
     assert in_backward.left_gradient_bytes == (0, 0, 0, 0)
     assert plan.state_bytes == schedule("zero-even", params, world_size=4).state_bytes
     assert [call for call in plan.calls_of(1) if call.op == "send"] == [
         Call("send", 2048, peer) for peer in (0, 2, 3)
     ]
-    assert plan.operations == schedule(recipe("zero-even", to_owners=True), params, world_size=4).operations
 
 
 def test_stage_3_cuts_each_parameter_along_its_rows_and_pads_the_last_ranks() -> None:
@@ -244,6 +256,11 @@ def test_steps_of_local_sgd_are_those_asked_for() -> None:
         ),
         ("local-sgd", {"averaging": None}, "'local-sgd' needs an averaging="),
         ("zero", {"partition": None}, "is of stage 1, which takes a partition="),
+        (
+            "zero-2",
+            {"averaging": AveragingSchedule.periodic(2)},
+            "averaging= is for 'local-sgd'; strategy 'zero-2'",
+        ),
         ("zero-3", {"steps": range(4)}, "steps= is for 'local-sgd'; strategy 'zero-3'"),
         ("local-sgd", {"steps": range(0)}, "counted from 0"),
         (

@@ -13,7 +13,7 @@ from zero_ref.plan.partition import ParamSpec
 from zero_ref.plan.rules import sorted_greedy
 from zero_ref.simulator.schedule import calls_of_rank, ddp_buckets
 from zero_ref.simulator.timeline import (
-    WAYS,
+    WAYS_OF_DDP,
     BucketTimes,
     Event,
     Timeline,
@@ -27,7 +27,7 @@ whole_ms = st.integers(0, 20).map(float)
 buckets_of_model = st.lists(
     st.builds(BucketTimes, whole_ms, whole_ms, whole_ms, whole_ms), min_size=1, max_size=8
 )
-ways = st.sampled_from(list(WAYS))
+ways = st.sampled_from(WAYS_OF_DDP)
 TWO = [BucketTimes(4, 6, 1, 3), BucketTimes(5, 2, 1, 3)]
 
 
@@ -96,14 +96,14 @@ def test_interleaving_may_cost_time_where_backward_waits_for_a_slow_reduction() 
 
 
 def test_of_one_bucket_nothing_can_be_hidden() -> None:
-    for way in WAYS:
+    for way in WAYS_OF_DDP:
         timeline = simulate([BucketTimes(4, 3, 2, 1)], way)
         assert timeline.makespan_ms == timeline.serial_ms == 10
         assert timeline.exposed_ms == 4
 
 
 def test_with_a_network_that_takes_no_time_nothing_is_exposed() -> None:
-    for way in WAYS:
+    for way in WAYS_OF_DDP:
         timeline = simulate([BucketTimes(4, 0, 1, 0)] * 3, way)
         assert (timeline.makespan_ms, timeline.exposed_ms) == (15, 0)
 
@@ -137,6 +137,7 @@ def test_a_bucket_size_that_does_not_come_out_even_in_floats_leaves_no_crumb() -
     ("buckets", "way", "message"),
     [
         (TWO, "overlapped", r"unknown way 'overlapped'; choose one of plain, after_backward, interleaved"),
+        (TWO, "in_forward", "unknown way 'in_forward'; choose one of plain, after_backward, interleaved"),
         ([], "plain", "there are no buckets"),
         ([*TWO, BucketTimes(1, -2, 1, 1)], "plain", r"bucket 2 has a negative time.*reduce_ms=-2"),
     ],
@@ -218,7 +219,7 @@ def test_the_network_carries_the_calls_that_the_optimizer_makes_in_their_order(
     partition = sorted_greedy(numels, world_size)
     members = ddp_buckets(params, cap_bytes=cap_bytes)
     nbytes = [sum(4 * numels[param] for param in bucket) for bucket in members]
-    for way in WAYS:
+    for way in WAYS_OF_DDP:
         calls = calls_of_rank(partition, params, 0, buckets=members, interleaved=way == "interleaved")
         events = simulate([BucketTimes(1, size, 1, size) for size in nbytes], way).on("network")
         carried = [

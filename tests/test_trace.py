@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import cluster
-from zero_ref.simulator.operations import WAYS
+from zero_ref.simulator.operations import WAYS, WAYS_OF_DDP
 from zero_ref.simulator.play import play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import recipe
@@ -25,7 +25,8 @@ PARAMS = [ParamSpec(1000, name=f"{i}.weight") for i in range(6)]
 
 def played(way: str = "plain") -> Any:
     buckets = ddp_buckets(PARAMS, cap_bytes=8000)
-    plan = schedule(recipe("zero-even", way=way), PARAMS, 4, side_stream=True, ddp_buckets=buckets)
+    strategy = "zero-even" if way in WAYS_OF_DDP else "zero-2"
+    plan = schedule(recipe(strategy, way=way), PARAMS, 4, side_stream=True, ddp_buckets=buckets)
     return play(plan, cluster("a100-ib"), Workload(64))
 
 

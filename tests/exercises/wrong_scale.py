@@ -96,9 +96,7 @@ def as_many_as_there_are(params: list[ParamSpec], machines: Cluster, tokens: int
 
 def tokens_not_divided(params: list[ParamSpec], machines: Cluster, tokens: int) -> int:
     def step_ms(n: int) -> float:
-        return play(
-            schedule("zero-even", params, n), machines, Workload(tokens)
-        ).iteration_ms
+        return play(schedule("zero-even", params, n), machines, Workload(tokens)).iteration_ms
 
     return min((2**power for power in range(13)), key=step_ms)
 

@@ -127,12 +127,13 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
     """What would make each strategy faster, and what the numbers assume."""
     for run in runs:
         yield f"faster under {run.strategy}: {_savings(run)}"
-    pairwise = [run.strategy for run in runs if any(one.op == "exchange" for one in run.schedule.operations)]
-    if pairwise and scenario.world_size > 2:
-        yield (
-            f"{', '.join(pairwise)}: an owner receives each gradient from {scenario.world_size - 1:,} ranks, "
-            "one message from each"
-        )
+    for run in runs:
+        peers = scenario.recipe(run.strategy).group_of(scenario.world_size) - 1
+        if peers > 1 and any(one.op == "exchange" for one in run.schedule.operations):
+            yield (
+                f"{run.strategy}: the owner of a whole matrix receives its gradient from {peers:,} ranks, "
+                "one message from each"
+            )
     if any(run.strategy == LOCAL_SGD for run in runs):
         yield f"{LOCAL_SGD}: {_averages(scenario)}"
     leaner = replace(scenario, checkpointing="full").activation_bytes

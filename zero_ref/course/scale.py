@@ -372,9 +372,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _step_ms(params: Sequence[ParamSpec], machines: Cluster, n: int, tokens: int) -> float:
-    return play(
-        schedule("zero-even", params, n), machines, Workload(tokens)
-    ).iteration_ms
+    return play(schedule("zero-even", params, n), machines, Workload(tokens)).iteration_ms
 
 
 def _last_that_helps(times: dict[int, float]) -> int:

@@ -53,7 +53,7 @@ def _draw(
         f"{_written(links.within)}."
     )
     parts, bottom = lanes(timelines, MARGIN, 14.0, width - 2 * MARGIN)
-    idle = [] if way in how.ways and how.partition else ["way"]
+    idle = [] if len(how.ways) > 1 else ["way"]
     if how.stage == 3 or how.without_ddp:
         idle.append("bucket_mb")
     return Answer(picture(width, bottom, words, parts), words, rows, numbers, idle)

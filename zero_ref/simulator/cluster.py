@@ -250,8 +250,9 @@ class Cluster:
         check_name("algorithm", algorithm, ALGORITHMS)
         if ranks is None:
             ranks = world_size
-        elif ranks < 1 or world_size % ranks:
-            raise ValueError(f"{world_size} ranks cannot be divided into groups of {ranks}.")
+        elif ranks < 1 or stride < 1 or world_size % (ranks * stride):
+            apart = "" if stride == 1 else f" at a stride of {stride}"
+            raise ValueError(f"{world_size} ranks cannot be divided into groups of {ranks}{apart}.")
         has_tree = self.backend == "nccl" and op == "all_reduce"
         choice = [algorithm] if algorithm != "auto" else ["ring", "tree"] if has_tree else ["ring"]
         loads = {

@@ -84,6 +84,8 @@ class Recipe:
                 raise ValueError(f"strategy {self.name!r} is without DDP, which reduces gradients to owners.")
             if self.shard_group is not None and not self.without_ddp:
                 raise ValueError(f"shard_group= is for strategies without DDP, which {self.name!r} is not.")
+            if self.shard_group is not None and self.shard_group < 1:
+                raise ValueError(f"a group has at least 1 rank, got shard_group={self.shard_group}.")
             return
         if self.partition is not None:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from zero_ref.plan.gradients import GradientPlan, gradient_plans
 from zero_ref.plan.partition import ParamSpec, Partition
@@ -27,8 +27,9 @@ def sharded_data_parallel(
     """Buckets of gradients reduced to their owners, the update, and new parameters sent.
 
     The gradients of a range take one `reduce_shares`, and where the ranks are in groups that each keep all of
-    the state, an all-reduce of the share between the groups. An exchange sends those of other parameters.
-    Last an all-reduce counts on how many ranks each parameter had a gradient.
+    the state, an all-reduce of the share between the groups. An exchange sends the gradients of other
+    parameters, and their all-reduce is priced as if each owner had an equal part. An all-reduce counts on how
+    many ranks each parameter had a gradient.
 
     Args:
         partition: who owns what, within a group of as many ranks as it has.
@@ -73,7 +74,7 @@ class _Building:
         buckets = [list(plan.starts) for plan in self.plans]
         self.forward, self.backwards = forward_and_backward(params, buckets, activation_bytes)
         self.operations: list[Operation] = []
-        self.reduced: list[int] = []  # the last operation of each bucket's reduction
+        self.awaited: list[int] = []  # the calls for which the step waits
 
     def _append(self, operation: Operation) -> int:
         self.operations.append(operation)
@@ -97,33 +98,45 @@ class _Building:
             self._append(one if count == 1 else one._replace(part=part))
 
     def backward(self) -> None:
-        """Backward bucket by bucket, each reduced when it is full; then the count."""
-        for plan, backward in zip(self.plans, self.backwards):
-            place = self._append(backward)
-            for one in self._reductions(plan, backward):
-                place = self._append(one._replace(after=(place,)))
-            self.reduced.append(place)
-        if self.partition.world_size > 1:
-            nbytes = COUNT_ITEMSIZE * sum(len(plan.starts) for plan in self.plans)
-            agree = Operation(
-                "agree", NETWORK, None, tuple(self.reduced[-1:]), op="all_reduce", nbytes=nbytes
-            )
-            self._append(agree._replace(ranks=self.ranks))
-            if self.ranks is not None:
-                self._append(agree._replace(ranks=self.replicas, stride=self.ranks))
+        """Backward bucket by bucket, each reduced when it is full; and the count.
 
-    def _reductions(self, plan: GradientPlan, backward: Operation) -> Iterable[Operation]:
+        The groups average a bucket when the next one is on its way, and the last one behind the count.
+        """
+        to_average: list[Operation] = []
+        for plan, backward in zip(self.plans, self.backwards):
+            reduce = self._reduction(plan, backward)
+            place = self._await(reduce._replace(after=(self._append(backward),)))
+            for one in to_average:
+                self._await(one)
+            own = reduce.nbytes // self.partition.world_size
+            to_average = self._between_groups(reduce._replace(nbytes=own, after=(place,))) if own else []
+        if self.plans and self.replicas * self.partition.world_size > 1:
+            nbytes = COUNT_ITEMSIZE * sum(len(plan.starts) for plan in self.plans)
+            count = Operation("agree", NETWORK, op="all_reduce", nbytes=nbytes, ranks=self.ranks)
+            place = self._await(count._replace(after=(place,)))
+            for one in to_average + self._between_groups(count._replace(after=(place,))):
+                self._await(one)
+
+    def _await(self, call: Operation) -> int:
+        self.awaited.append(self._append(call))
+        return self.awaited[-1]
+
+    def _reduction(self, plan: GradientPlan, backward: Operation) -> Operation:
         itemsize = itemsize_of(self.params[next(iter(plan.starts))].dtype)
-        reduce = Operation("reduce", NETWORK, backward.part, nbytes=plan.numel * itemsize, ranks=self.ranks)
-        own = plan.numel * itemsize // self.partition.world_size
+        nbytes, group = plan.numel * itemsize, self.partition.world_size
+        reduce = Operation("reduce", NETWORK, backward.part, nbytes=nbytes, ranks=self.ranks)
+        reduce = reduce._replace(gives=backward.takes)
         if plan.is_shared:
-            yield reduce._replace(op="reduce_shares", gives=backward.takes - own)
-        else:
-            group = range(self.partition.world_size)
-            sent = tuple((owner, numel * itemsize) for owner in group for numel in plan.sent_numels(owner))
-            yield reduce._replace(op="exchange", shares=sent, gives=backward.takes)
-        if self.ranks is not None:
-            yield reduce._replace(op="all_reduce", nbytes=own, ranks=self.replicas, stride=self.ranks)
+            return reduce._replace(op="reduce_shares", takes=nbytes // group)
+        sent = tuple((owner, numel * itemsize) for owner in range(group) for numel in plan.sent_numels(owner))
+        return reduce._replace(op="exchange", shares=sent)
+
+    def _between_groups(self, call: Operation) -> list[Operation]:
+        """The all-reduce of as many bytes by the ranks that have the same place in their groups."""
+        if self.ranks is None:
+            return []
+        between = call._replace(op="all_reduce", ranks=self.replicas, stride=self.ranks)
+        return [between._replace(shares=None, takes=0, gives=0)]
 
     def step(self, muon: bool) -> int:
         """The update, in which a range is one tensor."""
@@ -137,7 +150,7 @@ class _Building:
                 "step",
                 COMPUTE,
                 None,
-                tuple(self.reduced),
+                tuple(self.awaited),
                 numel=sum(self.params[number].numel for number in trained),
                 shares=shares_of(self.partition.totals(is_trained) * self.replicas),
                 tensors=tensors,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_name
-from zero_ref.simulator.operations import COMPUTE, NEEDS, NETWORK, SIDE_STREAM, WAYS, order
+from zero_ref.simulator.operations import COMPUTE, NEEDS, NETWORK, SIDE_STREAM, WAYS_OF_DDP, order
 
 
 class BucketTimes(NamedTuple):
@@ -108,14 +108,14 @@ def simulate(buckets: Sequence[BucketTimes], way: str, *, side_stream: bool = Fa
     backward, starts the calls and makes the updates: while it waits for a reduction, backward stands still.
 
     >>> buckets = [BucketTimes(backward_ms=4, reduce_ms=3, step_ms=1, broadcast_ms=1.5)] * 4
-    >>> {way: simulate(buckets, way).makespan_ms for way in WAYS}
+    >>> {way: simulate(buckets, way).makespan_ms for way in WAYS_OF_DDP}
     {'plain': 29.0, 'after_backward': 26.0, 'interleaved': 24.0}
     >>> simulate(buckets, "interleaved").exposed_ms, simulate(buckets, "plain").serial_ms
     (4.0, 38.0)
 
     Args:
         buckets: in the order in which their gradients become ready: the last layers first.
-        way: one of WAYS.
+        way: one of WAYS_OF_DDP.
         side_stream: an interleaved update waits and steps beside backward, as it does on a GPU. Each of the
             two takes as long as if it had the device to itself, which is optimistic.
     Raises:
@@ -123,7 +123,7 @@ def simulate(buckets: Sequence[BucketTimes], way: str, *, side_stream: bool = Fa
     Source: `OverlappedStep.on_bucket` in zero_ref/backward/overlap.py. The order of the calls is that of
         `schedule.calls_of_rank`.
     """
-    check_name("way", way, WAYS)
+    check_name("way", way, WAYS_OF_DDP)
     if not buckets:
         raise ValueError("there are no buckets: a backward has at least one.")
     for bucket, times in enumerate(buckets):

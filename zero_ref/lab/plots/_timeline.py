@@ -35,9 +35,9 @@ def timeline(timelines: Mapping[str, Timeline], ax: Axes) -> Axes:
     nothing moves by more than 1/720 of the scale.
 
     >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.simulator.timeline import WAYS, BucketTimes, simulate
+    >>> from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, simulate
     >>> fig, ax = figure(6, 6)
-    >>> _ = timeline({way: simulate([BucketTimes(4, 3, 1, 1.5)] * 4, way) for way in WAYS}, ax)
+    >>> _ = timeline({way: simulate([BucketTimes(4, 3, 1, 1.5)] * 4, way) for way in WAYS_OF_DDP}, ax)
 
     Args:
         timelines: for each title its events, simulated or measured.
