@@ -1,4 +1,4 @@
-"""Chapter 17's graders: buckets reduced in one order, a reduce-scatter around a ring, bytes of hybrid groups."""
+"""Chapter 17's graders: one order for all buckets, a reduce-scatter around a ring, bytes of groups."""
 
 from __future__ import annotations
 
@@ -69,8 +69,9 @@ def _mistake_in_order(theirs: list[list[int]], ready: Sequence[int], count: int)
         return f"Bucket {min(twice)} is reduced twice."
     if flat != sorted(flat):
         return (
-            f"This rank starts its reductions in the order {shown(flat)}. A rank on which buckets become full "
-            "in another order would start others, and the ranks would add up gradients of different buckets."
+            f"This rank starts its reductions in the order {shown(flat)}. A rank on which buckets become "
+            "full in another order would start others, and the ranks would add up gradients of different "
+            "buckets."
         )
     missing = [bucket for bucket in range(count) if bucket not in flat]
     if missing:
@@ -81,7 +82,9 @@ def _mistake_in_order(theirs: list[list[int]], ready: Sequence[int], count: int)
     for moment, (bucket, started) in enumerate(zip(ready, theirs)):
         early = [one for one in started if one not in ready[: moment + 1]]
         if early:
-            return f"Bucket {early[0]} is reduced when bucket {bucket} becomes full, and it is not full itself."
+            return (
+                f"Bucket {early[0]} is reduced when bucket {bucket} becomes full, and it is not full itself."
+            )
     return (
         "A reduction may start earlier: as soon as its bucket and all buckets before it are full. A bucket "
         "that becomes full may let several start."
@@ -109,7 +112,9 @@ def ring(answer: Answer) -> str:
     for size in SIZES:
         _check_ring(answer, _on_virtual_ranks(answer, size))
     _check_ring(answer, ranks.run(_on_real, REAL_RANKS, answer, timeout=30.0, backend="gloo"))
-    return f"the sums of 1 to {max(SIZES)} ranks, N - 1 messages each, and the same on {REAL_RANKS} real ranks"
+    return (
+        f"the sums of 1 to {max(SIZES)} ranks, N - 1 messages each, and the same on {REAL_RANKS} real ranks"
+    )
 
 
 def _on_virtual_ranks(answer: Answer, size: int) -> list[_Outcome]:
@@ -155,16 +160,19 @@ def _check_ring(answer: Answer, outcomes: Sequence[_Outcome]) -> None:
     size = len(outcomes)
     for rank, outcome in enumerate(outcomes):
         where = f"{answer.name} on rank {rank} of {size}"
-        assert outcome.share is not None, f"{where} must return a tensor as large as a share: the sum of its own."
+        assert outcome.share is not None, (
+            f"{where} must return a tensor as large as a share: the sum of its own."
+        )
         sends = [call for call in outcome.calls if call.op == "send"]
         others = {call.op for call in outcome.calls} - {"send", "recv"}
         assert not others, (
-            f"{where} called {', '.join(sorted(others))}. Write it from messages: comm.exchange, or send and recv."
+            f"{where} called {', '.join(sorted(others))}. Write it from messages: "
+            "comm.exchange, or send and recv."
         )
         _check_sends(where, sends, rank, size)
         expected = sum(float(_shares(other, size)[rank][0]) for other in range(size))
         assert all(value == expected for value in outcome.share), (
-            f"{where} returned {outcome.share[0]:g} in each element, and the sum of all ranks' share {rank} is "
+            f"{where} returned {outcome.share[0]:g}, and the sum of all ranks' share {rank} is "
             f"{expected:g}. {_mistake_in_sum(outcome.share[0], rank, size)}"
         )
 
@@ -173,11 +181,12 @@ def _check_sends(where: str, sends: Sequence[Call], rank: int, size: int) -> Non
     following = (rank + 1) % size
     elsewhere = [call.peer for call in sends if call.peer != following]
     assert not elsewhere, (
-        f"{where} sent to rank {elsewhere[0]}. In a ring a rank sends to the next one only, which is {following}."
+        f"{where} sent to rank {elsewhere[0]}. In a ring a rank sends to the next one "
+        f"only, which is {following}."
     )
     assert len(sends) == size - 1, (
-        f"{where} sent {len(sends)} messages. Each share passes through {size - 1} links before all ranks have "
-        f"added to it, so a rank sends {size - 1}."
+        f"{where} sent {len(sends)} messages. Each share passes through {size - 1} links before all "
+        f"ranks have added to it, so a rank sends {size - 1}."
     )
     nbytes = 4 * SHARE
     larger = [call.nbytes for call in sends if call.nbytes != nbytes]
@@ -188,12 +197,12 @@ def _mistake_in_sum(value: float, rank: int, size: int) -> str:
     for share in range(size):
         if value == sum(float(_shares(other, size)[share][0]) for other in range(size)):
             return (
-                f"That is the sum of share {share}, which rank {share} is to have. Which share must a rank send "
-                "first, so that its own arrives last?"
+                f"That is the sum of share {share}, which rank {share} is to have. Which share must a rank "
+                "send first, so that its own arrives last?"
             )
     for count in range(1, size):
         if value // (1000 * (rank + 1)) == count:
-            return f"That is the sum of {count} of {size} parts. What arrives is to be added to this rank's part."
+            return f"That is the sum of {count} of {size} parts. Add what arrives to this rank's part."
     return "In each round, add what arrives to this rank's part of that share, and pass the sum on."
 
 
@@ -261,7 +270,7 @@ def _mistake_in_bytes(
         if same(theirs[0], within / 2):
             return "Within the group gradients are reduced to shares, and new parameters are gathered too."
         if same(theirs[0], 2 * psi * (size - 1) / size):
-            return "Within the group only its own ranks share the state: of Ψ a rank has one part of the group's."
+            return "Within the group both movements go around the ranks of the group, and not around all."
         if same(theirs[0], 2 * psi):
             return "A rank does not send its own part."
         return "Within the group there are two movements, as in stage 2 on as many ranks as the group has."

@@ -32,7 +32,7 @@ from zero_ref.simulator.traffic import BACKENDS
 STRATEGY_OF_STAGE = {0: "ddp", 1: "zero-even", 2: "zero-2", 3: "zero-3"}
 WIDTH, LAYERS = 512, 4
 OF_AGREEMENT = 1e-3
-"""Stage 2 also counts, in four bytes for each parameter, on how many ranks that had a gradient: it is less."""
+"""Stage 2 also sends four bytes for each parameter, to count on how many ranks that had a gradient."""
 
 
 @exercise("stages.volume", on_ranks=True)

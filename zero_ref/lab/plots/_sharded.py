@@ -1,4 +1,4 @@
-"""Gradients that go to shards: what a rank holds while backward runs, how they are sent, who shares with whom."""
+"""Gradients that go to shards: what a rank holds in backward, how they are sent, who shares with whom."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ def gradient_memory(
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} Ψ"))
+    ax.tick_params(axis="x", pad=10)  # 0% stands below 0 Ψ
     ax.set_xlabel("gradients that are computed")
     end_labels(ax, peaks, colours, lambda held: f"peak {held:.2f} Ψ")
     ax.set_title("Gradients on a rank during backward" + (", dashed: predicted" if predicted else ""))
@@ -105,7 +106,9 @@ def reductions_against_ranks(curves: Mapping[str, Mapping[int, float]], ax: Axes
 
 
 @in_style
-def hybrid_groups(world_size: int, shard_group: int, ax: Axes, *, within: str = "", between: str = "") -> Axes:
+def hybrid_groups(
+    world_size: int, shard_group: int, ax: Axes, *, within: str = "", between: str = ""
+) -> Axes:
     """Ranks in groups that share the state: a row for each group, a colour for each share.
 
     >>> from zero_ref.lab.plots import figure
@@ -169,10 +172,14 @@ def _rank(ax: Axes, rank: int, share: int, shares: int, top: float) -> None:
     colour = rank_colour(share, shares)
     left = share - WIDE / 2
     ax.add_patch(
-        Rectangle((left, top), WIDE, HIGH, facecolor=colour, edgecolor=PAPER, label=f"rank {rank}, share {share}")
+        Rectangle(
+            (left, top), WIDE, HIGH, facecolor=colour, edgecolor=PAPER, label=f"rank {rank}, share {share}"
+        )
     )
     words = [f"rank {rank}\nshare {share}", f"{rank}\n({share})", f"{rank}"]
-    label_box(ax, (left, top, left + WIDE, top + HIGH), words, color=text_colour_on(colour), fontsize=SMALL_PT)
+    label_box(
+        ax, (left, top, left + WIDE, top + HIGH), words, color=text_colour_on(colour), fontsize=SMALL_PT
+    )
 
 
 def _arrow(ax: Axes, x: float, start: float, stop: float) -> None:
