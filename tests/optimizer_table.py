@@ -269,7 +269,9 @@ def verdict(run: Callable[[], list[list[Snapshot]]], expected: list[Snapshot]) -
 
 def reason(error: BaseException) -> str:
     """The first statement of an error, of which a virtual rank's is the cause."""
-    text = re.sub(r"^rank \d+: ", "", str(error.__cause__ or error))
+    text = str(error.__cause__ or error)
+    # Where one rank fails, whichever notices first tells: the rank itself, or another of that rank's error.
+    text = re.sub(r"^(rank \d+: )?(rank \d+ could not [^:]*: \w+: )?(rank \d+: )?", "", text)
     # Several ranks may fail, and whichever is first names its own.
     text = re.sub(r"\b(parameter|rank) \d+", r"a \1", text)
     first = re.split(r"[.:;](?:\s|$)", text, maxsplit=1)[0]

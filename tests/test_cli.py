@@ -69,6 +69,9 @@ def test_plan_shows_the_operations_of_muon_beside_the_elements(capsys: pytest.Ca
     # 48 blocks, each with matrices of 1,600 x 4,800, 1,600 and 6,400 (twice); 5 iterations
     assert balanced["mean"] == 5 * 1600**3 * 48 * (14 + 6 + 18 + 18) / 64
     assert balanced["fullest"]["operations"] == balanced["lower_bound"] == balanced["mean"]
+    medium = ["--model", "gpt2-medium", "--partition", "balanced", *words[2:]]
+    two_on_a_rank = plan_json(capsys, *medium)["orthogonalization"]  # there are 96 matrices
+    assert two_on_a_rank["fullest"]["operations"] == two_on_a_rank["lower_bound"] > two_on_a_rank["mean"]
     greedy = plan_json(capsys, *words)["orthogonalization"]
     assert greedy["fullest"]["operations"] > 1.09 * balanced["mean"] == 1.09 * greedy["mean"]
     assert plan_json(capsys, *words[:4])["orthogonalization"] is None

@@ -54,6 +54,7 @@ def test_there_are_many_classes_and_every_difference_has_a_reason() -> None:
     for key, row in ROWS.items():
         assert bool(row.why) == any(verdict.startswith("different") for verdict in row.verdicts), key
         assert all(verdict.startswith(("equal", "refused: ", "different: ")) for verdict in row.verdicts), key
+        assert not any("could not" in verdict for verdict in row.verdicts), f"{key}: why not?"
 
 
 def test_the_page_says_what_was_run_and_how_it_is_run_again() -> None:
@@ -130,6 +131,10 @@ def test_what_a_class_raises_by_itself_is_raised() -> None:
     [
         (ValueError("rank 1: the lr is 0.1. Use another."), "the lr is 0.1"),
         (RuntimeError("they disagree: 1 and 2"), "they disagree"),
+        (
+            RuntimeError("rank 1: rank 0 could not save it: TypeError: it holds a dtype. Or so"),
+            "it holds a dtype",
+        ),
         (KeyError("slow"), "it lacks 'slow'"),
     ],
 )

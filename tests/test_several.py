@@ -15,6 +15,7 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import state_bytes
 from zero_ref.optimizer.several import SeveralOptimizers, split_state_dict
+from zero_ref.optimizer.shard import MASTER
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.rules import even, loads_under, newton_schulz_operations, plan_partition
 from zero_ref.simulator.ledger import state_bytes_of_rank
@@ -51,17 +52,25 @@ def fill(params: list[nn.Parameter], step: int) -> None:
 
 
 class Plain:
-    """The two plain optimizers that the one must be equal to."""
+    """The two plain optimizers that the one must be equal to.
+
+    They step `stepped`: copies in 32 bits of the 16-bit parameters, and the other parameters themselves.
+    """
 
     def __init__(self, params: list[nn.Parameter]) -> None:
-        groups = groups_of(params)
         self.params = params
+        self.stepped = [p if p.itemsize == 4 else nn.Parameter(p.detach().float()) for p in params]
+        groups = groups_of(self.stepped)
         self.muon = optim.Muon([{k: v for k, v in g.items() if k != "optimizer_class"} for g in groups[1:3]])
         self.adamw = optim.AdamW([groups[0], groups[3]], **ADAMW)
 
     def step(self) -> None:
+        for param, stepped in zip(self.params, self.stepped, strict=True):
+            stepped.grad = None if param.grad is None else param.grad.to(stepped.dtype)
         self.muon.step()
         self.adamw.step()
+        for param, stepped in zip(self.params, self.stepped, strict=True):
+            param.data.copy_(stepped.detach())
 
     def train(self, steps: range) -> Values:
         for step in steps:
@@ -202,7 +211,10 @@ def test_a_group_of_a_second_class_may_come_later(tmp_path: Path) -> None:
 def test_checkpoints_go_to_other_ranks_and_to_the_plain_optimizers(
     before: str, after: str, masters: bool, tmp_path: Path
 ) -> None:
-    """Saved at 4 ranks, loaded at 3 under another rule, sharded or whole, and at 1 in plain torch."""
+    """Saved at 4 ranks, loaded at 3 under another rule, sharded or whole, and at 1 in plain torch.
+
+    With masters, all but one of the parameters have 16 bits.
+    """
     options: dict[str, Any] = {"master_dtype": torch.float32} if masters else {}
 
     def begin() -> list[nn.Parameter]:
@@ -231,11 +243,7 @@ def test_checkpoints_go_to_other_ranks_and_to_the_plain_optimizers(
             optimizer.load_state_dict(state)
         return train(params, optimizer, range(3, 6))
 
-    def unsharded(comm: Collectives) -> Values:
-        params = begin()
-        return train(params, one_of(params, comm, **options), range(6))
-
-    (expected,) = virtual.run(unsharded, 1, timeout=180)
+    expected = Plain(begin()).train(range(6))
     values, state = virtual.run(save, 4, timeout=180)[0]
     torch.save(state, tmp_path / "whole.pt")
     state = torch.load(tmp_path / "whole.pt", weights_only=True)
@@ -243,21 +251,26 @@ def test_checkpoints_go_to_other_ranks_and_to_the_plain_optimizers(
         for given in (state, None):
             for trained in virtual.run(load, world_size, values, given, timeout=180):
                 assert all(map(torch.equal, trained, expected))
-    if masters:
-        return
-    plain = Plain(start())
-    assert all(map(torch.equal, expected, plain.train(range(6))))
-    for param, value in zip(plain.params, values, strict=True):
-        param.data.copy_(value)
+
     parts = split_state_dict(state)
     assert list(parts) == ["AdamW", "Muon"]
-    reference = Plain(start())
+    reference, fresh = Plain(begin()), Plain(begin())
     reference.train(range(3))
-    assert_state_dicts_equal(parts["AdamW"], reference.adamw.state_dict())
-    assert_state_dicts_equal(parts["Muon"], reference.muon.state_dict())
-    fresh = Plain(plain.params)
-    fresh.adamw.load_state_dict(parts["AdamW"])
-    fresh.muon.load_state_dict(parts["Muon"])
+    for param, value in zip(fresh.params, values, strict=True):
+        param.data.copy_(value)
+    for plain, goes_on in ((reference.adamw, fresh.adamw), (reference.muon, fresh.muon)):
+        part = parts[type(plain).__name__]
+        goes_on.load_state_dict(part)  # it keeps the masters, and has no use for them
+        without = {
+            number: {key: value for key, value in of_param.items() if key != MASTER}
+            for number, of_param in part["state"].items()
+        }
+        assert_state_dicts_equal({**part, "state": without}, plain.state_dict())
+        for stepped, of_param in goes_on.state.items():
+            assert (MASTER in of_param) != any(stepped is param for param in fresh.params)
+            if MASTER in of_param:
+                stepped.data.copy_(of_param[MASTER])
+    assert all(map(torch.equal, fresh.stepped, reference.stepped))
     assert all(map(torch.equal, fresh.train(range(3, 6)), expected))
 
 
@@ -335,13 +348,19 @@ def test_the_simulator_counts_the_state_of_both_classes(partition: str) -> None:
         assert measured == predicted > 0
 
 
-@pytest.mark.parametrize(("model", "ranks"), [("gpt2", 8), ("gpt2", 64), ("gpt2-xl", 8), ("gpt2-xl", 64)])
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("model", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
 def test_operations_of_muon_are_balanced(model: str, ranks: int) -> None:
-    """Under 1.05 times the lower bound: the mean, or the largest matrix, which one rank has to step."""
+    """Under 1.05 times the lower bound.
+
+    That is the mean, or the largest matrix, or the two smallest of one matrix more than there are ranks: two
+    of them have the same owner.
+    """
     params = matrices_whole(specs(shapes(model)))
     operations = loads_under("balanced", plan_partition("balanced", params, ranks), params)
-    largest = max(newton_schulz_operations(param) for param in params if param.whole)
-    assert max(operations) < 1.05 * max(sum(operations) / ranks, largest)
+    costs = sorted((newton_schulz_operations(param) for param in params if param.whole), reverse=True)
+    bound = max(sum(operations) / ranks, costs[0], sum(costs[ranks - 1 : ranks + 1]))
+    assert max(operations) < 1.05 * bound
 
 
 def test_elements_are_level_beside_whole_matrices() -> None:

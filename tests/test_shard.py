@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.optimizer.shard import MASTER
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.rules import equal_shares
 from zero_ref.state.sharded import load_sharded, save_sharded
 
 SHAPES = [(64, 32), (32,), (48, 16), (301,), ()]
@@ -155,6 +157,71 @@ def test_a_checkpoint_without_copies_starts_them_from_the_parameters() -> None:
 
     for copies, rounded in virtual.run(on_rank, 2, timeout=180):
         assert_equal(copies, rounded)
+
+
+@pytest.mark.parametrize("optimizer_class", [optim.AdamW, optim.SGD])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_run_of_32_bits_goes_on_in_16_bits_with_masters_and_back(
+    rounding: str, optimizer_class: Any, tmp_path: Path
+) -> None:
+    """The masters begin with the 32-bit values, and 32-bit parameters begin with the masters."""
+    lr = 1e-3 if optimizer_class is optim.AdamW else 0.1
+    masters = {"master_dtype": torch.float32, "rounding": rounding, "rounding_seed": 7}
+
+    def wide() -> list[nn.Parameter]:
+        return [nn.Parameter(param.detach().float()) for param in start()]
+
+    def save(comm: Collectives) -> tuple[Values, dict[str, Any]]:
+        params = wide()
+        optimizer = ZeroRedundancyOptimizer(params, optimizer_class, comm, partition="even", lr=lr)
+        values = train(params, optimizer, range(3))
+        save_sharded(optimizer, tmp_path / "32")
+        optimizer.consolidate_state_dict("all")
+        return values, optimizer.state_dict()
+
+    def go_on(comm: Collectives, state: Any) -> Values:
+        params = start()
+        optimizer = ZeroRedundancyOptimizer(params, optimizer_class, comm, lr=lr, **masters)
+        if state is None:
+            load_sharded(optimizer, tmp_path / "32")
+        else:
+            for param, value in zip(params, values, strict=True):
+                param.data.copy_(value)
+            optimizer.load_state_dict(state)
+        trained = [value for step in range(3, 6) for value in train(params, optimizer, range(step, step + 1))]
+        save_sharded(optimizer, tmp_path / "16")
+        return trained
+
+    def back(comm: Collectives) -> Values:
+        params = wide()
+        optimizer = ZeroRedundancyOptimizer(params, optimizer_class, comm, partition="even", lr=lr)
+        load_sharded(optimizer, tmp_path / "16")
+        return train(params, optimizer, range(6, 8))
+
+    values, state = virtual.run(save, 4, timeout=180)[0]
+    for number, value in enumerate(values):
+        if DTYPES[number] != torch.float32:
+            state["state"].setdefault(number, {})[MASTER] = value  # what a user may write into a whole state
+    params = start()
+    plain = OnMasters(params, optimizer_class, rounding, lr=lr)
+    for param, value in zip(params, values, strict=True):
+        param.data.copy_(value)
+    plain.load_state_dict(deepcopy(state))  # it keeps the step counters themselves
+    expected: Values = []
+    for step in range(3, 6):
+        fill(params, step)
+        plain.step()
+        expected += [param.detach().clone() for param in params]
+    for given in (state, None):
+        for trained in virtual.run(go_on, 3, given, timeout=180):
+            assert_equal(trained, expected)
+
+    copies = [copy for _, copy in plain.pairs]
+    for step in range(6, 8):
+        fill(copies, step)
+        plain.optim.step()
+    for trained in virtual.run(back, 2, timeout=180):
+        assert_equal(trained, [copy.detach() for copy in copies])
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -376,7 +443,7 @@ def test_masters_equal_the_unsharded_loop_whatever_the_partition(name: str, roun
         shapes = [(64, 32), (8, 24), (48, 16), (301, 5)]
         return [nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in shapes]
 
-    def on_rank(comm: Collectives, partition: str, flat: bool) -> Values:
+    def on_rank(comm: Collectives, partition: Any, flat: bool) -> Values:
         params = begin()
         optimizer = ZeroRedundancyOptimizer(
             params, optimizer_class, comm, flat, partition=partition, master_dtype=torch.float32,
@@ -391,7 +458,8 @@ def test_masters_equal_the_unsharded_loop_whatever_the_partition(name: str, roun
         fill(params, step)
         plain.step()
         expected += [param.detach().clone() for param in params]
-    for partition in ("sorted_greedy", "registration_greedy", "even", "balanced"):
+    shares = partial(equal_shares, range_numel=1000)
+    for partition in ("sorted_greedy", "registration_greedy", "even", "balanced", shares):
         for flat in (False, True):
             for world_size in (1, 2, 4):
                 for values in virtual.run(on_rank, world_size, partition, flat, timeout=180):

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import filled, sum_in_rank_order
 
@@ -165,6 +167,31 @@ def test_training_equals_a_plain_loop(partition: Any, flat: bool, world_size: in
     assert_equal(run(world_size, 4, make), expected(world_size, 4, adamw))
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("partition", ["sorted_greedy", SHARES])
+def test_kept_memory_is_used_again(partition: Any, world_size: int) -> None:
+    def make(model: nn.Module, comm: Collectives) -> Any:
+        return ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, partition=partition, **ADAMW)
+
+    kept = run(world_size, 4, make, skipping, keep_memory=True)
+    assert_equal(kept, expected(world_size, 4, adamw, skipping))
+
+    def addresses(comm: Collectives) -> list[set[int]]:
+        model = Tied()
+        optimizer = make(model, comm)
+        sharded = ShardedDataParallel(model, optimizer, broadcast_buffers=False, keep_memory=True)
+        found = []
+        for step in range(3):
+            sharded(data(comm.rank, step)).backward()
+            found.append({flat.data_ptr() for flat in optimizer.backward.gradients.flats.values()})
+            optimizer.zero_grad()
+        return found
+
+    for first, *others in virtual.run(addresses, world_size, timeout=180):
+        assert first
+        assert others == [first, first]
+
+
 @pytest.mark.parametrize("partition", ["sorted_greedy", "balanced", SHARES])
 def test_other_optimizers(partition: Any) -> None:
     def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -228,12 +255,15 @@ def owned_gradients(zero: ZeroRedundancyOptimizer) -> dict[Slice, torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("keep_memory", [False, True])
 @pytest.mark.parametrize("partition", ["sorted_greedy", "even", SHARES])
-def test_several_backwards_add_up_in_the_shard(partition: Any) -> None:
+def test_several_backwards_add_up_in_the_shard(partition: Any, keep_memory: bool) -> None:
     def on_rank(comm: Collectives) -> list[dict[Slice, torch.Tensor]]:
         model = Tied()
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, partition=partition, lr=0.1)
-        sharded = ShardedDataParallel(model, optimizer, reduce_buffer_size=CAP, broadcast_buffers=False)
+        sharded = ShardedDataParallel(
+            model, optimizer, reduce_buffer_size=CAP, broadcast_buffers=False, keep_memory=keep_memory
+        )
         gradients = []
         for batch in range(3):  # without zero_grad, and a step in between
             sharded(data(comm.rank, batch)).backward()
@@ -823,3 +853,80 @@ def masters_follow() -> list[float]:
 @pytest.mark.ranks
 def test_start_values_reach_the_masters() -> None:
     assert ranks.run(masters_follow, 2, timeout=180) == [[5.0] * 4] * 2
+
+
+# ----------------------------------------------------------------------------------------- groups of ranks
+
+
+SMOOTH = ADAMW | {"eps": 1e-3}
+"""A bias before a norm has a gradient of rounding errors, which Adam would divide by its own size."""
+
+
+def trained_in_groups(partition: Any, shard: int, **options: Any) -> tuple[Values, int, int]:
+    """Parameters after three updates, and the elements that this rank's state and gradients have."""
+    replicas = dist.get_world_size() // shard
+    mesh = init_device_mesh("cpu", (replicas, shard), mesh_dim_names=("replicas", "shard"))
+    model = Tied()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optim.AdamW, mesh["shard"], True, partition=partition, **SMOOTH
+    )
+    sharded = ShardedDataParallel(
+        model,
+        optimizer,
+        reduce_buffer_size=CAP,
+        broadcast_buffers=False,
+        replicas=mesh["replicas"],
+        **options,
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        for loss in skipping(sharded, dist.get_rank(), step):
+            loss.backward()
+        clip_grad_norm_(optimizer, 0.5)
+        optimizer.step()
+    moments = sum(state["exp_avg"].numel() for state in optimizer.optim.state.values())
+    gradients = sum(flat.numel() for flat in optimizer.backward.gradients.flats.values())
+    return values_of(model), moments, gradients
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shard", [1, 2, 4])
+def test_groups_share_the_state_and_average_their_shares(shard: int) -> None:
+    def plain() -> Values:
+        model = Tied()
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = optim.AdamW(model.parameters(), **SMOOTH)
+        for step in range(3):
+            optimizer.zero_grad()
+            for loss in skipping(ddp, dist.get_rank(), step):
+                loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        return values_of(model)
+
+    numel = sum(param.numel() for param in Tied().parameters()) - 5  # `never` has no gradient, and no state
+    reference = ranks.run(plain, 4, timeout=180)[0]
+    for partition, options in (("even", {}), (SHARES, {}), (SHARES, {"keep_memory": True})):
+        of_ranks = ranks.run(trained_in_groups, 4, partition, shard, timeout=180, **options)
+        for values, moments, _ in of_ranks:
+            assert all(map(torch.equal, values, of_ranks[0][0]))
+            assert moments < numel / shard + 300
+        assert sum(moments for _, moments, _ in of_ranks) == numel * 4 // shard
+        for ours, theirs in zip(of_ranks[0][0], reference, strict=True):
+            # The sums of four are in another order.
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ranks
+def test_replicas_that_differ_are_refused_on_all_ranks() -> None:
+    def on_rank() -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
+        model = nn.Linear(4, 4)
+        rate = 0.1 if mesh["replicas"].get_local_rank() == 0 else 0.2
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, mesh["shard"], lr=rate)
+        with pytest.raises(ValueError, match="train replicas of a model") as caught:
+            ShardedDataParallel(model, zero, replicas=mesh["replicas"])
+        return str(caught.value)
+
+    for message in ranks.run(on_rank, 4, timeout=180):
+        assert "lr" in message

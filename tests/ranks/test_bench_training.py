@@ -9,7 +9,7 @@ import torch
 from torch.optim import AdamW
 
 from zero_ref.bench import contenders, starts as starts_module, training
-from zero_ref.bench.contenders import IN_FORWARD, OWN_HOOKS, SETS, SHARES, Set, chain
+from zero_ref.bench.contenders import OWN_HOOKS, OWN_HOOKS_BEST, SETS, SHARES, Set, chain
 from zero_ref.bench.results import SuiteResult
 from zero_ref.bench.starts import Outcome, starts
 from zero_ref.bench.training import TO_OWNERS, Way, WithGiven
@@ -71,7 +71,7 @@ def test_everybody_takes_part(suite: str, of_suite: dict[str, SuiteResult]) -> N
     fairscale = {"fairscale", "fairscale, fused"} if contenders.fairscale_optimizer() else set()
     peers = {"torch", "torch, best", "ddp", "ddp, fused"} | fairscale
     ours = {"zero_ref, best", TO_OWNERS, *(f"{TO_OWNERS}, {how}" for how in HOWS)}
-    ours |= {OWN_HOOKS, f"{OWN_HOOKS}, even", SHARES, IN_FORWARD}
+    ours |= {OWN_HOOKS, f"{OWN_HOOKS}, even", SHARES, OWN_HOOKS_BEST}
     taking_part = {name for name in of_suite[suite].taken if not name.startswith("limit: ")}
     assert taking_part == peers | ours | ({"fsdp2"} if suite == "iteration" else set())
     assert all(len(taken.wall_ms) == 1 for taken in of_suite[suite].taken.values())

@@ -14,6 +14,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer, lr_scheduler
 from training import (
     NEVER_S,
+    OnMasters,
     Snapshot,
     Tangle,
     assert_same,
@@ -40,6 +42,7 @@ from zero_ref.clip import clip_grad_norm_
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording, recording_distributed
 from zero_ref.lab.ranks import RankError, run, shutdown
+from zero_ref.optimizer.several import SeveralOptimizers
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 
@@ -119,6 +122,7 @@ class Case:
     calls_step: bool = True
     zero_grad_first: bool = True
     group: Any = None
+    unsharded_class: Any = None  # of the reference, where it is another one
 
 
 @dataclass
@@ -156,7 +160,7 @@ def train(case: Case, sharded: bool) -> Outcome:
         if case.hook is not None:
             ddp.register_comm_hook(None, case.hook(ddp, optimizer))
     else:
-        optimizer = case.optimizer_class(case.groups(ddp), **options)
+        optimizer = (case.unsharded_class or case.optimizer_class)(case.groups(ddp), **options)
         if case.plain_hook is not None:
             ddp.register_comm_hook(None, case.plain_hook)
     scheduler = case.schedule(optimizer) if case.schedule else None
@@ -241,6 +245,50 @@ MOMENTUM = {"optimizer_class": optim.SGD, "options": {"lr": 0.1, "momentum": 0.9
 def test_parameters_and_state_are_those_of_the_plain_optimizer(epochs: Epochs) -> None:
     assert_as_plain(
         {f"{way}, {mode}": Case(epochs, zero=mode, **way) for way in ({}, MOMENTUM) for mode in MODES}
+    )
+
+
+def in_16_bits() -> nn.Module:
+    return Tangle().bfloat16()
+
+
+def muon_beside_adamw(ddp: Any) -> Any:
+    params = dict(ddp.module.named_parameters())
+    matrices = [params.pop("up.weight"), params.pop("down.weight")]
+    return [
+        {"params": list(params.values())},
+        {"params": matrices, "optimizer_class": optim.Muon, "lr": 0.02},
+    ]
+
+
+def as_one_optimizer(groups: Any, **options: Any) -> SeveralOptimizers:
+    return SeveralOptimizers(groups, optim.AdamW, **options)
+
+
+def test_masters_and_two_classes() -> None:
+    masters = {"master_dtype": torch.float32}
+    kinds: dict[str, dict[str, Any]] = {
+        "masters": {
+            "make_model": in_16_bits,
+            "unsharded_class": partial(OnMasters, optimizer_class=optim.AdamW),
+        },
+        "two classes": {"groups": muon_beside_adamw, "unsharded_class": as_one_optimizer},
+        "masters of two classes": {
+            "make_model": in_16_bits,
+            "groups": muon_beside_adamw,
+            "unsharded_class": partial(OnMasters, optimizer_class=as_one_optimizer),
+        },
+    }
+    assert_as_plain(
+        {
+            f"{name}, {mode}, {hook}": Case(
+                [(1, 3), (4, 2)], zero=mode | (masters if "make_model" in kind else {}), hook=hook, **kind
+            )
+            for name, kind in kinds.items()
+            for mode in MODES
+            for hook in (None, to_owners)
+        },
+        timeout=60,
     )
 
 

@@ -39,6 +39,7 @@ from training import (
     all_parameters,
     assert_same,
     assert_state_dicts_equal,
+    filled,
     loss_on_own_data,
     snapshot,
     sum_in_rank_order,
@@ -46,15 +47,17 @@ from training import (
 
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
+from zero_ref.clip import clip_grad_norm_
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording_all_reduce
 from zero_ref.lab.ranks import RankError, run, shutdown
+from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.groups import specs_of
-from zero_ref.optimizer.rounding import ROUNDINGS
+from zero_ref.optimizer.several import SeveralOptimizers
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import Partition
-from zero_ref.plan.rules import bucket_round_robin, bucket_threshold, from_lists
+from zero_ref.plan.rules import bucket_round_robin, bucket_threshold, equal_shares, from_lists
 from zero_ref.simulator.schedule import calls_of_rank
 
 pytestmark = pytest.mark.ranks
@@ -588,45 +591,165 @@ def rounded_broadcasts() -> None:
         assert not all(torch.equal(a, b) for a, b in zip(ours[-1], exact[-1], strict=True))
 
 
-def masters_of_16_bits() -> int:
+ON_MASTERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (optim.AdamW, {"lr": 1e-3}),
+    "SGD": (optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    "Adafactor": (optim.Adafactor, {"lr": 1e-2}),
+    "Muon": (optim.Muon, {"lr": 1e-3}),
+}
+SHARES = partial(equal_shares, range_numel=500)
+IN_16: list[torch.dtype] = [torch.bfloat16] * 3 + [torch.float16]
+
+
+def masters_of_16_bits(name: str) -> int:
     """With the update after backward and within, gradients everywhere and on owners only."""
-    whole, cut = [("sorted_greedy", False), ("registration_greedy", True)], [("even", False), ("even", True)]
-    kinds: list[tuple[Any, dict[str, Any], Any]] = [
-        (optim.AdamW, {"lr": 1e-3}, whole + cut),
-        (optim.SGD, {"lr": 1e-2, "momentum": 0.9}, whole + cut),
-        (optim.Adafactor, {"lr": 1e-2}, whole),
-        (optim.Muon, {"lr": 1e-3}, whole),
+    optimizer_class, options = ON_MASTERS[name]
+    rules = [
+        "sorted_greedy",
+        "registration_greedy",
+        "even",
+        SHARES if is_elementwise(optimizer_class) else "balanced",
     ]
-    jobs = []
-    for (optimizer_class, options, partitions), rounding in itertools.product(kinds, ROUNDINGS):
-        for partition, flat in partitions:
-            jobs += [
-                Job(
-                    way,
-                    reduction,
-                    None,
-                    optimizer_class,
-                    options,
-                    make_model=Matrices,
-                    loss=loss_of_stack,
-                    ddp={"bucket_cap_mb": 0.0002},
-                    zero={
-                        "partition": partition,
-                        "parameters_as_bucket_view": flat,
-                        "master_dtype": torch.float32,
-                        "rounding": rounding,
-                        "rounding_seed": 7,
-                    },
-                    unsharded_class=partial(OnMasters, optimizer_class=optimizer_class, rounding=rounding),
-                )
-                for way, reduction in itertools.product([None, *BOTH_WAYS], BOTH_REDUCTIONS)
-            ]
-    return assert_equals_plain(*jobs)
+    modes = [(rule, flat, "nearest") for rule, flat in itertools.product(rules, (False, True))]
+    modes += [("sorted_greedy", True, "stochastic"), ("even", False, "stochastic")]
+    for rule in rules:
+        cuts = rule in ("even", SHARES) and is_elementwise(optimizer_class) and dist.get_world_size() > 1
+        zero = ZeroRedundancyOptimizer(Matrices(*IN_16).parameters(), optimizer_class, partition=rule)
+        assert zero.partition.is_whole != cuts
+    return assert_equals_plain(
+        *(
+            Job(
+                way,
+                reduction,
+                None,
+                optimizer_class,
+                options,
+                make_model=partial(Matrices, *IN_16),
+                loss=loss_of_stack,
+                ddp={"bucket_cap_mb": 0.0002},
+                steps=3,
+                zero={
+                    "partition": partition,
+                    "parameters_as_bucket_view": flat,
+                    "master_dtype": torch.float32,
+                    "rounding": rounding,
+                    "rounding_seed": 7,
+                },
+                unsharded_class=partial(OnMasters, optimizer_class=optimizer_class, rounding=rounding),
+            )
+            for partition, flat, rounding in modes
+            for way, reduction in itertools.product([None, *BOTH_WAYS], BOTH_REDUCTIONS)
+        )
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_masters_equal_a_loop_that_keeps_them_whole(world_size: int) -> None:
-    assert run(masters_of_16_bits, world_size, timeout=120) == [2 * (4 + 4 + 2 + 2) * 6] * world_size
+@pytest.mark.parametrize("name", ON_MASTERS)
+def test_masters_equal_a_loop_that_keeps_them_whole(name: str, world_size: int) -> None:
+    assert run(masters_of_16_bits, world_size, name, timeout=120) == [(8 + 2) * 6] * world_size
+
+
+def muon_beside_adamw(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    matrices = {"params": params[:2], "optimizer_class": optim.Muon, "lr": 0.02}
+    return [matrices, {"params": params[2:]}]
+
+
+class MuonAndAdamW:
+    """The two plain optimizers."""
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        matrices, others = groups
+        self.optimizers = optim.AdamW([others], **options), optim.Muon(matrices["params"], lr=matrices["lr"])
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def as_one_optimizer(groups: list[dict[str, Any]], **options: Any) -> SeveralOptimizers:
+    return SeveralOptimizers(groups, optim.AdamW, **options)
+
+
+def two_classes() -> int:
+    """Each class with the update after backward and within, gradients everywhere and on owners only."""
+    masters = {"master_dtype": torch.float32}
+    groups = muon_beside_adamw(Matrices(*IN_16))
+    assert not ZeroRedundancyOptimizer(groups, optim.AdamW, partition="even").partition.is_whole
+    return assert_equals_plain(
+        *(
+            Job(
+                way,
+                reduction,
+                groups=muon_beside_adamw,
+                make_model=partial(Matrices, *dtypes),
+                loss=loss_of_stack,
+                ddp={"bucket_cap_mb": 0.0002},
+                zero={"partition": partition, "parameters_as_bucket_view": flat, **options},
+                unsharded_class=unsharded,
+            )
+            for dtypes, options, unsharded in (
+                ([torch.float32] * 4, {}, MuonAndAdamW),
+                (IN_16, masters, partial(OnMasters, optimizer_class=as_one_optimizer)),
+            )
+            for partition, flat in (("sorted_greedy", False), ("even", True), ("balanced", False))
+            for way, reduction in itertools.product([None, *BOTH_WAYS], BOTH_REDUCTIONS)
+        )
+    )
+
+
+def clipped(job: Job, ddp: Any, optimizer: Any) -> Iterator[None]:
+    for step in range(job.steps):
+        optimizer.zero_grad()
+        job.loss(ddp, dist.get_rank(), step).backward()
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            total = clip_grad_norm_(optimizer, 0.01)
+        else:
+            total = nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+        assert total > 0.01
+        optimizer.step()
+        yield
+
+
+def clipped_jobs() -> int:
+    """Of whole parameters, whose norms are added up as torch adds them up."""
+    masters = {"master_dtype": torch.float32}
+    kinds: list[dict[str, Any]] = [
+        {"zero": masters, "unsharded_class": partial(OnMasters, optimizer_class=optim.AdamW)},
+        {"groups": muon_beside_adamw, "unsharded_class": MuonAndAdamW},
+        {
+            "groups": muon_beside_adamw,
+            "zero": masters,
+            "unsharded_class": partial(OnMasters, optimizer_class=as_one_optimizer),
+        },
+    ]
+    return assert_equals_plain(
+        *(
+            Job(
+                None,
+                reduction,
+                make_model=partial(Matrices, *(IN_16 if "zero" in kind else [torch.float32] * 4)),
+                loss=loss_of_stack,
+                loop=clipped,
+                **kind,
+            )
+            for kind, reduction in itertools.product(kinds, BOTH_REDUCTIONS)
+        )
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_masters_and_two_classes_are_clipped_as_the_plain_optimizers(world_size: int) -> None:
+    assert run(clipped_jobs, world_size) == [3 * 2] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_two_classes_in_one_equal_the_plain_optimizers(world_size: int) -> None:
+    assert run(two_classes, world_size, timeout=120) == [2 * 3 * 6] * world_size
 
 
 def test_parameters_sent_in_half_precision() -> None:
@@ -655,12 +778,15 @@ class Stack(nn.Module):
 
 
 class Matrices(Stack):
-    """Weights of 16 bits without biases, which Muon takes, too."""
+    """Weights without biases, which Muon takes, too. Those of each dtype can be cut for 2 and for 4 ranks."""
 
-    def __init__(self) -> None:
-        super().__init__(*[torch.bfloat16] * 3, torch.float16)
-        for layer in self.layers:
-            layer.bias = None
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        sizes = itertools.pairwise([8, 24, 24, 16, 8])
+        self.layers = nn.ModuleList(
+            nn.Linear(*pair, bias=False, dtype=dtype) for pair, dtype in zip(sizes, dtypes, strict=True)
+        )
+        filled(self)
 
 
 class Checkpointed(Stack):

@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from test_overlap import (
     SMALL_BUCKETS,
     Branches,
     Job,
+    Matrices,
     Small,
     Sparse,
     accumulating,
@@ -30,6 +32,7 @@ from test_overlap import (
     loss_of_branches,
     loss_of_small,
     loss_of_sparse,
+    loss_of_stack,
     made,
     noting_buckets,
     two_groups,
@@ -38,7 +41,7 @@ from test_overlap import (
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
-from training import Tangle, assert_same, loss_on_own_data, snapshot
+from training import OnMasters, Tangle, assert_same, loss_on_own_data, snapshot
 
 from zero_ref.backward.reduction import ToOwners, gradients_in, reduce_to_owners
 from zero_ref.clip import clip_grad_norm_, get_total_norm
@@ -340,9 +343,17 @@ def scaled() -> list[Any]:
     unused = replace(
         job, make_model=Branches, loss=loss_of_branches, ddp=SMALL_BUCKETS | {"find_unused_parameters": True}
     )
+    masters = replace(
+        job, make_model=partial(Matrices, *[torch.bfloat16] * 4), loss=loss_of_stack,
+        ddp={"bucket_cap_mb": 0.0002}, unsharded_class=partial(OnMasters, optimizer_class=optim.Adam),
+    )  # fmt: skip
     assert_equals_plain(
         *(replace(job, zero={"partition": p}) for p in ("sorted_greedy", "even", all_to_rank_0)),
         *(replace(unused, zero={"partition": p}) for p in ("sorted_greedy", unused_by_its_owner)),
+        *(
+            replace(masters, reduction=r, zero={"partition": p, "master_dtype": torch.float32})
+            for r, p in itertools.product((SCALED, allreduce_hook), ("sorted_greedy", "even"))
+        ),
     )
     owner_of_param = made(None, OWNERS)[1].partition.owner_of_param
     return [owner_of_param[0], owner_of_param[INFINITE]]

@@ -24,9 +24,14 @@ CHUNK_NUMEL = 2**16
 
 
 class Memory:
-    """Flat tensors that buckets use in turn."""
+    """Flat tensors that buckets use in turn.
 
-    def __init__(self) -> None:
+    Args:
+        keeps: they stay when a backward is over, and so do the gradients that buckets have made.
+    """
+
+    def __init__(self, keeps: bool = False) -> None:
+        self.keeps = keeps
         self._free: list[torch.Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -44,8 +49,9 @@ class Memory:
         self._free += tensors
 
     def release(self) -> None:
-        """Free all that is not in use."""
-        self._free.clear()
+        """A backward is over: free all that is not in use."""
+        if not self.keeps:
+            self._free.clear()
 
 
 @dataclass(eq=False)
@@ -76,6 +82,7 @@ class GradientBucket:
     missing: set[int] = field(default_factory=set)
     sent: bool = False
     gradient: torch.Tensor | None = None
+    _kept: torch.Tensor | None = None
     _work: PendingCall | None = None
     _part: torch.Tensor | None = None
 
@@ -128,7 +135,7 @@ class GradientBucket:
         if self.is_native:
             # Divided before the sum: float16 could overflow.
             flat = tensors[0][: self.plan.numel].mul_(1 / comm.world_size)
-            self._received = {comm.rank: flat.new_empty(self.own_numel)}
+            self._received = {comm.rank: self._result(flat.device)}
             self._work = comm.reduce_shares(flat, self._received[comm.rank])
             return
         peers = [peer for peer in range(comm.world_size) if peer != comm.rank]
@@ -169,6 +176,7 @@ class GradientBucket:
             self.gradient = part.to(next(iter(self.params.values())).dtype)
         elif part is not None and self.gradient is not None:
             self.gradient.add_(part)
+            self.memory.give_back([part])
 
     def wait(self) -> None:
         """Complete the reduction."""
@@ -179,16 +187,25 @@ class GradientBucket:
         """Memory for what a peer sends. The average is computed where the first of them has sent its part."""
         rank, wire = self.comm.rank, self.comm.wire_device
         if peer == (1 if rank == 0 else 0):
-            return torch.empty(self.own_numel, dtype=self.dtype, device=wire)
+            return self._result(wire)
         return self.memory.take(self.own_numel, self.dtype, wire)
+
+    def _result(self, device: torch.device) -> torch.Tensor:
+        """Memory for this rank's part, which becomes its gradient."""
+        if not self.memory.keeps:
+            return torch.empty(self.own_numel, dtype=self.dtype, device=device)
+        if self._kept is None:
+            self._kept = torch.empty(self.own_numel, dtype=self.dtype, device=device)
+        elif self.gradient is not None and self.gradient.data_ptr() == self._kept.data_ptr():
+            # What is kept has the gradient of earlier backwards, to which this one is added.
+            return self.memory.take(self.own_numel, self.dtype, device)[: self.own_numel]
+        return self._kept
 
     def _averaged(self) -> torch.Tensor:
         rank, device = self.comm.rank, self._device
         received = {peer: part[: self.own_numel].to(device) for peer, part in self._received.items()}
         first = min(received, default=rank)
-        average = (
-            torch.empty(self.own_numel, dtype=self.dtype, device=device) if first == rank else received[first]
-        )
+        average = self._result(device) if first == rank else received[first]
         for cut in self._cuts[rank]:
             mine = self._tensors[cut.tensor]
             assert mine is not None

@@ -38,7 +38,7 @@ class ShardReduction:
             shares of a range, that is a bucket.
         dtype: of what is sent; None for the parameters' own.
         scaled, may_change: as `reduce_to_owners`.
-        replicas: as `ShardedDataParallel`.
+        replicas, keep_memory: as `ShardedDataParallel`.
     """
 
     def __init__(
@@ -49,12 +49,13 @@ class ShardReduction:
         scaled: bool,
         may_change: bool,
         replicas: Collectives | None,
+        keep_memory: bool,
     ) -> None:
         self.zero, self.cap, self.dtype, self.replicas = zero, max(cap, 1), dtype, replicas
         self.scaled, self.may_change = scaled, may_change
         self.buckets: list[GradientBucket] = []
         self.bucket_of: dict[int, GradientBucket] = {}
-        self._memory = Memory()
+        self._memory = Memory(keep_memory)
         self._before: set[Slice] = set()
         self._unused: set[int] = set()
         self._open = False
@@ -267,6 +268,9 @@ class ShardedDataParallel(nn.Module):
             `requires_grad` is seen by itself.
         reduce_fp16: send gradients as float16.
         scaled, may_change: as `reduce_to_owners`.
+        keep_memory: keep the memory of this rank's gradients, and of two buckets, from one backward to the
+            next. On a CPU new memory for them takes longer than the update. After `zero_grad`, a gradient
+            that you hold is then overwritten, as under DDP's `gradient_as_bucket_view`.
         replicas: the ranks that own the same slices in other groups, if the optimizers' group is one of
             several that train together (hybrid sharding): a process group, or a DeviceMesh of one dimension.
             Shares are averaged over it, so that gradients travel whole within a group, and a share between.
@@ -302,6 +306,7 @@ class ShardedDataParallel(nn.Module):
         scaled: bool = False,
         may_change: bool = False,
         gather_in_forward: bool = False,
+        keep_memory: bool = False,
         replicas: dist.ProcessGroup | DeviceMesh | Collectives | None = None,
     ) -> None:
         super().__init__()
@@ -315,7 +320,7 @@ class ShardedDataParallel(nn.Module):
         dtype = torch.float16 if reduce_fp16 else None
         self.replicas = None if replicas is None else as_collectives(replicas)
         self._reductions = [
-            ShardReduction(zero, reduce_buffer_size, dtype, scaled, may_change, self.replicas)
+            ShardReduction(zero, reduce_buffer_size, dtype, scaled, may_change, self.replicas, keep_memory)
             for zero in self.sharded_optimizers
         ]
         self._task, self._in_backward, self._syncing = -1, False, True

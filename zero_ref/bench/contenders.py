@@ -31,13 +31,13 @@ PLAIN, REFERENCE = "ddp", "ddp, fused"
 MASTERS = "zero_ref, masters"
 OWN_HOOKS = "zero_ref, ShardedDataParallel"
 SHARES = f"{OWN_HOOKS}, equal shares"
-IN_FORWARD = f"{SHARES}, in forward"
+OWN_HOOKS_BEST = f"{OWN_HOOKS}, best"
 
 OURS_IN = {
     "step": OURS,
     "masters": MASTERS,
-    "sync": TO_OWNERS,
-    "iteration": TO_OWNERS,
+    "sync": OWN_HOOKS_BEST,
+    "iteration": OWN_HOOKS_BEST,
     "consolidate": "zero_ref: consolidate",
     "load": f"{OURS}: load",
     "construction": OURS,

@@ -25,9 +25,9 @@ from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.bench import contenders
 from zero_ref.bench.contenders import (
-    IN_FORWARD,
     OURS,
     OWN_HOOKS,
+    OWN_HOOKS_BEST,
     REFERENCE,
     SETS,
     SHARES,
@@ -99,7 +99,9 @@ def ways() -> dict[str, Way]:
         OWN_HOOKS: Way(makes[OURS], own_hooks={}),
         f"{OWN_HOOKS}, even": Way(makes[contenders.EVEN], own_hooks={}),
         SHARES: Way(makes[contenders.EQUAL], own_hooks={}),
-        IN_FORWARD: Way(makes[contenders.EQUAL], own_hooks={"gather_in_forward": True}),
+        OWN_HOOKS_BEST: Way(
+            makes[contenders.EQUAL], own_hooks={"gather_in_forward": True, "keep_memory": True}
+        ),
         f"{TO_OWNERS}, overlapped": overlapped(hook_with_zero_step),
         f"{TO_OWNERS}, interleaved": overlapped(hook_with_zero_step_interleaved),
     }

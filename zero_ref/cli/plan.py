@@ -114,14 +114,15 @@ def plan_of(model: str, ranks: int, partition: str, dtype: str, optimizer: str) 
 
 def _operations(owned: Partition, params: Sequence[ParamSpec]) -> dict[str, Any]:
     """The floating-point operations of Muon's step on each rank, and the least that the fullest can have."""
-    loads = loads_under("balanced", owned, params)
-    largest = max((newton_schulz_operations(param) for param in params if param.whole), default=0)
-    mean = sum(loads) / len(loads)
+    loads, ranks = loads_under("balanced", owned, params), owned.world_size
+    costs = sorted((newton_schulz_operations(param) for param in params if param.whole), reverse=True)
+    mean = sum(loads) / ranks
     return {
         "fullest": {"rank": loads.index(max(loads)), "operations": max(loads)},
         "emptiest": {"rank": loads.index(min(loads)), "operations": min(loads)},
         "mean": mean,
-        "lower_bound": max(mean, largest),  # a matrix is not divided
+        # A matrix is not divided, and of one matrix more than there are ranks, two have the same owner.
+        "lower_bound": max([mean, *costs[:1], sum(costs[ranks - 1 : ranks + 1])]),
         "operations_of_rank": loads,
     }
 

@@ -126,9 +126,9 @@ class BehindAStep(Observed):
 
 def _without_ddp(recipe: Recipe, model: nn.Module, learning_rate: float) -> Trainable:
     replicas, group = None, None
-    if recipe.shard_group is not None:
-        world_size = dist.get_world_size()
-        shape = world_size // recipe.group_of(world_size), recipe.shard_group
+    world_size = dist.get_world_size()
+    if (sharing := recipe.group_of(world_size)) < world_size:
+        shape = world_size // sharing, sharing
         mesh = init_device_mesh(ranks.device().type, shape, mesh_dim_names=("replicas", "shard"))
         replicas, group = mesh["replicas"].get_group(), mesh["shard"].get_group()
     optimizer = make_optimizer(recipe, model, learning_rate, group)

@@ -201,7 +201,7 @@ def equal_shares(
     world_size: int,
     *,
     loads: Sequence[float] | None = None,
-    range_numel: int = 2**20,
+    range_numel: int = 2**22,
 ) -> Partition:
     """Lay parameters in ranges, the last ones first, and cut each range into `world_size` equal shares.
 

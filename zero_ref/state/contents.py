@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zero_ref.optimizer.buckets import flat_like, flat_view
 from zero_ref.optimizer.groups import dtype_name
-from zero_ref.optimizer.shard import OwnedSlice
+from zero_ref.optimizer.rounding import Masters
+from zero_ref.optimizer.shard import MASTER, OwnedSlice
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.state import checkpoint, subclasses
 from zero_ref.state.checkpoint import Entry, dtype_of
@@ -237,6 +238,24 @@ class LoadedShard:
         reader.load(self._slices, contents.metadata)
         for flat, whole, own in self._reordered:
             flat.copy_(flat_like(whole, own.param)[own.piece.start : own.piece.stop])
+        self._keep_wider_values(optimizer.shard.masters, stateless=not saved_state)
+
+    def _keep_wider_values(self, masters: Masters | None, stateless: bool) -> None:
+        """Make masters of parameters that were saved in the masters' dtype, and parameters of such masters.
+
+        A parameter without state was never stepped, unless the optimizer is `stateless`. Its master begins
+        with the parameter's value, as at construction: see `Shard.state`.
+        """
+        for position, (own, values) in enumerate(self.parameters):
+            saved = self.state.get(position, {})
+            if own.is_master and MASTER not in saved and values.dtype == own.local.dtype:
+                assert masters is not None
+                if saved or stateless:
+                    self.state[position] = {**saved, MASTER: values}
+                    values = masters.rounded(values, own.param.dtype, own.piece.start)
+            elif not own.is_master and MASTER in saved and saved[MASTER].dtype == own.param.dtype:
+                values = saved[MASTER]
+            self.parameters[position] = own, values
 
     def _allocate(self, own: OwnedSlice, number: int, key: str, value: Any) -> Any:
         """A value of the state, as saved, for this slice; a tensor's elements are still to be read."""

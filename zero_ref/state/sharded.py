@@ -251,7 +251,8 @@ def load_sharded(
 
     Args:
         directory: what was passed to `save_sharded`.
-        parameters: load the parameters too. They were saved with `parameters=True`.
+        parameters: load the parameters too. They were saved with `parameters=True`. Values of 32 bits become
+            the masters of 16-bit parameters, and masters become the values of 32-bit parameters.
         save: load this one and no other: its number, or the name of its folder, such as "save-00000007".
     Returns:
         The notes passed to `save_sharded`; tuples in them have become lists.
