@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from zero_ref.lab.compare import CYCLE, ROW_NAMES
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.train import predict
 from zero_ref.live.explorer import RANKS
-from zero_ref.plan.rules import even
+from zero_ref.plan.rules import equal_shares, even
 from zero_ref.simulator.ledger import ledger
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.schedule import Schedule
@@ -77,6 +78,11 @@ def test_readme_says_how_even_a_split_is() -> None:
     assert even([1000], 4).loads == (256, 256, 256, 232)  # cuts are multiples of 64
 
 
+def test_readme_says_how_long_a_range_is() -> None:
+    assert round(signature(equal_shares).parameters["range_numel"].default, -6) == 4_000_000
+    assert "about four million elements" in text_of("README.md")
+
+
 # -------------------------------------------------------------------------------------------------- index.md
 
 
@@ -95,9 +101,9 @@ def test_index_says_what_the_run_of_its_picture_prints() -> None:
 
 
 def test_course_counts_chapters_and_exercises() -> None:
-    assert len(CHAPTERS) == 16
-    assert sum(map(exercises_of, CHAPTERS)) == 45
-    assert "The book has 16 chapters and 45 exercises" in text_of("book/course.md")
+    assert len(CHAPTERS) == 17
+    assert sum(map(exercises_of, CHAPTERS)) == 48
+    assert "The book has 17 chapters and 48 exercises" in text_of("book/course.md")
 
 
 def test_course_counts_the_exercises_of_each_chapter() -> None:
@@ -121,6 +127,11 @@ def test_course_says_how_long_a_chapter_is() -> None:
 
 def test_explorers_go_to_the_ranks_that_the_page_names() -> None:
     assert max(RANKS) == 1024
+
+
+def test_glossary_says_how_long_a_range_is() -> None:
+    assert round(signature(equal_shares).parameters["range_numel"].default, -6) == 4_000_000
+    assert "about four million elements" in text_of("book/glossary.md")
 
 
 def test_glossary_says_what_units_are() -> None:

@@ -147,6 +147,7 @@ def test_names_on_the_page_exist() -> None:
         assert hasattr(ZeroRedundancyOptimizer, method)
     options = set(inspect.signature(ZeroRedundancyOptimizer).parameters)
     options |= set(inspect.signature(DistributedDataParallel).parameters)
+    options |= set(inspect.signature(zero_ref.ShardedDataParallel).parameters)
     options |= set(inspect.signature(zero_ref.save_sharded).parameters)
     options |= {"to", "forward_sync_buffers"}  # of consolidate_state_dict; of DDP, in newer torch
     named = set(re.findall(r"`(\w+)=", PROSE))

@@ -181,7 +181,7 @@ WRONG = [
     ("stages.volume", in_elements, r"These are elements. Each has 4 bytes"),
     ("stages.volume", of_all_ranks, r"bytes of all ranks together"),
     ("stages.volume", owners_at_stage_1, r"At stage 1 every rank still gets all averaged gradients"),
-    ("stages.volume", all_reduced_at_stage_2, r"At stage 2 gradients go to their owners only"),
+    ("stages.volume", all_reduced_at_stage_2, r"At stage 2 gradients are reduced to shares"),
     ("stages.volume", less_each_stage, r"Yours is 1\.5 times .* how often"),
     ("stages.volume", in_words, r"must return a number of bytes"),
     ("stages.break_even", without_latency, r"too few.* each of them waits for a latency"),

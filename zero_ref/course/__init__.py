@@ -48,6 +48,7 @@ CHAPTERS = (
     "join",
     "local_sgd",
     "rpc",
+    "sharded",
     "stages",
     "scale",
 )

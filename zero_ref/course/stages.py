@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_ref.backward.reduction import reduce_to_owners
+from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.course import Answer, call_text, exercise, shown
 from zero_ref.lab import ranks
 from zero_ref.lab.meter import bytes_sent_by, recording_distributed
@@ -31,13 +31,15 @@ from zero_ref.simulator.traffic import BACKENDS
 
 STRATEGY_OF_STAGE = {0: "ddp", 1: "zero-even", 2: "zero-2", 3: "zero-3"}
 WIDTH, LAYERS = 512, 4
+OF_AGREEMENT = 1e-3
+"""Stage 2 also sends four bytes for each parameter, to count on how many ranks that had a gradient."""
 
 
 @exercise("stages.volume", on_ranks=True)
 def volume(answer: Answer) -> str:
     """Bytes that a rank sends in an iteration: the simulator's, then counted on real connections."""
     count = 0
-    for numel, dtype in ((1024, "float32"), (2**20, "bfloat16")):
+    for numel, dtype in ((2**16, "float32"), (2**20, "bfloat16")):
         for world_size in (8, 2, 64, 1):
             for backend in BACKENDS:
                 for stage, strategy in STRATEGY_OF_STAGE.items():
@@ -74,9 +76,13 @@ def _compare_volume(answer: Answer, arguments: tuple[int, int, int, int, str], e
     call = f"{call_text(answer.name, *arguments)} returned {shown(theirs)}"
     is_size = isinstance(theirs, (int, float)) and math.isfinite(theirs) and theirs >= 0
     assert is_size, f"{call}. It must return a number of bytes, 0 or more."
-    assert math.isclose(theirs, expected, rel_tol=1e-6, abs_tol=1e-6), (
+    assert _is_close(theirs, expected), (
         f"{call}, and it is {expected:,.0f}. {_mistake_in_volume(theirs, expected, *arguments)}"
     )
+
+
+def _is_close(theirs: float, expected: float) -> bool:
+    return math.isclose(theirs, expected, rel_tol=OF_AGREEMENT, abs_tol=1e-6)
 
 
 def _mistake_in_volume(
@@ -87,22 +93,22 @@ def _mistake_in_volume(
     once = whole * (world_size - 1) / world_size
     if world_size == 1:
         return "One rank has nobody to send to."
-    if math.isclose(theirs * itemsize, expected):
+    if _is_close(theirs * itemsize, expected):
         return f"These are elements. Each has {itemsize} bytes."
-    if math.isclose(theirs, expected * world_size):
+    if _is_close(theirs, expected * world_size):
         return "These are the bytes of all ranks together. The question is what one rank sends."
-    if math.isclose(theirs * (world_size - 1) / world_size, expected):
+    if _is_close(theirs * (world_size - 1) / world_size, expected):
         return f"Of what is reduced or gathered a rank has 1/{world_size} itself, and does not send it."
-    if backend == "gloo" and stage == 3 and math.isclose(theirs, expected - once):
+    if backend == "gloo" and stage == 3 and _is_close(theirs, expected - once):
         return "On Gloo a reduce-scatter is an all-reduce inside: it moves everything twice."
-    if stage == 3 and theirs < expected and math.isclose(theirs, expected - once):
+    if stage == 3 and theirs < expected and _is_close(theirs, expected - once):
         return "A block is let go after its forward. What does its backward need?"
-    if stage == 3 and theirs > expected and math.isclose(theirs, expected + once):
+    if stage == 3 and theirs > expected and _is_close(theirs, expected + once):
         return "Only Gloo makes an all-reduce of a reduce-scatter. This is NCCL."
-    if stage == 1 and math.isclose(theirs, expected - once):
+    if stage == 1 and _is_close(theirs, expected - once):
         return "At stage 1 every rank still gets all averaged gradients: an all-reduce moves them twice."
-    if stage == 2 and math.isclose(theirs, expected + once):
-        return "At stage 2 gradients go to their owners only, which is half of an all-reduce."
+    if stage == 2 and _is_close(theirs, expected + once):
+        return "At stage 2 gradients are reduced to shares, which is half of an all-reduce."
     times = theirs / once
     return f"Yours is {times:.3g} times Ψ (N-1)/N. What is reduced, what is gathered, how often?"
 
@@ -114,23 +120,22 @@ def _sent_in_each_stage() -> dict[int, int | None]:
 
 def _sent(stage: int) -> int | None:
     model = _tower([WIDTH] * (LAYERS + 1))
-    params = list(model.parameters())
+    wrapped: nn.Module = model
     optimizer: torch.optim.Optimizer
     if stage == 3:
         _shard(model, model)
-        ddp: nn.Module = model
         optimizer = torch.optim.AdamW(model.parameters())
+    elif stage == 0:
+        wrapped, optimizer = DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
     else:
-        ddp = wrapped = DistributedDataParallel(model)
-        if stage == 0:
-            optimizer = torch.optim.AdamW(params)
-        else:
-            optimizer = zero = ZeroRedundancyOptimizer(
-                params, torch.optim.AdamW, partition="even", parameters_as_bucket_view=True
-            )
-            if stage == 2:
-                wrapped.register_comm_hook(None, reduce_to_owners(zero))
-    iteration = _iteration(ddp, optimizer)
+        optimizer = zero = ZeroRedundancyOptimizer(
+            model.parameters(),
+            torch.optim.AdamW,
+            partition="even" if stage == 1 else "equal_shares",
+            parameters_as_bucket_view=True,
+        )
+        wrapped = DistributedDataParallel(model) if stage == 1 else ShardedDataParallel(model, zero)
+    iteration = _iteration(wrapped, optimizer)
     iteration()  # after the first one DDP makes its buckets anew
     return bytes_sent_by(iteration)
 

@@ -17,6 +17,7 @@ What a run gave: `loss_curves`, `predicted_against_measured`.
 When it happens: `timeline`. What moves to other ranks: `reshard`.
 What a simulation says: `memory_curve`, `step_time_against_ranks`, `volume_against_ranks`,
 `memory_against_ranks`, `memory_items`. How far it can be trusted: `scatter`, `sensitivity`.
+How gradients go to shards: `gradient_memory`, `reductions_against_ranks`, `hybrid_groups`.
 What clipping does: `norms_together`. What a weight of few bits holds: `rounded_values`.
 Who still has data: `shadow_grid`.
 Who trains alone: `drift`, `agreement`.
@@ -37,6 +38,7 @@ from zero_ref.lab.plots._reshard import reshard
 from zero_ref.lab.plots._rounded import rounded_values
 from zero_ref.lab.plots._rules import loads_by_rule
 from zero_ref.lab.plots._runs import loss_curves, predicted_against_measured
+from zero_ref.lab.plots._sharded import gradient_memory, hybrid_groups, reductions_against_ranks
 from zero_ref.lab.plots._simulated import StepParts, memory_curve, step_parts, step_time_against_ranks
 from zero_ref.lab.plots._step import step_diagram
 from zero_ref.lab.plots._style import Picture, figure, save
@@ -73,6 +75,9 @@ __all__ = [
     "volume_against_ranks",
     "memory_against_ranks",
     "memory_items",
+    "gradient_memory",
+    "reductions_against_ranks",
+    "hybrid_groups",
     "scatter",
     "sensitivity",
     "shadow_grid",
