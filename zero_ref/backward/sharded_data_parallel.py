@@ -250,9 +250,10 @@ class ShardedDataParallel(nn.Module):
     >>> optimizer.step()                                                             # doctest: +SKIP
 
     It takes DDP's place around the module. After backward each rank has the averaged gradients of what it
-    owns, in `.grad`; `.grad` is None for other parameters, and zero where other ranks own parts of a
-    parameter. Several backwards without `optimizer.zero_grad()` add up in the shard. Under `no_sync` they add
-    up on each rank, as under DDP, and the next backward outside of it reduces the sum.
+    owns, in `.grad`; `.grad` is None for other parameters. The gradient of a part of a parameter is kept
+    beside it, or, with `scaled` or `may_change`, in `.grad` with zeros where other ranks own the rest.
+    Several backwards without `optimizer.zero_grad()` add up in the shard. Under `no_sync` they add up on each
+    rank, as under DDP, and the next backward outside of it reduces the sum.
 
     A parameter that no rank has used in a backward has no gradient. Every backward reduces all buckets, so
     all ranks must make equally many backwards, and freeze and unfreeze alike. Not for reentrant activation

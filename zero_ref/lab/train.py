@@ -329,7 +329,9 @@ def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -
         master_dtype=config.master_dtype,
         numel=numel,
         held_bytes=[Pair(held, sum(rank.held)) for held, rank in zip(planned_bytes, measured, strict=True)],
-        ledger_bytes=ledger(numel, len(measured), config.recipe.stage, _convention(config)).total_bytes,
+        ledger_bytes=ledger(
+            numel, config.recipe.group_of(len(measured)), config.recipe.stage, _convention(config)
+        ).total_bytes,
         loss_tolerance=_loss_tolerance(config),
     )
 

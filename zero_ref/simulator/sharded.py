@@ -100,14 +100,18 @@ class _Building:
     def backward(self) -> None:
         """Backward bucket by bucket, each reduced when it is full; and the count.
 
+        Backward waits for the reduction before the last, so that no more than two buckets are on their way.
         The groups average a bucket when the next one is on its way, and the last one behind the count.
         """
         to_average: list[Operation] = []
+        ends: list[int] = []  # the last call of each bucket's reduction
         for plan, backward in zip(self.plans, self.backwards):
+            backward = backward._replace(after=tuple(ends[-2:-1]))
             reduce = self._reduction(plan, backward)
             place = self._await(reduce._replace(after=(self._append(backward),)))
             for one in to_average:
                 self._await(one)
+            ends.append(self.awaited[-1])
             own = reduce.nbytes // self.partition.world_size
             to_average = self._between_groups(reduce._replace(nbytes=own, after=(place,))) if own else []
         if self.plans and self.replicas * self.partition.world_size > 1:
