@@ -62,13 +62,13 @@ class Way(NamedTuple):
         make: the optimizer.
         views: DDP's gradient_as_bucket_view: gradients lie in its buckets and are not copied out of them.
         hook: makes DDP's communication hook of the model and the optimizer; None for DDP's own all-reduce.
-        own_hooks: arguments of ShardedDataParallel; None under DDP.
+        in_place_of_ddp: wraps the model, given it and the optimizer; None for DDP.
     """
 
     make: contenders.Make
     views: bool = True
     hook: Callable[[DistributedDataParallel, Any], Any] | None = None
-    own_hooks: Mapping[str, Any] | None = None
+    in_place_of_ddp: Callable[[nn.Module, Any], nn.Module] | None = None
 
 
 class Training(NamedTuple):
@@ -96,11 +96,12 @@ def ways() -> dict[str, Way]:
         **{name: Way(makes[name], views=name not in defaults) for name in peers if name in makes},
         TO_OWNERS: Way(makes[OURS], hook=lambda _, zero: reduce_to_owners(zero)),
         f"{TO_OWNERS}, even": Way(makes[contenders.EVEN], hook=lambda _, zero: reduce_to_owners(zero)),
-        OWN_HOOKS: Way(makes[OURS], own_hooks={}),
-        f"{OWN_HOOKS}, even": Way(makes[contenders.EVEN], own_hooks={}),
-        SHARES: Way(makes[contenders.EQUAL], own_hooks={}),
+        OWN_HOOKS: Way(makes[OURS], in_place_of_ddp=ShardedDataParallel),
+        f"{OWN_HOOKS}, even": Way(makes[contenders.EVEN], in_place_of_ddp=ShardedDataParallel),
+        SHARES: Way(makes[contenders.EQUAL], in_place_of_ddp=ShardedDataParallel),
         OWN_HOOKS_BEST: Way(
-            makes[contenders.EQUAL], own_hooks={"gather_in_forward": True, "keep_memory": True}
+            makes[contenders.EQUAL],
+            in_place_of_ddp=partial(ShardedDataParallel, gather_in_forward=True, keep_memory=True),
         ),
         f"{TO_OWNERS}, overlapped": overlapped(hook_with_zero_step),
         f"{TO_OWNERS}, interleaved": overlapped(hook_with_zero_step_interleaved),
@@ -109,9 +110,9 @@ def ways() -> dict[str, Way]:
 
 def wrapped(model: nn.Module, way: Way) -> Training:
     """The model under DDP, and its optimizer. Collective: all ranks of the default group."""
-    if way.own_hooks is not None:
+    if way.in_place_of_ddp is not None:
         zero: Any = way.make(list(model.parameters()))
-        return Training(ShardedDataParallel(model, zero, **way.own_hooks), zero)
+        return Training(way.in_place_of_ddp(model, zero), zero)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=way.views)
     optimizer = way.make(list(model.parameters()))
     if way.hook is not None:
