@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers, lists
 
 from zero_ref.bench import machine, tables, targets
-from zero_ref.bench.contenders import OURS, OURS_IN, TO_OWNERS, TORCH, TORCH_BEST
+from zero_ref.bench.contenders import OURS, OURS_IN, TORCH, TORCH_BEST
 from zero_ref.bench.results import (
     AXES,
     Figure,
@@ -124,7 +124,7 @@ def test_the_contender_that_counts_was_named_before() -> None:
 def test_bytes_sent_are_those_predicted_up_to_headers(wire_bytes: int, reached: bool) -> None:
     result = replace(step_result(), suite="sync")
     taken = Taken([1.0], [1.0], wire_bytes)
-    result.taken = {TO_OWNERS: taken, TORCH: taken, TORCH_BEST: taken}
+    result.taken = {OURS_IN["sync"]: taken, TORCH: taken, TORCH_BEST: taken}
     (row,) = [row for row in rows_of(judge([result]), "gradients and step") if "bytes" in row.says]
     assert row.reached is reached
 
