@@ -479,6 +479,15 @@ def test_interleaved_parameters_follow_the_next_reduction() -> None:
     assert [call[:2] for call in plain[3:]] == [("broadcast", 28), ("broadcast", 36)], "flat: one an owner"
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_of_some_buckets_only_their_parameters_are_sent(flat: bool) -> None:
+    params = [ParamSpec(n) for n in (6, 5, 4, 1)]
+    plan = plan_partition("sorted_greedy", params, 2)
+    assert calls_of_rank(plan, params, 0, buckets=[[3, 2]], flat=flat) == [
+        *(Call("all_reduce", 20), Call("broadcast", 4, 0), Call("broadcast", 16, 1)),
+    ]
+
+
 @pytest.mark.parametrize("strategy", ["zero", "zero-bucket", "zero-even"])
 def test_without_overlap_they_are_the_schedules_calls(strategy: str) -> None:
     params = from_module(torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Linear(50, 7)))

@@ -74,6 +74,7 @@ def data_parallel(
     def messages() -> _Messages:
         return _Messages(messages_of(partition, params, flat) if partition else [])
 
+    trained = sum(param.trainable for param in params)
     listed = [forward]
     position_of: dict[tuple[str, int], int] = {}  # the last operation of a label and bucket
     for label, parts in order(len(buckets), way):
@@ -92,7 +93,7 @@ def data_parallel(
             step = Operation(label, updating, part, after)
             listed.append(_step(step, params, partition, members, muon))
         elif partition and world_size > 1:
-            if part is None:
+            if part is None and len(members) == trained:
                 calls = new_parameters(partition, params, flat)
             else:
                 calls = broadcasts_of(messages().about(members), params, frozenset(members))
