@@ -73,6 +73,18 @@ def test_gradients_go_to_shares_and_parameters_come_out_of_them() -> None:
     assert plan.wire_bytes() == plan.wire_bytes("gloo") == 2 * 2048 + 2 * 8
 
 
+def test_backward_waits_for_the_reduction_before_the_last() -> None:
+    def waiting(shard_group: int | None) -> list[tuple[int, ...]]:
+        how = recipe("zero-2", partition=EACH_A_RANGE, shard_group=shard_group)
+        plan = schedule(how, [ParamSpec(64)] * 4, 4)
+        return [one.after for one in plan.operations if one.label == "backward"]
+
+    # The operations: forward, then backward and reduction of each range.
+    assert waiting(None) == [(), (), (2,), (4,)]
+    # In groups: forward, two ranges, 5: the average of the first one; the next range, 8: that of the second.
+    assert waiting(2) == [(), (), (2,), (5,)]
+
+
 def test_in_forward_an_iteration_begins_with_what_the_step_before_has_sent() -> None:
     plan = of_ranges(2, way="in_forward")
     assert brief(plan.operations) == [
