@@ -37,8 +37,9 @@ def newer_or_older(newer: str, older: str) -> Callable[..., object]:
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """Each operation of `traffic`, as a rank makes it. Two exchanges: all-to-all, and pairs of messages."""
-    comm = ProcessGroupCollectives(None)
+    """Each operation of `traffic`, as a rank makes it. Some in two ways, which send as much."""
+    comm, around = ProcessGroupCollectives(None), ProcessGroupCollectives(None)
+    around.pairwise = False  # as on more ranks
     rank, n = comm.rank, comm.world_size
     whole, part = torch.ones(NBYTES // 4), torch.ones(NBYTES // 4 // n)
     others = [other for other in range(n) if other != rank]
@@ -58,6 +59,8 @@ def calls() -> dict[str, Callable[[], object]]:
     return {
         "all_reduce": lambda: dist.all_reduce(whole),
         "reduce_scatter": lambda: reduce_scatter(torch.empty_like(part), whole),
+        "reduce_shares": lambda: comm.reduce_shares(whole.clone(), torch.empty_like(part)).wait(),
+        "reduce_shares, a ring": lambda: around.reduce_shares(whole.clone(), torch.empty_like(part)).wait(),
         "all_gather": lambda: all_gather(torch.empty_like(whole), part),
         "broadcast": lambda: dist.broadcast(whole, group_src=n - 1),
         "reduce": lambda: dist.reduce(whole, group_dst=0),
