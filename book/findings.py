@@ -16,7 +16,7 @@ from typing import Any
 
 from zero_ref.bench import plots as of_bench
 from zero_ref.bench.comparisons import LOST, UNDECIDED, WON, Comparison, Growth, comparisons, growths, outcome
-from zero_ref.bench.results import AXES, LIMIT, GrowthPoint, Report, Spread, spread
+from zero_ref.bench.results import AXES, LIMIT, GrowthPoint, Report, Spread, SuiteResult, spread
 from zero_ref.bench.tables import aligned, figures_table, suite_table, targets_table
 from zero_ref.bench.targets import judge
 from zero_ref.lab import plots
@@ -41,7 +41,7 @@ TRAINING = ("step", "sync", "iteration")
 
 @cache
 def report(name: str) -> Report:
-    """What is in bench/results/NAME.json: "benchmarks" or "growth"."""
+    """What is in bench/results/NAME.json: "benchmarks", "sharded" or "growth"."""
     file = RESULTS / f"{name}.json"
     if not file.is_file():
         raise ValueError(f"{file} is not there: the page says which command writes it.")
@@ -61,9 +61,15 @@ def spread_of(value: Spread) -> str:
 # ------------------------------------------------------------------------------------------ beside others
 
 
+def results() -> list[SuiteResult]:
+    """One for each suite, set and number of ranks: the later one where something was measured again."""
+    both = [*report("benchmarks").results, *report("sharded").results]
+    return list({(one.suite, one.set, one.ranks): one for one in both}.values())
+
+
 def compared() -> list[Comparison]:
     """Ours beside every peer and limit."""
-    return comparisons(report("benchmarks").results)
+    return comparisons(results())
 
 
 def against_peers(folder: Path, thing: str) -> Iterator[str]:
@@ -108,7 +114,7 @@ def _tables(suite: str, half: str = "") -> list[str]:
     all_of_it = report("benchmarks")
     found = [
         suite_table(replace(one, taken={name: of for name, of in one.taken.items() if name.endswith(half)}))
-        for one in all_of_it.results
+        for one in results()
         if one.suite == suite
     ]
     figures = [figure for figure in all_of_it.figures if figure.suite == suite]
@@ -118,7 +124,7 @@ def _tables(suite: str, half: str = "") -> list[str]:
 def targets(folder: Path) -> Iterator[str]:
     """What was wanted and not reached, with the numbers; then all that was wanted."""
     all_of_it = report("benchmarks")
-    judged = judge(all_of_it.results, all_of_it.figures, report("growth").growth)
+    judged = judge(results(), all_of_it.figures, report("growth").growth)
     missed = [row for row in judged if row.reached is False]
     reached = sum(row.reached is True for row in judged)
     not_here = len(judged) - reached - len(missed)

@@ -162,9 +162,11 @@ def test_every_view_on_the_page_is_there_and_every_view_is_on_it() -> None:
 
 
 def test_the_page_says_what_each_contender_is() -> None:
-    results = json.loads((findings.RESULTS / "benchmarks.json").read_text(encoding="utf-8"))["results"]
     named = {
-        name.partition(": ")[0] for one in results for name in one["taken"] if not name.startswith("limit: ")
+        name.partition(": ")[0]
+        for one in findings.results()
+        for name in one.taken
+        if not name.startswith("limit: ")
     }
     said = {name for line in re.findall(r"^\| ([^|]+) \|", PAGE, flags=re.M) for name in line.split("; ")}
     assert len(named) > 10
@@ -176,7 +178,7 @@ def test_the_page_shows_everything_that_grows_and_that_is_timed() -> None:
     assert re.findall(r"\{measured\} against_peers (\w+)", PAGE) == list(findings.SAID)
 
 
-@pytest.mark.parametrize("name", ["benchmarks", "growth"])
+@pytest.mark.parametrize("name", ["benchmarks", "sharded", "growth"])
 def test_the_files_are_reports_and_the_page_says_how_they_are_made(name: str) -> None:
     file = findings.RESULTS / f"{name}.json"
     assert f"--json {file.relative_to(ROOT)}" in PAGE
