@@ -1064,6 +1064,21 @@ def test_a_join_is_refused_on_all_ranks() -> None:
     assert len(ranks.run(on_rank, 2, timeout=180)) == 2
 
 
+def test_a_layer_that_comes_later_needs_an_owner() -> None:
+    def on_rank(comm: Collectives) -> None:
+        model = filled(nn.Sequential(nn.Linear(8, 8)))
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1)
+        sharded = ShardedDataParallel(model, zero)
+        model.append(filled(nn.Linear(8, 8)))
+        with pytest.raises(ValueError, match=r"parameter 1\.weight is trained, and no optimizer has it"):
+            sharded(data(comm.rank, 0))
+        zero.add_param_group({"params": list(model[1].parameters())})
+        sharded(data(comm.rank, 0)).sum().backward()
+        zero.step()
+
+    virtual.run(on_rank, 2, timeout=180)
+
+
 def test_a_compiled_module_trains_as_it_is() -> None:
     def on_rank(comm: Collectives, compiled: bool) -> Values:
         model = filled(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))

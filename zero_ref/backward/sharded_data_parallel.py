@@ -332,7 +332,6 @@ class ShardedDataParallel(nn.Module):
         self._ordered: list[tuple[ShardReduction, GradientBucket]] = []
         self._waiting: list[tuple[ShardReduction, GradientBucket]] = []  # in the order of their reductions
         self._hooked: set[torch.Tensor] = set()
-        self._unhooked: list[tuple[str, torch.Tensor]] = []
         self._place_of: dict[torch.Tensor, tuple[ShardReduction, int]] = {}
         self.refresh_trainable()
         if gather_in_forward:
@@ -419,24 +418,19 @@ class ShardedDataParallel(nn.Module):
                         f"parameter {reduction.zero.built.name(number)} of the optimizer is not in the "
                         "module, so its gradients would not be averaged. Give it an optimizer of its own."
                     )
-            params = enumerate(self.module.parameters())
-            self._place_in_module: dict[torch.Tensor, int] = {param: place for place, param in params}
-            self._unhooked = [one for one in self.module.named_parameters() if one[1] not in self._hooked]
-        trained = [one for one in self._unhooked if one[1].requires_grad]
-        for name, param in trained:
-            if param not in self._place_of:
-                raise ValueError(
-                    f"parameter {name} is trained, and no optimizer has it, so it has no owner. Give the "
-                    "optimizer all parameters of the model, or set its requires_grad to False."
-                )
-            if self._reduce_fp16 and param.is_complex():
-                raise ValueError(
-                    f"parameter {name} is complex, and reduce_fp16=True would drop a part of it."
-                )
-            self._hook(name, param)
-            self._hooked.add(param)
-        if trained:
-            self._unhooked = [one for one in self._unhooked if one[1] not in self._hooked]
+        for name, param in self.module.named_parameters():
+            if param.requires_grad and param not in self._hooked:
+                if param not in self._place_of:
+                    raise ValueError(
+                        f"parameter {name} is trained, and no optimizer has it, so it has no owner. Give the "
+                        "optimizer all parameters of the model, or set its requires_grad to False."
+                    )
+                if self._reduce_fp16 and param.is_complex():
+                    raise ValueError(
+                        f"parameter {name} is complex, and reduce_fp16=True would drop a part of it."
+                    )
+                self._hook(name, param)
+                self._hooked.add(param)
 
     def _hook(self, name: str, param: torch.Tensor) -> None:
         """Be called before and after a gradient is added to the parameter's. The hooks do not keep `self`."""
@@ -530,7 +524,8 @@ class ShardedDataParallel(nn.Module):
         """The buckets of all optimizers, those of the last parameters first: the same on all ranks."""
         buckets = [(reduction, bucket) for reduction in self._reductions for bucket in reduction.buckets]
         if {bucket for _, bucket in buckets} != {bucket for _, bucket in self._ordered}:
-            places = self._place_in_module
+            params = enumerate(self.module.parameters())
+            places: dict[torch.Tensor, int] = {param: place for place, param in params}
             self._ordered = sorted(
                 buckets, key=lambda one: -min(places.get(param, 0) for param in one[1].params.values())
             )
