@@ -32,6 +32,7 @@ from zero_ref.backward.reduction import (
     gradients_in,
     in_backward,
 )
+from zero_ref.comm import devices
 from zero_ref.comm.collectives import PendingCall, ProcessGroupCollectives
 from zero_ref.optimizer.buckets import finish_broadcasts, messages_within, start_broadcasts
 from zero_ref.optimizer.groups import replace_options
@@ -121,7 +122,7 @@ class OverlappedStep:
         self.buckets: list[list[int]] = []
         self.buckets_before: list[list[int]] = []
         self.sharded_for: list[list[int]] = []
-        self.side_stream: torch.cuda.Stream | None = None
+        self.side_stream: Any = None
 
     # DDP refuses annotations other than its own classes, and typing knows no name for those.
     @torch.no_grad()
@@ -195,7 +196,7 @@ class OverlappedStep:
             finish_broadcasts(self.broadcasts, zero.built.name)
         self.broadcasts = []
         if self.side_stream is not None:
-            torch.cuda.current_stream(self.side_stream.device).wait_stream(self.side_stream)
+            devices.current_stream(self.side_stream.device).wait_stream(self.side_stream)
         zero.end_update()
 
     @torch.no_grad()
@@ -228,15 +229,15 @@ class OverlappedStep:
                 )
 
     def _beside_backward(self) -> contextlib.AbstractContextManager[object]:
-        """On one GPU, a stream of its own: waiting for the network must not delay backward's stream."""
+        """On one accelerator, a stream of its own: waiting for the network must not delay backward's."""
         device, *others = {param.device for param in self.zero.built.params}
         # To wait for a reduction orders this stream after backward's. A single rank waits for no reduction.
         beside = self.interleaved and self.zero.world_size > 1
-        if not beside or others or device.type != "cuda":
+        if not beside or others or not devices.is_accelerator(device):
             return contextlib.nullcontext()
         if self.side_stream is None:
-            self.side_stream = torch.cuda.Stream(device)
-        return torch.cuda.stream(self.side_stream)
+            self.side_stream = devices.new_stream(device)
+        return devices.on_stream(self.side_stream)
 
 
 def partition_by_buckets(partition: Partition, buckets: Sequence[Sequence[int]], cut: bool) -> Partition:

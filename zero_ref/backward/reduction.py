@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from zero_ref import join
+from zero_ref.comm import devices
 from zero_ref.comm.collectives import AllOf, Collectives, PendingCall
 from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -105,8 +106,7 @@ class ToOwners:
         self.of_lower = [tensor for peer, tensor in received if peer < comm.rank]
         self.of_higher = [tensor for peer, tensor in received if peer > comm.rank]
         self.work: PendingCall = comm.exchange(sends, received)
-        on_gpu: list[int | str | torch.device] | None = [flat.device] if flat.device.type == "cuda" else None
-        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on_gpu)
+        self.future = devices.future(flat.device)
 
     def wait(self) -> torch.Tensor:
         """As `ByHook.wait`, but only this rank's runs of the bucket are averaged."""
@@ -124,10 +124,10 @@ class ToOwners:
 
     def _release(self) -> None:
         for tensor in (*self.sent, *self.of_lower, *self.of_higher):
-            if tensor.is_cuda:
+            if devices.is_accelerator(tensor.device):
                 # Allocated on backward's stream and perhaps used on another one, which must be done with the
                 # memory before it is allocated again.
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                tensor.record_stream(devices.current_stream(tensor.device))
         self.sent, self.of_lower, self.of_higher, self.work = [], [], [], AllOf([])
 
 

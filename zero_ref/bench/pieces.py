@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from zero_ref.comm import devices
 from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
@@ -159,8 +160,7 @@ def _joint_ms(do: Callable[[], object]) -> float:
 
 def now() -> float:
     """Seconds, when this rank's device has done all that it was asked to do."""
-    if ranks.device().type == "cuda":
-        torch.cuda.synchronize()
+    devices.synchronize()
     return time.perf_counter()
 
 

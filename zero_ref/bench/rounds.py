@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from zero_ref.bench import machine
 from zero_ref.bench.results import Taken
+from zero_ref.comm import devices
 from zero_ref.lab import meter
 
 WARM_UP = 2
@@ -69,14 +70,11 @@ def take_turns(cases: Mapping[str, Case], rounds: int, *, seed: int = 0) -> dict
 
 def _timed(run: Callable[[], object]) -> tuple[float, float]:
     """Milliseconds of the slowest rank, and of all ranks' processor time."""
-    on_gpu = torch.cuda.is_initialized()
-    if on_gpu:
-        torch.cuda.synchronize()
+    devices.synchronize()
     dist.barrier()
     began, cpu_began = time.perf_counter(), time.process_time()
     run()
-    if on_gpu:
-        torch.cuda.synchronize()
+    devices.synchronize()
     mine = (1e3 * (time.perf_counter() - began), 1e3 * (time.process_time() - cpu_began))
     wall, cpu = zip(*meter.gather_from_ranks(mine), strict=True)
     return max(wall), sum(cpu)

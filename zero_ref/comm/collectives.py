@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_ref.comm.devices import CPU, current_device
 from zero_ref.plan.calls import PAIRWISE_RANKS, Call
 
 Observer = Callable[[Call], None]
@@ -204,14 +205,12 @@ class ProcessGroupCollectives(Observable):
                 f"global rank {dist.get_rank()} is not a member of the process group that it passed in. "
                 "Build the optimizer only on the group's ranks."
             )
-        # A group may have a backend for each kind of device, as in "cpu:gloo,cuda:nccl".
+        # A group may have a backend for each kind of device, as in "cpu:gloo" beside NCCL for GPUs.
         backends = str(dist.get_backend_config(group))
         self.pairwise = "cpu:gloo" in backends and self.world_size <= PAIRWISE_RANKS
         self.native = "cpu:gloo" not in backends  # Gloo's reduce-scatter is an all-reduce inside
         self.tag = TAG
-        self.wire_device = torch.device(
-            "cpu" if "cpu:" in backends else f"cuda:{torch.cuda.current_device()}"
-        )
+        self.wire_device = CPU if "cpu:" in backends else current_device()
 
     def expect(self, tensor: torch.Tensor, src: int) -> PendingCall | None:
         if src == self.rank or not self._goes_pairwise(tensor):

@@ -1,7 +1,7 @@
 """Accelerators, through torch.accelerator and each device's own module: the one place that knows of kinds.
 
-CUDA, another accelerator and the pretend device of the tests take the same path everywhere else. A CPU has no
-streams and nothing to wait for, so here each function says what it does for one.
+A GPU, another accelerator and the pretend device of the tests take the same path everywhere else. A CPU has
+no streams and nothing to wait for, so here each function says what it does for one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend of torch.distributed for tensors on this kind of device: "nccl" for NVIDIA's and AMD's GPUs."""
+    """The backend of torch.distributed for tensors on this kind of device: "nccl" for a GPU."""
     return str(dist.get_default_backend_for_device(device.type))
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zero_ref.comm import devices
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import CHECK, Call
@@ -180,13 +181,10 @@ def timing(into_ms: list[float]) -> Iterator[None]:
     >>> len(step_ms), step_ms[0] > 0
     (1, True)
     """
-    on_gpu = torch.cuda.is_initialized()
-    if on_gpu:
-        torch.cuda.synchronize()
+    devices.synchronize()
     started = time.perf_counter()
     yield
-    if on_gpu:
-        torch.cuda.synchronize()
+    devices.synchronize()
     into_ms.append(1e3 * (time.perf_counter() - started))
 
 

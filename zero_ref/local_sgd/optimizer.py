@@ -27,6 +27,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from zero_ref.backward.gradients import check_no_scaler
+from zero_ref.comm import devices
 from zero_ref.comm.agreement import agree
 from zero_ref.comm.collectives import ProcessGroupCollectives, as_collectives
 from zero_ref.local_sgd.averagers import ModelAverager
@@ -64,13 +65,13 @@ class PostLocalSGDState:
         if start_localSGD_iter < 0:
             raise ValueError(f"start_localSGD_iter must be at least 0, got {start_localSGD_iter}.")
         if post_local_gradient_allreduce and subgroup is None:
-            if not torch.cuda.is_available():
+            if not devices.accelerator_count():
                 raise ValueError(
                     "there is no GPU to tell which ranks share a machine: pass "
                     "subgroup=torch.distributed.new_subgroups(ranks)[0], or "
                     "post_local_gradient_allreduce=False to average no gradients after the warm-up."
                 )
-            subgroup = dist.new_subgroups()[0]
+            subgroup = dist.new_subgroups(devices.accelerator_count())[0]
         self.process_group = process_group
         self.subgroup = subgroup
         self.start_localSGD_iter = start_localSGD_iter

@@ -195,7 +195,7 @@ def facts_of(
 ) -> list[str]:
     """One line for each fact that must be equal on all ranks, about the parameters from number `first` on."""
     devices: dict[str, str] = {}
-    for spec in specs:  # rank 1 may use cuda:1 where rank 0 uses cuda:0, so compare kind and order
+    for spec in specs:  # the index of an accelerator differs between ranks, so compare kind and order
         devices.setdefault(spec.device, f"{spec.device.split(':')[0]} device {len(devices)}")
     facts = [f"{len(specs)} parameters"]
     for number, param in enumerate(params_of(param_groups)[first:], start=first):

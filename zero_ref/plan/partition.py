@@ -46,7 +46,7 @@ class ParamSpec(NamedTuple):
 
     Args:
         numel: elements.
-        dtype, device: as torch prints them, without the `torch.` ("bfloat16", "cuda:0").
+        dtype, device: as torch prints them, without the `torch.` ("bfloat16", "cpu").
         group: index of its parameter group.
         trainable: its `requires_grad`.
         name: its name in errors; if empty, errors use the parameter's index.

@@ -206,7 +206,7 @@ def _pack_moves(
     subclasses.check_is_whole(plain, stays_whole, f"the state of parameter {own.piece.param}")
     for value, (entry, _) in zip(plain.values(), packed, strict=True):
         if isinstance(value, torch.Tensor):
-            # The parameter's device is not sent by name: what is cuda:0 here may be cuda:1 there.
+            # The parameter's device is not sent by name: an accelerator has another index on another rank.
             entry["device"] = "parameter" if value.device == own.param.device else str(value.device)
     return {move: [_narrowed(entry, tensor, move, own) for entry, tensor in packed] for move in parts}
 
