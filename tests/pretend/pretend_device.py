@@ -212,10 +212,14 @@ class Gpu:
         block.accesses = [*kept, new]
 
 
+DEPTH = 8
+"""Callers that are named beside the place of a finding."""
+
+
 def _place() -> str:
     """The innermost lines outside torch and of this folder: where the operation was asked for."""
     frame, found = sys._getframe(1), []
-    while frame is not None and len(found) < 2:
+    while frame is not None and len(found) < DEPTH:
         name = frame.f_code.co_filename
         if "/torch/" not in name and "pretend_" not in name and "weakref" not in name and name[0] != "<":
             found.append(f"{name.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}")

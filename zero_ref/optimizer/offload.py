@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero_ref.comm import devices
+
 PIECE_NBYTES = 2**25
 """Values of a piece, about: large enough to be copied at full speed, small beside a shard."""
 
@@ -34,7 +36,7 @@ class Arrival(NamedTuple):
 
     locals: list[torch.Tensor]
     gradients: list[torch.Tensor]
-    ready: Sequence[torch.Event] = ()
+    ready: Sequence[Any] = ()  # events
 
 
 def in_pieces(
@@ -74,8 +76,8 @@ class StatePlace:
             raise ValueError(
                 f'state_device={str(where)!r}: the state may lie on the "cpu", or in files in a pathlib.Path.'
             )
-        self._streams: dict[torch.device, torch.Stream] = {}
-        self._sent: list[torch.Event] = []
+        self._streams: dict[torch.device, Any] = {}
+        self._sent: list[Any] = []  # events
 
     @classmethod
     def of(cls, where: str | torch.device | os.PathLike[str] | None) -> StatePlace | None:
@@ -102,7 +104,7 @@ class StatePlace:
                 warnings.warn(
                     f"{self.folder} takes no more state, which stays in memory: {error}", stacklevel=2
                 )
-        pinned = torch.accelerator.is_available()
+        pinned = devices.accelerator() is not None
         return torch.empty_like(window, dtype=dtype, device=self.device, pin_memory=pinned)
 
     def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -143,18 +145,18 @@ class StatePlace:
         for _, grad in piece:
             if grad.device != self.device and grad.layout == torch.strided:
                 away.add(grad.device)
-                with self._beside(grad.device):
+                with devices.on_stream(self._beside(grad.device)):
                     pinned = torch.empty_like(grad, device=self.device, pin_memory=True)
                     grad = pinned.copy_(grad, non_blocking=True)
             here.append(grad.to(self.device))
         ready = [self._streams[device].record_event() for device in away]
         return Arrival([local for local, _ in piece], here, ready)
 
-    def _beside(self, device: torch.device) -> torch.Stream:
+    def _beside(self, device: torch.device) -> Any:
         """A stream for copies from a device, after all that was launched there."""
         if device not in self._streams:
-            self._streams[device] = torch.Stream(device)
-        self._streams[device].wait_stream(torch.accelerator.current_stream(device))
+            self._streams[device] = devices.new_stream(device)
+        self._streams[device].wait_stream(devices.current_stream(device))
         return self._streams[device]
 
     def send(self, values: Sequence[torch.Tensor], windows: Sequence[torch.Tensor]) -> None:
@@ -164,4 +166,4 @@ class StatePlace:
                 value = torch.empty_like(value, pin_memory=True).copy_(value)
             window.copy_(value, non_blocking=True)
         for device in {window.device for window in windows} - {self.device}:
-            self._sent.append(torch.accelerator.current_stream(device).record_event())
+            self._sent.append(devices.current_stream(device).record_event())
