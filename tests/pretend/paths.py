@@ -225,7 +225,7 @@ def offload(place: Place, **options: Any) -> list[torch.Tensor]:
     mode = device.HostUse() if place.device.type != "cpu" else contextlib.nullcontext()
     for number in range(STEPS):
         place.loss(wrapped, number).backward()
-        with place.watch("offload.py") if number else contextlib.nullcontext(), mode:
+        with place.watch("_arrive", "fetch") if number else contextlib.nullcontext(), mode:
             zero.step()
             zero.zero_grad()
     return values(model)
@@ -291,8 +291,8 @@ def averaged(place: Place) -> list[torch.Tensor]:
     model = place.model()
     averager = PeriodicModelAverager(period=2, warmup_steps=0, process_group=place.group)
     local = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=1e-2), averager)
-    for number in range(STEPS):
-        with place.watch():
+    for number in range(2 * STEPS):
+        with place.watch() if number > 2 else contextlib.nullcontext():  # ranks compare at the first average
             place.loss(model, number).backward()
             local.step()
             local.zero_grad()

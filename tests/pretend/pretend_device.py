@@ -266,6 +266,8 @@ class PretendTensor(torch.Tensor):
                 return getattr(first.inner, name)()
             if name == "tolist":
                 return first.cpu().tolist()
+            if func == torch.Tensor.backward:  # hooks within it must come by here, too
+                return torch.autograd.backward(first, *args[1:], **(kwargs or {}))
             if name == "numpy":
                 raise TypeError(f"can't convert {DEVICE} device type tensor to numpy")
             if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
