@@ -357,7 +357,7 @@ def test_an_error_while_state_is_gathered_reaches_all_ranks_and_the_next_attempt
 
     def on_rank(comm: Collectives, rank: int, after: int) -> None:
         if elsewhere:  # to torch another device than "cpu": nothing goes as it is
-            vars(comm)["wire_device"] = torch.device("cpu", 0)
+            vars(comm)["wire_of"] = lambda _: torch.device("cpu", 0)
         _, optimizer = trained_optimizer(comm)
         FAULTY.rank = comm.rank
         try:

@@ -9,8 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
+from zero_ref.comm import collectives
 from zero_ref.comm.agreement import agree
-from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives, as_collectives, broadcast_json
+from zero_ref.comm.collectives import (
+    AllOf,
+    Collectives,
+    ProcessGroupCollectives,
+    as_collectives,
+    broadcast_json,
+)
+from zero_ref.comm.devices import CPU
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -23,7 +31,7 @@ from zero_ref.plan.calls import Call
 def test_none_is_the_default_group() -> None:
     comm = as_collectives(None)
     assert isinstance(comm, ProcessGroupCollectives)
-    assert (comm.rank, comm.world_size, comm.wire_device) == (0, 1, torch.device("cpu"))
+    assert (comm.rank, comm.world_size, comm.control_device) == (0, 1, torch.device("cpu"))
     assert as_collectives(dist.group.WORLD).world_size == 1
     assert as_collectives(comm) is comm
 
@@ -80,6 +88,76 @@ def test_a_call_that_fails_says_who_wanted_what() -> None:
         RuntimeError, match=r"(?s)rank 0 of 1: broadcast from rank 0 did not complete: .*first error"
     ):
         comm.broadcast(torch.zeros(3).to_sparse(), src=0).wait()
+
+
+# -------------------------------------------------------------------------- a backend for each kind of device
+
+GPU = torch.device("meta", 0)
+"""Stands for one: the calls of these tests are not made."""
+
+
+def on_backends(monkeypatch: pytest.MonkeyPatch, config: str) -> ProcessGroupCollectives:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(collectives, "current_device", lambda: GPU)
+    return ProcessGroupCollectives()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize(
+    ("config", "control", "of_cpu", "of_gpu", "pairwise"),
+    [
+        ("cpu:gloo", CPU, CPU, CPU, (True, True)),
+        ("cpu:gloo,meta:gloo", CPU, CPU, CPU, (True, True)),
+        ("cpu:gloo,meta:nccl", CPU, CPU, GPU, (True, False)),
+        ("meta:nccl", GPU, GPU, GPU, (False, False)),
+        ("cpu:mpi,meta:mpi", CPU, CPU, GPU, (False, False)),
+    ],
+)
+def test_control_messages_and_each_kind_of_tensor_have_a_device_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+    config: str,
+    control: torch.device,
+    of_cpu: torch.device,
+    of_gpu: torch.device,
+    pairwise: tuple[bool, bool],
+) -> None:
+    comm = on_backends(monkeypatch, config)
+    assert comm.control_device == control
+    assert (comm.wire_of(CPU), comm.wire_of(GPU)) == (of_cpu, of_gpu)
+    assert (comm.goes_pairwise(CPU), comm.goes_pairwise(GPU)) == pairwise
+    assert (comm.open_channel(0, {CPU}) is not None) == (control == CPU and pairwise[0])
+    assert comm.open_channel(0, {CPU, GPU}) is None
+    comm.pairwise = False
+    assert not comm.goes_pairwise(CPU)
+    assert not comm.goes_pairwise(GPU)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_in_a_group_with_two_backends_each_tensor_goes_by_that_of_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    comm = on_backends(monkeypatch, "cpu:gloo,meta:nccl")
+    started: list[Any] = []
+    names = {collectives._batch: "batch", collectives._all_gather: "all_gather", dist.broadcast: "broadcast"}
+    names |= {collectives._reduce_scatter: "reduce_scatter", dist.isend: "send", dist.irecv: "recv"}
+
+    def note(what: str, operation: Any, *args: Any, **kwargs: Any) -> Any:
+        started.append(names[operation])
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
+        tensors += [tensor for each in args if isinstance(each, list) for _, tensor in each]
+        started.extend(tensor.device.type for tensor in tensors)
+        return AllOf([])
+
+    monkeypatch.setattr(comm, "_start", note)
+    here, there = torch.zeros(4), torch.zeros(4, device="meta")
+    comm.exchange([(0, there), (0, here)], [(0, here), (0, there)]).wait()
+    assert started == ["recv", "cpu", "send", "cpu", "batch", "meta", "meta"]
+    started.clear()
+    comm.gather_shares(there).wait()
+    comm.reduce_shares(there, torch.zeros(4, device="meta")).wait()
+    comm.broadcast(there, 0).wait()
+    comm.broadcast(here, 0).wait()  # to no other rank in a message between two
+    assert started == ["all_gather", "meta", "meta", "reduce_scatter", "meta", "meta", "broadcast", "meta"]
 
 
 # -------------------------------------------------------------------------------------------------- agree

@@ -601,7 +601,7 @@ def test_state_that_lies_elsewhere_than_the_network_is_staged() -> None:
     assert torch.ones(1).device != elsewhere
 
     def on_rank(comm: Collectives) -> Snapshot:
-        vars(comm)["wire_device"] = elsewhere
+        vars(comm)["wire_of"] = lambda _: elsewhere
         model = Tangle()
         return run_script(in_turn(*TURNS), model, zero(comm, model.parameters()), 1)[-1]
 

@@ -265,7 +265,7 @@ def _shared(
         digests[comm.rank] = FAILED
     else:  # 48 bits, which a float64 holds exactly
         digests[comm.rank] = float(int.from_bytes(hashlib.sha256("\n".join(facts).encode()).digest()[:6]))
-    vector = torch.tensor([*mine, *digests], dtype=torch.float64, device=comm.wire_device)
+    vector = torch.tensor([*mine, *digests], dtype=torch.float64, device=comm.control_device)
     comm.all_reduce(vector).wait()
     shared, digests = vector[: len(pieces)].tolist(), vector[len(pieces) :].tolist()
     if FAILED in digests or len(set(digests)) > 1:

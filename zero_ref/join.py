@@ -118,7 +118,7 @@ def divisor_of_gradients(zero: Zero, active: bool) -> int:
     """
     if zero.joined is None or zero.joined.divide_by_initial_world_size:
         return zero.collectives.world_size
-    count = torch.tensor([int(active)], device=zero.collectives.wire_device)
+    count = torch.tensor([int(active)], device=zero.collectives.control_device)
     zero.collectives.all_reduce(count).wait()
     return int(count.item())
 
@@ -166,7 +166,7 @@ def _who_has_data(zero: Zero, active: bool) -> list[bool]:
     comm = zero.collectives
     options = [line for group in zero.param_groups for line in describe_options(group)]
     digest = int.from_bytes(hashlib.sha256("\n".join(options).encode()).digest()[:7])
-    word = torch.tensor([2 * digest + active], device=comm.wire_device)
+    word = torch.tensor([2 * digest + active], device=comm.control_device)
     words: list[int] = torch.cat(comm.all_gather(word)).tolist()
     staying = [rank for rank, other in enumerate(words) if other % 2]
     for rank in staying:
@@ -227,7 +227,7 @@ def _gradients_for(zero: Zero, rank: int) -> list[ToPeer]:
     for piece, param, *_ in own_slices(zero.built.partition.slices_of_rank[rank], zero.built.params):
         if param.requires_grad and param.grad is not None:
             tensors += _parts(param.grad, piece, param)
-    return [(rank, tensor.to(zero.collectives.wire_device)) for tensor in tensors]
+    return [(rank, tensor.to(zero.collectives.wire_of(tensor.device))) for tensor in tensors]
 
 
 def _receive_gradients(zero: Zero, source: int, layouts: dict[int, Layout]) -> dict[int, torch.Tensor]:
@@ -238,7 +238,8 @@ def _receive_gradients(zero: Zero, source: int, layouts: dict[int, Layout]) -> d
         if piece.param in layouts:
             gradient = gradients.setdefault(piece.param, _blank(param, layouts[piece.param]))
             places += _parts(gradient, piece, param)
-    received = [place.to(zero.collectives.wire_device) for place in places]  # without a copy if already there
+    wire_of = zero.collectives.wire_of
+    received = [place.to(wire_of(place.device)) for place in places]  # without a copy if already there
     zero.collectives.exchange([], [(source, tensor) for tensor in received]).wait()
     for place, tensor in zip(places, received, strict=True):
         if tensor is not place:

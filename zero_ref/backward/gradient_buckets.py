@@ -90,8 +90,9 @@ class GradientBucket:
     _part: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.is_native = self.plan.is_shared and not self.comm.pairwise
         self._device = next(iter(self.params.values())).device
+        self._wire = self.comm.wire_of(self._device)
+        self.is_native = self.plan.is_shared and not self.comm.goes_pairwise(self._device)
         self._in = self.plan.tensors(as_one=self.is_native)
         self._cuts = [list(self._in.cuts(self.plan.runs(owner))) for owner in range(self.comm.world_size)]
         self.own = list(self.plan.own(self.comm.rank))
@@ -133,7 +134,7 @@ class GradientBucket:
         for number in list(self.missing):
             self.take(number, torch.zeros_like(self.params[number], requires_grad=False))
         self.sent = True
-        comm, wire = self.comm, self.comm.wire_device
+        comm = self.comm
         tensors = [tensor for tensor in self._tensors if tensor is not None]
         if self.is_native:
             # Divided before the sum: float16 could overflow.
@@ -148,7 +149,7 @@ class GradientBucket:
         if self.plan.is_shared:  # the next rank first, so that not all send to the same one at once
             peers.sort(key=lambda peer: (peer - comm.rank) % comm.world_size)
         sends = [
-            (peer, tensors[cut.tensor][cut.start : cut.stop].to(wire))
+            (peer, tensors[cut.tensor][cut.start : cut.stop].to(self._wire))
             for peer in peers
             for cut in self._cuts[peer]
         ]
@@ -188,10 +189,9 @@ class GradientBucket:
 
     def _receiver(self, peer: int) -> torch.Tensor:
         """Memory for what a peer sends. The average is computed where the first of them has sent its part."""
-        rank, wire = self.comm.rank, self.comm.wire_device
-        if peer == (1 if rank == 0 else 0):
-            return self._result(wire)
-        return self.memory.take(self.own_numel, self.dtype, wire)
+        if peer == (1 if self.comm.rank == 0 else 0):
+            return self._result(self._wire)
+        return self.memory.take(self.own_numel, self.dtype, self._wire)
 
     def _result(self, device: torch.device) -> torch.Tensor:
         """Memory for this rank's part, which becomes its gradient."""

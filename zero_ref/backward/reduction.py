@@ -97,12 +97,13 @@ class ToOwners:
         self.flat, self.params, self.runs = flat, params, runs_of_rank[comm.rank]
         if divisor != 1:  # before the sum, as DDP does: float16 could overflow
             flat.mul_(1 / (divisor or comm.world_size))
+        wire = comm.wire_of(flat.device)
         peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
-        sends = [(p, _packed(flat, runs_of_rank[p]).to(comm.wire_device)) for p in peers if runs_of_rank[p]]
+        sends = [(p, _packed(flat, runs_of_rank[p]).to(wire)) for p in peers if runs_of_rank[p]]
         self.sent = [tensor for _, tensor in sends]
         self.numels = [run.stop - run.start for run in self.runs]
         numel = sum(self.numels)
-        received = [(p, flat.new_empty(numel, device=comm.wire_device)) for p in peers if self.runs]
+        received = [(p, flat.new_empty(numel, device=wire)) for p in peers if self.runs]
         self.of_lower = [tensor for peer, tensor in received if peer < comm.rank]
         self.of_higher = [tensor for peer, tensor in received if peer > comm.rank]
         self.work: PendingCall = comm.exchange(sends, received)
@@ -294,7 +295,7 @@ def share_infinities(comm: Collectives, own: Sequence[torch.Tensor]) -> None:
     Cost: an all-reduce of 4 bytes, and a wait for the device.
     """
     finite = all(bool(grad.norm(torch.inf).isfinite()) for grad in own)
-    found = torch.tensor([0.0 if finite else 1.0], device=comm.wire_device)
+    found = torch.tensor([0.0 if finite else 1.0], device=comm.control_device)
     comm.all_reduce(found).wait()
     if found.item():
         flat_view(own[0])[:1] = torch.nan

@@ -175,7 +175,7 @@ class ShardReduction:
         """All buckets are on their way: start to count on how many ranks each parameter had a gradient."""
         comm = self.zero.collectives
         if comm.world_size > 1 or self.replicas is not None:
-            had = torch.ones(len(self.bucket_of), dtype=torch.int32, device=comm.wire_device)
+            had = torch.ones(len(self.bucket_of), dtype=torch.int32, device=comm.control_device)
             if self._unused:  # else nothing is copied to a GPU, for which it would wait
                 had = torch.tensor([n not in self._unused for n in self.bucket_of]).to(had)
             self._counting = had, comm.all_reduce(had)

@@ -66,15 +66,17 @@ class Collectives(Protocol):
     @property
     def world_size(self) -> int: ...
     @property
-    def wire_device(self) -> torch.device:
-        """Where tensors of `send`, `recv` and `all_gather` must lie."""
-
-    @property
-    def pairwise(self) -> bool:
-        """Whether many messages between pairs of ranks take less time than one call for all."""
+    def control_device(self) -> torch.device:
+        """Where short messages about the ranks' work are made: facts, counts, norms."""
 
     @property
     def observers(self) -> list[Observer]: ...
+
+    def wire_of(self, device: torch.device) -> torch.device:
+        """Where tensors that belong on the device must lie for `send`, `recv` and `exchange`."""
+
+    def goes_pairwise(self, device: torch.device) -> bool:
+        """Whether, for such tensors, many messages between pairs of ranks take less time than one call."""
 
     def expect(self, tensor: torch.Tensor, src: int) -> PendingCall | None:
         """Receive the next broadcast of `src` into `tensor` early, while this rank still computes.
@@ -183,8 +185,14 @@ class Observable:
 class ProcessGroupCollectives(Observable):
     """Collectives on a torch.distributed process group.
 
+    A group may have a backend for each kind of device: Gloo for the CPU, NCCL for GPUs. Gloo alone takes
+    tensors of GPUs too, but not in messages between pairs of ranks; these then go by way of the CPU.
+
     Args:
         group: the process group; None is the default group of `init_process_group`.
+    Attributes:
+        pairwise: Gloo sends broadcasts and shares in messages between pairs of ranks.
+        native: Gloo reduces shares by its own reduce-scatter, which is an all-reduce inside.
     Raises:
         RuntimeError: torch.distributed has not been initialised.
         ValueError: this process is not a member of `group`.
@@ -205,15 +213,24 @@ class ProcessGroupCollectives(Observable):
                 f"global rank {dist.get_rank()} is not a member of the process group that it passed in. "
                 "Build the optimizer only on the group's ranks."
             )
-        # A group may have a backend for each kind of device, as in "cpu:gloo" beside NCCL for GPUs.
-        backends = str(dist.get_backend_config(group))
-        self.pairwise = "cpu:gloo" in backends and self.world_size <= PAIRWISE_RANKS
-        self.native = "cpu:gloo" not in backends  # Gloo's reduce-scatter is an all-reduce inside
+        self.backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
+        self.control_device = CPU if "cpu" in self.backends else current_device()
+        self.pairwise, self.native = self.world_size <= PAIRWISE_RANKS, False
         self.tag = TAG
-        self.wire_device = CPU if "cpu:" in backends else current_device()
+
+    def wire_of(self, device: torch.device) -> torch.device:
+        if device.type not in self.backends:
+            return self.control_device
+        return CPU if self._is_gloos(device) else device
+
+    def goes_pairwise(self, device: torch.device) -> bool:
+        return self.pairwise and self._is_gloos(self.wire_of(device))
+
+    def _is_gloos(self, device: torch.device) -> bool:
+        return self.backends.get(device.type) == "gloo"
 
     def expect(self, tensor: torch.Tensor, src: int) -> PendingCall | None:
-        if src == self.rank or not self._goes_pairwise(tensor):
+        if src == self.rank or not self._is_sent_pairwise(tensor):
             return None
         return self._from(src, tensor, "broadcast")
 
@@ -221,12 +238,12 @@ class ProcessGroupCollectives(Observable):
         # With one tag for all, ranks that step two optimizers in another order would each take the other's
         # parameters for their own. With a tag for each optimizer they wait, until the group's time-out.
         self.tag = TAG + number
-        all_pairwise = self.pairwise and all(device.type == "cpu" for device in devices)
+        all_pairwise = self.goes_pairwise(CPU) and all(device.type == "cpu" for device in devices)
         return _PairwiseAlarm(self, ALARM_TAG + number) if all_pairwise else None
 
     def broadcast(self, tensor: torch.Tensor, src: int, expected: PendingCall | None = None) -> PendingCall:
         self.tell("broadcast", tensor, src)
-        if not self._goes_pairwise(tensor):
+        if not self._is_sent_pairwise(tensor):
             what = f"broadcast from rank {src}"
             return self._start(what, dist.broadcast, _raw(tensor), group_src=src, async_op=True)
         if src != self.rank:
@@ -235,8 +252,8 @@ class ProcessGroupCollectives(Observable):
         peers = ((src + distance) % self.world_size for distance in range(1, self.world_size))
         return AllOf(self._to(peer, tensor, "broadcast") for peer in peers)
 
-    def _goes_pairwise(self, tensor: torch.Tensor) -> bool:
-        return self.pairwise and tensor.device.type == "cpu" and tensor.is_contiguous()
+    def _is_sent_pairwise(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu" and self.goes_pairwise(tensor.device) and tensor.is_contiguous()
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingCall:
         self.tell("all_reduce", tensor)
@@ -250,14 +267,15 @@ class ProcessGroupCollectives(Observable):
 
     def gather_shares(self, flat: torch.Tensor, expected: Sequence[PendingCall | None] = ()) -> PendingCall:
         self.tell("all_gather", flat)
-        if flat.device.type != self.wire_device.type:
-            staged = flat.to(self.wire_device)
+        wire = self.wire_of(flat.device)
+        if flat.device.type != wire.type:
+            staged = flat.to(wire)
             return Then(self._gather_shares(staged), lambda: flat.copy_(staged))
         return self._gather_shares(flat, expected)
 
     def _gather_shares(self, flat: torch.Tensor, expected: Sequence[PendingCall | None] = ()) -> PendingCall:
         shares = flat.detach().chunk(self.world_size)
-        if not self.pairwise:
+        if not self.goes_pairwise(flat.device):
             return self._start("all_gather", _all_gather, _raw(flat), _raw(shares[self.rank]), async_op=True)
         early = dict(enumerate(expected))
         # The next rank first, so that not all send to the same rank at once.
@@ -267,14 +285,15 @@ class ProcessGroupCollectives(Observable):
 
     def reduce_shares(self, flat: torch.Tensor, share: torch.Tensor) -> PendingCall:
         self.tell("reduce_shares", flat)
-        if flat.device.type != self.wire_device.type:
-            staged, sent = share.to(self.wire_device), flat.to(self.wire_device)
+        wire = self.wire_of(flat.device)
+        if flat.device.type != wire.type:
+            staged, sent = share.to(wire), flat.to(wire)
             return Then(self._reduce_shares(sent, staged), lambda: share.copy_(staged))
         return self._reduce_shares(flat, share)
 
     def _reduce_shares(self, flat: torch.Tensor, share: torch.Tensor) -> PendingCall:
         shares = [*flat.detach().chunk(self.world_size)]
-        if self.native:
+        if self.native or not self._is_gloos(flat.device):
             return self._start("reduce_scatter", _reduce_scatter, share, flat, async_op=True)
         if not self.pairwise and self.world_size > 1:
             return _RingReduction(self, shares, share)
@@ -303,11 +322,14 @@ class ProcessGroupCollectives(Observable):
         self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer], told: Call | None = None
     ) -> PendingCall:
         self.tell_exchange(sends, recvs, told)
-        if self.wire_device.type == "cpu":
-            # Receives first, so that Gloo can write what arrives into its place without a copy.
-            return AllOf([*(self._from(*recv) for recv in recvs), *(self._to(*send) for send in sends)])
-        peers = sorted({peer for peer, _ in (*sends, *recvs)})
-        return self._start(f"exchange with ranks {peers}", _batch, sends, recvs)
+        # Receives first, so that Gloo can write what arrives into its place without a copy.
+        calls = [self._from(*recv) for recv in recvs if self._is_gloos(recv[1].device)]
+        calls += [self._to(*send) for send in sends if self._is_gloos(send[1].device)]
+        sends, recvs = ([one for one in each if not self._is_gloos(one[1].device)] for each in (sends, recvs))
+        if sends or recvs:
+            peers = sorted({peer for peer, _ in (*sends, *recvs)})
+            calls.append(self._start(f"exchange with ranks {peers}", _batch, sends, recvs))
+        return AllOf(calls)
 
     def _to(self, dst: int, tensor: torch.Tensor, what: str = "send") -> PendingCall:
         return self._start(f"{what} to rank {dst}", dist.isend, _raw(tensor), group_dst=dst, tag=self.tag)
@@ -472,7 +494,7 @@ def broadcast_json(comm: Collectives, value: Any, src: int) -> Any:
     Cost: two broadcasts, of 8 bytes and of the text.
     """
     text = json.dumps(value, default=torch.Tensor.item).encode() if comm.rank == src else b""
-    length = torch.tensor([len(text)], device=comm.wire_device)
+    length = torch.tensor([len(text)], device=comm.control_device)
     comm.broadcast(length, src).wait()
     tensor = _tensor_of(text.ljust(int(length.item())), comm)
     comm.broadcast(tensor, src).wait()
@@ -486,8 +508,8 @@ def exchange_json(comm: Collectives, values: Mapping[int, Any], sources: Iterabl
     Cost: between two ranks two messages, of 8 bytes and of the text.
     """
     texts = [(peer, _tensor_of(json.dumps(value).encode(), comm)) for peer, value in values.items()]
-    lengths = [(peer, torch.tensor([text.numel()], device=comm.wire_device)) for peer, text in texts]
-    their_lengths = [(peer, torch.tensor([0], device=comm.wire_device)) for peer in sources]
+    lengths = [(peer, torch.tensor([text.numel()], device=comm.control_device)) for peer, text in texts]
+    their_lengths = [(peer, torch.tensor([0], device=comm.control_device)) for peer in sources]
     comm.exchange(lengths, their_lengths).wait()
     theirs = [(peer, _tensor_of(bytes(int(length.item())), comm)) for peer, length in their_lengths]
     comm.exchange(texts, theirs).wait()
@@ -495,7 +517,7 @@ def exchange_json(comm: Collectives, values: Mapping[int, Any], sources: Iterabl
 
 
 def _tensor_of(content: bytes, comm: Collectives) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(comm.wire_device)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(comm.control_device)
 
 
 def _content_of(tensor: torch.Tensor) -> bytearray:

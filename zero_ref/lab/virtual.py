@@ -87,10 +87,16 @@ class VirtualCollectives(Observable):
     def __init__(self, world: _World, rank: int) -> None:
         super().__init__()
         self.world, self.rank, self.world_size = world, rank, world.size
-        self.wire_device, self.pairwise = torch.device("cpu"), True
+        self.control_device = torch.device("cpu")
 
     def __repr__(self) -> str:
         return f"virtual rank {self.rank} of {self.world_size}"
+
+    def wire_of(self, device: torch.device) -> torch.device:
+        return device
+
+    def goes_pairwise(self, device: torch.device) -> bool:
+        return True
 
     def open_channel(self, number: int, devices: Collection[torch.device]) -> _VirtualAlarm:
         return _VirtualAlarm(self, number)

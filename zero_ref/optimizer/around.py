@@ -83,7 +83,7 @@ class TakesPartInJoin(Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device on which Join counts the ranks that have data."""
-        return self.collectives.wire_device
+        return self.collectives.control_device
 
     @property
     def join_process_group(self) -> Any:

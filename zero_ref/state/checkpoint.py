@@ -24,6 +24,7 @@ import torch
 
 from zero_ref.comm.agreement import agreement
 from zero_ref.comm.collectives import Collectives, PendingCall, broadcast_json, exchange_json
+from zero_ref.comm.devices import CPU
 from zero_ref.optimizer.buckets import flat_like, flat_view
 from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.groups import (
@@ -95,7 +96,7 @@ def consolidate(
             _check_stepped_together(comm.rank, itertools.chain(*entries_of_owner.values()), params)
         whole = {param: subclasses.put_together(whole[param]) for param in sorted(whole)}
         staged = [sum(end.nbytes for end in ends) for _, ends in parcels if not _goes_as_it_is(ends, comm)]
-        staging = torch.empty(max(staged, default=0), dtype=torch.uint8, device=comm.wire_device)
+        staging = torch.empty(max(staged, default=0), dtype=torch.uint8, device=comm.wire_of(CPU))
     failures: list[Exception] = []
     works: list[PendingCall] = []
     for owner, ends in parcels:
@@ -176,7 +177,7 @@ def _transfer_parcel(
 
 
 def _goes_as_it_is(ends: Sequence[torch.Tensor], comm: Collectives) -> bool:
-    return len(ends) == 1 and ends[0].device == comm.wire_device
+    return len(ends) == 1 and ends[0].device == comm.wire_of(CPU)  # where all of it will lie
 
 
 @contextlib.contextmanager

@@ -141,15 +141,15 @@ class Handover:
         received: list[tuple[torch.Tensor, torch.Tensor]] = []
         for move in self.planned:  # in the same order on all ranks, which messages of two ranks must have
             if move.dst != comm.rank:
-                sends += [(move.dst, tensor.to(comm.wire_device)) for tensor in tensors[move]]
+                sends += [(move.dst, tensor.to(comm.wire_of(tensor.device))) for tensor in tensors[move]]
                 continue
             arriving = (
                 tensors[move]
                 if move.src == comm.rank
                 else [
                     place
-                    if place.device == comm.wire_device
-                    else torch.empty_like(place, device=comm.wire_device)
+                    if place.device == (wire := comm.wire_of(place.device))
+                    else torch.empty_like(place, device=wire)
                     for place in places[move]
                 ]
             )
