@@ -187,7 +187,7 @@ class PretendGroup(dist.ProcessGroup):
 
         return self._launch("all_gather", [tensor], into, carry, outs)
 
-    def _allgather_base(self, out: Any, tensor: Any, opts: Any = None) -> Any:
+    def all_gather_single(self, out: Any, tensor: Any, opts: Any = None) -> Any:
         def carry() -> None:
             self._agree("allgather_base", (tensor.numel(), tensor.dtype))
             parts = [_bytes(part) for part in out.detach().view(-1).chunk(self.ranks)]
@@ -196,7 +196,7 @@ class PretendGroup(dist.ProcessGroup):
 
         return self._launch("all_gather", [tensor], [out], carry, [out])
 
-    def _reduce_scatter_base(self, out: Any, tensor: Any, opts: Any = None) -> Any:
+    def reduce_scatter_single(self, out: Any, tensor: Any, opts: Any = None) -> Any:
         def carry() -> None:
             self._agree("reduce_scatter", (tensor.numel(), tensor.dtype))
             total = tensor.inner.clone()
@@ -204,6 +204,8 @@ class PretendGroup(dist.ProcessGroup):
             out.inner.copy_(total.view(-1).chunk(self.ranks)[self.me].view_as(out.inner))
 
         return self._launch("reduce_scatter", [tensor], [out], carry, [out])
+
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # as torch before 2.13 calls them
 
     def barrier(self, opts: Any = None) -> Any:
         self._agree("barrier", "")
