@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, composite, integers, lists
 from torch import nn, optim
-from training import PARTITIONS, WHOLE, Tangle, describe, fill_gradients
+from training import PARTITIONS, WHOLE, CountingReads, Tangle, describe, fill_gradients
 
 from zero_ref.clip import clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
@@ -18,6 +18,7 @@ from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.partition import Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 
 INF = float("inf")
@@ -467,6 +468,18 @@ def test_one_all_reduce_of_a_number_for_each_slice_and_each_rank(partition: str)
     for calls, slices in virtual.run(on_rank, 3):
         assert slices == (11 if partition == "sorted_greedy" else 13)
         assert calls == [("all_reduce", 8 * (slices + 3))]
+
+
+def test_the_norms_of_slices_are_read_together_and_not_one_by_one() -> None:
+    def on_rank(comm: Collectives) -> tuple[float, int]:
+        zero = sharded(weights([3.0, 4.0, 12.0], [84.0]), comm, partition=cut_into_elements)
+        with CountingReads() as counting:
+            total = get_total_norm(zero)
+        return total.item(), counting.reads
+
+    cut_into_elements = from_lists([3, 1], [[Slice(0, 0, 1), Slice(0, 1, 2), Slice(0, 2, 3), 1]])
+    # Once: the norm of the parameter that is cut, which the host has put together.
+    assert virtual.run(on_rank, 1) == [(85.0, 1)]
 
 
 def test_each_rank_computes_only_the_norms_of_what_it_owns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
@@ -355,6 +356,18 @@ def ring_early(comm: Any) -> list[dict[int, str]]:
         alarm.ring("lost", 3)
     comm.all_gather(torch.zeros(1))  # comes after the alarm
     return [alarm.heard(update) for update in (2, 3, 4)]
+
+
+class CountingReads(TorchDispatchMode):
+    """Counts in `reads` how often the host reads one element, for which it waits if it is on an accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 # ------------------------------------------------------------------------------------------------ masters

@@ -81,8 +81,8 @@ def clip_grad_norm_(
         ValueError: ranks pass different arguments; `params` holds one that the optimizer does not have.
         TypeError, ValueError: as torch's, on arguments that are no numbers. If one rank raises, all raise.
     Collective: all ranks of the optimizer's group. Inside `Join`, those that still have data.
-    Cost: one all-reduce of 8 bytes for each slice and each rank, and on a GPU a wait for the norms. Inside
-        `Join` nothing is sent, and each rank computes all norms.
+    Cost: one all-reduce of 8 bytes for each slice and each rank, and on an accelerator one wait, for the
+        norms. Inside `Join` nothing is sent, and each rank computes all norms.
     """
     chosen, total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params, max_norm)
     parts = optimizer.backward.gradients.parts or {}
@@ -116,6 +116,7 @@ def get_total_norm(
     return total
 
 
+@torch.no_grad()
 def _total_norm(
     zero: ZeroRedundancyOptimizer,
     norm_type: float,
@@ -133,7 +134,8 @@ def _total_norm(
     # Ranks that have left a Join loop do not call this function. Those in the loop have all gradients.
     alone = zero.joined is not None
     facts: Sequence[str] | Exception
-    norms: dict[Slice, float] = {}
+    pieces = _pieces(zero)
+    norms = torch.empty(0)
     try:
         norm_type = float(norm_type)
         chosen = _chosen(zero, params)
@@ -142,19 +144,23 @@ def _total_norm(
             "all parameters" if params is None else f"parameters {list(chosen)}",
         ]
         _check_can_be_clipped(zero, chosen)
-        counted = [piece for piece, owner in _pieces(zero) if alone or owner == zero.rank]
-        norms = _norms_of_slices(counted, chosen, zero.backward.gradients.parts, norm_type, foreach)
+        counted = pieces if alone else zero.partition.slices_of_rank[zero.rank]
+        norms = _norms_of_slices(zero, counted, chosen, norm_type, foreach)
     except Exception as error:
         if alone:
             raise
         facts = error
-    if not alone:
-        norms = _shared(zero, norms, facts)
-    norm_of_param = _norms_of_params(zero, norms, norm_type)
-    total = _norm_of_norms([chosen[number] for number in norm_of_param], [*norm_of_param.values()], norm_type)
-    if error_if_nonfinite and not bool(total.isfinite()):
+    of_pieces = zip(pieces, norms.tolist() if alone else _shared(zero, norms, facts), strict=True)
+    present = {piece: norm for piece, norm in of_pieces if norm != ABSENT}
+    norm_of_param = _norms_of_params(zero, present, norm_type)
+    if not norm_of_param:
+        return chosen, torch.tensor(0.0)
+    params = [chosen[number] for number in norm_of_param]
+    together = _in_torchs_order(params, [*norm_of_param.values()])
+    if error_if_nonfinite and not bool(torch.linalg.vector_norm(together, norm_type).isfinite()):
         raise RuntimeError(_nonfinite_error(zero, norm_of_param, norm_type))
-    return chosen, total
+    # By the kernel that torch's function would use, without waiting until the accelerator can take the norms.
+    return chosen, torch.linalg.vector_norm(together.to(params[0].device, non_blocking=True), norm_type)
 
 
 def _chosen(
@@ -204,15 +210,16 @@ def _with_gradient(part: torch.Tensor) -> torch.Tensor:
 
 
 def _norms_of_slices(
-    pieces: Iterable[Slice],
+    zero: ZeroRedundancyOptimizer,
+    pieces: Sequence[Slice],
     chosen: Mapping[int, torch.Tensor],
-    parts: Mapping[Slice, torch.Tensor] | None,
     norm_type: float,
     foreach: bool | None,
-) -> dict[Slice, float]:
-    """The norm of the gradient of each of these slices that has one here."""
+) -> torch.Tensor:
+    """The norm of each slice's gradient, or ABSENT: (pieces,), float64, where control messages are made."""
+    parts, control = zero.backward.gradients.parts, zero.collectives.control_device
     whole: dict[Slice, torch.Tensor] = {}
-    norms: dict[Slice, float] = {}
+    norms: dict[Slice, torch.Tensor] = {}
     for piece in pieces:
         param = chosen.get(piece.param)
         if param is None:
@@ -227,13 +234,19 @@ def _norms_of_slices(
             part = flat_like(grad, param)[piece.start : piece.stop] if parts is None else grad
             # Not in 16 bits: the norm of the whole parameter is to be rounded only once.
             dtype = torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else None
-            norms[piece] = torch.linalg.vector_norm(part, norm_type, dtype=dtype).item()
-    return norms | _norms(whole, norm_type, foreach)
+            norms[piece] = torch.linalg.vector_norm(part, norm_type, dtype=dtype).double()
+    norms |= _norms(whole, norm_type, foreach)
+    device = next((norm.device for norm in norms.values()), control)
+    absent = torch.full((), ABSENT, dtype=torch.float64, device=device)
+    # Put together on their device, so that one copy brings all of them to another.
+    return torch.stack([absent, *(norms.get(piece, absent).to(device) for piece in pieces)])[1:].to(control)
 
 
-def _norms(whole: Mapping[Slice, torch.Tensor], norm_type: float, foreach: bool | None) -> dict[Slice, float]:
+def _norms(
+    whole: Mapping[Slice, torch.Tensor], norm_type: float, foreach: bool | None
+) -> dict[Slice, torch.Tensor]:
     """The norm of each gradient, rounded to its dtype, by the kernels that torch's function would use."""
-    norms: dict[Slice, float] = {}
+    norms: dict[Slice, torch.Tensor] = {}
     pieces = list(whole)
     for (device, _), ((of_kind, *_), indices) in _by_kind(list(whole.values())).items():
         if foreach and not _device_has_foreach_support(device):
@@ -245,32 +258,34 @@ def _norms(whole: Mapping[Slice, torch.Tensor], norm_type: float, foreach: bool 
             of_each = list(torch._foreach_norm(of_kind, norm_type))
         else:
             of_each = [torch.linalg.vector_norm(tensor, norm_type) for tensor in of_kind]
-        norms |= zip((pieces[index] for index in indices), torch.stack(of_each).tolist(), strict=True)
+        norms |= zip((pieces[index] for index in indices), torch.stack(of_each).double(), strict=True)
     return norms
 
 
 def _shared(
-    zero: ZeroRedundancyOptimizer, own: Mapping[Slice, float], facts: Sequence[str] | Exception
-) -> dict[Slice, float]:
-    """All ranks' norms, from those of each rank's slices. If `facts` differ, all ranks raise as `agree`.
+    zero: ZeroRedundancyOptimizer, own: torch.Tensor, facts: Sequence[str] | Exception
+) -> list[float]:
+    """The norms of all `_pieces`, from those of each rank's. If `facts` differ, all ranks raise as `agree`.
 
     Collective: all ranks of the group.
     Cost: one all-reduce of 8 bytes for each slice and each rank.
     """
     comm = zero.collectives
-    pieces = _pieces(zero)
-    mine = [own.get(piece, ABSENT) if owner == comm.rank else 0.0 for piece, owner in pieces]
-    digests = [0.0] * comm.world_size
+    counts = [len(owned) for owned in zero.partition.slices_of_rank]
+    before, count = sum(counts[: comm.rank]), sum(counts)
+    vector = torch.zeros(count + comm.world_size, dtype=torch.float64, device=comm.control_device)
+    vector[before : before + len(own)] = own
     if isinstance(facts, Exception):
-        digests[comm.rank] = FAILED
+        vector[count + comm.rank] = FAILED
     else:  # 48 bits, which a float64 holds exactly
-        digests[comm.rank] = float(int.from_bytes(hashlib.sha256("\n".join(facts).encode()).digest()[:6]))
-    vector = torch.tensor([*mine, *digests], dtype=torch.float64, device=comm.control_device)
+        digest = hashlib.sha256("\n".join(facts).encode()).digest()
+        vector[count + comm.rank] = float(int.from_bytes(digest[:6]))
     comm.all_reduce(vector).wait()
-    shared, digests = vector[: len(pieces)].tolist(), vector[len(pieces) :].tolist()
-    if FAILED in digests or len(set(digests)) > 1:
+    shared = vector.tolist()
+    digests = set(shared[count:])
+    if FAILED in digests or len(digests) > 1:
         agree(comm, "clip the gradients", facts)  # raises
-    return {piece: norm for (piece, _), norm in zip(pieces, shared, strict=True) if norm != ABSENT}
+    return shared[:count]
 
 
 def _norms_of_params(
@@ -287,15 +302,13 @@ def _norms_of_params(
     return of_param
 
 
-def _norm_of_norms(params: Sequence[torch.Tensor], norms: Sequence[float], norm_type: float) -> torch.Tensor:
-    """As torch's: taken in torch's order, in the gradients' common dtype, on the first gradient's device."""
-    if not params:
-        return torch.tensor(0.0)
+def _in_torchs_order(params: Sequence[torch.Tensor], norms: Sequence[float]) -> torch.Tensor:
+    """(params,): the norms as torch takes the norm of them, in the gradients' common dtype; on the CPU."""
     of_kinds = [
         torch.tensor([norms[index] for index in indices], dtype=torch.float64).to(dtype.to_real())
         for (_, dtype), (_, indices) in _by_kind(params).items()
     ]
-    return torch.linalg.vector_norm(torch.cat(of_kinds).to(params[0].device), norm_type)
+    return torch.cat(of_kinds)
 
 
 def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
@@ -303,9 +316,9 @@ def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
     return _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
 
 
-def _pieces(zero: ZeroRedundancyOptimizer) -> list[tuple[Slice, int]]:
-    """Every slice and its owner, in registration order: the same on all ranks."""
-    return [piece for pieces in zero.partition.pieces_of_param for piece in pieces]
+def _pieces(zero: ZeroRedundancyOptimizer) -> list[Slice]:
+    """Every slice, rank by rank: in the same order on all of them."""
+    return [piece for owned in zero.partition.slices_of_rank for piece in owned]
 
 
 def _nonfinite_error(

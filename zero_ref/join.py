@@ -118,7 +118,7 @@ def divisor_of_gradients(zero: Zero, active: bool) -> int:
     """
     if zero.joined is None or zero.joined.divide_by_initial_world_size:
         return zero.collectives.world_size
-    count = torch.tensor([int(active)], device=zero.collectives.control_device)
+    count = torch.full((1,), int(active), device=zero.collectives.control_device)
     zero.collectives.all_reduce(count).wait()
     return int(count.item())
 
@@ -166,7 +166,7 @@ def _who_has_data(zero: Zero, active: bool) -> list[bool]:
     comm = zero.collectives
     options = [line for group in zero.param_groups for line in describe_options(group)]
     digest = int.from_bytes(hashlib.sha256("\n".join(options).encode()).digest()[:7])
-    word = torch.tensor([2 * digest + active], device=comm.control_device)
+    word = torch.full((1,), 2 * digest + active, device=comm.control_device)
     words: list[int] = torch.cat(comm.all_gather(word)).tolist()
     staying = [rank for rank, other in enumerate(words) if other % 2]
     for rank in staying:

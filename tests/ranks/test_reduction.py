@@ -41,9 +41,9 @@ from test_overlap import (
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
-from training import OnMasters, Tangle, assert_same, loss_on_own_data, snapshot
+from training import CountingReads, OnMasters, Tangle, assert_same, loss_on_own_data, snapshot
 
-from zero_ref.backward.reduction import ToOwners, gradients_in, reduce_to_owners
+from zero_ref.backward.reduction import ToOwners, gradients_in, reduce_to_owners, share_infinities
 from zero_ref.clip import clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
@@ -363,6 +363,22 @@ def scaled() -> list[Any]:
 def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
     for first, second in run(scaled, world_size):
         assert first != second
+
+
+@pytest.mark.parametrize("infinite", [None, 0, 1, 2])
+def test_a_gradient_that_is_not_finite_becomes_known_without_a_read_of_any(infinite: int | None) -> None:
+    def on_rank(comm: Collectives) -> tuple[list[bool], int]:
+        own = [torch.ones(2, 2), torch.full((3,), 1e300, dtype=torch.float64), torch.ones(3).bfloat16()]
+        if infinite is not None and comm.rank == 1:
+            own[infinite].view(-1)[-1] = -torch.inf
+        with CountingReads() as counting:
+            share_infinities(comm, own)
+        return [bool(grad.isfinite().all()) for grad in own], counting.reads
+
+    of_ranks = virtual.run(on_rank, 3)
+    for rank, (finite, reads) in enumerate(of_ranks):
+        assert all(finite) == (infinite is None), f"rank {rank}"
+        assert reads == 0
 
 
 # ---------------------------------------------------------------- what cannot work says so, on all ranks

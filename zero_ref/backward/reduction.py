@@ -292,10 +292,14 @@ def share_infinities(comm: Collectives, own: Sequence[torch.Tensor]) -> None:
     Args:
         own: the gradients of this rank; one at least.
     Collective: all ranks.
-    Cost: an all-reduce of 4 bytes, and a wait for the device.
+    Cost: an all-reduce of 4 bytes, and a wait for an accelerator if control messages are on the CPU.
     """
-    finite = all(bool(grad.norm(torch.inf).isfinite()) for grad in own)
-    found = torch.tensor([0.0 if finite else 1.0], device=comm.control_device)
+    first = flat_view(own[0])[:1]
+    norms = torch._foreach_norm(list(own), torch.inf)
+    finite = torch.stack([norm.to(first.device) for norm in norms]).isfinite().all()
+    found = finite.logical_not().to(comm.control_device, torch.float32).view(1)
     comm.all_reduce(found).wait()
-    if found.item():
-        flat_view(own[0])[:1] = torch.nan
+    if found.device == first.device:
+        first.masked_fill_(found > 0, torch.nan)  # without asking, for which the host would wait
+    elif found.item():
+        first.fill_(torch.nan)

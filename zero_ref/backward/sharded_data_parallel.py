@@ -176,8 +176,9 @@ class ShardReduction:
         comm = self.zero.collectives
         if comm.world_size > 1 or self.replicas is not None:
             had = torch.ones(len(self.bucket_of), dtype=torch.int32, device=comm.control_device)
-            if self._unused:  # else nothing is copied to a GPU, for which it would wait
-                had = torch.tensor([n not in self._unused for n in self.bucket_of]).to(had)
+            for place, number in enumerate(self.bucket_of):
+                if number in self._unused:
+                    had[place] = 0  # by a kernel: to copy a list to an accelerator would wait for it
             self._counting = had, comm.all_reduce(had)
 
     def _complete(self, leave: int = 0) -> None:
@@ -230,6 +231,7 @@ class ShardReduction:
         had, work = self._counting
         work.wait()
         if self.replicas is not None:
+            had = had.to(self.replicas.control_device)
             self.replicas.all_reduce(had).wait()
         counts = had.tolist() if self._unused else []
         return {number for number, count in zip(self.bucket_of, counts) if not count}

@@ -142,7 +142,10 @@ def _gather_entries(comm: Collectives, to: int | Literal["all"], mine: list[Entr
 def _transfer(comm: Collectives, to: int | Literal["all"], owner: int, tensor: torch.Tensor) -> PendingCall:
     if to == "all":
         return comm.broadcast(tensor, owner)
-    return comm.send(tensor, to) if owner == comm.rank else comm.recv(tensor, owner)
+    # As an exchange: for a send by itself, NCCL would make one more communicator for each pair of ranks.
+    if owner == comm.rank:
+        return comm.exchange([(to, tensor)], [])
+    return comm.exchange([], [(owner, tensor)])
 
 
 def _transfer_parcel(
