@@ -45,7 +45,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend of torch.distributed for this kind of device: "nccl" for NVIDIA's and AMD's GPUs."""
+    """The backend of torch.distributed for tensors on this kind of device: "nccl" for a GPU."""
     return str(dist.get_default_backend_for_device(device.type))
 
 

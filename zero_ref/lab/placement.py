@@ -32,6 +32,8 @@ import torch.distributed as dist
 from zero_ref.comm import devices
 from zero_ref.comm.devices import CPU
 
+__all__ = ["Placement", "place_ranks"]
+
 DEVICE, BACKEND = "ZERO_REF_DEVICE", "ZERO_REF_BACKEND"
 GLOO = "gloo"
 TITLES = {GLOO: "Gloo", "nccl": "NCCL"}

@@ -391,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_this_rank = placement.devices[int(os.environ["LOCAL_RANK"])]
     settle(of_this_rank, placement.is_default)
     if os.environ["RANK"] == "0":
-        print(f"on this machine {placement.describe()}", file=sys.stderr, flush=True)
+        print(f"{placement.describe()}", file=sys.stderr, flush=True)
     dist.init_process_group(placement.backend, device_id=own_device(placement.backend, of_this_rank))
     try:
         measured = meter.gather_from_ranks(train(config, print_progress))
