@@ -160,7 +160,22 @@ def test_running_says_how_even_a_split_is() -> None:
 def test_running_names_the_port_of_its_commands() -> None:
     page = (ROOT / "book" / "running.md").read_text(encoding="utf-8")
     blocks = " ".join(re.findall(r"^```bash\n(.*?)^```", page, flags=re.M | re.S))
-    assert set(re.findall(r":(\d{4,5})\b", blocks)) == {"29500"}
+    assert set(re.findall(r":(\d{4,5})\b", blocks)) == {"29500", "8888"}  # torchrun's, JupyterLab's
+
+
+def test_running_names_the_chapters_that_ask_for_gloo() -> None:
+    asking = {
+        number
+        for number, chapter in enumerate(CHAPTERS, 1)
+        if 'backend=\\"gloo\\"' in chapter.read_text(encoding="utf-8")
+    }
+    assert asking == {2, 6, 7, 8, 10, 11, 12, 13, 17}
+    page = (ROOT / "book" / "running.md").read_text(encoding="utf-8")
+    table = page.partition("| chapters | why |\n|---|---|\n")[2].partition("\n\n")[0]
+    named = [number for row in table.splitlines() for number in re.findall(r"\d+", row.split("|")[1])]
+    assert sorted(map(int, named)) == sorted(asking)
+    assert "| tour, 7 |" in table
+    assert 'backend=\\"gloo\\"' in (ROOT / "notebooks" / "00_tour.ipynb").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", ["course", "explorers", "glossary", "running"])

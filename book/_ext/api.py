@@ -116,6 +116,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.sensitivity": 14,
     "zero_ref.simulator.calibrate": 14,
     "zero_ref.lab.ranks": 1,
+    "zero_ref.lab.placement": 1,
     "zero_ref.lab.patience": 1,
     "zero_ref.lab.virtual": 4,
     "zero_ref.lab.meter": 4,

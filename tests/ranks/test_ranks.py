@@ -30,7 +30,8 @@ from training import NEVER_S
 
 from zero_ref.lab import _worker, ranks
 from zero_ref.lab.patience import patience
-from zero_ref.lab.ranks import Pool, RankError, choose_backend, device, run, shutdown
+from zero_ref.lab.placement import Placement
+from zero_ref.lab.ranks import Pool, RankError, device, run, shutdown
 
 pytestmark = pytest.mark.ranks
 
@@ -376,8 +377,12 @@ def test_an_argument_that_cannot_be_sent_is_refused_and_harms_nothing() -> None:
         (("print", 2), TypeError, "fn must be a function"),
         ((print, 2, {"timeout": 0}), ValueError, "timeout must be a positive number"),
         ((print, 2, {"timeout": float("inf")}), ValueError, "timeout must be a positive number"),
-        ((print, 2, {"backend": "mpi"}), ValueError, '"nccl", "gloo" or None'),
-        ((print, 4096, {"backend": "nccl"}), ValueError, "needs a GPU for each of 4096 ranks"),
+        (
+            (print, 2, {"backend": "mpi"}),
+            ValueError,
+            """backend must be "nccl", "gloo" or left out, not 'mpi'""",
+        ),
+        ((print, 4096, {"backend": "nccl"}), ValueError, "an accelerator of its own for each of 4096 ranks"),
     ],
 )
 def test_mistakes_are_told_at_once(
@@ -489,13 +494,50 @@ def test_a_rank_has_torchruns_variables_and_one_thread(monkeypatch: pytest.Monke
     assert gloo(look, 2) == [([rank, rank, "2", "2"], *expected) for rank in ("0", "1")]
 
 
-def test_nccl_is_chosen_when_there_is_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert [choose_backend(world_size) for world_size in (1, 2, 3)] == ["nccl", "nccl", "gloo"]
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert choose_backend(1) == "gloo"
+def test_a_rank_knows_its_own_device_and_a_subprocess_of_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look() -> tuple[str | None, torch.device]:
+        return os.environ.get("ZERO_REF_DEVICE"), device()
+
+    for named in ("", "cpu"):
+        monkeypatch.setenv("ZERO_REF_DEVICE", named)
+        assert run(look, 2) == [("cpu", torch.device("cpu"))] * 2
+    assert device() == torch.device("cpu"), "the caller is no rank"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("ZERO_REF_DEVICE", "abacus", "'abacus', which torch does not know"),
+        ("ZERO_REF_DEVICE", "cuda:4095", "'cuda:4095', and torch .* finds .* on this machine"),
+        ("ZERO_REF_BACKEND", "mpi", "ZERO_REF_BACKEND must be"),
+    ],
+)
+def test_a_variable_that_names_what_is_not_there_is_told_before_a_process_starts(
+    variable: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(ranks, "RankProcess", None)
+    for start in (lambda: run(print, 2), lambda: gloo(print, 2), lambda: Pool(2)):
+        with pytest.raises(ValueError, match=told):
+            start()
+
+
+def test_a_default_device_has_what_names_none_and_what_a_call_brings_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # "meta" stands for an accelerator: tensors have a device there, and no numbers.
+    brought = torch.ones(3)
+
+    def where() -> list[str]:
+        return [str(tensor.device) for tensor in (brought, torch.zeros(2))]
+
+    placement = Placement("gloo", ("meta", "meta"), is_default=True)
+    monkeypatch.setattr(ranks, "place_ranks", lambda *_, **__: placement)
+    with Pool(2) as pool:
+        assert pool.run(where) == [["meta"] * 2] * 2
+    monkeypatch.setattr(ranks, "place_ranks", lambda *_, **__: placement._replace(is_default=False))
+    with Pool(2) as pool:
+        assert pool.run(where) == [["cpu"] * 2] * 2
 
 
 # ----------------------------------------------------------------------------------- what is left behind

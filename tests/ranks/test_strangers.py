@@ -168,7 +168,8 @@ def test_ranks_find_each_other_where_only_their_user_can_look(
 @only_linux
 def test_a_pool_whose_folder_was_cleared_away_is_replaced() -> None:
     ranks.run(dist.get_rank, 2, backend="gloo")
-    (pool,) = [pool for key, pool in ranks._kept_pools.items() if key[1:] == (2, "gloo", False)]
+    key = os.getpid(), ranks.place_ranks(2, "gloo"), False
+    pool = ranks._kept_pools[key]
     Path(pool._folder.name, _worker.STORE).unlink()
     assert not pool.usable
     assert ranks.run(dist.get_rank, 2, backend="gloo") == [0, 1]

@@ -168,7 +168,7 @@ def test_the_front_page_s_command_measures_the_bytes_of_its_picture(tmp_path: Pa
     page = (book / "index.md").read_text(encoding="utf-8")
     (words,) = re.findall(r"^zero-ref (train .*)$", page, flags=re.M)
     command = [sys.executable, "-m", "zero_ref.cli", *words.split(), "--json"]
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environ = {**os.environ, "ZERO_REF_DEVICE": "cpu"}
 
     def printed(file: Path, *more: str) -> tuple[dict[str, Any], list[list[str]]]:
         done = subprocess.run(
@@ -462,11 +462,12 @@ def test_mistakes_are_told_without_a_traceback_of_this_program(
 def test_the_same_job_runs_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     command += ["zero_ref.lab.train", "--strategy", "zero-even", *small_arguments()]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ZERO_REF_DEVICE": "cpu"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, env=environ, cwd=Path(__file__).parents[2]
     )
     assert done.returncode == 0, done.stderr
+    assert "2 ranks: Gloo, on this machine's CPU\n" in done.stderr
     result = json.loads(done.stdout)
     assert result["calls_equal"]
     assert result["ranks"] == 2
@@ -503,6 +504,57 @@ def test_torchrun_s_words_are_checked_before_the_ranks_meet(
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("torchrun -m zero_ref.lab.train: ")
         assert message in line
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_torchrun_s_ranks_are_placed_as_those_of_lab_ranks(
+    local_rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine with two accelerators that are only told of, up to where the ranks would meet."""
+    from zero_ref.comm import devices
+    from zero_ref.lab.train import main as torchrun_main
+
+    used: list[torch.device] = []
+    met: list[tuple[str, torch.device | None]] = []
+
+    def meet(backend: str, device_id: torch.device | None) -> None:
+        met.append((backend, device_id))
+        raise InterruptedError
+
+    monkeypatch.setattr(devices, "accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(devices, "accelerator_count", lambda: 2)
+    monkeypatch.setattr(devices, "own_backend", lambda: "nccl")
+    monkeypatch.setattr(devices, "name_of", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(devices, "use", used.append)
+    monkeypatch.setattr(dist, "init_process_group", meet)
+    mine = torch.device("cuda", local_rank)
+    for ranks_here, expected in ((2, ("nccl", mine)), (3, ("gloo", None))):
+        for name, value in (
+            ("LOCAL_RANK", local_rank),
+            ("RANK", local_rank),
+            ("LOCAL_WORLD_SIZE", ranks_here),
+        ):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("ZERO_REF_DEVICE", "")
+        with pytest.raises(InterruptedError):
+            torchrun_main([])
+        assert (used.pop(), met.pop()) == (mine, expected)
+        assert os.environ["ZERO_REF_DEVICE"] == str(mine)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == (2 if local_rank == 0 else 0)
+    assert not said or said[1].endswith("3 ranks: Gloo, sharing 2 NVIDIA H100 (cuda:0, cuda:1)")
+
+
+def test_torchrun_s_ranks_refuse_a_device_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from zero_ref.lab.train import main as torchrun_main
+
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ZERO_REF_DEVICE", "abacus")
+    assert torchrun_main([]) == 2
+    assert "ZERO_REF_DEVICE is 'abacus'" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_command_with_one_line_and_its_ranks(tmp_path: Path) -> None:

@@ -130,4 +130,4 @@ def _memory_bytes() -> int | None:
 
 def _on_processors(ranks: int) -> bool:
     """The ranks compute on this machine's processor and in its memory."""
-    return bool(need("zero_ref.lab.ranks").choose_backend(ranks) == "gloo")
+    return bool(need("zero_ref.lab.ranks").place_ranks(ranks).on_cpu)

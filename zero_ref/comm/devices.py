@@ -49,6 +49,23 @@ def backend_of(device: torch.device) -> str:
     return str(dist.get_default_backend_for_device(device.type))
 
 
+def own_backend() -> str | None:
+    """The backend that is made for this machine's accelerator, such as "nccl".
+
+    None without an accelerator, and where torch has no such backend or was built without it.
+    """
+    found = accelerator()
+    if found is None or found.type not in dist.Backend.default_device_backend_map:
+        return None
+    own = backend_of(found)
+    return own if own != dist.Backend.GLOO and dist.is_backend_available(own) else None
+
+
+def gloo_takes(device: torch.device) -> bool:
+    """Whether Gloo carries tensors of this kind of device: of CPUs, and of NVIDIA's and AMD's GPUs."""
+    return device.type in dist.Backend.backend_capability[dist.Backend.GLOO]
+
+
 def name_of(device: torch.device) -> str:
     """The device's name, as its driver gives it; its kind if there is none."""
     get_name = getattr(_module_of(device), "get_device_name", None)

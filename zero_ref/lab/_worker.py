@@ -35,6 +35,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 
 from zero_ref.lab import _sockets
 from zero_ref.lab._failure import Failure
+from zero_ref.lab.placement import Placement, own_device, settle
 
 READY = "ready"
 STORE = "store"
@@ -42,12 +43,26 @@ STORE = "store"
 
 
 class Seat(NamedTuple):
-    """A rank's place in its pool: all that a new process is told."""
+    """A rank's place in its pool: all that a new process is told.
+
+    Args:
+        folder: of its pool.
+        device: "cpu", or an accelerator with its number.
+        is_default: whether the device is also the one of tensors for which none is named.
+    """
 
     rank: int
     world_size: int
     backend: str
     folder: str
+    device: str = "cpu"
+    is_default: bool = False
+
+    @classmethod
+    def of(cls, placement: Placement, rank: int, folder: str) -> Seat:
+        """The seat of one of the ranks that are placed so."""
+        of_ranks = placement.devices
+        return cls(rank, len(of_ranks), placement.backend, folder, of_ranks[rank], placement.is_default)
 
     def output(self, kind: str) -> Path:
         """The file that collects this rank's "stdout", "stderr" or "stacks"; the pool reads it."""
@@ -173,7 +188,8 @@ def perform(seat: Seat, surroundings: Surroundings, packed_call: bytes, store: S
     os.ftruncate(2, 0)
     try:
         surroundings.adopt(seat)
-        call = _load_call(packed_call)
+        settle(seat.device, seat.is_default)
+        call = _load_call(packed_call, seat.device if seat.is_default else None)
         warnings.resetwarnings()
         warnings.filters[:] = call.warning_filters  # type: ignore[index]
         _join_group(seat, store, call.collective_timeout)
@@ -186,9 +202,9 @@ def perform(seat: Seat, surroundings: Surroundings, packed_call: bytes, store: S
         return Failure.of_exception(error, skip_file=__file__)
 
 
-def _load_call(packed_call: bytes) -> RankCall:
+def _load_call(packed_call: bytes, device: str | None) -> RankCall:
     try:
-        return unpack(packed_call)
+        return unpack(packed_call, device)
     except ModuleNotFoundError as error:
         error.add_note(
             "A rank imports what was not defined in a notebook or script, along the caller's sys.path. "
@@ -198,12 +214,14 @@ def _load_call(packed_call: bytes) -> RankCall:
 
 
 def _join_group(seat: Seat, store: Store, timeout: timedelta) -> None:
-    gpu = torch.device("cuda", seat.rank) if seat.backend == "nccl" else None
-    if gpu:
-        torch.cuda.set_device(gpu)
     before = _sockets.listening()
     dist.init_process_group(
-        seat.backend, store=store, rank=seat.rank, world_size=seat.world_size, timeout=timeout, device_id=gpu
+        seat.backend,
+        store=store,
+        rank=seat.rank,
+        world_size=seat.world_size,
+        timeout=timeout,
+        device_id=own_device(seat.backend, seat.device),
     )
     _sockets.refuse_strangers(_sockets.listening() - before)
 

@@ -177,10 +177,10 @@ def as_json(outcomes: Sequence[Outcome], config: TrainConfig) -> dict[str, Any]:
 
 def environment(world_size: int) -> dict[str, str]:
     """What numbers such as step times depend on."""
-    backend = ranks.choose_backend(world_size)
-    device = torch.cuda.get_device_name(0) if backend == "nccl" else f"{os.cpu_count()} CPU cores"
+    placement = ranks.place_ranks(world_size)
+    device = f"{os.cpu_count()} CPU cores" if placement.on_cpu else placement.names()
     return {
-        "ranks": f"{world_size}, {backend}",
+        "ranks": f"{world_size}, {placement.backend}",
         "machine": f"{device}, {platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -74,7 +74,9 @@ class GPT(nn.Module):
                 # GPT-2's choice: what is added to the stream is smaller, the more layers add to it.
                 added = name.endswith(("project.weight", "contract.weight"))
                 deviation = 0.02 / (2 * config.layers) ** 0.5 if added else 0.02
-                nn.init.normal_(param, std=deviation, generator=generator)
+                # Drawn where the generator is, whatever the default device: everywhere the same numbers.
+                drawn = torch.empty(param.shape, device=generator.device)
+                param.detach().copy_(nn.init.normal_(drawn, std=deviation, generator=generator))
             elif name.endswith("bias"):
                 nn.init.zeros_(param)
         self.to(getattr(torch, config.dtype))  # the same weights in every dtype, but for rounding
@@ -109,12 +111,15 @@ def language_reference(held_out: float = 0.1) -> Text:
 def batch(
     text: torch.Tensor, config: GPTConfig, size: int, *, seed: int, step: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random passages and the same moved on by one byte, each (size, context) int64.
+    """Random passages and the same moved on by one byte, each (size, context) int64, on the default device.
 
     A function of seed, step and rank alone: every rank reads its own passages, and a run that is resumed at
     a step reads what it would have read.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 4_099 + rank)
-    starts = torch.randint(len(text) - config.context, (size, 1), generator=generator)
-    passages = text[starts + torch.arange(config.context + 1)].long()
+    # Drawn where the generator and the text are, whatever the default device: everywhere the same passages.
+    cpu = generator.device
+    starts = torch.randint(len(text) - config.context, (size, 1), generator=generator, device=cpu)
+    passages = text[starts + torch.arange(config.context + 1, device=cpu)].long()
+    passages = passages.to(torch.get_default_device())
     return passages[:, :-1], passages[:, 1:]

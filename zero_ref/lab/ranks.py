@@ -1,8 +1,9 @@
 """Run a function on several real ranks from a notebook cell, a script or a test.
 
 A rank is a process of its own on this machine and a member of a torch.distributed process group: NCCL when
-there is a GPU for each, else Gloo over loopback. The processes are started once per world size and kept, so
-that later calls take hundredths of a second.
+there is a GPU for each, Gloo when ranks share GPUs, and Gloo on the CPU where there is none. `placement.py`
+chooses, and documents the variables ZERO_REF_DEVICE and ZERO_REF_BACKEND, with which a user chooses instead.
+The processes are started once per world size and kept, so that later calls take hundredths of a second.
 
 This file is what a caller uses. `_process.py` starts a rank and talks to it, `_worker.py` is what runs in it,
 `_failure.py` tells what went wrong, `_sockets.py` keeps other users out.
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import operator
 import os
 import sys
 import tempfile
@@ -28,21 +28,20 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from zero_ref.lab import _worker
 from zero_ref.lab._failure import Failure, RankError, failed, timed_out
 from zero_ref.lab._process import RankProcess, starting_processes
 from zero_ref.lab._worker import RankCall, Seat, Surroundings
 from zero_ref.lab.patience import patience
+from zero_ref.lab.placement import Placement, device_here, place_ranks
 
-__all__ = ["run", "shutdown", "choose_backend", "device", "Pool", "RankError"]
+__all__ = ["run", "shutdown", "describe", "place_ranks", "choose_backend", "device", "Pool", "RankError"]
 
 T = TypeVar("T")
-Backend = Literal["nccl", "gloo"]
 
 # A collective gives up after this share of a call's time-out: its error comes before the call is ended.
 COLLECTIVE_SHARE = 0.8
@@ -57,7 +56,7 @@ def run(
     world_size: int,
     *args: Any,
     timeout: float = 60.0,
-    backend: Backend | None = None,
+    backend: str | None = None,
     rpc: bool = False,
     **kwargs: Any,
 ) -> list[T]:
@@ -93,27 +92,29 @@ def run(
         world_size: the number of ranks.
         timeout: seconds for the whole call, times `zero_ref.lab.patience.patience()`; a collective or an RPC
             inside gives up after 80% of that.
-        backend: "nccl" or "gloo"; None for `choose_backend(world_size)`.
-        rpc: whether ranks are RPC workers as well, which talk over TCP on loopback.
+        backend: "nccl" or "gloo"; None for the choice that `describe(world_size)` tells. Gloo that is asked
+            for by name is on the CPU.
+        rpc: whether ranks are RPC workers as well, which talk over TCP on loopback. They are on the CPU.
     Returns:
         One value a rank; tensors are on the CPU, and those that shared memory on the rank share it here.
     Raises:
         RankError: a rank raised, ended or took too long. The next call starts new processes.
-        TypeError, ValueError: an argument is not as said above, or cannot be sent.
+        TypeError, ValueError: an argument is not as said above, or cannot be sent; ZERO_REF_DEVICE or
+            ZERO_REF_BACKEND names what is not there.
         RuntimeError: `rpc` where this torch has no RPC, as on Windows.
     Cost:
         Seconds for the first call with a world size, some 0.03 s for each later one.
     """
     __tracebackhide__ = True  # pytest leaves such frames out: the test's own line is what matters
     _check_call(fn, timeout, rpc)
-    backend = _check_world(world_size, backend)
+    placement = place_ranks(world_size, backend, rpc=rpc)
     # Workers have ranks of their own, so that the others never have RPC's threads and connections.
-    key = (os.getpid(), world_size, backend, rpc)  # a forked child must not talk to its parent's ranks
+    key = (os.getpid(), placement, rpc)  # a forked child must not talk to its parent's ranks
     pool = _kept_pools.get(key)
     if pool is None or not pool.usable:
         if pool is not None:
             pool.close()
-        pool = _kept_pools[key] = Pool(world_size, backend)
+        pool = _kept_pools[key] = Pool(world_size, backend, rpc=rpc)
     try:
         return pool.run(fn, *args, timeout=timeout, rpc=rpc, **kwargs)
     except RankError as error:
@@ -127,18 +128,23 @@ def shutdown() -> None:
     _kept_pools.clear()
 
 
-def choose_backend(world_size: int) -> Backend:
+def describe(world_size: int, backend: str | None = None) -> str:
+    """What `run` uses for so many ranks on this machine, in one line.
+
+    >>> describe(4)  # doctest: +SKIP
+    '4 ranks: Gloo, sharing 1 NVIDIA H100 80GB HBM3 (cuda:0)'
+    """
+    return place_ranks(world_size, backend).describe()
+
+
+def choose_backend(world_size: int) -> str:
     """NCCL when there is a GPU for each rank (it does not put two ranks on one), else Gloo."""
-    if dist.is_nccl_available() and torch.cuda.is_available() and torch.cuda.device_count() >= world_size:
-        return "nccl"
-    return "gloo"
+    return place_ranks(world_size).backend
 
 
 def device() -> torch.device:
-    """Where the tensors of the rank that asks belong: its own GPU under NCCL, else the CPU."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """Where the tensors of the rank that asks belong: an accelerator, its own or a shared one, or the CPU."""
+    return device_here()
 
 
 class Pool:
@@ -150,12 +156,20 @@ class Pool:
 
     Args:
         world_size: the number of ranks.
-        backend: "nccl" or "gloo"; None for `choose_backend(world_size)`.
+        backend: as for `run`.
         start_timeout: seconds for the processes to start and import torch, times `patience()`.
+        rpc: whether calls will have `rpc=True`: such ranks are on the CPU.
     """
 
-    def __init__(self, world_size: int, backend: Backend | None = None, start_timeout: float = 120.0) -> None:
-        self.backend = _check_world(world_size, backend)
+    def __init__(
+        self,
+        world_size: int,
+        backend: str | None = None,
+        start_timeout: float = 120.0,
+        *,
+        rpc: bool = False,
+    ) -> None:
+        self.placement = place_ranks(world_size, backend, rpc=rpc)
         self.world_size = world_size
         self.closed = False
         self._owner_pid = os.getpid()
@@ -167,8 +181,7 @@ class Pool:
         try:
             with starting_processes():
                 for rank in range(world_size):
-                    seat = Seat(rank, world_size, self.backend, self._folder.name)
-                    self._ranks.append(RankProcess(seat))
+                    self._ranks.append(RankProcess(Seat.of(self.placement, rank, self._folder.name)))
             self._await_start(start_timeout * patience())
         except BaseException:
             self.close()
@@ -338,19 +351,6 @@ def _check_call(fn: object, timeout: float, rpc: bool) -> None:
         )
 
 
-def _check_world(world_size: int, backend: str | None) -> Backend:
-    """The backend to use, or an error at once rather than from a process that cannot start."""
-    if operator.index(world_size) < 1:
-        raise ValueError(f"world_size must be 1 or more, not {world_size}")
-    if backend not in (None, "nccl", "gloo"):
-        raise ValueError(f'backend must be "nccl", "gloo" or None, not {backend!r}')
-    if backend == "nccl" and choose_backend(world_size) != "nccl":
-        raise ValueError(
-            f'"nccl" needs a GPU for each of {world_size} ranks; this machine has {torch.cuda.device_count()}'
-        )
-    return cast(Backend, backend or choose_backend(world_size))
-
-
-_kept_pools: dict[tuple[int, int, str, bool], Pool] = {}
+_kept_pools: dict[tuple[int, Placement, bool], Pool] = {}
 _open_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 atexit.register(shutdown)

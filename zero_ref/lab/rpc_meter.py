@@ -68,7 +68,7 @@ def run(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0
     before = os.environ.get("TP_VERBOSE_LOGGING")
     os.environ["TP_VERBOSE_LOGGING"] = "1"  # TensorPipe reads it once in a process
     try:
-        with Pool(world_size, "gloo") as pool:
+        with Pool(world_size, "gloo", rpc=True) as pool:
             return pool.run(_Logged(fn), *args, timeout=timeout, rpc=True)
     except RankError as error:
         raise error.with_traceback(None) from error.__cause__

@@ -26,6 +26,7 @@ from zero_ref.lab import meter, stage_3
 from zero_ref.lab._arguments import Parser, complain, json_text, unwritable
 from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig, add_training_arguments, config_from
 from zero_ref.lab.model import GPT, batch, language_reference
+from zero_ref.lab.placement import own_device, place_ranks, settle
 from zero_ref.lab.ranks import device
 from zero_ref.lab.strategies import trainable
 from zero_ref.optimizer.shard import MASTER
@@ -382,10 +383,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ["RANK"] == "0" and (problem := unwritable(args)):
         complain(name, problem)
         return 2
-    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    if on_gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpus else "gloo")
+    try:
+        placement = place_ranks(int(os.environ["LOCAL_WORLD_SIZE"]))
+    except ValueError as error:
+        complain(name, str(error))
+        return 2
+    of_this_rank = placement.devices[int(os.environ["LOCAL_RANK"])]
+    settle(of_this_rank, placement.is_default)
+    if os.environ["RANK"] == "0":
+        print(f"{placement.describe()}", file=sys.stderr, flush=True)
+    dist.init_process_group(placement.backend, device_id=own_device(placement.backend, of_this_rank))
     try:
         measured = meter.gather_from_ranks(train(config, print_progress))
         if dist.get_rank() == 0:
