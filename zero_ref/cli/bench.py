@@ -41,8 +41,8 @@ def register_bench(subparsers: Subparsers) -> None:
         metavar="SUITE",
         help=f"in turns: {', '.join(IN_TURNS)}; single figures: starts (how many overlapped runs hang or lose"
         " an update), plan (time to partition), simulate (time to simulate a trillion parameters), predicted "
-        f"(the simulator against measurements); how times grow with sizes: {GROWTH}; all that needs a GPU, at "
-        f"most ten minutes, by itself: {GPU} (default: all but these two)",
+        f"(the simulator against measurements); how times grow with sizes: {GROWTH}; by itself, all that "
+        f"needs a GPU, at most ten minutes: {GPU} (default: all but these two)",
     )
     several = "how many ranks; give it several times for several (default: 2)"
     add("--ranks", type=rank_processes, action="append", metavar="N", help=several)

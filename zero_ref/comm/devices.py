@@ -101,7 +101,7 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def memory_allocated(device: torch.device) -> int | None:
-    """Bytes of tensors on the accelerator now, by its allocator's count; None for a CPU, where nobody counts."""
+    """Bytes of tensors on the accelerator now, by its allocator's count; None for a CPU."""
     count = getattr(_module_of(device), "memory_allocated", None)
     return int(count(device)) if is_accelerator(device) and count is not None else None
 
@@ -150,8 +150,8 @@ def timing_events(device: torch.device) -> Iterator[Callable[[], float | None]]:
 def error_on_synchronization(device: torch.device) -> Iterator[bool]:
     """While the context lasts, an operation that makes the host wait for the accelerator raises an error.
 
-    Gives whether the device can tell; a CPU, on which nothing is queued, cannot. The mode is the process's, so
-    it holds in autograd's threads, too. Operations such as `.item()` raise a RuntimeError; an explicit
+    Gives whether the device can tell; a CPU, on which nothing is queued, cannot. The mode is the process's,
+    so it holds in autograd's threads, too. Operations such as `.item()` raise a RuntimeError; an explicit
     `synchronize()` of a stream or an event does not.
     """
     module = _module_of(device)

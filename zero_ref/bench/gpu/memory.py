@@ -82,6 +82,7 @@ def _tokens(architecture: Transformer, batch_size: int, sequence: int, device: t
 
 def _state(device: torch.device, convention: str, architecture: Transformer) -> list[Found]:
     dtype = DTYPE_OF[convention]
+    gc.collect()  # what is left of the model before must not be freed between two counts
     gauge = _Gauge(device)
     model = PaperGPT(architecture, "full").to(device, dtype)
     of_params = gauge.grown()

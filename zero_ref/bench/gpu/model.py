@@ -41,7 +41,7 @@ class PaperBlock(nn.Module):
     """A block of GPT-2. Input and output: (batch, positions, width).
 
     Args:
-        checkpointing: one of `activations.CHECKPOINTING`. Under "full" it is the model that calls blocks again.
+        checkpointing: one of `activations.CHECKPOINTING`. Under "full" the model calls blocks again.
     """
 
     def __init__(self, width: int, heads: int, checkpointing: str) -> None:
@@ -54,7 +54,7 @@ class PaperBlock(nn.Module):
         self.contract = nn.Linear(4 * width, width)
 
     def attention(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Causal attention that stores its scores. Each argument: (batch, heads, positions, width of a head)."""
+        """Causal attention that stores its scores. Arguments: (batch, heads, positions, width of a head)."""
         positions = queries.shape[-2]
         later = torch.full(
             (positions, positions), -torch.inf, dtype=queries.dtype, device=queries.device

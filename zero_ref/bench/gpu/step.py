@@ -32,7 +32,7 @@ MASTERS_BYTES = 2 + 4 + ADAMW_BYTES + 4 + 2
 on the masters, and these are read and written back as 16 bits. Three kernels, one after the other."""
 
 LEAST_MASTERS_BYTES = ADAMW_BYTES + 2
-"""What one kernel for all of it would move, given 32-bit gradients: as AdamW, and it writes the 16-bit result."""
+"""What one kernel for all of it would move, given 32-bit gradients: as AdamW does, and the 16-bit result."""
 
 COPIED_BYTES = 2**30
 COPY = "copy"
@@ -49,8 +49,8 @@ def step(
     """The step of one rank that owns all, in float32 and on masters, beside AdamW alone and a plain copy.
 
     Gradients lie in the flat tensors of ShardedDataParallel, so a step is one fused kernel for each range of
-    the partition. All contenders and the copy take turns. A share of the copy's bandwidth is the median of the
-    rounds' ratios.
+    the partition. All contenders and the copy take turns, and a share of the copy's bandwidth is a median of
+    ratios, one from each round.
 
     Args:
         models: the parameters' shapes, or names of `models.MODELS`; the largest for which there is memory
@@ -90,7 +90,7 @@ class Time(NamedTuple):
 
 
 QUEUED = 8
-"""Copies of a GiB that are queued before what is timed. They take longer than the host takes to queue a step."""
+"""Copies of a GiB that are queued before what is timed. They take longer than the host needs for a step."""
 
 
 def in_turns(

@@ -32,8 +32,8 @@ FILES = tuple(
         *("stage_3", "checkpoint_ranks", "repartition_ranks", "sharded_ranks"),
     )
 )
-"""The parts of a step, checkpoints, and whole trainings against DDP and the plain optimizer, mostly at 2 and 4
-ranks. They take three minutes on two cores.
+"""The parts of a step, checkpoints, and trainings against DDP and the plain optimizer, most at 2 and 4 ranks.
+They take three minutes on two cores.
 
 Left out are tests of processes, RPC, other users and time-outs, which do not depend on the device, and tests
 that take long: Join, local SGD, all of the overlapped ways.

@@ -68,8 +68,8 @@ def synchronisations(
         config: of the model; None for the lab's own.
         only: names of the ways to try; None for all.
     Returns:
-        `checked`, whether the device can tell; and for each way the text of the error in each part, None where
-        the host waits for nothing. What comes after a wait is not tried.
+        `checked`, whether the device can tell; and for each way the text of the error in each part, None
+        where the host waits for nothing. What comes after a wait is not tried.
     """
     rows: list[Found] = []
     checked = False
