@@ -12,7 +12,7 @@ PIP_LOCKED := $(PIP) --require-hashes --only-binary :all: --requirement
 SHELL       := bash
 MAKEFLAGS   += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo notebook test lint types imports unit ranks notebooks book browser pages-in-browser links loc address offline clean
+.PHONY: help install lock demo notebook test lint types imports unit ranks notebooks book browser pages-in-browser links loc address offline gpu clean
 # Notebooks and tests may start the environment's own programs, such as torchrun.
 export PATH := $(abspath $(BIN)):$(PATH)
 
@@ -121,6 +121,10 @@ links: $(STAMP)  ## look up every link of the book to another site
 
 loc: $(STAMP)  ## lines of the core, the package and its tests, and what an ordinary step goes through
 	@$(BIN)/python bench/seams.py
+
+# Up to ten minutes. Without a GPU it says what it would measure, writes nothing, and ends with code 1.
+gpu: $(STAMP)  ## all that needs a GPU, on this machine's: tests, memory, times; into bench/results/gpu.json
+	@$(BIN)/zero-ref bench gpu --json bench/results/gpu.json
 
 address: $(STAMP)  ## write the repository's address, as pyproject.toml has it, to the files that name it
 	@$(BIN)/python book/address.py

@@ -16,6 +16,7 @@ from typing import Any
 
 from zero_ref.bench import plots as of_bench
 from zero_ref.bench.comparisons import LOST, UNDECIDED, WON, Comparison, Growth, comparisons, growths, outcome
+from zero_ref.bench.gpu import report as of_gpu, tables as gpu_tables
 from zero_ref.bench.results import AXES, LIMIT, GrowthPoint, Report, Spread, SuiteResult, spread
 from zero_ref.bench.tables import aligned, figures_table, suite_table, targets_table
 from zero_ref.bench.targets import judge
@@ -355,6 +356,20 @@ def machine(folder: Path, name: str) -> Iterator[str]:
         yield f"- {session.date}: {session.rounds} rounds{quick}, load averages {load or 'unknown'}"
 
 
+def gpu(folder: Path) -> Iterator[str]:
+    """What `make gpu` has measured; that nobody has run it, if there is no such file."""
+    file = RESULTS / "gpu.json"
+    if not file.is_file():
+        yield (
+            "No GPU has been measured yet. On a machine that has one, `make gpu` measures it and writes "
+            "`bench/results/gpu.json`, and the next `make book` shows that here."
+        )
+        return
+    found = of_gpu.GpuReport.from_json(json.loads(file.read_text(encoding="utf-8")))
+    yield gpu_tables.where(found)
+    yield from (gpu_tables.section_text(section) for section in found.sections)
+
+
 # ------------------------------------------------------------------------------------------------ pieces
 
 
@@ -386,5 +401,6 @@ VIEWS: dict[str, Callable[..., Iterator[str]]] = {
         optimizers_tally,
         optimizers,
         machine,
+        gpu,
     )
 }

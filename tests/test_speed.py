@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from zero_ref.bench.gpu.report import Accelerator, GpuReport, SectionResult
 from zero_ref.bench.machine import Commit, Machine
 from zero_ref.bench.results import GROWING, GrowthPoint, Report, Session, SuiteResult, Taken
 
@@ -184,3 +185,28 @@ def test_the_files_are_reports_and_the_page_says_how_they_are_made(name: str) ->
     assert f"--json {file.relative_to(ROOT)}" in PAGE
     found = Report.from_json(json.loads(file.read_text(encoding="utf-8")))
     assert found.growth if name == "growth" else found.results
+
+
+def test_a_gpu_that_nobody_measured_is_said_to_be_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(findings, "RESULTS", tmp_path)
+    (said,) = findings.gpu(tmp_path)
+    assert said.startswith("No GPU has been measured yet.")
+    assert "`make gpu`" in said
+    row = {"what": "gloo, one rank", "passed": 6, "failed": {}, "skipped": [], "seconds": 9.0}
+    made = GpuReport(
+        Accelerator("kind", "a GPU", 1, 80 * 10**9, {"driver": "1.2", "nccl": None}),
+        *(REPORT.machine, REPORT.versions, REPORT.commit, "2026-01-02T03:04:05+00:00", False),
+        sections=[
+            SectionResult("tests", "measured", 9.5, found={"runs": [row]}),
+            SectionResult("overlap", "skipped", 0.0, "there is one accelerator"),
+        ],
+    )
+    (tmp_path / "gpu.json").write_text(json.dumps(made.as_json()))
+    text = "\n\n".join(findings.gpu(tmp_path))
+    assert "- device: 1 of a GPU with 80 GB" in text
+    assert "driver 1.2" in text
+    assert "commit: 0123456789ab, with changes" in text
+    assert re.search(r"\| gloo, one rank +\| +6 \|", text)
+    assert "overlap: skipped in 0 s: there is one accelerator" in text

@@ -11,13 +11,15 @@ from functools import partial
 from typing import Any
 
 from zero_ref.cli._common import CommandError, Subparsers, need, read_input, write_text
+from zero_ref.cli._gpu import is_of_gpu, measure_gpu, print_gpu_report
 from zero_ref.cli.calibrate import print_calibration
 from zero_ref.lab._arguments import OutputFile, json_text, rank_processes, short, whole
 
 IN_TURNS = ("step", "sync", "iteration", "checkpoint", "memory", "construction")
 SINGLE = ("starts", "plan", "simulate", "predicted")
 GROWTH = "growth"
-SUITES = (*IN_TURNS, *SINGLE, GROWTH)
+GPU = "gpu"
+SUITES = (*IN_TURNS, *SINGLE, GROWTH, GPU)
 SETS = ("gpt", "tiny")
 
 SUITE_SECONDS = 3600.0
@@ -39,7 +41,8 @@ def register_bench(subparsers: Subparsers) -> None:
         metavar="SUITE",
         help=f"in turns: {', '.join(IN_TURNS)}; single figures: starts (how many overlapped runs hang or lose"
         " an update), plan (time to partition), simulate (time to simulate a trillion parameters), predicted "
-        f"(the simulator against measurements); how times grow with sizes: {GROWTH} (default: all but that)",
+        f"(the simulator against measurements); how times grow with sizes: {GROWTH}; by itself, all that "
+        f"needs a GPU, at most ten minutes: {GPU} (default: all but these two)",
     )
     several = "how many ranks; give it several times for several (default: 2)"
     add("--ranks", type=rank_processes, action="append", metavar="N", help=several)
@@ -65,8 +68,26 @@ def run_bench(arguments: argparse.Namespace) -> int:
         raise CommandError("--ranks must be at least 2: a single rank shares its work with nobody.")
     if arguments.reports and arguments.suites:
         raise CommandError("--from prints what was measured before: leave the suites out.")
+    if GPU in arguments.suites:
+        if (
+            set(arguments.suites) != {GPU}
+            or arguments.ranks
+            or arguments.sets
+            or arguments.rounds
+            or arguments.starts
+        ):
+            raise CommandError(
+                f"{GPU} writes a report of its own, and takes only --json and --quick beside it."
+            )
+        return measure_gpu(arguments.json, arguments.quick)
     need("rich")  # before the work, not after it
     failed = 0
+    if len(arguments.reports) == 1 and is_of_gpu(values := read_input("--from", arguments.reports[0])):
+        if arguments.json:
+            raise CommandError(
+                "--from a report of a GPU prints it, and has nothing to write: leave --json out."
+            )
+        return print_gpu_report(arguments.reports[0], values)
     if arguments.reports:
         report = _read(arguments.reports)
         for result in report.results:

@@ -7,7 +7,8 @@ no streams and nothing to wait for, so here each function says what it does for 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -103,3 +104,102 @@ def future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
 
 def _module_of(device: torch.device) -> Any:
     return torch.get_device_module(device)
+
+
+# --------------------------------------------------------------------------------- what measurements ask for
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of the accelerator's memory; None for a CPU, or if its module does not say."""
+    properties = getattr(_module_of(device), "get_device_properties", None)
+    if not is_accelerator(device) or properties is None:
+        return None
+    return getattr(properties(device), "total_memory", None)
+
+
+def memory_allocated(device: torch.device) -> int | None:
+    """Bytes of tensors on the accelerator now, by its allocator's count; None for a CPU."""
+    count = getattr(_module_of(device), "memory_allocated", None)
+    return int(count(device)) if is_accelerator(device) and count is not None else None
+
+
+def peak_memory_allocated(device: torch.device) -> int | None:
+    """The most that `memory_allocated` was since `reset_peak_memory`; None for a CPU."""
+    count = getattr(_module_of(device), "max_memory_allocated", None)
+    return int(count(device)) if is_accelerator(device) and count is not None else None
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory_allocated` begin anew. Does nothing for a CPU."""
+    reset = getattr(_module_of(device), "reset_peak_memory_stats", None)
+    if is_accelerator(device) and reset is not None:
+        reset(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Hand free memory that the allocator keeps back to the accelerator, for other processes."""
+    release = getattr(_module_of(device), "empty_cache", None)
+    if is_accelerator(device) and release is not None:
+        release()
+
+
+@contextlib.contextmanager
+def timing_events(device: torch.device) -> Iterator[Callable[[], float | None]]:
+    """Give a function that afterwards waits, and gives the milliseconds of what the context has queued.
+
+    It gives None for a CPU, and for an accelerator whose events carry no times.
+    """
+    if not is_accelerator(device):
+        yield lambda: None
+        return
+    begin, end = (_module_of(device).Event(enable_timing=True) for _ in range(2))
+
+    def elapsed_ms() -> float | None:
+        synchronize()
+        return float(begin.elapsed_time(end)) if hasattr(begin, "elapsed_time") else None
+
+    begin.record(current_stream(device))
+    yield elapsed_ms
+    end.record(current_stream(device))
+
+
+@contextlib.contextmanager
+def error_on_synchronization(device: torch.device) -> Iterator[bool]:
+    """While the context lasts, an operation that makes the host wait for the accelerator raises an error.
+
+    Gives whether the device can tell; a CPU, on which nothing is queued, cannot. The mode is the process's,
+    so it holds in autograd's threads, too. Operations such as `.item()` raise a RuntimeError; an explicit
+    `synchronize()` of a stream or an event does not.
+    """
+    module = _module_of(device)
+    set_mode = getattr(module, "set_sync_debug_mode", None)
+    if not is_accelerator(device) or set_mode is None:
+        yield False
+        return
+    get_mode = getattr(module, "get_sync_debug_mode", lambda: "default")
+    before = get_mode()
+    set_mode("error")
+    try:
+        yield True
+    finally:
+        set_mode(before)
+
+
+def software_of(device: torch.device) -> dict[str, str | None]:
+    """Versions of what is below torch: the driver, the toolkit that torch was built with, NCCL."""
+    toolkit = torch.version.cuda or torch.version.hip
+    nccl = None
+    with contextlib.suppress(Exception):  # a build without NCCL has no such function, or it raises
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"driver": _driver_version(device), "toolkit": toolkit, "nccl": nccl}
+
+
+def _driver_version(device: torch.device) -> str | None:
+    """The driver's version, as NVIDIA's own program prints it: torch does not tell. None for other kinds."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+        return said[0] if said else None
+    return None

@@ -85,7 +85,7 @@ def record(cls: type[T], value: Any, what: str) -> T:
 
     Args:
         cls: its fields are str, int, float, bool, None, or records, or lists, tuples and mappings from str
-            of these.
+            of these. A field of type Any takes every value, unchecked.
         what: the name of the value in errors.
     Raises:
         ValueError: a field is missing, unknown or of another type, a number is not finite or above
@@ -121,6 +121,8 @@ def _with_default(cls: Any) -> set[str]:
 def _checked(hint: Any, value: Any, what: str) -> Any:
     """The value, converted for a field of this type."""
     origin, of = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
     if origin in (Union, types.UnionType):
         if value is None and type(None) in of:
             return None

@@ -1,0 +1,40 @@
+"""The overlap trace of `zero-ref bench gpu`, on two ranks of a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from zero_ref.bench import contenders
+from zero_ref.bench.gpu import overlap, tables
+from zero_ref.bench.gpu.budget import Budget
+from zero_ref.lab.config import GPTConfig
+from zero_ref.lab.ranks import shutdown
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    yield
+    shutdown()
+
+
+def test_a_trace_has_what_was_sent_and_what_was_computed() -> None:
+    found = overlap.overlap(torch.device("cpu"), Budget(600), world_size=2, config=GPTConfig(2, 2, 32, 16))
+    assert [one["way"] for one in found["traces"]] == list(overlap.OVERLAPPED)
+    for one in found["traces"]:
+        assert one["computing_ms"] > 0
+        assert one["computing"][0][0] == pytest.approx(0, abs=1e3)
+    of_ddp = found["traces"][0]
+    assert of_ddp["way"] == contenders.REFERENCE
+    assert of_ddp["communication"], "the all-reduces of DDP"
+    assert 0 <= of_ddp["hidden_share"] <= 1
+    assert contenders.REFERENCE in "".join(tables.TABLES["overlap"](found))
+
+
+def test_what_has_no_time_left_is_not_traced() -> None:
+    found = overlap.overlap(torch.device("cpu"), Budget(0), world_size=2)
+    assert {one["left_out"] for one in found["traces"]} == {"no time was left"}

@@ -1,0 +1,573 @@
+"""`zero-ref bench gpu`: its measurements on a CPU, tiny; its report; and what it says without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zero_ref import cli
+from zero_ref.bench import contenders
+from zero_ref.bench.gpu import memory, model, overlap, products, report, step, suites, tables, waits
+from zero_ref.bench.gpu.budget import Budget, Skipped
+from zero_ref.bench.gpu.report import FAILED, MEASURED, SECTIONS, SKIPPED, GpuReport, Section, SectionResult
+from zero_ref.bench.rounds import WARM_UP, Case
+from zero_ref.cli import bench as command
+from zero_ref.comm import devices
+from zero_ref.lab.config import GPTConfig
+from zero_ref.optimizer.merged import SMALL_NUMEL
+from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
+from zero_ref.simulator.calibrate import Computation
+from zero_ref.simulator.models import GPT2
+from zero_ref.simulator.presets import DEVICES
+
+CPU = torch.device("cpu")
+TINY = GPT2(width=32, depth=2, heads=4, vocabulary=101, positions=16)
+ROOT = Path(__file__).parent.parent
+
+
+def long() -> Budget:
+    return Budget(600)
+
+
+# --------------------------------------------------------------------------------------------------- the step
+
+
+def test_a_step_is_set_against_a_copy_round_by_round() -> None:
+    found = step.step(CPU, long(), models=(TINY.shapes(),), copied_bytes=2**12, rounds=3)
+    assert [row["what"] for row in found["steps"]] == list(step.BYTES_OF_STEP)
+    numel = sum(one.numel for one in TINY.shapes())
+    for row in found["steps"]:
+        shares = sorted(
+            (row["bytes_a_parameter"] * numel / ms) / (2**12 / copy_ms)
+            for ms, copy_ms in zip(row["ms"], row["copy_ms"], strict=True)
+        )
+        assert row["share_of_copy"][0] == pytest.approx(shares[1])
+        assert len(row["host_ms"]) == 3
+    works = [Computation(**one) for one in found["computations"]]
+    assert {(one.kind, one.tensors, one.amount) for one in works} == {("update", 28, 28.0 * numel)}
+
+
+def test_bytes_a_parameter_are_28_and_those_of_masters_have_the_casts() -> None:
+    # Gradient, parameter and two moments are read, and all but the gradient written: 7 times 4 bytes. With
+    # masters also 2 read and 4 written for the gradient, 4 read and 2 written for the result.
+    assert list(step.BYTES_OF_STEP.values()) == [(28, 28), (28, 28), (40, 30)]
+
+
+def test_a_model_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "total_memory", lambda device: 10**6)
+    found = step.step(CPU, long(), models=(TINY.shapes(),), copied_bytes=2**12)
+    assert found == {"steps": [{"model": "28 tensors", "left_out": "too large"}], "computations": []}
+
+
+def test_all_take_turns_and_what_is_queued_before_a_case_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(devices, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(devices, "timing_events", events_that_say(said))
+    cases = {
+        name: Case(partial(said.append, name), partial(said.append, "before"), partial(said.append, "after"))
+        for name in ("one", "other")
+    }
+    times = step.in_turns(CPU, cases, 4, meanwhile=lambda: said.append("queued"))
+    turn = re.compile(rf"before (?:queued ){{{step.QUEUED}}}begin (one|other) end after ")
+    turns = turn.findall(" ".join([*said, ""]))
+    assert "".join(turn.sub("", " ".join([*said, ""]))) == "", "every turn is as above"
+    assert all({*turns[at : at + 2]} == {"one", "other"} for at in range(0, len(turns), 2))
+    assert len(turns) == 2 * (WARM_UP + 4)
+    assert [[one.device_ms for one in of] for of in times.values()] == [[7.0] * 4] * 2
+
+
+def events_that_say(said: list[str]) -> Callable[[torch.device], Any]:
+    @contextlib.contextmanager
+    def timing_events(device: torch.device) -> Iterator[Callable[[], float]]:
+        said.append("begin")
+        yield lambda: 7.0
+        said.append("end")
+
+    return timing_events
+
+
+# ----------------------------------------------------------------------------------------------------- memory
+
+
+def test_the_model_has_the_parameters_of_the_architecture() -> None:
+    mine = sorted(param.numel() for param in model.PaperGPT(TINY).parameters())
+    assert mine == sorted(one.numel for one in TINY.shapes())
+
+
+def test_what_the_model_keeps_for_backward_is_what_the_formula_counts() -> None:
+    gpt = model.PaperGPT(TINY).to(torch.bfloat16)
+    batch, sequence = 3, 16
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        gpt(torch.ones(batch, sequence + 1, dtype=torch.int64))
+    of_weights = {param.untyped_storage().data_ptr() for param in gpt.parameters()}
+    kept = sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in of_weights)
+    foreseen = activation_bytes(TINY, batch, sequence) + head_bytes(TINY, batch, sequence)
+    # Beside it: two numbers a token for each of the five norms, tokens and targets.
+    assert 0 <= kept - foreseen <= batch * sequence * (5 * 2 * 4 + 2 * 8) + 64
+
+
+def test_checkpointing_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "DROPOUT", 0.0)  # else each call draws other masks
+    tokens = torch.arange(34).reshape(2, 17)
+    gradients = []
+    for way in CHECKPOINTING:
+        torch.manual_seed(0)
+        gpt = model.PaperGPT(TINY, way)
+        gpt(tokens).backward()
+        gradients.append(
+            torch.cat([param.grad.flatten() for param in gpt.parameters() if param.grad is not None])
+        )
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
+
+
+@pytest.mark.parametrize(("way", "calls"), [("none", 2), ("selective", 4), ("full", 4)])
+def test_each_kind_of_checkpointing_computes_attention_again_or_not(
+    monkeypatch: pytest.MonkeyPatch, way: str, calls: int
+) -> None:
+    called: list[int] = []
+    attention = model.PaperBlock.attention
+    monkeypatch.setattr(
+        model.PaperBlock, "attention", lambda self, *given: (called.append(1), attention(self, *given))[1]
+    )
+    model.PaperGPT(TINY, way)(torch.ones(1, 9, dtype=torch.int64)).backward()
+    assert len(called) == calls
+
+
+def test_memory_without_an_allocators_count_has_what_tensors_hold() -> None:
+    found = memory.memory(CPU, long(), architecture=TINY, batch_size=2)
+    numel = sum(one.numel for one in TINY.shapes())
+    rows = {(row["convention"], row["what"]): row for row in found["state"]}
+    assert [row["predicted"] // numel for row in found["state"]] == [4, 4, 8, 0, 2, 2, 12, 4]
+    for row in rows.values():
+        assert row["allocated"] is None
+        if row["held"] is not None:  # AdamW's step counters are no element's
+            assert 0 <= row["held"] - row["predicted"] <= 4 * len(TINY.shapes())
+    assert [row["checkpointing"] for row in found["activations"]] == list(CHECKPOINTING)
+    assert {row["peak"] for row in found["activations"]} == {None}
+
+
+def test_what_the_allocator_counts_is_told_apart_by_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "memory_allocated", lambda device: nbytes_of_all_tensors())
+    rows = memory.memory(CPU, Budget(0), architecture=TINY)["state"]
+    more = [row["allocated"] - row["held"] for row in rows if row["held"] is not None]
+    assert more[:2] == more[3:5] == [0, 0], "parameters and gradients"
+    # Small tensors are stepped as one, with one counter, and with memory to which gradients are copied.
+    small = sum(one.numel for one in TINY.shapes() if one.numel <= SMALL_NUMEL)
+    for of_state in (more[2], more[5]):
+        assert -4 * len(TINY.shapes()) <= of_state <= 4 * small
+
+
+def nbytes_of_all_tensors() -> int:
+    """As an allocator would count them; what only autograd's graph holds is not among Python's objects."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    found = [one for one in found if one.device == CPU and one.layout == torch.strided]
+    found += [one.grad for one in found if one.is_leaf and one.grad is not None]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}.values())
+
+
+# -------------------------------------------------------------------------------------------- matrix products
+
+
+def test_products_are_rated_by_their_operations() -> None:
+    one = products.Product("tiny", 64, 16, 32)
+    found = products.products(CPU, long(), of=[one], sample_ms=0.01, rounds=3)
+    (row,) = found["products"]
+    assert one.flops == 65536
+    for name, ms in row["ms"].items():
+        assert row["tflops"][name] == pytest.approx(one.flops / sorted(ms)[1] / 1e9)
+    assert [work["amount"] for work in found["computations"]] == [3.0 * 65536] * 3
+    assert found["computations"][0]["ms"] == pytest.approx(sum(ms[0] for ms in row["ms"].values()))
+    assert found["peak_tflops"] is row["share_of_peak"] is None
+
+
+def test_a_known_device_has_its_presets_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "name_of", lambda device: "NVIDIA A100-SXM4-80GB")
+    found = products.products(CPU, long(), of=[products.Product("tiny", 8, 8, 8)], sample_ms=0.01, rounds=1)
+    rates = [*found["products"][0]["tflops"].values()]
+    assert found["peak_tflops"] == DEVICES["A100 80 GB"]["tflops"] == 312
+    assert found["products"][0]["share_of_peak"] == pytest.approx(3 / sum(1 / rate for rate in rates) / 312)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("Tesla V100-SXM3-32GB", "V100 32 GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80 GB"),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA A100 80GB PCIe", None),
+        ("NVIDIA H100 80GB HBM3", "H100 80 GB"),
+        ("NVIDIA H200", None),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4080", None),
+    ],
+)
+def test_a_preset_is_found_by_a_drivers_name(name: str, preset: str | None) -> None:
+    assert products.preset_named(name) == preset
+
+
+def test_the_layers_of_llama_and_gpt2_are_those_of_their_blocks() -> None:
+    listed = products.products_of(products.MULTIPLIED, 8192)
+    assert len(listed) == len(set(listed)) == 20
+    of_llama = [one[2:] for one in listed if one.model == "llama3-8b"]
+    assert of_llama == [(4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)]
+
+
+# ------------------------------------------------------------------------------------------------- host waits
+
+
+def test_every_way_is_tried_and_a_cpu_cannot_tell() -> None:
+    found = waits.synchronisations(CPU, long(), config=GPTConfig(1, 2, 16, 8))
+    assert found["checked"] is False
+    names = [row["way"] for row in found["ways"]]
+    assert set(names) >= {contenders.REFERENCE, contenders.OWN_HOOKS_BEST, contenders.MASTERS}
+    for row in found["ways"]:
+        parts = [
+            "forward",
+            "backward",
+            *["clipping"] * (row["way"] == "zero_ref, clipped"),
+            "step",
+            "zero_grad",
+        ]
+        assert row["parts"] == dict.fromkeys(parts), row
+
+
+def test_a_wait_is_told_with_its_part_and_line_and_ends_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    raising: list[bool] = []
+
+    @contextlib.contextmanager
+    def error_on_synchronization(device: torch.device) -> Iterator[bool]:
+        raising.append(True)
+        yield True
+        raising.clear()
+
+    def clip(optimizer: object, norm: float) -> None:
+        if raising:
+            raise RuntimeError("called a synchronizing operation\nand more")
+
+    monkeypatch.setattr(devices, "error_on_synchronization", error_on_synchronization)
+    monkeypatch.setattr(waits, "clip_grad_norm_", clip)
+    (row,) = waits.synchronisations(CPU, long(), config=GPTConfig(1, 2, 16, 8), only=["zero_ref, clipped"])[
+        "ways"
+    ]
+    said = "called a synchronizing operation at torch's own code"
+    assert row["parts"] == {"forward": None, "backward": None, "clipping": said}
+
+
+def test_a_way_that_cannot_be_trained_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = waits._Training(waits._trainings()[contenders.REFERENCE].way, "float64")
+    both = {"broken": broken, contenders.REFERENCE: waits._trainings()[contenders.REFERENCE]}
+    monkeypatch.setattr(waits, "_trainings", lambda: both)
+    first, second = waits.synchronisations(CPU, long(), config=GPTConfig(1, 2, 16, 8))["ways"]
+    assert first["error"].startswith("ValueError: unknown dtype 'float64'")
+    assert second["parts"]["step"] is None
+    monkeypatch.setattr(waits, "_trainings", lambda: {"broken": broken})
+    with pytest.raises(RuntimeError, match="no way could be trained; broken: ValueError"):
+        waits.synchronisations(CPU, long(), config=GPTConfig(1, 2, 16, 8))
+
+
+# ---------------------------------------------------------------------------------------------------- overlap
+
+
+def test_a_single_accelerator_has_nothing_to_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "accelerator_count", lambda: 1)
+    with pytest.raises(Skipped, match="a single rank sends nothing"):
+        overlap.overlap(CPU, long())
+
+
+def test_spans_that_lie_upon_each_other_count_once() -> None:
+    spans = [
+        ("ncclDevKernel_AllReduce", False, 1000.0, 3000.0),
+        ("ncclDevKernel_AllReduce", False, 2000.0, 5000.0),
+        ("gemm", False, 0.0, 2500.0),
+        ("gemm", False, 2505.0, 2600.0),
+        ("gemm", False, 4800.0, 6000.0),
+    ]
+    found = overlap.hidden(spans)
+    assert found["communication_ms"] == pytest.approx(4.0)
+    assert found["computing_ms"] == pytest.approx(3.795)
+    assert found["hidden_share"] == pytest.approx((1.5 + 0.095 + 0.2) / 4)
+    assert found["communication"] == [[1.0, 5.0]]
+    assert found["computing"] == [[0.0, 2.6], [4.8, 6.0]]
+    assert overlap.hidden([("aten::mm", True, 0.0, 1.0)])["hidden_share"] is None
+
+
+# ---------------------------------------------------------------------------------------- tests and notebooks
+
+
+def test_the_named_tests_and_notebooks_are_there() -> None:
+    for name in (*suites.FILES, *suites.NOTEBOOKS):
+        assert (ROOT / name).is_file()
+    listed = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--collect-only",
+        *suites.ONE_RANK,
+    ]
+    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"{len(suites.ONE_RANK)} tests collected" in done.stdout
+
+
+def test_variables_choose_device_and_backend() -> None:
+    single, shared, every = suites.runs_on(torch.device("cpu", 0), count=4)
+    assert single.environ == {"ZERO_REF_DEVICE": "cpu", "ZERO_REF_BACKEND": "gloo"}
+    assert shared.environ == {"ZERO_REF_DEVICE": "cpu:0", "ZERO_REF_BACKEND": "gloo"}
+    assert every.environ == {"ZERO_REF_DEVICE": "cpu"}
+    assert len(suites.runs_on(CPU, count=1)) == 2
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "tests" / "ranks"
+    folder.mkdir(parents=True)
+    (folder / "test_device.py").write_text(
+        "import os, pytest\n"
+        "def test_good(): assert os.environ['ZERO_REF_DEVICE'] == 'pretended'\n"
+        "def test_bad(): assert 1 == 2\n"
+        "def test_left(): pytest.skip('not here')\n"
+    )
+    return tmp_path
+
+
+def one_run(*tests: str) -> list[suites.PytestRun]:
+    return [suites.PytestRun("a run", tests, {"ZERO_REF_DEVICE": "pretended"})]
+
+
+def test_what_passed_failed_and_was_skipped_is_counted(checkout: Path) -> None:
+    file = "tests/ranks/test_device.py"
+    (run,) = suites.on_ranks(CPU, long(), runs=one_run(f"{file}::test_good"), root=checkout)["runs"]
+    assert (run["passed"], run["failed"], run["skipped"]) == (1, {}, [])
+    with pytest.raises(suites.NotAllPassed, match="a run: 1 tests failed") as failed:
+        suites.on_ranks(CPU, long(), runs=one_run(file), root=checkout)
+    (run,) = failed.value.found["runs"]
+    assert run["passed"] == 1
+    assert run["failed"] == {"tests.ranks.test_device::test_bad": "assert 1 == 2"}
+    assert run["skipped"] == ["tests.ranks.test_device::test_left: not here"]
+
+
+def test_a_run_without_tests_and_one_that_does_not_end_are_no_success(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(suites.NotAllPassed, match="pytest ended with code 4"):
+        suites.on_ranks(CPU, long(), runs=one_run("tests/ranks/no_such_file.py"), root=checkout)
+
+    def never_ends(command: list[str], **options: Any) -> None:
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", never_ends)
+    with pytest.raises(suites.NotAllPassed, match="it did not end in the time that was left"):
+        suites.on_ranks(CPU, long(), runs=one_run("tests"), root=checkout)
+
+
+def test_an_installed_package_has_no_tests(tmp_path: Path) -> None:
+    with pytest.raises(Skipped, match="tests/ranks/ is in a clone"):
+        suites.on_ranks(CPU, long(), root=tmp_path)
+    with pytest.raises(Skipped, match="notebooks/ is in a clone"):
+        suites.notebooks(CPU, long(), root=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- the report
+
+
+def found_by(name: str) -> Section:
+    """A section that finds something at once, as its tables expect it."""
+    row = {"what": "a run", "passed": 2, "failed": {}, "skipped": [], "seconds": 1.5}
+    return Section(name, "", 10, lambda device, budget, **options: {"runs": [row]})
+
+
+def failing(error: Exception) -> Section:
+    def measure(device: torch.device, budget: Budget, **options: Any) -> dict[str, Any]:
+        raise error
+
+    return Section("tests", "", 10, measure)
+
+
+def measured(*sections: Section, **options: Any) -> GpuReport:
+    made = report.new_report(CPU)
+    report.measure(CPU, made, sections=sections, **options)
+    return made
+
+
+def test_a_section_that_fails_is_reported_and_the_others_run() -> None:
+    not_all = suites.NotAllPassed("a run: 1 tests failed", {"runs": []})
+    told: list[SectionResult] = []
+    errors = RuntimeError("out of memory"), not_all, Skipped("no")
+    made = measured(*map(failing, errors), found_by("notebooks"), tell=told.append)
+    assert [one.status for one in made.sections] == [FAILED, FAILED, SKIPPED, MEASURED]
+    assert re.fullmatch(r"RuntimeError at test_bench_gpu\.py:\d+: out of memory", made.sections[0].why or "")
+    assert made.sections[1].found == {"runs": []}
+    assert made.failed == ["tests", "tests"]
+    assert told == made.sections
+    assert "2 " in tables.report_text(made)
+
+
+def test_what_has_no_time_left_is_skipped() -> None:
+    (one,) = measured(found_by("tests"), total_s=0.0).sections
+    assert (one.status, one.found) == (SKIPPED, {})
+    assert "no time left" in (one.why or "")
+    for name in ("step", "synchronisations", "gemm"):
+        section = next(one for one in SECTIONS if one.name == name)
+        found = section.measure(CPU, Budget(0), **section.quick)
+        (rows,) = [value for value in found.values() if value and isinstance(value, list)]
+        assert {row["left_out"] for row in rows} == {"no time was left"}
+        assert "no time was left" in "".join(tables.TABLES[name](found))
+
+
+def test_every_section_quick_on_a_cpu_goes_through_json_into_a_table() -> None:
+    made = report.new_report(CPU, quick=True)
+    here = [one for one in SECTIONS if one.name not in ("tests", "notebooks", "overlap")]
+    report.measure(CPU, made, sections=[*here, found_by("tests")])
+    assert made.failed == [], made.sections
+    again = GpuReport.from_json(json.loads(json.dumps(made.as_json(), allow_nan=False)))
+    assert again == made
+    text = tables.report_text(again)
+    assert "quick: to see that it runs" in text
+    for words in (
+        "zero_ref, bfloat16 with float32 masters",
+        "optimizer state",
+        "tiny",
+        "not checked",
+        "a run",
+    ):
+        assert words in text
+    table_lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in table_lines)
+
+
+def test_every_section_has_a_table_and_all_fit_into_ten_minutes() -> None:
+    assert [one.name for one in SECTIONS] == list(dict.fromkeys(one.name for one in SECTIONS))
+    assert {one.name for one in SECTIONS} == set(tables.TABLES)
+    limits = [one.seconds for one in SECTIONS]
+    assert limits == sorted(limits), "from short to long"
+    assert sum(limits) <= report.TOTAL_S == 600
+
+
+def test_the_simulator_gets_a_device_of_what_was_measured() -> None:
+    made = report.new_report(CPU)
+    # 100 TFLOP/s; 2,000 GB/s and 1 microsecond a tensor.
+    trains = [Computation("train", 1, flops, flops / 1e11) for flops in (1e12, 4e12, 9e12)]
+    updates = [
+        Computation("update", n, gb * 1e9, gb * 0.5 + n * 1e-3) for n, gb in ((10, 1), (20, 4), (20, 9))
+    ]
+    for name, works in (("gemm", trains), ("step", updates)):
+        rows = [vars(one) for one in works]
+        made.sections.append(SectionResult(name, MEASURED, 1.0, found={"computations": rows}))
+    device = report.measured_device(made)
+    assert device.tflops == pytest.approx(100)
+    assert device.memory_gb_per_s == pytest.approx(2000)
+    assert device.update_overhead_us == pytest.approx(1)
+    with pytest.raises(ValueError, match="no 'train' was measured"):
+        report.measured_device(report.new_report(CPU))
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def test_without_an_accelerator_it_says_so_and_what_it_would_measure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(devices, "accelerator", lambda: None)
+    file = tmp_path / "gpu.json"
+    assert cli.main(["bench", "gpu", "--json", str(file)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("This machine has no accelerator that torch")
+    for section in SECTIONS:
+        assert re.search(
+            rf"^  {section.name} +{section.seconds} s  {re.escape(section.says)}$", said, re.MULTILINE
+        )
+    assert not file.exists(), "a report from a machine with one stays"
+
+
+@pytest.fixture
+def cpu_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "accelerator", lambda: CPU)
+    monkeypatch.setattr(devices, "current_device", lambda: CPU)
+    monkeypatch.setattr(devices, "accelerator_count", lambda: 1)
+
+
+@pytest.mark.usefixtures("cpu_for_an_accelerator")
+def test_it_writes_a_report_that_from_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(report, "SECTIONS", (failing(RuntimeError("out of memory")), found_by("notebooks")))
+    file = tmp_path / "gpu.json"
+    assert cli.main(["bench", "gpu", "--json", str(file)]) == 1
+    printed = capsys.readouterr().out
+    assert "out of memory" in printed
+    assert printed.endswith(f"written: {file}\n\nfailed: tests\n")
+    written = json.loads(file.read_text())
+    assert [one["status"] for one in written["sections"]] == [FAILED, MEASURED]
+    assert cli.main(["bench", "--from", str(file)]) == 0
+    assert capsys.readouterr().out.strip() == printed.partition("\n\nwritten")[0].strip()
+    monkeypatch.setattr(report, "SECTIONS", (found_by("notebooks"),))
+    assert cli.main(["bench", "gpu"]) == 0
+
+
+@pytest.mark.usefixtures("cpu_for_an_accelerator")
+def test_an_altered_report_hears_what_is_wrong_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = measured(found_by("tests")).as_json()
+    file = tmp_path / "gpu.json"
+    for section, answer in (
+        ({"found": {}}, "'runs'"),
+        ({"found": {"runs": 3}}, "not iterable"),
+        ({"status": 3}, r"status must be text, not 3"),
+        ({"name": "walk"}, "'walk'"),
+    ):
+        file.write_text(json.dumps({**made, "sections": [{**made["sections"][0], **section}]}))
+        assert cli.main(["bench", "--from", str(file)]) == 2
+        said = capsys.readouterr().err
+        assert "is no report that `bench gpu --json` wrote" in said
+        assert re.search(answer, said), said
+
+
+@pytest.mark.parametrize(
+    "words", [["gpu", "step"], ["gpu", "--ranks", "2"], ["gpu", "--set", "gpt"], ["gpu", "--rounds", "3"]]
+)
+def test_it_is_alone(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *words]) == 2
+    assert "takes only --json and --quick beside it" in capsys.readouterr().err
+    assert command.GPU in command.SUITES
+
+
+def test_the_makefile_writes_what_the_page_reads() -> None:
+    (line,) = re.findall(r"^gpu:.*\n\t@(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert line == "$(BIN)/zero-ref bench gpu --json bench/results/gpu.json"
+
+
+def test_on_a_cpu_devices_say_that_they_know_nothing() -> None:
+    asked = (devices.total_memory, devices.memory_allocated, devices.peak_memory_allocated)
+    assert [ask(CPU) for ask in asked] == [None] * 3
+    devices.reset_peak_memory(CPU)
+    devices.release_memory(CPU)
+    with devices.error_on_synchronization(CPU) as checked, devices.timing_events(CPU) as elapsed_ms:
+        assert torch.ones(1).item() == 1
+    assert checked is False
+    assert elapsed_ms() is None
+    assert set(devices.software_of(CPU)) == {"driver", "toolkit", "nccl"}
+    assert math.isfinite(long().left_s)
