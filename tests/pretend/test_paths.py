@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from paths import PATHS, Place
+from pretend_ranks import Ranks, on_both, train_on_device
 
-from zero_ref.lab import ranks
+from zero_ref.lab.config import GPTConfig, TrainConfig
+from zero_ref.lab.train import outcome, predict
+from zero_ref.simulator.recipe import RECIPES
+
+pytestmark = pytest.mark.ranks
 
 VIEWS = {"parameters_as_bucket_view": True}
 STEPS_BY = {
@@ -52,26 +55,6 @@ for name in ("even views", "shares", "shares views"):
 CASES["local SGD"] = ("averaged", {})
 
 
-class Ranks:
-    """Ranks that know the pretend device. After an error they are replaced."""
-
-    def __init__(self) -> None:
-        self.pools: dict[int, ranks.Pool] = {}
-
-    def run(self, function: Callable[[], Any], world_size: int = 2) -> list[Any]:
-        if world_size not in self.pools:
-            self.pools[world_size] = ranks.Pool(world_size, backend="gloo")
-        try:
-            return self.pools[world_size].run(function, timeout=120)
-        except BaseException:
-            self.pools.pop(world_size).close()
-            raise
-
-    def close(self) -> None:
-        for pool in self.pools.values():
-            pool.close()
-
-
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Ranks]:
     pool = Ranks()
@@ -79,26 +62,43 @@ def pool() -> Iterator[Ranks]:
     pool.close()
 
 
-def on_rank(name: str, options: dict[str, Any], mixed: bool) -> tuple[dict[str, list[str]], list[Any], list[Any], list[Any]]:
-    """What was found on the device; its values and the CPU's; the calls of the last iteration there."""
-    import pretend_device
-    import pretend_group
-
-    pretend_group.register()  # before the first backward: it counts the devices
-    expected = PATHS[name](Place(torch.device("cpu"), dist.group.WORLD, dist.get_rank()), **options)
-    group = pretend_group.new_group(mixed)
-    place = Place(pretend_device.DEVICE, group, dist.get_rank())
-    values = PATHS[name](place, **options)
-    gc.collect()
-    return place.found, values, expected, place.calls
-
-
 @pytest.mark.parametrize("mixed", [False, True], ids=["nccl", "gloo and nccl"])
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_goes_wrong_on_the_device(pool: Ranks, case: str, mixed: bool) -> None:
     name, options = CASES[case]
-    for found, values, expected, _ in pool.run(functools.partial(on_rank, name, options, mixed)):
+    for found, values, expected in pool.run(partial(on_both, name, options, mixed)):
         assert found == {}
         for value, wanted in zip(values, expected, strict=True):
             # Sums are in another order, and 16 bits may round to the other neighbour.
             torch.testing.assert_close(value, wanted, rtol=1e-2 if name == "masters" else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_groups_that_share_the_state_and_their_replicas(pool: Ranks, in_forward: bool) -> None:
+    options = {**STEPS_BY["shares views"], "replicas": True, "in_forward": in_forward}
+    for found, values, expected in pool.run(partial(on_both, "sharded", options, False), world_size=4):
+        assert found == {}
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
+
+
+SMALL = TrainConfig(steps=5, batch_size=2, model=GPTConfig(layers=2, heads=2, width=32, context=16))
+RUNS = [(name, way) for name, recipe in RECIPES.items() if recipe.stage < 3 for way in recipe.ways]
+
+
+@pytest.mark.parametrize(("strategy", "way"), RUNS)
+@pytest.mark.parametrize("master_dtype", [None, "float32"])
+def test_calls_and_bytes_are_the_plan_s(pool: Ranks, strategy: str, way: str, master_dtype: str | None) -> None:
+    dtype = "float32" if master_dtype is None else "bfloat16"
+    if master_dtype and RECIPES[strategy].averaging is not None:
+        pytest.skip("local SGD keeps no masters")
+    config = replace(
+        SMALL, model=replace(SMALL.model, dtype=dtype), strategy=strategy, way=way, master_dtype=master_dtype
+    )
+    result = outcome(config, predict(config, 2), pool.run(partial(train_on_device, config)))
+    assert result.as_predicted, result
+
+
+def test_a_group_of_four_that_shares_by_two_makes_the_plan_s_calls(pool: Ranks) -> None:
+    config = replace(SMALL, strategy="zero-2", shard_group=2)
+    result = outcome(config, predict(config, 4), pool.run(partial(train_on_device, config), world_size=4))
+    assert result.as_predicted, result
