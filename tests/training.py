@@ -359,7 +359,7 @@ def ring_early(comm: Any) -> list[dict[int, str]]:
 
 
 class CountingReads(TorchDispatchMode):
-    """Counts in `reads` how often the host reads one element, for which it waits if it is on an accelerator."""
+    """Counts in `reads` how often the host reads one element, waiting for it if it is on an accelerator."""
 
     def __init__(self) -> None:
         super().__init__()
