@@ -1,7 +1,7 @@
 """What the package does on ranks, as programs that run on the pretend device and on the CPU alike.
 
-Each takes a `Place` and trains a small model. On the device `place.watch` notes what goes wrong within its block; on
-the CPU it does nothing, and the parameters at the end are what the device's have to equal.
+Each takes a `Place` and trains a small model. On the device `place.watch` notes what goes wrong within its
+block; on the CPU it does nothing, and the parameters at the end are what the device's have to equal.
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ def sharded(
     own, across = place.group, None
     if replicas:
         own, across = groups_of_two(place)
-    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=own, lr=1e-2, **options)
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, process_group=own, lr=1e-2, **options
+    )
     kept = {"keep_memory": True} if backwards > 1 else {}
     wrapped = ShardedDataParallel(model, zero, gather_in_forward=in_forward, replicas=across, **kept)
     zero.collectives.observers.append(place.calls.append)
@@ -218,7 +220,7 @@ def masters(place: Place, rounding: str, **options: Any) -> list[torch.Tensor]:
 
 @path
 def offload(place: Place, **options: Any) -> list[torch.Tensor]:
-    """State in the host's memory: the local step waits for its gradients, piece by piece, and for nothing else."""
+    """State in the host's memory: the local step waits for its gradients, a piece at a time."""
     model = place.model()
     zero = adamw(model.parameters(), place, state_device="cpu", **options)
     wrapped = ddp(place, model)

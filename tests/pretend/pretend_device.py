@@ -1,15 +1,18 @@
 """A pretend accelerator, "pretend:0", on a CPU build of torch: its tensors keep their numbers on the CPU.
 
-An operation runs at once, but is booked as if it were queued: on which stream, which memory it reads and writes, and
-whether the host would have to wait for it. Streams, events and futures carry vector clocks (Lamport 1978, Fidge 1988),
-so that two accesses which nothing orders are found although here they never collide:
+An operation runs at once, but is booked as if it were queued: on which stream, which memory it reads and
+writes, and whether the host would have to wait for it. Streams, events and futures carry vector clocks
+(Lamport 1978, Fidge 1988), so that two accesses which nothing orders are found although they never collide:
 
     waits   the host waited for the device: `.item()`, a copy to or from pageable host memory, `synchronize`
     races   two streams used the same memory, one of them to write, and no event ordered them
     frees   memory was freed, and could have been handed out again, while another stream still used it
 
-The device is torch's PrivateUse1, registered from Python. So autograd, DDP's C++ reducer and torch's optimizers run on it as
-they do on any accelerator that torch does not know: no code of theirs is replaced.
+The device is torch's PrivateUse1, registered from Python. So autograd, DDP's C++ reducer and torch's
+optimizers run on it as on any accelerator that torch does not know: no code of theirs is replaced, but for
+futures (which carry clocks), `torch.tensor` (whose copy goes below Python) and pinned memory.
+
+What it cannot show: that a kernel is right, how long anything takes, and what CUDA's own caching does.
 """
 
 from __future__ import annotations
@@ -141,7 +144,7 @@ class Gpu:
         return getattr(self.local, "stream", None) or self.default
 
     def wait(self, why: str, clock: Clock | None = None) -> None:
-        """The host waits for the current stream, or for a clock; what it queues afterwards comes after that."""
+        """The host waits for the current stream, or for a clock; what it queues then comes after."""
         place = _place()
         if place:  # else torch waits by itself, within a backward
             self.waits.append(f"{why} at {place}")
@@ -196,8 +199,12 @@ class Gpu:
             return
         size = tensor.element_size()
         start = tensor.storage_offset() * size
-        last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        new = Access(start, start + (last + 1) * size, stream.stream_id, stream.clock[stream.stream_id], writes, what)
+        last = sum(
+            (length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        new = Access(
+            start, start + (last + 1) * size, stream.stream_id, stream.clock[stream.stream_id], writes, what
+        )
         kept = []
         for old in block.accesses:
             ordered = stream.clock.get(old.stream, 0) >= old.at
@@ -269,7 +276,9 @@ class PretendTensor(torch.Tensor):
             if func == torch.Tensor.backward:  # straight to the engine: its hooks must come by here, too
                 ones = torch.ones_like(first) if first.dim() == 0 else (kwargs or {})["gradient"]
                 engine = torch.autograd.Variable._execution_engine
-                return engine.run_backward((first,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+                return engine.run_backward(
+                    (first,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
             if name == "numpy":
                 raise TypeError(f"can't convert {DEVICE} device type tensor to numpy")
             if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
@@ -299,10 +308,14 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     name = func._schema.name.split("::")[-1]
     leaves = tree_leaves((args, kwargs))
     mine = [leaf for leaf in leaves if isinstance(leaf, PretendTensor)]
-    others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, PretendTensor)]
+    others = [
+        leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, PretendTensor)
+    ]
     devices = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
     if name not in MIXES and mine and any(tensor.dim() for tensor in others):
-        raise RuntimeError(f"{name}: Expected all tensors to be on the same device, {DEVICE} and cpu at {_place()}")
+        raise RuntimeError(
+            f"{name}: Expected all tensors to be on the same device, {DEVICE} and cpu at {_place()}"
+        )
     for tensor in mine:
         if tensor.after is not None:
             gpu.current.join(tensor.after)
@@ -314,7 +327,11 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     raw_kwargs.pop("pin_memory", None)
     out = func(*raw_args, **raw_kwargs)
     waits_for = list[str]()
-    if name in WAITS or name in ("index", "index_put_") and any(t.dtype == torch.bool for t in leaves if isinstance(t, torch.Tensor) and t.dim()):
+    if (
+        name in WAITS
+        or name in ("index", "index_put_")
+        and any(t.dtype == torch.bool for t in leaves if isinstance(t, torch.Tensor) and t.dim())
+    ):
         waits_for.append(name)
 
     def wrap(value: Any) -> Any:
@@ -336,7 +353,11 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         for leaf in tree_leaves(value)
         if isinstance(leaf, torch.Tensor)
     ]
-    fresh = [leaf.inner for leaf in tree_leaves(result) if isinstance(leaf, PretendTensor) and id(leaf.inner) not in wrapped]
+    fresh = [
+        leaf.inner
+        for leaf in tree_leaves(result)
+        if isinstance(leaf, PretendTensor) and id(leaf.inner) not in wrapped
+    ]
     if not name.startswith("empty") and not name.startswith("new_empty"):
         gpu.launch(gpu.current, name, [*(tensor.inner for tensor in mine), *others], [*writes, *fresh])
     for to, source, non_blocking in _copies(name, args, kwargs, to_cpu):
@@ -382,7 +403,12 @@ class HostUse(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         if not any(isinstance(leaf, PretendTensor) for leaf in leaves):
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            writes = [t for a, value in zip(func._schema.arguments, args) if a.alias_info and a.alias_info.is_write for t in tree_leaves(value)]
+            writes = [
+                t
+                for a, value in zip(func._schema.arguments, args)
+                if a.alias_info and a.alias_info.is_write
+                for t in tree_leaves(value)
+            ]
             is_view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
             if not is_view:
                 gpu.launch(gpu.host, func._schema.name, tensors, writes)
@@ -398,11 +424,15 @@ class Future(torch.futures.Future):  # type: ignore[type-arg]
 
     def set_result(self, result: Any) -> None:
         if not self.devices and any(isinstance(leaf, PretendTensor) for leaf in tree_leaves(result)):
-            raise ValueError(f"The result contained tensors residing on device {DEVICE}, and the future has no devices")
+            raise ValueError(
+                f"The result contained tensors residing on device {DEVICE}, and the future has no devices"
+            )
         self.clock, self.value_ = dict(gpu.current.clock), result
         # DDP's reducer waits in C++, where clocks are not known. The first use of what it gets joins this one.
         super().set_result(
-            tree_map(lambda v: PretendTensor(v.inner, self.clock) if isinstance(v, PretendTensor) else v, result)
+            tree_map(
+                lambda v: PretendTensor(v.inner, self.clock) if isinstance(v, PretendTensor) else v, result
+            )
         )
 
     def wait(self) -> Any:

@@ -2,9 +2,10 @@
 
     - it takes tensors of the device only, contiguous, of a dtype that NCCL has
     - all ranks make the same calls, in the same order, with the same sizes
-    - calls run one after the other on a stream of the group; `wait` orders the waiter's stream after the call, not the host
-    - a send outside of a batch completes when its receive is reached, and until then holds up all later calls of that
-      pair of ranks; a batch runs as one
+    - calls run one after the other on a stream of the group; `wait` orders the waiter's stream after the call,
+      and does not hold up the host
+    - a send outside of a batch completes when its receive is reached, and until then holds up all later calls
+      of that pair of ranks; a batch runs as one
 
 A call that breaks a rule raises on the rank that made it, or on all; NCCL would hang, or give wrong numbers.
 Source: NCCL's user guide, and what torch's ProcessGroupNCCL checks.
@@ -62,9 +63,6 @@ class Work(dist.Work):
 
 class PretendGroup(dist.ProcessGroup):
     """The ranks of a group. Calls on tensors of the CPU go to Gloo if the group has that backend too."""
-
-    calls_of_all: list[tuple[str, int]] = []
-    """(op, bytes of one tensor) of every call of this process on the device."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, has_cpu: bool) -> None:
         super().__init__(rank, size)
@@ -141,7 +139,6 @@ class PretendGroup(dist.ProcessGroup):
         self.stream.wait_stream(device.gpu.current)
         carry()
         device.gpu.launch(self.stream, op, [t.inner for t in reads], [t.inner for t in writes])  # type: ignore[attr-defined]
-        PretendGroup.calls_of_all.append((op, max((t.nbytes for t in tensors), default=0)))
         return Work(dict(self.stream.clock), result)
 
     # ------------------------------------------------------------------------------------------------- the calls
@@ -205,7 +202,10 @@ class PretendGroup(dist.ProcessGroup):
 
         return self._launch("reduce_scatter", [tensor], [out], carry, [out])
 
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # as torch before 2.13 calls them
+    _allgather_base, _reduce_scatter_base = (
+        all_gather_single,
+        reduce_scatter_single,
+    )  # as torch before 2.13 calls them
 
     def barrier(self, opts: Any = None) -> Any:
         self._agree("barrier", "")
@@ -281,4 +281,6 @@ def new_group(mixed: bool = False, ranks: Sequence[int] | None = None) -> Any:
     """A group of the device; `mixed` also has Gloo for tensors of the CPU, as `init_process_group()` gives it."""
     register()
     _mixed[0] = mixed
-    return dist.new_group(ranks, backend=f"cpu:gloo,{device.NAME}:{BACKEND}" if mixed else f"{device.NAME}:{BACKEND}")
+    return dist.new_group(
+        ranks, backend=f"cpu:gloo,{device.NAME}:{BACKEND}" if mixed else f"{device.NAME}:{BACKEND}"
+    )

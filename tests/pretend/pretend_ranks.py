@@ -1,7 +1,8 @@
-"""Ranks for the tests of the pretend device: processes of their own, since the device stays registered in them."""
+"""Ranks for the tests of the pretend device: processes of their own, since it stays registered in them."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,9 @@ from zero_ref.lab import ranks
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.placement import DEVICE
 from zero_ref.lab.train import train
+
+
+_runs = itertools.count()
 
 
 class Ranks:
@@ -34,8 +38,8 @@ class Ranks:
             raise
 
     def close(self) -> None:
-        for pool in self.pools.values():
-            pool.close()
+        while self.pools:
+            self.pools.popitem()[1].close()
 
 
 Found = dict[str, list[str]]
@@ -58,8 +62,10 @@ def on_both(name: str, options: dict[str, Any], mixed: bool) -> tuple[Found, lis
 def train_on_device(config: TrainConfig) -> Any:
     """The main job, with the device in the default group."""
     pretend_group.register()
-    store = dist.PrefixStore("pretend", dist.distributed_c10d._get_default_store())
+    # A number for each run: the addresses of an earlier one are still in the store.
+    store = dist.PrefixStore(f"pretend {next(_runs)}", dist.distributed_c10d._get_default_store())
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # the other ranks may still be connecting to this one
     dist.destroy_process_group()
     dist.init_process_group(
         f"{device.NAME}:{pretend_group.BACKEND}", store=store, rank=rank, world_size=world_size

@@ -1,4 +1,4 @@
-"""Every path of the package on the pretend device: no wait, no race, no use after free, NCCL's rules, right values."""
+"""Every path of the package on the pretend device: no wait, race or use after free, and the CPU's values."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ RUNS = [(name, way) for name, recipe in RECIPES.items() if recipe.stage < 3 for 
 
 @pytest.mark.parametrize(("strategy", "way"), RUNS)
 @pytest.mark.parametrize("master_dtype", [None, "float32"])
-def test_calls_and_bytes_are_the_plan_s(pool: Ranks, strategy: str, way: str, master_dtype: str | None) -> None:
+def test_calls_and_bytes_are_the_plan_s(
+    pool: Ranks, strategy: str, way: str, master_dtype: str | None
+) -> None:
     dtype = "float32" if master_dtype is None else "bfloat16"
     if master_dtype and RECIPES[strategy].averaging is not None:
         pytest.skip("local SGD keeps no masters")

@@ -214,7 +214,7 @@ class _TrainingRun:
 def _send_nothing(world_size, bucket):  # type: ignore[no-untyped-def]
     flat: torch.Tensor = bucket.buffer()
     flat.mul_(1 / world_size)  # an all-reduce for DDP does this, too
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future = devices.future(flat.device)
     future.set_result(flat)
     return future
 

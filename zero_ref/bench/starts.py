@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
+from zero_ref.comm import devices
 from zero_ref.lab import ranks
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -128,7 +129,7 @@ def sum_in_rank_order(_, bucket):  # type: ignore[no-untyped-def]
     dist.all_gather([total, *others], mine)
     for other in others:
         total.add_(other)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done = devices.future(mine.device)
     done.set_result(mine.copy_(total))
     return done
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.backward.overlap import hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import gradients_in
+from zero_ref.comm import devices
 from zero_ref.course import Answer, call_text, exercise, shown
 from zero_ref.course._rehearsal import HookBucket, rehearse
 from zero_ref.lab import ranks
@@ -238,7 +239,7 @@ def _train_beside_plain(answer: Answer) -> list[bool]:
             so_far.clear()
         so_far.append(_RealBucket(bucket, owner_of_param, optimizers))
         answer(list(so_far), bucket.is_last())
-        reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        reduced = devices.future(bucket.buffer().device)
         reduced.set_result(bucket.buffer())
         return reduced
 

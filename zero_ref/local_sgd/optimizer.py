@@ -137,7 +137,7 @@ def post_localSGD_hook(state, bucket):  # type: ignore[no-untyped-def]
         return allreduce_hook(state.process_group, bucket)
     if state.post_local_gradient_allreduce:
         return allreduce_hook(state.subgroup, bucket)
-    unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    unchanged = devices.future(bucket.buffer().device)
     unchanged.set_result(bucket.buffer())
     return unchanged
 
