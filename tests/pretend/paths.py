@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,8 +20,8 @@ import pretend_group
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref import (
@@ -74,7 +75,7 @@ class Place:
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Sequential:
         torch.manual_seed(0)
-        layers = [part for sizes in zip(SIZES, SIZES[1:]) for part in (nn.Linear(*sizes), nn.Tanh())]
+        layers = [part for sizes in itertools.pairwise(SIZES) for part in (nn.Linear(*sizes), nn.Tanh())]
         return nn.Sequential(*layers[:-1]).to(self.device, dtype)
 
     def loss(self, model: nn.Module, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

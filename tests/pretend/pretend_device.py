@@ -22,10 +22,11 @@ import itertools
 import sys
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import _foreach_supported_types
@@ -36,6 +37,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 NAME = "pretend"
 DEVICE = torch.device("cpu")  # `register` makes it pretend:0: before that torch does not know the name
 CPU = torch.device("cpu")
+
+T = TypeVar("T")
 
 Clock = dict[int, int]
 """By stream, how many of its operations are done before what follows."""
@@ -235,7 +238,7 @@ def _place() -> str:
 
 
 class PretendTensor(torch.Tensor):
-    """A tensor of the device. `inner` has its numbers, on the CPU; `after` is what its reader has to wait for."""
+    """A tensor of the device. `inner` has its numbers; `after` is what its reader has to wait for."""
 
     inner: torch.Tensor
     after: Clock | None
@@ -283,7 +286,8 @@ class PretendTensor(torch.Tensor):
                 raise TypeError(f"can't convert {DEVICE} device type tensor to numpy")
             if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
                 return PretendTensor(first.inner.detach())
-            if func == torch.Tensor.data.__set__ and isinstance(args[1], PretendTensor):  # type: ignore[attr-defined]
+            setter = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+            if func == setter and isinstance(args[1], PretendTensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     func(first, args[1])
                 first.inner = args[1].inner
@@ -327,9 +331,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     raw_kwargs.pop("pin_memory", None)
     out = func(*raw_args, **raw_kwargs)
     waits_for = list[str]()
-    if (
-        name in WAITS
-        or name in ("index", "index_put_")
+    if name in WAITS or (
+        name in ("index", "index_put_")
         and any(t.dtype == torch.bool for t in leaves if isinstance(t, torch.Tensor) and t.dim())
     ):
         waits_for.append(name)
@@ -415,7 +418,7 @@ class HostUse(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Future(torch.futures.Future):  # type: ignore[type-arg]
+class Future(torch.futures.Future[T]):
     """As torch's for an accelerator: who waits for it comes after who set its result."""
 
     def __init__(self, *, devices: Any = None) -> None:
@@ -428,7 +431,7 @@ class Future(torch.futures.Future):  # type: ignore[type-arg]
                 f"The result contained tensors residing on device {DEVICE}, and the future has no devices"
             )
         self.clock, self.value_ = dict(gpu.current.clock), result
-        # DDP's reducer waits in C++, where clocks are not known. The first use of what it gets joins this one.
+        # DDP's reducer waits in C++, which knows no clocks. The first use of what it gets joins this one.
         super().set_result(
             tree_map(
                 lambda v: PretendTensor(v.inner, self.clock) if isinstance(v, PretendTensor) else v, result
@@ -507,6 +510,8 @@ def register() -> None:
     global DEVICE
     if DEVICE.type == NAME:
         return
+    with warnings.catch_warnings(action="ignore"):
+        import torch.distributed.optim  # which compiles calls of `torch.tensor`, as long as that is torch's
     _setup_privateuseone_for_python_backend(NAME, backend_module=_module())
     DEVICE = torch.device(NAME, 0)
     gpu.__init__()  # type: ignore[misc]  # with streams of this device
@@ -517,8 +522,12 @@ def register() -> None:
     torch.futures.Future = Future  # type: ignore[misc]
     for maker in ("tensor", "as_tensor"):  # torch turns Python's dispatch off within them
         setattr(torch, maker, _on_the_cpu_first(getattr(torch, maker)))
-    torch.Tensor.is_pinned = lambda tensor, device=None: tensor.is_cpu and gpu.is_pinned(tensor)  # type: ignore[method-assign]
+    torch.Tensor.is_pinned = _is_pinned  # type: ignore[method-assign]
     torch.empty_like = _pinned(torch.empty_like)
+
+
+def _is_pinned(tensor: torch.Tensor, device: object = None) -> bool:
+    return tensor.is_cpu and gpu.is_pinned(tensor)
 
 
 def _pinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

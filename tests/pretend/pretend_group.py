@@ -2,8 +2,7 @@
 
     - it takes tensors of the device only, contiguous, of a dtype that NCCL has
     - all ranks make the same calls, in the same order, with the same sizes
-    - calls run one after the other on a stream of the group; `wait` orders the waiter's stream after the call,
-      and does not hold up the host
+    - calls run one after the other on a stream of the group; `wait` holds up a stream, and not the host
     - a send outside of a batch completes when its receive is reached, and until then holds up all later calls
       of that pair of ranks; a batch runs as one
 
@@ -14,6 +13,7 @@ Source: NCCL's user guide, and what torch's ProcessGroupNCCL checks.
 from __future__ import annotations
 
 import hashlib
+import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -102,7 +102,10 @@ class PretendGroup(dist.ProcessGroup):
 
     def _set_default_backend(self, *args: object) -> None: ...
 
-    # ------------------------------------------------------------------------------------------------- the rules
+    def _get_backend(self, device: object) -> Any:
+        return types.SimpleNamespace(supports_splitting=False, supports_coalescing=False)
+
+    # --------------------------------------------------------------------------------------------- the rules
 
     def _check(self, op: str, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -138,10 +141,11 @@ class PretendGroup(dist.ProcessGroup):
                 device.gpu.current.join(tensor.after)  # type: ignore[attr-defined]
         self.stream.wait_stream(device.gpu.current)
         carry()
-        device.gpu.launch(self.stream, op, [t.inner for t in reads], [t.inner for t in writes])  # type: ignore[attr-defined]
+        inner = [[tensor.inner for tensor in some] for some in (reads, writes)]  # type: ignore[attr-defined]
+        device.gpu.launch(self.stream, op, *inner)
         return Work(dict(self.stream.clock), result)
 
-    # ------------------------------------------------------------------------------------------------- the calls
+    # --------------------------------------------------------------------------------------------- the calls
 
     def _other(self, op: str, args: Any) -> Any:
         """Gloo's method, if the call is on tensors of the CPU and the group has a backend for them."""
@@ -234,7 +238,7 @@ class PretendGroup(dist.ProcessGroup):
         return [self._launch("batch", sent, received, lambda: self._meet(sends, recvs), tensors)]
 
     def _meet(self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]]) -> None:
-        """Send and receive, each until its other end says that it has it. NCCL has no tags: order pairs them."""
+        """Send and receive, each until its other end has it. NCCL has no tags: order pairs them."""
         works = [self.carrier.send([_bytes(tensor)], peer, 1) for tensor, peer in sends]
         works += [self.carrier.recv([_bytes(tensor)], peer, 1) for tensor, peer in recvs]
         for work in works:
@@ -278,7 +282,7 @@ _mixed = [False]
 
 
 def new_group(mixed: bool = False, ranks: Sequence[int] | None = None) -> Any:
-    """A group of the device; `mixed` also has Gloo for tensors of the CPU, as `init_process_group()` gives it."""
+    """A group of the device. If `mixed`, it has Gloo for tensors of the CPU, as torch's default group may."""
     register()
     _mixed[0] = mixed
     return dist.new_group(

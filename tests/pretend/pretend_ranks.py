@@ -18,7 +18,6 @@ from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.placement import DEVICE
 from zero_ref.lab.train import train
 
-
 _runs = itertools.count()
 
 
