@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import zero_ref
 from zero_ref.comm import devices
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT, batch, language_reference
@@ -206,3 +208,12 @@ def test_weights_and_passages_are_drawn_alike_whatever_the_default_device() -> N
         weights = list(GPT(config).parameters())
     assert drawn == [CPU]
     assert {tensor.device.type for tensor in (tokens, *weights)} == {"meta"}
+
+
+def test_one_module_knows_kinds_of_accelerators() -> None:
+    package = Path(zero_ref.__file__).parent
+    known = [path for path in package.rglob("*.py") if "cuda" in path.read_text().lower()]
+    assert {path.relative_to(package).as_posix() for path in known} <= {
+        "comm/devices.py",
+        "simulator/presets.py",
+    }

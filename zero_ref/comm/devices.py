@@ -16,6 +16,9 @@ import torch.distributed as dist
 
 CPU = torch.device("cpu")
 
+EXAMPLE = "cuda"
+"""A kind of accelerator, for messages: the one that most readers have."""
+
 
 def accelerator() -> torch.device | None:
     """The kind of this machine's accelerator, without an index; None if no accelerator can be used."""

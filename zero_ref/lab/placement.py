@@ -12,9 +12,10 @@ there, and a time-out is an error. RPC sends tensors of the CPU, so its ranks ar
 
 Two variables of the process that starts ranks say otherwise, for all its ranks but those of RPC:
 
-- ZERO_REF_DEVICE: "cpu"; a kind of accelerator, such as "cuda", for the ranks in turn; or one accelerator,
-  such as "cuda:0", for all of them. An accelerator that is named so also becomes the ranks' default device:
-  code that names no device, such as this package's tests, runs there, and what a call brings along is there.
+- ZERO_REF_DEVICE: "cpu"; a kind of accelerator, by torch's name, for the ranks in turn; or one accelerator,
+  a kind with a number, for all of them. An accelerator that is named so also becomes the ranks' default
+  device: code that names no device, such as this package's tests, runs there, and what a call brings along
+  is there.
 - ZERO_REF_BACKEND: "gloo" or "nccl", whatever backend a call asks for.
 
 In a rank's own environment ZERO_REF_DEVICE names that rank's device.
@@ -138,8 +139,8 @@ def _named_devices(name: str, world_size: int) -> tuple[str, ...]:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(
-            f'{DEVICE} is {name!r}, which torch does not know: it must be "cpu", or "cuda" or '
-            f'another kind of accelerator, with or without a number, as in "cuda:0".'
+            f'{DEVICE} is {name!r}, which torch does not know: it must be "cpu", or "{devices.EXAMPLE}" or '
+            f'another kind of accelerator, with or without a number, as in "{devices.EXAMPLE}:0".'
         ) from error
     if device.type == CPU.type:
         return (CPU.type,) * world_size

@@ -10,7 +10,7 @@ This file is what a caller uses. `_process.py` starts a rank and talks to it, `_
 
 On Linux ranks are forked from a server process that has imported torch and done nothing else. Forked from the
 notebook itself they would deadlock now and then, on a lock that one of its threads held, and could not use
-CUDA once the notebook has. Elsewhere each starts from nothing ("spawn") and imports torch itself.
+a GPU once the notebook has. Elsewhere each starts from nothing ("spawn") and imports torch itself.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def shutdown() -> None:
 def describe(world_size: int, backend: str | None = None) -> str:
     """What `run` uses for so many ranks on this machine, in one line.
 
-    >>> describe(4)  # doctest: +SKIP
-    '4 ranks: Gloo, sharing 1 NVIDIA H100 80GB HBM3 (cuda:0)'
+    >>> describe(4, "gloo")
+    "4 ranks: Gloo, on this machine's CPU"
     """
     return place_ranks(world_size, backend).describe()
 
