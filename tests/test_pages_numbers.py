@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from zero_ref.bench.gpu.step import BYTES_OF_STEP
 from zero_ref.lab.compare import CYCLE, ROW_NAMES
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.train import predict
@@ -161,6 +162,13 @@ def test_running_names_the_port_of_its_commands() -> None:
     page = (ROOT / "book" / "running.md").read_text(encoding="utf-8")
     blocks = " ".join(re.findall(r"^```bash\n(.*?)^```", page, flags=re.M | re.S))
     assert set(re.findall(r":(\d{4,5})\b", blocks)) == {"29500", "8888"}  # torchrun's, JupyterLab's
+
+
+def test_running_says_what_a_step_moves() -> None:
+    (plain, _), *_, (masters, least) = BYTES_OF_STEP.values()
+    assert (plain, masters, masters - least) == (28, 40, 10)
+    said = "28 bytes a parameter in float32; with 32-bit masters of bfloat16 40, of which one kernel could save 10"
+    assert said in text_of("book/running.md")
 
 
 def test_running_names_the_chapters_that_ask_for_gloo() -> None:
