@@ -56,8 +56,8 @@ class Place:
     calls: list[Call] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def watch(self, *allowed: str) -> Iterator[None]:
-        """Note what goes wrong within; `allowed` are places of documented waits."""
+    def watch(self, *allowed: str, at_most: int | None = None) -> Iterator[None]:
+        """Note what goes wrong within; `allowed` are places of documented waits, of so many at most."""
         if self.device.type == "cpu":
             yield
             return
@@ -66,6 +66,9 @@ class Place:
         yield
         gc.collect()
         # Ranks compare facts before updates 1, 2, 4, 8, ...; inputs come from the host.
+        documented = [place for place in device.gpu.waits if any(name in place for name in allowed)]
+        if at_most is not None and len(documented) > at_most:
+            self.found["too many waits"] = documented
         allowed = (*allowed, "before_update", "host at paths.py")
         for kind, places in device.gpu.findings().items():
             new = [place for place in places if kind != "waits" or not any(name in place for name in allowed)]
@@ -131,8 +134,10 @@ def after_ddp(place: Place, hook: str = "none", clip: bool = False, **options: A
     if hook != "none":
         wrapped.register_comm_hook(None, reduce_to_owners(zero, scaled=hook == "scaled"))
     for number in range(STEPS):
-        # A norm that clips, and the search for infinities, are read by the host: once each, as documented.
-        with place.watch("clip.py", "share_infinities") if number else contextlib.nullcontext():
+        # A norm that clips is read by the host, once; so is the search for infinities, where messages are.
+        waits = clip + (hook == "scaled")
+        watched = place.watch("clip.py", "share_infinities", at_most=waits)
+        with watched if number else contextlib.nullcontext():
             place.loss(wrapped, number).backward()
             if clip:
                 clip_grad_norm_(zero, 1.0)

@@ -370,6 +370,10 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+STAGED_NBYTES = 2**16
+"""Source: CUDA's Runtime API, "API synchronization behavior"."""
+
+
 def _raw(value: Any) -> Any:
     if isinstance(value, PretendTensor):
         return value.inner
@@ -395,7 +399,9 @@ def _book_copy(name: str, to: Any, source: Any, non_blocking: bool) -> None:
     on_host = to if comes else source
     if comes:
         gpu.to_host.append(source.nbytes)
-    if not (non_blocking and on_host is not None and gpu.is_pinned(on_host)):
+    # What fits is copied to a buffer of the driver's, and the host goes on.
+    goes_on = on_host is not None and (gpu.is_pinned(on_host) or (goes and source.nbytes <= STAGED_NBYTES))
+    if not (non_blocking and goes_on):
         gpu.wait(f"{name} {'to' if comes else 'from'} the host")
 
 
