@@ -135,7 +135,7 @@ def _total_norm(
     alone = zero.joined is not None
     facts: Sequence[str] | Exception
     pieces = _pieces(zero)
-    norms = torch.empty(0)
+    norms = torch.empty(0, device="cpu")
     try:
         norm_type = float(norm_type)
         chosen = _chosen(zero, params)
@@ -296,7 +296,7 @@ def _norms_of_params(
     for number, parts in itertools.groupby(sorted(norms), key=lambda piece: piece.param):
         of_parts = [norms[piece] for piece in parts]
         if len(zero.partition.pieces_of_param[number]) > 1:
-            together = torch.tensor(of_parts, dtype=torch.float64)
+            together = torch.tensor(of_parts, dtype=torch.float64, device="cpu")
             of_parts = [torch.linalg.vector_norm(together, norm_type).item()]
         of_param[number] = of_parts[0]
     return of_param
@@ -305,7 +305,9 @@ def _norms_of_params(
 def _in_torchs_order(params: Sequence[torch.Tensor], norms: Sequence[float]) -> torch.Tensor:
     """(params,): the norms as torch takes the norm of them, in the gradients' common dtype; on the CPU."""
     of_kinds = [
-        torch.tensor([norms[index] for index in indices], dtype=torch.float64).to(dtype.to_real())
+        torch.tensor([norms[index] for index in indices], dtype=torch.float64, device="cpu").to(
+            dtype.to_real()
+        )
         for (_, dtype), (_, indices) in _by_kind(params).items()
     ]
     return torch.cat(of_kinds)

@@ -36,13 +36,16 @@ from zero_ref import (
     reduce_to_owners,
     save_sharded,
 )
-from zero_ref.plan.calls import Call
 
 SIZES = (12, 40, 33, 7)
 """Inputs, hidden features and outputs: sizes that are no multiples of anything."""
 
 STEPS = 3
 """The first step compares facts between ranks, and makes state; the others are watched."""
+
+
+ANY = ""
+"""Allows waits at any place."""
 
 
 @dataclass
@@ -53,7 +56,11 @@ class Place:
     group: Any
     rank: int
     found: dict[str, list[str]] = field(default_factory=dict)
-    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def has_cpu(self) -> bool:
+        """Whether control messages are on the CPU."""
+        return bool(getattr(self.group, "has_cpu", False))
 
     @contextlib.contextmanager
     def watch(self, *allowed: str, at_most: int | None = None) -> Iterator[None]:
@@ -71,7 +78,9 @@ class Place:
             self.found["too many waits"] = documented
         allowed = (*allowed, "before_update", "host at paths.py")
         for kind, places in device.gpu.findings().items():
-            new = [place for place in places if kind != "waits" or not any(name in place for name in allowed)]
+            # A call that torch makes for the program, as Join does, frees what torch's group still holds.
+            ignored = {"waits": allowed, "frees": ("at paths.py",)}.get(kind, ())
+            new = [place for place in places if not any(name in place for name in ignored)]
             self.found.setdefault(kind, []).extend(new)
         self.found = {kind: places for kind, places in self.found.items() if places}
         device.gpu.forget()
@@ -84,7 +93,7 @@ class Place:
     def loss(self, model: nn.Module, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         generator = torch.Generator().manual_seed(100 * step + self.rank)
         inputs = torch.randn(8, SIZES[0], generator=generator).to(dtype)
-        return model(inputs.to(self.device)).square().sum()
+        return model(inputs.to(self.device, non_blocking=True)).square().sum()
 
 
 Program = Callable[..., list[torch.Tensor]]
@@ -109,12 +118,10 @@ def step(place: Place, **options: Any) -> list[torch.Tensor]:
     """A step by itself: gradients are there."""
     model = place.model()
     zero = adamw(model.parameters(), place, **options)
-    zero.collectives.observers.append(place.calls.append)
     for number in range(STEPS):
         place.loss(model, number).backward()
         for param in model.parameters():
             dist.all_reduce(param.grad, group=place.group)
-        place.calls.clear()
         with place.watch() if number else contextlib.nullcontext():
             zero.step()
             zero.zero_grad()
@@ -135,7 +142,7 @@ def after_ddp(place: Place, hook: str = "none", clip: bool = False, **options: A
         wrapped.register_comm_hook(None, reduce_to_owners(zero, scaled=hook == "scaled"))
     for number in range(STEPS):
         # A norm that clips is read by the host, once; so is the search for infinities, where messages are.
-        waits = clip + (hook == "scaled")
+        waits = clip + (hook == "scaled" and place.has_cpu)
         watched = place.watch("clip.py", "share_infinities", at_most=waits)
         with watched if number else contextlib.nullcontext():
             place.loss(wrapped, number).backward()
@@ -167,7 +174,12 @@ def in_backward(place: Place, interleaved: bool, owners: bool, **options: Any) -
 
 @path
 def sharded(
-    place: Place, backwards: int = 1, in_forward: bool = False, replicas: bool = False, **options: Any
+    place: Place,
+    backwards: int = 1,
+    in_forward: bool = False,
+    replicas: bool = False,
+    scaled: bool = False,
+    **options: Any,
 ) -> list[torch.Tensor]:
     """Gradients without DDP, reduced into shards; with replicas in groups of two ranks."""
     model = place.model()
@@ -178,17 +190,19 @@ def sharded(
         model.parameters(), torch.optim.AdamW, process_group=own, lr=1e-2, **options
     )
     kept = {"keep_memory": True} if backwards > 1 else {}
-    wrapped = ShardedDataParallel(model, zero, gather_in_forward=in_forward, replicas=across, **kept)
-    zero.collectives.observers.append(place.calls.append)
+    wrapped = ShardedDataParallel(
+        model, zero, gather_in_forward=in_forward, replicas=across, scaled=scaled, **kept
+    )
     for number in range(STEPS):
-        place.calls.clear()
-        with place.watch() if number else contextlib.nullcontext():
+        waits = (backwards > 1) + backwards * (scaled and place.has_cpu)
+        watched = place.watch("clip.py", "share_infinities", at_most=waits)
+        with watched if number else contextlib.nullcontext():
             for backward in range(backwards):
                 is_last = backward == backwards - 1 or backwards == 2
                 with contextlib.nullcontext() if is_last else wrapped.no_sync():
                     place.loss(wrapped, 10 * number + backward).backward()
             if backwards > 1:
-                clip_grad_norm_(zero, 1.0) if number == 0 else None
+                clip_grad_norm_(zero, 1.0)
             zero.step()
             zero.zero_grad()
     with place.watch():
@@ -251,29 +265,29 @@ def state(place: Place, **options: Any) -> list[torch.Tensor]:
         zero.step()
         zero.zero_grad()
 
-    iteration(0)
-    with place.watch("checkpoint.py", "collectives.py", "agreement.py", "whole.py", "subclasses.py"):
+    with place.watch(ANY):  # the host waits as it needs
+        iteration(0)
         zero.consolidate_state_dict(to=0)
         zero.consolidate_state_dict(to="all")
-    zero.load_state_dict(zero.state_dict())
-    iteration(1)
-    zero.repartition("sorted_greedy" if options.get("partition") == "even" else "even")
-    iteration(2)
-    folder = [tempfile.mkdtemp()] if place.rank == 0 else [None]
-    dist.broadcast_object_list(folder)  # the default group is Gloo
-    save_sharded(zero, Path(folder[0] or "") / "save")
-    iteration(3)
-    load_sharded(zero, Path(folder[0] or "") / "save")
-    first = next(model.parameters()).requires_grad_(False)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param) if param.requires_grad else None
-    zero.step()
-    first.requires_grad_(True)
-    extra = nn.Parameter(torch.ones(70, device=place.device))
-    zero.add_param_group({"params": [extra]})
-    for param in (*model.parameters(), extra):
-        param.grad = torch.ones_like(param)
-    zero.step()
+        zero.load_state_dict(zero.state_dict())
+        iteration(1)
+        zero.repartition("sorted_greedy" if options.get("partition") == "even" else "even")
+        iteration(2)
+        folder = [tempfile.mkdtemp()] if place.rank == 0 else [None]
+        dist.broadcast_object_list(folder)  # the default group is Gloo
+        save_sharded(zero, Path(folder[0] or "") / "save")
+        iteration(3)
+        load_sharded(zero, Path(folder[0] or "") / "save")
+        first = next(model.parameters()).requires_grad_(False)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param) if param.requires_grad else None
+        zero.step()
+        first.requires_grad_(True)
+        extra = nn.Parameter(torch.ones(70, device=place.device))
+        zero.add_param_group({"params": [extra]})
+        for param in (*model.parameters(), extra):
+            param.grad = torch.ones_like(param)
+        zero.step()
     with place.watch():
         zero.step()
     return [*values(model), extra.detach().cpu()]
@@ -285,7 +299,7 @@ def uneven(place: Place, **options: Any) -> list[torch.Tensor]:
     model = place.model()
     zero = adamw(model.parameters(), place, **options)
     wrapped = ddp(place, model)
-    with Join([wrapped, zero]):
+    with place.watch(ANY), Join([wrapped, zero]):  # who waits for whom is known only there
         for number in range(4 - place.rank):
             place.loss(wrapped, number).backward()
             zero.step()

@@ -12,7 +12,9 @@ The device is torch's PrivateUse1, registered from Python. So autograd, DDP's C+
 optimizers run on it as on any accelerator that torch does not know: no code of theirs is replaced, but for
 futures (which carry clocks), `torch.tensor` (whose copy goes below Python) and pinned memory.
 
-What it cannot show: that a kernel is right, how long anything takes, and what CUDA's own caching does.
+What it cannot show: that a kernel is right, how long anything takes, what CUDA's own caching does, and a
+wrong number of a device, since each rank has pretend:0. What the host does with pinned memory is booked
+within `HostUse` only.
 """
 
 from __future__ import annotations

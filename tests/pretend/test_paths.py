@@ -49,6 +49,7 @@ for name in ("even views", "shares", "shares views"):
     CASES[f"sharded, {name}"] = ("sharded", how)
     CASES[f"sharded, {name}, two backwards"] = ("sharded", {**how, "backwards": 2})
     CASES[f"sharded, {name}, no_sync"] = ("sharded", {**how, "backwards": 4})
+    CASES[f"sharded, {name}, scaled"] = ("sharded", {**how, "scaled": True, "backwards": 2})
     CASES[f"sharded, {name}, in forward"] = ("sharded", {**how, "in_forward": True})
     for rounding in ("nearest", "stochastic"):
         CASES[f"masters, {name}, {rounding}"] = ("masters", {**how, "rounding": rounding})

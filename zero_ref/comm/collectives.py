@@ -328,7 +328,7 @@ class ProcessGroupCollectives(Observable):
         sends, recvs = ([one for one in each if not self._is_gloos(one[1].device)] for each in (sends, recvs))
         if sends or recvs:
             peers = sorted({peer for peer, _ in (*sends, *recvs)})
-            calls.append(self._start(f"exchange with ranks {peers}", _batch, sends, recvs))
+            calls.append(self._start(f"exchange with ranks {peers}", _batch, sends, recvs, tag=self.tag))
         return AllOf(calls)
 
     def _to(self, dst: int, tensor: torch.Tensor, what: str = "send") -> PendingCall:
@@ -536,13 +536,13 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _batch(sends: Sequence[ToPeer], recvs: Sequence[ToPeer], *, group: Any) -> PendingCall:
+def _batch(sends: Sequence[ToPeer], recvs: Sequence[ToPeer], *, group: Any, tag: int) -> PendingCall:
     # One launch for all: by itself a send on NCCL would complete only when its peer receives.
     ops = [
-        *(dist.P2POp(dist.isend, _raw(tensor), group=group, group_peer=dst) for dst, tensor in sends),
-        *(dist.P2POp(dist.irecv, _raw(tensor), group=group, group_peer=src) for src, tensor in recvs),
+        *(dist.P2POp(dist.isend, _raw(tensor), None, group, tag, dst) for dst, tensor in sends),
+        *(dist.P2POp(dist.irecv, _raw(tensor), None, group, tag, src) for src, tensor in recvs),
     ]
-    return AllOf(dist.batch_isend_irecv(ops) if ops else [])
+    return AllOf(dist.batch_isend_irecv(ops))
 
 
 class _NamedCall:

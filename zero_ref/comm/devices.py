@@ -34,7 +34,7 @@ def accelerator_count() -> int:
 def current_device() -> torch.device:
     """This process's accelerator, with its index; the CPU if there is none."""
     found = accelerator()
-    return CPU if found is None else torch.device(found.type, _module_of(found).current_device())
+    return CPU if found is None else torch.device(found.type, _ask(found, "current_device", 0))
 
 
 def use(device: torch.device) -> None:
@@ -79,7 +79,7 @@ def name_of(device: torch.device) -> str:
 def synchronize() -> None:
     """Wait until all that this process has queued on its accelerator is done, if it has ever used one."""
     found = accelerator()
-    if found is not None and _module_of(found).is_initialized():
+    if found is not None and _ask(found, "is_initialized", True):
         _module_of(found).synchronize()
 
 
@@ -103,6 +103,12 @@ def on_stream(stream: Any) -> Iterator[None]:
 def future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
     """A future whose `wait` lets the waiter's stream wait for the one that set its result."""
     return torch.futures.Future(devices=[device] if is_accelerator(device) else None)
+
+
+def _ask(device: torch.device, name: str, otherwise: Any) -> Any:
+    """What a function of the device's module returns. Apple's module, with one device, has few of them."""
+    function = getattr(_module_of(device), name, None)
+    return otherwise if function is None else function()
 
 
 def _module_of(device: torch.device) -> Any:
