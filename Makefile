@@ -122,7 +122,7 @@ links: $(STAMP)  ## look up every link of the book to another site
 loc: $(STAMP)  ## lines of the core, the package and its tests, and what an ordinary step goes through
 	@$(BIN)/python bench/seams.py
 
-# Up to ten minutes. Without a GPU it says what it would measure, writes nothing, and ends with code 1.
+# Up to ten minutes. Without a GPU it says what it would measure, writes nothing, and fails: its exit code is 1.
 gpu: $(STAMP)  ## all that needs a GPU, on this machine's: tests, memory, times; into bench/results/gpu.json
 	@$(BIN)/zero-ref bench gpu --json bench/results/gpu.json
 

@@ -336,8 +336,19 @@ def test_variables_choose_device_and_backend() -> None:
     single, shared, every = suites.runs_on(torch.device("cpu", 0), count=4)
     assert single.environ == {"ZERO_REF_DEVICE": "cpu", "ZERO_REF_BACKEND": "gloo"}
     assert shared.environ == {"ZERO_REF_DEVICE": "cpu:0", "ZERO_REF_BACKEND": "gloo"}
-    assert every.environ == {"ZERO_REF_DEVICE": "cpu"}
+    assert every.environ == {"ZERO_REF_DEVICE": "cpu", "ZERO_REF_BACKEND": ""}
     assert len(suites.runs_on(CPU, count=1)) == 2
+
+
+def test_notebooks_choose_where_their_ranks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[suites.PytestRun] = []
+    monkeypatch.setattr(suites, "_pytest", lambda run, budget, root: made.append(run) or {"what": run.what})
+    suites.notebooks(CPU, long())
+    assert made[0].environ == {"ZERO_REF_DEVICE": "", "ZERO_REF_BACKEND": ""}
+    for name in suites.NOTEBOOKS:
+        cells = (ROOT / name).read_text(encoding="utf-8")
+        assert "ranks" in cells
+        assert 'backend=\\"gloo' not in cells, f"{name} stays on the CPU"
 
 
 @pytest.fixture
