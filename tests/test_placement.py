@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -217,3 +218,14 @@ def test_one_module_knows_kinds_of_accelerators() -> None:
         "comm/devices.py",
         "simulator/presets.py",
     }
+
+
+def test_a_device_whose_module_has_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As Apple's: torch.mps has no current_device and no is_initialized.
+    waited: list[None] = []
+    module = SimpleNamespace(synchronize=lambda: waited.append(None))
+    monkeypatch.setattr(devices, "accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(devices, "_module_of", lambda device: module)
+    assert devices.current_device() == torch.device("mps", 0)
+    devices.synchronize()
+    assert len(waited) == 1
