@@ -145,7 +145,10 @@ def test_somebody_elses_alarm_goes_on() -> None:
         signal.setitimer(signal.ITIMER_REAL, delay)
 
 
-def test_a_notebook_shows_the_message_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_notebook_shows_the_message_and_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)  # IPython warns of one that is not that of the tests
     interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
     shell = interactiveshell.InteractiveShell.instance()
     try:
