@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -290,6 +291,9 @@ def state(place: Place, **options: Any) -> list[torch.Tensor]:
         zero.step()
     with place.watch():
         zero.step()
+    dist.barrier()  # no rank still reads the folder
+    if place.rank == 0:
+        shutil.rmtree(folder[0] or "")
     return [*values(model), extra.detach().cpu()]
 
 
