@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from zero_ref.course.checkpoint import Table as TableOfRank, tables_in
 from zero_ref.plan.partition import Partition, Slice
 
 Table = dict[tuple[int, int], int]
@@ -217,6 +221,126 @@ def tidies_up_when_killed(disk: Any, number: int, shards: list[bytes]) -> None:
         return
 
 
+# ------------------------------------------------------------------------- 8.4 the newest intact save
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("save-"))
+
+
+def _folders(directory: Path) -> list[Path]:
+    return [folder for folder in directory.iterdir() if re.fullmatch(r"save-\d+", folder.name)]
+
+
+def _is_complete(folder: Path) -> bool:
+    tables = tables_in(folder)
+    return bool(tables) and len(tables) == tables[0].ranks
+
+
+def _is_as_written(table: TableOfRank) -> bool:
+    return table.data.exists() and sha256(table.data.read_bytes()).hexdigest() == table.sha256
+
+
+def _is_intact(folder: Path) -> bool:
+    return _is_complete(folder) and all(map(_is_as_written, tables_in(folder)))
+
+
+def in_the_order_of_texts(directory: Path) -> Path | None:
+    return max(filter(_is_intact, _folders(directory)), default=None)
+
+
+def changed_last(directory: Path) -> Path | None:
+    intact = filter(_is_intact, _folders(directory))
+    return max(intact, key=lambda folder: folder.stat().st_mtime, default=None)
+
+
+def the_first_that_is_intact(directory: Path) -> Path | None:
+    return min(filter(_is_intact, _folders(directory)), key=_number, default=None)
+
+
+def does_not_ask_for_all_tables(directory: Path) -> Path | None:
+    good = [
+        folder
+        for folder in _folders(directory)
+        if tables_in(folder) and all(map(_is_as_written, tables_in(folder)))
+    ]
+    return max(good, key=_number, default=None)
+
+
+def believes_a_folder_without_tables(directory: Path) -> Path | None:
+    def is_good(folder: Path) -> bool:
+        tables = tables_in(folder)
+        return all(map(_is_as_written, tables)) and len(tables) == max((t.ranks for t in tables), default=0)
+
+    return max(filter(is_good, _folders(directory)), key=_number, default=None)
+
+
+def believes_the_tables(directory: Path) -> Path | None:
+    return max(filter(_is_complete, _folders(directory)), key=_number, default=None)
+
+
+def asks_only_whether_the_files_are_there(directory: Path) -> Path | None:
+    def is_good(folder: Path) -> bool:
+        return _is_complete(folder) and all(table.data.exists() for table in tables_in(folder))
+
+    return max(filter(is_good, _folders(directory)), key=_number, default=None)
+
+
+def compares_lengths(directory: Path) -> Path | None:
+    def is_good(folder: Path) -> bool:
+        there = _is_complete(folder) and all(table.data.exists() for table in tables_in(folder))
+        return there and all(table.data.stat().st_size == table.nbytes for table in tables_in(folder))
+
+    return max(filter(is_good, _folders(directory)), key=_number, default=None)
+
+
+def only_the_newest(directory: Path) -> Path | None:
+    newest = max(_folders(directory), key=_number, default=None)
+    return newest if newest and _is_intact(newest) else None
+
+
+def trips_over_a_missing_file(directory: Path) -> Path | None:
+    def is_good(folder: Path) -> bool:
+        tables = tables_in(folder)
+        digests = [sha256(table.data.read_bytes()).hexdigest() for table in tables]
+        return _is_complete(folder) and digests == [table.sha256 for table in tables]
+
+    return max(filter(is_good, _folders(directory)), key=_number, default=None)
+
+
+def trips_over_a_foreign_name(directory: Path) -> Path | None:
+    return max(filter(_is_intact, directory.iterdir()), key=_number, default=None)
+
+
+def takes_what_begins_as_a_save(directory: Path) -> Path | None:
+    def number(folder: Path) -> int:
+        digits = re.match(r"save-(\d+)", folder.name)
+        return int(digits[1]) if digits else -1
+
+    return max(filter(_is_intact, directory.iterdir()), key=number, default=None)
+
+
+def raises_where_nothing_is_intact(directory: Path) -> Path | None:
+    return max(filter(_is_intact, _folders(directory)), key=_number)
+
+
+def tidies_up(directory: Path) -> Path | None:
+    for folder in _folders(directory):
+        if not _is_intact(folder):
+            for path in folder.iterdir():
+                path.unlink()
+    return max(filter(_is_intact, _folders(directory)), key=_number, default=None)
+
+
+def returns_the_name(directory: Path) -> Any:
+    newest = max(filter(_is_intact, _folders(directory)), key=_number, default=None)
+    return newest and newest.name
+
+
+def forgets_to_return(directory: Path) -> None:
+    max(filter(_is_intact, _folders(directory)), key=_number, default=None)
+
+
 WRONG = [
     ("checkpoint.between", only_what_moves, r"List what stays too"),
     ("checkpoint.between", new_owner_first, r"old owner comes first"),
@@ -248,4 +372,36 @@ WRONG = [
     ("checkpoint.save", mixes_up_the_ranks, r"each in the file of its rank"),
     ("checkpoint.save", never_renames, r"shard-0-of-1' is missing"),
     ("checkpoint.save", tidies_up_when_killed, r"takes the half of shard 0 for the whole"),
+    (
+        "checkpoint.newest_intact",
+        in_the_order_of_texts,
+        r"'save-10' comes before 'save-9'. Compare the numbers",
+    ),
+    ("checkpoint.newest_intact", changed_last, r"It was changed last.* highest number: save-10"),
+    ("checkpoint.newest_intact", the_first_that_is_intact, r"returned save-1\. save-2 is newer, and intact"),
+    ("checkpoint.newest_intact", does_not_ask_for_all_tables, r"save-5 lacks the table of rank 1 of 4"),
+    ("checkpoint.newest_intact", believes_a_folder_without_tables, r"save-5 has no table at all"),
+    ("checkpoint.newest_intact", believes_the_tables, r"data file of rank 1 of 4 in save-5 is missing"),
+    ("checkpoint.newest_intact", asks_only_whether_the_files_are_there, r"is cut short.* not intact"),
+    ("checkpoint.newest_intact", compares_lengths, r"only the checksum tells"),
+    (
+        "checkpoint.newest_intact",
+        only_the_newest,
+        r"returned None. save-4 is intact: .* an older one will do",
+    ),
+    (
+        "checkpoint.newest_intact",
+        trips_over_a_missing_file,
+        r"\(a file is missing\).*raised FileNotFoundError.*pass it over",
+    ),
+    ("checkpoint.newest_intact", trips_over_a_foreign_name, r"save-7-copy.*raised ValueError.*pass it over"),
+    (
+        "checkpoint.newest_intact",
+        takes_what_begins_as_a_save,
+        r"save-7-copy is a folder that somebody has made",
+    ),
+    ("checkpoint.newest_intact", raises_where_nothing_is_intact, r"raised ValueError.*return None"),
+    ("checkpoint.newest_intact", tidies_up, r"A search changes nothing"),
+    ("checkpoint.newest_intact", returns_the_name, r"returned 'save-2'. It must return one of the folders"),
+    ("checkpoint.newest_intact", forgets_to_return, r"Does the function end in a `return`"),
 ]

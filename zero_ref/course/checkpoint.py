@@ -1,9 +1,12 @@
-"""Chapter 8's graders: which elements move, shards put together, and a save that is killed at every point."""
+"""Chapter 8's graders: which elements move, shards put together, saves killed, and saves searched."""
 
 from __future__ import annotations
 
 import contextlib
+import random
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +14,14 @@ import torch
 from zero_ref.comm.collectives import Collectives
 from zero_ref.course import Answer, ExerciseFailed, exercise, shown
 from zero_ref.course._disk import Disk, Killed, load
+from zero_ref.course._saves import FATES, INTACT, Table, make_directory_of_saves, rank_befallen, tables_in
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.moves import moves, numels_between
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
+
+__all__ = ["Disk", "Table", "load", "tables_in"]  # what the chapter's exercises use
 
 # ------------------------------------------------------------------------------ 8.1 which elements move
 
@@ -280,3 +286,87 @@ def _check_complete(disk: Disk, new: list[bytes], number: int) -> None:
         f"after save number {number} there still are {left}: what older saves and killed ones leave fills "
         "the disk, save by save. Remove it at the end."
     )
+
+
+# ------------------------------------------------------------------------- 8.4 the newest intact save
+
+DIRECTORIES: list[dict[str, str]] = [
+    {"save-1": INTACT, "save-2": INTACT},
+    {"save-9": INTACT, "save-10": INTACT, "save-8": INTACT},
+    {"save-3": INTACT, "save-2": INTACT},
+    *({"save-4": INTACT, "save-5": fate, "save-3": INTACT} for fate in FATES if fate != "a copy"),
+    {"save-6": INTACT, "save-7-copy": "a copy", "best": "a copy"},
+    {"save-1": "a file is cut short", "save-2": "still being written"},
+    {},
+]
+"""What befell each save, the one that was changed last at the end."""
+
+
+@exercise("checkpoint.newest_intact", may_return_none=True)
+def newest_intact(answer: Answer) -> str:
+    """Directories with what befalls saves, one thing at a time and then at random."""
+    directories = [*DIRECTORIES, *_at_random(20)]
+    for fates in directories:
+        with tempfile.TemporaryDirectory() as directory:
+            _check_search(answer, Path(directory), fates)
+    return f"{len(directories)} directories, with saves that are damaged in {len(FATES)} ways"
+
+
+def _at_random(count: int) -> list[dict[str, str]]:
+    chance = random.Random(8)
+    fates = [fate for fate in FATES if fate != "a copy"]
+    return [
+        {f"save-{number}": chance.choice([INTACT, *fates]) for number in chance.sample(range(1, 120), 5)}
+        for _ in range(count)
+    ]
+
+
+def _check_search(answer: Answer, directory: Path, fates: Mapping[str, str]) -> None:
+    make_directory_of_saves(directory, fates)
+    there = ", ".join(f"{name} ({fate})" for name, fate in fates.items())
+    where = f"in a directory with {there or 'nothing'}: "
+    files = _files_in(directory)
+    try:
+        found = answer(directory)
+    except ExerciseFailed as error:
+        if {*fates.values()} == {INTACT}:
+            raise
+        raise ExerciseFailed(
+            f"{where}{error} A save that cannot be loaded is no reason to give up: pass it over. If there is "
+            "none that can be loaded, return None."
+        ) from None
+    assert _files_in(directory) == files, (
+        f"{where}{answer.name} changed the files. A search changes nothing: a rank may "
+        "still be writing there."
+    )
+    assert found is None or (isinstance(found, Path) and found.name in fates), (
+        f"{where}{answer.name} returned {shown(found)}. It must return one of the folders, as a Path, "
+        "or None."
+    )
+    numbers = {int(name.removeprefix("save-")): name for name, fate in fates.items() if fate == INTACT}
+    newest = numbers[max(numbers)] if numbers else None
+    if (found and found.name) != newest:
+        name = found.name if found else None
+        raise ExerciseFailed(
+            f"{where}{answer.name} returned {name}. {_mistake_in_search(name, newest, fates)}"
+        )
+
+
+def _files_in(directory: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
+
+
+def _mistake_in_search(name: str | None, newest: str | None, fates: Mapping[str, str]) -> str:
+    intact = [save for save, fate in fates.items() if fate == INTACT]
+    if name is None:
+        if intact == list(fates):
+            return f"{newest} is intact. Does the function end in a `return`?"
+        return f"{newest} is intact: where a newer save is not, an older one will do."
+    if fates[name] != INTACT:
+        rank, ranks = rank_befallen(name)
+        return FATES[fates[name]].mistake.format(name=name, rank=rank, ranks=ranks)
+    if name == max(intact):
+        return f"As texts, {newest!r} comes before {name!r}. Compare the numbers."
+    if name == intact[-1]:
+        return f"It was changed last, but copies are, too. The newest has the highest number: {newest}."
+    return f"{newest} is newer, and intact."

@@ -14,7 +14,7 @@ Who owns what: `shard_map`, `loads`, `loads_by_rule`, `balance_against_ranks`, `
 What it costs: `memory_by_rank`, `ledger_stages`, `message_times`.
 What a collective costs: `ring_rounds`, `bytes_on_wire`, `time_against_bytes`.
 What a run gave: `loss_curves`, `predicted_against_measured`.
-When it happens: `timeline`. What moves to other ranks: `reshard`.
+When it happens: `timeline`. What moves to other ranks: `reshard`; who reads which bytes: `file_reads`.
 What a simulation says: `memory_curve`, `step_time_against_ranks`, `volume_against_ranks`,
 `memory_against_ranks`, `memory_items`. How far it can be trusted: `scatter`, `sensitivity`.
 How gradients go to shards: `gradient_memory`, `reductions_against_ranks`, `hybrid_groups`.
@@ -34,6 +34,7 @@ from zero_ref.lab.plots._loads import balance_against_ranks, loads
 from zero_ref.lab.plots._map import shard_map
 from zero_ref.lab.plots._norms import norms_together
 from zero_ref.lab.plots._ownership import Crossing, ownership
+from zero_ref.lab.plots._reads import Read, file_reads
 from zero_ref.lab.plots._reshard import reshard
 from zero_ref.lab.plots._rounded import rounded_values
 from zero_ref.lab.plots._rules import loads_by_rule
@@ -86,6 +87,8 @@ __all__ = [
     "ownership",
     "Crossing",
     "reshard",
+    "file_reads",
+    "Read",
     "norms_together",
     "rounded_values",
     "rank_colour",
