@@ -309,7 +309,7 @@ def newest_intact(answer: Answer) -> str:
     for fates in directories:
         with tempfile.TemporaryDirectory() as directory:
             _check_search(answer, Path(directory), fates)
-    return f"{len(directories)} directories, with saves that are damaged in {len(FATES)} ways"
+    return f"{len(directories)} directories, with {len(FATES)} kinds of folders that cannot be loaded"
 
 
 def _at_random(count: int) -> list[dict[str, str]]:
