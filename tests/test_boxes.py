@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import DataObject, data, integers, lists, permutations
 
-from zero_ref.plan.boxes import Box, boxes, boxes_in_memory, memory_order, row_major_strides
+from zero_ref.plan.boxes import Box, boxes, boxes_in_memory, memory_order
 
 shapes = lists(integers(1, 5), max_size=4)
 
@@ -54,11 +54,6 @@ def test_in_memory_boxes_are_the_range_whatever_the_strides(shape: list[int], so
         part = numbers[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))]
         in_order += part.permute(memory_order(numbers.stride())).flatten().tolist()
     assert in_order == list(range(start, stop))
-
-
-@given(shapes)
-def test_row_major_strides_are_those_of_a_contiguous_tensor(shape: list[int]) -> None:
-    assert row_major_strides(shape) == torch.empty(shape).stride()
 
 
 def test_boxes_of_neighbouring_ranges_cover_the_tensor_once() -> None:

@@ -7,7 +7,6 @@ box: where it begins in each dimension, and its length there. `minimal.py` needs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -90,14 +89,3 @@ def memory_order(strides: Sequence[int]) -> list[int]:
     [0, 2, 3, 1]
     """
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
-
-
-def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a row-major tensor.
-
-    >>> row_major_strides((4, 3, 2))
-    (6, 2, 1)
-    """
-    return tuple(accumulate(reversed(shape[1:]), lambda stride, size: stride * size, initial=1))[::-1][
-        : len(shape)
-    ]

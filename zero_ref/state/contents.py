@@ -182,12 +182,15 @@ class Contents:
     def check_fits(self, optimizer: ZeroRedundancyOptimizer, parameters: bool) -> list[str]:
         """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
 
+        Its groups are then in the order of the optimizer's.
+
         Raises:
             ValueError: other groups, names or shapes, or no values where `parameters` are wanted; names the
                 parameter.
         """
+        self.state_dict = checkpoint.arranged(self.state_dict, optimizer.param_groups)
         facts = checkpoint.check_fits(self.state_dict, optimizer.param_groups, optimizer.optim)
-        ids = checkpoint.saved_ids(self.state_dict, optimizer.param_groups)
+        ids = checkpoint.saved_ids(self.state_dict)
         for number, (id_, ours) in enumerate(zip(ids, optimizer.built.params, strict=True)):
             theirs = self.params[id_]
             if theirs.shape != ours.shape:
@@ -222,7 +225,7 @@ class LoadedShard:
         self._wholes: dict[str, torch.Tensor] = {}
         self._reordered: list[tuple[torch.Tensor, torch.Tensor, OwnedSlice]] = []
         saved_state = contents.state_dict["state"]
-        ids = checkpoint.saved_ids(contents.state_dict, optimizer.param_groups)
+        ids = checkpoint.saved_ids(contents.state_dict)
         for position, own in enumerate(optimizer.shard.owned):
             number = ids[own.piece.param]
             if number in saved_state:

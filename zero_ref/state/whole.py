@@ -142,7 +142,9 @@ class WithWholeState(Optimizer):
 
         Args:
             state_dict: from the plain torch optimizer or from a consolidated ZeroRedundancyOptimizer, at any
-                world size and partition. This rank's shard is copied, so later steps do not change the dict.
+                world size and partition, or whole from FSDP or torch.distributed.checkpoint. Where it and
+                this optimizer have names for parameters, groups and parameters may come in any order. This
+                rank's shard is copied, so later steps do not change the dict.
         Raises:
             ValueError: the dict is not for these parameters; names the first that does not fit. If one rank
                 raises, all raise and the optimizer is unchanged.
@@ -153,8 +155,9 @@ class WithWholeState(Optimizer):
         with self.loading("load the state dict") as facts:
             for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before_hook(self, state_dict) or state_dict
+            state_dict = checkpoint.arranged(state_dict, self.param_groups)
             facts += checkpoint.check_fits(state_dict, self.param_groups, self.optim)
-            ids = checkpoint.saved_ids(state_dict, self.param_groups)
+            ids = checkpoint.saved_ids(state_dict)
             mine = checkpoint.shard_of(state_dict["state"], ids, self.shard.owned)
             self.shard.load(mine, state_dict["param_groups"])
         for after_hook in self._optimizer_load_state_dict_post_hooks.values():
