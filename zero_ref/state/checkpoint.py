@@ -350,9 +350,9 @@ def arranged(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any
     _check_form(state_dict)
     saved_groups = state_dict["param_groups"]
     theirs = [_names_in(group["params"], group.get("param_names")) for group in saved_groups]
-    ours = [_names_in((), group.get("param_names", None if group["params"] else ())) for group in param_groups]
-    same_sizes = sorted(len(g["params"]) for g in saved_groups) == sorted(len(g["params"]) for g in param_groups)
-    if not same_sizes or None in theirs or None in ours:
+    ours = [_names_in((), g.get("param_names", None if g["params"] else ())) for g in param_groups]
+    sizes = [sorted(len(group["params"]) for group in groups) for groups in (saved_groups, param_groups)]
+    if sizes[0] != sizes[1] or None in theirs or None in ours:
         return dict(state_dict)
     place = {
         name: (index, id_)
@@ -379,12 +379,21 @@ WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_checkpoint_wrapped_module|
 """What DDP, torch.compile, activation checkpointing and FSDP put into the names of parameters."""
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it.
+
+    >>> plain_name("module._orig_mod.up.weight")
+    'up.weight'
+    """
+    return WRAPPERS.sub("", name)
+
+
 def _names_in(ids: Sequence[Any], names: Sequence[str] | None) -> list[str] | None:
     """The names of a group's parameters without those of wrappers: its ids, if these are names; else None."""
     found = ids if ids and all(isinstance(id_, str) for id_ in ids) else names
     if found is None:
         return None
-    plain = [WRAPPERS.sub("", name) for name in found]
+    plain = [*map(plain_name, found)]
     return plain if len({*plain}) == len(plain) else list(found)
 
 

@@ -55,9 +55,9 @@ def slices_to_save(
         if flat is not None:
             # State with a shape of its own, such as the factors of Adafactor, is stored whole.
             numel = flat.numel() if "shape" in entry else optimizer.partition.numels[entry["param"]]
-            add(_name_of_state(labels, entry["param"], entry["key"]), numel, entry.get("start", 0), flat)
+            add(name_of_state(labels[entry["param"]], entry["key"]), numel, entry.get("start", 0), flat)
     for own in optimizer.shard.owned if parameters else ():
-        name = _name_of_param(labels, own.piece.param)
+        name = name_of_param(labels[own.piece.param])
         add(name, own.param.numel(), own.piece.start, flat_view(own.window))
     return slices, [entry for entry, _ in packed]
 
@@ -92,12 +92,14 @@ def _labels_of(param_groups: Sequence[Mapping[str, Any]]) -> list[str]:
     return names if len(set(names)) == len(numbers) else numbers
 
 
-def _name_of_param(labels: Sequence[str], number: int) -> str:
-    return f"parameters.{labels[number]}"
+def name_of_param(label: str) -> str:
+    """The name under which a parameter's values are stored."""
+    return f"parameters.{label}"
 
 
-def _name_of_state(labels: Sequence[str], number: int, key: str) -> str:
-    return f"state.{labels[number]}.{key}"
+def name_of_state(label: str, key: str) -> str:
+    """The name under which a tensor of its state is stored."""
+    return f"state.{label}.{key}"
 
 
 class Contents:
@@ -138,7 +140,7 @@ class Contents:
         for number, param in enumerate(self.params):
             flat_view(param)  # raises if there are gaps between the elements
             if self.has_values(number):
-                self._check_stored(_name_of_param(self.labels, number), param)
+                self._check_stored(name_of_param(self.labels[number]), param)
         self.notes = dict(contents["notes"])
         self.state_dict: dict[str, Any] = {"state": {}, "param_groups": groups}
 
@@ -164,11 +166,11 @@ class Contents:
         if "value" not in entry:
             entry = {**entry, "device": "meta"}
         if checkpoint.allocate(of_param, entry, self.params[number]) is not None:
-            self._check_stored(_name_of_state(self.labels, number, key), of_param[key])
+            self._check_stored(name_of_state(self.labels[number], key), of_param[key])
 
     def has_values(self, number: int) -> bool:
         """Whether the elements of a parameter were saved, not only its state."""
-        return _name_of_param(self.labels, number) in self.metadata.state_dict_metadata
+        return name_of_param(self.labels[number]) in self.metadata.state_dict_metadata
 
     def _check_stored(self, name: str, tensor: torch.Tensor) -> None:
         stored = self.metadata.state_dict_metadata[name]
@@ -236,7 +238,7 @@ class LoadedShard:
                 subclasses.check_is_whole(plain, own.is_whole, what)
                 self.state[position] = subclasses.put_together(plain)
             if parameters:
-                name = _name_of_param(contents.labels, number)
+                name = name_of_param(contents.labels[number])
                 self.parameters.append((own, self._allocate_slice(own, name, contents.params[number])))
         reader.load(self._slices, contents.metadata)
         for flat, whole, own in self._reordered:
@@ -266,7 +268,7 @@ class LoadedShard:
             return value
         if not value.is_meta:
             return value.clone()  # each slice counts its own steps
-        name = _name_of_state(self._contents.labels, number, key)
+        name = name_of_state(self._contents.labels[number], key)
         if value.shape == self._contents.params[number].shape and not subclasses.is_within(key):
             return self._allocate_slice(own, name, value)
         whole = torch.empty(value.shape, dtype=value.dtype)

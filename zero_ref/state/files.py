@@ -116,7 +116,7 @@ class FlatSlices(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box, _ in self._boxes()]
+        return [chunk(box) for box, _ in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return next(elements for box, elements in self._boxes() if box.offsets == index.offset)
@@ -126,7 +126,7 @@ class FlatSlices(torch.Tensor):
         return f"FlatSlices({ranges} of {self.numel()})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), __: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.new_empty.default:
             # dcp.async_save makes a new one of the same size, and then gives it copies of the attributes.
             return FlatSlices(args[0].pieces, args[0].numel(), like=args[0])
@@ -299,7 +299,7 @@ class ShardReader(FileSystemReader):
                     if index not in places:
                         box = Box((piece.start,), (piece.numel,), piece.start)
                         places[index] = Stored(piece, box, (1,))
-                        known.chunks.append(_chunk(box))
+                        known.chunks.append(chunk(box))
         for name, tensor in stored.items():
             _check_is_whole(self.folder, name, tensor)
         return Metadata(dict(stored), storage_data=places)
@@ -391,7 +391,8 @@ def _check_is_whole(folder: Path, name: str, tensor: TensorStorageMetadata) -> N
 _DIGEST = len(hashlib.sha256().hexdigest())
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
+def chunk(box: Box) -> ChunkStorageMetadata:
+    """The box in DCP's form."""
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 

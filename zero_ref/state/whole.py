@@ -7,7 +7,8 @@ refuse a state that does not fit, and a load that fails leaves the optimizer unc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,28 @@ from zero_ref.optimizer.groups import ParamGroup, replace_options
 from zero_ref.optimizer.several import is_known, keys_beside_state, local_optimizer, optimizers_in
 from zero_ref.optimizer.shard import Shard
 from zero_ref.state import checkpoint
+
+
+class LocalState(ChainMap[Any, Any]):
+    """A view of a local optimizer's state that is true even where it is empty, and says what is elsewhere.
+
+    torch.distributed.checkpoint takes an optimizer with an empty state for one that was never stepped, and
+    steps it. A rank that owns nothing would do so alone.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __missing__(self, key: Any) -> Any:
+        raise KeyError(
+            "this rank has no state of that tensor: another rank owns the parameter, or a part of it, or "
+            "there is no state yet. torch's set_optimizer_state_dict asks for it where a state dict is flat: "
+            "get it with flatten_optimizer_state_dict=False, or load it by zero_ref.StatefulOptimizer."
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        # Not by ChainMap's own way: a defaultdict would make an entry for the parameter.
+        return self.maps[0][key] if key in self.maps[0] else self.__missing__(key)
 
 
 class WithWholeState(Optimizer):
@@ -47,6 +70,15 @@ class WithWholeState(Optimizer):
     @property
     def optim(self) -> Optimizer:
         return self.shard.optim
+
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Any, Any]:
+        """The local optimizer's state: that of the slices of this rank."""
+        return LocalState(self.optim.state)
+
+    @state.setter
+    def state(self, _: Any) -> None:
+        """torch's constructor sets it to an empty one."""
 
     def consolidate_state_dict(self, to: int | Literal["all"] = 0) -> None:
         """Gather the optimizer state onto one rank, or onto all; then `state_dict()` returns it there.
@@ -185,8 +217,6 @@ class WithWholeState(Optimizer):
             if isinstance(error, RanksLostError) or not isinstance(error, Exception):
                 self.accord.was_cut_off(action)
             raise
-        finally:
-            self.state = self.optim.state
         self.shard.settle()
         replace_options(self.optim.param_groups, self.param_groups)
         self.state_changes()
