@@ -6,7 +6,9 @@ both, so the parameters must equal those of the plain optimizer on one process b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,26 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 from training import Snapshot, assert_same, filled
 
 from zero_ref.lab.ranks import run, shutdown
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.state.dcp import DCPReader, StatefulOptimizer
-from zero_ref.state.sharded import load_sharded, save_sharded
+from zero_ref.state.dcp import DCPReader, OptimizerToLoad, StatefulOptimizer
+from zero_ref.state.sharded import save_sharded
 
 pytestmark = pytest.mark.ranks
+
+
+class Momentum(SGD):
+    """SGD that has a state."""
+
+    def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0) -> None:
+        super().__init__(params, lr, momentum, weight_decay=weight_decay)
+
+
 EVERYTHING = StateDictOptions(full_state_dict=True, cpu_offload=True)
 PARTIAL = DefaultLoadPlanner(allow_partial_load=True)
 
@@ -46,7 +57,7 @@ def _nothing_left_behind() -> Iterator[None]:
 
 
 class Parts(nn.Module):
-    """Parameters of 1, 2 and 4 dimensions; those of `unused` never get a gradient, that of `shift` is frozen."""
+    """Parameters of 1, 2 and 4 dimensions; `unused` never gets a gradient, `shift` is frozen."""
 
     def __init__(self, channels_last: bool = False) -> None:
         super().__init__()
@@ -58,13 +69,34 @@ class Parts(nn.Module):
         filled(self)
         if channels_last:
             self.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.names = [name for name, _ in self.named_parameters()]
+
+    def forward(self, step: int) -> torch.Tensor:
+        """Its gradients are those of that step."""
+        return torch.stack(
+            [
+                (
+                    self.get_submodule(name.rpartition(".")[0]).__getattr__(name.rpartition(".")[2]) * grad
+                ).sum()
+                for name, grad in gradients(self.names, Parts(), step)
+            ]
+        ).sum()
+
+
+def gradients(names: list[str], shaped: nn.Module, step: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The gradients of a step by name, the same on all ranks."""
+    for index, name in enumerate(names):
+        if name != "shift" and not name.startswith("unused"):
+            generator = torch.Generator().manual_seed(1000 * step + index)
+            yield name, torch.randn(shaped.get_parameter(name).shape, generator=generator)
 
 
 def groups(model: nn.Module, turned: bool = False, named: bool = False) -> list[dict[str, Any]]:
     """Vectors and tensors with other options; `turned`, the groups and what is in them in another order."""
     found: dict[bool, list[Any]] = {False: [], True: []}
     for name, param in model.named_parameters():
-        found[param.ndim > 1].append((name, param) if named else param)
+        is_matrix = name.endswith("weight") and "norm" not in name  # FSDP1 makes all parameters flat
+        found[is_matrix].append((name, param) if named else param)
     made = [
         {"params": found[False], "weight_decay": 0.0, "lr": 0.03},
         {"params": found[True], "weight_decay": 0.1, "lr": 0.02, "betas": (0.8, 0.95)},
@@ -76,11 +108,8 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range) -> l
     """Parameters after each step, whole and by the order of the model; the same gradients on all ranks."""
     snapshots = []
     for step in which:
-        for index, (name, param) in enumerate(model.named_parameters()):
-            if not param.requires_grad or name.startswith("unused"):
-                continue
-            generator = torch.Generator().manual_seed(1000 * step + index)
-            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        for name, grad in gradients(model.names, Parts(), step):  # type: ignore[arg-type]
+            param = model.get_parameter(name)
             if isinstance(param, DTensor):
                 grad = distribute_tensor(grad, param.device_mesh, param.placements)
             param.grad = torch.empty_like(param).copy_(grad)
@@ -109,32 +138,27 @@ def fsdp(**options: Any) -> tuple[nn.Module, AdamW]:
 
 
 def ours(
-    channels_last: bool = False, turned: bool = False, named: bool = False, **options: Any
+    channels_last: bool = False,
+    turned: bool = False,
+    named: bool = False,
+    optimizer_class: Any = AdamW,
+    **options: Any,
 ) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     model = Parts(channels_last)
     options = {"partition": "even", **options}
-    return model, ZeroRedundancyOptimizer(groups(model, turned, named), AdamW, **options)
+    return model, ZeroRedundancyOptimizer(groups(model, turned, named), optimizer_class, **options)
 
 
-def whole_state(state: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(torch.Tensor, whole, state)
-
-
-def assert_states_equal(found: Any, expected: Any) -> None:
-    assert found["state"].keys() == expected["state"].keys()
-    for name, of_param in expected["state"].items():
-        assert found["state"][name].keys() == of_param.keys(), name
-        for key, value in of_param.items():
-            assert torch.equal(found["state"][name][key], value), (name, key)
-
-
-# ----------------------------------------------------------------------------- DCP, sharded, in both directions
+# -------------------------------------------------------------------------- DCP, sharded, in both directions
 
 
 def ours_saves(path: Path, flatten: bool = False, **options: Any) -> None:
     model, optimizer = ours(**options)
     steps(model, optimizer, range(2))
-    state = {"model": get_model_state_dict(model), "optim": StatefulOptimizer(model, optimizer, flatten=flatten)}
+    state = {
+        "model": get_model_state_dict(model),
+        "optim": StatefulOptimizer(model, optimizer, flatten=flatten),
+    }
     dcp.save(state, checkpoint_id=path)
 
 
@@ -160,7 +184,9 @@ def fsdp_saves(path: Path, flatten: bool = False, **options: Any) -> None:
     dcp.save({"model": get_model_state_dict(model), "optim": state}, checkpoint_id=path)
 
 
-def fsdp_goes_on(path: Path | None, reader: Any = None, flatten: bool = False, **options: Any) -> list[Snapshot]:
+def fsdp_goes_on(
+    path: Path | None, reader: Any = None, flatten: bool = False, **options: Any
+) -> list[Snapshot]:
     model, optimizer = fsdp(**options)
     zeroed(model)
     as_said = StateDictOptions(flatten_optimizer_state_dict=flatten, strict=False)
@@ -224,7 +250,7 @@ def test_a_save_here_goes_on_here_at_another_world_size(tmp_path: Path, partitio
         assert_same(trained, rest, "here and here")
 
 
-# ------------------------------------------------------------------------------- save_sharded, and DCP's loader
+# ---------------------------------------------------------------------------- save_sharded, and DCP's loader
 
 
 def saves_sharded(path: Path, **options: Any) -> None:
@@ -238,3 +264,235 @@ def test_a_sharded_save_goes_on_under_fully_shard(tmp_path: Path) -> None:
     run(saves_sharded, 3, tmp_path, named=True, channels_last=True)
     for trained in run(fsdp_goes_on, 2, None, lambda: DCPReader(tmp_path)):
         assert_same(trained, rest, "a sharded save")
+
+
+# ------------------------------------------------------------------------------- whole states, by names
+
+
+def middle() -> tuple[Snapshot, Any]:
+    """Of the plain optimizer on one process: parameters after step 1, and the state by names."""
+    model = Parts()
+    optimizer = AdamW(groups(model))
+    (_, values) = steps(model, optimizer, range(2))
+    return values, get_optimizer_state_dict(model, optimizer)
+
+
+def with_values(model: nn.Module) -> nn.Module:
+    """The model with the parameters after step 1."""
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), middle()[0], strict=True):
+            param.copy_(value)
+    return model
+
+
+def fsdp_whole() -> Any:
+    model, optimizer = fsdp(turned=True)
+    steps(model, optimizer, range(2))
+    return get_optimizer_state_dict(model, optimizer, options=EVERYTHING)
+
+
+def takes_whole(state: Any, optimizer_class: Any = AdamW, **options: Any) -> list[Snapshot]:
+    model, optimizer = ours(optimizer_class=optimizer_class, **options)
+    optimizer.load_state_dict(state)
+    return steps(with_values(model), optimizer, range(2, 4))
+
+
+def test_a_whole_state_of_fully_shard_loads_here_by_names_whatever_the_order(tmp_path: Path) -> None:
+    rest, _ = plain()
+    state, _ = run(fsdp_whole, 2)
+    for trained in run(takes_whole, 3, state, named=True):
+        assert_same(trained, rest, "a whole state")
+
+
+SET_OPTIONS = [
+    {},
+    {"full_state_dict": True},
+    {"full_state_dict": True, "cpu_offload": True},
+    {"full_state_dict": True, "broadcast_from_rank0": True},
+    {"flatten_optimizer_state_dict": True},
+]
+
+
+def gets_and_sets() -> list[tuple[list[Snapshot], bool]]:
+    """Set what the plain optimizer has, train, get the state, and set it again where it was not yet."""
+    results = []
+    for chosen in SET_OPTIONS:
+        flatten = StateDictOptions(flatten_optimizer_state_dict="flatten_optimizer_state_dict" in chosen)
+        reference = with_values(Parts())
+        plain_optimizer = AdamW(groups(reference))
+        set_optimizer_state_dict(
+            reference, plain_optimizer, middle()[1], options=StateDictOptions(strict=False)
+        )
+        state = get_optimizer_state_dict(reference, plain_optimizer, options=flatten)
+        if "broadcast_from_rank0" in chosen and dist.get_rank():
+            state = {}
+        model, optimizer = ours(turned=True)
+        to_set = StateDictOptions(strict=False, **chosen)
+        set_optimizer_state_dict(model, OptimizerToLoad(optimizer), state, options=to_set)
+        trained = steps(with_values(model), optimizer, range(2, 4))
+        steps(reference, plain_optimizer, range(2, 4))
+        optimizer.consolidate_state_dict("all")
+        found = get_optimizer_state_dict(model, optimizer, options=flatten)
+        expected = get_optimizer_state_dict(reference, plain_optimizer, options=flatten)
+        results.append((trained, equal(found, expected)))
+    return results
+
+
+def equal(found: Any, expected: Any) -> bool:
+    """Two state dicts are the same, but for the order of groups and of what is in them.
+
+    A tuple may be a list: with `full_state_dict`, torch makes it one.
+    """
+    if isinstance(expected, tuple):
+        found, expected = list(found), list(expected)
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(equal(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(any(equal(one, it) for one in found) for it in expected)
+    return torch.equal(found, expected) if isinstance(expected, torch.Tensor) else bool(found == expected)
+
+
+def test_torchs_functions_get_and_set_the_state_with_each_of_their_options() -> None:
+    rest, _ = plain()
+    for of_rank in run(gets_and_sets, 3, timeout=120):
+        for chosen, (trained, same) in zip(SET_OPTIONS, of_rank, strict=True):
+            assert_same(trained, rest, str(chosen))
+            assert same, chosen
+
+
+def gives_whole() -> Any:
+    model, optimizer = ours()
+    steps(model, optimizer, range(2))
+    optimizer.consolidate_state_dict(0)
+    return get_optimizer_state_dict(model, optimizer) if dist.get_rank() == 0 else {}
+
+
+def fsdp_takes_whole(state: Any) -> list[Snapshot]:
+    model, optimizer = fsdp()
+    model_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, with_values(Parts()).state_dict(), options=model_options)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_optimizer_state_dict(model, optimizer, state if dist.get_rank() == 0 else {}, options=options)
+    return steps(model, optimizer, range(2, 4))
+
+
+def test_a_whole_state_from_here_goes_on_under_fully_shard() -> None:
+    rest, _ = plain()
+    state, *_ = run(gives_whole, 3)
+    for trained in run(fsdp_takes_whole, 2, state):
+        assert_same(trained, rest, "a whole state")
+
+
+def before_any_step() -> tuple[bool, list[int], bool]:
+    """On a rank that owns nothing too, torch's functions must not step the optimizer by themselves."""
+    model, optimizer = ours(partition=[[*range(9)], []])
+    model.up.bias.grad = torch.ones(70)  # type: ignore[union-attr]
+    empty = get_optimizer_state_dict(model, optimizer)
+    optimizer.zero_grad()
+    set_optimizer_state_dict(model, optimizer, middle()[1], options=StateDictOptions(strict=False))
+    kept = [len(optimizer.state), len(optimizer.optim.state)]
+    get = get_optimizer_state_dict
+    steps(with_values(model), optimizer, range(2, 3))
+    optimizer.consolidate_state_dict("all")
+    return empty["state"] == {}, kept, len(get(model, optimizer)["state"]) == 6
+
+
+def test_torchs_functions_do_not_step_an_optimizer_to_see_its_state() -> None:
+    for rank, (was_empty, kept, is_whole) in enumerate(run(before_any_step, 2)):
+        assert was_empty
+        assert is_whole
+        assert kept == [[6, 6], [0, 0]][rank]
+
+
+# ------------------------------------------------------------------------------------------------ FSDP1
+
+
+def fsdp1(optimizer_class: Any) -> tuple[Any, torch.optim.Optimizer]:
+    cpu = torch.device("cpu")
+    model = Parts()
+    model.unused = FullyShardedDataParallel(model.unused, use_orig_params=True, device_id=cpu)  # type: ignore
+    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=cpu)
+    return wrapped, optimizer_class(groups(wrapped))
+
+
+def fsdp1_steps(model: Any, optimizer: torch.optim.Optimizer, which: range) -> list[Snapshot]:
+    snapshots = []
+    for step in which:
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+        with FullyShardedDataParallel.summon_full_params(model):
+            snapshots.append([param.detach().clone() for param in model.parameters()])
+    return snapshots
+
+
+def fsdp1_whole() -> tuple[Any, Any]:
+    """The whole state keyed by name and by number.
+
+    Of SGD: on a CPU, FSDP1 of torch 2.13 gathers all tensors of a parameter's state into the same memory, so
+    that of AdamW's moments only the last is right.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 is deprecated
+        model, optimizer = fsdp1(Momentum)
+        fsdp1_steps(model, optimizer, range(2))
+        by_name = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+        by_number = FullyShardedDataParallel.rekey_optim_state_dict(
+            copy.deepcopy(by_name), OptimStateKeyType.PARAM_ID, model, optim=optimizer
+        )
+    return by_name, by_number
+
+
+def fsdp1_saves(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = fsdp1(AdamW)
+        fsdp1_steps(model, optimizer, range(2))
+        sharded = FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer)
+        dcp.save({"optim": sharded}, checkpoint_id=path)
+
+
+def takes_sharded(path: Path) -> list[Snapshot]:
+    model, optimizer = ours(turned=True)
+    dcp.load({"optim": StatefulOptimizer(model, optimizer, path)}, checkpoint_id=path)
+    return steps(with_values(model), optimizer, range(2, 4))
+
+
+def test_whole_states_of_fsdp1_go_on_here_by_name_and_by_number() -> None:
+    (by_name, by_number), _ = run(fsdp1_whole, 2)
+    model = with_values(Parts())
+    optimizer = Momentum(groups(model))
+    state = copy.deepcopy(by_name)
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
+    rest = steps(model, optimizer, range(2, 4))
+    for trained in run(takes_whole, 3, by_name, Momentum, turned=True, named=True):
+        assert_same(trained, rest, "by name")
+    for trained in run(takes_whole, 3, by_number, Momentum):
+        assert_same(trained, rest, "by number")
+
+
+def test_a_sharded_state_of_fsdp1_goes_on_here(tmp_path: Path) -> None:
+    rest, _ = plain()
+    run(fsdp1_saves, 2, tmp_path)
+    for trained in run(takes_sharded, 3, tmp_path):
+        assert_same(trained, rest, "sharded")
+
+
+def fsdp1_takes(state: Any) -> list[Snapshot]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = fsdp1(AdamW)
+        with FullyShardedDataParallel.summon_full_params(model):
+            with_values(model)
+        theirs = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
+        optimizer.load_state_dict(theirs)
+        return fsdp1_steps(model, optimizer, range(2, 4))
+
+
+def test_a_whole_state_from_here_goes_on_under_fsdp1() -> None:
+    rest, _ = plain()
+    state, *_ = run(gives_whole, 3)
+    for trained in run(fsdp1_takes, 2, state):
+        # FSDP1 cuts anywhere, and the last elements of a piece are rounded otherwise than in a whole tensor.
+        for step, values in zip(trained, rest, strict=True):
+            torch.testing.assert_close(step, values, rtol=1e-5, atol=1e-7)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm.agreement import agreement
@@ -255,6 +257,46 @@ class StatefulOptimizer:
             first = found[0] if found else {}
             groups.append({**first, "params": [name for name in names if name in options]})
         return groups
+
+
+class OptimizerToLoad(Optimizer):
+    """What torch's `set_optimizer_state_dict` takes, if its options make it look at the state first.
+
+    With `full_state_dict`, `broadcast_from_rank0` or `flatten_optimizer_state_dict` that function asks an
+    optimizer for the keys of its state before it loads. Here no rank has them all, so this object gives them.
+
+    >>> options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)        # doctest: +SKIP
+    >>> set_optimizer_state_dict(model, OptimizerToLoad(optimizer), whole, options=options)    # doctest: +SKIP
+
+    Collective: all ranks call `set_optimizer_state_dict`; it loads as `load_state_dict` does.
+    Cost: with `broadcast_from_rank0`, torch sends the whole state to all ranks, and each has it in memory
+        until its part is loaded. A `StatefulOptimizer`, or `torch.load(path, mmap=True)` on each rank without
+        this option, reads a part only.
+    """
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        keys = zip(optimizer.built.params, optimizer.keys_of_state(), strict=True)
+        self.state = defaultdict(dict, {param: dict.fromkeys(of, _UNSET) for param, of in keys})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The keys, without values."""
+        state = {number: self.state[param] for number, param in enumerate(self.optimizer.built.params)}
+        groups = checkpoint.packed_groups(self.param_groups)
+        return {"state": {number: dict(of) for number, of in state.items() if of}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what has a value."""
+        state = {
+            id_: {key: value for key, value in of.items() if value is not _UNSET and value != {}}
+            for id_, of in state_dict["state"].items()
+        }
+        state = {id_: of for id_, of in state.items() if of}
+        self.optimizer.load_state_dict({**state_dict, "state": state})
+
+
+_UNSET = torch.empty(0)
+"""In place of a value that the loaded state may have; torch asks for its device."""
 
 
 def names_of(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> list[str]:

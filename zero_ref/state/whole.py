@@ -18,9 +18,10 @@ from zero_ref.comm.accord import Accord, facts_of_options
 from zero_ref.comm.agreement import RanksLostError, agreement
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.groups import ParamGroup, replace_options
+from zero_ref.optimizer.coupling import trial
+from zero_ref.optimizer.groups import ParamGroup, params_of, replace_options
 from zero_ref.optimizer.several import is_known, keys_beside_state, local_optimizer, optimizers_in
-from zero_ref.optimizer.shard import Shard
+from zero_ref.optimizer.shard import MASTER, Shard
 from zero_ref.state import checkpoint
 
 
@@ -153,17 +154,41 @@ class WithWholeState(Optimizer):
 
         try:
             with torch.device("cpu"):  # also where the default is another
-                groups = [
-                    {**given, "params": [stand_in(param) for param in group["params"]]}
-                    for group, given in zip(self.param_groups, self._given, strict=True)
-                ]
-                optim = local_optimizer(groups, *self._main)
+                optim = self._optimizer_of(stand_in)
         except Exception:  # a class may refuse the stand-ins
             return None
         if keys_beside_state(optim) or (optim.state and not is_known(optim)):
             return None
         state: checkpoint.State = optim.state_dict()["state"]
         return state
+
+    def _optimizer_of(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Optimizer:
+        """An optimizer like the local one, on stand-ins for all parameters."""
+        groups = [
+            {**given, "params": [stand_in(param) for param in group["params"]]}
+            for group, given in zip(self.param_groups, self._given, strict=True)
+        ]
+        return local_optimizer(groups, *self._main)
+
+    def keys_of_state(self) -> list[list[Any]]:
+        """For each parameter the keys that its state has after an update, as a trial on small ones finds out.
+
+        Cost: an update of 2**ndim elements for each parameter, on the CPU.
+        """
+
+        def stand_in(param: torch.Tensor) -> torch.Tensor:
+            small = torch.zeros([2] * param.ndim, requires_grad=param.requires_grad)
+            small.grad = torch.zeros_like(small) if param.requires_grad else None
+            return small
+
+        with trial():
+            optim = self._optimizer_of(stand_in)
+            optim.step()
+        masters = self.shard.masters
+        return [
+            [*optim.state.get(small, {}), *[MASTER] * (masters is not None and masters.copies(param))]
+            for small, param in zip(params_of(optim.param_groups), self.current().params, strict=True)
+        ]
 
     def state_changes(self) -> None:
         """Note that what was gathered, and what the constructor made, is no longer the state."""
