@@ -962,3 +962,50 @@ def test_state_that_belongs_to_no_parameter_is_refused_not_lost() -> None:
             optimizer.consolidate_state_dict()
 
     virtual.run(on_rank, 2, timeout=10)
+
+
+# --------------------------------------------------------------------------------- groups and names in any order
+
+
+def group_of(params: list[Any], names: list[str] | None = None, **options: Any) -> dict[str, Any]:
+    return {"params": params, **({} if names is None else {"param_names": names}), **options}
+
+
+OURS = [group_of([0, 0], ["module.a", "module.b"]), group_of([0], ["module.c"])]
+
+
+@pytest.mark.parametrize(
+    ("saved", "ids"),
+    [
+        ([group_of([0], ["c"], lr=1), group_of([1, 2], ["b", "a"], lr=2)], [[2, 1], [0]]),
+        ([group_of(["c"], lr=1), group_of(["b", "a"], lr=2)], [["a", "b"], ["c"]]),
+        # torch's set_optimizer_state_dict sorts the ids as ours, and leaves the names as they were saved.
+        ([group_of(["a", "b"], ["b", "a"], lr=2), group_of(["c"], ["c"], lr=1)], [["a", "b"], ["c"]]),
+    ],
+    ids=["numbers with names", "names", "names that disagree with the ids"],
+)
+def test_saved_groups_are_found_by_the_names_in_them(saved: list[Any], ids: list[Any]) -> None:
+    found = checkpoint.arranged({"state": {}, "param_groups": saved}, OURS)["param_groups"]
+    assert [group["params"] for group in found] == ids
+    assert [group["lr"] for group in found] == [2, 1]
+
+
+def test_where_one_side_has_no_names_the_order_counts() -> None:
+    saved = [group_of([0], lr=1), group_of([1, 2], lr=2)]
+    assert checkpoint.arranged({"state": {}, "param_groups": saved}, OURS)["param_groups"] == saved
+    named = [group_of(["x"]), group_of(["y", "z"])]
+    unnamed = [group_of([0]), group_of([0, 0])]
+    assert checkpoint.arranged({"state": {}, "param_groups": named}, unnamed)["param_groups"] == named
+
+
+def test_a_group_without_parameters_takes_the_saved_one_without() -> None:
+    saved = [group_of([], [], lr=1), group_of([0], ["a"], lr=2)]
+    ours = [group_of([0], ["a"]), group_of([])]
+    found = checkpoint.arranged({"state": {}, "param_groups": saved}, ours)["param_groups"]
+    assert [group["lr"] for group in found] == [2, 1]
+
+
+def test_groups_that_hold_others_are_refused() -> None:
+    saved = [group_of(["a", "c"]), group_of(["b"])]
+    with pytest.raises(ValueError, match=r"group 0 has other parameters .*: 'b' is in one of them only \(2 "):
+        checkpoint.arranged({"state": {}, "param_groups": saved}, OURS)

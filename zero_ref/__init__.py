@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         registration_greedy,
         sorted_greedy,
     )
+    from zero_ref.state.dcp import OptimizerToLoad, StatefulOptimizer
+    from zero_ref.state.dcp_reader import DCPReader
     from zero_ref.state.sharded import PendingSave, load_sharded, save_sharded, save_sharded_async
 
 __version__ = "0.1.0"
@@ -54,6 +56,9 @@ __all__ = [
     "save_sharded_async",
     "PendingSave",
     "load_sharded",
+    "StatefulOptimizer",
+    "OptimizerToLoad",
+    "DCPReader",
     "clip_grad_norm_",
     "get_total_norm",
     "OSS",
@@ -81,6 +86,9 @@ _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.rules") | {
     "save_sharded_async": "zero_ref.state.sharded",
     "PendingSave": "zero_ref.state.sharded",
     "load_sharded": "zero_ref.state.sharded",
+    "StatefulOptimizer": "zero_ref.state.dcp",
+    "OptimizerToLoad": "zero_ref.state.dcp",
+    "DCPReader": "zero_ref.state.dcp_reader",
     "clip_grad_norm_": "zero_ref.clip",
     "get_total_norm": "zero_ref.clip",
     "OSS": "zero_ref.dropin.oss",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ from training import Snapshot, assert_same, filled
 
 from zero_ref.lab.ranks import run, shutdown
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.state.dcp import DCPReader, OptimizerToLoad, StatefulOptimizer
+from zero_ref.state.dcp import OptimizerToLoad, StatefulOptimizer
+from zero_ref.state.dcp_reader import DCPReader
 from zero_ref.state.sharded import save_sharded
 
 pytestmark = pytest.mark.ranks
@@ -104,7 +105,9 @@ def groups(model: nn.Module, turned: bool = False, named: bool = False) -> list[
     return [{**group, "params": group["params"][::-1]} for group in reversed(made)] if turned else made
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range) -> list[Snapshot]:
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, which: range, rounded: torch.dtype = torch.float32
+) -> list[Snapshot]:
     """Parameters after each step, whole and by the order of the model; the same gradients on all ranks."""
     snapshots = []
     for step in which:
@@ -112,7 +115,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range) -> l
             param = model.get_parameter(name)
             if isinstance(param, DTensor):
                 grad = distribute_tensor(grad, param.device_mesh, param.placements)
-            param.grad = torch.empty_like(param).copy_(grad)
+            param.grad = torch.empty_like(param).copy_(grad.to(rounded))
         optimizer.step()
         snapshots.append([whole(param).detach().clone() for param in model.parameters()])
     return snapshots
@@ -266,7 +269,7 @@ def test_a_sharded_save_goes_on_under_fully_shard(tmp_path: Path) -> None:
         assert_same(trained, rest, "a sharded save")
 
 
-# ------------------------------------------------------------------------------- whole states, by names
+# ------------------------------------------------------------------------------------ whole states, by names
 
 
 def middle() -> tuple[Snapshot, Any]:
@@ -404,7 +407,7 @@ def test_torchs_functions_do_not_step_an_optimizer_to_see_its_state() -> None:
         assert kept == [[6, 6], [0, 0]][rank]
 
 
-# ------------------------------------------------------------------------------------------------ FSDP1
+# ----------------------------------------------------------------------------------------------------- FSDP1
 
 
 def fsdp1(optimizer_class: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -496,3 +499,158 @@ def test_a_whole_state_from_here_goes_on_under_fsdp1() -> None:
         # FSDP1 cuts anywhere, and the last elements of a piece are rounded otherwise than in a whole tensor.
         for step, values in zip(trained, rest, strict=True):
             torch.testing.assert_close(step, values, rtol=1e-5, atol=1e-7)
+
+
+# ----------------------------------------------------------------------------------------- in the background
+
+
+def saves_while_it_trains(path: Path) -> None:
+    model, optimizer = ours()
+    steps(model, optimizer, range(2))
+    state = {"model": get_model_state_dict(model), "optim": StatefulOptimizer(model, optimizer)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about pinned memory
+        saving = dcp.async_save(state, checkpoint_id=path, process_group=dist.new_group(backend="gloo"))
+    steps(model, optimizer, range(2, 4))
+    saving.result()
+
+
+def test_dcp_saves_in_the_background_what_was_there_when_it_began(tmp_path: Path) -> None:
+    rest, _ = plain()
+    run(saves_while_it_trains, 2, tmp_path)
+    for trained, _ in run(ours_goes_on, 3, tmp_path):
+        assert_same(trained, rest, "async_save")
+
+
+# ----------------------------------------------------------------------------------------- 16-bit parameters
+
+
+def halved(channels_last: bool = False, **options: Any) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    model = Parts(channels_last).bfloat16()
+    options = {"partition": "even", "master_dtype": torch.float32, **options}
+    return model, ZeroRedundancyOptimizer(groups(model, named=True), AdamW, **options)
+
+
+def halved_saves(path: Path) -> None:
+    model, optimizer = halved()
+    steps(model, optimizer, range(2))
+    save_sharded(optimizer, path / "sharded")
+    dcp.save({"optim": StatefulOptimizer(model, optimizer)}, checkpoint_id=path / "dcp")
+
+
+def halved_goes_on(path: Path | None, **options: Any) -> list[Snapshot]:
+    model, optimizer = halved(**options)
+    if path is None:
+        return steps(model, optimizer, range(4))[2:]
+    dcp.load({"optim": StatefulOptimizer(model, optimizer, path)}, checkpoint_id=path)
+    return steps(model, optimizer, range(2, 4))
+
+
+def widened(path: Path) -> list[Snapshot]:
+    """A sharded save with masters, read into a model of 32 bits under `fully_shard`."""
+    return fsdp_goes_on(None, lambda: DCPReader(path))
+
+
+def test_masters_go_on_and_come_from_parameters_of_32_bits(tmp_path: Path) -> None:
+    run(halved_saves, 2, tmp_path)
+    expected = run(halved_goes_on, 2, None)[0]
+    for trained in run(halved_goes_on, 3, tmp_path / "dcp", channels_last=True):
+        assert_same(trained, expected, "masters")
+    run(fsdp_saves, 2, tmp_path / "wide")
+    expected = run(halved_from_wide, 1, tmp_path / "wide")[0]
+    for trained in run(halved_goes_on, 3, tmp_path / "wide"):
+        assert_same(trained, [[value.bfloat16() for value in values] for values in expected], "from 32 bits")
+
+
+def halved_from_wide(path: Path) -> list[Snapshot]:
+    """The plain optimizer on float32 parameters with the gradients of a model in bfloat16."""
+    model = with_values(Parts())
+    optimizer = AdamW(groups(model))
+    set_optimizer_state_dict(model, optimizer, middle()[1], options=StateDictOptions(strict=False))
+    return steps(model, optimizer, range(2, 4), torch.bfloat16)
+
+
+def test_a_sharded_save_with_masters_gives_fully_shard_parameters_of_32_bits(tmp_path: Path) -> None:
+    run(halved_saves, 2, tmp_path)
+    rounded = Parts().bfloat16().float()  # where the masters began
+    optimizer = AdamW(groups(rounded))
+    steps(rounded, optimizer, range(2), torch.bfloat16)
+    rest = steps(rounded, optimizer, range(2, 4))
+    for trained in run(widened, 2, tmp_path / "sharded"):
+        assert_same(trained, rest, "to 32 bits")
+
+
+# -------------------------------------------------------------------------------------------------- mistakes
+
+
+def mistakes(path: Path) -> list[str]:
+    model, optimizer = ours()
+    other = Parts()
+    wrong = nn.ParameterDict({"up": nn.Parameter(torch.zeros(3))})
+    elsewhere = ZeroRedundancyOptimizer(wrong.parameters(), AdamW)
+    differs = nn.ModuleDict({"up": nn.Linear(70, 9), "norm": nn.LayerNorm(8)})
+    of_differs = ZeroRedundancyOptimizer(groups(differs), AdamW)
+    before = copy.deepcopy(dict(optimizer.optim.state_dict()))
+
+    def load(state: Any) -> None:
+        dcp.load({"optim": state}, checkpoint_id=path)
+
+    def on_one_rank() -> None:
+        """Rank 1 reads a folder that is not there."""
+        load(StatefulOptimizer(model, optimizer, path / "nowhere" if dist.get_rank() else path))
+
+    said = [
+        caught(lambda: StatefulOptimizer(other, optimizer)),
+        caught(lambda: load(StatefulOptimizer(model, optimizer, path, key="optimizer"))),
+        caught(lambda: load(StatefulOptimizer(wrong, elsewhere, path))),
+        caught(lambda: load(StatefulOptimizer(differs, of_differs, path))),
+        caught(lambda: StatefulOptimizer(model, optimizer).load_state_dict({})),
+        caught(on_one_rank),
+    ]
+    assert equal(dict(optimizer.optim.state_dict()), before)
+    return said
+
+
+def caught(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except BaseException as error:  # DCP's own is none of Exception
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_mistakes_are_named_on_all_ranks(tmp_path: Path) -> None:
+    run(fsdp_saves, 2, tmp_path)
+    for rank, said in enumerate(run(mistakes, 2, tmp_path)):
+        another, key, wrong, differs, to_save, one_rank = said
+        assert f"rank {rank}: parameters [0, 1, 2, 3, 4, 5, 6, 7, 8] of the optimizer are none of" in another
+        assert "no optimizer under the key 'optimizer'; its keys are ['model', 'optim']" in key
+        assert "parameter groups of [6, 3] parameters and this optimizer has [1]" in wrong
+        assert "parameter groups of [6, 3] parameters and this optimizer has [3, 1]" in differs
+        assert "is to save. To load, make one with the checkpoint" in to_save
+        assert "rank 1" in one_rank or "nowhere" in one_rank
+
+
+def fsdp_of_another_shape(path: Path) -> None:
+    model = Parts()
+    model.up = nn.Linear(70, 9)
+    dcp.save({"optim": get_optimizer_state_dict(model, stepped(model))}, checkpoint_id=path)
+
+
+def stepped(model: nn.Module) -> AdamW:
+    optimizer = AdamW(groups(model))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer
+
+
+def loads_another_shape(path: Path) -> str:
+    model, optimizer = ours()
+    return caught(lambda: dcp.load({"optim": StatefulOptimizer(model, optimizer, path)}, checkpoint_id=path))
+
+
+def test_a_state_of_other_shapes_is_refused(tmp_path: Path) -> None:
+    run(fsdp_of_another_shape, 1, tmp_path)
+    for said in run(loads_another_shape, 2, tmp_path):
+        assert "'exp_avg' for parameter up.bias has shape (9,); the parameter has (70,)" in said, said

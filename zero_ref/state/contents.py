@@ -29,7 +29,7 @@ from zero_ref.optimizer.shard import MASTER, OwnedSlice
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.state import checkpoint, subclasses
 from zero_ref.state.checkpoint import Entry, dtype_of
-from zero_ref.state.files import FlatSlices, ShardReader
+from zero_ref.state.files import FlatSlices, ShardReader, read_slices
 from zero_ref.state.saves import damage_in
 
 
@@ -106,7 +106,7 @@ class Contents:
     """What all ranks' tables together say of an optimizer. Tensors are on "meta": their values are not read.
 
     Attributes:
-        metadata: where the values are, for `ShardReader.load`.
+        metadata: where the values are, for `read_slices`.
         params, labels: the parameters, and their names in the files.
         state_dict: as of the unsharded optimizer.
         notes: the user's.
@@ -240,7 +240,7 @@ class LoadedShard:
             if parameters:
                 name = name_of_param(contents.labels[number])
                 self.parameters.append((own, self._allocate_slice(own, name, contents.params[number])))
-        reader.load(self._slices, contents.metadata)
+        read_slices(reader, self._slices, contents.metadata)
         for flat, whole, own in self._reordered:
             flat.copy_(flat_like(whole, own.param)[own.piece.start : own.piece.stop])
         self._keep_wider_values(optimizer.shard.masters, stateless=not saved_state)

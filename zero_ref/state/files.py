@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from zero_ref.optimizer.groups import dtype_name
@@ -239,13 +240,6 @@ class ShardReader(FileSystemReader):
         self.folder = folder
         self.tables = read_tables(folder) if tables is None else tables
 
-    def load(self, tensors: Mapping[str, FlatSlices], metadata: Metadata) -> None:
-        """What torch.distributed.checkpoint.load does on a rank between its calls to the others."""
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(tensors), metadata)
-        self.set_up_storage_reader(metadata, is_coordinator=True)
-        self.read_data(planner.create_local_plan(), planner)
-
     def path_of_table(self, rank: int) -> Path:
         """The JSON file of a rank."""
         return self.folder / table_name(rank, len(self.tables))
@@ -318,6 +312,14 @@ class ShardReader(FileSystemReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+def read_slices(reader: StorageReader, tensors: Mapping[str, FlatSlices], metadata: Metadata) -> None:
+    """What torch.distributed.checkpoint.load does on a rank between its calls to the others."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
 
 
 def read_tables(folder: Path) -> list[Table]:
