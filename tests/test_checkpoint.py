@@ -964,7 +964,7 @@ def test_state_that_belongs_to_no_parameter_is_refused_not_lost() -> None:
     virtual.run(on_rank, 2, timeout=10)
 
 
-# --------------------------------------------------------------------------------- groups and names in any order
+# ------------------------------------------------------------------------------ groups and names in any order
 
 
 def group_of(params: list[Any], names: list[str] | None = None, **options: Any) -> dict[str, Any]:
