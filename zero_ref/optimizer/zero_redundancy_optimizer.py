@@ -225,7 +225,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
 
     def begin_update(self) -> None:
         """Apply the user's changes since the last update, to parameters and options."""
-        self._consolidated = None
+        self.state_changes()
         self.current()
         self.accord.before_update(self.standing_facts)
         copy_options(self.param_groups, self.optim.param_groups)

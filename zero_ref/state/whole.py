@@ -7,17 +7,18 @@ refuse a state that does not fit, and a load that fails leaves the optimizer unc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+import torch
 from torch.optim import Optimizer
 
 from zero_ref.comm.accord import Accord, facts_of_options
 from zero_ref.comm.agreement import RanksLostError, agreement
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.groups import replace_options
-from zero_ref.optimizer.several import optimizers_in
+from zero_ref.optimizer.groups import ParamGroup, replace_options
+from zero_ref.optimizer.several import is_known, keys_beside_state, local_optimizer, optimizers_in
 from zero_ref.optimizer.shard import Shard
 from zero_ref.state import checkpoint
 
@@ -30,7 +31,10 @@ class WithWholeState(Optimizer):
     shard: Shard
     current: Callable[[], Built]
     standing_facts: Callable[[], list[str]]
+    _given: list[ParamGroup]
+    _main: tuple[type[Optimizer], Mapping[str, Any]]
     _consolidated: checkpoint.State | None = None
+    _is_as_constructed = True  # no update and no load since, on any rank
 
     @property
     def rank(self) -> int:
@@ -72,12 +76,19 @@ class WithWholeState(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state that the unsharded optimizer would have. It loads there, and here at any world size.
 
+        Before the first update or load it needs no consolidation: it is what the constructor makes, for most
+        classes nothing.
+
         Raises:
-            RuntimeError: the state was not consolidated onto this rank since the last step.
+            RuntimeError: the state was not consolidated onto this rank since the last update or load; or,
+                before the first, a class that is not torch's makes state in its constructor.
         """
         for before_hook in self._optimizer_state_dict_pre_hooks.values():
             before_hook(self)
-        if self._consolidated is None:
+        whole = self._consolidated
+        if whole is None and self._is_as_constructed:
+            whole = self._constructed_state()
+        if whole is None:
             raise RuntimeError(
                 f"rank {self.rank}: the optimizer state is spread over {self.world_size} ranks and has not "
                 "been gathered on this one since the last step. Call "
@@ -85,12 +96,46 @@ class WithWholeState(Optimizer):
                 "the state was gathered to."
             )
         state_dict: dict[str, Any] = {
-            "state": {param: dict(state) for param, state in self._consolidated.items()},
+            "state": {param: dict(state) for param, state in whole.items()},
             "param_groups": checkpoint.packed_groups(self.param_groups),
         }
         for after_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = after_hook(self, state_dict) or state_dict
         return state_dict
+
+    def _constructed_state(self) -> checkpoint.State | None:
+        """The state that the unsharded optimizer's constructor makes, without communication.
+
+        A rank that owns nothing cannot tell from its own state, so each constructs the optimizer on
+        stand-ins for all parameters. Nothing is written into their memory, so they take none.
+
+        Returns:
+            By parameter number, on the CPU. None if only a consolidation can tell: a class that is not
+            torch's makes state, which may depend on the values of parameters.
+        """
+        masters = self.shard.masters
+
+        def stand_in(param: torch.Tensor) -> torch.Tensor:
+            dtype = masters.dtype if masters is not None and masters.copies(param) else param.dtype
+            return torch.empty_like(param, dtype=dtype, device="cpu", requires_grad=param.requires_grad)
+
+        try:
+            with torch.device("cpu"):  # also where the default is another
+                groups = [
+                    {**given, "params": [stand_in(param) for param in group["params"]]}
+                    for group, given in zip(self.param_groups, self._given, strict=True)
+                ]
+                optim = local_optimizer(groups, *self._main)
+        except Exception:  # a class may refuse the stand-ins
+            return None
+        if keys_beside_state(optim) or (optim.state and not is_known(optim)):
+            return None
+        state: checkpoint.State = optim.state_dict()["state"]
+        return state
+
+    def state_changes(self) -> None:
+        """Note that what was gathered, and what the constructor made, is no longer the state."""
+        self._consolidated, self._is_as_constructed = None, False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's shard of a whole optimizer's state.
@@ -141,7 +186,7 @@ class WithWholeState(Optimizer):
             self.state = self.optim.state
         self.shard.settle()
         replace_options(self.optim.param_groups, self.param_groups)
-        self._consolidated = None
+        self.state_changes()
         self.accord.lost = {}
 
     def __getstate__(self) -> dict[str, Any]:
