@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zero_ref.backward.reduction import reduce_to_owners
     from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
     from zero_ref.clip import clip_grad_norm_, get_total_norm
+    from zero_ref.dropin.clients import consolidation_callback, consolidation_hook
     from zero_ref.dropin.oss import OSS
     from zero_ref.dropin.rpc_optimizer import DistributedOptimizer
     from zero_ref.local_sgd.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
@@ -70,6 +71,8 @@ __all__ = [
     "post_localSGD_hook",
     "PostLocalSGDOptimizer",
     "DistributedOptimizer",
+    "consolidation_hook",
+    "consolidation_callback",
 ]
 
 _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.rules") | {
@@ -100,6 +103,8 @@ _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.rules") | {
     "post_localSGD_hook": "zero_ref.local_sgd.optimizer",
     "PostLocalSGDOptimizer": "zero_ref.local_sgd.optimizer",
     "DistributedOptimizer": "zero_ref.dropin.rpc_optimizer",
+    "consolidation_hook": "zero_ref.dropin.clients",
+    "consolidation_callback": "zero_ref.dropin.clients",
 }
 
 
