@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from zero_ref.optimizer.groups import params_of
 
@@ -83,6 +84,19 @@ def outcome(optimizer: str, program: str, folder: Path, *arguments: object) -> l
     return [torch.load(f"{folder.with_suffix('.pt')}.{rank}") for rank in range(WORLD_SIZE)]
 
 
+class PlainState:
+    """What torch.distributed.checkpoint saves and loads of a plain optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: object = None) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> Any:
+        return get_optimizer_state_dict(self.model, self.optimizer)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state_dict)
+
+
 def on_rank(optimizer: str, result: str, script: str, *arguments: str) -> None:
     """Run the script on this rank and write what it had."""
     import zero_ref
@@ -115,6 +129,7 @@ def on_rank(optimizer: str, result: str, script: str, *arguments: str) -> None:
 
         zero_ref.consolidation_hook = lambda *optimizers: lambda *args: None
         zero_ref.consolidation_callback = TrainerCallback  # type: ignore[assignment]
+        zero_ref.StatefulOptimizer = PlainState  # type: ignore[assignment, misc]
     sys.argv = [script, *arguments]
     names = runpy.run_path(script, run_name="__main__")
     had["params"] = [param.detach() for param in names["model"].parameters()]

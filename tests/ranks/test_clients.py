@@ -11,22 +11,29 @@ from typing import Any
 import pytest
 import torch
 from clients import launch, outcome, programs
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from training import assert_state_dicts_equal
 
 pytestmark = pytest.mark.ranks
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 LIGHTNING, ACCELERATE, TRAINER = "Lightning", "accelerate", "transformers' Trainer"
-HALF = {LIGHTNING: "epoch=0.ckpt", ACCELERATE: "batch-6", TRAINER: "checkpoint-3"}
+DCP = "torch.distributed.checkpoint"
+HALF = {LIGHTNING: "epoch=0.ckpt", ACCELERATE: "batch-6", TRAINER: "checkpoint-3", DCP: "batch-6"}
 END = {
     LIGHTNING: "epoch=1.ckpt",
     ACCELERATE: "batch-12/optimizer.bin",
     TRAINER: "checkpoint-6/optimizer.pt",
+    DCP: "batch-12",
 }
 
 
 def saved_state(client: str, folder: Path) -> dict[str, Any]:
     """The optimizer's state in the last save."""
+    if client == DCP:
+        dcp_to_torch_save(folder / END[client], whole := folder / "whole.pt")
+        saved = torch.load(whole)["optim"]
+        return {**saved, "state": dict(sorted(saved["state"].items()))}
     saved = torch.load(folder / END[client], weights_only=client != LIGHTNING)
     return saved["optimizer_states"][0] if client == LIGHTNING else saved
 
