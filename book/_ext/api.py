@@ -58,6 +58,8 @@ CHAPTER_OF = {
     "zero_ref.save_sharded_async": 8,
     "zero_ref.PendingSave": 8,
     "zero_ref.load_sharded": 8,
+    "zero_ref.consolidation_hook": 8,
+    "zero_ref.consolidation_callback": 8,
     "zero_ref.AveragingSchedule": 11,
     "zero_ref.ModelAverager": 11,
     "zero_ref.PeriodicModelAverager": 11,
