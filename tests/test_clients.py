@@ -92,10 +92,12 @@ ARGUMENTS = {"save_only_model": False, "save_on_each_node": False, "save_strateg
 def test_the_callback_gathers_where_the_trainer_will_ask(
     event: str, should_save: bool, changed: dict[str, Any], ranks: set[int]
 ) -> None:
+    callback = consolidation_callback()  # here, since two threads must not import transformers at once
+
     def on_rank(comm: Collectives) -> bool:
         optimizer = stepped(comm)
         arguments, control = SimpleNamespace(**ARGUMENTS | changed), SimpleNamespace(should_save=should_save)
-        getattr(consolidation_callback(), event)(arguments, None, control, optimizer=optimizer)
+        getattr(callback, event)(arguments, None, control, optimizer=optimizer)
         return has_state(optimizer)
 
     assert virtual.run(on_rank, 2, timeout=60) == [rank in ranks for rank in range(2)]
