@@ -270,6 +270,31 @@ def test_a_sharded_save_goes_on_under_fully_shard(tmp_path: Path) -> None:
         assert_same(trained, rest, "a sharded save")
 
 
+NAMES = [
+    *("shift", "up.bias", "conv.bias", "norm.weight", "norm.bias", "unused.bias"),
+    *("up.weight", "conv.weight", "unused.weight"),
+]
+"""In the order of `groups`."""
+
+
+def reads_by_names(path: Path) -> tuple[list[Snapshot], str]:
+    model, optimizer = ours(turned=True)
+    reader = DCPReader(path, NAMES)
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    dcp.load({**state, "optim": StatefulOptimizer(model, optimizer, reader)}, storage_reader=reader)
+    return steps(model, optimizer, range(2, 4)), caught(lambda: DCPReader(path, NAMES[1:], save=1))
+
+
+def test_a_sharded_save_without_names_is_read_by_the_names_that_are_given(tmp_path: Path) -> None:
+    rest, _ = plain()
+    run(saves_sharded, 3, tmp_path)
+    for trained, said in run(reads_by_names, 2, tmp_path):
+        assert_same(trained, rest, "names that are given")
+        assert said == "ValueError: 8 names, and the save has 9 parameters"
+    for trained in run(fsdp_goes_on, 2, None, lambda: DCPReader(tmp_path, NAMES)):
+        assert_same(trained, rest, "under fully_shard")
+
+
 # ------------------------------------------------------------------------------------ whole states, by names
 
 
