@@ -279,6 +279,85 @@ def test_it_goes_to_rank_0_unless_told_otherwise() -> None:
     assert virtual.run(on_rank, 2) == [True, False]
 
 
+def constructed(comm: Collectives, optimizer_class: Any, **options: Any) -> ZeroRedundancyOptimizer:
+    torch.manual_seed(0)
+    return ZeroRedundancyOptimizer(Tangle().parameters(), optimizer_class, comm, **options)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", "")
+)
+@pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
+def test_before_the_first_update_every_rank_has_the_state_that_the_plain_optimizer_has(
+    optimizer_class: Any, options: dict[str, Any], partition: str
+) -> None:
+    plain = optimizer_class(Tangle().parameters(), **options).state_dict()
+
+    def on_rank(comm: Collectives) -> None:
+        optimizer = constructed(comm, optimizer_class, partition=partition, **options)
+        with recording(optimizer.collectives, checks=True) as calls:
+            state = optimizer.state_dict()
+        assert not calls
+        assert_state_dicts_equal(state, plain)
+        optimizer.consolidate_state_dict("all")
+        assert_state_dicts_equal(optimizer.state_dict(), state)
+        optimizer.load_state_dict(copy.deepcopy(state))  # as accelerate's prepare does
+        optimizer.consolidate_state_dict("all")
+        assert_state_dicts_equal(optimizer.state_dict(), state)
+
+    virtual.run(on_rank, 3, timeout=60)
+
+
+def test_it_is_also_that_of_ranks_that_own_nothing_of_later_groups_and_of_other_owners() -> None:
+    def on_rank(comm: Collectives) -> None:
+        first = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        optimizer = ZeroRedundancyOptimizer([first], optim.Adagrad, comm, master_dtype=torch.float32)
+        assert optimizer.state_dict()["state"][0]["sum"].dtype == torch.float32  # that of the copy
+        optimizer.repartition([[], [0], []])
+        assert set(optimizer.state_dict()["state"]) == {0}
+        group = {"params": [nn.Parameter(torch.ones(2))], "optimizer_class": optim.SGD, "lr": 0.1}
+        optimizer.add_param_group(group)
+        before = optimizer.state_dict()
+        optimizer.consolidate_state_dict("all")
+        assert_state_dicts_equal(optimizer.state_dict(), before)
+
+    virtual.run(on_rank, 3, timeout=60)
+
+
+class StartsAtItsValues(optim.SGD):
+    """Keeps the values that parameters had when it was constructed."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        for param in all_parameters_of(self):
+            self.state[param]["start"] = param.detach().clone()
+
+
+def all_parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+class NeedsParameters(optim.SGD):
+    """Its constructor refuses the stand-ins."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        if not all(isinstance(param, nn.Parameter) for param in all_parameters_of(self)):
+            raise TypeError("these are no parameters")
+
+
+@pytest.mark.parametrize("optimizer_class", [StartsAtItsValues, NeedsParameters])
+def test_state_that_a_strange_constructor_may_make_of_values_has_to_be_gathered(optimizer_class: Any) -> None:
+    def on_rank(comm: Collectives) -> None:
+        optimizer = constructed(comm, optimizer_class, lr=0.1)
+        with pytest.raises(RuntimeError, match=rf"Call consolidate_state_dict\({comm.rank}\) on all ranks"):
+            optimizer.state_dict()
+        optimizer.consolidate_state_dict("all")
+        assert bool(optimizer.state_dict()["state"]) == (optimizer_class is StartsAtItsValues)
+
+    virtual.run(on_rank, 2, timeout=60)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_state_dict_before_consolidating_and_after_a_change_says_what_to_call(world_size: int) -> None:
     def refused(optimizer: ZeroRedundancyOptimizer) -> None:
@@ -883,3 +962,50 @@ def test_state_that_belongs_to_no_parameter_is_refused_not_lost() -> None:
             optimizer.consolidate_state_dict()
 
     virtual.run(on_rank, 2, timeout=10)
+
+
+# ------------------------------------------------------------------------------ groups and names in any order
+
+
+def group_of(params: list[Any], names: list[str] | None = None, **options: Any) -> dict[str, Any]:
+    return {"params": params, **({} if names is None else {"param_names": names}), **options}
+
+
+OURS = [group_of([0, 0], ["module.a", "module.b"]), group_of([0], ["module.c"])]
+
+
+@pytest.mark.parametrize(
+    ("saved", "ids"),
+    [
+        ([group_of([0], ["c"], lr=1), group_of([1, 2], ["b", "a"], lr=2)], [[2, 1], [0]]),
+        ([group_of(["c"], lr=1), group_of(["b", "a"], lr=2)], [["a", "b"], ["c"]]),
+        # torch's set_optimizer_state_dict sorts the ids as ours, and leaves the names as they were saved.
+        ([group_of(["a", "b"], ["b", "a"], lr=2), group_of(["c"], ["c"], lr=1)], [["a", "b"], ["c"]]),
+    ],
+    ids=["numbers with names", "names", "names that disagree with the ids"],
+)
+def test_saved_groups_are_found_by_the_names_in_them(saved: list[Any], ids: list[Any]) -> None:
+    found = checkpoint.arranged({"state": {}, "param_groups": saved}, OURS)["param_groups"]
+    assert [group["params"] for group in found] == ids
+    assert [group["lr"] for group in found] == [2, 1]
+
+
+def test_where_one_side_has_no_names_the_order_counts() -> None:
+    saved = [group_of([0], lr=1), group_of([1, 2], lr=2)]
+    assert checkpoint.arranged({"state": {}, "param_groups": saved}, OURS)["param_groups"] == saved
+    named = [group_of(["x"]), group_of(["y", "z"])]
+    unnamed = [group_of([0]), group_of([0, 0])]
+    assert checkpoint.arranged({"state": {}, "param_groups": named}, unnamed)["param_groups"] == named
+
+
+def test_a_group_without_parameters_takes_the_saved_one_without() -> None:
+    saved = [group_of([], [], lr=1), group_of([0], ["a"], lr=2)]
+    ours = [group_of([0], ["a"]), group_of([])]
+    found = checkpoint.arranged({"state": {}, "param_groups": saved}, ours)["param_groups"]
+    assert [group["lr"] for group in found] == [2, 1]
+
+
+def test_groups_that_hold_others_are_refused() -> None:
+    saved = [group_of(["a", "c"]), group_of(["b"])]
+    with pytest.raises(ValueError, match=r"group 0 has other parameters .*: 'b' is in one of them only \(2 "):
+        checkpoint.arranged({"state": {}, "param_groups": saved}, OURS)

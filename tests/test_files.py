@@ -22,7 +22,7 @@ from hypothesis import given, settings, strategies as st
 from saved import newest_complete
 
 from zero_ref.state import durable, files
-from zero_ref.state.files import FlatSlices, ShardReader, ShardWriter, read_tables, verify
+from zero_ref.state.files import FlatSlices, ShardReader, ShardWriter, read_slices, read_tables, verify
 from zero_ref.state.saves import MARK, Mark, sealed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.int16]
@@ -53,7 +53,7 @@ def write(
 
 def read(folder: Path, wanted: Mapping[str, FlatSlices]) -> None:
     reader = ShardReader(folder)
-    reader.load(wanted, reader.read_metadata())
+    read_slices(reader, wanted, reader.read_metadata())
 
 
 def two_ranks(directory: Path, number: int = 1) -> Path:
@@ -149,11 +149,11 @@ def test_exactly_the_blocks_asked_for_are_read_and_no_other_file_is_opened(
     read_of_file: dict[str, int] = {}
     monkeypatch.setattr(files, "open_regular", lambda path: CountingFile(path, read_of_file))
     middle = torch.zeros(3)
-    reader.load({"a": FlatSlices({4: middle}, 10)}, reader.read_metadata())
+    read_slices(reader, {"a": FlatSlices({4: middle}, 10)}, reader.read_metadata())
     assert middle.tolist() == [5, 6, 7]
     assert read_of_file == {"shard-0-of-2.bin": 8, "shard-1-of-2.bin": 8}, "the third block, and the first"
     read_of_file.clear()
-    reader.load({"a": FlatSlices({0: torch.zeros(6)}, 10)}, reader.read_metadata())
+    read_slices(reader, {"a": FlatSlices({0: torch.zeros(6)}, 10)}, reader.read_metadata())
     assert read_of_file == {"shard-0-of-2.bin": 24}
 
 
@@ -444,7 +444,7 @@ def test_a_file_that_ends_while_it_is_read_is_named(tmp_path: Path) -> None:
     reader = ShardReader(folder, read_tables(folder))
     os.truncate(folder / "shard-1-of-2.bin", 10)
     with pytest.raises(ValueError, match=r"shard-1-of-2\.bin ends at byte 10"):
-        reader.load({"a": FlatSlices({0: torch.zeros(10)}, 10)}, reader.read_metadata())
+        read_slices(reader, {"a": FlatSlices({0: torch.zeros(10)}, 10)}, reader.read_metadata())
 
 
 def test_a_flipped_bit_is_found_in_whatever_byte_it_lies(tmp_path: Path) -> None:

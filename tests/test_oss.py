@@ -459,7 +459,7 @@ def on_device(comm: Collectives, optim_class: Any, device: str, options: dict[st
         for key, value in of_param.items()
     ]
     assert {bucket_device.type for bucket_device in optimizer.buckets} == {device}
-    assert optimizer.optim.state is optimizer.state
+    assert optimizer.state == optimizer.optim.state
     return [param.detach() for param in params], state
 
 

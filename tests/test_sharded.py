@@ -356,7 +356,7 @@ def test_what_was_gathered_before_loading_is_forgotten(tmp_path: Path) -> None:
         load_sharded(trainee.optimizer, tmp_path)
         with pytest.raises(RuntimeError, match="has not been gathered"):
             trainee.optimizer.state_dict()
-        assert trainee.optimizer.state is trainee.optimizer.optim.state
+        assert trainee.optimizer.state == trainee.optimizer.optim.state
 
     virtual.run(on_rank, 2, timeout=120)
 

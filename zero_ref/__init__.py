@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zero_ref.backward.reduction import reduce_to_owners
     from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
     from zero_ref.clip import clip_grad_norm_, get_total_norm
+    from zero_ref.dropin.clients import consolidation_callback, consolidation_hook
     from zero_ref.dropin.oss import OSS
     from zero_ref.dropin.rpc_optimizer import DistributedOptimizer
     from zero_ref.local_sgd.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
         registration_greedy,
         sorted_greedy,
     )
+    from zero_ref.state.dcp import OptimizerToLoad, StatefulOptimizer
+    from zero_ref.state.dcp_reader import DCPReader
     from zero_ref.state.sharded import PendingSave, load_sharded, save_sharded, save_sharded_async
 
 __version__ = "0.1.0"
@@ -54,6 +57,9 @@ __all__ = [
     "save_sharded_async",
     "PendingSave",
     "load_sharded",
+    "StatefulOptimizer",
+    "OptimizerToLoad",
+    "DCPReader",
     "clip_grad_norm_",
     "get_total_norm",
     "OSS",
@@ -65,6 +71,8 @@ __all__ = [
     "post_localSGD_hook",
     "PostLocalSGDOptimizer",
     "DistributedOptimizer",
+    "consolidation_hook",
+    "consolidation_callback",
 ]
 
 _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.rules") | {
@@ -81,6 +89,9 @@ _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.rules") | {
     "save_sharded_async": "zero_ref.state.sharded",
     "PendingSave": "zero_ref.state.sharded",
     "load_sharded": "zero_ref.state.sharded",
+    "StatefulOptimizer": "zero_ref.state.dcp",
+    "OptimizerToLoad": "zero_ref.state.dcp",
+    "DCPReader": "zero_ref.state.dcp_reader",
     "clip_grad_norm_": "zero_ref.clip",
     "get_total_norm": "zero_ref.clip",
     "OSS": "zero_ref.dropin.oss",
@@ -92,6 +103,8 @@ _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.rules") | {
     "post_localSGD_hook": "zero_ref.local_sgd.optimizer",
     "PostLocalSGDOptimizer": "zero_ref.local_sgd.optimizer",
     "DistributedOptimizer": "zero_ref.dropin.rpc_optimizer",
+    "consolidation_hook": "zero_ref.dropin.clients",
+    "consolidation_callback": "zero_ref.dropin.clients",
 }
 
 

@@ -401,7 +401,7 @@ def test_closures_hooks_and_gradients_are_those_of_any_optimizer() -> None:
         before = optimizer.step(closure).item()
         # Their difference is 0.8 whatever they are: the tolerance is a few roundings of numbers near 1.
         assert before - model(torch.ones(3)).sum().item() == pytest.approx(0.8, abs=1e-6)
-        assert optimizer.state is optimizer.optim.state
+        assert optimizer.state == optimizer.optim.state
         assert len(optimizer.state) == 2
         optimizer.zero_grad()
         assert model.weight.grad is None

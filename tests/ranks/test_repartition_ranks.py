@@ -168,7 +168,7 @@ def hand_out(happening: Callable[[], None], at_send: int) -> str:
         message = caught(lambda: optimizer.repartition("even"))
     if optimizer.rank != 1:
         assert optimizer.partition is before
-        assert not optimizer.state, "not all has arrived, so nothing counts"
+        assert len(optimizer.state) == 0, "not all has arrived, so nothing counts"
     if happening is die:
         raise ValueError(message)
     if optimizer.rank != 1:

@@ -44,7 +44,7 @@ def couples_parameters(
     """
 
     options, defaults = _moving(options), _moving(defaults)
-    with _trial():
+    with trial():
         for with_closure in (False, True):
 
             def tried(tensors: int, with_closure: bool = with_closure) -> list[torch.Tensor]:
@@ -97,7 +97,7 @@ def updates_elementwise(
         return False
     options, defaults = _moving(options), _moving(defaults)
     case = optimizer_class, tuple(options.items()), tuple(defaults.items())
-    with _trial():
+    with trial():
         try:
             return _cuts_change_nothing(*case)  # type: ignore[arg-type]
         except TypeError:  # an option cannot be part of a key, as lists cannot
@@ -167,7 +167,7 @@ _ONE_AT_A_TIME = threading.Lock()  # set_stance is global, and virtual ranks are
 
 
 @contextlib.contextmanager
-def _trial() -> Iterator[None]:
+def trial() -> Iterator[None]:
     """One trial at a time, on the CPU whatever the default device, without effect on random numbers."""
     cpu = torch.device("cpu")
     with _ONE_AT_A_TIME, _without_compiling(), cpu, torch.random.fork_rng(devices=[]):

@@ -182,7 +182,6 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             facts += start_values
         alarm = self.collectives.open_channel(number, {param.device for param in self.built.params})
         self.accord = Accord(self.collectives, alarm, f"optimizer {number} ({title(self.optim)})")
-        self.state = self.optim.state
         log_share(self.built, self.shard, self.world_size)
 
     @property
@@ -225,7 +224,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
 
     def begin_update(self) -> None:
         """Apply the user's changes since the last update, to parameters and options."""
-        self._consolidated = None
+        self.state_changes()
         self.current()
         self.accord.before_update(self.standing_facts)
         copy_options(self.param_groups, self.optim.param_groups)
@@ -318,7 +317,6 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         built = Built.of(params, specs, partition, self.parameters_as_bucket_view, self.built)
         self.shard.place(built)
         self.built = built  # last: if a line above fails, the next step tries again
-        self.state = self.optim.state
         log_share(self.built, self.shard, self.world_size)
 
     def _check_apart(self, groups: Sequence[ParamGroup]) -> None:
@@ -423,7 +421,6 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             del self.param_groups[count:], optim.param_groups[count:], self._given[count:]
             if isinstance(optim, SeveralOptimizers):
                 optim.forget_unused()
-            self.state = optim.state
             raise
         self.shard.owned = [*self.shard.owned, *owned]
         self.built = replace(

@@ -16,6 +16,7 @@ import inspect
 import itertools
 import math
 import numbers
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
@@ -337,26 +338,72 @@ def packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     return list(map(packed, param_groups))
 
 
-def saved_ids(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> list[Any]:
-    """The id under which the state of each parameter was saved: by name where both sides have names.
+def arranged(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state dict with its groups, and the parameters in them, in the order of `param_groups`.
+
+    Parameters are found by name where both sides have names: a saved group has "param_names", or names for
+    ids, as FSDP and torch.distributed.checkpoint write them. What wrappers add to a name does not count.
 
     Raises:
-        ValueError: the saved names are not those of `param_groups`, or an id stands for two parameters.
+        ValueError: the dict is not of torch's form, or a group's names are not those of any of our groups.
     """
-    ids: list[Any] = []
-    for index, (saved, ours) in enumerate(zip(state_dict["param_groups"], param_groups, strict=True)):
-        theirs, names = saved.get("param_names"), ours.get("param_names")
-        if theirs is None or names is None:
-            ids += saved["params"]
+    _check_form(state_dict)
+    saved_groups = state_dict["param_groups"]
+    theirs = [_names_in(group["params"], group.get("param_names")) for group in saved_groups]
+    ours = [_names_in((), g.get("param_names", None if g["params"] else ())) for g in param_groups]
+    sizes = [sorted(len(group["params"]) for group in groups) for groups in (saved_groups, param_groups)]
+    if sizes[0] != sizes[1] or None in theirs or None in ours:
+        return dict(state_dict)
+    place = {
+        name: (index, id_)
+        for index, (names, group) in enumerate(zip(theirs, saved_groups, strict=True))
+        for name, id_ in zip(names or (), group["params"], strict=True)
+    }
+    without = iter([group for group in saved_groups if not group["params"]])
+    groups: list[Any] = []
+    for index, names in enumerate(ours):
+        if not names:
+            groups.append(next(without))
             continue
-        if sorted(theirs) != sorted(names):
-            odd = sorted(set(theirs) ^ set(names))
+        source = next((place[name][0] for name in names if name in place), index)
+        if odd := sorted({*names} ^ {*(theirs[source] or ())}):
             raise ValueError(
-                f"the checkpoint's group {index} has other parameters than this optimizer's: {odd[0]!r} is "
+                f"the checkpoint's group {source} has other parameters than this optimizer's: {odd[0]!r} is "
                 f"in one of them only ({len(odd)} such names). Build the same model, then load again."
             )
-        id_of_name = dict(zip(theirs, saved["params"], strict=True))
-        ids += [id_of_name[name] for name in names]
+        groups.append({**saved_groups[source], "params": [place[name][1] for name in names]})
+    return {**state_dict, "param_groups": groups}
+
+
+WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+"""What DDP, torch.compile, activation checkpointing and FSDP put into the names of parameters."""
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it.
+
+    >>> plain_name("module._orig_mod.up.weight")
+    'up.weight'
+    """
+    return WRAPPERS.sub("", name)
+
+
+def _names_in(ids: Sequence[Any], names: Sequence[str] | None) -> list[str] | None:
+    """The names of a group's parameters without those of wrappers: its ids, if these are names; else None."""
+    found = ids if ids and all(isinstance(id_, str) for id_ in ids) else names
+    if found is None:
+        return None
+    plain = [*map(plain_name, found)]
+    return plain if len({*plain}) == len(plain) else list(found)
+
+
+def saved_ids(state_dict: Mapping[str, Any]) -> list[Any]:
+    """The id under which the state of each parameter was saved, in the order of the dict's groups.
+
+    Raises:
+        ValueError: an id stands for two parameters.
+    """
+    ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
     if len(set(ids)) != len(ids):
         raise ValueError("the checkpoint's parameter groups name the same parameter twice; it is damaged.")
     return ids
@@ -370,19 +417,20 @@ def check_fits(
     """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
 
     Args:
+        state_dict: as from `arranged`.
         optim: the local optimizer. If the class of a group is elementwise, its state's shapes are checked.
     Raises:
         ValueError: missing keys, other groups or classes, options that a class refuses, or a state that it
             cannot have made; names the parameter.
     """
-    _check_structure(state_dict, param_groups)
     saved_groups = state_dict["param_groups"]
+    _check_sizes(saved_groups, param_groups)
     classes = [class_of(group, optim) for group in param_groups]
     _check_options(saved_groups, param_groups, classes)
     elementwise = [is_elementwise(of_class) for of_class in classes]
     specs = specs_of(param_groups)
     kinds: list[tuple[Any, ...]] = []
-    ids = saved_ids(state_dict, param_groups)
+    ids = saved_ids(state_dict)
     for number, (id_, param) in enumerate(zip(ids, params_of(param_groups), strict=True)):
         for key, value in state_dict["state"].get(id_, {}).items():
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
@@ -399,8 +447,8 @@ def check_fits(
     return [*options, f"state of shapes and kinds {hashlib.sha256(repr(kinds).encode()).hexdigest()[:12]}"]
 
 
-def _check_structure(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse what lacks groups or state in torch's forms, or has groups of other sizes."""
+def _check_form(state_dict: Mapping[str, Any]) -> None:
+    """Refuse what lacks groups or state in torch's forms."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise ValueError(
@@ -418,6 +466,9 @@ def _check_structure(state_dict: Mapping[str, Any], param_groups: Sequence[dict[
             "the state dict's 'param_groups' must be a list of dicts with 'params', its 'state' a dict of "
             "dicts; this one is damaged, or of another program."
         )
+
+
+def _check_sizes(saved_groups: Sequence[Any], param_groups: Sequence[dict[str, Any]]) -> None:
     saved, ours = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in param_groups]
     if saved != ours:
         raise ValueError(

@@ -29,7 +29,7 @@ from zero_ref.optimizer.shard import MASTER, OwnedSlice
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.state import checkpoint, subclasses
 from zero_ref.state.checkpoint import Entry, dtype_of
-from zero_ref.state.files import FlatSlices, ShardReader
+from zero_ref.state.files import FlatSlices, ShardReader, read_slices
 from zero_ref.state.saves import damage_in
 
 
@@ -55,9 +55,9 @@ def slices_to_save(
         if flat is not None:
             # State with a shape of its own, such as the factors of Adafactor, is stored whole.
             numel = flat.numel() if "shape" in entry else optimizer.partition.numels[entry["param"]]
-            add(_name_of_state(labels, entry["param"], entry["key"]), numel, entry.get("start", 0), flat)
+            add(name_of_state(labels[entry["param"]], entry["key"]), numel, entry.get("start", 0), flat)
     for own in optimizer.shard.owned if parameters else ():
-        name = _name_of_param(labels, own.piece.param)
+        name = name_of_param(labels[own.piece.param])
         add(name, own.param.numel(), own.piece.start, flat_view(own.window))
     return slices, [entry for entry, _ in packed]
 
@@ -92,19 +92,21 @@ def _labels_of(param_groups: Sequence[Mapping[str, Any]]) -> list[str]:
     return names if len(set(names)) == len(numbers) else numbers
 
 
-def _name_of_param(labels: Sequence[str], number: int) -> str:
-    return f"parameters.{labels[number]}"
+def name_of_param(label: str) -> str:
+    """The name under which a parameter's values are stored."""
+    return f"parameters.{label}"
 
 
-def _name_of_state(labels: Sequence[str], number: int, key: str) -> str:
-    return f"state.{labels[number]}.{key}"
+def name_of_state(label: str, key: str) -> str:
+    """The name under which a tensor of its state is stored."""
+    return f"state.{label}.{key}"
 
 
 class Contents:
     """What all ranks' tables together say of an optimizer. Tensors are on "meta": their values are not read.
 
     Attributes:
-        metadata: where the values are, for `ShardReader.load`.
+        metadata: where the values are, for `read_slices`.
         params, labels: the parameters, and their names in the files.
         state_dict: as of the unsharded optimizer.
         notes: the user's.
@@ -138,7 +140,7 @@ class Contents:
         for number, param in enumerate(self.params):
             flat_view(param)  # raises if there are gaps between the elements
             if self.has_values(number):
-                self._check_stored(_name_of_param(self.labels, number), param)
+                self._check_stored(name_of_param(self.labels[number]), param)
         self.notes = dict(contents["notes"])
         self.state_dict: dict[str, Any] = {"state": {}, "param_groups": groups}
 
@@ -164,11 +166,11 @@ class Contents:
         if "value" not in entry:
             entry = {**entry, "device": "meta"}
         if checkpoint.allocate(of_param, entry, self.params[number]) is not None:
-            self._check_stored(_name_of_state(self.labels, number, key), of_param[key])
+            self._check_stored(name_of_state(self.labels[number], key), of_param[key])
 
     def has_values(self, number: int) -> bool:
         """Whether the elements of a parameter were saved, not only its state."""
-        return _name_of_param(self.labels, number) in self.metadata.state_dict_metadata
+        return name_of_param(self.labels[number]) in self.metadata.state_dict_metadata
 
     def _check_stored(self, name: str, tensor: torch.Tensor) -> None:
         stored = self.metadata.state_dict_metadata[name]
@@ -182,12 +184,15 @@ class Contents:
     def check_fits(self, optimizer: ZeroRedundancyOptimizer, parameters: bool) -> list[str]:
         """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
 
+        Its groups are then in the order of the optimizer's.
+
         Raises:
             ValueError: other groups, names or shapes, or no values where `parameters` are wanted; names the
                 parameter.
         """
+        self.state_dict = checkpoint.arranged(self.state_dict, optimizer.param_groups)
         facts = checkpoint.check_fits(self.state_dict, optimizer.param_groups, optimizer.optim)
-        ids = checkpoint.saved_ids(self.state_dict, optimizer.param_groups)
+        ids = checkpoint.saved_ids(self.state_dict)
         for number, (id_, ours) in enumerate(zip(ids, optimizer.built.params, strict=True)):
             theirs = self.params[id_]
             if theirs.shape != ours.shape:
@@ -222,7 +227,7 @@ class LoadedShard:
         self._wholes: dict[str, torch.Tensor] = {}
         self._reordered: list[tuple[torch.Tensor, torch.Tensor, OwnedSlice]] = []
         saved_state = contents.state_dict["state"]
-        ids = checkpoint.saved_ids(contents.state_dict, optimizer.param_groups)
+        ids = checkpoint.saved_ids(contents.state_dict)
         for position, own in enumerate(optimizer.shard.owned):
             number = ids[own.piece.param]
             if number in saved_state:
@@ -233,9 +238,9 @@ class LoadedShard:
                 subclasses.check_is_whole(plain, own.is_whole, what)
                 self.state[position] = subclasses.put_together(plain)
             if parameters:
-                name = _name_of_param(contents.labels, number)
+                name = name_of_param(contents.labels[number])
                 self.parameters.append((own, self._allocate_slice(own, name, contents.params[number])))
-        reader.load(self._slices, contents.metadata)
+        read_slices(reader, self._slices, contents.metadata)
         for flat, whole, own in self._reordered:
             flat.copy_(flat_like(whole, own.param)[own.piece.start : own.piece.stop])
         self._keep_wider_values(optimizer.shard.masters, stateless=not saved_state)
@@ -263,7 +268,7 @@ class LoadedShard:
             return value
         if not value.is_meta:
             return value.clone()  # each slice counts its own steps
-        name = _name_of_state(self._contents.labels, number, key)
+        name = name_of_state(self._contents.labels[number], key)
         if value.shape == self._contents.params[number].shape and not subclasses.is_within(key):
             return self._allocate_slice(own, name, value)
         whole = torch.empty(value.shape, dtype=value.dtype)

@@ -33,13 +33,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
+    ReadItem,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from zero_ref.optimizer.groups import dtype_name
+from zero_ref.plan.boxes import Box, boxes_in_memory
 from zero_ref.state.checkpoint import dtype_of
 from zero_ref.state.durable import open_regular, replacing, writing
 from zero_ref.state.saves import (
@@ -64,29 +67,44 @@ Table = dict[str, Any]
 
 
 class FlatSlices(torch.Tensor):
-    """A flat tensor of which this rank has only some ranges, to be saved, or to be loaded into.
+    """A tensor of which this rank has only some ranges of its memory, to be saved, or to be loaded into.
 
-    It has a size, a dtype and no values of its own. DCP's planners ask for its ranges by the dunder methods.
+    It has a size, a dtype and no values of its own. DCP's planners ask for its ranges by the dunder methods,
+    as boxes: a flat tensor's ranges, or those boxes of a shaped one that the ranges consist of.
 
     >>> part = FlatSlices({4: torch.tensor([7.0, 8.0])}, numel=10)
     >>> part.size(), part
     (torch.Size([10]), FlatSlices([4, 6) of 10))
+    >>> FlatSlices(part.pieces, numel=10, like=torch.empty(2, 5)).__create_chunk_list__()
+    [ChunkStorageMetadata(offsets=torch.Size([0, 4]), sizes=torch.Size([1, 1])),
+     ChunkStorageMetadata(offsets=torch.Size([1, 0]), sizes=torch.Size([1, 1]))]
 
     Args:
         pieces: by the number of their first element, 1-D tensors of one dtype, at least one.
         numel: of the whole tensor.
+        like: has the shape and the strides of the whole tensor; None for a flat one.
     """
 
     pieces: dict[int, torch.Tensor]
 
     @staticmethod
-    def __new__(cls, pieces: dict[int, torch.Tensor], numel: int) -> FlatSlices:
+    def __new__(
+        cls, pieces: dict[int, torch.Tensor], numel: int, like: torch.Tensor | None = None
+    ) -> FlatSlices:
         one = next(iter(pieces.values()))
+        size, strides = ((numel,), (1,)) if like is None else (like.size(), like.stride())
         slices: FlatSlices = torch.Tensor._make_wrapper_subclass(
-            cls, (numel,), dtype=one.dtype, device=one.device
+            cls, size, strides=strides, dtype=one.dtype, device=one.device
         )
         slices.pieces = pieces
         return slices
+
+    def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The boxes that are here, and their elements as views of the pieces."""
+        for start, piece in self.pieces.items():
+            for box in boxes_in_memory(start, start + piece.numel(), self.size(), self.stride()):
+                place = piece.storage_offset() + box.start - start
+                yield box, piece.as_strided(box.sizes, self.stride(), place)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         return [
@@ -99,18 +117,20 @@ class FlatSlices(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(start, piece.numel()) for start, piece in self.pieces.items()]
+        return [chunk(box) for box, _ in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        return self.pieces[index.offset[0]]
+        return next(elements for box, elements in self._boxes() if box.offsets == index.offset)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         ranges = ", ".join(f"[{start}, {start + piece.numel()})" for start, piece in self.pieces.items())
         return f"FlatSlices({ranges} of {self.numel()})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), __: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.new_empty.default:
+            # dcp.async_save makes a new one of the same size, and then gives it copies of the attributes.
+            return FlatSlices(args[0].pieces, args[0].numel(), like=args[0])
         raise NotImplementedError(f"{func} needs the whole tensor, of which only a part is here.")
 
 
@@ -166,7 +186,7 @@ class ShardWriter:
             file.write(text)
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """A piece of a tensor in a data file, as its table says.
 
     Args:
@@ -190,6 +210,18 @@ class _Piece(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
+class Stored(NamedTuple):
+    """A box of a tensor, and the piece in which its elements lie.
+
+    Args:
+        strides: of the tensor, whose element at `index` has the number sum(index * strides).
+    """
+
+    piece: Piece
+    box: Box
+    strides: tuple[int, ...]
+
+
 class ShardReader(FileSystemReader):
     """Reads ranges of tensors from the files of all ranks, and checks each block that a range touches.
 
@@ -208,18 +240,11 @@ class ShardReader(FileSystemReader):
         self.folder = folder
         self.tables = read_tables(folder) if tables is None else tables
 
-    def load(self, tensors: Mapping[str, FlatSlices], metadata: Metadata) -> None:
-        """What torch.distributed.checkpoint.load does on a rank between its calls to the others."""
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(tensors), metadata)
-        self.set_up_storage_reader(metadata, is_coordinator=True)
-        self.read_data(planner.create_local_plan(), planner)
-
     def path_of_table(self, rank: int) -> Path:
         """The JSON file of a rank."""
         return self.folder / table_name(rank, len(self.tables))
 
-    def pieces_of_rank(self, rank: int) -> Iterator[_Piece]:
+    def pieces_of_rank(self, rank: int) -> Iterator[Piece]:
         """The pieces in a rank's data file. They must fill it, so a table claims nothing that is not there.
 
         Raises:
@@ -228,7 +253,7 @@ class ShardReader(FileSystemReader):
         path, table, end = self.path_of_table(rank), self.tables[rank], 0
         with damage_in(path):
             pieces = [
-                _Piece(path.with_suffix(".bin"), name, dtype_of(tensor["dtype"]), *piece)
+                Piece(path.with_suffix(".bin"), name, dtype_of(tensor["dtype"]), *piece)
                 for name, tensor in table["tensors"].items()
                 for piece in tensor["pieces"]
             ]
@@ -252,7 +277,7 @@ class ShardReader(FileSystemReader):
             DamagedError: the tables say what cannot be, or leave elements out.
         """
         stored: dict[str, TensorStorageMetadata] = {}
-        places: dict[MetadataIndex, _Piece] = {}
+        places: dict[MetadataIndex, Stored] = {}
         for rank, table in enumerate(self.tables):
             with damage_in(self.path_of_table(rank)):
                 for piece in self.pieces_of_rank(rank):
@@ -266,33 +291,35 @@ class ShardReader(FileSystemReader):
                     # State with a shape of its own is stored by each owner of a part of the parameter.
                     index = MetadataIndex(name, (piece.start,))
                     if index not in places:
-                        places[index] = piece
-                        known.chunks.append(_chunk(piece.start, piece.numel))
+                        box = Box((piece.start,), (piece.numel,), piece.start)
+                        places[index] = Stored(piece, box, (1,))
+                        known.chunks.append(chunk(box))
         for name, tensor in stored.items():
             _check_is_whole(self.folder, name, tensor)
         return Metadata(dict(stored), storage_data=places)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        requests: list[tuple[_Piece, Any]] = sorted(
+        requests: list[tuple[Stored, ReadItem]] = sorted(
             ((self.storage_data[item.storage_index], item) for item in plan.items),
-            key=lambda request: (request[0].path, request[0].offset),
+            key=lambda request: (request[0].piece.path, request[0].piece.offset),
         )
-        for path, of_file in itertools.groupby(requests, key=lambda request: request[0].path):
+        for path, of_file in itertools.groupby(requests, key=lambda request: request[0].piece.path):
             with _opened(path) as file:
-                for piece, item in of_file:
+                for stored, item in of_file:
                     target = planner.resolve_tensor(item).detach()
-                    direct = (
-                        target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
-                    )
-                    buffer = target if direct else torch.empty(target.shape, dtype=piece.dtype)
-                    first = item.storage_offsets[0] * piece.dtype.itemsize
-                    _read_checked(file, piece, first, _memory_of(buffer))
-                    if not direct:
-                        target.copy_(buffer)
+                    _read_part(file, stored, item, target)
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+def read_slices(reader: StorageReader, tensors: Mapping[str, FlatSlices], metadata: Metadata) -> None:
+    """What torch.distributed.checkpoint.load does on a rank between its calls to the others."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
 
 
 def read_tables(folder: Path) -> list[Table]:
@@ -366,8 +393,23 @@ def _check_is_whole(folder: Path, name: str, tensor: TensorStorageMetadata) -> N
 _DIGEST = len(hashlib.sha256().hexdigest())
 
 
-def _chunk(start: int, numel: int) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size([start]), sizes=torch.Size([numel]))
+def chunk(box: Box) -> ChunkStorageMetadata:
+    """The box in DCP's form."""
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+
+
+def _read_part(file: IO[bytes], stored: Stored, item: ReadItem, target: torch.Tensor) -> None:
+    """Read a part of a box into `target`; of a part whose elements are scattered, also what lies between."""
+    piece, box, strides = stored
+    index = [begin + within for begin, within in zip(box.offsets, item.storage_offsets)]
+    first = sum(at * stride for at, stride in zip(index, strides)) - piece.start
+    numel = 1 + sum((length - 1) * stride for length, stride in zip(item.lengths, strides))
+    in_file = torch.empty(numel, dtype=piece.dtype, device="meta").as_strided(item.lengths, strides)
+    direct = target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
+    buffer = target if direct and in_file.is_contiguous() else torch.empty(numel, dtype=piece.dtype)
+    _read_checked(file, piece, first * piece.dtype.itemsize, _memory_of(buffer))
+    if buffer is not target:
+        target.copy_(buffer.as_strided(item.lengths, strides))
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
@@ -388,7 +430,7 @@ def _opened(path: Path) -> IO[bytes]:
         return open_regular(path)
 
 
-def _read_checked(file: IO[bytes], piece: _Piece, first: int, into: memoryview) -> None:
+def _read_checked(file: IO[bytes], piece: Piece, first: int, into: memoryview) -> None:
     """Read the bytes of a piece from `first` on, and check the blocks in which they lie.
 
     Raises:

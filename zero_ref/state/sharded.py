@@ -314,7 +314,7 @@ def _find_and_share(
     found: list[Any] = []
     if comm.rank == 0:
         try:
-            found = [*_newest_intact(path, name, skipped), None, ""]
+            found = [*newest_intact(path, name, skipped), None, ""]
         except Exception as error:
             kind = next((n for n, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1)
             found = ["", [], {}, kind, str(error)]
@@ -327,7 +327,7 @@ def _find_and_share(
     return path / folder_name, tables
 
 
-def _newest_intact(
+def newest_intact(
     path: Path, name: str | None, skipped: Mapping[str, str]
 ) -> tuple[str, list[Table], dict[str, str]]:
     """The newest complete save whose tables are intact, or the one of that name; and all that are damaged."""

@@ -7,19 +7,44 @@ refuse a state that does not fit, and a load that fails leaves the optimizer unc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal
 
+import torch
 from torch.optim import Optimizer
 
 from zero_ref.comm.accord import Accord, facts_of_options
 from zero_ref.comm.agreement import RanksLostError, agreement
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.groups import replace_options
-from zero_ref.optimizer.several import optimizers_in
-from zero_ref.optimizer.shard import Shard
+from zero_ref.optimizer.coupling import trial
+from zero_ref.optimizer.groups import ParamGroup, params_of, replace_options
+from zero_ref.optimizer.several import is_known, keys_beside_state, local_optimizer, optimizers_in
+from zero_ref.optimizer.shard import MASTER, Shard
 from zero_ref.state import checkpoint
+
+
+class LocalState(ChainMap[Any, Any]):
+    """A view of a local optimizer's state that is true even where it is empty, and says what is elsewhere.
+
+    torch.distributed.checkpoint takes an optimizer with an empty state for one that was never stepped, and
+    steps it. A rank that owns nothing would do so alone.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __missing__(self, key: Any) -> Any:
+        raise KeyError(
+            "this rank has no state of that tensor: another rank owns the parameter, or a part of it, or "
+            "there is no state yet. torch's set_optimizer_state_dict asks for it where a state dict is flat: "
+            "get it with flatten_optimizer_state_dict=False, or load it by zero_ref.StatefulOptimizer."
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        # Not by ChainMap's own way: a defaultdict would make an entry for the parameter.
+        return self.maps[0][key] if key in self.maps[0] else self.__missing__(key)
 
 
 class WithWholeState(Optimizer):
@@ -30,7 +55,10 @@ class WithWholeState(Optimizer):
     shard: Shard
     current: Callable[[], Built]
     standing_facts: Callable[[], list[str]]
+    _given: list[ParamGroup]
+    _main: tuple[type[Optimizer], Mapping[str, Any]]
     _consolidated: checkpoint.State | None = None
+    _is_as_constructed = True  # no update and no load since, on any rank
 
     @property
     def rank(self) -> int:
@@ -43,6 +71,15 @@ class WithWholeState(Optimizer):
     @property
     def optim(self) -> Optimizer:
         return self.shard.optim
+
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Any, Any]:
+        """The local optimizer's state: that of the slices of this rank."""
+        return LocalState(self.optim.state)
+
+    @state.setter
+    def state(self, _: Any) -> None:
+        """torch's constructor sets it to an empty one."""
 
     def consolidate_state_dict(self, to: int | Literal["all"] = 0) -> None:
         """Gather the optimizer state onto one rank, or onto all; then `state_dict()` returns it there.
@@ -72,12 +109,19 @@ class WithWholeState(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state that the unsharded optimizer would have. It loads there, and here at any world size.
 
+        Before the first update or load it needs no consolidation: it is what the constructor makes, for most
+        classes nothing.
+
         Raises:
-            RuntimeError: the state was not consolidated onto this rank since the last step.
+            RuntimeError: the state was not consolidated onto this rank since the last update or load; or,
+                before the first, a class that is not torch's makes state in its constructor.
         """
         for before_hook in self._optimizer_state_dict_pre_hooks.values():
             before_hook(self)
-        if self._consolidated is None:
+        whole = self._consolidated
+        if whole is None and self._is_as_constructed:
+            whole = self._constructed_state()
+        if whole is None:
             raise RuntimeError(
                 f"rank {self.rank}: the optimizer state is spread over {self.world_size} ranks and has not "
                 "been gathered on this one since the last step. Call "
@@ -85,19 +129,79 @@ class WithWholeState(Optimizer):
                 "the state was gathered to."
             )
         state_dict: dict[str, Any] = {
-            "state": {param: dict(state) for param, state in self._consolidated.items()},
+            "state": {param: dict(state) for param, state in whole.items()},
             "param_groups": checkpoint.packed_groups(self.param_groups),
         }
         for after_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = after_hook(self, state_dict) or state_dict
         return state_dict
 
+    def _constructed_state(self) -> checkpoint.State | None:
+        """The state that the unsharded optimizer's constructor makes, without communication.
+
+        A rank that owns nothing cannot tell from its own state, so each constructs the optimizer on
+        stand-ins for all parameters. Nothing is written into their memory, so they take none.
+
+        Returns:
+            By parameter number, on the CPU. None if only a consolidation can tell: a class that is not
+            torch's makes state, which may depend on the values of parameters.
+        """
+        masters = self.shard.masters
+
+        def stand_in(param: torch.Tensor) -> torch.Tensor:
+            dtype = masters.dtype if masters is not None and masters.copies(param) else param.dtype
+            return torch.empty_like(param, dtype=dtype, device="cpu", requires_grad=param.requires_grad)
+
+        try:
+            with torch.device("cpu"):  # also where the default is another
+                optim = self._optimizer_of(stand_in)
+        except Exception:  # a class may refuse the stand-ins
+            return None
+        if keys_beside_state(optim) or (optim.state and not is_known(optim)):
+            return None
+        state: checkpoint.State = optim.state_dict()["state"]
+        return state
+
+    def _optimizer_of(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Optimizer:
+        """An optimizer like the local one, on stand-ins for all parameters."""
+        groups = [
+            {**given, "params": [stand_in(param) for param in group["params"]]}
+            for group, given in zip(self.param_groups, self._given, strict=True)
+        ]
+        return local_optimizer(groups, *self._main)
+
+    def keys_of_state(self) -> list[list[Any]]:
+        """For each parameter the keys that its state has after an update, as a trial on small ones finds out.
+
+        Cost: an update of 2**ndim elements for each parameter, on the CPU.
+        """
+
+        def stand_in(param: torch.Tensor) -> torch.Tensor:
+            small = torch.zeros([2] * param.ndim, requires_grad=param.requires_grad)
+            small.grad = torch.zeros_like(small) if param.requires_grad else None
+            return small
+
+        with trial():
+            optim = self._optimizer_of(stand_in)
+            optim.step()
+        masters = self.shard.masters
+        return [
+            [*optim.state.get(small, {}), *[MASTER] * (masters is not None and masters.copies(param))]
+            for small, param in zip(params_of(optim.param_groups), self.current().params, strict=True)
+        ]
+
+    def state_changes(self) -> None:
+        """Note that what was gathered, and what the constructor made, is no longer the state."""
+        self._consolidated, self._is_as_constructed = None, False
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's shard of a whole optimizer's state.
 
         Args:
             state_dict: from the plain torch optimizer or from a consolidated ZeroRedundancyOptimizer, at any
-                world size and partition. This rank's shard is copied, so later steps do not change the dict.
+                world size and partition, or whole from FSDP or torch.distributed.checkpoint. Where it and
+                this optimizer have names for parameters, groups and parameters may come in any order. This
+                rank's shard is copied, so later steps do not change the dict.
         Raises:
             ValueError: the dict is not for these parameters; names the first that does not fit. If one rank
                 raises, all raise and the optimizer is unchanged.
@@ -108,8 +212,9 @@ class WithWholeState(Optimizer):
         with self.loading("load the state dict") as facts:
             for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before_hook(self, state_dict) or state_dict
+            state_dict = checkpoint.arranged(state_dict, self.param_groups)
             facts += checkpoint.check_fits(state_dict, self.param_groups, self.optim)
-            ids = checkpoint.saved_ids(state_dict, self.param_groups)
+            ids = checkpoint.saved_ids(state_dict)
             mine = checkpoint.shard_of(state_dict["state"], ids, self.shard.owned)
             self.shard.load(mine, state_dict["param_groups"])
         for after_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -137,11 +242,9 @@ class WithWholeState(Optimizer):
             if isinstance(error, RanksLostError) or not isinstance(error, Exception):
                 self.accord.was_cut_off(action)
             raise
-        finally:
-            self.state = self.optim.state
         self.shard.settle()
         replace_options(self.optim.param_groups, self.param_groups)
-        self._consolidated = None
+        self.state_changes()
         self.accord.lost = {}
 
     def __getstate__(self) -> dict[str, Any]:
