@@ -48,7 +48,9 @@ NOT_FOR_READERS = {
     "zero_ref.simulator.timeline": {"covered_ms"},
     "zero_ref.bench.pieces": {"flops_of", "load_average", "now", "passages"},
     "zero_ref.lab.compare": {"ProgressFile", "as_json", "environment", "problems"},
-    "zero_ref.lab.config": {"add_training_arguments", "config_from", "keeps_masters", "least_bytes"},
+    "zero_ref.lab.config": {
+        *("add_training_arguments", "config_from", "keeps_masters", "least_bytes", "shard_saves"),
+    },
     "zero_ref.lab.stage_3": {"load_whole", "shard", "whole"},
     "zero_ref.lab.strategies": {"BehindAStep", "Observed", "Sharded"},
     "zero_ref.lab.meter": {"gather_from_ranks", "loopback_is_private", "raise_loopback"},
@@ -58,8 +60,12 @@ NOT_FOR_READERS = {
         "learning_rate",
         "main",
         "print_progress",
-        "read_checkpoint",
     },
+    "zero_ref.lab.checkpoints": {
+        *("Checkpoints", "Losses", "ShardedSaves", "WholeFile", "check_notes", "checkpoints_for"),
+        *("in_words", "read_checkpoint", "repeated_steps", "stretches_in"),
+    },
+    "zero_ref.lab.elastic": {"as_elastic_rank", "complaint", "time_out"},
 }
 """What modules share with each other: public among them, and of no use to a reader."""
 

@@ -41,17 +41,23 @@ def run_train(arguments: argparse.Namespace) -> int:
     """Train, print the table, and write JSON if asked to; return 1 if a prediction or a loss is wrong."""
     strategies = list(dict.fromkeys(arguments.strategy or ["zero-bucket"]))
     config = training_config(arguments, strategies)
-    if len(strategies) > 1 and config.checkpoint:
-        raise CommandError("--checkpoint is one file: give one --strategy with it.")
+    if len(strategies) > 1 and (config.checkpoint or config.checkpoint_dir):
+        raise CommandError("--checkpoint and --checkpoint-dir hold one model: give one --strategy with them.")
     console = need("rich.console").Console(highlight=False)
     compare = need("zero_ref.lab.compare")
     try:
         outcomes = [run.outcome for run in compare.compare(strategies, config, arguments.ranks, console)]
     except need("zero_ref.lab.ranks").RankError as error:
         raise CommandError(str(error), code=1) from None
+    except need("zero_ref.lab.checkpoints").NothingLeftError as nothing:
+        print(nothing)
+        return 0
     console.print(compare.table(outcomes))
     console.print()
     console.print(compare.bytes_table(outcomes))
+    for outcome in outcomes:
+        if outcome.ran:
+            console.print(f"\n{need('zero_ref.lab.checkpoints').in_words(outcome.ran)}", soft_wrap=True)
     if arguments.json:
         write_text("--json", arguments.json, json_text(compare.as_json(outcomes, config)) + "\n")
     problems = compare.problems(outcomes)
@@ -78,7 +84,7 @@ def register_demo(subparsers: Subparsers) -> None:
 def run_demo(arguments: argparse.Namespace) -> int:
     """Run the demo; return 1 if a prediction or a loss is wrong."""
     config = training_config(arguments, list(RECIPES))
-    if config.checkpoint:
+    if config.checkpoint or config.checkpoint_dir:
         raise CommandError("the demo writes no checkpoint; use `zero-ref train --checkpoint FILE`.")
     console = need("rich.console").Console(highlight=False)
     demo = need("zero_ref.lab.demo")

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from zero_ref.lab import ranks
+from zero_ref.lab import elastic, ranks
+from zero_ref.lab.checkpoints import NothingLeftError
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.meter import HeldBytes
-from zero_ref.lab.train import Outcome, outcome, predict, train
+from zero_ref.lab.train import Measured, Outcome, outcome, predict, train
 from zero_ref.simulator.recipe import LOCAL_SGD
 
 ROW_NAMES = {
@@ -58,15 +60,33 @@ def compare(
         timeout: seconds for each strategy.
     Raises:
         RankError: a rank failed.
+        NothingLeftError: all steps are in `config.checkpoint_dir` already.
         ValueError: as `TrainConfig.under`, before the first strategy is run.
     """
     runs = []
     for of_strategy in [config.under(strategy) for strategy in strategies]:
         plan = predict(of_strategy, world_size)  # before anything runs
         with _progress_bar(f"{of_strategy.recipe.title:<12}", config.steps, console) as report:
-            measured = ranks.run(train, world_size, of_strategy, report, timeout=timeout)
+            measured = _train_on_ranks(of_strategy, world_size, report, console, timeout)
+        if len(measured) != world_size:
+            plan = predict(of_strategy, len(measured))  # of the ranks that were left at the end
         runs.append(StrategyRun(outcome(of_strategy, plan, measured), [rank.held for rank in measured]))
     return runs
+
+
+def _train_on_ranks(
+    config: TrainConfig, world_size: int, report: ProgressFile, console: Console, timeout: float
+) -> list[Measured]:
+    try:
+        if config.elastic:
+            return elastic.run(
+                train, world_size, config, report, say=partial(console.print, soft_wrap=True), timeout=timeout
+            )
+        return ranks.run(train, world_size, config, report, timeout=timeout)
+    except ranks.RankError as error:
+        if isinstance(error.__cause__, NothingLeftError):
+            raise error.__cause__ from None
+        raise
 
 
 class ProgressFile:

@@ -6,12 +6,14 @@ import argparse
 import math
 import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from zero_ref.lab._arguments import LARGEST_SEED, ReplacedFile, number, seed, whole
+from zero_ref.lab._arguments import LARGEST_SEED, OutputFolder, ReplacedFile, number, seed, whole
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.ledger import MIXED_ADAMW, itemsize_of, state_rule
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.recipe import Recipe, recipe
+from zero_ref.state.saves import saves_in
 
 VOCABULARY = 256
 """One token for each byte."""
@@ -78,7 +80,12 @@ class TrainConfig:
         warmup_steps: over these the learning rate rises from 0.
         checkpoint: a file to write when done, and every `checkpoint_every` steps if that is not 0. Not under
             local-sgd.
-        resume: go on from `checkpoint`, which any other strategy and number of ranks may have written.
+        checkpoint_dir: in its place a directory for sharded saves, made as often. Only under strategies that
+            shard the state among all ranks by a ZeroRedundancyOptimizer.
+        resume: go on from `checkpoint`, or from the newest intact save in `checkpoint_dir`. Another strategy
+            and number of ranks may have written either.
+        elastic: go on from the newest intact save in `checkpoint_dir` if there is one, and with fewer ranks
+            where some are lost. `checkpoint_every` may then be left 0, for a tenth of the steps.
     """
 
     strategy: str = "zero-bucket"
@@ -94,6 +101,8 @@ class TrainConfig:
     checkpoint: str | None = None
     checkpoint_every: int = 0
     resume: bool = False
+    checkpoint_dir: str | None = field(default=None, kw_only=True)
+    elastic: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.master_dtype is not None:
@@ -119,8 +128,40 @@ class TrainConfig:
             raise ValueError(f"seed must be 0 to {LARGEST_SEED}, got {self.seed}.")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate:g}.")
-        if (self.resume or self.checkpoint_every) and not self.checkpoint:
-            raise ValueError("resume and checkpoint_every need the name of a checkpoint file.")
+        if (self.resume or self.checkpoint_every) and not (self.checkpoint or self.checkpoint_dir):
+            raise ValueError(
+                "resume and checkpoint_every need the name of a checkpoint file, or of a checkpoint_dir."
+            )
+        if self.checkpoint and self.checkpoint_dir:
+            raise ValueError("checkpoint and checkpoint_dir are two places for one state: leave one out.")
+        if self.elastic and not self.checkpoint_dir:
+            raise ValueError(
+                "elastic needs checkpoint_dir, a directory that all ranks see, to go on from what is saved."
+            )
+        if self.checkpoint_dir:
+            shard_saves(self.recipe)  # or say why it cannot
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it begins with what is saved, if anything is."""
+        return self.resume or self.elastic
+
+    @property
+    def save_every(self) -> int:
+        """Steps between two saves; 0 for one at the end alone.
+
+        >>> TrainConfig(steps=200, checkpoint_dir="run7", elastic=True).save_every
+        20
+        """
+        return self.checkpoint_every or (max(1, self.steps // 10) if self.elastic else 0)
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a save is due when so many steps are done, the last of all not among them.
+
+        None is made when only one step is left: DDP builds its buckets in the first step of whoever goes on
+        from there, so that no prediction would hold.
+        """
+        return bool(self.save_every) and step % self.save_every == 0 and step + 2 <= self.steps
 
     @property
     def recipe(self) -> Recipe:
@@ -189,6 +230,30 @@ def keeps_masters(how: Recipe) -> bool:
     return True
 
 
+def shard_saves(how: Recipe) -> None:
+    """Return if the state under this recipe can be saved in shards, each rank what it owns.
+
+    Raises:
+        ValueError: it cannot; says why, and what to use.
+    """
+    reason = ""
+    if how.averaging is not None:
+        reason = "trains another model on each rank between two averages, and a save holds one"
+    elif how.stage == 3:
+        reason = (
+            "is PyTorch's fully_shard with its own AdamW, and save_sharded writes a ZeroRedundancyOptimizer's"
+        )
+    elif how.partition is None:
+        reason = "keeps the whole state on every rank, so there are no shards"
+    elif how.shard_group is not None:
+        reason = "with shard_group has several groups of ranks, each with the whole state, for one directory"
+    if reason:
+        instead = "" if how.averaging is not None else ", or checkpoint, one file, in place of checkpoint_dir"
+        raise ValueError(
+            f"strategy {how.name!r} {reason}: choose zero, zero-bucket, zero-even or zero-2{instead}."
+        )
+
+
 def least_bytes(config: TrainConfig, ranks: int) -> int:
     """What a run needs at least on all ranks of a machine: no less than this, and rather some times as much.
 
@@ -249,16 +314,33 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", type=ReplacedFile, metavar="FILE", help="write model and optimizer here when done"
     )
-    parser.add_argument("--checkpoint-every", type=whole(0, 10**7), default=0, metavar="STEPS")
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=OutputFolder,
+        metavar="DIR",
+        help="in place of --checkpoint: save here in shards, each rank what it owns",
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        type=whole(0, 10**7),
+        default=0,
+        metavar="STEPS",
+        help="save on the way too (default: only when done; with --elastic after each tenth of the steps)",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="with --checkpoint-dir: when a rank is lost, the others go on from the newest save",
+    )
 
 
 def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
     """The TrainConfig that the options describe.
 
     Raises:
-        ValueError: as `TrainConfig` and `GPTConfig`; there is no checkpoint to resume; only one step is asked
-            for, in which DDP builds its buckets, so that no prediction holds.
+        ValueError: as `TrainConfig` and `GPTConfig`; there is no checkpoint to resume, or one that would be
+            overwritten; only one step is asked for, in which DDP builds its buckets, so no prediction holds.
     """
     if args.steps < 2:
         raise ValueError(f"--steps must be at least 2, got {args.steps}: the first builds DDP's buckets.")
@@ -266,6 +348,18 @@ def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
         raise ValueError(
             f"--resume: there is no file {args.checkpoint} yet; leave --resume out the first time."
         )
+    if args.checkpoint_dir and not args.elastic:
+        is_there = any(save.is_complete for save in saves_in(Path(args.checkpoint_dir)))
+        if is_there and not args.resume:
+            raise ValueError(
+                f"--checkpoint-dir {args.checkpoint_dir} has saves of a run: add --resume to go on from "
+                "the newest, or name another directory."
+            )
+        if args.resume and not is_there:
+            raise ValueError(
+                f"--resume: there is no complete save in {args.checkpoint_dir} yet; leave --resume out the "
+                "first time."
+            )
     return TrainConfig(
         strategy=strategy,
         steps=args.steps,
@@ -279,4 +373,6 @@ def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
         checkpoint=args.checkpoint and str(args.checkpoint),
         checkpoint_every=args.checkpoint_every,
         resume=args.resume,
+        checkpoint_dir=args.checkpoint_dir and str(args.checkpoint_dir),
+        elastic=args.elastic,
     )

@@ -13,30 +13,26 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from zero_ref.comm.agreement import agree
-from zero_ref.comm.collectives import as_collectives
-from zero_ref.lab import meter, stage_3
+from zero_ref.lab import elastic, meter
 from zero_ref.lab._arguments import Parser, complain, json_text, unwritable
-from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig, add_training_arguments, config_from
+from zero_ref.lab.checkpoints import NothingLeftError, Stretch, checkpoints_for, in_words, stretches
+from zero_ref.lab.config import COMPARED, TrainConfig, add_training_arguments, config_from
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.lab.placement import own_device, place_ranks, settle
 from zero_ref.lab.ranks import device
 from zero_ref.lab.strategies import trainable
-from zero_ref.optimizer.shard import MASTER
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.simulator import models
 from zero_ref.simulator.ledger import MIXED_16, Convention, itemsize_of, ledger
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
-from zero_ref.state.durable import make_directory, replacing
 
 Progress = Callable[[int, float], None]
 """Called with the number of steps done and the last training loss."""
@@ -48,9 +44,10 @@ class Measured(NamedTuple):
     Args:
         calls: of `TrainConfig.recorded_steps`.
         held: bytes kept after the last step.
-        losses: training loss of each step done, the mean over ranks.
+        losses: training loss of each step done, the mean over ranks; those of earlier runs included where a
+            sharded save held them.
         held_out_loss: after the last step, on text that was not trained on; on rank 0 at least.
-        step_ms: of each step done.
+        step_ms: of each step done in this run.
     """
 
     calls: list[Call]
@@ -66,16 +63,16 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
     Collective: all ranks, with equal arguments (`progress` is called on rank 0).
     Raises:
         RuntimeError, ValueError: a checkpoint that cannot be read or is of another model, on all ranks alike.
+        NothingLeftError: all steps were done before.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    text = language_reference()
+    rank, text = dist.get_rank(), language_reference()
     model = GPT(config.model, config.seed).to(device())
     made = trainable(config.recipe, model, config.learning_rate)
     optimizer = made.optimizer
-    first_step = load_checkpoint(config, model, optimizer) if config.resume else 0
+    checkpoints = checkpoints_for(config, model, optimizer)
+    first_step, losses = checkpoints.load()
 
     calls: list[Call] = []
-    losses: list[torch.Tensor] = []
     step_ms: list[float] = []
     for step in range(first_step, config.steps):
         with made.recording(), meter.timing(step_ms):
@@ -91,22 +88,20 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
         if step in config.recorded_steps:
             calls += made.calls
         made.calls.clear()
-        losses.append(loss.detach())
+        losses.add(loss)
+        checkpoints.reached(step + 1)
         if progress and rank == 0:
-            progress(step + 1, losses[-1].item())
-        if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0:
-            save_checkpoint(config, model, optimizer, step + 1)
+            progress(step + 1, loss.item())
+        if config.saves_after(step + 1):
+            checkpoints.save(step + 1, losses)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.arriving.wait()  # nothing more is trained that would
     held = made.held()
-    if config.checkpoint:
-        save_checkpoint(config, model, optimizer, config.steps)
+    checkpoints.save(config.steps, losses)
 
-    mean_losses = torch.stack(losses) if losses else torch.zeros(0, device=device())
-    dist.all_reduce(mean_losses)
     # At stage 3 all ranks compute it together.
     loss_held_out = held_out_loss(model, config) if rank == 0 or config.recipe.stage == 3 else None
-    return Measured(calls, held, (mean_losses / world_size).tolist(), loss_held_out, step_ms)
+    return Measured(calls, held, losses.means(), loss_held_out, step_ms)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -123,97 +118,6 @@ def held_out_loss(model: GPT, config: TrainConfig, batches: int = 8) -> float:
         tokens, targets = batch(text, config.model, 16, seed=config.seed, step=step, rank=0)
         total += model(tokens.to(device()), targets.to(device())).item()
     return total / batches
-
-
-# ---------------------------------------------------------------------------------------------- checkpoints
-
-
-def save_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write model and optimizer as if they had never been sharded; an interrupted write leaves the old file.
-
-    Collective: all ranks. Rank 0 writes; all go on when the file is complete.
-    """
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.consolidate_state_dict(to=0)
-    of_model, of_optimizer = model.state_dict(), {}
-    if dist.get_rank() == 0 or config.recipe.stage == 3:
-        of_optimizer = optimizer.state_dict()
-    if config.recipe.stage == 3:
-        of_model, of_optimizer = (
-            stage_3.whole(state, keep=dist.get_rank() == 0) for state in (of_model, of_optimizer)
-        )
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        path = Path(str(config.checkpoint))
-        try:
-            make_directory(path.parent)
-            with replacing(path) as file:
-                torch.save(
-                    {
-                        "step": step,
-                        "config": asdict(config.model),
-                        "model": of_model,
-                        "optimizer": of_optimizer,
-                    },
-                    file,
-                )
-        except Exception as error:  # torch.save raises RuntimeError where the disk is full
-            failure = error
-    agree(as_collectives(None), "write the checkpoint", failure or [])
-
-
-def load_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimizer) -> int:
-    """Fill model and optimizer from a file, on every rank; return the number of steps it was trained for.
-
-    Collective: all ranks. A file that one rank cannot read is an error on all.
-    """
-    path = str(config.checkpoint)
-    saved: dict[str, Any] = {}
-    facts: Sequence[str] | Exception
-    try:
-        saved = read_checkpoint(path)
-        if GPTConfig(**saved["config"]) != config.model:  # the first checkpoints name no dtype
-            raise ValueError(f"{path} holds a model of {saved['config']}, not of {asdict(config.model)}.")
-        has_masters = any(MASTER in of_param for of_param in saved["optimizer"]["state"].values())
-        if has_masters != (config.master_dtype is not None):
-            raise ValueError(
-                f"{path} was written {'with' if has_masters else 'without'} masters: go on with "
-                f"master_dtype {'float32' if has_masters else 'left out'}."
-            )
-        if saved["step"] + 2 > config.steps:
-            raise ValueError(
-                f"{path} was trained for {saved['step']} steps; {config.steps} were asked for. Steps count "
-                f"from the beginning: ask for {saved['step'] + 2} or more, since DDP builds its buckets in "
-                "the first."
-            )
-        facts = [f"step {saved['step']}"]
-    except Exception as error:
-        facts = error
-    agree(as_collectives(None), "read the checkpoint", facts)
-    if config.recipe.stage == 3:
-        stage_3.load_whole(model, optimizer, saved["model"], saved["optimizer"])
-    else:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-    return int(saved["step"])
-
-
-def read_checkpoint(path: str) -> dict[str, Any]:
-    """The contents of a file that `save_checkpoint` wrote. Runs no code that is in it.
-
-    Raises:
-        OSError: there is no such file, or it may not be read.
-        ValueError: it is damaged, or something else.
-    """
-    with open(path, "rb") as file:
-        try:
-            saved = torch.load(file, map_location="cpu", weights_only=True)
-            if {"step", "config", "model", "optimizer"} <= set(saved):
-                return dict(saved)
-            problem = f"it holds {type(saved).__name__} {sorted(saved)}"
-        except Exception as error:  # a damaged file meets torch.load in many ways
-            problem = f"{type(error).__name__}: {error}"
-    raise ValueError(f"{path} is no checkpoint of this program, or damaged: {problem}")
 
 
 # --------------------------------------------------------------------------------- prediction | measurement
@@ -260,6 +164,7 @@ class Outcome:
         held_bytes: parameters, gradients and optimizer state together, on each rank.
         ledger_bytes: the same by `simulator.ledger.ledger`, on average over the ranks.
         loss_tolerance: relative, between this loss and that of DDP; None where another model is trained.
+        ran: of a directory of saves: which steps were trained on how many ranks, repeated ones too.
     """
 
     strategy: str
@@ -280,6 +185,7 @@ class Outcome:
     held_bytes: list[Pair]
     ledger_bytes: float
     loss_tolerance: float | None = 1e-6
+    ran: list[Stretch] = field(default_factory=list)
 
     QUANTITIES = (
         "state_bytes_max",
@@ -302,7 +208,8 @@ class Outcome:
     def as_json(self) -> dict[str, Any]:
         """Plain values, the pairs as {"predicted": ..., "measured": ...}."""
         pairs = {name: pair._asdict() for name, pair in self.pairs().items()}
-        return {**asdict(self), **pairs, "held_bytes": [pair._asdict() for pair in self.held_bytes]}
+        held, ran = ([each._asdict() for each in several] for several in (self.held_bytes, self.ran))
+        return {**asdict(self), **pairs, "held_bytes": held, "ran": ran}
 
 
 def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -> Outcome:
@@ -334,6 +241,7 @@ def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -
             numel, config.recipe.group_of(len(measured)), config.recipe.stage, _convention(config)
         ).total_bytes,
         loss_tolerance=_loss_tolerance(config),
+        ran=stretches(config.checkpoint_dir) if config.checkpoint_dir else [],
     )
 
 
@@ -379,6 +287,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         complain(name, str(error))
         return 2
+    if problem := elastic.complaint(config):
+        complain(name, problem)
+        return 2
     # Rank 0 writes. If it cannot, it ends with an error, and torchrun ends the others.
     if os.environ["RANK"] == "0" and (problem := unwritable(args)):
         complain(name, problem)
@@ -392,14 +303,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     settle(of_this_rank, placement.is_default)
     if os.environ["RANK"] == "0":
         print(f"{placement.describe()}", file=sys.stderr, flush=True)
-    dist.init_process_group(placement.backend, device_id=own_device(placement.backend, of_this_rank))
+    try:
+        with elastic.as_elastic_rank(config):
+            dist.init_process_group(
+                placement.backend,
+                timeout=elastic.time_out(config),
+                device_id=own_device(placement.backend, of_this_rank),
+            )
+            return _train_as_rank(config)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _train_as_rank(config: TrainConfig) -> int:
+    """Train, and print the outcome on rank 0; the exit code. Collective: all ranks of the default group."""
+    is_first, world_size = dist.get_rank() == 0, dist.get_world_size()
+    if is_first and config.elastic:
+        print(elastic.what_begins(config, world_size), file=sys.stderr, flush=True)
     try:
         measured = meter.gather_from_ranks(train(config, print_progress))
-        if dist.get_rank() == 0:
-            result = outcome(config, predict(config, dist.get_world_size()), measured)
-            print(json_text({key: value for key, value in result.as_json().items() if key != "losses"}))
-    finally:
-        dist.destroy_process_group()
+    except NothingLeftError as nothing:
+        if is_first:
+            print(nothing, file=sys.stderr)
+        return 0
+    if is_first:
+        result = outcome(config, predict(config, world_size), measured)
+        if result.ran:
+            print(in_words(result.ran), file=sys.stderr)
+        print(json_text({key: value for key, value in result.as_json().items() if key != "losses"}))
     return 0
 
 
