@@ -5,14 +5,26 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from zero_ref.lab._arguments import LARGEST_SEED, OutputFolder, ReplacedFile, number, seed, whole
+from zero_ref.lab._arguments import (
+    LARGEST_SEED,
+    OutputFile,
+    OutputFolder,
+    Parser,
+    ReplacedFile,
+    number,
+    seed,
+    whole,
+)
+from zero_ref.lab.logs import KINDS
 from zero_ref.simulator._checks import check_name
-from zero_ref.simulator.ledger import MIXED_ADAMW, itemsize_of, state_rule
+from zero_ref.simulator.cluster import CLUSTERS
+from zero_ref.simulator.ledger import MIXED_ADAMW, format_bytes, itemsize_of, state_rule
 from zero_ref.simulator.operations import WAYS
-from zero_ref.simulator.recipe import Recipe, recipe
+from zero_ref.simulator.recipe import RECIPES, Recipe, recipe
 from zero_ref.state.saves import saves_in
 
 VOCABULARY = 256
@@ -268,8 +280,55 @@ def least_bytes(config: TrainConfig, ranks: int) -> int:
     return itemsize * ranks * (whole * model.numel + activations) + state
 
 
+def check_memory(config: TrainConfig, ranks: int) -> None:
+    """Refuse a run that this machine's memory cannot hold, where the ranks compute in it.
+
+    Raises:
+        ValueError: the ranks need more than there is; not where the system does not say how much there is.
+    """
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return
+    if (needed := least_bytes(config, ranks)) > memory:
+        raise ValueError(
+            f"{ranks} ranks with a model of {config.model.numel:,} parameters and {config.batch_size:,} "
+            f"passages of {config.model.context:,} bytes each need at least {format_bytes(needed)}, and this "
+            f"machine has {format_bytes(memory)}: make them smaller."
+        )
+
+
+EXIT_CODES = (
+    "exit codes: 0 where all went well; 1 for a run that failed, or whose losses or predictions are wrong, "
+    "and for a package that is not installed; 2 for a mistake in the options; 130 after Ctrl-C. torchrun "
+    "names the code of a rank that failed, and ends with 1 itself"
+)
+
+
+def add_run_arguments(parser: Parser) -> None:
+    """All options that `zero-ref train` and torchrun share, and what they say of exit codes."""
+    add = parser.add_argument
+    several = "give it several times to compare (default: zero-bucket)"
+    add("--strategy", action="append", choices=list(RECIPES), help=several)
+    add_training_arguments(parser)
+    add("--json", type=OutputFile, metavar="FILE", help="write what was predicted and measured here")
+    # Not `--log`: torchrun takes it for an ambiguous beginning of options of its own, wherever it stands.
+    kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
+    add("--log-to", action="append", choices=list(KINDS), help=f"{kinds}; may be given several times")
+    add("--log-dir", type=OutputFolder, metavar="FOLDER", help="for --log-to json and --log-to tensorboard")
+    settings = "settings in TOML, by the names of these options; the command line wins"
+    add("--config", metavar="FILE", help=settings)
+    add("--show-config", action="store_true", help="print the settings as --config reads them, and end")
+    predict = "print the simulator's prediction of the run, start nothing, and end"
+    add("--dry-run", action="store_true", help=predict)
+    clusters = ", ".join(CLUSTERS) + ", or what `zero-ref calibrate --out FILE` wrote (default: %(default)s)"
+    add("--cluster", default="loopback", metavar="NAME|FILE", help=f"for the times of --dry-run: {clusters}")
+    parser.reads_settings = True
+    parser.epilog = EXIT_CODES
+
+
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `zero-ref train` and torchrun share."""
+    """The options that say what is trained, which `zero-ref demo` has too."""
     default, size = TrainConfig(), GPTConfig()
     steps = whole(1, 10**7, "the losses of all steps are kept")
     sizes = whole(1, 2**20, "this is for small models")
@@ -333,6 +392,38 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --checkpoint-dir: when a rank is lost, the others go on from the newest save",
     )
+
+
+def strategies_of(args: argparse.Namespace) -> list[str]:
+    """The strategies that the options name, each once.
+
+    Raises:
+        ValueError: several would write one checkpoint.
+    """
+    strategies = list(dict.fromkeys(args.strategy or [TrainConfig().strategy]))
+    if len(strategies) > 1 and (args.checkpoint or args.checkpoint_dir):
+        raise ValueError("--checkpoint and --checkpoint-dir hold one model: give one --strategy with them.")
+    return strategies
+
+
+def config_for(args: argparse.Namespace, strategies: Sequence[str], world_size: int) -> TrainConfig:
+    """A TrainConfig that can be trained `under` each strategy; `--overlap` and `--shard-group` must fit one.
+
+    Raises:
+        ValueError: as `config_from`; a strategy cannot do the rest, or an option fits none of them; the
+            ranks cannot be divided into groups.
+    """
+    way = args.overlap.replace("-", "_")
+    able = [
+        name
+        for name in strategies
+        if way in RECIPES[name].ways and (args.shard_group is None or RECIPES[name].without_ddp)
+    ]
+    config = config_from(args, (able or strategies)[0])
+    config.recipe.group_of(world_size)
+    for strategy in strategies:
+        config.under(strategy)
+    return config
 
 
 def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
