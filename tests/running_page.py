@@ -43,7 +43,7 @@ def commands(program: str) -> list[list[str]]:
     found = []
     for block in [*blocks("bash"), pod_script()]:
         for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
+            words = shlex.split(line.partition(" > ")[0], comments=True)
             if program in words[:2]:  # behind `srun` or `exec`
                 found.append(words[words.index(program) + 1 :])
     return found

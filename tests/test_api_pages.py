@@ -47,8 +47,16 @@ NOT_FOR_READERS = {
     "zero_ref.simulator.operations": {"forward_and_backward", "reduction_of", "shared_out"},
     "zero_ref.simulator.timeline": {"covered_ms"},
     "zero_ref.bench.pieces": {"flops_of", "load_average", "now", "passages"},
-    "zero_ref.lab.compare": {"ProgressFile", "as_json", "environment", "problems"},
-    "zero_ref.lab.config": {"add_training_arguments", "config_from", "keeps_masters", "least_bytes"},
+    "zero_ref.lab.compare": {"ProgressFile"},
+    "zero_ref.lab.outcome": {"as_json", "environment"},
+    "zero_ref.lab.dry_run": {"TrainScenario", "print_prediction"},
+    "zero_ref.lab.logs": {"JsonLines", "Log", "Plain", "RunLog", "TensorBoard"},
+    "zero_ref.lab.settings": {"as_toml", "read_settings", "settings_of"},
+    "zero_ref.lab.simulated": {"Row", "as_json", "cluster_named", "print_runs"},
+    "zero_ref.lab.config": {
+        *("add_run_arguments", "add_training_arguments", "check_memory", "config_for", "config_from"),
+        *("keeps_masters", "least_bytes", "shard_saves", "strategies_of"),
+    },
     "zero_ref.lab.stage_3": {"load_whole", "shard", "whole"},
     "zero_ref.lab.strategies": {"BehindAStep", "Observed", "Sharded"},
     "zero_ref.lab.meter": {"gather_from_ranks", "loopback_is_private", "raise_loopback"},
@@ -57,9 +65,14 @@ NOT_FOR_READERS = {
         "held_out_loss",
         "learning_rate",
         "main",
-        "print_progress",
-        "read_checkpoint",
+        "make_parser",
+        "Prepared",
     },
+    "zero_ref.lab.checkpoints": {
+        *("Checkpoints", "Losses", "ShardedSaves", "WholeFile", "check_notes", "checkpoints_for"),
+        *("in_words", "read_checkpoint", "repeated_steps", "stretches_in"),
+    },
+    "zero_ref.lab.elastic": {"as_elastic_rank", "complaint", "time_out"},
 }
 """What modules share with each other: public among them, and of no use to a reader."""
 

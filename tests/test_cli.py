@@ -15,7 +15,7 @@ import zero_ref
 from zero_ref import cli
 from zero_ref.cli._common import need
 from zero_ref.cli.plan import plan_of, print_plan
-from zero_ref.lab.train import Outcome, Pair
+from zero_ref.lab.outcome import Outcome, Pair
 from zero_ref.simulator.models import shapes, specs
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import schedule

@@ -14,7 +14,7 @@ import pytest
 
 import zero_ref
 from zero_ref import cli
-from zero_ref.cli._simulated import print_runs
+from zero_ref.lab.simulated import print_runs
 from zero_ref.simulator.cluster import CLUSTERS, cluster
 from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.recipe import RECIPES

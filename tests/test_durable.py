@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 from zero_ref.comm.collectives import Collectives
-from zero_ref.lab import train, virtual
+from zero_ref.lab import checkpoints, virtual
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.state import durable
@@ -111,22 +111,22 @@ def test_a_sharded_save_is_listed_durably_from_its_tables_up_to_the_directory_th
 def test_the_single_file_of_the_main_job_is_durable_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[tuple[str, bool, list[str]]]
 ) -> None:
-    monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(train, "as_collectives", lambda _: None)
-    monkeypatch.setattr(train, "agree", lambda *args: said.append(args[2]))
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoints, "as_collectives", lambda _: None)
+    monkeypatch.setattr(checkpoints, "agree", lambda *args: said.append(args[2]))
     said: list[object] = []
     config = TrainConfig(
         model=GPTConfig(layers=1, heads=1, width=8, context=8), checkpoint=str(tmp_path / "a" / "run.pt")
     )
-    model = train.GPT(config.model)
-    train.save_checkpoint(config, model, optim.SGD(model.parameters()), 7)
+    model = checkpoints.GPT(config.model)
+    checkpoints.save_checkpoint(config, model, optim.SGD(model.parameters()), 7)
     assert said == [[]], "no error"
     assert synced == [
         (str(tmp_path), True, ["a"]),
         ("", False, []),
         (f"{tmp_path}/a", True, ["run.pt"]),
     ]
-    assert train.read_checkpoint(str(config.checkpoint))["step"] == 7
+    assert checkpoints.read_checkpoint(str(config.checkpoint))["step"] == 7
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from running_page import PAGE, blocks, commands, manifest, pod_script, slurm_script
 from torch.distributed.run import get_args_parser
 
-from zero_ref.cli import make_parser
+from zero_ref.cli import main, make_parser
 from zero_ref.lab import train
 
 
@@ -37,11 +38,18 @@ def test_torchrun_and_the_job_accept_every_line(
         assert "start this with torchrun" in capsys.readouterr().err, "it has read its options"
 
 
-def test_zero_ref_accepts_every_line() -> None:
+def test_zero_ref_accepts_every_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one that shows settings is run, as later ones read its file."""
+    monkeypatch.chdir(tmp_path)
     lines = commands("zero-ref")
-    assert len(lines) >= 6
+    assert len(lines) >= 9
     for words in lines:
         make_parser()[0].parse_args(words)
+        if "--show-config" in words:
+            assert main(words) == 0
+            Path("run.toml").write_text(capsys.readouterr().out)
 
 
 def test_slurm_starts_one_task_a_node_and_a_rank_a_gpu() -> None:

@@ -18,7 +18,7 @@ import torch
 from zero_ref.bench.gpu.step import BYTES_OF_STEP
 from zero_ref.lab.compare import CYCLE, ROW_NAMES
 from zero_ref.lab.config import GPTConfig, TrainConfig
-from zero_ref.lab.train import predict
+from zero_ref.lab.outcome import predict
 from zero_ref.live.explorer import RANKS
 from zero_ref.plan.rules import equal_shares, even
 from zero_ref.simulator.ledger import ledger

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from zero_ref import simulator
-from zero_ref.cli._simulated import as_json
+from zero_ref.lab.simulated import as_json
 from zero_ref.simulator.activations import activation_bytes, head_bytes
 from zero_ref.simulator.cluster import CLUSTERS, Cluster, Device, Link, cluster
 from zero_ref.simulator.models import MLP, MODELS, TRANSFORMERS, Llama

@@ -12,7 +12,7 @@ import torch
 from pretend_ranks import Ranks, on_both, train_on_device
 
 from zero_ref.lab.config import GPTConfig, TrainConfig
-from zero_ref.lab.train import outcome, predict
+from zero_ref.lab.outcome import outcome, predict
 from zero_ref.simulator.recipe import RECIPES
 
 pytestmark = pytest.mark.ranks

@@ -23,8 +23,9 @@ from zero_ref.cli import main
 from zero_ref.lab import meter, ranks
 from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
+from zero_ref.lab.outcome import outcome, predict
 from zero_ref.lab.strategies import make_optimizer, trainable
-from zero_ref.lab.train import outcome, predict, train
+from zero_ref.lab.train import train
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.models import ParamShape
 from zero_ref.simulator.operations import WAYS
@@ -517,7 +518,7 @@ def test_torchrun_s_ranks_are_placed_as_those_of_lab_ranks(
     used: list[torch.device] = []
     met: list[tuple[str, torch.device | None]] = []
 
-    def meet(backend: str, device_id: torch.device | None) -> None:
+    def meet(backend: str, device_id: torch.device | None, timeout: object) -> None:
         met.append((backend, device_id))
         raise InterruptedError
 
@@ -548,13 +549,125 @@ def test_torchrun_s_ranks_are_placed_as_those_of_lab_ranks(
 def test_torchrun_s_ranks_refuse_a_device_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """On the second of two machines, whose first rank alone says so."""
     from zero_ref.lab.train import main as torchrun_main
 
-    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
     monkeypatch.setenv("ZERO_REF_DEVICE", "abacus")
-    assert torchrun_main([]) == 2
-    assert "ZERO_REF_DEVICE is 'abacus'" in capsys.readouterr().err
+    said = []
+    for rank, local_rank in ((2, 0), (3, 1)):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", 2)):
+            monkeypatch.setenv(name, str(value))
+        assert torchrun_main([]) == 2
+        said.append(capsys.readouterr().err)
+    assert "ZERO_REF_DEVICE is 'abacus'" in said[0]
+    assert said[1] == ""
+
+
+@pytest.mark.parametrize("words", [["--heads", "3"], ["--steps", "none"], ["--config", "absent"], ["--help"]])
+def test_what_all_of_torchrun_s_ranks_would_say_is_said_once(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from zero_ref.lab.train import main as torchrun_main
+
+    said = []
+    for rank in range(3):
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, str(rank))
+        try:
+            code = torchrun_main(words)
+        except SystemExit as ended:
+            code = int(str(ended.code))
+        assert code == (0 if words == ["--help"] else 2)
+        said.append("".join(capsys.readouterr()))
+    assert said[0]
+    assert said[1:] == ["", ""]
+
+
+def test_ctrl_c_ends_a_rank_of_torchrun_with_one_line_and_code_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from zero_ref.lab.train import main as torchrun_main
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("ZERO_REF_DEVICE", "cpu")
+    monkeypatch.setattr(dist, "init_process_group", interrupted)
+    for rank, line in (("0", "torchrun -m zero_ref.lab.train: interrupted"), ("1", "")):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", "2")):
+            monkeypatch.setenv(name, value)
+        assert torchrun_main([]) == 130
+        assert capsys.readouterr().err.rpartition("CPU\n")[2].strip() == line
+
+
+def test_a_wrong_prediction_fails_a_rank_of_torchrun_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from zero_ref.lab import train as module
+
+    right = predict
+
+    def wrong(config: TrainConfig, world_size: int) -> object:
+        return replace(right(config, world_size), operations=())
+
+    monkeypatch.setattr(module, "predict", wrong)
+    of_one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**of_one, "ZERO_REF_DEVICE": "cpu"}.items():
+        monkeypatch.setenv(name, value)
+    meet = dist.init_process_group
+
+    def meet_in_a_file(backend: str, **_: object) -> None:
+        meet(backend, init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+
+    monkeypatch.setattr(dist, "init_process_group", meet_in_a_file)
+    assert module.main([*small_arguments(), "--strategy", "ddp"]) == 1
+    assert "ddp: collectives predicted 0, measured 1" in capsys.readouterr().err
+
+
+def test_one_file_of_settings_and_one_log_serve_torchrun_and_then_zero_ref(tmp_path: Path) -> None:
+    settings, logs, model = tmp_path / "run.toml", tmp_path / "logs", tmp_path / "run.pt"
+    sizes = zip(small_arguments()[::2], small_arguments()[1::2], strict=True)
+    lines = [f"{option.removeprefix('--')} = {value}" for option, value in sizes]
+    lines += ['strategy = "zero-even"', 'log-to = ["json", "tensorboard"]', f'log-dir = "{logs}"']
+    settings.write_text("\n".join([*lines, f'checkpoint = "{model}"']))
+    words = ["--config", str(settings), "--steps"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "zero_ref.lab.train",
+    ]
+    zero_ref = ["-m", "zero_ref.cli", "train", "--ranks", "2"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ZERO_REF_DEVICE": "cpu"}
+    for command in ([*torchrun, *words, "4"], [*zero_ref, *words, "6", "--resume"]):
+        done = subprocess.run(
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env=environ,
+            cwd=Path(__file__).parents[2],
+        )
+        assert done.returncode == 0, done.stderr
+        assert "training loss" not in done.stderr, "no plain lines were asked for"
+    told = [json.loads(line) for line in (logs / "zero-even.jsonl").read_text().splitlines()]
+    events = [(line["event"], line.get("step")) for line in told]
+    before, after = ([("step", step) for step in steps] for steps in ((1, 2, 3, 4), (5, 6)))
+    assert events == [("settings", None), *before, ("settings", None), *after, ("outcome", None)]
+    assert told[-1]["final_loss"] == final_loss(replace(SMALL, strategy="zero-even"), 2)
+    assert [line["learning_rate"] for line in told if line["event"] == "step"] == pytest.approx(
+        [2e-3 * step / 20 for step in range(1, 7)]
+    )
+    assert len(list((logs / "zero-even").glob("events.out.tfevents.*"))) == 2
+
+
+def test_plain_lines_take_the_place_of_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--ranks", "1", *small_arguments(), "--log-to", "plain"]) == 0
+    said = capsys.readouterr()
+    assert re.fullmatch(r"step 1: training loss 5\.\d{3}\n", said.err)
+    assert "━" not in said.out
 
 
 def test_ctrl_c_ends_a_command_with_one_line_and_its_ranks(tmp_path: Path) -> None:

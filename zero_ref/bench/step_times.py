@@ -19,8 +19,8 @@ from zero_ref.bench.pieces import Effort, Times, flops_of, now, passages, time_c
 from zero_ref.lab import meter, ranks
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.model import GPT
+from zero_ref.lab.outcome import predict
 from zero_ref.lab.strategies import trainable
-from zero_ref.lab.train import predict
 from zero_ref.plan.calls import Call
 from zero_ref.simulator.calibrate import Calibration, NoRateError, calibrate, undisturbed_ms
 from zero_ref.simulator.cluster import Cluster

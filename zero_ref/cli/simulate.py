@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Sequence
 
 from zero_ref.cli._common import CommandError, Subparsers, need, no_collecting, read_input
-from zero_ref.cli._simulated import as_json, print_runs
 from zero_ref.lab._arguments import (
     MOST_SIMULATED_RANKS,
     OutputFile,
@@ -20,8 +18,9 @@ from zero_ref.lab._arguments import (
     simulated_ranks,
     whole,
 )
+from zero_ref.lab.simulated import as_json, cluster_named, print_runs
 from zero_ref.simulator.activations import CHECKPOINTING
-from zero_ref.simulator.cluster import CLUSTERS, Cluster
+from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.ledger import STATE_RULES
 from zero_ref.simulator.models import MODELS, Architecture, from_config
 from zero_ref.simulator.operations import WAYS
@@ -156,7 +155,7 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
     """The scenario that the options describe."""
     return Scenario(
         MODELS[arguments.model] if arguments.model else _architecture(arguments.config),
-        _cluster(arguments.cluster),
+        cluster_named(arguments.cluster),
         arguments.ranks,
         batch=arguments.batch,
         sequence=arguments.sequence,
@@ -170,21 +169,6 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
         period=arguments.period or 8,
         gradient_group=arguments.gradient_group or 1,
     )
-
-
-def _cluster(name: str) -> Cluster:
-    if name in CLUSTERS:
-        return CLUSTERS[name]
-    if not os.path.isfile(name):
-        raise CommandError(
-            f"--cluster {short(name)}: choose one of {', '.join(CLUSTERS)}, or a file that "
-            "`zero-ref calibrate --out FILE` wrote."
-        )
-    values = read_input("--cluster", name)
-    try:
-        return Cluster.from_json(json.dumps(values))
-    except ValueError as error:
-        raise CommandError(f"--cluster {name}: {error}") from None
 
 
 def _architecture(path: str) -> Architecture:

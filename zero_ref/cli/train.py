@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from zero_ref.cli._common import CommandError, Subparsers, need, write_text
-from zero_ref.lab._arguments import OutputFile, OutputFolder, json_text, rank_processes
-from zero_ref.lab.config import TrainConfig, add_training_arguments, config_from, least_bytes
-from zero_ref.simulator.ledger import format_bytes
+from zero_ref.lab._arguments import OutputFolder, json_text, rank_processes
+from zero_ref.lab.config import (
+    TrainConfig,
+    add_run_arguments,
+    add_training_arguments,
+    check_memory,
+    config_for,
+    strategies_of,
+)
+from zero_ref.lab.logs import Logs
+from zero_ref.lab.settings import as_toml, settings_of
+from zero_ref.lab.simulated import cluster_named
 from zero_ref.simulator.recipe import RECIPES
 
 
@@ -24,37 +32,48 @@ def register_train(subparsers: Subparsers) -> None:
         "Under torchrun, on any number of machines: torchrun ... -m zero_ref.lab.train",
     )
     parser.add_argument("--ranks", type=rank_processes, default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--strategy",
-        action="append",
-        choices=list(RECIPES),
-        help="give it several times to compare (default: zero-bucket)",
-    )
-    add_training_arguments(parser)
-    parser.add_argument(
-        "--json", type=OutputFile, metavar="FILE", help="write what was predicted and measured here"
-    )
+    add_run_arguments(parser)
     parser.set_defaults(run=run_train)
 
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Train, print the table, and write JSON if asked to; return 1 if a prediction or a loss is wrong."""
-    strategies = list(dict.fromkeys(arguments.strategy or ["zero-bucket"]))
-    config = training_config(arguments, strategies)
-    if len(strategies) > 1 and config.checkpoint:
-        raise CommandError("--checkpoint is one file: give one --strategy with it.")
-    console = need("rich.console").Console(highlight=False)
-    compare = need("zero_ref.lab.compare")
     try:
-        outcomes = [run.outcome for run in compare.compare(strategies, config, arguments.ranks, console)]
+        strategies = strategies_of(arguments)
+        config = training_config(arguments, strategies)
+        logs, cluster = Logs.from_arguments(arguments, default=[]), cluster_named(arguments.cluster)
+        logs.check(strategies)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    except ModuleNotFoundError as error:
+        raise CommandError(str(error), code=1) from None
+    if arguments.show_config:
+        print(as_toml(settings_of(arguments)))
+        return 0
+    console = need("rich.console").Console(highlight=False)
+    if arguments.dry_run:
+        need("zero_ref.lab.dry_run").print_prediction(config, strategies, arguments.ranks, cluster)
+        return 0
+    compare, measured = need("zero_ref.lab.compare"), need("zero_ref.lab.outcome")
+    try:
+        runs = compare.compare(strategies, config, arguments.ranks, console, logs)
     except need("zero_ref.lab.ranks").RankError as error:
         raise CommandError(str(error), code=1) from None
+    except need("zero_ref.lab.checkpoints").NothingLeftError as nothing:
+        print(nothing)
+        return 0
+    outcomes = [run.outcome for run in runs]
     console.print(compare.table(outcomes))
     console.print()
     console.print(compare.bytes_table(outcomes))
+    for outcome in outcomes:
+        if outcome.ran:
+            console.print(f"\n{need('zero_ref.lab.checkpoints').in_words(outcome.ran)}", soft_wrap=True)
     if arguments.json:
-        write_text("--json", arguments.json, json_text(compare.as_json(outcomes, config)) + "\n")
-    problems = compare.problems(outcomes)
+        placement = need("zero_ref.lab.ranks").place_ranks(arguments.ranks)
+        text = json_text(measured.as_json(outcomes, config, placement))
+        write_text("--json", arguments.json, text + "\n")
+    problems = measured.problems(outcomes)
     for problem in problems:
         print(f"zero-ref: {problem}", file=sys.stderr)
     return 1 if problems else 0
@@ -77,8 +96,11 @@ def register_demo(subparsers: Subparsers) -> None:
 
 def run_demo(arguments: argparse.Namespace) -> int:
     """Run the demo; return 1 if a prediction or a loss is wrong."""
-    config = training_config(arguments, list(RECIPES))
-    if config.checkpoint:
+    try:
+        config = training_config(arguments, list(RECIPES))
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    if config.checkpoint or config.checkpoint_dir:
         raise CommandError("the demo writes no checkpoint; use `zero-ref train --checkpoint FILE`.")
     console = need("rich.console").Console(highlight=False)
     demo = need("zero_ref.lab.demo")
@@ -89,45 +111,12 @@ def run_demo(arguments: argparse.Namespace) -> int:
 
 
 def training_config(arguments: argparse.Namespace, strategies: Sequence[str]) -> TrainConfig:
-    """The options as a TrainConfig, which can be trained under each of these strategies.
+    """The options as a TrainConfig that can be trained under each of these strategies.
 
     Raises:
-        CommandError: a value makes no sense, or a strategy cannot do it; this machine has too little memory;
-            only one step is asked for. (DDP builds its buckets in the first step, so the prediction holds
-            from the second step on.)
+        ValueError: as `config_for` and `check_memory`.
     """
-    # --overlap and --shard-group are for some strategies, and an error if none of them is there.
-    way = arguments.overlap.replace("-", "_")
-    able = [
-        name
-        for name in strategies
-        if way in RECIPES[name].ways and (arguments.shard_group is None or RECIPES[name].without_ddp)
-    ]
-    try:
-        config = config_from(arguments, (able or strategies)[0])
-        config.recipe.group_of(arguments.ranks)
-        for strategy in strategies:
-            config.under(strategy)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-    needed, memory = least_bytes(config, arguments.ranks), _memory_bytes()
-    if memory is not None and needed > memory and _on_processors(arguments.ranks):
-        raise CommandError(
-            f"{arguments.ranks} ranks with a model of {config.model.numel:,} parameters and "
-            f"{config.batch_size:,} passages of {config.model.context:,} bytes each need at least "
-            f"{format_bytes(needed)}, and this machine has {format_bytes(memory)}: make them smaller."
-        )
+    config = config_for(arguments, strategies, arguments.ranks)
+    if need("zero_ref.lab.ranks").place_ranks(arguments.ranks).on_cpu:
+        check_memory(config, arguments.ranks)
     return config
-
-
-def _memory_bytes() -> int | None:
-    """The memory of this machine; None where the system does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-def _on_processors(ranks: int) -> bool:
-    """The ranks compute on this machine's processor and in its memory."""
-    return bool(need("zero_ref.lab.ranks").place_ranks(ranks).on_cpu)

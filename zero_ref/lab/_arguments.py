@@ -18,6 +18,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from zero_ref.lab.settings import read_settings
+
 MOST_RANKS = 256
 """Real ranks: each is a process of this machine with torch in it."""
 
@@ -188,7 +190,14 @@ def unwritable(arguments: argparse.Namespace) -> str | None:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one paragraph, without the list of all options."""
+    """A parser whose complaints are one paragraph, without the list of all options.
+
+    Attributes:
+        reads_settings: `--config FILE` is one of its options, and gives values to those that are not among
+            the words.
+    """
+
+    reads_settings = False
 
     def error(self, message: str) -> NoReturn:
         """End with code 2."""
@@ -196,12 +205,24 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse; but a value `--`, which it would drop, is refused."""
+        """As argparse; but a value `--`, which it would drop, is refused, and settings are read."""
         args = sys.argv[1:] if args is None else list(args)
         for word in args:
             if word.startswith("--") and word.endswith("=--"):
                 self.error(f"argument {short(word[:-3])}: '--' is no value")
-        return super().parse_known_args(args, namespace)
+        given, rest = super().parse_known_args(args, namespace)
+        if not self.reads_settings or given.config is None:
+            return given, rest
+        try:
+            settings = read_settings(self._actions, given.config)
+        except ValueError as error:
+            self.error(str(error))
+        # argparse leaves a value that is there, so None stays where no word gives one. Words win.
+        given, rest = super().parse_known_args(args, argparse.Namespace(**dict.fromkeys(settings)))
+        for name, value in settings.items():
+            if getattr(given, name) is None:
+                setattr(given, name, value)
+        return given, rest
 
 
 def complain(who: str, message: str) -> None:

@@ -6,25 +6,25 @@ What `zero-ref train` runs and prints; `zero_ref.lab.demo` adds pictures and a p
 from __future__ import annotations
 
 import contextlib
-import math
+import json
 import os
-import platform
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from zero_ref.lab import ranks
+from zero_ref.lab import elastic, ranks
+from zero_ref.lab.checkpoints import NothingLeftError
 from zero_ref.lab.config import TrainConfig
+from zero_ref.lab.logs import Logs, RunLog, StepDone
 from zero_ref.lab.meter import HeldBytes
-from zero_ref.lab.train import Outcome, outcome, predict, train
+from zero_ref.lab.outcome import Measured, Outcome, outcome, predict
+from zero_ref.lab.train import train
 from zero_ref.simulator.recipe import LOCAL_SGD
 
 ROW_NAMES = {
@@ -48,25 +48,52 @@ class StrategyRun:
 
 
 def compare(
-    strategies: Sequence[str], config: TrainConfig, world_size: int, console: Console, timeout: float = 3600.0
+    strategies: Sequence[str],
+    config: TrainConfig,
+    world_size: int,
+    console: Console,
+    logs: Logs | None = None,
+    timeout: float = 3600.0,
 ) -> list[StrategyRun]:
     """Train under each strategy in turn, from the same seed, on `world_size` ranks of this machine.
 
     Args:
         config: trained `under` each strategy.
-        console: shows a progress bar for each.
+        console: shows a progress bar for each, unless the logs are plain lines.
+        logs: written by this process, while the ranks train.
         timeout: seconds for each strategy.
     Raises:
         RankError: a rank failed.
+        NothingLeftError: all steps are in `config.checkpoint_dir` already.
         ValueError: as `TrainConfig.under`, before the first strategy is run.
     """
-    runs = []
+    runs, logs = [], logs or Logs()
     for of_strategy in [config.under(strategy) for strategy in strategies]:
         plan = predict(of_strategy, world_size)  # before anything runs
-        with _progress_bar(f"{of_strategy.recipe.title:<12}", config.steps, console) as report:
-            measured = ranks.run(train, world_size, of_strategy, report, timeout=timeout)
-        runs.append(StrategyRun(outcome(of_strategy, plan, measured), [rank.held for rank in measured]))
+        log, title = logs.run(of_strategy.strategy), f"{of_strategy.recipe.title:<12}"
+        with _following(title, config.steps, console, log, bar="plain" not in logs.kinds) as report:
+            measured = _train_on_ranks(of_strategy, world_size, report, console, timeout)
+        if len(measured) != world_size:
+            plan = predict(of_strategy, len(measured))  # of the ranks that were left at the end
+        result = outcome(of_strategy, plan, measured)
+        log.finish(result.in_short())
+        runs.append(StrategyRun(result, [rank.held for rank in measured]))
     return runs
+
+
+def _train_on_ranks(
+    config: TrainConfig, world_size: int, report: ProgressFile, console: Console, timeout: float
+) -> list[Measured]:
+    try:
+        if config.elastic:
+            return elastic.run(
+                train, world_size, config, report, say=partial(console.print, soft_wrap=True), timeout=timeout
+            )
+        return ranks.run(train, world_size, config, report, timeout=timeout)
+    except ranks.RankError as error:
+        if isinstance(error.__cause__, NothingLeftError):
+            raise error.__cause__ from None
+        raise
 
 
 class ProgressFile:
@@ -74,44 +101,58 @@ class ProgressFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.nbytes_read = 0
 
-    def __call__(self, step: int, loss: float) -> None:
+    def __call__(self, done: StepDone) -> None:
         with open(self.path, "a") as file:
-            file.write(f"{step} {loss}\n")
+            file.write(json.dumps(done) + "\n")
+
+    def read(self) -> list[StepDone]:
+        """The steps whose lines were written since the last call."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.nbytes_read)
+                lines, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self.nbytes_read += len(lines + newline)
+        return [StepDone(*json.loads(line)) for line in lines.splitlines()]
 
 
 @contextlib.contextmanager
-def _progress_bar(name: str, steps: int, console: Console) -> Iterator[ProgressFile]:
-    bar = Progress(
+def _following(name: str, steps: int, console: Console, log: RunLog, bar: bool) -> Iterator[ProgressFile]:
+    """A progress bar, unless plain lines take its place, and the logs, while the ranks train."""
+    shown = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]}"),
         TimeRemainingColumn(),
         console=console,
+        disable=not bar,
     )
-    with tempfile.TemporaryDirectory() as folder, bar:
+    with log, tempfile.TemporaryDirectory() as folder, shown:
         report = ProgressFile(os.path.join(folder, "progress"))
-        task = bar.add_task(name, total=steps, loss="    -")
-        done = threading.Event()
+        task = shown.add_task(name, total=steps, loss="    -")
+        ended = threading.Event()
 
-        def show() -> None:
-            with contextlib.suppress(OSError, IndexError, ValueError):  # nothing there yet
-                step, loss = Path(report.path).read_text().splitlines()[-1].split()
-                bar.update(task, completed=int(step), loss=f"{float(loss):.3f}")
+        def follow() -> None:
+            for done in report.read():
+                log.step(done)
+                shown.update(task, completed=done.step, loss=f"{done.loss:.3f}")
 
         def watch() -> None:
-            while not done.wait(0.2):
-                show()
+            while not ended.wait(0.2):
+                follow()
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
             yield report
         finally:
-            done.set()
+            ended.set()
             watcher.join()
-            show()
+            follow()
 
 
 # ------------------------------------------------------------------------------------------ what is shown
@@ -163,64 +204,3 @@ def bytes_table(outcomes: Sequence[Outcome]) -> Table:
             )
         shown.add_row(result.strategy, *cells)
     return shown
-
-
-def as_json(outcomes: Sequence[Outcome], config: TrainConfig) -> dict[str, Any]:
-    """Everything that was predicted and measured, as plain values."""
-    return {
-        "ranks": outcomes[0].ranks,
-        "steps": config.steps,
-        "environment": environment(outcomes[0].ranks),
-        "strategies": {result.strategy: result.as_json() for result in outcomes},
-    }
-
-
-def environment(world_size: int) -> dict[str, str]:
-    """What numbers such as step times depend on."""
-    placement = ranks.place_ranks(world_size)
-    device = f"{os.cpu_count()} CPU cores" if placement.on_cpu else placement.names()
-    return {
-        "ranks": f"{world_size}, {placement.backend}",
-        "machine": f"{device}, {platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def _tolerance(result: Outcome) -> float:
-    return math.inf if result.loss_tolerance is None else result.loss_tolerance
-
-
-def problems(outcomes: Sequence[Outcome]) -> list[str]:
-    """What is not as it must be, in words; empty if predictions hold and losses agree."""
-    found = []
-    for result in outcomes:
-        if not all(map(math.isfinite, (*result.losses, result.final_loss))):
-            found.append(
-                f"{result.strategy}: the loss became infinite or no number: a smaller learning rate may help"
-            )
-        for quantity, pair in result.pairs().items():
-            if pair.predicted != pair.measured:
-                found.append(
-                    f"{result.strategy}: {quantity} predicted {pair.predicted}, measured {pair.measured}"
-                )
-        for rank, pair in enumerate(result.held_bytes):
-            if pair.predicted != pair.measured:
-                found.append(
-                    f"{result.strategy}: bytes held on rank {rank} predicted {pair.predicted}, measured "
-                    f"{pair.measured}"
-                )
-        if not result.calls_equal:
-            found.append(
-                f"{result.strategy}: the calls of a step are not those predicted, or not in their order"
-            )
-    reference = min(outcomes, key=_tolerance)
-    for result in outcomes:
-        off = abs(result.final_loss - reference.final_loss)
-        tolerance = max(_tolerance(result), _tolerance(reference))
-        if off > tolerance * abs(reference.final_loss):  # false for what is no number: told above
-            found.append(
-                f"{result.strategy}: final loss {result.final_loss!r}, "
-                f"{reference.strategy}: {reference.final_loss!r}"
-            )
-    return found

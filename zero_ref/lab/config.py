@@ -5,13 +5,27 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from zero_ref.lab._arguments import LARGEST_SEED, ReplacedFile, number, seed, whole
+from zero_ref.lab._arguments import (
+    LARGEST_SEED,
+    OutputFile,
+    OutputFolder,
+    Parser,
+    ReplacedFile,
+    number,
+    seed,
+    whole,
+)
+from zero_ref.lab.logs import KINDS
 from zero_ref.simulator._checks import check_name
-from zero_ref.simulator.ledger import MIXED_ADAMW, itemsize_of, state_rule
+from zero_ref.simulator.cluster import CLUSTERS
+from zero_ref.simulator.ledger import MIXED_ADAMW, format_bytes, itemsize_of, state_rule
 from zero_ref.simulator.operations import WAYS
-from zero_ref.simulator.recipe import Recipe, recipe
+from zero_ref.simulator.recipe import RECIPES, Recipe, recipe
+from zero_ref.state.saves import saves_in
 
 VOCABULARY = 256
 """One token for each byte."""
@@ -78,7 +92,12 @@ class TrainConfig:
         warmup_steps: over these the learning rate rises from 0.
         checkpoint: a file to write when done, and every `checkpoint_every` steps if that is not 0. Not under
             local-sgd.
-        resume: go on from `checkpoint`, which any other strategy and number of ranks may have written.
+        checkpoint_dir: in its place a directory for sharded saves, made as often. Only under strategies that
+            shard the state among all ranks by a ZeroRedundancyOptimizer.
+        resume: go on from `checkpoint`, or from the newest intact save in `checkpoint_dir`. Another strategy
+            and number of ranks may have written either.
+        elastic: go on from the newest intact save in `checkpoint_dir` if there is one, and with fewer ranks
+            where some are lost. `checkpoint_every` may then be left 0, for a tenth of the steps.
     """
 
     strategy: str = "zero-bucket"
@@ -94,6 +113,8 @@ class TrainConfig:
     checkpoint: str | None = None
     checkpoint_every: int = 0
     resume: bool = False
+    checkpoint_dir: str | None = field(default=None, kw_only=True)
+    elastic: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.master_dtype is not None:
@@ -119,8 +140,40 @@ class TrainConfig:
             raise ValueError(f"seed must be 0 to {LARGEST_SEED}, got {self.seed}.")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate:g}.")
-        if (self.resume or self.checkpoint_every) and not self.checkpoint:
-            raise ValueError("resume and checkpoint_every need the name of a checkpoint file.")
+        if (self.resume or self.checkpoint_every) and not (self.checkpoint or self.checkpoint_dir):
+            raise ValueError(
+                "resume and checkpoint_every need the name of a checkpoint file, or of a checkpoint_dir."
+            )
+        if self.checkpoint and self.checkpoint_dir:
+            raise ValueError("checkpoint and checkpoint_dir are two places for one state: leave one out.")
+        if self.elastic and not self.checkpoint_dir:
+            raise ValueError(
+                "elastic needs checkpoint_dir, a directory that all ranks see, to go on from what is saved."
+            )
+        if self.checkpoint_dir:
+            shard_saves(self.recipe)  # or say why it cannot
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it begins with what is saved, if anything is."""
+        return self.resume or self.elastic
+
+    @property
+    def save_every(self) -> int:
+        """Steps between two saves; 0 for one at the end alone.
+
+        >>> TrainConfig(steps=200, checkpoint_dir="run7", elastic=True).save_every
+        20
+        """
+        return self.checkpoint_every or (max(1, self.steps // 10) if self.elastic else 0)
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a save is due when so many steps are done, the last of all not among them.
+
+        None is made when only one step is left: DDP builds its buckets in the first step of whoever goes on
+        from there, so that no prediction would hold.
+        """
+        return bool(self.save_every) and step % self.save_every == 0 and step + 2 <= self.steps
 
     @property
     def recipe(self) -> Recipe:
@@ -189,6 +242,30 @@ def keeps_masters(how: Recipe) -> bool:
     return True
 
 
+def shard_saves(how: Recipe) -> None:
+    """Return if the state under this recipe can be saved in shards, each rank what it owns.
+
+    Raises:
+        ValueError: it cannot; says why, and what to use.
+    """
+    reason = ""
+    if how.averaging is not None:
+        reason = "trains another model on each rank between two averages, and a save holds one"
+    elif how.stage == 3:
+        reason = (
+            "is PyTorch's fully_shard with its own AdamW, and save_sharded writes a ZeroRedundancyOptimizer's"
+        )
+    elif how.partition is None:
+        reason = "keeps the whole state on every rank, so there are no shards"
+    elif how.shard_group is not None:
+        reason = "with shard_group has several groups of ranks, each with the whole state, for one directory"
+    if reason:
+        instead = "" if how.averaging is not None else ", or checkpoint, one file, in place of checkpoint_dir"
+        raise ValueError(
+            f"strategy {how.name!r} {reason}: choose zero, zero-bucket, zero-even or zero-2{instead}."
+        )
+
+
 def least_bytes(config: TrainConfig, ranks: int) -> int:
     """What a run needs at least on all ranks of a machine: no less than this, and rather some times as much.
 
@@ -203,8 +280,55 @@ def least_bytes(config: TrainConfig, ranks: int) -> int:
     return itemsize * ranks * (whole * model.numel + activations) + state
 
 
+def check_memory(config: TrainConfig, ranks: int) -> None:
+    """Refuse a run that this machine's memory cannot hold, where the ranks compute in it.
+
+    Raises:
+        ValueError: the ranks need more than there is; not where the system does not say how much there is.
+    """
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return
+    if (needed := least_bytes(config, ranks)) > memory:
+        raise ValueError(
+            f"{ranks} ranks with a model of {config.model.numel:,} parameters and {config.batch_size:,} "
+            f"passages of {config.model.context:,} bytes each need at least {format_bytes(needed)}, and this "
+            f"machine has {format_bytes(memory)}: make them smaller."
+        )
+
+
+EXIT_CODES = (
+    "exit codes: 0 where all went well; 1 for a run that failed, or whose losses or predictions are wrong, "
+    "and for a package that is not installed; 2 for a mistake in the options; 130 after Ctrl-C. torchrun "
+    "names the code of a rank that failed, and ends with 1 itself"
+)
+
+
+def add_run_arguments(parser: Parser) -> None:
+    """All options that `zero-ref train` and torchrun share, and what they say of exit codes."""
+    add = parser.add_argument
+    several = "give it several times to compare (default: zero-bucket)"
+    add("--strategy", action="append", choices=list(RECIPES), help=several)
+    add_training_arguments(parser)
+    add("--json", type=OutputFile, metavar="FILE", help="write what was predicted and measured here")
+    # Not `--log`: torchrun takes it for an ambiguous beginning of options of its own, wherever it stands.
+    kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
+    add("--log-to", action="append", choices=list(KINDS), help=f"{kinds}; may be given several times")
+    add("--log-dir", type=OutputFolder, metavar="FOLDER", help="for --log-to json and --log-to tensorboard")
+    settings = "settings in TOML, by the names of these options; the command line wins"
+    add("--config", metavar="FILE", help=settings)
+    add("--show-config", action="store_true", help="print the settings as --config reads them, and end")
+    predict = "print the simulator's prediction of the run, start nothing, and end"
+    add("--dry-run", action="store_true", help=predict)
+    clusters = ", ".join(CLUSTERS) + ", or what `zero-ref calibrate --out FILE` wrote (default: %(default)s)"
+    add("--cluster", default="loopback", metavar="NAME|FILE", help=f"for the times of --dry-run: {clusters}")
+    parser.reads_settings = True
+    parser.epilog = EXIT_CODES
+
+
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `zero-ref train` and torchrun share."""
+    """The options that say what is trained, which `zero-ref demo` has too."""
     default, size = TrainConfig(), GPTConfig()
     steps = whole(1, 10**7, "the losses of all steps are kept")
     sizes = whole(1, 2**20, "this is for small models")
@@ -249,16 +373,65 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", type=ReplacedFile, metavar="FILE", help="write model and optimizer here when done"
     )
-    parser.add_argument("--checkpoint-every", type=whole(0, 10**7), default=0, metavar="STEPS")
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=OutputFolder,
+        metavar="DIR",
+        help="in place of --checkpoint: save here in shards, each rank what it owns",
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        type=whole(0, 10**7),
+        default=0,
+        metavar="STEPS",
+        help="save on the way too (default: only when done; with --elastic after each tenth of the steps)",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="with --checkpoint-dir: when a rank is lost, the others go on from the newest save",
+    )
+
+
+def strategies_of(args: argparse.Namespace) -> list[str]:
+    """The strategies that the options name, each once.
+
+    Raises:
+        ValueError: several would write one checkpoint.
+    """
+    strategies = list(dict.fromkeys(args.strategy or [TrainConfig().strategy]))
+    if len(strategies) > 1 and (args.checkpoint or args.checkpoint_dir):
+        raise ValueError("--checkpoint and --checkpoint-dir hold one model: give one --strategy with them.")
+    return strategies
+
+
+def config_for(args: argparse.Namespace, strategies: Sequence[str], world_size: int) -> TrainConfig:
+    """A TrainConfig that can be trained `under` each strategy; `--overlap` and `--shard-group` must fit one.
+
+    Raises:
+        ValueError: as `config_from`; a strategy cannot do the rest, or an option fits none of them; the
+            ranks cannot be divided into groups.
+    """
+    way = args.overlap.replace("-", "_")
+    able = [
+        name
+        for name in strategies
+        if way in RECIPES[name].ways and (args.shard_group is None or RECIPES[name].without_ddp)
+    ]
+    config = config_from(args, (able or strategies)[0])
+    config.recipe.group_of(world_size)
+    for strategy in strategies:
+        config.under(strategy)
+    return config
 
 
 def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
     """The TrainConfig that the options describe.
 
     Raises:
-        ValueError: as `TrainConfig` and `GPTConfig`; there is no checkpoint to resume; only one step is asked
-            for, in which DDP builds its buckets, so that no prediction holds.
+        ValueError: as `TrainConfig` and `GPTConfig`; there is no checkpoint to resume, or one that would be
+            overwritten; only one step is asked for, in which DDP builds its buckets, so no prediction holds.
     """
     if args.steps < 2:
         raise ValueError(f"--steps must be at least 2, got {args.steps}: the first builds DDP's buckets.")
@@ -266,6 +439,18 @@ def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
         raise ValueError(
             f"--resume: there is no file {args.checkpoint} yet; leave --resume out the first time."
         )
+    if args.checkpoint_dir and not args.elastic:
+        is_there = any(save.is_complete for save in saves_in(Path(args.checkpoint_dir)))
+        if is_there and not args.resume:
+            raise ValueError(
+                f"--checkpoint-dir {args.checkpoint_dir} has saves of a run: add --resume to go on from "
+                "the newest, or name another directory."
+            )
+        if args.resume and not is_there:
+            raise ValueError(
+                f"--resume: there is no complete save in {args.checkpoint_dir} yet; leave --resume out the "
+                "first time."
+            )
     return TrainConfig(
         strategy=strategy,
         steps=args.steps,
@@ -279,4 +464,6 @@ def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
         checkpoint=args.checkpoint and str(args.checkpoint),
         checkpoint_every=args.checkpoint_every,
         resume=args.resume,
+        checkpoint_dir=args.checkpoint_dir and str(args.checkpoint_dir),
+        elastic=args.elastic,
     )

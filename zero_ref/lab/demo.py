@@ -9,9 +9,10 @@ from rich.console import Console
 
 from zero_ref.lab import plots, ranks
 from zero_ref.lab._arguments import json_text
-from zero_ref.lab.compare import ROW_NAMES, StrategyRun, as_json, compare, environment, problems, table
+from zero_ref.lab.compare import ROW_NAMES, StrategyRun, compare, table
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.model import GPT
+from zero_ref.lab.outcome import as_json, environment, problems
 from zero_ref.lab.report import Check, write_report
 from zero_ref.plan.rules import plan_partition
 from zero_ref.simulator.models import from_module
@@ -34,7 +35,9 @@ def run_demo(folder: Path, config: TrainConfig, world_size: int, console: Consol
     console.print()
     console.print(table(outcomes))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "outcome.json").write_text(json_text(as_json(outcomes, config)) + "\n")
+    (folder / "outcome.json").write_text(
+        json_text(as_json(outcomes, config, ranks.place_ranks(world_size))) + "\n"
+    )
     page = write_page(folder, runs, config)
     found = problems(outcomes)
     for problem in found:
@@ -108,7 +111,7 @@ def write_page(folder: Path, runs: Sequence[StrategyRun], config: TrainConfig) -
             for result in outcomes
         ],
         figures=[(picture, caption, alt) for _, picture, caption, alt in pictures],
-        environment=environment(world_size),
+        environment=environment(world_size, ranks.place_ranks(world_size)),
     )
     return page
 

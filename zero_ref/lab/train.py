@@ -3,61 +3,43 @@
     zero-ref train --ranks 4 --strategy zero-bucket            # on this machine, ranks started for you
     torchrun --nproc-per-node=8 -m zero_ref.lab.train          # one rank a GPU; --nnodes for more machines
 
-`train` is an ordinary data-parallel training loop: a user's own looks the same. `predict` says beforehand
-what an iteration will send and what each rank will hold; `Outcome` sets the two side by side.
+`train` is an ordinary data-parallel training loop: a user's own looks the same. `outcome.predict` says
+beforehand what an iteration will send and what each rank will hold.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import os
-import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from zero_ref.comm.agreement import agree
-from zero_ref.comm.collectives import as_collectives
-from zero_ref.lab import meter, stage_3
+from zero_ref.lab import elastic, meter
 from zero_ref.lab._arguments import Parser, complain, json_text, unwritable
-from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig, add_training_arguments, config_from
+from zero_ref.lab.checkpoints import NothingLeftError, checkpoints_for, in_words
+from zero_ref.lab.config import TrainConfig, add_run_arguments, check_memory, config_for, strategies_of
+from zero_ref.lab.dry_run import print_prediction
+from zero_ref.lab.logs import Logs, StepDone
 from zero_ref.lab.model import GPT, batch, language_reference
-from zero_ref.lab.placement import own_device, place_ranks, settle
+from zero_ref.lab.outcome import Measured, Outcome, as_json, outcome, predict, problems
+from zero_ref.lab.placement import Placement, own_device, place_ranks, settle
 from zero_ref.lab.ranks import device
+from zero_ref.lab.settings import as_toml, settings_of
+from zero_ref.lab.simulated import cluster_named
 from zero_ref.lab.strategies import trainable
-from zero_ref.optimizer.shard import MASTER
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
-from zero_ref.simulator import models
-from zero_ref.simulator.ledger import MIXED_16, Convention, itemsize_of, ledger
-from zero_ref.simulator.recipe import RECIPES
-from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
-from zero_ref.state.durable import make_directory, replacing
 
-Progress = Callable[[int, float], None]
-"""Called with the number of steps done and the last training loss."""
-
-
-class Measured(NamedTuple):
-    """What one rank saw.
-
-    Args:
-        calls: of `TrainConfig.recorded_steps`.
-        held: bytes kept after the last step.
-        losses: training loss of each step done, the mean over ranks.
-        held_out_loss: after the last step, on text that was not trained on; on rank 0 at least.
-        step_ms: of each step done.
-    """
-
-    calls: list[Call]
-    held: meter.HeldBytes
-    losses: list[float]
-    held_out_loss: float | None
-    step_ms: list[float]
+Progress = Callable[[StepDone], None]
+"""Called after each step."""
 
 
 def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
@@ -66,16 +48,16 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
     Collective: all ranks, with equal arguments (`progress` is called on rank 0).
     Raises:
         RuntimeError, ValueError: a checkpoint that cannot be read or is of another model, on all ranks alike.
+        NothingLeftError: all steps were done before.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    text = language_reference()
+    rank, text = dist.get_rank(), language_reference()
     model = GPT(config.model, config.seed).to(device())
     made = trainable(config.recipe, model, config.learning_rate)
     optimizer = made.optimizer
-    first_step = load_checkpoint(config, model, optimizer) if config.resume else 0
+    checkpoints = checkpoints_for(config, model, optimizer)
+    first_step, losses = checkpoints.load()
 
     calls: list[Call] = []
-    losses: list[torch.Tensor] = []
     step_ms: list[float] = []
     for step in range(first_step, config.steps):
         with made.recording(), meter.timing(step_ms):
@@ -91,22 +73,21 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
         if step in config.recorded_steps:
             calls += made.calls
         made.calls.clear()
-        losses.append(loss.detach())
+        losses.add(loss)
+        checkpoints.reached(step + 1)
         if progress and rank == 0:
-            progress(step + 1, losses[-1].item())
-        if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0:
-            save_checkpoint(config, model, optimizer, step + 1)
+            rate, ranks = learning_rate(config, step), dist.get_world_size()
+            progress(StepDone(step + 1, loss.item(), rate, step_ms[-1], ranks, time.time()))
+        if config.saves_after(step + 1):
+            checkpoints.save(step + 1, losses)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.arriving.wait()  # nothing more is trained that would
     held = made.held()
-    if config.checkpoint:
-        save_checkpoint(config, model, optimizer, config.steps)
+    checkpoints.save(config.steps, losses)
 
-    mean_losses = torch.stack(losses) if losses else torch.zeros(0, device=device())
-    dist.all_reduce(mean_losses)
     # At stage 3 all ranks compute it together.
     loss_held_out = held_out_loss(model, config) if rank == 0 or config.recipe.stage == 3 else None
-    return Measured(calls, held, (mean_losses / world_size).tolist(), loss_held_out, step_ms)
+    return Measured(calls, held, losses.means(), loss_held_out, step_ms)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -125,288 +106,146 @@ def held_out_loss(model: GPT, config: TrainConfig, batches: int = 8) -> float:
     return total / batches
 
 
-# ---------------------------------------------------------------------------------------------- checkpoints
-
-
-def save_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write model and optimizer as if they had never been sharded; an interrupted write leaves the old file.
-
-    Collective: all ranks. Rank 0 writes; all go on when the file is complete.
-    """
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.consolidate_state_dict(to=0)
-    of_model, of_optimizer = model.state_dict(), {}
-    if dist.get_rank() == 0 or config.recipe.stage == 3:
-        of_optimizer = optimizer.state_dict()
-    if config.recipe.stage == 3:
-        of_model, of_optimizer = (
-            stage_3.whole(state, keep=dist.get_rank() == 0) for state in (of_model, of_optimizer)
-        )
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        path = Path(str(config.checkpoint))
-        try:
-            make_directory(path.parent)
-            with replacing(path) as file:
-                torch.save(
-                    {
-                        "step": step,
-                        "config": asdict(config.model),
-                        "model": of_model,
-                        "optimizer": of_optimizer,
-                    },
-                    file,
-                )
-        except Exception as error:  # torch.save raises RuntimeError where the disk is full
-            failure = error
-    agree(as_collectives(None), "write the checkpoint", failure or [])
-
-
-def load_checkpoint(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimizer) -> int:
-    """Fill model and optimizer from a file, on every rank; return the number of steps it was trained for.
-
-    Collective: all ranks. A file that one rank cannot read is an error on all.
-    """
-    path = str(config.checkpoint)
-    saved: dict[str, Any] = {}
-    facts: Sequence[str] | Exception
-    try:
-        saved = read_checkpoint(path)
-        if GPTConfig(**saved["config"]) != config.model:  # the first checkpoints name no dtype
-            raise ValueError(f"{path} holds a model of {saved['config']}, not of {asdict(config.model)}.")
-        has_masters = any(MASTER in of_param for of_param in saved["optimizer"]["state"].values())
-        if has_masters != (config.master_dtype is not None):
-            raise ValueError(
-                f"{path} was written {'with' if has_masters else 'without'} masters: go on with "
-                f"master_dtype {'float32' if has_masters else 'left out'}."
-            )
-        if saved["step"] + 2 > config.steps:
-            raise ValueError(
-                f"{path} was trained for {saved['step']} steps; {config.steps} were asked for. Steps count "
-                f"from the beginning: ask for {saved['step'] + 2} or more, since DDP builds its buckets in "
-                "the first."
-            )
-        facts = [f"step {saved['step']}"]
-    except Exception as error:
-        facts = error
-    agree(as_collectives(None), "read the checkpoint", facts)
-    if config.recipe.stage == 3:
-        stage_3.load_whole(model, optimizer, saved["model"], saved["optimizer"])
-    else:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-    return int(saved["step"])
-
-
-def read_checkpoint(path: str) -> dict[str, Any]:
-    """The contents of a file that `save_checkpoint` wrote. Runs no code that is in it.
-
-    Raises:
-        OSError: there is no such file, or it may not be read.
-        ValueError: it is damaged, or something else.
-    """
-    with open(path, "rb") as file:
-        try:
-            saved = torch.load(file, map_location="cpu", weights_only=True)
-            if {"step", "config", "model", "optimizer"} <= set(saved):
-                return dict(saved)
-            problem = f"it holds {type(saved).__name__} {sorted(saved)}"
-        except Exception as error:  # a damaged file meets torch.load in many ways
-            problem = f"{type(error).__name__}: {error}"
-    raise ValueError(f"{path} is no checkpoint of this program, or damaged: {problem}")
-
-
-# --------------------------------------------------------------------------------- prediction | measurement
-
-
-def predict(config: TrainConfig, world_size: int) -> Schedule:
-    """What an iteration will send and what each rank will hold, before anything is started.
-
-    Only the order in which gradients become ready is tried out, by one backward pass in this process: it
-    decides which of them share one of DDP's buckets.
-    """
-    model = GPT(config.model, config.seed)
-    tokens, targets = batch(language_reference().training, config.model, 1, seed=0, step=0, rank=0)
-    params = models.from_module(model)
-    order = models.ready_order(model, lambda: model(tokens, targets).backward())
-    return schedule(
-        config.recipe,
-        params,
-        world_size,
-        ddp_buckets=ddp_buckets(params, order),
-        blocks=models.blocks(params),
-        steps=config.recorded_steps if config.recipe.averaging else None,
-    )
-
-
-class Pair(NamedTuple):
-    """A quantity as predicted and as measured."""
-
-    predicted: int
-    measured: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One strategy's run, prediction beside measurement. Bytes and calls are those of the rank that has most.
-
-    Args:
-        collectives, payload_bytes: of the last step; under local SGD of the steps of its last cycle.
-        calls_equal: these calls are, on every rank, those predicted: same operations, order and bytes.
-        step_ms: median over steps of the slowest rank's time; the first steps, which build DDP's buckets,
-            are left out.
-        dtype, master_dtype: of the parameters, and of the masters if there are any.
-        numel: elements of all parameters.
-        held_bytes: parameters, gradients and optimizer state together, on each rank.
-        ledger_bytes: the same by `simulator.ledger.ledger`, on average over the ranks.
-        loss_tolerance: relative, between this loss and that of DDP; None where another model is trained.
-    """
-
-    strategy: str
-    ranks: int
-    steps: int
-    state_bytes_max: Pair
-    parameter_bytes_max: Pair
-    gradient_bytes_max: Pair
-    collectives: Pair
-    payload_bytes: Pair
-    calls_equal: bool
-    step_ms: float
-    final_loss: float
-    losses: list[float]
-    dtype: str
-    master_dtype: str | None
-    numel: int
-    held_bytes: list[Pair]
-    ledger_bytes: float
-    loss_tolerance: float | None = 1e-6
-
-    QUANTITIES = (
-        "state_bytes_max",
-        "parameter_bytes_max",
-        "gradient_bytes_max",
-        "collectives",
-        "payload_bytes",
-    )
-
-    def pairs(self) -> dict[str, Pair]:
-        """What was both predicted and measured, by name."""
-        return {name: getattr(self, name) for name in self.QUANTITIES}
-
-    @property
-    def as_predicted(self) -> bool:
-        """Every quantity and every call is as predicted."""
-        pairs = [*self.pairs().values(), *self.held_bytes]
-        return self.calls_equal and all(pair.predicted == pair.measured for pair in pairs)
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values, the pairs as {"predicted": ..., "measured": ...}."""
-        pairs = {name: pair._asdict() for name, pair in self.pairs().items()}
-        return {**asdict(self), **pairs, "held_bytes": [pair._asdict() for pair in self.held_bytes]}
-
-
-def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -> Outcome:
-    """Set a prediction beside what each rank measured."""
-    times = [max(at_step) for at_step in zip(*(rank.step_ms for rank in measured), strict=True)]
-    first = measured[0]
-    planned = [plan.calls_of(rank) for rank in range(len(measured))]
-    planned_bytes = map(sum, zip(plan.parameter_bytes, plan.left_gradient_bytes, plan.state_bytes))
-    numel = config.model.numel
-    assert first.held_out_loss is not None
-    return Outcome(
-        strategy=config.recipe.title,
-        ranks=len(measured),
-        steps=config.steps,
-        state_bytes_max=Pair(plan.state_bytes_max, max(rank.held.optimizer_state for rank in measured)),
-        parameter_bytes_max=Pair(plan.parameter_bytes_max, max(rank.held.parameters for rank in measured)),
-        gradient_bytes_max=Pair(plan.gradient_bytes_max, max(rank.held.gradients for rank in measured)),
-        collectives=Pair(max(map(len, planned)), max(len(rank.calls) for rank in measured)),
-        payload_bytes=Pair(max(map(_payload, planned)), max(_payload(rank.calls) for rank in measured)),
-        calls_equal=all(tuple(rank.calls) == of_rank for rank, of_rank in zip(measured, planned)),
-        step_ms=statistics.median(times[min(3, len(times) // 2) :] or [float("nan")]),
-        final_loss=first.held_out_loss,
-        losses=first.losses,
-        dtype=config.model.dtype,
-        master_dtype=config.master_dtype,
-        numel=numel,
-        held_bytes=[Pair(held, sum(rank.held)) for held, rank in zip(planned_bytes, measured, strict=True)],
-        ledger_bytes=ledger(
-            numel, config.recipe.group_of(len(measured)), config.recipe.stage, _convention(config)
-        ).total_bytes,
-        loss_tolerance=_loss_tolerance(config),
-    )
-
-
-def _convention(config: TrainConfig) -> Convention:
-    """Bytes of an element of parameters, gradients and state."""
-    if config.master_dtype is not None:
-        return MIXED_16
-    itemsize = itemsize_of(config.model.dtype)
-    return Convention(itemsize, itemsize, 2 * itemsize, moment=itemsize)
-
-
-def _payload(calls: Sequence[Call]) -> int:
-    return sum(call.nbytes for call in calls)
-
-
-def _loss_tolerance(config: TrainConfig) -> float | None:
-    if config.recipe.averaging is not None:
-        return None  # trains another model
-    # The same arithmetic on the same numbers, bit for bit on Gloo; NCCL may add gradients in another order
-    # from run to run. Owners and `fully_shard` add those of three ranks and more in another order than an
-    # all-reduce, and each step makes more of the difference: 5e-7 after the demo's 120. In 16 bits a sum in
-    # another order is another gradient: up to 0.03 after 200 steps.
-    if config.strategy in COMPARED:
-        return 1e-6
-    return 1e-3 if config.model.dtype == "float32" else 0.1
-
-
 # ------------------------------------------------------------------------------------------ under torchrun
 
 
+NAME = "torchrun -m zero_ref.lab.train"
+
+
+def make_parser() -> Parser:
+    """The parser of what follows `-m zero_ref.lab.train`."""
+    parser = Parser(prog=NAME, description=__doc__.split("\n")[0])
+    add_run_arguments(parser)
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train on the ranks that torchrun started; rank 0 prints the outcome as JSON."""
-    name = "torchrun -m zero_ref.lab.train"
-    parser = Parser(prog=name, description=__doc__.split("\n")[0])
-    add_training_arguments(parser)
-    parser.add_argument("--strategy", default="zero-bucket", choices=list(RECIPES))
-    args = parser.parse_args(argv)
+    """Train on the ranks that torchrun started; rank 0 prints each strategy's outcome as JSON.
+
+    Returns:
+        The exit code, as `config.EXIT_CODES` has it.
+    Raises:
+        SystemExit: the parser printed help, or an error in the arguments (code 2).
+    """
+    try:
+        with _said_once():
+            prepared = _prepare(make_parser().parse_args(argv))
+        return prepared if isinstance(prepared, int) else _train_as_rank(prepared)
+    except KeyboardInterrupt:
+        with _said_once():
+            print(f"{NAME}: interrupted", file=sys.stderr)
+        return 130
+
+
+@contextlib.contextmanager
+def _said_once() -> Iterator[None]:
+    """Print what all ranks of a machine would say on its first one alone; on others drop it."""
+    with contextlib.ExitStack() as stack:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        yield
+
+
+class Prepared(NamedTuple):
+    """What `_prepare` has checked."""
+
+    arguments: argparse.Namespace
+    configs: list[TrainConfig]
+    placement: Placement
+    logs: Logs
+
+
+def _prepare(arguments: argparse.Namespace) -> Prepared | int:
+    """Check everything that can be checked before ranks meet; the exit code if there is nothing to train."""
     if "RANK" not in os.environ:
-        complain(name, "start this with torchrun, or use `zero-ref train --ranks N`, which starts ranks.")
+        complain(NAME, "start this with torchrun, or use `zero-ref train --ranks N`, which starts ranks.")
         return 2
+    is_first, world_size = os.environ["RANK"] == "0", int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        config = config_from(args, args.strategy)
-    except ValueError as error:
-        complain(name, str(error))
-        return 2
-    # Rank 0 writes. If it cannot, it ends with an error, and torchrun ends the others.
-    if os.environ["RANK"] == "0" and (problem := unwritable(args)):
-        complain(name, problem)
-        return 2
-    try:
+        strategies = strategies_of(arguments)
+        config = config_for(arguments, strategies, world_size)
+        logs, cluster = Logs.from_arguments(arguments, default=["plain"]), cluster_named(arguments.cluster)
+        if problem := elastic.complaint(config):
+            raise ValueError(problem)
+        # Rank 0 writes. If it cannot, it ends with an error, and torchrun ends the others.
+        if is_first and (problem := unwritable(arguments)):
+            raise ValueError(problem)
+        if is_first:
+            logs.check(strategies)
+        if arguments.show_config or arguments.dry_run:
+            if is_first and arguments.show_config:
+                print(as_toml(settings_of(arguments)))
+            elif is_first:
+                print_prediction(config, strategies, world_size, cluster)
+            return 0
         placement = place_ranks(int(os.environ["LOCAL_WORLD_SIZE"]))
+        if placement.on_cpu:
+            check_memory(config, len(placement.devices))
     except ValueError as error:
-        complain(name, str(error))
+        complain(NAME, str(error))
         return 2
+    except ModuleNotFoundError as error:
+        complain(NAME, str(error) if error.name == "tensorboard" else f"{error}: pip install 'zero_ref[lab]'")
+        return 1
+    return Prepared(arguments, [config.under(strategy) for strategy in strategies], placement, logs)
+
+
+def _train_as_rank(prepared: Prepared) -> int:
+    """Meet the other ranks, train under each strategy, and say on rank 0 how it went; the exit code."""
+    arguments, configs, placement, logs = prepared
     of_this_rank = placement.devices[int(os.environ["LOCAL_RANK"])]
     settle(of_this_rank, placement.is_default)
     if os.environ["RANK"] == "0":
         print(f"{placement.describe()}", file=sys.stderr, flush=True)
-    dist.init_process_group(placement.backend, device_id=own_device(placement.backend, of_this_rank))
     try:
-        measured = meter.gather_from_ranks(train(config, print_progress))
-        if dist.get_rank() == 0:
-            result = outcome(config, predict(config, dist.get_world_size()), measured)
-            print(json_text({key: value for key, value in result.as_json().items() if key != "losses"}))
+        with elastic.as_elastic_rank(configs[0]):
+            dist.init_process_group(
+                placement.backend,
+                timeout=elastic.time_out(configs[0]),
+                device_id=own_device(placement.backend, of_this_rank),
+            )
+            outcomes = [found for config in configs if (found := _train_under(config, logs))]
+    except NothingLeftError as nothing:
+        if os.environ["RANK"] == "0":
+            print(nothing, file=sys.stderr)
+        return 0
     finally:
-        dist.destroy_process_group()
-    return 0
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if not outcomes:
+        return 0  # rank 0 knows how it went
+    if arguments.json:
+        text = json_text(as_json(outcomes, configs[0], placement)) + "\n"
+        try:
+            Path(arguments.json).write_text(text, encoding="utf-8")
+        except OSError as error:
+            complain(NAME, f"--json {arguments.json} could not be written: {error.strerror or error}.")
+            return 1
+    wrong = problems(outcomes)
+    for problem in wrong:
+        print(problem, file=sys.stderr)
+    return 1 if wrong else 0
 
 
-def print_progress(step: int, loss: float) -> None:
-    """One line now and then: what a log file of a cluster job can take."""
-    if step == 1 or step % 20 == 0:
-        print(f"step {step}: training loss {loss:.3f}", file=sys.stderr, flush=True)
+def _train_under(config: TrainConfig, logs: Logs) -> Outcome | None:
+    """Train, and print the outcome on rank 0, which returns it.
+
+    Collective: all ranks of the default group.
+    """
+    is_first, world_size = dist.get_rank() == 0, dist.get_world_size()
+    if is_first and config.elastic:
+        print(elastic.what_begins(config, world_size), file=sys.stderr, flush=True)
+    with logs.run(config.strategy) as log:
+        measured = meter.gather_from_ranks(train(config, log.step))
+        if not is_first:
+            return None
+        result = outcome(config, predict(config, world_size), measured)
+        log.finish(result.in_short())
+    if result.ran:
+        print(in_words(result.ran), file=sys.stderr)
+    print(json_text(result.in_short()), flush=True)
+    return result
 
 
 if __name__ == "__main__":

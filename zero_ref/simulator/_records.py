@@ -29,8 +29,17 @@ def read_json(path: str | Path) -> Any:
     """The values in a JSON file.
 
     Raises:
+        OSError, ValueError: as `read_text` and `parse_json`.
+    """
+    return parse_json(read_text(path))
+
+
+def read_text(path: str | Path) -> str:
+    """The text in a file.
+
+    Raises:
         OSError: the file cannot be read.
-        ValueError: it is no regular file, too large, not UTF-8, or as `parse_json`.
+        ValueError: it is no regular file, too large, or not UTF-8.
     """
     with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:  # a pipe would hang
         status = os.fstat(file.fileno())
@@ -40,10 +49,9 @@ def read_json(path: str | Path) -> Any:
             raise ValueError(f"it has {status.st_size:,} bytes, and at most {LARGEST_FILE:,} are read")
         content = file.read(LARGEST_FILE)
     try:
-        text = content.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not text in UTF-8: {error.reason} at byte {error.start:,}") from None
-    return parse_json(text)
 
 
 def parse_json(text: str) -> Any:

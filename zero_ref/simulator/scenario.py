@@ -63,6 +63,8 @@ class Scenario:
         period: of local-sgd, steps from one average to the next.
         gradient_group: of local-sgd, how many consecutive ranks average their gradients in every step, such
             as those of a node; 1 for none.
+        masters: beside 16-bit parameters the optimizer keeps 32-bit copies and state; False for state in the
+            parameters' dtype and no copies.
     Raises:
         ValueError: the batch, the sequence or `world_size` is below 1, or a name is unknown. Methods raise as
             `schedule`, `AveragingSchedule`, `MemorySettings` and `play`.
@@ -82,6 +84,7 @@ class Scenario:
     prefetch: int = 1
     period: int = 8
     gradient_group: int = 1
+    masters: bool = True
 
     def __post_init__(self) -> None:
         check_name("dtype", self.dtype, DTYPES)
@@ -153,11 +156,11 @@ class Scenario:
 
     @property
     def workload(self) -> Workload:
-        """A step reads value, gradient and state, and writes value and state, 4 bytes an element each."""
+        """A step reads value, gradient and state, and writes value and state."""
         return Workload(
             self.tokens,
             recompute=self.checkpointing == "full",
-            step_bytes=12 + 8 * state_rule(self.optimizer).tensors,
+            step_bytes=self._state_itemsize * (3 + 2 * state_rule(self.optimizer).tensors),
             attention_share=self.attention_share,
         )
 
@@ -182,10 +185,18 @@ class Scenario:
 
     @property
     def state(self) -> StateRule:
-        """The optimizer's state. Beside 16-bit parameters it is in float32, and has a copy of them."""
+        """The optimizer's state. Beside 16-bit parameters it is in float32, with `masters` of them."""
         rule = state_rule(self.optimizer)
-        mixed = DTYPES[self.dtype] == 2
-        return rule.with_master() if mixed else rule
+        return rule.with_master() if self._mixed else rule
+
+    @property
+    def _mixed(self) -> bool:
+        return self.masters and DTYPES[self.dtype] == 2
+
+    @property
+    def _state_itemsize(self) -> int:
+        """Bytes of an element of the state, and of parameters as local-sgd averages them."""
+        return 4 if self._mixed else DTYPES[self.dtype]
 
     @property
     def averaging(self) -> AveragingSchedule:
@@ -214,7 +225,7 @@ class Scenario:
             shard_group=self.shard_group if usual.without_ddp else None,
             prefetch=self.prefetch,
             averaging=usual.averaging and self.averaging,
-            averaged_itemsize=4,  # the 32-bit copies of 16-bit parameters
+            averaged_itemsize=self._state_itemsize,  # the 32-bit copies of 16-bit parameters
             **changes,
         )
 
@@ -228,7 +239,7 @@ class Scenario:
         bucket_bytes = [sum(nbytes_of(self.params[number]) for number in bucket) for bucket in buckets]
         return MemorySettings(
             usual.stage,
-            convention="mixed-16" if DTYPES[self.dtype] == 2 else None,
+            convention="mixed-16" if self._mixed else None,
             optimizer=self.optimizer,
             gradient_as_bucket_view=True,
             bucket_bytes=max(bucket_bytes, default=0) * (2 if usual.without_ddp else 1),
@@ -249,7 +260,7 @@ class Scenario:
         average = average_memory(self.params, self.world_size, settings)
         if strategy == LOCAL_SGD and self.world_size > 1:
             # The averager copies all that is averaged into one tensor, and sends that.
-            average = replace(average, communication_bytes=4 * self.numel)
+            average = replace(average, communication_bytes=self._state_itemsize * self.numel)
         if settings.stage < 3:
             return (average,) * self.world_size
         # Each parameter is cut along its first dimension, so the first ranks have more than the last.

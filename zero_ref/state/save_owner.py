@@ -175,6 +175,19 @@ _ADVICE = (
 _OWNERSHIPS: weakref.WeakValueDictionary[Path, Ownership] = weakref.WeakValueDictionary()
 
 
+def is_of_this_job(directory: Path) -> bool:
+    """Whether the owner of a directory is a process of the same job, by the name that the scheduler gives it.
+
+    Where torchrun starts the ranks of a job again, each round ends the one before. What an earlier rank left
+    there may then be taken over, though nobody can see from another machine that this rank is gone.
+    """
+    try:
+        owner = Owner.read(directory / OWNER)
+    except (OSError, DamagedError):
+        return False
+    return bool(owner.job) and owner.job == Owner.this_process().job
+
+
 def become_owner(directory: Path, take_over: bool = False) -> Ownership:
     """Become the owner of a directory, which exists; if this process is the owner, it remains so.
 

@@ -1,12 +1,16 @@
-"""The results of `zero-ref simulate`, as JSON and as a table."""
+"""What the simulator says of a run, as JSON and as a table: for `zero-ref simulate` and for dry runs."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from zero_ref.simulator.cluster import CLUSTERS
+from zero_ref.lab._arguments import short
+from zero_ref.simulator._records import read_json
+from zero_ref.simulator.cluster import CLUSTERS, Cluster
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.recipe import LOCAL_SGD
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
@@ -22,6 +26,31 @@ BETTER = {
 
 LABELS = ("forward", "gather", "backward", "reduce", "step", "broadcast", "agree", "average")
 """The labels of operations, in the order in which they are printed."""
+
+
+def cluster_named(name: str) -> Cluster:
+    """A preset, or what `zero-ref calibrate --out FILE` wrote.
+
+    Raises:
+        ValueError: it is neither; the message begins with `--cluster`.
+    """
+    if name in CLUSTERS:
+        return CLUSTERS[name]
+    if not os.path.isfile(name):
+        raise ValueError(
+            f"--cluster {short(name)}: choose one of {', '.join(CLUSTERS)}, or a file that "
+            "`zero-ref calibrate --out FILE` wrote."
+        )
+    try:
+        values = read_json(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--cluster {name} cannot be read: {getattr(error, 'strerror', None) or error}."
+        ) from None
+    try:
+        return Cluster.from_json(json.dumps(values))
+    except ValueError as error:
+        raise ValueError(f"--cluster {name}: {error}") from None
 
 
 def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dict[str, Any]:
