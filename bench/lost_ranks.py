@@ -4,20 +4,23 @@
     python bench/lost_ranks.py --kills 10 --way zero-ref       # zero-ref train --ranks 4
 
 Each time four ranks train, one is killed (SIGKILL) at a random step: under torchrun with its agent, as when a
-node is lost. The other three have to go on from the newest save, and four when the rank is back: under torchrun
-once its agent is started again, in `zero-ref train` from the next save on. At the end the job is stopped, and
-started again to its end.
+node is lost. The other three have to go on from the newest save, and four when the rank is back: under
+torchrun once its agent is started again, in `zero-ref train` from the next save on. At the end the job is
+stopped, and started again to its end.
 
-Then the same steps are trained by hand, from the first on: one call of `train` for each number of ranks in turn,
-from save to save. The losses of all steps and every byte of the last save must be equal, each step once.
+Then the same steps are trained by hand, from the first on: one call of `train` for each number of ranks in
+turn, from save to save. The losses of all steps and every byte of the last save must be equal, and each step
+counts once.
 
-Linux. Its last lines say what it measured.
+Linux; `bench/NOTES.md` has its tables. "s on" is the time from the kill to the first step of three ranks, and
+from the start of the new agent, or from the kill too, to the next one of all four.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -291,7 +294,7 @@ def run(way: str, kills: int, world_size: int, seed: int, folder: Path) -> bool:
     same_losses, same_bytes = (a == b for a, b in zip((losses, written), by_hand(folder, once), strict=True))
     print(f"as by hand: losses {'equal' if same_losses else 'WRONG'}", end=", ")
     print(f"last save {'equal' if same_bytes else 'WRONG'}")
-    joined = all(a.until == b.done for a, b in zip(once, once[1:]))
+    joined = all(a.until == b.done for a, b in itertools.pairwise(once))
     return same_losses and same_bytes and joined and len(losses) == steps and not any(codes)
 
 
