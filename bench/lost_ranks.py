@@ -13,7 +13,7 @@ turn, from save to save. The losses of all steps and every byte of the last save
 counts once.
 
 Linux; `bench/NOTES.md` has its tables. "s on" is the time from the kill to the first step of three ranks, and
-from the start of the new agent, or from the kill too, to the next one of all four.
+from then, when the new agent is started, to the next one of all four.
 """
 
 from __future__ import annotations
