@@ -82,6 +82,7 @@ def run(
             continue
         if goal == config.steps:
             return values
+        ranks.shutdown()  # those of the smaller number: nobody would use them
         world = world_size
         say(what_begins(config, world))
 
@@ -140,7 +141,8 @@ def as_elastic_rank(config: TrainConfig) -> Iterator[None]:
         gone = isinstance(error, (RanksLostError, dist.DistBackendError)) or failure.is_consequence
         if not (config.elastic and (gone or "Timed out" in failure.summary)):
             raise
-        reason = re.sub(r"\[[^\]]*\] ", "", failure.summary.split("\n")[0])
+        # Gloo begins with its own source file and line, and ends with an explanation.
+        reason = re.sub(r"\[/[^\]]*\] | This is typically.*", "", failure.summary.split("\n")[0])
         print(
             f"rank {os.environ['RANK']} stops, as another is gone: {reason[:160]}",
             file=sys.stderr,
