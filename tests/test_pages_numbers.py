@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from zero_ref import cli
 from zero_ref.bench.gpu.step import BYTES_OF_STEP
 from zero_ref.lab import elastic
 from zero_ref.lab.compare import CYCLE, ROW_NAMES
@@ -190,6 +191,17 @@ def test_running_names_the_chapters_that_ask_for_gloo() -> None:
     assert sorted(map(int, named)) == sorted(asking)
     assert "| tour, 7 |" in table
     assert 'backend=\\"gloo\\"' in (ROOT / "notebooks" / "00_tour.ipynb").read_text(encoding="utf-8")
+
+
+def test_running_says_the_exit_code_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zero_ref.cli.plan.run_plan", interrupted)
+    assert (
+        cli.main(["plan", "--model", "gpt2", "--ranks", "2"]),
+        "`130` for Ctrl-C" in text_of("book/running.md"),
+    ) == (130, True)
 
 
 def test_running_says_when_a_rank_is_given_up_and_when_torchrun_would() -> None:
