@@ -16,6 +16,7 @@ import pytest
 from zero_ref.lab import elastic, ranks
 from zero_ref.lab.checkpoints import Stretch, counted, stretches
 from zero_ref.lab.config import GPTConfig, TrainConfig
+from zero_ref.lab.logs import StepDone
 from zero_ref.lab.train import Measured, train
 from zero_ref.state.save_owner import OWNER, Owner
 from zero_ref.state.saves import sealed
@@ -107,10 +108,10 @@ def die_at(config: TrainConfig, folder: Path, *deaths: tuple[int, int, int]) -> 
     """Train; after that step of so many ranks, rank 0 kills that one: (number of ranks, rank, step), once."""
     import torch.distributed as dist
 
-    def report(step: int, loss: float) -> None:
+    def report(done: StepDone) -> None:
         for number, rank, at in deaths:
             once = folder / f"{number}-{rank}-{at}"
-            if (dist.get_world_size(), step) == (number, at) and not once.exists():
+            if (done.world_size, done.step) == (number, at) and not once.exists():
                 once.touch()
                 os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
                 time.sleep(60)
