@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Nothing is installed whose hash is not in requirements/, whatever index it comes from, and nothing is built but zero_ref.
 PIP        := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PIP_LOCKED := $(PIP) --require-hashes --only-binary :all: --requirement
+PIP_LOCKED := $(PIP) --require-hashes --no-deps --only-binary :all: --requirement
 
 SHELL       := bash
 MAKEFLAGS   += --no-print-directory
@@ -38,10 +38,10 @@ $(STAMP): $(addprefix requirements/,locked.txt torch.txt cuda.txt) pyproject.tom
 	$(call step,install into $(VENV),\
 	    test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
 	    $(PIP_LOCKED) requirements/locked.txt; \
-	    if ! $(PIP_LOCKED) requirements/torch.txt --no-deps --no-index 2>/dev/null; then \
+	    if ! $(PIP_LOCKED) requirements/torch.txt --no-index 2>/dev/null; then \
 	        $(PIP:install=download) --no-deps --only-binary :all: $(addprefix --index-url ,$(TORCH_INDEX_URL)) \
 	            --dest $(VENV)/wheels $$(sed -n '/^torch==/p' requirements.txt); \
-	        $(PIP_LOCKED) requirements/torch.txt --no-deps --no-index --find-links $(VENV)/wheels; \
+	        $(PIP_LOCKED) requirements/torch.txt --no-index --find-links $(VENV)/wheels; \
 	        rm -r $(VENV)/wheels; \
 	    fi; \
 	    if { $(BIN)/python -m pip check || true; } | grep '^torch .* not installed' > /dev/null; then \

@@ -61,6 +61,13 @@ def test_no_index_is_given_beside_pypi() -> None:
                 assert "--no-deps" in line, f"{path}: {line}"
 
 
+def test_pip_resolves_nothing_itself() -> None:
+    # accelerate asks for torch, whose hash is in a file of its own: pip must not look for it.
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^PIP_LOCKED := .*--require-hashes --no-deps ", makefile, re.MULTILINE)
+    assert not re.findall(r"\$\(PIP\) (?!--require-hashes --no-deps|--no-deps)", makefile)
+
+
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_actions_are_named_by_commit(path: Path) -> None:
     uses = re.findall(r"uses: (.*)", path.read_text())
