@@ -1,0 +1,29 @@
+"""The book as a PDF: all of it, with numbered pages and links that lead somewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "book"))
+
+from print_book import print_book, read  # noqa: E402  # book/print_book.py
+
+pytestmark = pytest.mark.browser
+
+
+def test_the_whole_book_is_printed_and_its_links_lead_somewhere(pages: Path, tmp_path: Path) -> None:
+    edition, pdf = tmp_path / "book.html", tmp_path / "book.pdf"
+    script = ROOT / "book" / "offline_edition.py"
+    subprocess.run([sys.executable, str(script), str(pages), str(edition)], check=True, timeout=600)
+    print_book(edition, pdf)
+    printed = read(pdf.read_bytes())
+    chapters = re.findall(r'<article class="bd-article" id="(\w+)"', edition.read_text())
+    assert len(chapters) > 20
+    assert printed.pages > 5 * len(chapters)
+    assert printed.links - printed.places == set()
+    assert set(chapters) <= printed.links  # the table of contents names each
+    assert "counter(page)" in (ROOT / "book" / "offline_edition.css").read_text()
