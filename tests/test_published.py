@@ -52,7 +52,8 @@ def test_every_source_can_be_found_again() -> None:
         assert re.match(r"https://(github\.com|arxiv\.org)/", source.url), name
         assert source.commit is None or re.fullmatch("[0-9a-f]{40}", source.commit), name
         if "/blob/" in source.url or "/tree/" in source.url:
-            assert source.commit and source.commit in source.url, name
+            assert source.commit is not None, name
+            assert source.commit in source.url, name
 
 
 def test_one_source_is_for_fitting_times_and_one_for_fitting_memory() -> None:

@@ -1,7 +1,8 @@
 """Runs that others published: what was trained, on which machines, and how fast or in how much memory.
 
-They lie in `published.json`, each with its source. Only data-parallel and fully sharded runs are there: tensor,
-pipeline, context and expert parallelism are not simulated. `validation` holds the simulator against them.
+They lie in `published.json`, each with its source. Only data-parallel and fully sharded runs are there:
+tensor, pipeline, context and expert parallelism are not simulated. `validation` holds the simulator against
+them.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Run:
 
     >>> run = published().run("titan-8b-8")
     >>> run.tokens, run.time, run.memory_gib
-    (16384, {'tokens_per_s_gpu': 5762}, 82.4)
+    (16384, {'tokens_per_s_gpu': 5762.0}, 82.4)
     >>> round(run.tokens_per_s_gpu(published().models[run.model]))
     5762
 
