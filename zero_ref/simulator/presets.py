@@ -14,11 +14,11 @@ DEVICES: dict[str, dict[str, Any]] = {
         "attention_reached": 0.40, "memory_reached": 0.85,
     },
     "A100 80 GB": {
-        "tflops": 312, "reached": 0.70, "memory_gb": 80, "memory_gb_per_s": 2039, "knee": 60,
+        "tflops": 312, "reached": 0.77, "memory_gb": 80, "memory_gb_per_s": 2039, "knee": 330,
         "attention_reached": 0.60, "memory_reached": 0.90,
     },
     "H100 80 GB": {
-        "tflops": 989, "reached": 0.65, "memory_gb": 80, "memory_gb_per_s": 3350, "knee": 100,
+        "tflops": 989, "reached": 0.63, "memory_gb": 80, "memory_gb_per_s": 3350, "knee": 520,
         "attention_reached": 0.34, "memory_reached": 0.90,
     },
     "RTX 4090": {

@@ -29,6 +29,8 @@ class Workload:
         attention_share: what attention adds to the operations of forward and backward, as a share of them.
         kernels: of forward and backward, in place of the three figures above, on devices whose memory-bound
             kernels are known (`Device.memory_reached`). None for matrix products of the parameters alone.
+        moved_bytes: for each element, what forward and backward read and write beside the kernels, to bring
+            parameters and gradients to the network and back; on such devices too.
     Raises:
         ValueError: a negative number of tokens or bytes.
     """
@@ -38,6 +40,7 @@ class Workload:
     step_bytes: float = 28.0
     attention_share: float = 0.0
     kernels: Kernels | None = None
+    moved_bytes: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         for name in ("tokens", "step_bytes", "attention_share"):
@@ -54,8 +57,10 @@ class Workload:
             touched = device.touch_ms(self.step_bytes * numel, operation.tensors)
             return touched + (device.compute_ms(operation.flops, 0) if operation.flops else 0.0)
         if self.kernels is not None and device.memory_reached is not None:
-            whole = self.kernels.forward if operation.label == "forward" else self.kernels.backward
-            return numel / self.kernels.numel * whole.ms(device)
+            is_backward = operation.label != "forward"
+            whole = self.kernels.backward if is_backward else self.kernels.forward
+            moved = self.moved_bytes[is_backward] * numel
+            return numel / self.kernels.numel * whole.ms(device) + device.touch_ms(moved)
         passes = 1 if operation.label == "forward" else 3 if self.recompute else 2
         flops = 2.0 * passes * numel * self.tokens * (1 + self.attention_share)
         return device.compute_ms(flops, operation.tensors * passes / 3)

@@ -180,6 +180,22 @@ class Scenario:
             kernels=self.kernels,
         )
 
+    def workload_of(self, strategy: str) -> Workload:
+        """The workload, with what a strategy moves through memory for the network.
+
+        A message is read from memory and written to it, and a 16-bit gradient that is reduced in 32 bits is
+        converted first. Gradients are copied into buckets, or flat tensors, before. Stage 3 gathers
+        parameters in forward and again in backward.
+        """
+        if self.world_size == 1:
+            return self.workload
+        itemsize, usual = DTYPES[self.dtype], recipe(strategy)
+        reduced = DTYPES[getattr(self, "reduce_dtype", None) or self.dtype]
+        gathered = 2 * itemsize if usual.stage == 3 else 0
+        copied = 2 * itemsize + (itemsize + reduced if reduced != itemsize else 0)
+        sent = 2 * reduced * (2 if usual.stage < 2 else 1)  # an all-reduce sends, and receives, everything twice
+        return replace(self.workload, moved_bytes=(gathered, gathered + copied + sent))
+
     @cached_property
     def _partitions(self) -> dict[str, Partition]:
         return {}
@@ -311,7 +327,7 @@ class Scenario:
             ValueError: as `schedule` and `play`, or the jitter leaves no rank that takes any time.
         """
         made = self.schedule(strategy)
-        played = play(made, self.cluster, self.workload, slow=slow, jitter=jitter, seed=seed)
+        played = play(made, self.cluster, self.workload_of(strategy), slow=slow, jitter=jitter, seed=seed)
         if not played.makespan_ms:
             raise ValueError(
                 f"with a jitter of {jitter:g} and seed {seed} no rank takes any time: give a smaller jitter."
@@ -408,7 +424,7 @@ class SimulatedRun:
     def what_if(self) -> WhatIf:
         """What the time of the iteration is spent on, and what would make it faster."""
         paces = {name: getattr(self.played.paces, name) for name in ("slow", "jitter", "seed")}
-        return what_if(self.schedule, self.scenario.cluster, self.scenario.workload, **paces)
+        return what_if(self.schedule, self.scenario.cluster, self.scenario.workload_of(self.strategy), **paces)
 
     @property
     def tokens_per_second(self) -> float:
