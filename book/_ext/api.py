@@ -85,6 +85,8 @@ CHAPTER_OF = {
     "zero_ref.plan.calls": 4,
     "zero_ref.simulator.ledger": 1,
     "zero_ref.simulator.ledger.state_bytes_of_rank": 3,
+    "zero_ref.simulator.decoders": 14,
+    "zero_ref.simulator.decoders.ParamShape": 3,
     "zero_ref.simulator.models": 3,
     "zero_ref.simulator.models.from_module": 1,
     "zero_ref.simulator.models.matrices_whole": 16,

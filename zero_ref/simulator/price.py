@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_number
 from zero_ref.simulator.cluster import Cluster, Device
+from zero_ref.simulator.kernels import Kernels
 from zero_ref.simulator.operations import NETWORK, Operation
 from zero_ref.simulator.schedule import Schedule
 
@@ -26,6 +27,8 @@ class Workload:
             mixed-precision step that reads 16-bit gradients and also writes 16-bit parameters comes to 28
             bytes too.
         attention_share: what attention adds to the operations of forward and backward, as a share of them.
+        kernels: of forward and backward, in place of the three figures above, on devices whose memory-bound
+            kernels are known (`Device.memory_reached`). None for matrix products of the parameters alone.
     Raises:
         ValueError: a negative number of tokens or bytes.
     """
@@ -34,6 +37,7 @@ class Workload:
     recompute: bool = False
     step_bytes: float = 28.0
     attention_share: float = 0.0
+    kernels: Kernels | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "step_bytes", "attention_share"):
@@ -42,12 +46,16 @@ class Workload:
     def compute_ms(self, operation: Operation, numel: int, device: Device) -> float:
         """How long a device computes on so many elements.
 
-        A forward takes 2 floating-point operations for each parameter and token, a backward twice that, and
-        another forward if activations were not kept. Attention's products over the sequence are added.
+        With kernels it is the part of the whole model's time that so many elements are of all. Else a forward
+        takes 2 floating-point operations for each parameter and token, a backward twice that, and another
+        forward if activations were not kept. Attention's products over the sequence are added.
         """
         if operation.label == "step":
             touched = device.touch_ms(self.step_bytes * numel, operation.tensors)
             return touched + (device.compute_ms(operation.flops, 0) if operation.flops else 0.0)
+        if self.kernels is not None and device.memory_reached is not None:
+            whole = self.kernels.forward if operation.label == "forward" else self.kernels.backward
+            return numel / self.kernels.numel * whole.ms(device)
         passes = 1 if operation.label == "forward" else 3 if self.recompute else 2
         flops = 2.0 * passes * numel * self.tokens * (1 + self.attention_share)
         return device.compute_ms(flops, operation.tensors * passes / 3)

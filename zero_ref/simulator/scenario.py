@@ -18,6 +18,7 @@ from zero_ref.plan.rules import plan_partition
 from zero_ref.simulator._checks import check_name, check_world_size
 from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
 from zero_ref.simulator.cluster import Cluster
+from zero_ref.simulator.kernels import Kernels, kernels
 from zero_ref.simulator.ledger import StateRule, nbytes_of, state_rule
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
 from zero_ref.simulator.models import GPT2, Architecture, Llama, ParamShape, blocks, matrices_whole, specs
@@ -155,6 +156,20 @@ class Scenario:
         return 2 * model.depth * model.width * self.tokens_of_sequence / self.numel
 
     @property
+    def kernels(self) -> Kernels | None:
+        """What forward and backward of a micro-batch compute; None for a model that is no transformer."""
+        if not isinstance(self.architecture, (GPT2, Llama)):
+            return None
+        return kernels(
+            self.architecture,
+            self.batch,
+            self.tokens_of_sequence,
+            self.checkpointing,
+            compiled=getattr(self, "compiled", False),
+            itemsize=DTYPES[self.dtype],
+        )
+
+    @property
     def workload(self) -> Workload:
         """A step reads value, gradient and state, and writes value and state."""
         return Workload(
@@ -162,6 +177,7 @@ class Scenario:
             recompute=self.checkpointing == "full",
             step_bytes=self._state_itemsize * (3 + 2 * state_rule(self.optimizer).tensors),
             attention_share=self.attention_share,
+            kernels=self.kernels,
         )
 
     @cached_property
