@@ -1,7 +1,7 @@
-"""How far a prediction may be off: an interval, from runs that others published and that nothing was fitted to.
+"""How far a prediction may be off: an interval, from published runs that nothing was fitted to.
 
-The factors here are what `validation` computes from the published runs; they are constants, so that a simulation
-needs neither the runs nor the time to simulate them. tests/test_spread.py holds the two together.
+The factors here are what `validation` computes from these runs. They are constants, so that a simulation
+needs neither the runs nor the time to simulate them; tests/test_spread.py holds the two together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The simulator held against the published runs: every run predicted, and how far off.
 
-A ratio is published over predicted, so that a prediction times the ratio is what was published: of milliseconds
-for a token, and of bytes. `spread` has the interval that follows from the ratios.
+A ratio is published over predicted, of milliseconds for a token or of bytes, so that a prediction times the
+ratio is what was published. `spread` has the interval that follows from the ratios.
 """
 
 from __future__ import annotations
