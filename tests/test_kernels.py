@@ -53,13 +53,13 @@ def test_forward_multiplies_each_token_with_each_matrix_once(architecture: GPT2 
 
 
 def test_a_product_moves_three_matrices() -> None:
-    one = Product(m=10, k=20, n=30, count=4)
+    one = Product(m=10, k=20, n=30, times=4)
     assert one.flops == 4 * 2 * 6000
     assert one.nbytes(itemsize=2) == 4 * 2 * (200 + 600 + 300)
 
 
 def test_a_pass_takes_the_time_of_its_kernels() -> None:
-    made = Pass((Product(10, 20, 30, count=2),), attention_flops=5e9, touched_bytes=3e6, itemsize=4)
+    made = Pass((Product(10, 20, 30, times=2),), attention_flops=5e9, touched_bytes=3e6, itemsize=4)
     # 24,000 operations take less than 8,800 bytes, at 10^6 bytes a millisecond.
     assert made.parts_ms(PLAIN) == {"matrix products": 0.0088, "attention": 10.0, "memory": 3.0}
     assert made.ms(PLAIN) == pytest.approx(13.0088)
@@ -89,7 +89,7 @@ def test_the_head_touches_logits_and_is_never_computed_again() -> None:
     head = Product(32, 64, 1000)
     for found in (none, full):
         (of_head,) = (one for one in found.backward.products if one[:3] == head[:3])
-        assert of_head.count == 2
+        assert of_head.times == 2
 
 
 @pytest.mark.parametrize(("architecture", "last"), [(LLAMA, 64 * 160), (GPT, 64 * 256)])

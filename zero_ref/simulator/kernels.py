@@ -8,7 +8,7 @@ and the length of the sequences.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +19,7 @@ from zero_ref.simulator.models import ParamShape, Transformer, blocks
 
 
 class Product(NamedTuple):
-    """A matrix product that is made `count` times: (m, k) times (k, n).
+    """A matrix product that is made `times` times: (m, k) times (k, n).
 
     >>> one = Product(8192, 4096, 14336)
     >>> one.flops / 1e9, one.nbytes(itemsize=2) / 1e6
@@ -29,16 +29,16 @@ class Product(NamedTuple):
     m: int
     k: int
     n: int
-    count: float = 1.0
+    times: float = 1.0
 
     @property
     def flops(self) -> float:
         """A multiplication and an addition each."""
-        return 2.0 * self.m * self.k * self.n * self.count
+        return 2.0 * self.m * self.k * self.n * self.times
 
     def nbytes(self, itemsize: int) -> float:
         """Read and written at the least: both matrices and the result, once."""
-        return float(itemsize) * (self.m * self.k + self.k * self.n + self.m * self.n) * self.count
+        return float(itemsize) * (self.m * self.k + self.k * self.n + self.m * self.n) * self.times
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Pass:
     def times(self, share: float, *, attention: float | None = None, touched: float | None = None) -> Pass:
         """So many times the kernels; other shares of attention and of what is touched if they are given."""
         return Pass(
-            tuple(one._replace(count=one.count * share) for one in self.products if share),
+            tuple(one._replace(times=one.times * share) for one in self.products if share),
             self.attention_flops * (share if attention is None else attention),
             self.touched_bytes * (share if touched is None else touched),
             self.itemsize,
@@ -95,11 +95,11 @@ class Pass:
 
     def plus(self, other: Pass) -> Pass:
         """Both, one after the other."""
-        counts: Counter[tuple[int, int, int]] = Counter()
-        for m, k, n, count in (*self.products, *other.products):
-            counts[m, k, n] += count  # type: ignore[assignment]
+        counts = defaultdict[tuple[int, int, int], float](float)
+        for m, k, n, times in (*self.products, *other.products):
+            counts[m, k, n] += times
         return Pass(
-            tuple(Product(*lengths, count) for lengths, count in counts.items()),
+            tuple(Product(*lengths, times) for lengths, times in counts.items()),
             self.attention_flops + other.attention_flops,
             self.touched_bytes + other.touched_bytes,
             self.itemsize,
@@ -305,7 +305,7 @@ def kernels(
     scale = itemsize / 2
 
     body = Pass(
-        tuple(Product(tokens, k, n, count) for (k, n), count in in_blocks.items()),
+        tuple(Product(tokens, k, n, times) for (k, n), times in in_blocks.items()),
         attention,
         scale * tokens * depth * of_block.forward,
         itemsize,
@@ -319,7 +319,7 @@ def kernels(
     product = Product(tokens, architecture.width, vocabulary)
     of_head, of_loss = (scale * tokens * vocabulary * nbytes for nbytes in costs.logits)
     head = Pass((product,), 0.0, of_head, itemsize)
-    back = back.plus(Pass((product._replace(count=2),), 0.0, of_loss, itemsize))
+    back = back.plus(Pass((product._replace(times=2),), 0.0, of_loss, itemsize))
     return Kernels(body.plus(head), back, sum(param.numel for param in shapes))
 
 
