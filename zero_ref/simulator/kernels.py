@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero_ref.simulator.cluster import Device
-from zero_ref.simulator.models import GPT2, ParamShape, Transformer, blocks
+from zero_ref.simulator.models import ParamShape, Transformer, blocks
 
 
 class Product(NamedTuple):
@@ -102,20 +102,36 @@ class Pass:
 
 
 class Recomputed(NamedTuple):
-    """The shares of a block's forward that backward computes again."""
+    """The shares of the blocks' forward that backward computes again.
 
+    Args:
+        blocks: how many of the blocks.
+        products: of their matrix products, beside the last one of each, whose result nothing waits for.
+        last: of those last ones.
+        attention, touched: of attention, and of everything else.
+    """
+
+    blocks: float
     products: float
+    last: float
     attention: float
     touched: float
 
 
 RECOMPUTED: dict[str, Recomputed] = {
-    "none": Recomputed(0, 0, 0),
-    "selective": Recomputed(0, 0, 0),
-    "full": Recomputed(1, 1, 1),
+    "none": Recomputed(0, 0, 0, 0, 0),
+    "selective": Recomputed(0, 0, 0, 0, 0),
+    "full": Recomputed(1, 1, 0, 1, 1),
+    "by-operation": Recomputed(1, 0.5, 0.5, 0, 1),
+    "every-other-block": Recomputed(0.5, 1, 0, 1, 1),
 }
 """By the names of `activations.CHECKPOINTING`. Flash attention computes its scores again in any case, which
-BACKWARD_OF_FLASH counts."""
+BACKWARD_OF_FLASH counts.
+
+Source: torch.utils.checkpoint stops as soon as it has computed all that was saved (`early_stop`), and
+backward needs no result of a block's last product. By operation, torchtitan keeps attention's result and every
+second product's (torchtitan/models/llama3/infra/parallelize.py).
+"""
 
 BACKWARD_OF_FLASH = 2.5
 """Backward of flash attention makes five products where forward makes two.
@@ -123,70 +139,94 @@ Source: FlashAttention-2 (arXiv:2307.08691), section 4.1."""
 
 
 class Touched(NamedTuple):
-    """Bytes that kernels limited by memory read and write, for each token and element, by what they are for.
+    """Bytes that kernels limited by memory read and write for each token."""
+
+    forward: float
+    backward: float
+
+
+class Costs(NamedTuple):
+    """Bytes that such kernels read and write for each element, of 2 bytes: (forward, backward).
 
     Args:
-        of_width: of a hidden state, in a block.
-        of_rotary: of queries and keys, where positions are rotated.
-        of_hidden: of the width of the MLP.
-        of_logit: of an entry of the vocabulary, over forward and backward together.
+        layer_norm, rms_norm, add, dropout: of the hidden state.
+        again: of the hidden state, for each product beyond the first that a norm's result goes into.
+        bias: of a linear layer's result, where it has a bias.
+        layout: of attention's result, whose heads are brought together.
+        rotary: of queries and keys.
+        activation, gate: of the width of the MLP, without a gate and with one.
+        logits: of an entry of the vocabulary.
     """
 
-    of_width: float
-    of_rotary: float
-    of_hidden: float
-    of_logit: float
+    layer_norm: tuple[float, float]
+    rms_norm: tuple[float, float]
+    add: tuple[float, float]
+    dropout: tuple[float, float]
+    again: tuple[float, float]
+    bias: tuple[float, float]
+    layout: tuple[float, float]
+    rotary: tuple[float, float]
+    activation: tuple[float, float]
+    gate: tuple[float, float]
+    logits: tuple[float, float]
 
 
-class Kinds(NamedTuple):
-    """What forward and backward of a block touch."""
+EAGER = Costs(
+    layer_norm=(4, 6),  # one kernel: reads and writes; backward reads two
+    rms_norm=(36, 72),  # to 32 bits, squared, averaged, multiplied, and back, kernel by kernel
+    add=(6, 6),  # in backward, gradients of a value that was used twice are added
+    dropout=(5, 5),  # with a byte for the mask
+    again=(0, 6),  # gradients are added; of queries, keys and values in one matrix, put together
+    bias=(0, 2),  # its gradient is a sum of the result's
+    layout=(4, 4),
+    rotary=(20, 20),  # to 32 bits, multiplied, and back
+    activation=(4, 6),
+    gate=(10, 18),  # a function, then a product
+    logits=(18, 18),  # to 32 bits (6), softmax (12); a gradient in 32 bits (12), and back (6)
+)
+"""As PyTorch runs kernels one by one, each reading and writing memory."""
 
-    forward: Touched
-    backward: Touched
-
-
-# Counted kernel by kernel as PyTorch runs them one by one, for 2-byte elements: what is read and written.
-# A LayerNorm is one kernel (2 + 2 bytes forward, 2 + 2 + 2 backward). An RMSNorm goes to 32 bits, squares,
-# averages, multiplies and comes back, 36 bytes, and twice that in backward. Rotation goes to 32 bits and comes
-# back, 20 bytes each way. Dropout reads, writes and keeps a byte (5 bytes each way), an addition takes 6, and
-# so does adding gradients where a value was used twice. GELU takes 4 bytes and 6 in backward, SwiGLU 10
-# and 18. Cross-entropy goes to 32 bits (6), reads twice and writes (12), picks, and in backward makes
-# gradients in 32 bits (12) and brings them to 16 (6).
-_EAGER = {
-    "gpt": Kinds(Touched(2 * 4 + 2 * 5 + 2 * 6, 0, 4, 18), Touched(2 * 6 + 2 * 5 + 2 * 6 + 10, 0, 8, 18)),
-    "llama": Kinds(Touched(2 * 36 + 2 * 6 + 8, 20, 10, 18), Touched(2 * 72 + 2 * 6 + 18 + 8, 20, 18, 18)),
-}
-# A compiler fuses neighbours: a norm with the addition before it (8 bytes), rotation (4), SwiGLU (6 and 10),
-# dropout with its addition, cross-entropy to two readings forward, and a reading and a writing backward.
-_COMPILED = {
-    "gpt": Kinds(Touched(2 * 9, 0, 4, 4), Touched(2 * 9 + 10, 0, 6, 4)),
-    "llama": Kinds(Touched(2 * 8, 4, 6, 4), Touched(2 * 8 + 8, 4, 10, 4)),
-}
-
-
-class Shape(NamedTuple):
-    """The lengths that kernels have beside their weights' shapes."""
-
-    hidden: int
-    query: int
-    key: int
-    family: str
+COMPILED = Costs(
+    layer_norm=(4, 6),
+    rms_norm=(4, 6),
+    add=(4, 2),  # in one kernel with the norm that follows
+    dropout=(1, 1),  # likewise: only the mask comes on top
+    again=(0, 2),
+    bias=(0, 2),
+    layout=(0, 0),
+    rotary=(4, 4),
+    activation=(4, 6),
+    gate=(6, 10),
+    logits=(4, 4),  # read twice; read and written
+)
+"""As a compiler fuses them: neighbours read once and write once."""
 
 
-def shape_of(architecture: Transformer) -> Shape:
-    """The lengths of a block: of the MLP, and of all query heads and all key heads together.
+def touched_by_token(architecture: Transformer, costs: Costs) -> Touched:
+    """Bytes that a block's kernels read and write for each token, beside products and attention.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
-    >>> shape_of(TRANSFORMERS["llama3-8b"])
-    Shape(hidden=14336, query=4096, key=1024, family='llama')
+    >>> touched_by_token(TRANSFORMERS["llama3-8b"], EAGER)
+    Touched(forward=589824.0, backward=999424.0)
     """
-    heads = architecture.heads
-    head_dim = getattr(architecture, "head_dim", 0) or architecture.width // heads
-    return Shape(
-        hidden=getattr(architecture, "hidden", 4 * architecture.width),
-        query=head_dim * heads,
-        key=head_dim * getattr(architecture, "key_value_heads", heads),
-        family="gpt" if isinstance(architecture, GPT2) else "llama",
+    kind, width = architecture.kind, architecture.width
+    # The families with a gate have RMSNorms, the others LayerNorms.
+    norm = costs.rms_norm if kind.gated else costs.layer_norm
+    function = costs.gate if kind.gated else costs.activation
+    queries = architecture.head_width * architecture.heads
+    rotated = queries + architecture.head_width * architecture.key_value_heads
+    norms, uses = kind.pre_norms + kind.post_norms, 2 + kind.gated
+    biased = _biased(architecture) / architecture.depth
+    return Touched(
+        *(
+            width * (norms * norm[way] + 2 * costs.add[way] + uses * costs.again[way])
+            + 2 * width * kind.dropout * costs.dropout[way]
+            + biased * costs.bias[way]
+            + queries * costs.layout[way]
+            + rotated * (kind.rotary * costs.rotary[way] + kind.qk_norms * norm[way])
+            + architecture.hidden * float(function[way])
+            for way in (0, 1)
+        )
     )
 
 
@@ -237,31 +277,45 @@ def kernels(
     Raises:
         ValueError: `checkpointing` is unknown.
     """
-    again = recomputed(checkpointing)
-    shape, tokens = shape_of(architecture), batch * sequence
+    again, costs = recomputed(checkpointing), COMPILED if compiled else EAGER
+    tokens, depth, vocabulary = batch * sequence, architecture.depth, architecture.vocabulary
     shapes = architecture.shapes()
-    kinds = (_COMPILED if compiled else _EAGER)[shape.family]
     in_blocks = Counter(_products_of(shapes))
+    down = tuple(sorted((architecture.width, architecture.hidden)))  # a block's last product
     causal_scores = sequence * (sequence + 1) / 2
-    attention = 4.0 * batch * causal_scores * shape.query * architecture.depth
+    attention = 4.0 * batch * causal_scores * architecture.heads * architecture.head_width * depth
+    of_block = touched_by_token(architecture, costs)
     scale = itemsize / 2
 
-    def touched(kind: Touched) -> float:
-        of_token = kind.of_width * architecture.width + kind.of_hidden * shape.hidden
-        of_token += kind.of_rotary * (shape.query + shape.key)
-        return scale * tokens * architecture.depth * of_token
+    body = Pass(
+        tuple(Product(tokens, k, n, count) for (k, n), count in in_blocks.items()),
+        attention,
+        scale * tokens * depth * of_block.forward,
+        itemsize,
+    )
+    last = Pass((Product(tokens, *down, depth),), 0.0, 0.0, itemsize)
+    computed_again = body.times(again.products, attention=again.attention, touched=again.touched)
+    computed_again = computed_again.plus(last.times(again.last - again.products)).times(again.blocks)
+    in_backward = Pass((), 0.0, scale * tokens * depth * of_block.backward, itemsize)
+    back = body.times(2, attention=BACKWARD_OF_FLASH, touched=0).plus(in_backward).plus(computed_again)
 
-    def head(kind: Touched) -> Pass:
-        product = Product(tokens, architecture.width, architecture.vocabulary)
-        return Pass((product,), 0.0, scale * tokens * architecture.vocabulary * kind.of_logit, itemsize)
+    product = Product(tokens, architecture.width, vocabulary)
+    of_head, of_loss = (scale * tokens * vocabulary * nbytes for nbytes in costs.logits)
+    head = Pass((product,), 0.0, of_head, itemsize)
+    back = back.plus(Pass((product._replace(count=2),), 0.0, of_loss, itemsize))
+    return Kernels(body.plus(head), back, sum(param.numel for param in shapes))
 
-    products = tuple(Product(tokens, k, n, count) for (k, n), count in in_blocks.items())
-    body = Pass(products, attention, touched(kinds.forward), itemsize)
-    back = body.times(2, attention=BACKWARD_OF_FLASH, touched=0)
-    back = back.plus(Pass((), 0.0, touched(kinds.backward), itemsize))
-    back = back.plus(body.times(again.products, attention=again.attention, touched=again.touched))
-    forward, back_of_head = head(kinds.forward), head(kinds.backward).times(2, touched=1)
-    return Kernels(body.plus(forward), back.plus(back_of_head), sum(param.numel for param in shapes))
+
+def _biased(architecture: Transformer) -> int:
+    """Elements of the biases of all linear layers in blocks, which is elements of their results for a token."""
+    listed = architecture.shapes()
+    inside = (listed[number] for unit in blocks(listed)[1:] for number in unit)
+    names = ((param.name.split("."), param.numel) for param in inside)
+    return sum(numel for (*_, layer, last), numel in names if last == "bias" and not _is_norm(layer))
+
+
+def _is_norm(layer: str) -> bool:
+    return "norm" in layer or layer.startswith("ln_")
 
 
 def recomputed(checkpointing: str) -> Recomputed:
