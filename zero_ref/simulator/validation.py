@@ -199,7 +199,7 @@ class Validation:
 @cache
 def validate() -> Validation:
     """Predict every published figure. It takes some seconds."""
-    return Validation([one for run in published().runs if run.ran for one in compare(run)])
+    return Validation([one for run in published().runs for one in compare(run)])
 
 
 def verdicts() -> list[tuple[Run, bool | None]]:
