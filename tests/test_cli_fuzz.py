@@ -132,6 +132,7 @@ def nothing_is_trained_or_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         "zero_ref.lab.ranks.run",
         "zero_ref.lab.ranks.Pool",
         "zero_ref.cli.bench._measured",
+        "zero_ref.simulator.validation.validate",
     ):
         monkeypatch.setattr(place, begin)
     monkeypatch.setattr("zero_ref.course.notebook._grade_alone", lambda *_: (True, "it passed."))

@@ -21,5 +21,8 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `trace`: timelines as a file that Perfetto shows;
 - `sensitivity`: which circumstance changes the conclusion, and what would make an iteration faster;
 - `calibrate`: a cluster from measured times, with bounds on the error;
-- `scenario`: all of it together, from a model's name to memory, traffic and time.
+- `spread`: how far a prediction may be off, from published runs;
+- `scenario`: all of it together, from a model's name to memory, traffic and time;
+- `published`: runs that others published;
+- `validation`: each of them predicted, and how far off.
 """
