@@ -80,7 +80,7 @@ def test_a_scenario_has_the_runs_configuration(run: Run) -> None:
         run.batch,
         run.sequence,
     )
-    assert scenario.checkpointing in NAMES[run.checkpointing]
+    assert scenario.checkpointing == NAMES[run.checkpointing]
     for name in ("dtype", "masters", "accumulation", "reduce_dtype", "compiled", "shard_group"):
         if hasattr(scenario, name):
             assert getattr(scenario, name) == getattr(run, name), name
@@ -88,7 +88,7 @@ def test_a_scenario_has_the_runs_configuration(run: Run) -> None:
 
 def test_every_way_of_checkpointing_has_a_name_here() -> None:
     assert {run.checkpointing for run in published().runs} == set(NAMES)
-    assert all(set(names) & set(CHECKPOINTING) for names in NAMES.values())
+    assert {*NAMES.values()} <= set(CHECKPOINTING)
 
 
 def test_a_run_is_compared_in_all_that_was_published_of_it() -> None:
