@@ -24,8 +24,8 @@ GIB = 2**30
 NAMES = {
     "none": "selective",  # with flash attention, which "none" here is without
     "full": "full",
-    "by operation": "selective-operation",
-    "every other block": "selective-layer",
+    "by operation": "by-operation",
+    "every other block": "every-other-block",
 }
 """What the simulator calls the published ways of checkpointing."""
 
