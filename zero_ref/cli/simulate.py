@@ -18,7 +18,7 @@ from zero_ref.lab._arguments import (
     simulated_ranks,
     whole,
 )
-from zero_ref.lab.simulated import as_json, cluster_named, print_runs
+from zero_ref.lab.simulated import MFU_COUNTS, as_json, cluster_named, print_runs
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.ledger import STATE_RULES
@@ -51,8 +51,8 @@ def register_simulate(subparsers: Subparsers) -> None:
         help="memory, traffic and time of a run, on a cluster that you do not have",
         description="Simulate one training iteration under one or several strategies: nothing is allocated "
         "or sent. Memory, exposed communication and idle time are those of the rank that holds most; the "
-        "parts of the time are those of the critical path. MFU is model FLOPs utilisation: 6 operations for "
-        "each parameter and token, of what the device can do.",
+        "parts of the time are those of the critical path. MFU is model FLOPs utilisation, the share of the "
+        f"device's peak that is reached by {MFU_COUNTS}.",
     )
     _add_job(parser)
     _add_strategies(parser)

@@ -39,6 +39,8 @@ class BlockKind(NamedTuple):
         qk_norms: queries and keys are normed.
         parallel: attention and MLP begin with the same values.
         rotary: queries and keys are rotated; positions have no embedding.
+        fused_qkv: queries, keys and values are one product.
+        fused_gate: gate and up are one product.
     """
 
     gated: bool = True
@@ -48,6 +50,8 @@ class BlockKind(NamedTuple):
     qk_norms: bool = False
     parallel: bool = False
     rotary: bool = True
+    fused_qkv: bool = False
+    fused_gate: bool = False
 
 
 class Family(NamedTuple):
@@ -156,7 +160,11 @@ FAMILIES: dict[str, Family] = {
         head_bias=True,
         kind=BlockKind(gated=False, pre_norms=1, parallel=True),
     ),
-    "phi3": Family("self_attn.o_proj(d,q) self_attn.qkv_proj(qkv,d) " + _GATE_UP + _NORMS, positions=4096),
+    "phi3": Family(
+        "self_attn.o_proj(d,q) self_attn.qkv_proj(qkv,d) " + _GATE_UP + _NORMS,
+        positions=4096,
+        kind=BlockKind(fused_qkv=True, fused_gate=True),
+    ),
     "olmo": Family(
         _ATTENTION + _GATED_PLAIN,
         last="",
@@ -194,7 +202,7 @@ FAMILIES: dict[str, Family] = {
         blocks="gpt_neox.layers",
         options={"attention_bias": True},
         positions=2048,
-        kind=BlockKind(gated=False, parallel=True),
+        kind=BlockKind(gated=False, parallel=True, fused_qkv=True),
     ),
     "granite": Family(_ATTENTION + _GATED + _NORMS, options=_NO_BIAS, positions=2048),
     "stablelm": Family(
@@ -227,6 +235,7 @@ FAMILIES: dict[str, Family] = {
         head_width=128,
         key_value_heads=2,
         positions=131072,
+        kind=BlockKind(fused_gate=True),
     ),
     "glm4": Family(
         _ATTENTION_QKV_BIAS + _GATE_UP + _NORMS + "post_self_attn_layernorm(d) post_mlp_layernorm(d)",
@@ -234,7 +243,7 @@ FAMILIES: dict[str, Family] = {
         head_width=128,
         key_value_heads=2,
         positions=131072,
-        kind=BlockKind(post_norms=2),
+        kind=BlockKind(post_norms=2, fused_gate=True),
     ),
     "seed_oss": Family(
         _ATTENTION_QKV_BIAS.replace("o_proj(d,q)", "o_proj(d,q)+attention_out_bias") + _GATED + _NORMS,

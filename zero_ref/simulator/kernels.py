@@ -71,13 +71,18 @@ class Pass:
         >>> a_norm = Pass((), attention_flops=0, touched_bytes=36 * 8192 * 4096)
         >>> h100 = cluster("h100-ib").device
         >>> round(a_product.ms(h100), 2), round(a_norm.ms(h100), 2)
-        (1.5, 0.45)
+        (1.86, 0.42)
         """
-        return (
-            sum(device.product_ms(one.flops, one.nbytes(self.itemsize)) for one in self.products)
-            + device.attention_ms(self.attention_flops)
-            + device.touch_ms(self.touched_bytes)
-        )
+        return sum(self.parts_ms(device).values())
+
+    def parts_ms(self, device: Device) -> dict[str, float]:
+        """The same, by what limits the kernels."""
+        products = (device.product_ms(one.flops, one.nbytes(self.itemsize)) for one in self.products)
+        return {
+            "matrix products": sum(products),
+            "attention": device.attention_ms(self.attention_flops),
+            "memory": device.touch_ms(self.touched_bytes),
+        }
 
     def times(self, share: float, *, attention: float | None = None, touched: float | None = None) -> Pass:
         """So many times the kernels; other shares of attention and of what is touched if they are given."""
@@ -207,7 +212,7 @@ def touched_by_token(architecture: Transformer, costs: Costs) -> Touched:
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
     >>> touched_by_token(TRANSFORMERS["llama3-8b"], EAGER)
-    Touched(forward=589824.0, backward=999424.0)
+    Touched(forward=606208.0, backward=1089536.0)
     """
     kind, width = architecture.kind, architecture.width
     # The families with a gate have RMSNorms, the others LayerNorms.
@@ -246,6 +251,18 @@ class Kernels:
     def flops(self) -> float:
         """Of products and attention, computed again or not."""
         return self.forward.flops + self.backward.flops
+
+    def parts_ms(self, device: Device) -> dict[str, float]:
+        """Milliseconds of forward and backward by what limits the kernels.
+
+        >>> from zero_ref.simulator.cluster import cluster
+        >>> from zero_ref.simulator.models import TRANSFORMERS
+        >>> parts = kernels(TRANSFORMERS["llama3-8b"], batch=1, sequence=8192).parts_ms(cluster("h100-ib").device)
+        >>> {name: round(ms) for name, ms in parts.items()}
+        {'matrix products': 728, 'attention': 183, 'memory': 169}
+        """
+        forward, backward = self.forward.parts_ms(device), self.backward.parts_ms(device)
+        return {name: ms + backward[name] for name, ms in forward.items()}
 
 
 @lru_cache(maxsize=64)

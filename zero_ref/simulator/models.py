@@ -104,7 +104,7 @@ class GPT2:
     @property
     def kind(self) -> BlockKind:
         """What a block is made of."""
-        return BlockKind(gated=False, dropout=True, rotary=False)
+        return BlockKind(gated=False, dropout=True, rotary=False, fused_qkv=True)
 
     def shapes(self) -> tuple[ParamShape, ...]:
         d = self.width

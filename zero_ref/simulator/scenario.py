@@ -48,7 +48,7 @@ class Scenario:
     >>> scenario = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), world_size=64)
     >>> run = scenario.run("zero-3")
     >>> round(run.iteration_ms), round(run.memory.total_bytes / 1e9, 1), run.fits
-    (1278, 48.0, True)
+    (1141, 48.0, True)
 
     Args:
         batch: sequences that a rank computes in one go.
@@ -158,7 +158,9 @@ class Scenario:
         >>> round(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 8).attention_share, 2)
         0.27
 
-        Source: `calibrate.training_flops`. Kernels that skip what a causal mask hides need half.
+        The whole of each sequence counts. Kernels that skip what a causal mask hides need half: `kernels`.
+
+        Source: `calibrate.training_flops`.
         """
         model = self.architecture
         if not isinstance(model, (GPT2, Llama)):
@@ -437,6 +439,19 @@ class SimulatedRun:
         return what_if(self.schedule, self.scenario.cluster, self.scenario.workload_of(self.strategy), **paces)
 
     @property
+    def computing_ms(self) -> dict[str, float]:
+        """Milliseconds of forward and backward by what limits them: products, attention, memory.
+
+        "moved" is what is copied for the network and by it. Empty where it is not known: for a model that is no
+        transformer, and on a device whose measured rate is of whole training.
+        """
+        device, workload = self.scenario.cluster.device, self.scenario.workload_of(self.strategy)
+        if workload.kernels is None or device.memory_reached is None:
+            return {}
+        moved = sum(workload.moved_bytes) * self.scenario.numel
+        return {**workload.kernels.parts_ms(device), "moved": device.touch_ms(moved)}
+
+    @property
     def tokens_per_second(self) -> float:
         """Of all ranks together."""
         return 1e3 * self.scenario.tokens * self.schedule.world_size / self.iteration_ms
@@ -445,8 +460,10 @@ class SimulatedRun:
     def utilisation(self) -> float:
         """Model FLOPs utilisation: the share of the device's peak that goes into the model.
 
-        6 operations for each parameter and token count, and attention's. What checkpointing computes again
-        does not count.
+        6 operations for each parameter and token count, and attention's over whole sequences, also what a
+        causal mask hides and flash attention skips. What checkpointing computes again does not count.
+
+        Source: PaLM (arXiv:2204.02311), appendix B.
         """
         operations = 6 * self.scenario.numel * self.scenario.tokens * (1 + self.scenario.attention_share)
         return operations / (self.iteration_ms * self.scenario.cluster.device.tflops * 1e9)
