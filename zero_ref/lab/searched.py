@@ -95,18 +95,25 @@ def print_found(
     ranks = f"{scenario.world_size:,} rank{'' if scenario.world_size == 1 else 's'}"
     console.print(f"[bold]{escape(named[-1])} on {ranks} of {escape(scenario.cluster.name)}[/]", end=" ")
     console.print(f"({device.name})", markup=False)
-    console.print(
-        f"{scenario.numel:,} {scenario.dtype} parameters, {scenario.optimizer}; "
-        f"{found.tokens:,} tokens an update in sequences of {scenario.tokens_of_sequence:,}\n"
-    )
     shown = found.listed if every else found.best
+    asked, computed = found.tokens, {one.tokens for one in shown}
+    nearest = min(computed, key=lambda tokens: abs(tokens - asked), default=asked)
+    said = f"{nearest:,}" if nearest == asked else f"{nearest:,} (the nearest to {asked:,})"
+    console.print(f"{scenario.numel:,} {scenario.dtype} parameters, {scenario.optimizer}")
+    console.print(f"{said} tokens an update, in sequences of {scenario.tokens_of_sequence:,}\n")
     if shown:
         console.print(_table(shown))
         console.print()
     for number, one in enumerate(shown, 1):
-        for line in _commands(one, named, cluster, found.tokens):
+        for line in _commands(one, named, cluster, nearest):
             console.print(f"{number}  {line}", markup=False, soft_wrap=True)
     if shown:
+        console.print()
+    fitting = next((one for one in shown if one.fits), None)
+    if fitting is not None and (lines := program(fitting.scenario, fitting.strategy)) is not None:
+        console.print(f"{shown.index(fitting) + 1} in a program of your own:", markup=False)
+        for line in lines:
+            console.print(f"    {line}", markup=False, soft_wrap=True)
         console.print()
     for line in _notes(found, every):
         console.print(line, markup=False)
