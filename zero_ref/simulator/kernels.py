@@ -127,8 +127,8 @@ RECOMPUTED: dict[str, Recomputed] = {
     "none": Recomputed(0, 0, 0, 0, 0),
     "selective": Recomputed(0, 0, 0, 0, 0),
     "full": Recomputed(1, 1, 0, 1, 1),
-    "selective-operation": Recomputed(1, 0.5, 0.5, 0, 1),
-    "selective-layer": Recomputed(0.5, 1, 0, 1, 1),
+    "by-operation": Recomputed(1, 0.5, 0.5, 0, 1),
+    "every-other-block": Recomputed(0.5, 1, 0, 1, 1),
 }
 """By the names of `activations.CHECKPOINTING`. Flash attention computes its scores again in any case, which
 BACKWARD_OF_FLASH counts.
