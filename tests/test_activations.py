@@ -20,9 +20,8 @@ from zero_ref.simulator.activations import (
     OF_THE_PAPER,
     activation_bytes,
     activations,
-    computed_again,
     head_bytes,
-    products,
+    matrices,
 )
 from zero_ref.simulator.decoders import FAMILIES, Decoder
 from zero_ref.simulator.models import GPT2, TRANSFORMERS, Llama, blocks, from_config
@@ -73,7 +72,7 @@ def test_a_configuration_has_activations() -> None:
         ({"batch": 1, "sequence": 0}, "at least 1 token, got 0"),
         (
             {"batch": 1, "checkpointing": "some"},
-            "unknown checkpointing 'some'; choose one of none, selective, selective-layer",
+            "unknown checkpointing 'some'; choose one of none, selective, every-other-block",
         ),
     ],
 )
@@ -297,14 +296,14 @@ def every_other_product() -> Any:
 
 def run_block(way: str, number: int, block: LlamaBlock, x: torch.Tensor) -> torch.Tensor:
     """A block under a kind of checkpointing, as PyTorch does it."""
-    if way == "full" or (way == "selective-layer" and number % 2):
+    if way == "full" or (way == "every-other-block" and number % 2):
         return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
-    if way == "selective-operation":
+    if way == "by-operation":
         return checkpoint(block, x, use_reentrant=False, context_fn=every_other_product)  # type: ignore[no-any-return]
     return block(x)  # type: ignore[no-any-return]
 
 
-WAYS = ["none", "selective", "selective-layer", "selective-operation", "full"]
+WAYS = ["none", "selective", "every-other-block", "by-operation", "full"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -382,16 +381,16 @@ def test_by_hand_what_each_kind_keeps_of_llama_3() -> None:
     statistics = 2 * 4 + 32 * 4
     assert each("none") == each("selective") == 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336) + statistics
     # Input, query, value, attention's result, gate and down.
-    assert each("selective-operation") == 2 * (4096 + 4096 + 1024 + 4096 + 14336 + 4096) + 32 * 4
-    assert each("selective-operation", compiled=True) == each("selective-operation") - 2 * 4096
+    assert each("by-operation") == 2 * (4096 + 4096 + 1024 + 4096 + 14336 + 4096) + 32 * 4
+    assert each("by-operation", compiled=True) == each("by-operation") - 2 * 4096
     assert each("full") == 2 * 4096
-    assert each("selective-layer") == (each("selective") + each("full")) / 2
+    assert each("every-other-block") == (each("selective") + each("full")) / 2
 
 
 def test_logits_take_4_bytes_and_12_in_backward_or_fused_2_and_4() -> None:
     model = TRANSFORMERS["llama3-8b"]
     small = replace(model, vocabulary=1)
-    for options, kept, at_once in (({}, 4, 12), ({"itemsize": 4}, 4, 12), ({"fused_loss": True}, 2, 4)):
+    for options, kept, at_once in (({}, 4, 12), ({"itemsize": 4}, 4, 12), ({"compiled_loss": True}, 2, 4)):
         many, few = (activations(one, 1, 100, "full", **options) for one in (model, small))
         logits = 100 * (model.vocabulary - 1)
         assert many.head - few.head == kept * logits
@@ -401,13 +400,13 @@ def test_logits_take_4_bytes_and_12_in_backward_or_fused_2_and_4() -> None:
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_the_products_are_the_matrices_of_a_block(name: str) -> None:
     model = TRANSFORMERS[name]
-    check_products(model)
+    check_matrices(model)
 
 
-def check_products(model: Any) -> None:
+def check_matrices(model: Any) -> None:
     named = model.shapes()
-    matrices = sorted(named[i].numel for i in blocks(named)[1] if len(named[i].shape) == 2)
-    assert sorted(one.inputs * one.outputs for one in products(model)) == matrices
+    of_block = sorted(named[i].numel for i in blocks(named)[1] if len(named[i].shape) == 2)
+    assert sorted(one.inputs * one.outputs for one in matrices(model)) == of_block
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -415,21 +414,10 @@ def test_every_familys_products_are_its_matrices_and_checkpointing_keeps_less(fa
     model = Decoder(family, width=64, depth=4, hidden=160, heads=4, key_value_heads=2, vocabulary=10)
     if family == "gpt_neox":
         model = replace(model, key_value_heads=4)
-    check_products(model)
+    check_matrices(model)
     kept = {way: activations(model, 2, 16, way, flash_attention=True) for way in CHECKPOINTING}
-    assert kept["selective"].blocks > kept["selective-operation"].blocks > kept["full"].blocks
-    assert kept["selective"].blocks > kept["selective-layer"].blocks > kept["full"].blocks
-    assert kept["selective"].again == 0 < kept["selective-operation"].again < kept["full"].again
+    assert kept["selective"].blocks > kept["by-operation"].blocks > kept["full"].blocks
+    assert kept["selective"].blocks > kept["every-other-block"].blocks > kept["full"].blocks
+    assert kept["selective"].again == 0 < kept["by-operation"].again < kept["full"].again
     for way, found in kept.items():
         assert activations(model, 2, 16, way, flash_attention=True, compiled=True).blocks <= found.blocks
-
-
-def test_what_is_computed_again() -> None:
-    model = TRANSFORMERS["gpt2"]
-    assert computed_again(model, "none") == computed_again(model, "selective") == (0, 0, 0)
-    assert computed_again(model, "full") == (1, 1, 1)
-    assert computed_again(replace(model, depth=5), "selective-layer") == (0.4, 0.4, 0.4)
-    # Of 3 + 1 + 4 + 4 squares the second and the fourth.
-    assert computed_again(model, "selective-operation") == (5 / 12, 0, 1)
-    with pytest.raises(ValueError, match="unknown checkpointing 'some'"):
-        computed_again(model, "some")

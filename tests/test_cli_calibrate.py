@@ -129,7 +129,8 @@ def logs(tmp_path: Path) -> tuple[Path, Path]:
     """Products that reach 500 TFLOPS and half of it at 300 operations a byte, and 8 ranks at 300 GB/s."""
     lengths = [(8192, n, n) for n in (256, 512, 1024, 2048, 4096, 8192)]
     rows = [
-        f"{m},{k},{n},{(2 * m * k * n + 300 * 2 * (m * k + k * n + m * n)) / 500e9:.9f}" for m, k, n in lengths
+        f"{m},{k},{n},{(2 * m * k * n + 300 * 2 * (m * k + k * n + m * n)) / 500e9:.9f}"
+        for m, k, n in lengths
     ]
     products = tmp_path / "products.csv"
     products.write_text("m,k,n,ms\n" + "\n".join(rows) + "\n")
@@ -170,7 +171,10 @@ def test_logs_make_a_cluster_that_simulate_takes(
         (["--products", "NCCL"], "--products NCCL cannot be used: the table has the columns"),
         (["--nccl-tests", "PRODUCTS"], "--nccl-tests PRODUCTS cannot be used: a log of nccl-tests is of one"),
         (["--nccl-tests", "absent"], "--nccl-tests absent cannot be used: absent: No such file"),
-        (["--products", "PRODUCTS", "--cluster", "a100-ib"], "more than the 312 that A100 80 GB has at its peak"),
+        (
+            ["--products", "PRODUCTS", "--cluster", "a100-ib"],
+            "more than the 312 that A100 80 GB has at its peak",
+        ),
         (["--products", "PRODUCTS", "--quick"], "--quick is for measuring"),
         (["--cluster", "a100-ib"], "--cluster is for logs"),
     ],

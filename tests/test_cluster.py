@@ -259,7 +259,9 @@ def test_a_call_uses_the_protocol_that_is_fastest_for_its_size() -> None:
     assert ms("all_reduce", border, 4, both, algorithm="ring") == pytest.approx(0.06 + 1.5 * border / 1e6)
 
 
-@given(presets, st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"]), st.integers(2, 1024), payloads)
+@given(
+    presets, st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"]), st.integers(2, 1024), payloads
+)
 def test_the_share_of_a_links_rate_grows_with_the_message(name: str, op: str, n: int, nbytes: float) -> None:
     here = cluster(name)
     if nbytes:
@@ -519,7 +521,10 @@ def shared_out(shares: list[float]) -> Traffic:
         (lambda: cluster("h200"), r"unknown cluster 'h200'; choose one of h100-ib, .*, loopback"),
         (lambda: traffic("gather", 1, 2), r"unknown operation 'gather'; choose one of all_reduce, .*, send"),
         (lambda: traffic("send", 1, 2, backend="mpi"), r"unknown backend 'mpi'; choose one of nccl, gloo"),
-        (lambda: traffic("send", 1, 2, algorithm="auto"), r"unknown algorithm 'auto'; choose ring, tree or nvls"),
+        (
+            lambda: traffic("send", 1, 2, algorithm="auto"),
+            r"unknown algorithm 'auto'; choose ring, tree or nvls",
+        ),
         (
             lambda: ms("send", 1, 2, algorithm="star"),
             r"unknown algorithm 'star'; choose one of auto, ring, tree",
@@ -609,7 +614,10 @@ def edited(**change: Any) -> str:
             edited(within={"latency_us": 1e300, "gb_per_s": 1}),
             r"latency_us 1e\+300 is no figure of a machine",
         ),
-        (edited(within=None), r"cluster.within must be an object with latency_us, gb_per_s, reached, not null"),
+        (
+            edited(within=None),
+            r"cluster.within must be an object with latency_us, gb_per_s, reached, not null",
+        ),
         (edited(link_of_op=[1]), r"cluster.link_of_op must be an object, not a list of 1"),
         (edited(shared="false"), r'shared must be true or false, not "false"'),
         (edited(ranks_per_node="8"), r'ranks_per_node must be a whole number below 2\*\*63, not "8"'),

@@ -27,7 +27,9 @@ MOVED_BYTES = 4 + (4 + 4 + 6 + 8)
 
 
 def knee(device: Device, times: float) -> float:
-    return times * 1e3 * device.tflops * device.reached / (device.memory_gb_per_s * (device.memory_reached or 1))
+    return (
+        times * 1e3 * device.tflops * device.reached / (device.memory_gb_per_s * (device.memory_reached or 1))
+    )
 
 
 def runs() -> list[tuple[Run, Kernels, str]]:

@@ -111,7 +111,8 @@ def log_of(op: str, ranks: int, nodes: int, link: Link, power: range = range(16,
     loads = [(2**each, traffic(op, 2**each, ranks)) for each in power]
     return NcclLog(
         tuple(
-            Measurement(op, size, ranks, link.ms(load.rounds, load.busiest_bytes / cards)) for size, load in loads
+            Measurement(op, size, ranks, link.ms(load.rounds, load.busiest_bytes / cards))
+            for size, load in loads
         ),
         ranks,
         nodes,
@@ -135,7 +136,9 @@ def test_products_tell_the_share_and_the_knee() -> None:
 def test_a_run_on_one_node_tells_the_inner_link_and_one_on_several_the_outer() -> None:
     inner, outer = Link(4, 350), Link(9, 40)
     one_node = log_of("all_gather", 8, 1, inner)
-    a_ring = Link((outer.latency_us + 7 * inner.latency_us) / 8, outer.gb_per_s)  # of 8 hops one leaves the node
+    a_ring = Link(
+        (outer.latency_us + 7 * inner.latency_us) / 8, outer.gb_per_s
+    )  # of 8 hops one leaves the node
     several = log_of("all_gather", 32, 4, a_ring)
     found = calibrate_from_logs(H100, collectives=[several, one_node])
     made = found.cluster

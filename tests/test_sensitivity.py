@@ -147,7 +147,9 @@ def test_what_helps_most_is_what_the_time_goes_into() -> None:
     assert computing.iteration_ms - computing.improved_ms["compute"] == pytest.approx(36_000)
     sending = what_if(plan, PLAIN, Workload(tokens=0, step_bytes=0))
     assert sending.best == "bandwidth within nodes"
-    far = replace(PLAIN, within=Link(10**6, 1), nvls=True)  # the sums in the switch have a latency of their own
+    far = replace(
+        PLAIN, within=Link(10**6, 1), nvls=True
+    )  # the sums in the switch have a latency of their own
     assert what_if(plan, far, Workload(0)).best == "latency"
     stepping = what_if(make("ddp", Setting(PLAIN, 4)), PLAIN, Workload(0))
     assert stepping.best == "memory bandwidth"

@@ -18,8 +18,8 @@ from zero_ref.simulator.models import Transformer
 CHECKPOINTING: dict[str, str] = {
     "none": "everything is kept",
     "selective": "attention scores are computed again, the rest is kept; flash attention keeps as much",
-    "selective-layer": "every other block keeps its input only, the others as selective",
-    "selective-operation": "the results of attention and of every other matrix product are kept",
+    "every-other-block": "every other block keeps its input only, the others as selective",
+    "by-operation": "results of attention and of every other matrix product are kept, the rest computed again",
     "full": "only each block's input is kept; a block is computed again when backward comes to it",
 }
 
@@ -48,19 +48,19 @@ class Kept(NamedTuple):
     nbytes: int = 0
 
 
-class Product(NamedTuple):
-    """A matrix product with a block's weight: tokens times inputs, by inputs times outputs."""
+class Matrix(NamedTuple):
+    """A weight of a block that the activations are multiplied with."""
 
     name: str
     inputs: int
     outputs: int
 
 
-def products(architecture: Transformer) -> list[Product]:
-    """The products of a block with its weights, in the order of forward.
+def matrices(architecture: Transformer) -> list[Matrix]:
+    """The weights of a block's products, in the order of forward.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
-    >>> [(one.name, one.outputs) for one in products(TRANSFORMERS["llama3-8b"])]
+    >>> [(one.name, one.outputs) for one in matrices(TRANSFORMERS["llama3-8b"])]
     [('query', 4096), ('key', 1024), ('value', 1024), ('out', 4096), ('gate', 14336), ('up', 14336),
      ('down', 4096)]
     """
@@ -73,10 +73,10 @@ def products(architecture: Transformer) -> list[Product]:
     if kind.fused_gate:
         inside = [("gate, up", 2 * hidden)]
     return [
-        *(Product(name, width, outputs) for name, outputs in attention),
-        Product("out", query, width),
-        *(Product(name, width, outputs) for name, outputs in inside),
-        Product("down", hidden, width),
+        *(Matrix(name, width, outputs) for name, outputs in attention),
+        Matrix("out", query, width),
+        *(Matrix(name, width, outputs) for name, outputs in inside),
+        Matrix("down", hidden, width),
     ]
 
 
@@ -140,44 +140,6 @@ def kept_of_block(architecture: Transformer, sequence: int, *, flash_attention: 
     return kept
 
 
-class Again(NamedTuple):
-    """What backward computes again, as shares of what forward computes in the blocks.
-
-    Args:
-        products: of the operations of matrix products with weights.
-        attention: of attention.
-        pointwise: of everything between.
-    """
-
-    products: float
-    attention: float
-    pointwise: float
-
-
-def computed_again(architecture: Transformer, checkpointing: str) -> Again:
-    """What a kind of checkpointing computes again.
-
-    >>> from zero_ref.simulator.models import TRANSFORMERS
-    >>> computed_again(TRANSFORMERS["llama3-8b"], "selective-layer")
-    Again(products=0.5, attention=0.5, pointwise=0.5)
-    >>> round(computed_again(TRANSFORMERS["llama3-8b"], "selective-operation").products, 2)
-    0.37
-
-    Raises:
-        ValueError: `checkpointing` is unknown.
-    """
-    check_name("checkpointing", checkpointing, CHECKPOINTING)
-    if checkpointing == "full":
-        return Again(1.0, 1.0, 1.0)
-    if checkpointing == "selective-layer":
-        share = architecture.depth // 2 / architecture.depth
-        return Again(share, share, share)
-    if checkpointing == "selective-operation":
-        sizes = [one.inputs * one.outputs for one in products(architecture)]
-        return Again(sum(sizes[1::2]) / sum(sizes), 0.0, 1.0)
-    return Again(0.0, 0.0, 0.0)
-
-
 @dataclass(frozen=True)
 class Activations:
     """Bytes of one rank's activations, at the moments that matter.
@@ -213,7 +175,7 @@ def activations(
     flash_attention: bool = False,
     itemsize: int = 2,
     compiled: bool = False,
-    fused_loss: bool = False,
+    compiled_loss: bool = False,
 ) -> Activations:
     """A rank's activations under a kind of checkpointing.
 
@@ -222,7 +184,7 @@ def activations(
     before and 2 after dropout, and 1 for its mask. Checkpointing keeps less, and computes the rest again.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
-    >>> found = activations(TRANSFORMERS["llama3-8b"], 2, 8192, "selective-operation", flash_attention=True)
+    >>> found = activations(TRANSFORMERS["llama3-8b"], 2, 8192, "by-operation", flash_attention=True)
     >>> [round(nbytes / 1e9, 1) for nbytes in (found.blocks, found.head, found.loss, found.again)]
     [33.4, 8.7, 16.8, 1.7]
 
@@ -230,12 +192,12 @@ def activations(
         architecture: a preset's, or from `models.from_config`.
         batch: sequences that one rank computes in one go (a micro-batch).
         sequence: tokens in each sequence, which may be more than the model has positions; None for as many.
-        checkpointing: one of CHECKPOINTING. "selective-layer" and "selective-operation" are torchtitan's.
+        checkpointing: one of CHECKPOINTING. "every-other-block" and "by-operation" are torchtitan's.
         flash_attention: scores are never stored, not even in a block that is computed again.
         itemsize: bytes of an element of the model's dtype.
         compiled: blocks are, by torch.compile. What no matrix product reads is computed again in the kernels
             that read it; and what backward does not read is not kept.
-        fused_loss: the loss keeps the logits and no log-probabilities. Otherwise the logits are copied to
+        compiled_loss: the loss keeps the logits and no log-probabilities. Otherwise the logits are copied to
             float32 for it: 10 bytes each at the end of a 16-bit forward, and 12 in backward.
     Raises:
         ValueError: `checkpointing` is unknown, or there is no sequence or no token.
@@ -259,18 +221,18 @@ def activations(
     blocks, again = depth * whole, 0
     if checkpointing == "full":
         blocks, again = depth * input_of_block, of_block(flash_attention) - input_of_block
-    elif checkpointing == "selective-layer":
+    elif checkpointing == "every-other-block":
         shrunk = depth // 2
         blocks -= shrunk * (whole - input_of_block)
         again = whole - input_of_block if shrunk else 0
-    elif checkpointing == "selective-operation":
+    elif checkpointing == "by-operation":
         one = _kept_by_operation(architecture, tokens, itemsize, compiled)
         blocks, again = depth * one, max(whole - one, 0)
     of_norm = 2 * width * itemsize + (
         width if kind.dropout else 4
     )  # a mask of the embedding's, or a statistic
     of_logit, in_loss = (
-        (itemsize, itemsize) if fused_loss else (LOG_PROBABILITY_BYTES, 2 * LOG_PROBABILITY_BYTES)
+        (itemsize, itemsize) if compiled_loss else (LOG_PROBABILITY_BYTES, 2 * LOG_PROBABILITY_BYTES)
     )
     return Activations(
         blocks,
@@ -283,7 +245,7 @@ def activations(
 
 def _kept_by_operation(architecture: Transformer, tokens: int, itemsize: int, compiled: bool) -> int:
     """The input of a block, attention's result and those of every other product, the first one included."""
-    listed = products(architecture)[::2]
+    listed = matrices(architecture)[::2]
     if compiled and not architecture.kind.post_norms:
         listed = [one for one in listed if one.name != "down"]  # nothing in backward reads it
     query, _ = _heads_widths(architecture)

@@ -73,7 +73,9 @@ class Link:
         check_number("a link's latency_us", self.latency_us)
         check_number("a link's gb_per_s", self.gb_per_s, above=True)
         if not 0 < self.reached <= 1:
-            raise ValueError(f"a link's reached is a share of its rate, above 0 up to 1, got {self.reached:g}.")
+            raise ValueError(
+                f"a link's reached is a share of its rate, above 0 up to 1, got {self.reached:g}."
+            )
 
     def ms(self, rounds: float, nbytes: float) -> float:
         """How long so many messages, one after another, and so many bytes take.

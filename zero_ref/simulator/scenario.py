@@ -205,7 +205,9 @@ class Scenario:
         reduced = DTYPES[getattr(self, "reduce_dtype", None) or self.dtype]
         gathered = 2 * itemsize if usual.stage == 3 else 0
         copied = 2 * itemsize + (itemsize + reduced if reduced != itemsize else 0)
-        sent = 2 * reduced * (2 if usual.stage < 2 else 1)  # an all-reduce sends, and receives, everything twice
+        sent = (
+            2 * reduced * (2 if usual.stage < 2 else 1)
+        )  # an all-reduce sends, and receives, everything twice
         return replace(self.workload, moved_bytes=(gathered, gathered + copied + sent))
 
     @cached_property
@@ -436,7 +438,9 @@ class SimulatedRun:
     def what_if(self) -> WhatIf:
         """What the time of the iteration is spent on, and what would make it faster."""
         paces = {name: getattr(self.played.paces, name) for name in ("slow", "jitter", "seed")}
-        return what_if(self.schedule, self.scenario.cluster, self.scenario.workload_of(self.strategy), **paces)
+        return what_if(
+            self.schedule, self.scenario.cluster, self.scenario.workload_of(self.strategy), **paces
+        )
 
     @property
     def computing_ms(self) -> dict[str, float]:
