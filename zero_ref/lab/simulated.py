@@ -213,7 +213,7 @@ def _supposed(cluster: Cluster) -> str:
     """The shares of what data sheets promise that a preset supposes."""
     device = cluster.device
     if device.memory_reached is None:
-        return f"training at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at full rate"
+        return f"products at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at full rate"
     attention = device.attention_reached or device.reached
     return (
         f"large products at {device.reached:.0%} of {device.tflops:g} TFLOPS, attention at {attention:.0%}, "

@@ -170,7 +170,7 @@ class Device:
         """How long so many floating-point operations take, in forward and backward of so many tensors.
 
         >>> round(cluster("a100-ib").device.compute_ms(312e12))
-        1299
+        1282
         """
         return tensors * self.overhead_us / 1e3 + flops / (self.tflops * self.reached * 1e9)
 
@@ -183,9 +183,9 @@ class Device:
         >>> h100 = cluster("h100-ib").device
         >>> for n in (512, 2048, 8192):
         ...     print(n, round(2 * n**3 / h100.product_ms(2 * n**3, 6 * n**2) / 1e9), "TFLOPS")
-        512 174 TFLOPS
-        2048 376 TFLOPS
-        8192 530 TFLOPS
+        512 160 TFLOPS
+        2048 362 TFLOPS
+        8192 528 TFLOPS
         """
         return max(self.compute_ms(flops + self.knee * nbytes), self.touch_ms(nbytes))
 

@@ -105,7 +105,13 @@ def products(lines: Iterable[str]) -> list[MeasuredProduct]:
     Raises:
         ValueError: a column is missing, or a value is no number; the message says in which line.
     """
-    rows = csv.DictReader(lines, skipinitialspace=True)
+    try:
+        return _products(csv.DictReader(lines, skipinitialspace=True))
+    except csv.Error as error:
+        raise ValueError(f"it is no table of comma-separated values: {error}") from None
+
+
+def _products(rows: csv.DictReader[str]) -> list[MeasuredProduct]:
     names = {name.strip().lower(): name for name in rows.fieldnames or () if name}
     missing = [name for name in COLUMNS if name not in names]
     timed = [name for name in (*TIMES, "tflops") if name in names]
