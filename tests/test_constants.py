@@ -110,6 +110,6 @@ def test_a_card_of_400_gigabits_reaches_what_was_published() -> None:
 
 
 def test_latencies_are_those_of_nccls_tuning_model() -> None:
-    # src/graph/tuning.cc: a ring of whole messages takes 8.4 us, and 3.4 for each hop of NVLink, 14 between nodes.
+    # src/graph/tuning.cc: a ring of whole messages takes 8.4 us, and 3.4 a hop of NVLink, 14 between nodes.
     ring = cluster("h100-ib")
     assert (NCCL_CALL_US, ring.within.latency_us, ring.between.latency_us) == (8.4, 3.4, 14.0)

@@ -31,7 +31,7 @@ TREE_SHARE_OF_ONE = 0.85
 """The same on top, where all of a node's traffic goes to and from one GPU: nodes with one rank."""
 
 NVLS_SHARE = 0.85
-"""The share of the link's bandwidth that NCCL expects of reductions in the switch on Hopper (`nvlsEfficiency`)."""
+"""The share of the link's bandwidth that NCCL expects of sums in the switch on Hopper (`nvlsEfficiency`)."""
 
 NVLS_US = 25.0
 """The latency of such a reduction, there and back (`hwLatencies`)."""
@@ -443,7 +443,7 @@ class Cluster:
         return rounds * (1 - outside_share), rounds * outside_share
 
     def with_links(self, *, latency: float = 1.0, bandwidth: float = 1.0) -> Cluster:
-        """The same cluster with every link's latency and bandwidth multiplied, and `call_us` with the latency.
+        """The same cluster with every link's latency and bandwidth multiplied; `call_us` is a latency, too.
 
         >>> cluster("h100-ib").with_links(bandwidth=0.5).between
         Link(latency_us=14.0, gb_per_s=25.0, reached=0.94)

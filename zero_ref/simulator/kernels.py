@@ -138,8 +138,8 @@ RECOMPUTED: dict[str, Recomputed] = {
 BACKWARD_OF_FLASH counts.
 
 Source: torch.utils.checkpoint stops as soon as it has computed all that was saved (`early_stop`), and
-backward needs no result of a block's last product, where no dropout follows. By operation, torchtitan keeps attention's result and every
-second product's (torchtitan/models/llama3/infra/parallelize.py).
+backward needs no result of a block's last product, where no dropout follows. By operation, torchtitan keeps
+attention's result and every second product's.
 """
 
 BACKWARD_OF_FLASH = 2.5
@@ -265,8 +265,8 @@ class Kernels:
 
         >>> from zero_ref.simulator.cluster import cluster
         >>> from zero_ref.simulator.models import TRANSFORMERS
-        >>> parts = kernels(TRANSFORMERS["llama3-8b"], batch=1, sequence=8192).parts_ms(cluster("h100-ib").device)
-        >>> {name: round(ms) for name, ms in parts.items()}
+        >>> llama = kernels(TRANSFORMERS["llama3-8b"], batch=1, sequence=8192)
+        >>> {name: round(ms) for name, ms in llama.parts_ms(cluster("h100-ib").device).items()}
         {'matrix products': 734, 'attention': 183, 'memory': 169}
         """
         forward, backward = self.forward.parts_ms(device), self.backward.parts_ms(device)
@@ -296,8 +296,8 @@ def kernels(
     3.1
 
     Args:
-        checkpointing: one of `activations.CHECKPOINTING`: what backward computes again. Under "none" attention
-            is written out, and every score kept; else it is flash attention.
+        checkpointing: one of `activations.CHECKPOINTING`: what backward computes again. Under "none"
+            attention is written out, and every score kept; else it is flash attention.
         compiled: neighbouring kernels are fused.
         itemsize: bytes of an element.
     Raises:
@@ -332,7 +332,7 @@ def kernels(
 
 
 def _biased(architecture: Transformer) -> int:
-    """Elements of the biases of all linear layers in blocks, which is elements of their results for a token."""
+    """Elements of the biases of all linear layers in blocks: so many have their results for each token."""
     listed = architecture.shapes()
     inside = (listed[number] for unit in blocks(listed)[1:] for number in unit)
     names = ((param.name.split("."), param.numel) for param in inside)

@@ -7,9 +7,8 @@
 from typing import Any
 
 DEVICES: dict[str, dict[str, Any]] = {
-    # reached and knee of A100 and H100 are fitted to published runs, which tests/test_constants.py does again;
-    # the other cards are supposed to be like the A100. attention_reached: FlashAttention-2 (arXiv:2307.08691)
-    # reaches 50 to 73% of an A100's peak, and 335 TFLOPS on an H100; a V100's is supposed. memory_reached is
+    # reached and knee of A100 and H100 are fitted to published runs, as in tests/test_constants.py; the other
+    # cards are supposed to be like the A100. attention_reached: FlashAttention-2 (arXiv:2307.08691) reaches 50 to 73% of an A100's peak, and 335 TFLOPS on an H100; a V100's is supposed. memory_reached is
     # supposed: with 0.8 or 0.95 and another knee the runs are met as well.
     "V100 32 GB": {
         "tflops": 125, "reached": 0.78, "memory_gb": 32, "memory_gb_per_s": 900, "knee": 287,
@@ -33,8 +32,8 @@ DEVICES: dict[str, dict[str, Any]] = {
 LINKS: dict[str, dict[str, float]] = {
     # Line rates in one direction, of one rank, and the share of them that large messages reach. NVLink of an
     # H100: 370 GB/s; InfiniBand at 400 Gb/s: 46 to 48 GB/s (NVIDIA/nccl-tests, issues 212 and 290); NVLink of
-    # an A100: 235 GB/s, NCCL's own limit (src/graph/tuning.cc); the others are supposed. Latencies are those of
-    # NCCL's tuning model for a ring of whole messages (same file); of Ethernet supposed.
+    # an A100: 235 GB/s, NCCL's own limit (src/graph/tuning.cc); the others are supposed. Latencies are those
+    # of NCCL's tuning model for a ring of whole messages (same file); of Ethernet supposed.
     "NVLink of a V100": {"latency_us": 3.4, "gb_per_s": 150, "reached": 0.85},
     "NVLink of an A100": {"latency_us": 3.4, "gb_per_s": 300, "reached": 0.78},
     "NVLink of an H100": {"latency_us": 3.4, "gb_per_s": 450, "reached": 0.82},
@@ -72,8 +71,8 @@ CLUSTERS: dict[str, dict[str, Any]] = {
         "within": "NVLink of a V100",
         "between": "InfiniBand, 50 Gb/s",
         "source": "The ZeRO paper's cluster (arXiv:1910.02054, section 10): DGX-2 nodes of 16 V100, 800 "
-        "Gb/s between nodes. Shares of the peak: supposed. NVIDIA V100 SXM3 data sheet: 125 TFLOPS, 32 GB, 900 "
-        "GB/s, NVLink 300 GB/s both ways together.",
+        "Gb/s between nodes. Shares: supposed. NVIDIA V100 SXM3 data sheet: 125 TFLOPS, 32 GB, 900 GB/s, "
+        "NVLink 300 GB/s both ways together.",
     },
     "a100-ethernet": {
         "device": "A100 80 GB",
