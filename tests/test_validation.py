@@ -80,7 +80,7 @@ def test_a_scenario_has_the_runs_configuration(run: Run) -> None:
         run.batch,
         run.sequence,
     )
-    assert scenario.checkpointing in NAMES[run.checkpointing]
+    assert scenario.checkpointing == NAMES[run.checkpointing]
     for name in ("dtype", "masters", "accumulation", "reduce_dtype", "compiled", "shard_group"):
         if hasattr(scenario, name):
             assert getattr(scenario, name) == getattr(run, name), name
@@ -88,7 +88,7 @@ def test_a_scenario_has_the_runs_configuration(run: Run) -> None:
 
 def test_every_way_of_checkpointing_has_a_name_here() -> None:
     assert {run.checkpointing for run in published().runs} == set(NAMES)
-    assert all(set(names) & set(CHECKPOINTING) for names in NAMES.values())
+    assert {*NAMES.values()} <= set(CHECKPOINTING)
 
 
 def test_a_run_is_compared_in_all_that_was_published_of_it() -> None:
@@ -232,9 +232,7 @@ def test_a_source_without_figures_of_a_kind_is_said_so(capsys: pytest.CaptureFix
 
 
 def test_the_table_marks_what_is_fitted_outside_or_supposed(capsys: pytest.CaptureFixture[str]) -> None:
-    result = figures(
-        ("mpt-7b-a100-8", 100.0, 100.0), ("nanogpt-8", 100.0, 300.0), ("llmc-124m", 100.0, 90.0)
-    )
+    result = figures(("mpt-7b-a100-8", 100.0, 100.0), ("nanogpt-8", 100.0, 300.0), ("llmc-124m", 100.0, 90.0))
     print_validation(result, {"time": list(result.compared)}, width=90)
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line}
     assert lines["mpt-7b-a100-8"][-2:] == ["+0%", "*"]

@@ -13,7 +13,6 @@ from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 
-from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.published import Run, published
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.spread import Spread, spread_of
@@ -22,13 +21,13 @@ FIGURES = ("time", "memory")
 
 GIB = 2**30
 
-NAMES: dict[str, tuple[str, ...]] = {
-    "none": ("selective",),  # with flash attention, which "none" here is without
-    "full": ("full",),
-    "by operation": ("by-operation", "selective"),
-    "every other block": ("every-other-block", "selective"),
+NAMES = {
+    "none": "selective",  # with flash attention, which "none" here is without
+    "full": "full",
+    "by operation": "by-operation",
+    "every other block": "every-other-block",
 }
-"""What the simulator calls the published ways of checkpointing: the first that it knows."""
+"""What the simulator calls the published ways of checkpointing."""
 
 
 def scenario_of(run: Run) -> Scenario:
@@ -39,14 +38,13 @@ def scenario_of(run: Run) -> Scenario:
     (8, 2, 'H100 96 GB')
     """
     data = published()
-    checkpointing = next(name for name in NAMES[run.checkpointing] if name in CHECKPOINTING)
     taken = {each.name for each in fields(Scenario)} & {each.name for each in fields(Run)}
     options: dict[str, Any] = {name: getattr(run, name) for name in taken - {"cluster", "checkpointing"}}
     return Scenario(
         data.models[run.model],
         data.clusters[run.cluster].cluster(run.cluster),
         run.ranks,
-        checkpointing=checkpointing,
+        checkpointing=NAMES[run.checkpointing],
         **options,
     )
 
