@@ -123,6 +123,8 @@ CHAPTER_OF = {
     "zero_ref.simulator.scenario": 11,
     "zero_ref.simulator.sensitivity": 14,
     "zero_ref.simulator.calibrate": 14,
+    "zero_ref.simulator.kernels": 14,
+    "zero_ref.simulator.logs": 14,
     "zero_ref.simulator.published": 14,
     "zero_ref.simulator.validation": 14,
     "zero_ref.simulator.spread": 14,

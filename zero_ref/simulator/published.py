@@ -95,7 +95,7 @@ class Run:
         sequence: tokens in each.
         accumulation: how often, before an update is made.
         masters, reduce_dtype, compiled, shard_group, strategy: as `Scenario`.
-        compiled_loss: the cross-entropy is one kernel.
+        fused_loss: the cross-entropy is one kernel.
         checkpointing: "none" (with flash attention), "by operation" and "every other block" as torchtitan
             means them, or "full".
         time: what was published: one of tokens_per_s_gpu, ms (of an iteration) and tflops (of each GPU, with
@@ -122,7 +122,7 @@ class Run:
     masters: bool = True
     reduce_dtype: str | None = None
     compiled: bool = False
-    compiled_loss: bool = False
+    fused_loss: bool = False
     shard_group: int | None = None
     time: Mapping[str, float] | None = None
     memory_gib: float | None = None

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from zero_ref.simulator.activations import CHECKPOINTING
-from zero_ref.simulator.published import Published, Run, published
+from zero_ref.simulator.published import Run, published
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.spread import Spread, spread_of
 
@@ -22,31 +21,30 @@ FIGURES = ("time", "memory")
 
 GIB = 2**30
 
-NAMES: dict[str, tuple[str, ...]] = {
-    "none": ("selective",),  # with flash attention, which "none" here is without
-    "full": ("full",),
-    "by operation": ("by-operation", "selective"),
-    "every other block": ("every-other-block", "selective"),
+NAMES = {
+    "none": "selective",  # with flash attention, which "none" here is without
+    "full": "full",
+    "by operation": "by-operation",
+    "every other block": "every-other-block",
 }
-"""What the simulator calls the published ways of checkpointing: the first that it knows."""
+"""What the simulator calls the published ways of checkpointing."""
 
 
-def scenario_of(run: Run, data: Published | None = None) -> Scenario:
+def scenario_of(run: Run) -> Scenario:
     """A published run as a scenario.
 
     >>> scenario = scenario_of(published().run("titan-8b-8"))
     >>> scenario.world_size, scenario.batch, scenario.cluster.device.name
     (8, 2, 'H100 96 GB')
     """
-    data = data or published()
-    checkpointing = next(name for name in NAMES[run.checkpointing] if name in CHECKPOINTING)
+    data = published()
     taken = {each.name for each in fields(Scenario)} & {each.name for each in fields(Run)}
     options: dict[str, Any] = {name: getattr(run, name) for name in taken - {"cluster", "checkpointing"}}
     return Scenario(
         data.models[run.model],
         data.clusters[run.cluster].cluster(run.cluster),
         run.ranks,
-        checkpointing=checkpointing,
+        checkpointing=NAMES[run.checkpointing],
         **options,
     )
 
@@ -86,20 +84,44 @@ class Compared:
         return self.run.tests(self.figure)
 
 
-def compare(run: Run, data: Published | None = None) -> list[Compared]:
-    """Simulate a run and put its figures beside the published ones.
+class Predicted(NamedTuple):
+    """What the simulator says of a run.
+
+    Args:
+        gib: of the fullest GPU.
+        fits: None if it is undecided, or the device's memory is not known.
+    """
+
+    tokens_per_s_gpu: float
+    gib: float
+    fits: bool | None
+
+
+@cache
+def predict(name: str) -> Predicted:
+    """Simulate a published run.
+
+    >>> predict("nanogpt-4090").fits
+    True
+    """
+    run = published().run(name)
+    simulated = scenario_of(run).run(run.strategy)
+    gib = simulated.memory.total_bytes / GIB
+    return Predicted(simulated.tokens_per_second / run.ranks, gib, simulated.fits)
+
+
+def compare(run: Run) -> list[Compared]:
+    """A run's published figures beside the simulator's.
 
     >>> [one.figure for one in compare(published().run("titan-8b-8"))]
     ['time', 'memory']
     """
-    data = data or published()
+    said, rate = predict(run.id), run.tokens_per_s_gpu(published().models[run.model])
     found = []
-    simulated = scenario_of(run, data).run(run.strategy)
-    rate = run.tokens_per_s_gpu(data.models[run.model])
     if rate is not None:
-        found.append(Compared(run, "time", rate, simulated.tokens_per_second / run.ranks))
+        found.append(Compared(run, "time", rate, said.tokens_per_s_gpu))
     if run.memory_gib is not None:
-        found.append(Compared(run, "memory", run.memory_gib, simulated.memory.total_bytes / GIB))
+        found.append(Compared(run, "memory", run.memory_gib, said.gib))
     return found
 
 
@@ -172,11 +194,10 @@ class Validation:
         return list(dict.fromkeys(one.run.source for one in self.of(figure)))
 
 
-@lru_cache(maxsize=1)
+@cache
 def validate() -> Validation:
     """Predict every published figure. It takes some seconds."""
-    data = published()
-    return Validation([one for run in data.runs if run.ran for one in compare(run, data)])
+    return Validation([one for run in published().runs for one in compare(run)])
 
 
 def verdicts() -> list[tuple[Run, bool | None]]:
@@ -184,8 +205,7 @@ def verdicts() -> list[tuple[Run, bool | None]]:
 
     A verdict is wrong if it is False of a run that ran, or True of one that ended out of memory.
     """
-    data = published()
-    return [(run, scenario_of(run, data).run(run.strategy).fits) for run in data.runs if _device_known(run)]
+    return [(run, predict(run.id).fits) for run in published().runs if _device_known(run)]
 
 
 def _device_known(run: Run) -> bool:
