@@ -121,6 +121,8 @@ CHAPTER_OF = {
     "zero_ref.simulator.play": 13,
     "zero_ref.simulator.trace": 7,
     "zero_ref.simulator.scenario": 11,
+    "zero_ref.simulator.search": 14,
+    "zero_ref.simulator.commands": 14,
     "zero_ref.simulator.sensitivity": 14,
     "zero_ref.simulator.calibrate": 14,
     "zero_ref.simulator.kernels": 14,

@@ -30,7 +30,7 @@ NEAR = 1 / 16
 ACCUMULATES = "accumulation" in {each.name for each in fields(Scenario)}
 
 
-STEADY = 3
+STEADY = 2
 """Batches of an update that are played. Each further one takes as long as the last of these."""
 
 
