@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -18,11 +19,10 @@ from zero_ref.live.page import NARROW, WIDE, html
 from zero_ref.live.palette import MANY_RANKS, RANK_COLOURS, rank_colour
 from zero_ref.live.svg import bar, element, key, text_width, ticks, wrapped
 from zero_ref.plan.rules import plan_partition
-from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link
+from zero_ref.simulator.cluster import CLUSTERS, Link
 from zero_ref.simulator.memory import MemorySettings, average_memory
 from zero_ref.simulator.models import MODELS, shapes, specs
 from zero_ref.simulator.play import play
-from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import MIB, ddp_buckets, schedule
@@ -96,7 +96,7 @@ def test_an_iteration_takes_as_long_as_the_simulator_says(strategy: str, way: st
         ddp_buckets=ddp_buckets(params, cap_bytes=8 * MIB),
         side_stream=strategy == "zero-even",
     )
-    played = play(plan, links, Workload(1024))
+    played = play(plan, links, Scenario(MODELS["gpt2"], links, 32).workload_of(strategy))
     assert answer.numbers[f"{strategy}, iteration, ms"] == played.iteration_ms
     assert answer.numbers[f"{strategy}, exposed, ms"] == played.timeline().exposed_ms / plan.iterations
     path = [ms for name, ms in answer.numbers.items() if "critical path" in name]
@@ -108,7 +108,12 @@ def test_a_designed_cluster_runs_the_scenario() -> None:
         model="llama3-8b", strategy="zero-even", device="A100 80 GB", per_node=4, nodes=2, within=64.0,
         between=6.25, latency=50.0, batch=2, checkpointing="selective", tokens=10**9,
     )  # fmt: skip
-    cluster = Cluster("any", DEVICES["A100 80 GB"], 4, Link(3.0, 64.0), Link(50.0, 6.25))
+    h100 = CLUSTERS["h100-ib"]
+    links = {
+        "within": Link(3.4, 64.0, h100.within.reached),
+        "between": Link(50.0, 6.25, h100.between.reached),
+    }
+    cluster = replace(h100, device=DEVICES["A100 80 GB"], ranks_per_node=4, **links)
     scenario = Scenario(MODELS["llama3-8b"], cluster, 8, batch=2, checkpointing="selective")
     run = scenario.run("zero-even")
     assert answer.numbers["iteration, ms"] == run.iteration_ms

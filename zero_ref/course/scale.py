@@ -215,7 +215,7 @@ def memory_gb(job: Job, design: Design) -> float:
 
     >>> job = Job("llama3-8b", "h100-ib", sequences=64, length=2048, longest_s=9, most_gpu_hours=1)
     >>> [round(memory_gb(job, Design(64, strategy, "full"))) for strategy in DESIGNED]
-    [129, 34, 19, 8]
+    [129, 35, 19, 8]
 
     Raises:
         ValueError: the design is none, or leaves a rank without a sequence.

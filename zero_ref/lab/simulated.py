@@ -14,6 +14,13 @@ from zero_ref.simulator.cluster import CLUSTERS, Cluster
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.recipe import LOCAL_SGD
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
+from zero_ref.simulator.sensitivity import SWITCH
+
+MFU_COUNTS = (
+    "6 operations for each parameter and token, and attention's over whole sequences, as if nothing were "
+    "masked; nothing for what is computed again"
+)
+"""What model FLOPs utilisation is computed from. Source: PaLM (arXiv:2204.02311), appendix B."""
 
 BETTER = {
     "latency": "half the latency",
@@ -21,8 +28,21 @@ BETTER = {
     "bandwidth between nodes": "twice the bandwidth between nodes",
     "compute": "computing twice as fast",
     "memory bandwidth": "twice the memory bandwidth",
+    "share of links": "links at their full rate",
+    "share of products": "matrix products at the peak",
+    "share of attention": "attention twice as close to the peak",
+    "share of memory": "kernels at the full memory bandwidth",
+    SWITCH: "all-reduces added in the switch (NVLS)",
     "even pace": "no rank slower than the others",
 }
+
+WHAT_COMPUTES = {
+    "matrix products": "matrix products",
+    "attention": "attention",
+    "memory": "norms, activations, loss and other kernels that memory limits",
+    "moved": "copies for the network",
+}
+"""The parts of `SimulatedRun.computing_ms`, as they are printed."""
 
 LABELS = ("forward", "gather", "backward", "reduce", "step", "broadcast", "agree", "average")
 """The labels of operations, in the order in which they are printed."""
@@ -96,9 +116,11 @@ def _run_as_json(run: SimulatedRun) -> dict[str, Any]:
         "exposed_communication_ms": run.exposed_ms,
         "idle_ms": run.idle_ms,
         "critical_path_ms": dict(run.what_if.critical_ms),
+        "computing_ms": run.computing_ms,
         "iteration_ms_if": {BETTER[name]: ms for name, ms in run.what_if.improved_ms.items()},
         "tokens_per_second": run.tokens_per_second,
         "model_flops_utilisation": run.utilisation,
+        "model_flops_utilisation_counts": MFU_COUNTS,
     }
 
 
@@ -150,6 +172,11 @@ def _reasons(runs: Sequence[SimulatedRun]) -> Iterator[str]:
             for reason in shortfall.reasons:
                 yield f"  {format_bytes(reason.nbytes)} {reason.name}: {reason.sentence}"
             yield ""
+    if runs and (parts := runs[0].computing_ms):
+        whole = sum(parts.values())
+        shares = (f"{WHAT_COMPUTES[name]} {ms / whole:.0%}" for name, ms in parts.items() if ms)
+        yield f"forward and backward: {', '.join(shares)}"
+        yield ""
 
 
 def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
@@ -174,12 +201,26 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
         )
     if share := scenario.attention_share:
         yield f"attention adds {share:.0%} to what the parameters' products take"
-    cluster, device = scenario.cluster, scenario.cluster.device
+    cluster = scenario.cluster
     if cluster.name in CLUSTERS:
-        yield f"supposed: products at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at full rate"
+        yield f"supposed: {_supposed(cluster)}"
     else:
         yield f"times from: {cluster.source}. They hold for the number of ranks measured there."
     yield "not counted: starting kernels, the allocator, what libraries keep, other jobs' traffic"
+
+
+def _supposed(cluster: Cluster) -> str:
+    """The shares of what data sheets promise that a preset supposes."""
+    device = cluster.device
+    if device.memory_reached is None:
+        return f"products at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at full rate"
+    attention = device.attention_reached or device.reached
+    return (
+        f"large products at {device.reached:.0%} of {device.tflops:g} TFLOPS, attention at {attention:.0%}, "
+        f"other kernels at {device.memory_reached:.0%} of {device.memory_gb_per_s:g} GB/s, links at "
+        f"{cluster.within.reached:.0%} of {cluster.within.gb_per_s:g} GB/s within nodes and "
+        f"{cluster.between.reached:.0%} of {cluster.between.gb_per_s:g} between"
+    )
 
 
 def _averages(scenario: Scenario) -> str:

@@ -18,6 +18,7 @@ from zero_ref.plan.rules import plan_partition
 from zero_ref.simulator._checks import check_name, check_world_size
 from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
 from zero_ref.simulator.cluster import Cluster
+from zero_ref.simulator.kernels import Kernels, kernels
 from zero_ref.simulator.ledger import StateRule, nbytes_of, state_rule
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
 from zero_ref.simulator.models import GPT2, Architecture, Llama, ParamShape, blocks, matrices_whole, specs
@@ -47,7 +48,7 @@ class Scenario:
     >>> scenario = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), world_size=64)
     >>> run = scenario.run("zero-3")
     >>> round(run.iteration_ms), round(run.memory.total_bytes / 1e9, 1), run.fits
-    (1278, 48.0, True)
+    (1147, 55.5, True)
 
     Args:
         batch: sequences that a rank computes in one go.
@@ -107,6 +108,16 @@ class Scenario:
         """Of one rank in one iteration. An example for a model that is no transformer counts as one token."""
         return self.batch * self.tokens_of_sequence
 
+    def like(self, **changes: Any) -> Scenario:
+        """The same but for the given fields, which change neither the model, the ranks nor who owns what.
+
+        Parameters, owners and buckets are not planned again.
+        """
+        changed = replace(self, **changes)
+        planned = ("shapes", "params", "numel", "buckets", "_partitions")
+        vars(changed).update({name: getattr(self, name) for name in planned})
+        return changed
+
     @cached_property
     def shapes(self) -> tuple[ParamShape, ...]:
         return self.architecture.shapes()
@@ -147,12 +158,28 @@ class Scenario:
         >>> round(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 8).attention_share, 2)
         0.27
 
-        Source: `calibrate.training_flops`. Kernels that skip what a causal mask hides need half.
+        The whole of each sequence counts. Kernels that skip what a causal mask hides need half: `kernels`.
+
+        Source: `calibrate.training_flops`.
         """
         model = self.architecture
         if not isinstance(model, (GPT2, Llama)):
             return 0.0
         return 2 * model.depth * model.width * self.tokens_of_sequence / self.numel
+
+    @property
+    def kernels(self) -> Kernels | None:
+        """What forward and backward of a micro-batch compute; None for a model that is no transformer."""
+        if not isinstance(self.architecture, (GPT2, Llama)):
+            return None
+        return kernels(
+            self.architecture,
+            self.batch,
+            self.tokens_of_sequence,
+            self.checkpointing,
+            compiled=getattr(self, "compiled", False),
+            itemsize=DTYPES[self.dtype],
+        )
 
     @property
     def workload(self) -> Workload:
@@ -162,7 +189,26 @@ class Scenario:
             recompute=self.checkpointing == "full",
             step_bytes=self._state_itemsize * (3 + 2 * state_rule(self.optimizer).tensors),
             attention_share=self.attention_share,
+            kernels=self.kernels,
         )
+
+    def workload_of(self, strategy: str) -> Workload:
+        """The workload, with what a strategy moves through memory for the network.
+
+        A message is read from memory and written to it, and a 16-bit gradient that is reduced in 32 bits is
+        converted first. Gradients are copied into buckets, or flat tensors, before. Stage 3 gathers
+        parameters in forward and again in backward.
+        """
+        if self.world_size == 1:
+            return self.workload
+        itemsize, usual = DTYPES[self.dtype], recipe(strategy)
+        reduced = DTYPES[getattr(self, "reduce_dtype", None) or self.dtype]
+        gathered = 2 * itemsize if usual.stage == 3 else 0
+        copied = 2 * itemsize + (itemsize + reduced if reduced != itemsize else 0)
+        sent = (
+            2 * reduced * (2 if usual.stage < 2 else 1)
+        )  # an all-reduce sends, and receives, everything twice
+        return replace(self.workload, moved_bytes=(gathered, gathered + copied + sent))
 
     @cached_property
     def _partitions(self) -> dict[str, Partition]:
@@ -295,7 +341,7 @@ class Scenario:
             ValueError: as `schedule` and `play`, or the jitter leaves no rank that takes any time.
         """
         made = self.schedule(strategy)
-        played = play(made, self.cluster, self.workload, slow=slow, jitter=jitter, seed=seed)
+        played = play(made, self.cluster, self.workload_of(strategy), slow=slow, jitter=jitter, seed=seed)
         if not played.makespan_ms:
             raise ValueError(
                 f"with a jitter of {jitter:g} and seed {seed} no rank takes any time: give a smaller jitter."
@@ -392,7 +438,22 @@ class SimulatedRun:
     def what_if(self) -> WhatIf:
         """What the time of the iteration is spent on, and what would make it faster."""
         paces = {name: getattr(self.played.paces, name) for name in ("slow", "jitter", "seed")}
-        return what_if(self.schedule, self.scenario.cluster, self.scenario.workload, **paces)
+        return what_if(
+            self.schedule, self.scenario.cluster, self.scenario.workload_of(self.strategy), **paces
+        )
+
+    @property
+    def computing_ms(self) -> dict[str, float]:
+        """Milliseconds of forward and backward by what limits them: products, attention, memory.
+
+        "moved" is what is copied for the network and by it. Empty where it is not known: for a model that is
+        no transformer, and on a device whose measured rate is of whole training.
+        """
+        device, workload = self.scenario.cluster.device, self.scenario.workload_of(self.strategy)
+        if workload.kernels is None or device.memory_reached is None:
+            return {}
+        moved = sum(workload.moved_bytes) * self.scenario.numel
+        return {**workload.kernels.parts_ms(device), "moved": device.touch_ms(moved)}
 
     @property
     def tokens_per_second(self) -> float:
@@ -403,8 +464,10 @@ class SimulatedRun:
     def utilisation(self) -> float:
         """Model FLOPs utilisation: the share of the device's peak that goes into the model.
 
-        6 operations for each parameter and token count, and attention's. What checkpointing computes again
-        does not count.
+        6 operations for each parameter and token count, and attention's over whole sequences, also what a
+        causal mask hides and flash attention skips. What checkpointing computes again does not count.
+
+        Source: PaLM (arXiv:2204.02311), appendix B.
         """
         operations = 6 * self.scenario.numel * self.scenario.tokens * (1 + self.scenario.attention_share)
         return operations / (self.iteration_ms * self.scenario.cluster.device.tflops * 1e9)
