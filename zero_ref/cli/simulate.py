@@ -67,15 +67,25 @@ def register_simulate(subparsers: Subparsers) -> None:
     parser.set_defaults(run=run_simulate)
 
 
-def _add_job(parser: argparse.ArgumentParser) -> None:
-    """The options that say what is trained, and on which machines."""
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """`--model` or `--config`."""
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", choices=list(MODELS), metavar="NAME", help=", ".join(MODELS))
     model.add_argument("--config", metavar="FILE", help="a config.json of Hugging Face, in place of --model")
-    add = parser.add_argument
-    add("--ranks", required=True, type=simulated_ranks, metavar="N", help="how many ranks")
+
+
+def add_machines(parser: argparse.ArgumentParser) -> None:
+    """`--ranks` and `--cluster`."""
+    parser.add_argument("--ranks", required=True, type=simulated_ranks, metavar="N", help="how many ranks")
     clusters = ", ".join(CLUSTERS) + ", or what `zero-ref calibrate --out FILE` wrote"
-    add("--cluster", default="h100-ib", metavar="NAME|FILE", help=clusters + DEFAULT)
+    parser.add_argument("--cluster", default="h100-ib", metavar="NAME|FILE", help=clusters + DEFAULT)
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is trained, and on which machines."""
+    add_model(parser)
+    add_machines(parser)
+    add = parser.add_argument
     add("--batch", type=positive, default=1, metavar="B", help="sequences a rank" + DEFAULT)
     sequence = "tokens in each (default: the model's, 8192 at most)"
     add("--sequence", type=positive, metavar="S", help=sequence)
@@ -154,7 +164,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
 def scenario_of(arguments: argparse.Namespace) -> Scenario:
     """The scenario that the options describe."""
     return Scenario(
-        MODELS[arguments.model] if arguments.model else _architecture(arguments.config),
+        architecture_of(arguments),
         cluster_named(arguments.cluster),
         arguments.ranks,
         batch=arguments.batch,
@@ -171,7 +181,15 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
     )
 
 
-def _architecture(path: str) -> Architecture:
+def architecture_of(arguments: argparse.Namespace) -> Architecture:
+    """What `--model` or `--config` names.
+
+    Raises:
+        CommandError: the configuration cannot be read, or is of no known model.
+    """
+    if arguments.model:
+        return MODELS[arguments.model]
+    path = arguments.config
     config = read_input("--config", path)
     if not isinstance(config, dict):
         raise CommandError(f"--config {path} must hold an object with model_type and sizes.")

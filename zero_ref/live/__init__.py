@@ -18,8 +18,9 @@ from zero_ref.live.explorer import Explorer
 from zero_ref.live.memory import MEMORY
 from zero_ref.live.overlap import OVERLAP
 from zero_ref.live.partition import PARTITION
+from zero_ref.live.search import SEARCH
 
-EXPLORERS: dict[str, Explorer] = {one.name: one for one in (MEMORY, PARTITION, OVERLAP, DESIGN)}
+EXPLORERS: dict[str, Explorer] = {one.name: one for one in (MEMORY, PARTITION, OVERLAP, DESIGN, SEARCH)}
 
 
 def explorer(name: str) -> Explorer:

@@ -23,6 +23,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `calibrate`: a cluster from measured times, with bounds on the error;
 - `spread`: how far a prediction may be off, from published runs;
 - `scenario`: all of it together, from a model's name to memory, traffic and time;
+- `search`: every way to train a model on a cluster, and the best of them;
 - `published`: runs that others published;
 - `validation`: each of them predicted, and how far off.
 """

@@ -108,6 +108,16 @@ class Scenario:
         """Of one rank in one iteration. An example for a model that is no transformer counts as one token."""
         return self.batch * self.tokens_of_sequence
 
+    def like(self, **changes: Any) -> Scenario:
+        """The same but for the given fields, which change neither the model, the ranks nor who owns what.
+
+        Parameters, owners and buckets are not planned again.
+        """
+        changed = replace(self, **changes)
+        planned = ("shapes", "params", "numel", "buckets", "_partitions")
+        vars(changed).update({name: getattr(self, name) for name in planned})
+        return changed
+
     @cached_property
     def shapes(self) -> tuple[ParamShape, ...]:
         return self.architecture.shapes()
