@@ -137,8 +137,8 @@ def logs(tmp_path: Path) -> tuple[Path, Path]:
     ranks = [f"#  Rank  {n} Group  0 Pid 10{n} on  host-a device  {n} [0x0f] NVIDIA H100" for n in range(8)]
     link = Link(latency_us=5, gb_per_s=300)
     times = [
-        f"{2**power} {2**power // 4} float none -1 {1e3 * link.ms(7, 2**power * 7 / 8):.6f} 1.0 1.0 0 9.9 1.0 1.0 0"
-        for power in range(16, 34, 2)
+        f"{size} {size // 4} float none -1 {1e3 * link.ms(7, size * 7 / 8):.6f} 1.0 1.0 0 9.9 1.0 1.0 0"
+        for size in (2**power for power in range(16, 34, 2))
     ]
     nccl = tmp_path / "all_gather.log"
     nccl.write_text("\n".join(["# Collective test starting: all_gather_perf", *ranks, *times]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, strategies as st
@@ -52,6 +53,18 @@ def test_forward_multiplies_each_token_with_each_matrix_once(architecture: GPT2 
     assert found.backward.attention_flops == 2.5 * attention
 
 
+def test_attention_that_is_written_out_multiplies_squares_and_touches_every_score() -> None:
+    kept, flash = (kernels(LLAMA, 2, 16, way) for way in ("none", "selective"))
+    squares = 3 * 2 * 8 * 16 * 16
+    assert kept.forward.attention_flops == kept.backward.attention_flops == 0
+    products = sum(one.flops for one in kept.forward.products) - sum(
+        one.flops for one in flash.forward.products
+    )
+    assert products == 2 * 2 * squares * 8
+    assert kept.forward.touched_bytes - flash.forward.touched_bytes == 13 * squares
+    assert kept.backward.touched_bytes - flash.backward.touched_bytes == 15 * squares
+
+
 def test_a_product_moves_three_matrices() -> None:
     one = Product(m=10, k=20, n=30, times=4)
     assert one.flops == 4 * 2 * 6000
@@ -83,33 +96,35 @@ def test_what_a_token_touches_in_a_block_of_gpt2() -> None:
 
 
 def test_the_head_touches_logits_and_is_never_computed_again() -> None:
-    none, full = (kernels(LLAMA, 1, 32, way) for way in ("none", "full"))
+    kept, full = (kernels(LLAMA, 1, 32, way) for way in ("selective", "full"))
     of_blocks = 32 * 3 * touched_by_token(LLAMA, EAGER).forward
-    assert none.forward.touched_bytes == of_blocks + 32 * 1000 * 18
+    assert kept.forward.touched_bytes == of_blocks + 32 * 1000 * 18
     head = Product(32, 64, 1000)
-    for found in (none, full):
+    for found in (kept, full):
         (of_head,) = (one for one in found.backward.products if one[:3] == head[:3])
         assert of_head.times == 2
 
 
-@pytest.mark.parametrize(("architecture", "last"), [(LLAMA, 64 * 160), (GPT, 64 * 256)])
+@pytest.mark.parametrize(
+    ("architecture", "last"), [(LLAMA, 64 * 160), (replace(GPT, dropout=False), 64 * 256)]
+)
 def test_full_checkpointing_computes_all_but_a_blocks_last_product_again(
     architecture: GPT2 | Llama, last: int
 ) -> None:
-    none, full = (kernels(architecture, 2, 16, way) for way in ("none", "full"))
-    again = full.flops - none.flops
+    kept, full = (kernels(architecture, 2, 16, way) for way in ("selective", "full"))
+    again = full.flops - kept.flops
     products = 2 * 32 * (in_blocks(architecture) - 3 * last)
-    assert again == pytest.approx(products + none.forward.attention_flops)
-    touched = full.backward.touched_bytes - none.backward.touched_bytes
+    assert again == pytest.approx(products + kept.forward.attention_flops)
+    touched = full.backward.touched_bytes - kept.backward.touched_bytes
     assert touched == pytest.approx(32 * 3 * touched_by_token(architecture, EAGER).forward)
 
 
 def test_every_other_block_costs_half_of_that_and_by_operation_half_of_the_products() -> None:
     def more(way: str) -> tuple[float, float, float]:
         """Operations of products and attention, and bytes."""
-        none, found = (kernels(LLAMA, 2, 16, each).backward for each in ("none", way))
-        attention = found.attention_flops - none.attention_flops
-        return found.flops - none.flops - attention, attention, found.touched_bytes - none.touched_bytes
+        kept, found = (kernels(LLAMA, 2, 16, each).backward for each in ("selective", way))
+        attention = found.attention_flops - kept.attention_flops
+        return found.flops - kept.flops - attention, attention, found.touched_bytes - kept.touched_bytes
 
     full = more("full")
     assert more("every-other-block") == pytest.approx([each / 2 for each in full])
@@ -157,27 +172,48 @@ def test_a_compiler_touches_less_and_multiplies_as_much(name: str, way: str) -> 
     assert fused.backward.touched_bytes < 0.7 * one_by_one.backward.touched_bytes
 
 
-def test_the_operations_are_those_that_torch_counts() -> None:
+def counted(architecture: GPT2 | Llama, checkpointing: str) -> int:
+    """The operations of matrix products that torch counts in forward and backward of 2 x 16 tokens."""
     torch = pytest.importorskip("torch")
+    from torch.utils.checkpoint import checkpoint
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    common = {"vocab_size": 1000, "attn_implementation": "eager"}
-    llama = LlamaConfig(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=32, **common,
-    )  # fmt: skip
-    gpt = GPT2Config(n_embd=64, n_layer=3, n_head=8, n_positions=32, **common)
-    for architecture, model in ((LLAMA, LlamaForCausalLM(llama)), (GPT, GPT2LMHeadModel(gpt))):
-        tokens = torch.zeros(2, 16, dtype=torch.long)
-        counter = FlopCounterMode(display=False)
-        with counter:
-            model(tokens, labels=tokens).loss.backward()
-        found = kernels(architecture, 2, 16, "none")
-        products = sum(one.flops for each in (found.forward, found.backward) for one in each.products)
-        # Attention written out in torch multiplies whole squares, in backward twice as much as in forward.
-        whole = found.forward.attention_flops * 2 * 16 / 17 * 3
-        assert counter.get_total_flops() == products + whole
+    common = {"vocab_size": 1000, "attn_implementation": "eager", "use_cache": False}
+    if isinstance(architecture, Llama):
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+        }
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, **common))
+    else:
+        share = 0.1 if architecture.dropout else 0.0
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), share)
+        model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=3, n_head=8, n_positions=32, **drops, **common))
+    model.train()
+    for block in model.model.layers if isinstance(architecture, Llama) else model.transformer.h:
+        if checkpointing == "full":
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(tokens, labels=tokens).loss.backward()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("architecture", [LLAMA, GPT, replace(GPT, dropout=False)])
+def test_the_operations_are_those_that_torch_counts(architecture: GPT2 | Llama) -> None:
+    none, full = (counted(architecture, way) for way in ("none", "full"))
+    found = kernels(architecture, 2, 16, "none")
+    assert none == found.flops
+    # Of what is computed again, products and whole squares: flash attention would compute half of each.
+    selective, checkpointed = (kernels(architecture, 2, 16, way) for way in ("selective", "full"))
+    again = sum(one.flops for one in checkpointed.backward.products)
+    again -= sum(one.flops for one in selective.backward.products)
+    whole_squares = 3 * 2 * 2 * 2 * 8 * 16 * 16 * 8
+    assert full - none == again + whole_squares
 
 
 # --------------------------------------------------------------------------------------------- as priced

@@ -38,7 +38,7 @@ NEW = """\
 # Avg bus bandwidth    : 8.2
 #
 # Collective test concluded: all_reduce_perf
-"""
+"""  # noqa: E501
 OLD = """\
 $ ./build/all_gather_perf -b 1M -e 2M -f 2 -g 2
 # nThread 1 nGpus 2 minBytes 1048576 maxBytes 2097152 step: 2(factor) warmup iters: 5 iters: 20 validation: 1
@@ -130,7 +130,7 @@ def test_products_tell_the_share_and_the_knee() -> None:
     assert device.reached == pytest.approx(600 / 989)
     assert device.knee == pytest.approx(250)
     assert found.error_bound("product") < 1e-6
-    assert replace(device, reached=0.62, knee=431) == H100.device, "all else is the preset's"
+    assert replace(device, reached=0.63, knee=492) == H100.device, "all else is the preset's"
 
 
 def test_a_run_on_one_node_tells_the_inner_link_and_one_on_several_the_outer() -> None:

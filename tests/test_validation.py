@@ -232,9 +232,7 @@ def test_a_source_without_figures_of_a_kind_is_said_so(capsys: pytest.CaptureFix
 
 
 def test_the_table_marks_what_is_fitted_outside_or_supposed(capsys: pytest.CaptureFixture[str]) -> None:
-    result = figures(
-        ("mpt-7b-a100-8", 100.0, 100.0), ("nanogpt-8", 100.0, 300.0), ("llmc-124m", 100.0, 90.0)
-    )
+    result = figures(("mpt-7b-a100-8", 100.0, 100.0), ("nanogpt-8", 100.0, 300.0), ("llmc-124m", 100.0, 90.0))
     print_validation(result, {"time": list(result.compared)}, width=90)
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line}
     assert lines["mpt-7b-a100-8"][-2:] == ["+0%", "*"]

@@ -17,7 +17,6 @@ from zero_ref.simulator.calibrate import COMPUTATIONS, Calibration, Fit, calibra
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.logs import read_nccl_tests, read_products
 
-
 OF_COMPUTING = (
     " Train is forward and backward, in 10^9 operations a second; update an optimizer step, in 10^9 bytes a "
     "second."

@@ -20,9 +20,9 @@ def register_search(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "search",
         help="every way to train a model on a cluster that fits, and the best of them, by the simulator",
-        description="Simulate every recipe, batch, accumulation, checkpointing and shard group with which the "
-        "ranks compute so many tokens for an update, and list those to choose from: nothing that is as fast "
-        "needs as little memory. Each with its interval, and with the command that simulates it alone.",
+        description="Simulate every recipe, batch, accumulation, checkpointing and shard group with which "
+        "the ranks compute so many tokens for an update, and list those to choose from: nothing that is as "
+        "fast needs as little memory. Each with its interval, and with the command that simulates it alone.",
     )
     add_model(parser)
     add_machines(parser)

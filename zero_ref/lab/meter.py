@@ -60,8 +60,12 @@ def recording(collectives: Collectives, *, checks: bool = False) -> Iterator[lis
         collectives.observers.remove(note)
 
 
-def recording_all_reduce(calls: list[Call]) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:
+def recording_all_reduce(
+    calls: list[Call], dtype: torch.dtype | None = None
+) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:
     """A DDP communication hook that all-reduces as DDP does by itself, and notes each bucket in `calls`.
+
+    With a dtype it sends each bucket in that, as torch's `fp16_compress_hook` and `bf16_compress_hook` do.
 
     DDP issues its all-reduces from C++, out of sight of Python; a hook is asked before each one. Its state is
     the process group, None for the default one.
@@ -72,12 +76,15 @@ def recording_all_reduce(calls: list[Call]) -> Callable[[Any, Any], torch.future
     # DDP refuses annotations other than its own classes, and typing knows no name for those.
     def all_reduce(group, bucket):  # type: ignore[no-untyped-def]
         flat: torch.Tensor = bucket.buffer()
-        calls.append(Call("all_reduce", flat.nbytes))
-        flat.mul_(1 / dist.get_world_size(group))  # as DDP does; dividing by 3 rounds otherwise
+        sent = flat if dtype is None else flat.to(dtype)
+        calls.append(Call("all_reduce", sent.nbytes))
+        sent.mul_(1 / dist.get_world_size(group))  # as DDP does; dividing by 3 rounds otherwise
         future: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(
-            flat, group=group, async_op=True
+            sent, group=group, async_op=True
         ).get_future()
-        return future.then(lambda reduced: reduced.value()[0])
+        if sent is flat:
+            return future.then(lambda reduced: reduced.value()[0])
+        return future.then(lambda reduced: flat.copy_(reduced.value()[0]))
 
     return all_reduce
 

@@ -12,7 +12,9 @@ from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.search import SEARCHED, Candidate, Found
 
-NOT_MODELLED = "tensor, pipeline, context and expert parallelism, which divide a model further, are not modelled"
+NOT_MODELLED = (
+    "tensor, pipeline, context and expert parallelism, which divide a model further, are not modelled"
+)
 
 
 def as_json(named: Sequence[str], cluster: str, scenario: Scenario, found: Found) -> dict[str, Any]:

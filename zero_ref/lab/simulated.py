@@ -201,7 +201,7 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
         )
     if share := scenario.attention_share:
         yield f"attention adds {share:.0%} to what the parameters' products take"
-    cluster, device = scenario.cluster, scenario.cluster.device
+    cluster = scenario.cluster
     if cluster.name in CLUSTERS:
         yield f"supposed: {_supposed(cluster)}"
     else:
@@ -213,7 +213,7 @@ def _supposed(cluster: Cluster) -> str:
     """The shares of what data sheets promise that a preset supposes."""
     device = cluster.device
     if device.memory_reached is None:
-        return f"training at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at full rate"
+        return f"products at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at full rate"
     attention = device.attention_reached or device.reached
     return (
         f"large products at {device.reached:.0%} of {device.tflops:g} TFLOPS, attention at {attention:.0%}, "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from zero_ref.live.explorer import RANKS, Answer, Control, Explorer
-from zero_ref.live.memory import device_mark
+from zero_ref.live.memory import device_mark, scale_bytes
 from zero_ref.live.numbers import short_bytes, short_count
 from zero_ref.live.palette import INK, MUTED, PAPER, SERIES_COLOURS
 from zero_ref.live.svg import LINE, MARGIN, axis, curve, element, key, line, picture, text, text_width, ticks
@@ -16,7 +16,7 @@ from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.search import SEARCHED, Candidate, Found, search
 
 COLOURS = dict(zip(SEARCHED, SERIES_COLOURS))
-VERDICTS = {True: "fits", None: "undecided"}
+VERDICTS = {True: "fits", None: "undecided", False: "does not fit"}
 
 HIGH = 240.0
 """Pixels of the field of dots."""
@@ -48,7 +48,7 @@ def _draw(width: float, model: str, cluster: str, ranks: int, tokens: int) -> An
         slow, fast = map(short_count, one.rate_interval)
         rate = f"{short_count(one.tokens_per_second)} ({slow} to {fast})"
         held = f"{short_bytes(one.memory.total_bytes)} ({low} to {high})"
-        rows.append([str(place), _named(one), rate, held, VERDICTS[one.fits or None]])
+        rows.append([str(place), _named(one), rate, held, VERDICTS[one.fits]])
     return Answer(_picture(width, found, device_bytes, words), words, rows, numbers)
 
 
@@ -62,7 +62,8 @@ def _advice(fitting: Sequence[Candidate]) -> str:
     if not fitting:
         return "None fits for certain."
     fastest, leanest = fitting[0], fitting[-1]
-    said = f"The fastest that fits is {_named(fastest)}: {short_count(fastest.tokens_per_second)} tokens a second"
+    rate = short_count(fastest.tokens_per_second)
+    said = f"The fastest that fits is {_named(fastest)}: {rate} tokens a second"
     if fastest is leanest:
         return f"{said}; none that fits needs less memory."
     return f"{said}. The leanest is {_named(leanest)}, with {short_bytes(leanest.memory.total_bytes)}."
@@ -84,7 +85,7 @@ def _picture(width: float, found: Found, device_bytes: float, words: str) -> str
     held = [one.memory.total_bytes for one in found.listed]
     levels = {value: short_count(value) for value in ticks(1.05 * fastest)}
     left = MARGIN + max(map(text_width, levels.values()))
-    wide, most = width - MARGIN - left, 1.05 * max([*held, device_bytes])
+    wide, most = width - MARGIN - left, scale_bytes(held or [device_bytes], device_bytes)
     parts.append(text(MARGIN, y + 13, "tokens a second"))
     top, bottom = y + 2 * LINE + 4, y + 2 * LINE + 4 + HIGH
 
@@ -101,7 +102,9 @@ def _picture(width: float, found: Found, device_bytes: float, words: str) -> str
     parts += axis(left, wide, top, bottom, most, short_bytes, "memory of the fullest rank")
     parts += device_mark(device_bytes, most, left, wide, top, bottom)
     if not found.listed:
-        parts.append(text(left + wide / 2, top + HIGH / 2, "nothing fits", fill=INK, anchor="middle", bold=True))
+        parts.append(
+            text(left + wide / 2, top + HIGH / 2, "nothing fits", fill=INK, anchor="middle", bold=True)
+        )
     parts.append(curve([at(one) for one in found.best], INK, 1.4))
     best = {id(one) for one in found.best}
     for one in sorted(found.listed, key=lambda one: id(one) in best):
@@ -112,7 +115,9 @@ def _picture(width: float, found: Found, device_bytes: float, words: str) -> str
 def _dot(x: float, y: float, one: Candidate, is_best: bool) -> str:
     """Filled if it fits, a ring if that is undecided; large if it is on the list."""
     colour = COLOURS[one.strategy]
-    hint = f"{_named(one)}: {short_count(one.tokens_per_second)} tokens/s, {short_bytes(one.memory.total_bytes)}"
+    hint = (
+        f"{_named(one)}: {short_count(one.tokens_per_second)} tokens/s, {short_bytes(one.memory.total_bytes)}"
+    )
     return element(
         "circle", element("title", hint), cx=x, cy=y, r=5.5 if is_best else 2.8,
         fill=colour if one.fits else PAPER, stroke=colour, stroke_width=1.6,
@@ -137,4 +142,4 @@ SEARCH = Explorer(
     ),
     _draw,
 )
-"""What is searched is `simulator.search`'s; `zero-ref search` has more to choose from, and writes the commands."""
+"""`zero-ref search` has more to choose from, and writes the commands."""

@@ -486,18 +486,18 @@ def calibrate_from_logs(
 ) -> Calibration:
     """A cluster with the shares of its device and the links that logs tell; the rest as `base` has it.
 
-    Of each log every other size is fitted, and the sizes in between are predicted, as `calibrate` does. A matrix
-    product takes a time for each operation and one for each byte of its matrices, so `fit` serves it: the first
-    is the device's `reached`, the ratio of both its `knee`. A run on one node tells the links within, one on
-    several those between, where `base`, or a run on one node, has to tell the others.
+    Of each log every other size is fitted, and the sizes in between are predicted, as `calibrate` does. A
+    matrix product takes a time for each operation and one for each byte of its matrices, so `fit` serves it:
+    the first is the device's `reached`, the ratio of both its `knee`. A run on one node tells the links
+    within, one on several those between, where `base`, or a run on one node, has to tell the others.
 
     Args:
         base: such as a preset: its peak, its memory, and what no log tells.
         products, collectives: as `logs` reads them.
         name, source: of the cluster.
     Raises:
-        ValueError: there is no log, a log has too few sizes, its products are faster than the peak of `base`, or
-            as `fit`.
+        ValueError: there is no log, a log has too few sizes, its products are faster than the peak of `base`,
+            or as `fit`.
     """
     if not products and not collectives:
         raise ValueError("there are no measured products and no measured collectives: give one at least.")

@@ -31,7 +31,7 @@ TREE_SHARE_OF_ONE = 0.85
 """The same on top, where all of a node's traffic goes to and from one GPU: nodes with one rank."""
 
 NVLS_SHARE = 0.85
-"""The share of the link's bandwidth that NCCL expects of reductions in the switch on Hopper (`nvlsEfficiency`)."""
+"""The share of the link's bandwidth that NCCL expects of sums in the switch on Hopper (`nvlsEfficiency`)."""
 
 NVLS_US = 25.0
 """The latency of such a reduction, there and back (`hwLatencies`)."""
@@ -170,7 +170,7 @@ class Device:
         """How long so many floating-point operations take, in forward and backward of so many tensors.
 
         >>> round(cluster("a100-ib").device.compute_ms(312e12))
-        1299
+        1282
         """
         return tensors * self.overhead_us / 1e3 + flops / (self.tflops * self.reached * 1e9)
 
@@ -183,9 +183,9 @@ class Device:
         >>> h100 = cluster("h100-ib").device
         >>> for n in (512, 2048, 8192):
         ...     print(n, round(2 * n**3 / h100.product_ms(2 * n**3, 6 * n**2) / 1e9), "TFLOPS")
-        512 174 TFLOPS
-        2048 376 TFLOPS
-        8192 530 TFLOPS
+        512 160 TFLOPS
+        2048 362 TFLOPS
+        8192 528 TFLOPS
         """
         return max(self.compute_ms(flops + self.knee * nbytes), self.touch_ms(nbytes))
 
@@ -443,7 +443,7 @@ class Cluster:
         return rounds * (1 - outside_share), rounds * outside_share
 
     def with_links(self, *, latency: float = 1.0, bandwidth: float = 1.0) -> Cluster:
-        """The same cluster with every link's latency and bandwidth multiplied, and `call_us` with the latency.
+        """The same cluster with every link's latency and bandwidth multiplied; `call_us` is a latency, too.
 
         >>> cluster("h100-ib").with_links(bandwidth=0.5).between
         Link(latency_us=14.0, gb_per_s=25.0, reached=0.94)

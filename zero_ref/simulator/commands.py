@@ -1,4 +1,4 @@
-"""A way to train, written as what a user types: a command of the simulator, of the lab, or lines of a program.
+"""A way to train as what a user types: a command of the simulator, one of the lab, lines of a program.
 
 Only what runs is written: a way that `lab.train` or the package's classes do not offer has no such lines.
 """
@@ -46,7 +46,7 @@ def simulate_command(scenario: Scenario, strategy: str, model: Sequence[str], cl
 
 
 def train_command(scenario: Scenario, strategy: str) -> list[str] | None:
-    """The words that train the lab's GPT of these dimensions in the same way, on byte tokens; None if it cannot.
+    """The words that train the lab's GPT of these dimensions, on bytes, in this way; None if there are none.
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.models import MODELS

@@ -71,7 +71,7 @@ class Pass:
         >>> a_norm = Pass((), attention_flops=0, touched_bytes=36 * 8192 * 4096)
         >>> h100 = cluster("h100-ib").device
         >>> round(a_product.ms(h100), 2), round(a_norm.ms(h100), 2)
-        (1.86, 0.42)
+        (1.88, 0.42)
         """
         return sum(self.parts_ms(device).values())
 
@@ -92,6 +92,10 @@ class Pass:
             self.touched_bytes * (share if touched is None else touched),
             self.itemsize,
         )
+
+    def touching(self, nbytes: float) -> Pass:
+        """The same, with so many bytes more."""
+        return self.plus(Pass((), 0.0, nbytes, self.itemsize))
 
     def plus(self, other: Pass) -> Pass:
         """Both, one after the other."""
@@ -134,8 +138,8 @@ RECOMPUTED: dict[str, Recomputed] = {
 BACKWARD_OF_FLASH counts.
 
 Source: torch.utils.checkpoint stops as soon as it has computed all that was saved (`early_stop`), and
-backward needs no result of a block's last product. By operation, torchtitan keeps attention's result and every
-second product's (torchtitan/models/llama3/infra/parallelize.py).
+backward needs no result of a block's last product, where no dropout follows. By operation, torchtitan keeps
+attention's result and every second product's.
 """
 
 BACKWARD_OF_FLASH = 2.5
@@ -160,6 +164,7 @@ class Costs(NamedTuple):
         layout: of attention's result, whose heads are brought together.
         rotary: of queries and keys.
         activation, gate: of the width of the MLP, without a gate and with one.
+        scores: of attention that is no flash attention, of every score and head.
         logits: of an entry of the vocabulary.
     """
 
@@ -173,6 +178,7 @@ class Costs(NamedTuple):
     rotary: tuple[float, float]
     activation: tuple[float, float]
     gate: tuple[float, float]
+    scores: tuple[float, float]
     logits: tuple[float, float]
 
 
@@ -187,6 +193,7 @@ EAGER = Costs(
     rotary=(20, 20),  # to 32 bits, multiplied, and back
     activation=(4, 6),
     gate=(10, 18),  # a function, then a product
+    scores=(13, 15),  # masked (4), softmax (4), dropout (5); and back (5, 6, 4)
     logits=(18, 18),  # to 32 bits (6), softmax (12); a gradient in 32 bits (12), and back (6)
 )
 """As PyTorch runs kernels one by one, each reading and writing memory."""
@@ -202,6 +209,7 @@ COMPILED = Costs(
     rotary=(4, 4),
     activation=(4, 6),
     gate=(6, 10),
+    scores=(5, 7),
     logits=(4, 4),  # read twice; read and written
 )
 """As a compiler fuses them: neighbours read once and write once."""
@@ -257,9 +265,9 @@ class Kernels:
 
         >>> from zero_ref.simulator.cluster import cluster
         >>> from zero_ref.simulator.models import TRANSFORMERS
-        >>> parts = kernels(TRANSFORMERS["llama3-8b"], batch=1, sequence=8192).parts_ms(cluster("h100-ib").device)
-        >>> {name: round(ms) for name, ms in parts.items()}
-        {'matrix products': 728, 'attention': 183, 'memory': 169}
+        >>> llama = kernels(TRANSFORMERS["llama3-8b"], batch=1, sequence=8192)
+        >>> {name: round(ms) for name, ms in llama.parts_ms(cluster("h100-ib").device).items()}
+        {'matrix products': 734, 'attention': 183, 'memory': 169}
         """
         forward, backward = self.forward.parts_ms(device), self.backward.parts_ms(device)
         return {name: ms + backward[name] for name, ms in forward.items()}
@@ -288,33 +296,33 @@ def kernels(
     3.1
 
     Args:
-        checkpointing: one of `activations.CHECKPOINTING`: what backward computes again.
+        checkpointing: one of `activations.CHECKPOINTING`: what backward computes again. Under "none"
+            attention is written out, and every score kept; else it is flash attention.
         compiled: neighbouring kernels are fused.
         itemsize: bytes of an element.
     Raises:
         ValueError: `checkpointing` is unknown.
     """
     again, costs = recomputed(checkpointing), COMPILED if compiled else EAGER
+    flash = checkpointing != "none"  # as `activations` has it
     tokens, depth, vocabulary = batch * sequence, architecture.depth, architecture.vocabulary
     shapes = architecture.shapes()
     in_blocks = Counter(_products_of(shapes))
-    down = tuple(sorted((architecture.width, architecture.hidden)))  # a block's last product
-    causal_scores = sequence * (sequence + 1) / 2
-    attention = 4.0 * batch * causal_scores * architecture.heads * architecture.head_width * depth
+    short, long = sorted((architecture.width, architecture.hidden))  # of a block's last product
     of_block = touched_by_token(architecture, costs)
     scale = itemsize / 2
 
-    body = Pass(
-        tuple(Product(tokens, k, n, times) for (k, n), times in in_blocks.items()),
-        attention,
-        scale * tokens * depth * of_block.forward,
-        itemsize,
-    )
-    last = Pass((Product(tokens, *down, depth),), 0.0, 0.0, itemsize)
+    products = tuple(Product(tokens, k, n, times) for (k, n), times in in_blocks.items())
+    matrices = Pass(products, 0.0, 0.0, itemsize)
+    attention, attention_back = _attention(architecture, batch, sequence, costs.scores, itemsize, flash)
+    body = matrices.plus(attention).touching(scale * tokens * depth * of_block.forward)
+    last = Pass((Product(tokens, short, long, depth),), 0.0, 0.0, itemsize)
+    # The mask of a dropout behind the last product has to be made again, and so has the product.
+    of_last = 1.0 if again.last == 0 < again.products and architecture.kind.dropout else again.last
     computed_again = body.times(again.products, attention=again.attention, touched=again.touched)
-    computed_again = computed_again.plus(last.times(again.last - again.products)).times(again.blocks)
-    in_backward = Pass((), 0.0, scale * tokens * depth * of_block.backward, itemsize)
-    back = body.times(2, attention=BACKWARD_OF_FLASH, touched=0).plus(in_backward).plus(computed_again)
+    computed_again = computed_again.plus(last.times(of_last - again.products)).times(again.blocks)
+    back = matrices.times(2).plus(attention_back).touching(scale * tokens * depth * of_block.backward)
+    back = back.plus(computed_again)
 
     product = Product(tokens, architecture.width, vocabulary)
     of_head, of_loss = (scale * tokens * vocabulary * nbytes for nbytes in costs.logits)
@@ -324,7 +332,7 @@ def kernels(
 
 
 def _biased(architecture: Transformer) -> int:
-    """Elements of the biases of all linear layers in blocks, which is elements of their results for a token."""
+    """Elements of the biases of all linear layers in blocks: so many have their results for each token."""
     listed = architecture.shapes()
     inside = (listed[number] for unit in blocks(listed)[1:] for number in unit)
     names = ((param.name.split("."), param.numel) for param in inside)
@@ -344,6 +352,31 @@ def recomputed(checkpointing: str) -> Recomputed:
     if checkpointing not in RECOMPUTED:
         raise ValueError(f"unknown checkpointing {checkpointing!r}; choose one of {', '.join(RECOMPUTED)}.")
     return RECOMPUTED[checkpointing]
+
+
+def _attention(
+    architecture: Transformer,
+    batch: int,
+    sequence: int,
+    scores: tuple[float, float],
+    itemsize: int,
+    flash: bool,
+) -> tuple[Pass, Pass]:
+    """The two products over the sequence, of all blocks, and what becomes of them in backward.
+
+    Flash attention skips what the causal mask hides. Else whole squares are multiplied, and every score is
+    read and written several times.
+    """
+    heads = batch * architecture.heads * architecture.depth
+    if flash:
+        flops = 4.0 * heads * architecture.head_width * sequence * (sequence + 1) / 2
+        return Pass((), flops, 0.0, itemsize), Pass((), BACKWARD_OF_FLASH * flops, 0.0, itemsize)
+    square = Product(sequence, architecture.head_width, sequence, 2.0 * heads)
+    forward, backward = (itemsize / 2 * nbytes * heads * sequence**2 for nbytes in scores)
+    return (
+        Pass((square,), 0.0, forward, itemsize),
+        Pass((square._replace(times=4.0 * heads),), 0.0, backward, itemsize),
+    )
 
 
 def _products_of(shapes: Iterable[ParamShape]) -> Iterable[tuple[int, int]]:

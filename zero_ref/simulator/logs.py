@@ -46,8 +46,8 @@ def nccl_tests(text: str, op: str | None = None) -> NcclLog:
     (2, 1, (Measurement(op='all_gather', nbytes=1048576, world_size=2, ms=0.02531),))
 
     Args:
-        text: with the lines that name the ranks and, if `op` is None, the program. Each line may have a prefix
-            such as mpirun and srun put there.
+        text: with the lines that name the ranks and, if `op` is None, the program. Each line may have a
+            prefix such as mpirun and srun put there.
         op: one of `traffic.OPERATIONS`; None to find it in the text: new versions say it, and so does the
             command line.
     Raises:
@@ -62,7 +62,7 @@ def nccl_tests(text: str, op: str | None = None) -> NcclLog:
             listed = ", ".join(sorted(named)) or "none"
             raise ValueError(
                 f"a log of nccl-tests is of one operation, this one names {listed}. Keep the line with the "
-                "command, such as `all_reduce_perf -b 8 -e 8G -f 2 -g 8`, and one program's output for each log."
+                "command, such as `all_reduce_perf -b 8 -e 8G -f 2 -g 8`, and one program's output a log."
             )
         (op,) = named
     host_of_rank = {int(found[1]): found[2] for line in lines if (found := _RANK.match(line))}
@@ -105,7 +105,13 @@ def products(lines: Iterable[str]) -> list[MeasuredProduct]:
     Raises:
         ValueError: a column is missing, or a value is no number; the message says in which line.
     """
-    rows = csv.DictReader(lines, skipinitialspace=True)
+    try:
+        return _products(csv.DictReader(lines, skipinitialspace=True))
+    except csv.Error as error:
+        raise ValueError(f"it is no table of comma-separated values: {error}") from None
+
+
+def _products(rows: csv.DictReader[str]) -> list[MeasuredProduct]:
     names = {name.strip().lower(): name for name in rows.fieldnames or () if name}
     missing = [name for name in COLUMNS if name not in names]
     timed = [name for name in (*TIMES, "tflops") if name in names]

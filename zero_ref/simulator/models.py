@@ -78,6 +78,9 @@ class GPT2:
     GPT-3 and Megatron-LM's GPT models have the same parameters. Names, order and shapes are those of
     transformers' GPT2LMHeadModel, whose linear layers keep their weights as (inputs, outputs).
     Source: Radford et al., 2019; the `openai-community/gpt2*` configurations.
+
+    Args:
+        dropout: of scores and results. No parameter depends on it, but activations and kernels do.
     """
 
     width: int
@@ -85,6 +88,7 @@ class GPT2:
     heads: int
     vocabulary: int = 50257
     positions: int = 1024
+    dropout: bool = True
 
     @property
     def key_value_heads(self) -> int:
@@ -104,7 +108,7 @@ class GPT2:
     @property
     def kind(self) -> BlockKind:
         """What a block is made of."""
-        return BlockKind(gated=False, dropout=True, rotary=False, fused_qkv=True)
+        return BlockKind(gated=False, dropout=self.dropout, rotary=False, fused_qkv=True)
 
     def shapes(self) -> tuple[ParamShape, ...]:
         d = self.width
@@ -340,7 +344,7 @@ def from_config(config: Mapping[str, Any]) -> GPT2 | Llama | Decoder:
 
     >>> sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 10, "n_positions": 4}
     >>> from_config({"model_type": "gpt2", **sizes})
-    GPT2(width=8, depth=1, heads=2, vocabulary=10, positions=4)
+    GPT2(width=8, depth=1, heads=2, vocabulary=10, positions=4, dropout=True)
 
     Args:
         config: of a dense decoder, whose `model_type` is "gpt2" or in `decoders.FAMILIES`, and its sizes.
@@ -357,7 +361,7 @@ def from_config(config: Mapping[str, Any]) -> GPT2 | Llama | Decoder:
         accepted = {"n_inner": 4 * sizes["width"], "tie_word_embeddings": True, "add_cross_attention": False}
         _refuse_other(config, accepted)
         _divides(config, "n_head", "n_embd")
-        return GPT2(**sizes)
+        return GPT2(**sizes, dropout=bool(config.get("resid_pdrop", 0.1)))
     if isinstance(kind, str) and kind in FAMILIES:
         return _decoder(kind, FAMILIES[kind], config)
     if isinstance(kind, str) and kind in MIXTURES:

@@ -48,7 +48,7 @@ class Scenario:
     >>> scenario = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), world_size=64)
     >>> run = scenario.run("zero-3")
     >>> round(run.iteration_ms), round(run.memory.total_bytes / 1e9, 1), run.fits
-    (1141, 48.0, True)
+    (1147, 55.5, True)
 
     Args:
         batch: sequences that a rank computes in one go.
@@ -446,8 +446,8 @@ class SimulatedRun:
     def computing_ms(self) -> dict[str, float]:
         """Milliseconds of forward and backward by what limits them: products, attention, memory.
 
-        "moved" is what is copied for the network and by it. Empty where it is not known: for a model that is no
-        transformer, and on a device whose measured rate is of whole training.
+        "moved" is what is copied for the network and by it. Empty where it is not known: for a model that is
+        no transformer, and on a device whose measured rate is of whole training.
         """
         device, workload = self.scenario.cluster.device, self.scenario.workload_of(self.strategy)
         if workload.kernels is None or device.memory_reached is None:

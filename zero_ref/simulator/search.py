@@ -8,7 +8,7 @@ first, because it takes no playing; what may fit is then timed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,10 @@ NEAR = 1 / 16
 
 
 ACCUMULATES = "accumulation" in {each.name for each in fields(Scenario)}
+
+
+STEADY = 2
+"""Batches of an update that are played. Each further one takes as long as the last of these."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +166,12 @@ def search(scenario: Scenario, tokens: int, strategies: Sequence[str] = SEARCHED
     for strategy in strategies:
         for group in groups(scenario, strategy):
             try:
-                found, not_looked_at = _under(replace(scenario, shard_group=group), strategy, sequences)
+                found, more = _Planned(replace(scenario, shard_group=group), strategy).candidates(sequences)
             except ValueError as error:
                 impossible[strategy] = str(error)
                 continue
             candidates += found
-            larger[strategy] = larger.get(strategy, 0) + not_looked_at
+            larger[strategy] = larger.get(strategy, 0) + more
     return Found(tokens, candidates, larger, impossible)
 
 
@@ -181,7 +185,8 @@ def groups(scenario: Scenario, strategy: str) -> tuple[int | None, ...]:
     ((None, 8), (None,))
     """
     of_node, ranks = scenario.cluster.ranks_per_node, scenario.world_size
-    can_be_grouped = recipe(strategy).without_ddp
+    how = recipe(strategy)
+    can_be_grouped = getattr(how, "in_groups", how.without_ddp)
     if can_be_grouped and 1 < of_node < ranks and ranks % of_node == 0:
         return None, of_node
     return (None,)
@@ -212,36 +217,59 @@ def _divisors(number: int) -> Iterator[int]:
         low += 1
 
 
-def _under(scenario: Scenario, strategy: str, sequences: int) -> tuple[list[Candidate], int]:
-    """The candidates of one strategy and group, and how many were not looked at."""
-    found: list[Candidate] = []
-    not_looked_at = 0
-    schedules: dict[int, Schedule] = {}
-    ways = [scenario.checkpointing] if scenario.kernels is None else list(CHECKPOINTING)
-    for checkpointing in ways:
-        too_large = False
-        for batch, accumulation in micro_batches(sequences):
-            if too_large and accumulation > 1:  # an update in one go may do without accumulated gradients
-                not_looked_at += 1
-                continue
-            if not ACCUMULATES and accumulation > 1:
-                continue
-            accumulated: dict[str, Any] = {"accumulation": accumulation} if ACCUMULATES else {}
-            one = scenario.like(batch=batch, checkpointing=checkpointing, **accumulated)
-            if accumulation not in schedules:
-                schedules[accumulation] = one.schedule(strategy)
-            found.append(_candidate(one, strategy, schedules[accumulation]))
-            too_large = found[-1].fits is False
-    return found, not_looked_at
+@dataclass(frozen=True)
+class _Planned:
+    """A strategy in groups of one size: its schedules, each made once and played for every batch."""
+
+    scenario: Scenario
+    strategy: str
+    schedules: dict[int, Schedule] = field(default_factory=dict)
+
+    def candidates(self, sequences: int) -> tuple[list[Candidate], int]:
+        """Those for so many sequences a rank, and how many were not looked at."""
+        found: list[Candidate] = []
+        larger = 0
+        ways = [self.scenario.checkpointing] if self.scenario.kernels is None else list(CHECKPOINTING)
+        for checkpointing in ways:
+            too_large = False
+            for batch, accumulation in micro_batches(sequences):
+                if not ACCUMULATES and accumulation > 1:
+                    continue
+                if too_large and accumulation > 1:  # an update in one go may do without accumulated gradients
+                    larger += 1
+                    continue
+                one = self.scenario.like(batch=batch, checkpointing=checkpointing, **_times(accumulation))
+                found.append(self.candidate(one))
+                too_large = found[-1].fits is False
+        return found, larger
+
+    def candidate(self, scenario: Scenario) -> Candidate:
+        """Its memory, and its time if it may fit."""
+        memories = scenario.memory(self.strategy, self.schedule(scenario))
+        memory = max(memories, key=lambda one: one.total_bytes)
+        device = scenario.cluster.device
+        fits = None
+        if device.memory_gb is not None:
+            fits = spread.fits(memory.total_bytes, device.memory_gb * 1e9)
+        ms = None if fits is False else self.update_ms(scenario)
+        return Candidate(scenario, self.strategy, memory, fits, ms)
+
+    def update_ms(self, scenario: Scenario) -> float:
+        """The time of an update. From STEADY on each further batch takes as long as the one before it."""
+        accumulation = getattr(scenario, "accumulation", 1)
+        if accumulation > STEADY:
+            fewer, more = (self.update_ms(scenario.like(**_times(count))) for count in (STEADY - 1, STEADY))
+            return more + (accumulation - STEADY) * (more - fewer)
+        workload = scenario.workload_of(self.strategy)
+        return play(self.schedule(scenario), scenario.cluster, workload).iteration_ms
+
+    def schedule(self, scenario: Scenario) -> Schedule:
+        """The schedule of as many batches, STEADY at most: more of them hold no more at a time."""
+        count = min(getattr(scenario, "accumulation", 1), STEADY)
+        if count not in self.schedules:
+            self.schedules[count] = scenario.like(**_times(count)).schedule(self.strategy)
+        return self.schedules[count]
 
 
-def _candidate(scenario: Scenario, strategy: str, schedule: Schedule) -> Candidate:
-    memory = max(scenario.memory(strategy, schedule), key=lambda one: one.total_bytes)
-    device = scenario.cluster.device
-    fits = None
-    if device.memory_gb is not None:
-        fits = spread.fits(memory.total_bytes, device.memory_gb * 1e9)
-    if fits is False:
-        return Candidate(scenario, strategy, memory, fits, None)
-    played = play(schedule, scenario.cluster, scenario.workload_of(strategy))
-    return Candidate(scenario, strategy, memory, fits, played.iteration_ms)
+def _times(accumulation: int) -> dict[str, Any]:
+    return {"accumulation": accumulation} if ACCUMULATES else {}
