@@ -32,8 +32,8 @@ Point = tuple[float, float]
 # ------------------------------------------------------------------------------- the first version's prices
 
 SHARES = {"H100": 0.40, "A100": 0.45}
-"""What the first version took for the speed of a GPU's kernels: the share of the peak that whole published runs
-reach. Sources: arXiv:2407.21783, table 4 (38 to 43%); arXiv:2104.04473, table 1 (44 to 52%)."""
+"""What the first version took for the speed of a GPU's kernels: the share of the peak that whole published
+runs reach. Sources: arXiv:2407.21783, table 4 (38 to 43%); arXiv:2104.04473, table 1 (44 to 52%)."""
 
 
 def with_one_share(machines: Cluster, reached: float) -> Cluster:
@@ -353,7 +353,7 @@ CASES = (("gpt2-xl", "h100-ib", 1024), ("gpt2-xl", "a100-ethernet", 1024), ("gpt
 
 @exercise("scale.largest_number_that_helps", seconds=60)
 def largest_number_that_helps(answer: Answer) -> str:
-    """Of 1, 2, 4 ... ranks the last that still make an iteration shorter, its sequences divided among them."""
+    """Of 1, 2, 4 ... ranks the last that still make an iteration shorter, its sequences divided."""
     for model, name, sequences in CASES:
         scenario = Scenario(MODELS[model], cluster(name), 1)
         times = {n: step_ms(scenario, n, sequences // n) for n in _powers(sequences)}
