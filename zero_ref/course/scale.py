@@ -36,6 +36,11 @@ SHARES = {"H100": 0.40, "A100": 0.45}
 runs reach. Sources: arXiv:2407.21783, table 4 (38 to 43%); arXiv:2104.04473, table 1 (44 to 52%)."""
 
 
+FIRST_GB = {"titan-8b-8": 95.8, "titan-8b-8-32k": 48.0}
+"""What the first version said of the memory of two published runs, in 10^9 bytes. It counted activations by
+another formula, which is gone."""
+
+
 def with_one_share(machines: Cluster, reached: float) -> Cluster:
     """All that is computed at one share of the peak, and links at the rate of the data sheet.
 
