@@ -288,12 +288,12 @@ def kernels(
     >>> from zero_ref.simulator.models import TRANSFORMERS
     >>> llama = kernels(TRANSFORMERS["llama3-8b"], batch=1, sequence=8192)
     >>> llama.numel, len(llama.forward.products)
-    (8030261248, 5)
+    (8030261248, 4)
     >>> round(llama.flops / 1e12), round(llama.backward.flops / llama.forward.flops, 2)
     (430, 2.06)
     >>> fused = kernels(TRANSFORMERS["llama3-8b"], batch=1, sequence=8192, compiled=True)
     >>> round(llama.forward.touched_bytes / fused.forward.touched_bytes, 1)
-    3.1
+    3.6
 
     Args:
         checkpointing: one of `activations.CHECKPOINTING`: what backward computes again. Under "none"

@@ -8,8 +8,9 @@ from typing import Any
 
 DEVICES: dict[str, dict[str, Any]] = {
     # reached and knee of A100 and H100 are fitted to published runs, as in tests/test_constants.py; the other
-    # cards are supposed to be like the A100. attention_reached: FlashAttention-2 (arXiv:2307.08691) reaches 50 to 73% of an A100's peak, and 335 TFLOPS on an H100; a V100's is supposed. memory_reached is
-    # supposed: with 0.8 or 0.95 and another knee the runs are met as well.
+    # cards are supposed to be like the A100. attention_reached: FlashAttention-2 (arXiv:2307.08691) reaches 50
+    # to 73% of an A100's peak, and 335 TFLOPS on an H100; a V100's is supposed. memory_reached is supposed:
+    # with 0.8 or 0.95 and another knee the runs are met as well.
     "V100 32 GB": {
         "tflops": 125, "reached": 0.78, "memory_gb": 32, "memory_gb_per_s": 900, "knee": 287,
         "attention_reached": 0.40, "memory_reached": 0.85,
