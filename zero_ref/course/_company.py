@@ -76,7 +76,8 @@ class Company:
         """Around the reader's code. `what` says in messages what was called.
 
         Raises:
-            OnAllRanks, RanksDiffer: it raised somewhere, a call was not waited for, or ranks called different things.
+            OnAllRanks: it raised on some rank, or a call was not waited for.
+            RanksDiffer: ranks called different things.
             NotYet: it raised NotImplementedError.
         """
         self.calls, self.book, self._error = [], Calls(), None

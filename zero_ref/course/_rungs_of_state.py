@@ -10,6 +10,8 @@ from zero_ref.course._beside import Beside, Shapes
 from zero_ref.course._company import alike, gathered
 from zero_ref.lab.own import CLASS
 
+MANY_STEPS = 24  # of updates far smaller than the gap between two 16-bit values
+
 
 def saved(path: str, shapes: Shapes, **options: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Two steps, then the state, compared with the package's on every rank; and the parameters."""
@@ -90,7 +92,7 @@ def masters(path: str, shapes: Shapes) -> None:
     for optimizer in (local, beside.package):
         for group in optimizer.param_groups:
             group["lr"] = 1e-4  # far below half of a gap: only a master keeps such steps
-    for number in range(40):
+    for number in range(MANY_STEPS):
         beside.step_mine(number)
         beside.step_package(number)
         if number == 0:
@@ -116,11 +118,12 @@ def masters(path: str, shapes: Shapes) -> None:
             differ = [i for i, (a, b) in enumerate(zip(of_rank, beside.twins)) if not torch.equal(a, b)]
             stood = all(torch.equal(a, b) for a, b in zip(of_rank, beside.start))
             assert not (differ and stood), (
-                f"on rank {rank} no parameter moved in 40 steps of 1e-4: either the masters are made anew "
-                "from the 16-bit parameters in each step, and lose what they collected, or they are never "
-                "copied into the parameters."
+                f"on rank {rank} no parameter moved in {MANY_STEPS} steps of 1e-4: either the masters are "
+                "made anew from the 16-bit parameters in each step, and lose what they collected, or they "
+                "are never copied into the parameters."
             )
             assert not differ, (
-                f"on rank {rank} the parameters {differ} are not the package's after 40 steps. After the "
-                "local step each parameter is its master, rounded to the nearest: param.copy_(master)."
+                f"on rank {rank} the parameters {differ} are not the package's after {MANY_STEPS} steps. "
+                "After the local step each parameter is its master, rounded to the nearest: "
+                "param.copy_(master)."
             )

@@ -208,7 +208,7 @@ def check_rung(name: str, path: str | os.PathLike[str]) -> RungResult:
     except AssertionError as failure:
         return RungResult(name, "FAILED", str(failure))
     except RankError as error:
-        if error.summary == "timed out" or "Timed out waiting" in error.summary:
+        if re.search("(?i)timed out|timeout", error.summary):
             return RungResult(name, "FAILED", _where_it_hangs(error, file))
         if isinstance(cause := error.__cause__, AssertionError):
             return RungResult(name, "FAILED", f"on rank {error.rank}: {cause}")
@@ -225,6 +225,6 @@ def _where_it_hangs(error: RankError, file: str) -> str:
             where.append(f"rank {rank} stood in {lines[-1][1]}, line {lines[-1][0]}")
     stood = "; ".join(where) or "outside of your file"
     return (
-        f"the ranks did not come to an end, and were stopped: {stood}. A loop that never ends looks so, and a "
-        "call that other ranks do not make."
+        f"the ranks did not come to an end, and were stopped: {stood}. A loop that never ends looks so, and "
+        "so does a call that other ranks do not make."
     )
