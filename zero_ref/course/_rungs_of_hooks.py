@@ -107,9 +107,7 @@ def in_backward(path: str, shapes: Shapes) -> int:
     """Updates made while backward runs, from the first iteration on; gives the number of buckets."""
     beside = Beside(path, shapes)
     beside.needs("step", "update_in_backward")
-    marks: list[
-        tuple[int, bool]
-    ] = []  # calls made, and whether something was under way, as each hook returned
+    marks: list[bool] = []  # whether a reduction was under way as each hook returned
     began: list[int] = []
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]

@@ -62,6 +62,7 @@ class MyZero:
         for param, shard in self.shards.items():
             shard.grad = gradients.get(param)
         self.local.step()
+        self.local.zero_grad()
 
     @property
     def param_groups(self):

@@ -69,6 +69,7 @@ class MyZero:
         for param, shard in self.shards.items():
             if shard.grad is not None:  # backward may still need the others as they are
                 param.copy_(shard)
+        self.local.zero_grad()
 
     @property
     def param_groups(self):
