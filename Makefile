@@ -12,7 +12,7 @@ PIP_LOCKED := $(PIP) --require-hashes --no-deps --only-binary :all: --requiremen
 SHELL       := bash
 MAKEFLAGS   += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo notebook test lint types imports unit ranks notebooks book browser pages-in-browser links loc address offline gpu clean
+.PHONY: help install lock demo notebook test lint types imports unit ranks notebooks book browser pages-in-browser links loc address offline pdf gpu clean
 # Notebooks and tests may start the environment's own programs, such as torchrun.
 export PATH := $(abspath $(BIN)):$(PATH)
 
@@ -111,6 +111,9 @@ offline: $(STAMP)  ## the whole book as one file, _build/zero_ref-book.html, fro
 	$(call step,offline edition,\
 	    $(BIN)/python book/offline_edition.py _build/html _build/zero_ref-book.html; \
 	    $(BIN)/python book/check_pages.py _build/zero_ref-book.html)
+
+pdf: offline  ## the same as a PDF with numbered pages, _build/zero_ref-book.pdf; needs Chromium
+	$(call step,pdf,$(BIN)/python book/print_book.py _build/zero_ref-book.html _build/zero_ref-book.pdf)
 
 # The links are in the text, so no notebook is run. Other sites come and go, so this is no part of `make test`.
 links: $(STAMP)  ## look up every link of the book to another site
