@@ -62,6 +62,9 @@ def own_class(path: str | os.PathLike[str]) -> Any:
 class OwnLoop:
     """The reader's optimizer as a training loop uses one, however far the file is.
 
+    Raises:
+        ValueError: it has no torch optimizer `local`.
+
     Attributes:
         mine: the reader's `MyZero`.
         local: its torch optimizer, which has this rank's state.
@@ -69,7 +72,12 @@ class OwnLoop:
 
     def __init__(self, mine: Any, params: list[nn.Parameter]) -> None:
         self.mine, self.params = mine, params
-        self.local: torch.optim.Optimizer = mine.local
+        local = getattr(mine, "local", None)
+        if not isinstance(local, torch.optim.Optimizer):
+            raise ValueError(
+                f"{CLASS} has no torch optimizer `self.local`, in which the state is looked for."
+            )
+        self.local = local
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
