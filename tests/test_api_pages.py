@@ -58,6 +58,7 @@ NOT_FOR_READERS = {
         *("add_run_arguments", "add_training_arguments", "check_memory", "config_for", "config_from"),
         *("keeps_masters", "least_bytes", "shard_saves", "strategies_of"),
     },
+    "zero_ref.lab.own": {"OwnLoop", "OwnTrainable"},
     "zero_ref.lab.stage_3": {"load_whole", "shard", "whole"},
     "zero_ref.lab.strategies": {"BehindAStep", "Observed", "Sharded"},
     "zero_ref.lab.meter": {"gather_from_ranks", "loopback_is_private", "raise_loopback"},

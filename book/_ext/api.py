@@ -165,7 +165,9 @@ CHAPTER_OF = {
     "zero_ref.bench.step_times": 14,
     "zero_ref.lab.plots": None,
     "zero_ref.bench.plots": None,
+    "zero_ref.lab.own": None,
     "zero_ref.course": None,
+    "zero_ref.course.rungs": None,
 }
 """The chapter of a name, or of the rest of a module; 0 is the tour, None what all chapters use."""
 

@@ -108,14 +108,18 @@ _OP_OF_FUNCTION = {
 }
 
 
+_ALSO = ("broadcast", "reduce", "gather", "scatter", "send", "isend")
+"""What a reader's own optimizer may call besides."""
+
+
 @contextlib.contextmanager
-def recording_distributed() -> Iterator[list[Call]]:
+def recording_distributed(*, also: bool = False) -> Iterator[list[Call]]:
     """A list that fills with what this process asks of torch.distributed while the context lasts.
 
     It sees all-reduces, all-gathers and reduce-scatters, whoever makes them by their Python names:
     `fully_shard`, the averagers of local SGD, a hook of DDP, this package's own `Collectives`. It does not
     see what C++ issues by itself, such as DDP's all-reduces without a hook, nor DTensor's own collectives,
-    such as the one of `clip_grad_norm_`.
+    such as the one of `clip_grad_norm_`. `also` adds broadcasts, reduces, gathers, scatters and sends.
 
     A call's bytes are those of its larger tensor, padding included: what `all_gather_into_tensor` gives, what
     a reduce-scatter takes. A plain `all_gather` gives a list; its bytes are those of the tensor passed in.
@@ -131,15 +135,16 @@ def recording_distributed() -> Iterator[list[Call]]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            calls.append(Call(op, max(tensor.nbytes for tensor in tensors)))
+            calls.append(Call(op, max((tensor.nbytes for tensor in tensors), default=0)))
             return function(*args, **kwargs)
 
         return call
 
     # All look the functions up in torch.distributed at each call, so that is where they are replaced.
-    originals = {name: getattr(dist, name) for name in _OP_OF_FUNCTION if hasattr(dist, name)}
+    ops = _OP_OF_FUNCTION | ({name: name for name in _ALSO} if also else {})
+    originals = {name: getattr(dist, name) for name in ops if hasattr(dist, name)}
     for name, function in originals.items():
-        setattr(dist, name, recorded(_OP_OF_FUNCTION[name], function))
+        setattr(dist, name, recorded(ops[name], function))
     try:
         yield calls
     finally:
