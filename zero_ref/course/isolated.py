@@ -309,7 +309,7 @@ class _Link:
             reply = [len(raised) - 1, type(error).__name__, str(error), isinstance(error, Exception)]
             return self._send({"raised": reply}, deadline)
         touched = [*given, *named.values(), *self._started_with.get(number, [])]
-        if hasattr(value, "wait"):  # its tensors change until then
+        if _can_wait(value):  # its tensors change until then
             self._started_with[self.table.number(value)] = touched
         self._send({"value": self._writer().write([touched, value])}, deadline)
 
@@ -362,9 +362,13 @@ def _exposed(thing: Any) -> tuple[str, list[str], dict[str, Any]] | None:
         return "Disk", list(DISK_METHODS), {}
     if all(hasattr(thing, name) for name in ("world_size", "rank", *COMM_METHODS)):
         return "comm", list(COMM_METHODS), {"rank": thing.rank, "world_size": thing.world_size}
-    if hasattr(thing, "wait"):
+    if _can_wait(thing):
         return type(thing).__name__, [name for name in ("wait", "is_completed") if hasattr(thing, name)], {}
     return None
+
+
+def _can_wait(thing: Any) -> bool:
+    return callable(getattr(type(thing), "wait", None))
 
 
 def _copy_back(there: Path, here: Path) -> None:

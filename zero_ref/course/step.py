@@ -63,9 +63,15 @@ class Watched:
         calls.under_way[self._number] = f"{name} {calls.names.count(name) - 1}"
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("wait", "get_future"):
-            self._calls.under_way.pop(self._number, None)
         return getattr(self._work, name)
+
+    def wait(self, *args: Any) -> Any:
+        self._calls.under_way.pop(self._number, None)
+        return self._work.wait(*args)
+
+    def get_future(self) -> Any:
+        self._calls.under_way.pop(self._number, None)
+        return self._work.get_future()
 
     def is_completed(self) -> bool:
         done = bool(self._work.is_completed())
