@@ -103,8 +103,15 @@ def exercises() -> list[str]:
 
 
 def forbidden_in(name: str) -> tuple[str, ...]:
-    """The functions that an answer to an exercise in `exercises()` may not call."""
-    return _registered[name].forbids
+    """The functions that an answer to an exercise may not call.
+
+    >>> forbidden_in("matrices.operations")
+    ('zero_ref.plan.rules.newton_schulz_operations',)
+
+    Raises:
+        ValueError: there is no such exercise.
+    """
+    return _exercise_named(name).forbids
 
 
 def starts_ranks(name: str) -> bool:
@@ -247,18 +254,13 @@ def grade(name: str, answer: object, seed: int = 0) -> str:
     __tracebackhide__ = True
     if not __debug__:
         raise RuntimeError("graders use assert, which `python -O` leaves out: run Python without -O.")
-    chapter = name.partition(".")[0]
-    if chapter in CHAPTERS:
-        import_module(f"{__name__}.{chapter}")
-    if name not in _registered:
-        raise ValueError(f"there is no exercise {name!r}; there are {', '.join(exercises())}.")
+    found = _exercise_named(name)
     if not callable(answer):
         function = name.partition(".")[2]
         raise ExerciseFailed(
             f"check was given {shown(answer)}. It takes the function itself, with no parentheses "
             f'after its name: check("{name}", {function}).'
         )
-    found = _registered[name]
     given = answer if isinstance(answer, Answer) else Answer(answer)
     try:
         return found.grader(given.limited(found.seconds, found.may_return_none, seed))
@@ -268,6 +270,15 @@ def grade(name: str, answer: object, seed: int = 0) -> str:
         raise type(failure)(str(failure)) from None  # with no frames: a plain script's traceback is short too
     except AssertionError as failure:
         raise ExerciseFailed(str(failure)) from None
+
+
+def _exercise_named(name: str) -> _Exercise:
+    chapter = name.partition(".")[0]
+    if chapter in CHAPTERS:
+        import_module(f"{__name__}.{chapter}")
+    if name not in _registered:
+        raise ValueError(f"there is no exercise {name!r}; there are {', '.join(exercises())}.")
+    return _registered[name]
 
 
 def call_text(name: str, *args: object, **kwargs: object) -> str:

@@ -58,7 +58,7 @@ def main() -> None:
         with contextlib.suppress(Exception):  # an extra that is not installed: the answer will hear of it
             import_module(module)
     torch.set_num_threads(1)  # and no thread of OpenMP's, which would not be in a child
-    torch.ones(64, 64) @ torch.ones(64, 64)  # torch looks at /proc/cpuinfo, and chooses kernels by what it reads
+    torch.ones(64, 64) @ torch.ones(64, 64)  # now torch reads /proc/cpuinfo, and chooses kernels by it
     gc.freeze()
     wake, woken = socket.socketpair()
     for end in (wake, woken):
@@ -137,7 +137,7 @@ def _fork(connection: socket.socket, scratch: Path, others: list[socket.socket])
         for other in others:
             other.detach()
         nothing = os.open(os.devnull, os.O_RDWR)
-        for number in (0, 1):
+        for number in (0, 1, 2):
             os.dup2(nothing, number)
         os.dup2(connection.fileno(), 3)
         os.closerange(4, 4096)
@@ -148,10 +148,8 @@ def _fork(connection: socket.socket, scratch: Path, others: list[socket.socket])
         os.chdir(scratch)
         _serve_answer(socket.socket(fileno=3), scratch)
         code = 0
-    except EOFError:
+    except (EOFError, ConnectionError):  # the grader has heard enough
         code = 0
-    except BaseException:
-        import traceback; traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -162,7 +160,9 @@ def _fork(connection: socket.socket, scratch: Path, others: list[socket.socket])
 class _Proxy:
     """An object of the grader's: each method of it is called there."""
 
-    def __init__(self, link: _Link, number: int, name: str, methods: list[str], values: dict[str, Any]) -> None:
+    def __init__(
+        self, link: _Link, number: int, name: str, methods: list[str], values: dict[str, Any]
+    ) -> None:
         self.__dict__.update(values)
         self._link, self._number, self._name, self._methods = link, number, name, methods
 
@@ -215,7 +215,7 @@ def _as_raised(token: int, name: str, text: str, is_exception: bool) -> BaseExce
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         kind = type(name, (Exception if is_exception else BaseException,), {})
     error = kind(text)
-    error._of_the_grader = token  # type: ignore[attr-defined]
+    error._of_the_grader = token
     return error
 
 
@@ -253,7 +253,13 @@ def _outcome(link: _Link, function: Callable[..., Any], call: Any) -> Any:
         try:
             return {"value": writer.write(value), "arguments": writer.write([args, kwargs])}
         except Exception as error:
-            said = {"raised": {**_said_of(error, function), "name": "TypeError", "text": f"what it returns: {error}"}}
+            said = {
+                "raised": {
+                    **_said_of(error, function),
+                    "name": "TypeError",
+                    "text": f"what it returns: {error}",
+                }
+            }
     with contextlib.suppress(Exception):
         said["arguments"] = link.writer().write([args, kwargs])
     return said
@@ -325,4 +331,4 @@ def _forward_distributed(link: _Link) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import_module("zero_ref.course._answers").main()  # not this copy, whose Forbidden would be another class

@@ -1,10 +1,10 @@
 """What the grader and an answer in another process say to each other, and how neither has to trust it.
 
-A message is one line of JSON. Lists, dicts, tensors, storages and optimizers have numbers that both sides know,
-so that what one side changes in place changes on the other side too: a parameter that the answer moved into
-a flat tensor is a window of that flat tensor in the grader's process as well. Towards the answer a message may
-also hold a pickle, because the grader is trusted. Towards the grader it never does: what comes is read into
-numbers, texts, containers, tensors and a few value types of this package, and everything else becomes `Opaque`.
+A message is JSON. Lists, dicts, tensors, storages and optimizers have numbers that both sides know, so that
+what one side changes in place changes on the other side too: a parameter that the answer moved into a flat
+tensor is a window of that flat tensor in the grader's process as well. Towards the answer a message may also
+hold a pickle, because the grader is trusted. Towards the grader it never does: what comes is read into numbers,
+texts, containers, tensors and a few value types of this package, and everything else becomes `Opaque`.
 """
 
 from __future__ import annotations
@@ -165,7 +165,9 @@ class Writer:
         if isinstance(value, tuple) and (type(value) is tuple or not self._is_value(value)):
             return ["tuple", [self.write(item) for item in value]]
         if isinstance(value, (list, set)):
-            return self._once(value, "list" if isinstance(value, list) else "set", lambda: map(self.write, value))
+            return self._once(
+                value, "list" if isinstance(value, list) else "set", lambda: map(self.write, value)
+            )
         if isinstance(value, frozenset):
             return ["frozenset", [self.write(item) for item in value]]
         if isinstance(value, dict):
@@ -225,7 +227,13 @@ class Writer:
     def _numpy(self, value: Any) -> Any:
         if value.dtype.kind not in "biuf" or value.nbytes > LARGEST_MESSAGE:
             return self._untrusted(value)
-        return ["numpy", value.dtype.str, list(value.shape), _text(value.tobytes()), not hasattr(value, "flags") or not value.shape and type(value).__name__ != "ndarray"]
+        return [
+            "numpy",
+            value.dtype.str,
+            list(value.shape),
+            _text(value.tobytes()),
+            not hasattr(value, "flags") or (not value.shape and type(value).__name__ != "ndarray"),
+        ]
 
     def _trusted(self, value: Any) -> Any:
         if not isinstance(value, type) and (exposed := self.expose(value)):
@@ -242,8 +250,15 @@ class Writer:
             return self.write(list(value))
         if self._is_value(value):
             kind = type(value)
-            names = kind._fields if isinstance(value, tuple) else [one.name for one in dataclasses.fields(value)]
-            return ["value", kind.__module__, kind.__qualname__, [self.write(getattr(value, name)) for name in names]]
+            names = (
+                kind._fields if isinstance(value, tuple) else [one.name for one in dataclasses.fields(value)]
+            )
+            return [
+                "value",
+                kind.__module__,
+                kind.__qualname__,
+                [self.write(getattr(value, name)) for name in names],
+            ]
         try:
             text = repr(value)[:2000]
         except Exception as error:
@@ -362,7 +377,15 @@ class Reader:
         return self._tensor(nn.Parameter, *parts)
 
     def _tensor(
-        self, kind: Any, number: int, place: int, content: str | None, dtype: str, layout: Any, follows: bool, grad: Any
+        self,
+        kind: Any,
+        number: int,
+        place: int,
+        content: str | None,
+        dtype: str,
+        layout: Any,
+        follows: bool,
+        grad: Any,
     ) -> torch.Tensor:
         memory = self._memory(place, content)
         size, stride, offset = layout
@@ -374,15 +397,20 @@ class Reader:
         window = torch.empty(0, dtype=_dtype(dtype)).set_(memory, offset, size, stride)
         found = self.table.objects.get(number)
         if found is None:
-            found = nn.Parameter(window, bool(follows)) if kind is nn.Parameter else window.requires_grad_(bool(follows))
+            found = (
+                nn.Parameter(window, bool(follows))
+                if kind is nn.Parameter
+                else window.requires_grad_(bool(follows))
+            )
             self.table.put(number, found)
         if not isinstance(found, torch.Tensor):
             raise WireError(f"object {number} is no tensor")
-        is_there = (
-            found.untyped_storage()._cdata == memory._cdata
-            and (found.dtype, found.size(), found.stride(), found.storage_offset())
-            == (window.dtype, window.size(), window.stride(), window.storage_offset())
-        )
+        is_there = found.untyped_storage()._cdata == memory._cdata and (
+            found.dtype,
+            found.size(),
+            found.stride(),
+            found.storage_offset(),
+        ) == (window.dtype, window.size(), window.stride(), window.storage_offset())
         if not is_there:
             found.data = window
         if found.is_leaf:
@@ -414,7 +442,9 @@ class Reader:
         if found is None:
             if not self.trusted or kind is None:
                 raise WireError("an optimizer of the answer's own cannot be sent")
-            found = pickle.loads(base64.b64decode(kind))([{"params": params, **own} for params, own in of_groups])
+            found = pickle.loads(base64.b64decode(kind))(
+                [{"params": params, **own} for params, own in of_groups]
+            )
             self.table.put(number, found)
         if not isinstance(found, Optimizer) or len(found.param_groups) > len(of_groups):
             raise WireError(f"object {number} is no optimizer of {len(of_groups)} groups")
@@ -422,7 +452,9 @@ class Reader:
             if [*map(id, group["params"])] != [*map(id, params)]:
                 group["params"] = params
             group.update(options)
-        found.param_groups += [{"params": params, **own} for params, own in of_groups[len(found.param_groups) :]]
+        found.param_groups += [
+            {"params": params, **own} for params, own in of_groups[len(found.param_groups) :]
+        ]
         found.state.clear()
         found.state.update(of_params)
         return found

@@ -12,7 +12,6 @@ its own changes the verdict. `_confine` says what it may not do to the machine.
 from __future__ import annotations
 
 import contextlib
-import keyword
 import os
 import shutil
 import socket
@@ -22,7 +21,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -30,9 +29,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 import zero_ref
-from zero_ref.course import Answer, ExerciseFailed, StillTheStub, call_text, shown
-from zero_ref.course import _wire
-from zero_ref.course._answers import DISTRIBUTED, FORWARDED, ITS_CELL
+from zero_ref.course import Answer, ExerciseFailed, StillTheStub, _wire, call_text
+from zero_ref.course._answers import DISTRIBUTED, FORWARDED
 from zero_ref.course._confine import Limits
 from zero_ref.course._disk import Disk
 from zero_ref.course._rehearsal import ACTIONS, HookBucket
@@ -68,7 +66,10 @@ class Nursery:
         if not hasattr(os, "fork"):
             raise RuntimeError("answers are graded on Linux or macOS. Elsewhere use the container.")
         self._folder = tempfile.TemporaryDirectory(prefix="zero_ref-answers-", ignore_cleanup_errors=True)
-        places = [str(Path(zero_ref.__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        places = [
+            str(Path(zero_ref.__file__).parents[1]),
+            *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+        ]
         environment = {
             "PATH": "/usr/bin:/bin",
             "HOME": self._folder.name,
@@ -179,13 +180,13 @@ class IsolatedAnswer(Answer):
         return said
 
     def _raise(self, call: str, said: _Raised) -> None:
-        if said.error is not None:  # what the grader's own object raised in the answer
-            if isinstance(said.error, (ExerciseFailed, StillTheStub, RankError)) or not isinstance(
-                said.error, Exception
-            ):
-                raise said.error
+        ours = (ExerciseFailed, StillTheStub, RankError)
+        if said.error is not None and (isinstance(said.error, ours) or not isinstance(said.error, Exception)):
+            raise said.error  # of an object that the grader has lent
         if said.itself:
-            raise StillTheStub(f"{self.name} is still the stub: write its body, run its cell, then check again.")
+            raise StillTheStub(
+                f"{self.name} is still the stub: write its body, run its cell, then check again."
+            )
         if said.forbidden:
             raise ExerciseFailed(f"{call} calls {said.text}, which this exercise asks you to write.")
         text = f"{call} raised {said.name}" + (f": {said.text}" if said.text else "")
@@ -215,7 +216,6 @@ class _Link:
         self.sock.connect(path)
         self.scratch = Path(_wire.receive(self.sock)["scratch"])  # the nursery says this, before it forks
         self.table = _wire.Table(1)
-        self.table.objects[DISTRIBUTED] = dist
         self._methods: dict[int, list[str]] = {DISTRIBUTED: list(FORWARDED)}
         self._folders: dict[Path, Path] = {}
         self._started_with: dict[int, list[Any]] = {}
@@ -291,7 +291,7 @@ class _Link:
     def _answer_callback(self, said: Any, raised: list[BaseException], deadline: float) -> None:
         try:
             number, method, args, kwargs = said
-            thing = self.table.objects[number]
+            thing = dist if number == DISTRIBUTED else self.table.objects[number]
             if method not in self._methods[number]:
                 raise KeyError(method)
         except (KeyError, TypeError, ValueError):
@@ -303,15 +303,16 @@ class _Link:
         try:
             value = getattr(thing, method)(*given, **named)
         except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__module__ in ("builtins", "_pytest.outcomes"):
-                raise  # Ctrl-C
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
             raised.append(error)
-            reply = [len(raised) - 1, type(error).__name__, str(error), isinstance(error, Exception)]
-            return self._send({"raised": reply}, deadline)
-        touched = [*given, *named.values(), *self._started_with.get(number, [])]
-        if _can_wait(value):  # its tensors change until then
-            self._started_with[self.table.number(value)] = touched
-        self._send({"value": self._writer().write([touched, value])}, deadline)
+            said = [len(raised) - 1, type(error).__name__, str(error), isinstance(error, Exception)]
+            self._send({"raised": said}, deadline)
+        else:
+            touched = [*given, *named.values(), *self._started_with.get(number, [])]
+            if _can_wait(value):  # its tensors change until then
+                self._started_with[self.table.number(value)] = touched
+            self._send({"value": self._writer().write([touched, value])}, deadline)
 
     def _send(self, message: Any, deadline: float) -> None:
         self.sock.settimeout(_left(deadline))
