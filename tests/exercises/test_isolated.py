@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from zero_ref.course import CHAPTERS, ExerciseFailed, StillTheStub, exercises, forbidden_in, grade
-from zero_ref.course._answers import _disable
+from zero_ref.course import exercises, forbidden_in, grade
 from zero_ref.course._confine import protections
-from zero_ref.course.grading import Assigned, answer_in, assigned_in, judge, modules_of
+from zero_ref.course.grading import answer_in, assigned_in, judge, modules_of
 from zero_ref.course.isolated import Cells, IsolatedAnswer, Nursery
 from zero_ref.course.notebook import exercises_in, read_notebook
 from zero_ref.lab import ranks
@@ -202,15 +200,13 @@ def operations(rows, columns, iterations):
 
 def test_changing_torch_and_builtins_changes_the_answers_process_only(nursery: Nursery) -> None:
     changes = """
-import builtins
 torch.equal = torch.allclose = lambda *_, **__: True
-builtins.all = builtins.any = lambda _: True
 math = type("math", (), {"isclose": lambda *_, **__: True})
 def master_step(param, master, optimizer):
     pass
 """
     assert "the master has not changed" in message(nursery, "precision.master_step", changes)
-    assert all([True, False]) is False
+    assert not torch.equal(torch.zeros(1), torch.ones(1))
 
 
 FORGES = """
@@ -241,7 +237,14 @@ def adversary():
         ('{"callback": [0, "destroy_process_group", ["list", -1, []], ["dict", -2, []]]}', "was not lent"),
         ('{"value": ["known", 0]}', "cannot be read: KeyError"),
         ('{"value": ["tensor", -1, -2, "AAAA", "float32", [[9**9], [0], 0], False, None]}', "is too large"),
-        ('{"value": ["tensor", -1, -2, "AAAA", "float32", [[9], [1], 0], False, None]}', "RuntimeError"),
+        (
+            '{"value": ["tensor", -1, -2, "AAAA", "float32", [[9], [1], 0], False, None]}',
+            "does not lie in its memory",
+        ),
+        (
+            '{"value": ["tensor", -1, -2, "AAAA", "float32", [[1], [1], -4], False, None]}',
+            "strides [1] at -4",
+        ),
         ('{"raised": {"name": "Killed", "token": 5}}', "what it raised"),
         ('{"status": "passed", "nonce": 1}', "it neither returned nor raised"),
         ('[True, "fine"]', "it is no message of an answer"),
@@ -290,9 +293,7 @@ def adversary():
     found += [(key, value) for key, value in os.environ.items() if "SECRET" in key]
     return found
 """
-    assert " returned [], " in message(nursery, "partition.adversary", tries).replace(
-        "() returned []. ", "() returned [], "
-    )
+    assert message(nursery, "partition.adversary", tries).startswith("adversary() returned []. ")
     assert not (tmp_path / "new").exists()
 
 
@@ -339,7 +340,7 @@ def test_an_answer_that_takes_too_much_fails_alone(nursery: Nursery, body: str, 
 
 @pytest.mark.usefixtures("impatient")
 def test_an_answer_that_does_not_end_is_ended(nursery: Nursery) -> None:
-    hangs = "def adversary():\n    while True:\n        try:\n            pass\n        except BaseException:\n            pass\n"
+    hangs = "def adversary():\n    while True:\n        pass\n"
     assert message(nursery, "partition.adversary", hangs) == (
         "adversary() did not return within 5 s. Is there a loop that never ends?"
     )
@@ -372,25 +373,20 @@ def ring_all_reduce(rank, world_size, chunks, send, recv):
 # ------------------------------------------------------------------------- the boundary itself
 
 
-@pytest.mark.parametrize("exercise", exercises())
-def test_what_is_forbidden_is_there_and_is_disabled(exercise: str) -> None:
+def test_what_is_forbidden_is_there_and_is_disabled() -> None:
     """In a process of its own, because it cannot be undone."""
-    import subprocess
-
-    names = [name for name in forbidden_in(exercise)]
-    if not names:
-        pytest.skip("forbids nothing")
+    names = sorted({name for exercise in exercises() for name in forbidden_in(exercise)})
     script = (
-        "import sys, zero_ref, importlib\n"
+        "import sys, zero_ref\n"
+        "from importlib import import_module\n"
         "from zero_ref.course._answers import _disable, Forbidden\n"
-        "from zero_ref.course.grading import *\n"
         f"names = {names!r}\n"
         "def found(full):\n"
         "    module, _, name = full.rpartition('.')\n"
-        "    try: return getattr(importlib.import_module(module), name)\n"
+        "    try: return getattr(import_module(module), name)\n"
         "    except ModuleNotFoundError: pass\n"
         "    above, _, kind = module.rpartition('.')\n"
-        "    return getattr(getattr(importlib.import_module(above), kind), name)\n"
+        "    return getattr(getattr(import_module(above), kind), name)\n"
         "held = [found(name) for name in names]  # as a cell that has imported it before\n"
         "_disable(names)\n"
         "for one in (*held, *map(found, names)):\n"
@@ -401,6 +397,7 @@ def test_what_is_forbidden_is_there_and_is_disabled(exercise: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False
     )
+    assert len(names) > 15
     assert done.returncode == 0, done.stderr
 
 
@@ -445,5 +442,3 @@ def adversary():
     return [len(os.listdir("."))] * 11
 """
     assert "[40, 40, 40" in message(nursery, "partition.adversary", fills)
-    assert CHAPTERS
-    assert json.dumps([socket.AF_UNIX.name]) and StillTheStub and ExerciseFailed and Assigned and _disable

@@ -1,7 +1,7 @@
 """The processes of answers: a nursery that has imported what they need, and forks one for each.
 
-The nursery runs no code of a student. Each connection to its socket is one answer: it forks, the child confines
-itself, runs the student's cells and serves calls, and is killed when either end of the connection is closed.
+The nursery runs no code of a student. Each connection to its socket is one answer: it forks, the child
+confines itself, runs the student's cells and serves calls, and is killed when the connection is closed.
 A child inherits the connection and nothing else: no environment, no other file, no memory of the grader.
 """
 
@@ -52,7 +52,7 @@ class Forbidden(BaseException):
 
 
 def main() -> None:
-    """Serve connections until stdin is closed. Arguments: the folder for sockets and scratch, then modules."""
+    """Serve connections until stdin is closed. Arguments: a folder for the socket and scratch, modules."""
     folder, *modules = sys.argv[1:]
     for module in modules:
         with contextlib.suppress(Exception):  # an extra that is not installed: the answer will hear of it
@@ -238,7 +238,11 @@ def _serve_answer(sock: socket.socket, scratch: Path) -> None:
         return link.send({"value": repr(function)[:200]})
     link.send({"name": str(getattr(function, "__name__", type(function).__name__))})
     while True:
-        link.send(_outcome(link, function, link.receive()["call"]))
+        outcome = _outcome(link, function, link.receive()["call"])
+        try:
+            link.send(outcome)
+        except _wire.WireError as error:
+            link.send({"raised": {**_said_of(error, function), "text": f"what it returns: {error}"}})
         link.table.forget_containers()
 
 

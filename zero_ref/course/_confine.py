@@ -43,13 +43,13 @@ LANDLOCK_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
 X86_64 = 0xC000003E
 FORBIDDEN = {
     "socket": 41, "connect": 42, "fork": 57, "vfork": 58, "execve": 59, "execveat": 322, "kill": 62,
-    "rt_sigqueueinfo": 129, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "pidfd_open": 434,
-    "chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452, "chown": 92, "fchown": 93, "lchown": 94,
-    "fchownat": 260, "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280, "setxattr": 188,
-    "lsetxattr": 189, "fsetxattr": 190, "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240,
-    "setpriority": 141, "sched_setaffinity": 203, "ioprio_set": 251, "unshare": 272, "setns": 308, "mount": 165,
-    "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "add_key": 248, "request_key": 249, "keyctl": 250,
-    "io_uring_setup": 425,
+    "rt_sigqueueinfo": 129, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311,
+    "pidfd_open": 434, "chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452, "chown": 92,
+    "fchown": 93, "lchown": 94, "fchownat": 260, "utime": 132, "utimes": 235, "futimesat": 261,
+    "utimensat": 280, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "shmget": 29, "semget": 64,
+    "msgget": 68, "mq_open": 240, "setpriority": 141, "sched_setaffinity": 203, "ioprio_set": 251,
+    "unshare": 272, "setns": 308, "mount": 165, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323,
+    "add_key": 248, "request_key": 249, "keyctl": 250, "io_uring_setup": 425,
 }  # fmt: skip
 """System calls by their numbers on x86-64. They fail with EPERM."""
 CLONE, CLONE_THREAD, CLONE3, PRLIMIT = 56, 0x10000, 435, 302

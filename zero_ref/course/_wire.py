@@ -3,8 +3,8 @@
 A message is JSON. Lists, dicts, tensors, storages and optimizers have numbers that both sides know, so that
 what one side changes in place changes on the other side too: a parameter that the answer moved into a flat
 tensor is a window of that flat tensor in the grader's process as well. Towards the answer a message may also
-hold a pickle, because the grader is trusted. Towards the grader it never does: what comes is read into numbers,
-texts, containers, tensors and a few value types of this package, and everything else becomes `Opaque`.
+hold a pickle, because the grader is trusted. Towards the grader it never does: what comes is read into
+numbers, texts, containers, tensors and a few value types of this package, and everything else becomes `Opaque`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import dataclasses
 import inspect
 import io
 import json
+import math
 import pickle
 import struct
 import sys
@@ -158,6 +159,8 @@ class Writer:
             return value
         if type(value) in (bytes, bytearray):
             return ["bytes", _text(bytes(value))]
+        if "numpy" in sys.modules and type(value).__module__ == "numpy":
+            return self._numpy(value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, Optimizer):
@@ -176,8 +179,6 @@ class Writer:
             )
         if isinstance(value, (complex, torch.dtype, Fraction, range, Path, bool, int, float, str)):
             return _simple(value)
-        if "numpy" in sys.modules and type(value).__module__ == "numpy":
-            return self._numpy(value)
         if isinstance(value, torch.distributed.ReduceOp.RedOpType):
             return ["op", value.name]
         return self._trusted(value) if self.trusted else self._untrusted(value)
@@ -389,12 +390,9 @@ class Reader:
     ) -> torch.Tensor:
         memory = self._memory(place, content)
         size, stride, offset = layout
-        numel = 1
-        for length in size:
-            numel *= length
-        if not (0 <= numel <= MOST_ELEMENTS and len(size) <= 16):
-            raise WireError(f"a tensor of shape {size} is too large")
-        window = torch.empty(0, dtype=_dtype(dtype)).set_(memory, offset, size, stride)
+        kind_of_number = _dtype(dtype)
+        _check_place(size, stride, offset, memory.nbytes() // kind_of_number.itemsize)
+        window = torch.empty(0, dtype=kind_of_number).set_(memory, offset, size, stride)
         found = self.table.objects.get(number)
         if found is None:
             found = (
@@ -510,6 +508,20 @@ class Reader:
         if name not in REDUCE_OPS:
             raise WireError(f"there is no operation {name!r}")
         return getattr(torch.distributed.ReduceOp, name)
+
+
+def _check_place(size: list[int], stride: list[int], offset: int, numel: int) -> None:
+    """That a tensor lies in memory of `numel` elements: torch would enlarge it, with any contents."""
+    whole = [*size, *stride, offset]
+    if len(size) != len(stride) or len(size) > 16 or not all(type(one) is int and one >= 0 for one in whole):
+        raise WireError(f"a tensor of shape {size} and strides {stride} at {offset}")
+    if math.prod(size) > MOST_ELEMENTS:
+        raise WireError(f"a tensor of shape {size} is too large")
+    last = offset + sum((length - 1) * step for length, step in zip(size, stride))
+    if (math.prod(size) and last >= numel) or offset > numel:
+        raise WireError(
+            f"a tensor of shape {size} and strides {stride} at {offset} does not lie in its memory"
+        )
 
 
 def _dtype(name: str) -> torch.dtype:

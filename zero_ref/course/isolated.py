@@ -44,7 +44,7 @@ DISK_METHODS = ("names", "read", "write", "rename", "remove")
 
 
 class Cells(NamedTuple):
-    """What an answer's process runs: cells of imports, the cell of the answer, and the name that it defines."""
+    """What an answer's process runs: cells of imports, the cell of the answer; and what that defines."""
 
     setup: tuple[str, ...]
     source: str
