@@ -4,7 +4,7 @@ A message is JSON. Lists, dicts, tensors, storages and optimizers have numbers t
 what one side changes in place changes on the other side too: a parameter that the answer moved into a flat
 tensor is a window of that flat tensor in the grader's process as well. Towards the answer a message may also
 hold a pickle, because the grader is trusted. Towards the grader it never does: what comes is read into
-numbers, texts, containers, tensors and a few value types of this package, and everything else becomes `Opaque`.
+numbers, texts, containers, tensors and a few value types of this package. Everything else becomes `Opaque`.
 """
 
 from __future__ import annotations
