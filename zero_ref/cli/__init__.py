@@ -20,6 +20,7 @@ from zero_ref.cli.bench import register_bench
 from zero_ref.cli.calibrate import register_calibrate
 from zero_ref.cli.check import register_check
 from zero_ref.cli.checkpoints import register_checkpoints
+from zero_ref.cli.grade import register_grade
 from zero_ref.cli.notebooks import register_notebooks
 from zero_ref.cli.plan import register_plan
 from zero_ref.cli.search import register_search
@@ -39,6 +40,7 @@ COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
     register_bench,
     register_checkpoints,
     register_check,
+    register_grade,
     register_notebooks,
 )
 
