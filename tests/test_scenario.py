@@ -303,3 +303,13 @@ def test_the_work_of_a_run_hardly_grows_with_its_ranks(
         assert counted["lay_out"] <= 1
         totals.append(counted.total())
     assert totals[1] < 4 * totals[0], "128 times as many ranks"
+
+
+@pytest.mark.parametrize("strategy", RECIPES)
+def test_a_peak_is_made_of_items_that_are_there_at_one_time(strategy: str) -> None:
+    memory = Scenario(MODELS["gpt2"], H100, 8).run(strategy).memory
+    assert sum(memory.peak_items.values()) == pytest.approx(memory.peak_bytes)  # another order of adding up
+    assert all(nbytes <= memory.items[item] for item, nbytes in memory.peak_items.items())
+    # At the loss the gradients of the iteration before are gone, but not DDP's buckets.
+    assert (memory.phase, memory.peak_items["gradients"]) == ("loss", 0)
+    assert memory.peak_items["gradient buckets"] == memory.gradient_bucket_bytes

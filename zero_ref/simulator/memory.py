@@ -102,6 +102,9 @@ PHASES = ("forward", "loss", "backward", "reduction", "step", "sending")
 """When a rank may hold most: at the end of forward, in the backward of the loss, in a block when backward
 begins, at the end of backward, in the update, and while new parameters are sent."""
 
+ALWAYS = ("parameters", "padding", "gradient buckets", "master copies", "moments", "scalars")
+"""Items that are there all the time."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -122,7 +125,7 @@ class Memory:
         temporary_bytes: the most that comes and goes beside activations: in the loss, a block or the step.
         allocator_bytes: reserved by the allocator at the peak, and not in tensors.
         library_bytes: CUDA's context and kernels, and the buffers of communicators.
-        phase_bytes: of tensors in each of PHASES.
+        phase_items: of tensors in each of PHASES, by the names of `items`.
         host_bytes: on the CPU, and no item of the device.
     """
 
@@ -139,7 +142,7 @@ class Memory:
     temporary_bytes: float = field(default=0, kw_only=True)
     allocator_bytes: float = field(default=0, kw_only=True)
     library_bytes: float = field(default=0, kw_only=True)
-    phase_bytes: Mapping[str, float] = field(default_factory=dict, kw_only=True, hash=False)
+    phase_items: Mapping[str, Mapping[str, float]] = field(default_factory=dict, kw_only=True, hash=False)
     host_bytes: float = field(default=0, kw_only=True)
 
     @property
@@ -168,8 +171,19 @@ class Memory:
     @property
     def state_bytes(self) -> float:
         """Of what is there all the time: the model's and the optimizer's state, and DDP's buckets."""
-        of_model = self.parameter_bytes + self.padding_bytes + self.gradient_bucket_bytes
-        return of_model + self.master_bytes + self.moment_bytes + self.scalar_bytes
+        return sum(self.items[item] for item in ALWAYS)
+
+    @cached_property
+    def phase_bytes(self) -> dict[str, float]:
+        """Of tensors in each of PHASES."""
+        return {phase: float(sum(items.values())) for phase, items in self.phase_items.items()}
+
+    @property
+    def peak_items(self) -> dict[str, float]:
+        """What `peak_bytes` is made of: the items at the one time when most is there."""
+        at_once = dict(self.phase_items.get(self.phase, {}))
+        at_once |= {"allocator": self.allocator_bytes, "libraries": self.library_bytes}
+        return {item: at_once.get(item, 0.0) for item in self.items}
 
     @property
     def phase(self) -> str:
@@ -217,25 +231,33 @@ def with_peak(
         the shards of the gradients, and one more copy of the largest gathered unit, are reserved all the time
         (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, c10/cuda/CUDACachingAllocator.cpp).
     """
-    stage, state, gradients = settings.stage, memory.state_bytes, memory.gradient_bytes
+    stage, gradients = settings.stage, memory.gradient_bytes
+    always = {item: nbytes for item, nbytes in memory.items.items() if item in ALWAYS}
     reducing, gathered, sending = _on_the_way(params, memory, settings)
     before = gradients if settings.gradients_stay or settings.accumulates else 0.0
-    if memory.whole_gradient_bytes:
-        before = memory.whole_gradient_bytes
     step = _step_bytes(params, memory, settings)
-    kept = state + before + gathered + memory.activation_bytes
+    kept = {"gradients": before, "communication": gathered, "activations": memory.activation_bytes}
+    reduced = {"gradients": max(before, gradients), "communication": gathered + reducing}
+    if memory.whole_gradient_bytes:
+        whole = memory.whole_gradient_bytes
+        kept |= {"gradients": 0.0, "whole gradients": whole}
+        reduced |= {"gradients": 0.0, "whole gradients": max(whole, gradients)}
     phases = {
         "forward": kept,
-        "loss": kept + settings.loss_bytes,
-        "backward": kept - settings.head_bytes + settings.block_bytes,
-        "reduction": state + max(before, gradients) + gathered + reducing,
-        "step": state + gradients + step,
-        "sending": state + gradients + sending,
+        "loss": kept | {"temporaries": settings.loss_bytes},
+        "backward": kept
+        | {
+            "activations": memory.activation_bytes - settings.head_bytes,
+            "temporaries": settings.block_bytes,
+        },
+        "reduction": reduced,
+        "step": {"gradients": gradients, "temporaries": step},
+        "sending": {"gradients": gradients, "communication": sending},
     }
     found = replace(
         memory,
         temporary_bytes=max(settings.loss_bytes, settings.block_bytes, step),
-        phase_bytes={phase: float(nbytes) for phase, nbytes in phases.items()},
+        phase_items={phase: always | items for phase, items in phases.items()},
         library_bytes=library_bytes,
     )
     if not allocator_share:
