@@ -14,8 +14,8 @@ from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import DTYPES, Scenario
 
 OPTIONS = (
-    *("batch", "accumulation", "sequence", "dtype", "reduce_dtype", "optimizer", "checkpointing"),
-    *("shard_group", "bucket_view", "offload", "compiled"),
+    *("batch", "accumulation", "no_sync", "sequence", "dtype", "reduce_dtype", "optimizer", "checkpointing"),
+    *("shard_group", "bucket_view", "offload", "compiled", "fused_loss"),
 )
 """Fields of a scenario that are options of `zero-ref simulate`, by the same names."""
 
@@ -40,7 +40,7 @@ def simulate_command(scenario: Scenario, strategy: str, model: Sequence[str], cl
     words += ["--strategy", strategy]
     default = {one.name: one.default for one in fields(Scenario)}
     for name in OPTIONS:
-        if name in default and (value := getattr(scenario, name)) != default[name]:
+        if (value := getattr(scenario, name)) != default[name]:
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return words
 
@@ -62,8 +62,8 @@ def train_command(scenario: Scenario, strategy: str) -> list[str] | None:
         and (not mixed or strategy != "zero-3")
         and scenario.optimizer == "AdamW"
         and scenario.checkpointing == "selective"
-        and getattr(scenario, "accumulation", 1) == 1
-        and not getattr(scenario, "offload", False)
+        and scenario.accumulation == 1
+        and not scenario.offload
         and (scenario.shard_group is None or recipe(strategy).without_ddp)
         and (scenario.world_size <= of_node or scenario.world_size % of_node == 0)
     )
@@ -83,7 +83,7 @@ def program(scenario: Scenario, strategy: str) -> list[str] | None:
     """Lines that wrap a `model` and make its optimizer, for a program of one's own; None if there are none.
 
     The model is in the scenario's dtype, on its device; under stage 3 with 32-bit masters it is in float32,
-    and `blocks` are its blocks. Checkpointing is the model's own business.
+    and `blocks` are its blocks. What is checkpointed is up to the model.
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.models import MODELS
@@ -95,9 +95,9 @@ def program(scenario: Scenario, strategy: str) -> list[str] | None:
     optimizer = torch.optim.AdamW(model.parameters())
     """
     runs = scenario.optimizer in STATE_RULES and "+" not in scenario.optimizer
-    if not runs or getattr(scenario, "accumulation", 1) > 1 or strategy not in _LINES:
+    if not runs or strategy not in _LINES:
         return None
-    return ["import torch", *_LINES[strategy](scenario)]
+    return ["import torch", *_LINES[strategy](scenario), *_accumulating(scenario, strategy)]
 
 
 def _ddp(scenario: Scenario) -> list[str]:
@@ -129,11 +129,23 @@ def _zero_3(scenario: Scenario) -> list[str]:
         lines += _mesh(scenario)
         options.append("mesh=mesh")
     if _mixed(scenario):
-        reduced = getattr(scenario, "reduce_dtype", None) or scenario.dtype
+        reduced = scenario.reduce_dtype or scenario.dtype
         options.append(f"mp_policy=MixedPrecisionPolicy(torch.{scenario.dtype}, torch.{reduced})")
     listed = "".join(f", {option}" for option in options)
     lines += [f"for block in blocks: fully_shard(block{listed})", f"fully_shard(model{listed})"]
     return [*lines, f"optimizer = torch.optim.{scenario.optimizer}(model.parameters())"]
+
+
+def _accumulating(scenario: Scenario, strategy: str) -> list[str]:
+    """A remark on the loop."""
+    if scenario.accumulation == 1:
+        return []
+    said = f"# an update: {scenario.accumulation:,} backwards, then optimizer.step()"
+    if recipe(strategy).in_groups and not scenario.no_sync:
+        return [said]
+    if strategy == "zero-3":
+        return [f"{said}; before the first model.set_requires_gradient_sync(False), before the last True"]
+    return [f"{said}; all backwards but the last under model.no_sync()"]
 
 
 _LINES = {"ddp": _ddp, "zero-even": _zero_even, "zero-2": _zero_2, "zero-3": _zero_3}
@@ -148,7 +160,7 @@ def _in_groups(scenario: Scenario) -> bool:
 
 
 def _wrapped_in_ddp(scenario: Scenario) -> str:
-    view = ", gradient_as_bucket_view=True" if getattr(scenario, "bucket_view", False) else ""
+    view = ", gradient_as_bucket_view=True" if scenario.bucket_view else ""
     return f"model = DistributedDataParallel(model{view})"
 
 
@@ -159,7 +171,7 @@ def _sharded(scenario: Scenario, partition: str, group: str = "") -> list[str]:
         words.append("parameters_as_bucket_view=True")
     if _mixed(scenario):
         words.append("master_dtype=torch.float32")
-    if getattr(scenario, "offload", False):
+    if scenario.offload:
         words.append('state_device="cpu"')
     return [
         "from zero_ref import ZeroRedundancyOptimizer",
