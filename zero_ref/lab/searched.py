@@ -67,8 +67,8 @@ def _as_json(one: Candidate, named: Sequence[str], cluster: str) -> dict[str, An
         "update_ms": one.update_ms,
         "tokens_per_second": one.tokens_per_second,
         "tokens_per_second_interval": list(one.rate_interval),
-        "simulate": shlex.join(simulate_command(scenario, one.strategy, named, cluster)),
-        "train": None if (words := train_command(scenario, one.strategy)) is None else shlex.join(words),
+        "simulate": _joined(simulate_command(scenario, one.strategy, named, cluster)),
+        "train": _joined(train_command(scenario, one.strategy)),
         "program": program(scenario, one.strategy),
     }
 
@@ -151,9 +151,16 @@ def _gb(nbytes: float) -> str:
 
 def _commands(one: Candidate, named: Sequence[str], cluster: str, tokens: int) -> Iterator[str]:
     remark = "" if one.tokens == tokens else f"  # {one.tokens:,} tokens an update"
-    yield shlex.join(simulate_command(one.scenario, one.strategy, named, cluster)) + remark
-    if (words := train_command(one.scenario, one.strategy)) is not None:
-        yield shlex.join(words)
+    simulated = _joined(simulate_command(one.scenario, one.strategy, named, cluster))
+    yield (
+        simulated or f"{one.scenario.accumulation:,} backwards are too many for zero-ref simulate"
+    ) + remark
+    if (trained := _joined(train_command(one.scenario, one.strategy))) is not None:
+        yield trained
+
+
+def _joined(words: list[str] | None) -> str | None:
+    return None if words is None else shlex.join(words)
 
 
 def _notes(found: Found, every: bool) -> Iterator[str]:

@@ -5,12 +5,12 @@ Only what runs is written: a way that `lab.train` or the package's classes do no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from zero_ref.simulator.ledger import STATE_RULES
 from zero_ref.simulator.models import GPT2
-from zero_ref.simulator.recipe import recipe
+from zero_ref.simulator.recipe import Recipe, recipe
 from zero_ref.simulator.scenario import DTYPES, Scenario
 
 OPTIONS = (
@@ -19,12 +19,26 @@ OPTIONS = (
 )
 """Fields of a scenario that are options of `zero-ref simulate`, by the same names."""
 
+USED_BY: dict[str, Callable[[Recipe], bool]] = {
+    "no_sync": lambda how: how.in_groups,
+    "shard_group": lambda how: how.in_groups,
+    "reduce_dtype": lambda how: how.reduces_in_any_dtype,
+    "bucket_view": lambda how: how.stage < 2,
+    "offload": lambda how: how.shards_by_parameter,
+}
+"""Of these, the ones that mean nothing to some strategies."""
+
+MOST_PASSES, MOST_OPERATIONS = 1024, 2**20
+"""`zero-ref simulate` plays all passes of an update: up to so many, with up to so many operations."""
+
 ALONE = "dist.new_subgroups(1)[0]"
 """The group in which a rank shares its state with nobody: torch's own AdamW keeps no 32-bit copies."""
 
 
-def simulate_command(scenario: Scenario, strategy: str, model: Sequence[str], cluster: str) -> list[str]:
-    """The words of the `zero-ref simulate` that gives the same numbers.
+def simulate_command(
+    scenario: Scenario, strategy: str, model: Sequence[str], cluster: str
+) -> list[str] | None:
+    """The words of the `zero-ref simulate` that gives the same numbers; None if it has too much to play.
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.models import MODELS
@@ -36,13 +50,17 @@ def simulate_command(scenario: Scenario, strategy: str, model: Sequence[str], cl
         model: the option that names the model, and its value.
         cluster: its name, or the file that it was read from.
     """
+    a_pass = 4 * len(scenario.params) if recipe(strategy).in_groups else 1
+    if scenario.accumulation > min(MOST_PASSES, MOST_OPERATIONS // a_pass):
+        return None
     words = ["zero-ref", "simulate", *model, "--cluster", cluster, "--ranks", str(scenario.world_size)]
     words += ["--strategy", strategy]
     default = {one.name: one.default for one in fields(Scenario)}
     for name in OPTIONS:
-        if (value := getattr(scenario, name)) != default[name]:
+        used = name not in USED_BY or USED_BY[name](recipe(strategy))
+        if used and (value := getattr(scenario, name)) != default[name]:
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return words
+    return words if scenario.masters else [*words, "--no-masters"]
 
 
 def train_command(scenario: Scenario, strategy: str) -> list[str] | None:
