@@ -22,8 +22,9 @@ USES = ("fit time", "fit memory", "test")
 """What a run is for. A constant of the simulator may be fitted to the times of the first and to the memory of
 the second; the rest only tests."""
 
-MEMORIES = ("allocated", "reserved", "device")
-"""What is in tensors, what PyTorch's allocator has taken for them, and what the driver says is taken."""
+MEMORIES = ("allocated", "reserved", "unpooled")
+"""What is in tensors; what PyTorch's allocator has taken for them; and what the driver says is taken by a program
+that has no such allocator: tensors and libraries."""
 
 FAMILIES: dict[str, type[GPT2] | type[Llama]] = {"GPT2": GPT2, "Llama": Llama}
 

@@ -110,7 +110,7 @@ def predict(name: str) -> Predicted:
     nbytes = {
         "allocated": memory.allocated_bytes,
         "reserved": memory.reserved_bytes,
-        "device": memory.peak_bytes,
+        "unpooled": memory.allocated_bytes + memory.library_bytes,
     }[run.memory_of]
     return Predicted(simulated.tokens_per_second / run.ranks, nbytes / GIB, simulated.fits)
 
