@@ -102,8 +102,9 @@ PHASES = ("forward", "loss", "backward", "reduction", "step", "sending")
 """When a rank may hold most: at the end of forward, in the backward of the loss, in a block when backward
 begins, at the end of backward, in the update, and while new parameters are sent."""
 
-ALWAYS = ("parameters", "padding", "gradient buckets", "master copies", "moments", "scalars")
-"""Items that are there all the time."""
+
+COME_AND_GO = ("gradients", "whole gradients", "communication", "activations", "temporaries")
+"""The items that are not there in every phase."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class Memory:
         temporary_bytes: the most that comes and goes beside activations: in the loss, a block or the step.
         allocator_bytes: reserved by the allocator at the peak, and not in tensors.
         library_bytes: CUDA's context and kernels, and the buffers of communicators.
-        phase_items: of tensors in each of PHASES, by the names of `items`.
+        phase_bytes: of tensors in each of PHASES.
+        peak_items: bytes by item at the peak, which add up to it.
         host_bytes: on the CPU, and no item of the device.
     """
 
@@ -142,7 +144,8 @@ class Memory:
     temporary_bytes: float = field(default=0, kw_only=True)
     allocator_bytes: float = field(default=0, kw_only=True)
     library_bytes: float = field(default=0, kw_only=True)
-    phase_items: Mapping[str, Mapping[str, float]] = field(default_factory=dict, kw_only=True, hash=False)
+    phase_bytes: Mapping[str, float] = field(default_factory=dict, kw_only=True, hash=False)
+    peak_items: Mapping[str, float] = field(default_factory=dict, kw_only=True, hash=False)
     host_bytes: float = field(default=0, kw_only=True)
 
     @property
@@ -171,19 +174,8 @@ class Memory:
     @property
     def state_bytes(self) -> float:
         """Of what is there all the time: the model's and the optimizer's state, and DDP's buckets."""
-        return sum(self.items[item] for item in ALWAYS)
-
-    @cached_property
-    def phase_bytes(self) -> dict[str, float]:
-        """Of tensors in each of PHASES."""
-        return {phase: float(sum(items.values())) for phase, items in self.phase_items.items()}
-
-    @property
-    def peak_items(self) -> dict[str, float]:
-        """What `peak_bytes` is made of: the items at the one time when most is there."""
-        at_once = dict(self.phase_items.get(self.phase, {}))
-        at_once |= {"allocator": self.allocator_bytes, "libraries": self.library_bytes}
-        return {item: at_once.get(item, 0.0) for item in self.items}
+        of_model = self.parameter_bytes + self.padding_bytes + self.gradient_bucket_bytes
+        return of_model + self.master_bytes + self.moment_bytes + self.scalar_bytes
 
     @property
     def phase(self) -> str:
@@ -231,43 +223,50 @@ def with_peak(
         the shards of the gradients, and one more copy of the largest gathered unit, are reserved all the time
         (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, c10/cuda/CUDACachingAllocator.cpp).
     """
-    stage, gradients = settings.stage, memory.gradient_bytes
-    always = {item: nbytes for item, nbytes in memory.items.items() if item in ALWAYS}
-    reducing, gathered, sending = _on_the_way(params, memory, settings)
-    before = gradients if settings.gradients_stay or settings.accumulates else 0.0
-    step = _step_bytes(params, memory, settings)
-    kept = {"gradients": before, "communication": gathered, "activations": memory.activation_bytes}
-    reduced = {"gradients": max(before, gradients), "communication": gathered + reducing}
-    if memory.whole_gradient_bytes:
-        whole = memory.whole_gradient_bytes
-        kept |= {"gradients": 0.0, "whole gradients": whole}
-        reduced |= {"gradients": 0.0, "whole gradients": max(whole, gradients)}
-    phases = {
-        "forward": kept,
-        "loss": kept | {"temporaries": settings.loss_bytes},
-        "backward": kept
-        | {
-            "activations": memory.activation_bytes - settings.head_bytes,
-            "temporaries": settings.block_bytes,
-        },
-        "reduction": reduced,
-        "step": {"gradients": gradients, "temporaries": step},
-        "sending": {"gradients": gradients, "communication": sending},
-    }
+    phases = _phases(params, memory, settings)
     found = replace(
         memory,
-        temporary_bytes=max(settings.loss_bytes, settings.block_bytes, step),
-        phase_items={phase: always | items for phase, items in phases.items()},
+        temporary_bytes=max(items.get("temporaries", 0) for items in phases.values()),
+        phase_bytes={
+            phase: float(memory.state_bytes + sum(items.values())) for phase, items in phases.items()
+        },
         library_bytes=library_bytes,
     )
-    if not allocator_share:
-        return found
-    in_other_streams = 0.0
-    if stage == 3:
-        has_shards = settings.accumulates or found.phase in ("reduction", "step", "sending")
-        in_other_streams = _largest_unit_bytes(params, settings) + (0 if has_shards else gradients)
-    reserved = (found.allocated_bytes + in_other_streams) * (1 + allocator_share)
-    return replace(found, allocator_bytes=reserved - found.allocated_bytes)
+    at_peak = phases[found.phase]
+    if allocator_share:
+        in_other_streams = 0.0
+        if settings.stage == 3:
+            missing = 0 if at_peak.get("gradients") else memory.gradient_bytes
+            in_other_streams = _largest_unit_bytes(params, settings) + missing
+        reserved = round((found.allocated_bytes + in_other_streams) * (1 + allocator_share))
+        found = replace(found, allocator_bytes=reserved - found.allocated_bytes)
+    come_and_go = dict.fromkeys(COME_AND_GO, 0.0) | at_peak
+    return replace(
+        found, peak_items={item: come_and_go.get(item, nbytes) for item, nbytes in found.items.items()}
+    )
+
+
+def _phases(
+    params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings
+) -> dict[str, dict[str, float]]:
+    """Bytes by phase and item of what comes and goes."""
+    reducing, gathered, sending = _on_the_way(params, memory, settings)
+    gradients, kept = memory.gradient_bytes, memory.activation_bytes
+    before = {"gradients": gradients if settings.gradients_stay or settings.accumulates else 0.0}
+    after = {"gradients": gradients}
+    if memory.whole_gradient_bytes:
+        before = {"whole gradients": memory.whole_gradient_bytes}
+    in_forward = before | {"communication": gathered, "activations": kept}
+    return {
+        "forward": in_forward,
+        "loss": in_forward | {"temporaries": settings.loss_bytes},
+        "backward": in_forward
+        | {"activations": kept - settings.head_bytes, "temporaries": settings.block_bytes},
+        "reduction": (after if sum(before.values()) < gradients else before)
+        | {"communication": gathered + reducing},
+        "step": after | {"temporaries": _step_bytes(params, memory, settings)},
+        "sending": after | {"communication": sending},
+    }
 
 
 def _on_the_way(
