@@ -390,7 +390,7 @@ def test_by_hand_what_each_kind_keeps_of_llama_3() -> None:
 def test_logits_take_4_bytes_and_12_in_backward_or_fused_2_and_4() -> None:
     model = TRANSFORMERS["llama3-8b"]
     small = replace(model, vocabulary=1)
-    for options, kept, at_once in (({}, 4, 12), ({"itemsize": 4}, 4, 12), ({"compiled_loss": True}, 2, 4)):
+    for options, kept, at_once in (({}, 4, 12), ({"itemsize": 4}, 4, 12), ({"fused_loss": True}, 2, 4)):
         many, few = (activations(one, 1, 100, "full", **options) for one in (model, small))
         logits = 100 * (model.vocabulary - 1)
         assert many.head - few.head == kept * logits

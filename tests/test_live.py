@@ -18,7 +18,7 @@ from zero_ref.live.page import NARROW, WIDE, html
 from zero_ref.live.palette import MANY_RANKS, RANK_COLOURS, rank_colour
 from zero_ref.live.svg import bar, element, key, text_width, ticks, wrapped
 from zero_ref.plan.rules import plan_partition
-from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link
+from zero_ref.simulator.cluster import CLUSTERS, NCCL_CALL_US, NCCL_PROTOCOLS, Cluster, Link
 from zero_ref.simulator.memory import MemorySettings, average_memory
 from zero_ref.simulator.models import MODELS, shapes, specs
 from zero_ref.simulator.play import play
@@ -108,7 +108,9 @@ def test_a_designed_cluster_runs_the_scenario() -> None:
         model="llama3-8b", strategy="zero-even", device="A100 80 GB", per_node=4, nodes=2, within=64.0,
         between=6.25, latency=50.0, batch=2, checkpointing="selective", tokens=10**9,
     )  # fmt: skip
-    cluster = Cluster("any", DEVICES["A100 80 GB"], 4, Link(3.0, 64.0), Link(50.0, 6.25))
+    links = Link(3.4, 64.0), Link(50.0, 6.25)
+    nccl = {"call_us": NCCL_CALL_US, "protocols": NCCL_PROTOCOLS}
+    cluster = Cluster("any", DEVICES["A100 80 GB"], 4, *links, **nccl)  # type: ignore[arg-type]
     scenario = Scenario(MODELS["llama3-8b"], cluster, 8, batch=2, checkpointing="selective")
     run = scenario.run("zero-even")
     assert answer.numbers["iteration, ms"] == run.iteration_ms

@@ -38,8 +38,8 @@ def shard(model: nn.Module, group: int | None = None, reduce_dtype: torch.dtype 
     """Let torch's `fully_shard` make a unit of each of the model's `blocks`, and one of what is left.
 
     Args:
-        group: how many consecutive ranks share the parameters, in groups that are replicas of each other; None
-            for all.
+        group: how many consecutive ranks share the parameters, in groups that are replicas of each other;
+            None for all.
         reduce_dtype: what gradients travel in; None for their own.
     """
     # They load for a second: only where they are used.

@@ -64,7 +64,7 @@ class Trainable:
         """A forward and backward, of several before an update, happens in this: as the recipe has it reduce."""
         if is_last or not (self.no_sync or isinstance(self.model, DistributedDataParallel)):
             return contextlib.nullcontext()
-        return self.model.no_sync()  # type: ignore[operator, no-any-return]
+        return self.model.no_sync()  # type: ignore[operator]
 
 
 class Observed(Trainable):

@@ -12,13 +12,14 @@ from zero_ref.live.numbers import short, short_bytes, short_count, short_time
 from zero_ref.live.palette import ALARM, INK
 from zero_ref.live.svg import LINE, MARGIN, axis, picture, text
 from zero_ref.simulator.activations import CHECKPOINTING
-from zero_ref.simulator.cluster import Cluster, Link
+from zero_ref.simulator.cluster import NCCL_CALL_US, NCCL_PROTOCOLS, Cluster, Link
 from zero_ref.simulator.models import TRANSFORMERS
+from zero_ref.simulator.presets import LINKS
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
 
 MS_PER_DAY = 86_400_000.0
-NVLINK_US = 3.0
+NVLINK_US = LINKS["NVLink of an H100"]["latency_us"]
 """Latency inside a node, as in `simulator.presets`."""
 
 
@@ -27,7 +28,10 @@ def _draw(
     between: float, latency: float, tokens: int, **of_scenario: Any,
 ) -> Answer:  # fmt: skip
     ranks = per_node * nodes
-    cluster = Cluster("designed", DEVICES[device], per_node, Link(NVLINK_US, within), Link(latency, between))
+    links = Link(NVLINK_US, within), Link(latency, between)
+    cluster = Cluster(
+        "designed", DEVICES[device], per_node, *links, call_us=NCCL_CALL_US, protocols=NCCL_PROTOCOLS
+    )
     scenario = Scenario(TRANSFORMERS[model], cluster, ranks, **of_scenario)
     run = _run(scenario, strategy)
     days = tokens / run.tokens_per_second * 1e3 / MS_PER_DAY

@@ -19,7 +19,7 @@ CHECKPOINTING: dict[str, str] = {
     "none": "everything is kept",
     "selective": "attention scores are computed again, the rest is kept; flash attention keeps as much",
     "every-other-block": "every other block keeps its input only, the others as selective",
-    "by-operation": "results of attention and of every other matrix product are kept, the rest computed again",
+    "by-operation": "results of attention and every other matrix product are kept, the rest computed again",
     "full": "only each block's input is kept; a block is computed again when backward comes to it",
 }
 
@@ -175,7 +175,7 @@ def activations(
     flash_attention: bool = False,
     itemsize: int = 2,
     compiled: bool = False,
-    compiled_loss: bool = False,
+    fused_loss: bool = False,
 ) -> Activations:
     """A rank's activations under a kind of checkpointing.
 
@@ -197,7 +197,7 @@ def activations(
         itemsize: bytes of an element of the model's dtype.
         compiled: blocks are, by torch.compile. What no matrix product reads is computed again in the kernels
             that read it; and what backward does not read is not kept.
-        compiled_loss: the loss keeps the logits and no log-probabilities. Otherwise the logits are copied to
+        fused_loss: the loss keeps the logits and no log-probabilities. Otherwise the logits are copied to
             float32 for it: 10 bytes each at the end of a 16-bit forward, and 12 in backward.
     Raises:
         ValueError: `checkpointing` is unknown, or there is no sequence or no token.
@@ -232,7 +232,7 @@ def activations(
         width if kind.dropout else 4
     )  # a mask of the embedding's, or a statistic
     of_logit, in_loss = (
-        (itemsize, itemsize) if compiled_loss else (LOG_PROBABILITY_BYTES, 2 * LOG_PROBABILITY_BYTES)
+        (itemsize, itemsize) if fused_loss else (LOG_PROBABILITY_BYTES, 2 * LOG_PROBABILITY_BYTES)
     )
     return Activations(
         blocks,

@@ -48,7 +48,9 @@ def _check_figures(value: Any, what: str = "cluster") -> None:
             _check_figures(each, f"{what}.{name}")
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         return
-    elif value > FIGURES[1] or (value < FIGURES[0] and not what.endswith(("_us", "knee"))):
+    elif value > FIGURES[1] or (
+        value < FIGURES[0] and not what.endswith(("_us", "knee", "_share", "library_gb"))
+    ):
         raise ValueError(f"{what} {value:g} is no figure of a machine: {FIGURES[0]:g} to {FIGURES[1]:g} are")
 
 
@@ -136,6 +138,11 @@ class Device:
         attention_reached: the share of `tflops` that flash attention reaches; None for `reached`.
         memory_reached: the share of `memory_gb_per_s` that kernels reach which are limited by it. None where
             `reached` was measured on whole training, with such kernels: they are then not priced.
+        allocator_share: of what tensors take, what the allocator reserves on top.
+        library_gb: 10^9 bytes that CUDA's context, kernels and communicators take.
+        host_link_gb_per_s: 10^9 bytes a second between the device and its share of the host's memory, in each
+            direction; None where no state can be offloaded.
+        host_memory_gb_per_s: 10^9 bytes a second that its share of the host reads or writes.
     Raises:
         ValueError: a figure that is not above 0, or a share above 1.
     """
@@ -150,6 +157,10 @@ class Device:
     knee: float = 0.0
     attention_reached: float | None = None
     memory_reached: float | None = None
+    allocator_share: float = 0.0
+    library_gb: float = 0.0
+    host_link_gb_per_s: float | None = None
+    host_memory_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
         check_number(f"{self.name}: tflops", self.tflops, above=True)
@@ -158,7 +169,11 @@ class Device:
         check_number(f"{self.name}: update_overhead_us", self.update_overhead_us)
         if self.memory_gb is not None:
             check_number(f"{self.name}: memory_gb", self.memory_gb, above=True)
-        check_number(f"{self.name}: knee", self.knee)
+        for name in ("knee", "allocator_share", "library_gb"):
+            check_number(f"{self.name}: {name}", getattr(self, name))
+        for name in ("host_link_gb_per_s", "host_memory_gb_per_s"):
+            if getattr(self, name) is not None:
+                check_number(f"{self.name}: {name}", getattr(self, name), above=True)
         for name in ("reached", "attention_reached", "memory_reached"):
             share = getattr(self, name)
             if share is not None and not 0 < share <= 1:
@@ -205,6 +220,26 @@ class Device:
         """
         rate = self.memory_gb_per_s * (self.memory_reached or 1.0)
         return tensors * self.update_overhead_us / 1e3 + nbytes / (rate * 1e6)
+
+    def offloaded_ms(self, touched: float, there: float, back: float) -> float:
+        """How long an update takes that the host makes, piece by piece, while others are on their way.
+
+        >>> round(cluster("a100-ib").device.offloaded_ms(touched=41e9, there=25.6e9, back=0))
+        1000
+
+        Args:
+            touched: bytes that the host reads and writes.
+            there, back: bytes that go to the host, and that come back.
+        Raises:
+            ValueError: the device's host is not known.
+        """
+        if self.host_link_gb_per_s is None or self.host_memory_gb_per_s is None:
+            raise ValueError(
+                f"{self.name}: nothing can be offloaded, since host_link_gb_per_s and host_memory_gb_per_s "
+                "are not known. Give the device both."
+            )
+        on_the_way = max(there, back) / self.host_link_gb_per_s
+        return max(on_the_way, touched / self.host_memory_gb_per_s) / 1e6
 
 
 class _Span(NamedTuple):
@@ -485,7 +520,7 @@ def _preset(name: str, *, device: str, within: str, between: str, **others: Any)
         others = {"call_us": NCCL_CALL_US, "protocols": NCCL_PROTOCOLS} | others
     return Cluster(
         name,
-        Device(device, **presets.DEVICES[device]),
+        Device(device, **{"memory_gb": None} | presets.DEVICES[device] | presets.MEMORY.get(device, {})),
         within=Link(**presets.LINKS[within]),
         between=Link(**presets.LINKS[between]),
         **others,

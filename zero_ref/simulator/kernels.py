@@ -281,6 +281,7 @@ def kernels(
     checkpointing: str = "selective",
     *,
     compiled: bool = False,
+    fused_loss: bool = False,
     itemsize: int = 2,
 ) -> Kernels:
     """The kernels of forward and backward on `batch` sequences.
@@ -288,17 +289,18 @@ def kernels(
     >>> from zero_ref.simulator.models import TRANSFORMERS
     >>> llama = kernels(TRANSFORMERS["llama3-8b"], batch=1, sequence=8192)
     >>> llama.numel, len(llama.forward.products)
-    (8030261248, 5)
+    (8030261248, 4)
     >>> round(llama.flops / 1e12), round(llama.backward.flops / llama.forward.flops, 2)
     (430, 2.06)
-    >>> fused = kernels(TRANSFORMERS["llama3-8b"], batch=1, sequence=8192, compiled=True)
+    >>> fused = kernels(TRANSFORMERS["llama3-8b"], batch=1, sequence=8192, compiled=True, fused_loss=True)
     >>> round(llama.forward.touched_bytes / fused.forward.touched_bytes, 1)
-    3.1
+    3.6
 
     Args:
         checkpointing: one of `activations.CHECKPOINTING`: what backward computes again. Under "none"
             attention is written out, and every score kept; else it is flash attention.
-        compiled: neighbouring kernels are fused.
+        compiled: neighbouring kernels of blocks are fused.
+        fused_loss: those of the loss are.
         itemsize: bytes of an element.
     Raises:
         ValueError: `checkpointing` is unknown.
@@ -325,7 +327,9 @@ def kernels(
     back = back.plus(computed_again)
 
     product = Product(tokens, architecture.width, vocabulary)
-    of_head, of_loss = (scale * tokens * vocabulary * nbytes for nbytes in costs.logits)
+    of_head, of_loss = (
+        scale * tokens * vocabulary * nbytes for nbytes in (COMPILED if fused_loss else EAGER).logits
+    )
     head = Pass((product,), 0.0, of_head, itemsize)
     back = back.plus(Pass((product._replace(times=2),), 0.0, of_loss, itemsize))
     return Kernels(body.plus(head), back, sum(param.numel for param in shapes))

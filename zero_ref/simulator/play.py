@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 from zero_ref.simulator.cluster import Cluster
@@ -125,7 +126,13 @@ class Played:
         return COMPUTE if one.lane != NETWORK and not self.overlaps else one.lane
 
     def memory(
-        self, rank: int = 0, held_bytes: int | None = None, *, gradients_stay: bool = False
+        self,
+        rank: int = 0,
+        held_bytes: int | None = None,
+        *,
+        gradients_stay: bool = False,
+        loss_bytes: int = 0,
+        meanwhile: Mapping[str, int] = MappingProxyType({}),
     ) -> list[tuple[float, int]]:
         """Bytes that a rank holds, each time they change: (milliseconds, bytes from then on).
 
@@ -133,11 +140,15 @@ class Played:
             held_bytes: at the beginning; None for the rank's parameters and optimizer state.
             gradients_stay: gradients lie in DDP's buckets for good: `held_bytes` contains them, backward
                 allocates none and nothing frees them.
+            loss_bytes: what head and loss take, from the end of forward through the first part of backward.
+            meanwhile: by the label of an operation, bytes that are there while it lasts; in the first part of
+                backward the larger of the two.
         """
         if held_bytes is None:
             held_bytes = self.schedule.parameter_bytes[rank] + self.schedule.state_bytes[rank]
             held_bytes += self.schedule.gradient_bytes[rank] if gradients_stay else 0
         changes: dict[float, int] = {0.0: 0}
+        after_forward = False
         exchanged: set[int | None] = (
             set()
         )  # the parts of which an owner has its own already, to which it adds
@@ -150,8 +161,12 @@ class Played:
                 own = 0 if one.part in exchanged else own
                 exchanged.add(one.part)
             gives = 0 if gradients_stay and of_gradients else one.gives - own
-            changes[start] = changes.get(start, 0) + takes
-            changes[stop] = changes.get(stop, 0) - gives
+            on_top = meanwhile.get(one.label, 0)
+            if one.label == "backward" and after_forward:
+                on_top = max(on_top, loss_bytes)
+            after_forward = one.label == "forward" or (after_forward and one.lane == NETWORK)
+            changes[start] = changes.get(start, 0) + takes + on_top
+            changes[stop] = changes.get(stop, 0) - gives - on_top
         curve = []
         for moment in sorted(changes):
             held_bytes += changes[moment]

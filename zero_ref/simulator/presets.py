@@ -6,28 +6,66 @@
 
 from typing import Any
 
+ALLOCATOR_SHARE = 0.1
+"""What PyTorch's allocator reserves beside tensors, as a share of these. Fitted, to a hundredth, to the two runs
+of published.json whose use is "fit memory": tests/test_scenario.py."""
+
+LIBRARY_GB = 1.1
+"""What a process holds outside of the allocator: CUDA's context with its kernels, 0.4, and a communicator, 0.7.
+Source: pytorch/pytorch, issue 107667 (some 300 MB with lazy loading); NVIDIA/nccl, issue 964 (688 MB for a group
+of A100s with NVLink). Each further process group takes about another 0.7."""
+
 DEVICES: dict[str, dict[str, Any]] = {
     # reached and knee of A100 and H100 are fitted to published runs, as in tests/test_constants.py; the other
-    # cards are supposed to be like the A100. attention_reached: FlashAttention-2 (arXiv:2307.08691) reaches 50 to 73% of an A100's peak, and 335 TFLOPS on an H100; a V100's is supposed. memory_reached is
-    # supposed: with 0.8 or 0.95 and another knee the runs are met as well.
+    # cards are supposed to be like the A100. attention_reached: FlashAttention-2 (arXiv:2307.08691) reaches 50
+    # to 73% of an A100's peak, and 335 TFLOPS on an H100; a V100's is supposed. memory_reached is supposed:
+    # with 0.8 or 0.95 and another knee the runs are met as well.
     "V100 32 GB": {
-        "tflops": 125, "reached": 0.78, "memory_gb": 32, "memory_gb_per_s": 900, "knee": 287,
+        "tflops": 125, "reached": 0.78, "memory_gb_per_s": 900, "knee": 287,
         "attention_reached": 0.40, "memory_reached": 0.85,
     },
     "A100 80 GB": {
-        "tflops": 312, "reached": 0.78, "memory_gb": 80, "memory_gb_per_s": 2039, "knee": 316,
+        "tflops": 312, "reached": 0.78, "memory_gb_per_s": 2039, "knee": 316,
         "attention_reached": 0.60, "memory_reached": 0.85,
     },
     "H100 80 GB": {
-        "tflops": 989, "reached": 0.63, "memory_gb": 80, "memory_gb_per_s": 3350, "knee": 492,
+        "tflops": 989, "reached": 0.63, "memory_gb_per_s": 3350, "knee": 492,
         "attention_reached": 0.34, "memory_reached": 0.85,
     },
     "RTX 4090": {
-        "tflops": 165, "reached": 0.78, "memory_gb": 24, "memory_gb_per_s": 1008, "knee": 338,
+        "tflops": 165, "reached": 0.78, "memory_gb_per_s": 1008, "knee": 338,
         "attention_reached": 0.60, "memory_reached": 0.85,
     },
-    "one CPU core": {"tflops": 0.1, "reached": 0.5, "memory_gb": None, "memory_gb_per_s": 8},
+    # As an H100 80 GB, with HBM2e. Its products at 500 W of 700 are supposed to reach as much.
+    "H100 96 GB": {
+        "tflops": 989, "reached": 0.63, "memory_gb_per_s": 2400, "knee": 492,
+        "attention_reached": 0.34, "memory_reached": 0.85,
+    },
+    "one CPU core": {"tflops": 0.1, "reached": 0.5, "memory_gb_per_s": 8},
 }  # fmt: skip
+
+MIB = 2**20 / 1e9
+"""10^9 bytes."""
+
+MEMORY: dict[str, dict[str, float]] = {
+    # memory_gb: as the driver reports it, or torch: 81,559 and 81,920 MiB (modal-labs/modal-client, pull
+    # request 2797); of a V100 31.74 GiB (liucongg/ChatGLM-Finetuning, issue 73); of an RTX 4090 24,564 MiB; of
+    # torchtitan's H100 94.99 GiB (pytorch/torchtitan, pull request 1625).
+    # host_link_gb_per_s: PCIe 3.0, 4.0 and 5.0 x16 have 16, 32 and 64 in each direction, of which we suppose
+    # 0.8; of four cards in a workstation half of that.
+    # host_memory_gb_per_s: a device's share of the host's memory channels by their data sheets, of which we
+    # suppose 0.8. DGX-2: 2 x 6 of DDR4-2666 for 16 devices; DGX A100: 2 x 8 of DDR4-3200 for 8; DGX H100: 2 x 8
+    # of DDR5-4800 for 8; a workstation's are supposed.
+    "V100 32 GB": {"memory_gb": 31.74 * 1024 * MIB, "host_link_gb_per_s": 12.8, "host_memory_gb_per_s": 12.8},
+    "A100 80 GB": {"memory_gb": 81_920 * MIB, "host_link_gb_per_s": 25.6, "host_memory_gb_per_s": 41},
+    "H100 80 GB": {"memory_gb": 81_559 * MIB, "host_link_gb_per_s": 51.2, "host_memory_gb_per_s": 61},
+    "H100 96 GB": {"memory_gb": 94.99 * 1024 * MIB, "host_link_gb_per_s": 51.2, "host_memory_gb_per_s": 61},
+    "RTX 4090": {"memory_gb": 24_564 * MIB, "host_link_gb_per_s": 12.8, "host_memory_gb_per_s": 20},
+}
+"""The memory of GPUs, and of their host. A CPU has none of its own."""
+
+for _device in MEMORY.values():
+    _device.update(allocator_share=ALLOCATOR_SHARE, library_gb=LIBRARY_GB)
 
 LINKS: dict[str, dict[str, float]] = {
     # Line rates in one direction, of one rank, and the share of them that large messages reach. NVLink of an
@@ -55,6 +93,14 @@ CLUSTERS: dict[str, dict[str, Any]] = {
         "source": "NVIDIA H100 SXM data sheet: 989 TFLOPS dense bf16, 80 GB, 3.35 TB/s, NVLink 900 GB/s "
         "both ways together; DGX H100: 400 Gb/s InfiniBand for each GPU. Shares: tests/test_constants.py; "
         "latencies: NCCL, src/graph/tuning.cc.",
+    },
+    "h100-96-ib": {
+        "device": "H100 96 GB",
+        "ranks_per_node": 8,
+        "within": "NVLink of an H100",
+        "between": "InfiniBand, 400 Gb/s",
+        "source": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: 96 GB of HBM2e at 2.4 TB/s, "
+        "NVLink, 400 Gb/s between nodes for each GPU, 500 W; all else as h100-ib.",
     },
     "a100-ib": {
         "device": "A100 80 GB",

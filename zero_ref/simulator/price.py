@@ -31,6 +31,8 @@ class Workload:
             kernels are known (`Device.memory_reached`). None for matrix products of the parameters alone.
         moved_bytes: for each element, what forward and backward read and write beside the kernels, to bring
             parameters and gradients to the network and back; on such devices too.
+        offload_bytes: of an update on the CPU, bytes of each element that go there, and that come back; None
+            for an update on the device.
     Raises:
         ValueError: a negative number of tokens or bytes.
     """
@@ -41,6 +43,7 @@ class Workload:
     attention_share: float = 0.0
     kernels: Kernels | None = None
     moved_bytes: tuple[float, float] = (0.0, 0.0)
+    offload_bytes: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "step_bytes", "attention_share"):
@@ -54,6 +57,10 @@ class Workload:
         forward if activations were not kept. Attention's products over the sequence are added.
         """
         if operation.label == "step":
+            if self.offload_bytes is not None:
+                return device.offloaded_ms(
+                    self.step_bytes * numel, *(each * numel for each in self.offload_bytes)
+                )
             touched = device.touch_ms(self.step_bytes * numel, operation.tensors)
             return touched + (device.compute_ms(operation.flops, 0) if operation.flops else 0.0)
         if self.kernels is not None and device.memory_reached is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
@@ -16,12 +16,22 @@ from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.plan.rules import plan_partition
 from zero_ref.simulator._checks import check_name, check_world_size
-from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
+from zero_ref.simulator.activations import CHECKPOINTING, Activations, activations
 from zero_ref.simulator.cluster import Cluster
+from zero_ref.simulator.decoders import Decoder
 from zero_ref.simulator.kernels import Kernels, kernels
 from zero_ref.simulator.ledger import StateRule, nbytes_of, state_rule
-from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
-from zero_ref.simulator.models import GPT2, Architecture, Llama, ParamShape, blocks, matrices_whole, specs
+from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, with_peak
+from zero_ref.simulator.models import (
+    GPT2,
+    Architecture,
+    Llama,
+    ParamShape,
+    Transformer,
+    blocks,
+    matrices_whole,
+    specs,
+)
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
@@ -47,7 +57,7 @@ class Scenario:
     >>> from zero_ref.simulator.models import MODELS
     >>> scenario = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), world_size=64)
     >>> run = scenario.run("zero-3")
-    >>> round(run.iteration_ms), round(run.memory.total_bytes / 1e9, 1), run.fits
+    >>> round(run.iteration_ms), round(run.peak_bytes / 1e9, 1), run.fits
     (1147, 55.5, True)
 
     Args:
@@ -59,16 +69,24 @@ class Scenario:
         bucket_bytes: of DDP's gradient buckets; None for DDP's default, 25 MiB after a first of 1 MiB.
         checkpointing: one of `activations.CHECKPOINTING`. Attention scores are kept under "none" only: the
             others assume flash attention, which PyTorch chooses by itself.
-        shard_group: of zero-2, as `Recipe`.
+        shard_group: of zero-2 and zero-3, as `Recipe`.
         prefetch: as `Recipe`.
         period: of local-sgd, steps from one average to the next.
         gradient_group: of local-sgd, how many consecutive ranks average their gradients in every step, such
             as those of a node; 1 for none.
         masters: beside 16-bit parameters the optimizer keeps 32-bit copies and state; False for state in the
             parameters' dtype and no copies.
+        accumulation: forwards and backwards, of `batch` sequences each, before an update.
+        no_sync: of zero-2 and zero-3, as `Recipe`.
+        reduce_dtype: as `Recipe`, of strategies that can.
+        bucket_view: DDP's `gradient_as_bucket_view`. False, its default, keeps all gradients twice.
+        offload: as `Recipe`, of strategies that can.
+        compiled: blocks are compiled, so that they keep less for backward, and touch memory less often.
+        fused_loss: the cross-entropy is, so that it keeps logits in their own dtype only.
     Raises:
-        ValueError: the batch, the sequence or `world_size` is below 1, or a name is unknown. Methods raise as
-            `schedule`, `AveragingSchedule`, `MemorySettings` and `play`.
+        ValueError: the batch, the sequence, the accumulation or `world_size` is below 1, a name is unknown,
+            or the optimizer is offloaded and not elementwise. Methods raise as `schedule`,
+            `AveragingSchedule`, `MemorySettings` and `play`.
     """
 
     architecture: Architecture
@@ -86,9 +104,22 @@ class Scenario:
     period: int = 8
     gradient_group: int = 1
     masters: bool = True
+    accumulation: int = 1
+    no_sync: bool = False
+    reduce_dtype: str | None = None
+    bucket_view: bool = False
+    offload: bool = False
+    compiled: bool = False
+    fused_loss: bool = False
 
     def __post_init__(self) -> None:
         check_name("dtype", self.dtype, DTYPES)
+        if self.reduce_dtype is not None:
+            check_name("reduce_dtype", self.reduce_dtype, DTYPES)
+        if self.accumulation < 1:
+            raise ValueError(f"accumulation must be at least 1, got {self.accumulation}.")
+        if self.offload and state_rule(self.optimizer).of_whole is not None:
+            raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
         check_world_size(self.world_size)
         check_name("way", self.way, WAYS)
         check_name("checkpointing", self.checkpointing, CHECKPOINTING)
@@ -106,6 +137,11 @@ class Scenario:
     @property
     def tokens(self) -> int:
         """Of one rank in one iteration. An example for a model that is no transformer counts as one token."""
+        return self.accumulation * self._tokens_at_once
+
+    @property
+    def _tokens_at_once(self) -> int:
+        """Of one forward."""
         return self.batch * self.tokens_of_sequence
 
     def like(self, **changes: Any) -> Scenario:
@@ -117,6 +153,12 @@ class Scenario:
         planned = ("shapes", "params", "numel", "buckets", "_partitions")
         vars(changed).update({name: getattr(self, name) for name in planned})
         return changed
+
+    @property
+    def transformer(self) -> Transformer | None:
+        """The architecture, if it is a transformer's."""
+        model = self.architecture
+        return model if isinstance(model, (GPT2, Llama, Decoder)) else None
 
     @cached_property
     def shapes(self) -> tuple[ParamShape, ...]:
@@ -131,23 +173,26 @@ class Scenario:
     def numel(self) -> int:
         return sum(param.numel for param in self.params)
 
-    @property
-    def activation_bytes(self) -> int:
-        """Of blocks, head and loss on one rank; not counted, and so 0, for a model that is no transformer.
-
-        The formula is for 16-bit activations in the blocks; 32-bit ones count twice.
-        """
-        if not isinstance(self.architecture, (GPT2, Llama)):
-            return 0
-        in_blocks = activation_bytes(
-            self.architecture,
+    @cached_property
+    def activations(self) -> Activations:
+        """Of one rank; not counted, and so 0, for a model that is no transformer."""
+        if (model := self.transformer) is None:
+            return Activations()
+        return activations(
+            model,
             self.batch,
             self.tokens_of_sequence,
             self.checkpointing,
             flash_attention=self.checkpointing != "none",
+            itemsize=DTYPES[self.dtype],
+            compiled=self.compiled,
+            fused_loss=self.fused_loss,
         )
-        outside = head_bytes(self.architecture, self.batch, self.tokens_of_sequence)
-        return in_blocks * DTYPES[self.dtype] // 2 + outside
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of one rank, what forward leaves for backward."""
+        return self.activations.kept
 
     @property
     def attention_share(self) -> float:
@@ -162,22 +207,22 @@ class Scenario:
 
         Source: `calibrate.training_flops`.
         """
-        model = self.architecture
-        if not isinstance(model, (GPT2, Llama)):
+        if (model := self.transformer) is None:
             return 0.0
         return 2 * model.depth * model.width * self.tokens_of_sequence / self.numel
 
     @property
     def kernels(self) -> Kernels | None:
         """What forward and backward of a micro-batch compute; None for a model that is no transformer."""
-        if not isinstance(self.architecture, (GPT2, Llama)):
+        if (model := self.transformer) is None:
             return None
         return kernels(
-            self.architecture,
+            model,
             self.batch,
             self.tokens_of_sequence,
             self.checkpointing,
-            compiled=getattr(self, "compiled", False),
+            compiled=self.compiled,
+            fused_loss=self.fused_loss,
             itemsize=DTYPES[self.dtype],
         )
 
@@ -185,7 +230,7 @@ class Scenario:
     def workload(self) -> Workload:
         """A step reads value, gradient and state, and writes value and state."""
         return Workload(
-            self.tokens,
+            self._tokens_at_once,
             recompute=self.checkpointing == "full",
             step_bytes=self._state_itemsize * (3 + 2 * state_rule(self.optimizer).tensors),
             attention_share=self.attention_share,
@@ -199,16 +244,18 @@ class Scenario:
         converted first. Gradients are copied into buckets, or flat tensors, before. Stage 3 gathers
         parameters in forward and again in backward.
         """
+        itemsize, usual, workload = DTYPES[self.dtype], recipe(strategy), self.workload
+        if self.recipe(strategy).offload:  # a gradient goes to the CPU and a parameter comes back
+            workload = replace(workload, offload_bytes=(itemsize, itemsize))
         if self.world_size == 1:
-            return self.workload
-        itemsize, usual = DTYPES[self.dtype], recipe(strategy)
-        reduced = DTYPES[getattr(self, "reduce_dtype", None) or self.dtype]
+            return workload
+        reduced = DTYPES[self.reduce_dtype or self.dtype]
         gathered = 2 * itemsize if usual.stage == 3 else 0
         copied = 2 * itemsize + (itemsize + reduced if reduced != itemsize else 0)
         sent = (
             2 * reduced * (2 if usual.stage < 2 else 1)
         )  # an all-reduce sends, and receives, everything twice
-        return replace(self.workload, moved_bytes=(gathered, gathered + copied + sent))
+        return replace(workload, moved_bytes=(gathered, gathered + copied + sent))
 
     @cached_property
     def _partitions(self) -> dict[str, Partition]:
@@ -258,7 +305,7 @@ class Scenario:
             ddp_buckets=self.buckets,
             side_stream=self.cluster.backend == "nccl",
             blocks=blocks(self.params),
-            activation_bytes=self.activation_bytes,
+            activation_bytes=self.activations.blocks,
         )
 
     def recipe(self, strategy: str, **changes: Any) -> Recipe:
@@ -268,16 +315,21 @@ class Scenario:
             usual,
             optimizer=self.state,
             way=self.way if self.way in usual.ways else "plain",
-            shard_group=self.shard_group if usual.without_ddp else None,
+            shard_group=self.shard_group if usual.in_groups else None,
             prefetch=self.prefetch,
+            accumulation=self.accumulation,
+            no_sync=self.no_sync and usual.in_groups,
+            reduce_dtype=self.reduce_dtype if usual.reduces_in_any_dtype else None,
+            offload=self.offload and usual.shards_by_parameter,
             averaging=usual.averaging and self.averaging,
             averaged_itemsize=self._state_itemsize,  # the 32-bit copies of 16-bit parameters
             **changes,
         )
 
     def settings(self, strategy: str) -> MemorySettings:
-        """How the strategy keeps the model; gradients are views of DDP's buckets."""
-        usual = recipe(strategy)
+        """How the strategy keeps the model."""
+        usual, how = recipe(strategy), self.recipe(strategy)
+        found = self.activations
         partition = self.partition(strategy)
         buckets: Iterable[Iterable[int]] = self.buckets
         if usual.without_ddp and partition is not None:
@@ -287,23 +339,47 @@ class Scenario:
             usual.stage,
             convention="mixed-16" if self._mixed else None,
             optimizer=self.optimizer,
-            gradient_as_bucket_view=True,
+            gradient_as_bucket_view=self.bucket_view,
             bucket_bytes=max(bucket_bytes, default=0) * (2 if usual.without_ddp else 1),
             gathered_units=1 + self.prefetch,
             flat=usual.flat,
-            activation_bytes=self.activation_bytes,
+            activation_bytes=found.kept,
+            head_bytes=found.head,
+            loss_bytes=found.loss,
+            block_bytes=found.again + found.gradients,
+            accumulates=how.accumulation > 1,
+            no_sync=how.no_sync,
+            reduced_itemsize=None if how.reduce_dtype is None else DTYPES[how.reduce_dtype],
+            masters_apart=self._mixed and usual.stage < 3,
+            offload=how.offload,
         )
 
     def memory(self, strategy: str, schedule: Schedule) -> tuple[Memory, ...]:
         """What lies on each rank under a strategy, given its schedule."""
-        settings = self.settings(strategy)
+        settings, device = self.settings(strategy), self.cluster.device
+
+        @cache  # most ranks hold as much as others
+        def with_its_peak(held: Memory) -> Memory:
+            return with_peak(
+                held,
+                self.params,
+                settings,
+                allocator_share=device.allocator_share,
+                library_bytes=device.library_gb * 1e9,
+            )
+
+        return tuple(map(with_its_peak, self._held(strategy, schedule, settings)))
+
+    def _held(self, strategy: str, schedule: Schedule, settings: MemorySettings) -> Iterable[Memory]:
+        """Each rank's items."""
         partition = self.partition(strategy)
         if partition is not None:
             parameter_bytes = sum(nbytes_of(param) for param in self.params)
             padding_bytes = schedule.parameter_bytes[0] - parameter_bytes
             of_group = memory_of_ranks(partition, self.params, settings, padding_bytes=padding_bytes)
             return of_group * (self.world_size // partition.world_size)
-        average = average_memory(self.params, self.world_size, settings)
+        group = self.recipe(strategy).group_of(self.world_size)
+        average = average_memory(self.params, group, settings)
         if strategy == LOCAL_SGD and self.world_size > 1:
             # The averager copies all that is averaged into one tensor, and sends that.
             average = replace(average, communication_bytes=self._state_itemsize * self.numel)
@@ -325,7 +401,7 @@ class Scenario:
             )
             for parameter_bytes, gradient_bytes, numel in set(held)
         }
-        return tuple(memory_of[one] for one in held)
+        return [memory_of[one] for one in held]
 
     def run(
         self,
@@ -364,31 +440,43 @@ class SimulatedRun:
 
     @cached_property
     def fullest(self) -> int:
-        """The rank that holds most; the lowest if several do."""
-        totals = [memory.total_bytes for memory in self.memories]
-        return totals.index(max(totals))
+        """The rank that holds most at one time; the lowest if several do."""
+        peaks = [memory.peak_bytes for memory in self.memories]
+        return peaks.index(max(peaks))
 
     @property
     def memory(self) -> Memory:
         return self.memories[self.fullest]
 
+    @property
+    def peak_bytes(self) -> float:
+        """The most that the fullest rank's device holds at one time: tensors, allocator and libraries."""
+        return self.memory.peak_bytes
+
     def memory_curve(self, rank: int) -> list[tuple[float, int]]:
-        """What a rank holds over time, as `Played.memory`. DDP's buckets stay."""
-        held = self.memories[rank]
-        stay = recipe(self.strategy).stage < 2
-        comes_and_goes = held.communication_bytes + held.activation_bytes
-        if not stay:
-            comes_and_goes += held.gradient_bytes
-        return self.played.memory(rank, round(held.total_bytes - comes_and_goes), gradients_stay=stay)
+        """Bytes in a rank's tensors over time, as `Played.memory`."""
+        held, settings = self.memories[rank], self.scenario.settings(self.strategy)
+        stay = settings.gradients_stay
+        sending = held.phase_bytes["sending"] - held.state_bytes - held.gradient_bytes
+        step = held.phase_bytes["step"] - held.state_bytes - held.gradient_bytes
+        return self.played.memory(
+            rank,
+            round(held.state_bytes + (held.gradient_bytes if stay else 0)),
+            gradients_stay=stay,
+            loss_bytes=settings.head_bytes + settings.loss_bytes,
+            meanwhile={
+                "backward": settings.block_bytes,
+                "step": round(step),
+                "broadcast": round(sending),
+                "average": round(sending),
+            },
+        )
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device's memory is enough for the fullest rank; None where it is not known.
-
-        Libraries and the allocator need some of it too: a run that just fits will not.
-        """
+        """Whether the device's memory is enough for the fullest rank; None where it is not known."""
         device = self.scenario.cluster.device
-        return None if device.memory_gb is None else self.memory.total_bytes <= device.memory_gb * 1e9
+        return None if device.memory_gb is None else self.peak_bytes <= device.memory_gb * 1e9
 
     @property
     def shortfall(self) -> Shortfall | None:

@@ -262,7 +262,9 @@ def what_if(
     >>> {label: round(ms, 1) for label, ms in found.critical_ms.items()}
     {'forward': 5.3, 'backward': 10.3, 'reduce': 0.5, 'step': 0.1, 'broadcast': 3.2}
     >>> {name: round(ms, 1) for name, ms in found.improved_ms.items()}        # doctest: +NORMALIZE_WHITESPACE
-    {'latency': 18.7, 'bandwidth within nodes': 19.2, 'bandwidth between nodes': 19.3, 'compute': 12.9, 'memory bandwidth': 19.3, 'share of links': 19.1, 'share of products': 13.7, 'share of attention': 19.3, 'share of memory': 19.3, 'sums in the switch': 19.3}
+    {'latency': 18.7, 'bandwidth within nodes': 19.2, 'bandwidth between nodes': 19.3, 'compute': 12.9,
+     'memory bandwidth': 19.3, 'share of links': 19.1, 'share of products': 13.7, 'share of attention': 19.3,
+     'share of memory': 19.3, 'sums in the switch': 19.3}
 
     Computing is eight tenths of the time, so nothing but a faster device would help much. The workload has
     matrix products only: that attention and memory change nothing says nothing about a model.
