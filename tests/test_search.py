@@ -10,9 +10,21 @@ from hypothesis import given, settings, strategies as st
 from zero_ref.simulator import spread
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS
-from zero_ref.simulator.models import MODELS
+from zero_ref.simulator.models import MODELS, blocks
+from zero_ref.simulator.play import play
+from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
-from zero_ref.simulator.search import ACCUMULATES, NEAR, SEARCHED, Found, groups, micro_batches, search
+from zero_ref.simulator.schedule import schedule
+from zero_ref.simulator.search import (
+    ACCUMULATES,
+    NEAR,
+    SEARCHED,
+    STEADY,
+    Found,
+    groups,
+    micro_batches,
+    search,
+)
 from zero_ref.simulator.spread import Spread
 
 SMALL = Scenario(MODELS["gpt2"], CLUSTERS["rtx4090-10gbe"], world_size=8, sequence=512)
@@ -176,5 +188,31 @@ def test_all_is_found_that_runs_one_by_one_would_find(narrow: None) -> None:
     assert {key_of(one.scenario, one.strategy) for one in exact} == set(fitting)
     assert len(fitting) < len(held), "some are too large"
     for one in exact:
-        assert (one.memory.total_bytes, one.update_ms) == fitting[key_of(one.scenario, one.strategy)]
+        total_bytes, ms = fitting[key_of(one.scenario, one.strategy)]
+        assert one.memory.total_bytes == total_bytes
+        assert one.update_ms == pytest.approx(ms, rel=1e-9)  # batches are not played one by one
     assert found.tried >= len(held)
+
+
+@pytest.mark.parametrize("cluster", ["h100-ib", "a100-ethernet", "rtx4090-10gbe", "loopback"])
+@pytest.mark.parametrize("strategy", SEARCHED)
+def test_each_further_batch_takes_as_long_as_the_one_before(strategy: str, cluster: str) -> None:
+    """What lets a long accumulation be timed by its first STEADY batches."""
+    scenario = Scenario(MODELS["gpt2"], CLUSTERS[cluster], 16, sequence=128)
+
+    def update_ms(accumulation: int, group: int | None) -> float:
+        how = scenario.recipe(strategy, partition=recipe(strategy).partition)
+        planned = schedule(
+            replace(how, accumulation=accumulation, shard_group=group),
+            scenario.params,
+            16,
+            ddp_buckets=scenario.buckets,
+            side_stream=scenario.cluster.backend == "nccl",
+            blocks=blocks(scenario.params),
+        )
+        return play(planned, scenario.cluster, scenario.workload_of(strategy)).iteration_ms
+
+    for group in (None, 4) if recipe(strategy).in_groups else (None,):
+        fewer, steady, more = (update_ms(count, group) for count in (STEADY - 1, STEADY, STEADY + 7))
+        assert steady + 7 * (steady - fewer) == pytest.approx(more, rel=1e-9)
+        assert steady > fewer

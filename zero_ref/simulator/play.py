@@ -70,11 +70,16 @@ class Played:
 
     schedule: Schedule
     prices: Sequence[Price]
-    overlaps: bool
+    cluster: Cluster = field(repr=False)
     paces: Paces
     begin_ms: Sequence[float] = field(repr=False)
     end_ms: Sequence[float] = field(repr=False)
     last_rank: Sequence[int | None] = field(repr=False)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a rank computes while the network is busy."""
+        return self.cluster.overlaps
 
     @cached_property
     def makespan_ms(self) -> float:
@@ -88,7 +93,8 @@ class Played:
 
     def on(self, cluster: Cluster, workload: Workload) -> Played:
         """The same schedule and the same paces, on another cluster or with another workload."""
-        return _play(self.schedule, cluster, workload, self.paces)
+        known = self.prices if cluster is self.cluster else ()
+        return _play(self.schedule, cluster, workload, self.paces, known)
 
     def timeline(self, rank: int = 0) -> Timeline:
         """The events of one rank.
@@ -288,9 +294,11 @@ def _deciding(kind_of_rank: Sequence[int], pace: Sequence[float]) -> list[int]:
     return deciding
 
 
-def _play(schedule: Schedule, cluster: Cluster, workload: Workload, paces: Paces) -> Played:
+def _play(
+    schedule: Schedule, cluster: Cluster, workload: Workload, paces: Paces, known: Sequence[Price] = ()
+) -> Played:
     """The ranks that decide go through the operations in order."""
-    prices = price(schedule, cluster, workload)
+    prices = price(schedule, cluster, workload, known)
     ranks = [(rank, paces.of_rank[rank]) for rank in paces.deciding]
     free_ms: dict[str, list[float]] = {}  # of each computing lane, on each of these ranks
     network_ms = 0.0
@@ -320,4 +328,4 @@ def _play(schedule: Schedule, cluster: Cluster, workload: Workload, paces: Paces
         begin_ms.append(started[which])
         end_ms.append(ended[which])
         last_rank.append(ranks[which][0])
-    return Played(schedule, prices, cluster.overlaps, paces, begin_ms, end_ms, last_rank)
+    return Played(schedule, prices, cluster, paces, begin_ms, end_ms, last_rank)

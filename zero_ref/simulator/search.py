@@ -15,7 +15,7 @@ from typing import Any
 from zero_ref.simulator import spread
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.memory import Memory
-from zero_ref.simulator.play import play
+from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import Schedule
@@ -224,6 +224,7 @@ class _Planned:
     scenario: Scenario
     strategy: str
     schedules: dict[int, Schedule] = field(default_factory=dict)
+    played: dict[int, Played] = field(default_factory=dict)
 
     def candidates(self, sequences: int) -> tuple[list[Candidate], int]:
         """Those for so many sequences a rank, and how many were not looked at."""
@@ -261,7 +262,10 @@ class _Planned:
             fewer, more = (self.update_ms(scenario.like(**_times(count))) for count in (STEADY - 1, STEADY))
             return more + (accumulation - STEADY) * (more - fewer)
         workload = scenario.workload_of(self.strategy)
-        return play(self.schedule(scenario), scenario.cluster, workload).iteration_ms
+        if accumulation in self.played:  # the calls keep their prices
+            return self.played[accumulation].on(scenario.cluster, workload).iteration_ms
+        self.played[accumulation] = play(self.schedule(scenario), scenario.cluster, workload)
+        return self.played[accumulation].iteration_ms
 
     def schedule(self, scenario: Scenario) -> Schedule:
         """The schedule of as many batches, STEADY at most: more of them hold no more at a time."""
