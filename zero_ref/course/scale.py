@@ -59,14 +59,19 @@ def as_first_priced(run: Run) -> SimulatedRun:
     Raises:
         ValueError: its GPU is not in SHARES.
     """
-    scenario = scenario_of(run)
-    name = scenario.cluster.device.name
+    usual = scenario_of(run)
+    name = usual.cluster.device.name
     share = next((share for known, share in SHARES.items() if known in name), None)
     if share is None:
         raise ValueError(f"{run.id} ran on {name}; the first version is known for {', '.join(SHARES)}.")
-    checkpointing = "full" if run.checkpointing == "full" else "selective"  # it knew no other way
-    machines = with_one_share(scenario.cluster, share)
-    return replace(scenario, cluster=machines, checkpointing=checkpointing).run(run.strategy)
+    return Scenario(
+        usual.architecture,
+        with_one_share(usual.cluster, share),
+        run.ranks,
+        batch=run.batch,
+        sequence=run.sequence,
+        checkpointing="full" if run.checkpointing == "full" else "selective",  # it knew no other way
+    ).run(run.strategy)
 
 
 # ---------------------------------------------------------------------------------------- 14.1 the link
@@ -285,7 +290,7 @@ def bill_of(job: Job, design: Design) -> Bill:
         prefetch=design.prefetch,
     ).run(design.strategy)
     step_s = run.iteration_ms / 1e3
-    return Bill(run.memory.total_bytes / 1e9, run.fits, step_s, design.ranks * step_s / 3600)
+    return Bill(run.peak_bytes / 1e9, run.fits, step_s, design.ranks * step_s / 3600)
 
 
 def _check_design(job: Job, design: Design) -> None:
