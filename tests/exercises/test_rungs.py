@@ -65,6 +65,18 @@ def test_every_rung_has_two_mistakes_that_hear_different_things() -> None:
         assert len(messages) >= 2, rung
 
 
+def test_each_rung_has_its_place_in_the_book() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "book" / "my_zero.md").read_text(encoding="utf-8")
+    for name, rung in RUNGS.items():
+        assert f"\n| {name.replace('_', ' ')} | {{doc}}`chapter {rung.chapter} <" in page
+        (chapter,) = (root / "notebooks").glob(f"{rung.chapter:02}_*.ipynb")
+        ids = [cell["id"] for cell in json.loads(chapter.read_text(encoding="utf-8"))["cells"]]
+        id = name.replace("_", "-")
+        # Where a chapter has no cell for it, the page itself says what to do.
+        assert f"my-zero-{id}-check" in ids or f"({id})=\n### " in page, name
+
+
 def test_each_rung_is_a_small_addition() -> None:
     lines = [source_of(stage).splitlines() for stage in RUNGS]
     assert len(lines[1]) <= 35

@@ -23,8 +23,8 @@ def owners(path: str) -> str:
         of_ranks = gathered(Answer(rule)(sizes, world_size))
         with alike():
             assert all(each == of_ranks[0] for each in of_ranks), (
-                f"assign_owners({sizes}, {world_size}) is not the same on all ranks: {of_ranks}. They do not talk "
-                "about it, so each must find the same owners from the sizes alone."
+                f"assign_owners({sizes}, {world_size}) is not the same on all ranks: {of_ranks}. They do not "
+                "talk about it, so each must find the same owners from the sizes alone."
             )
         return grade("partition.largest_first", rule)
     except StillTheStub:
