@@ -6,18 +6,20 @@ import csv
 import io
 import json
 import os
+import re
+import shlex
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 import pytest
 from class_of_students import CHAPTER, KINDS, write_class
 
 from zero_ref import cli
-from zero_ref.course.grading import Assigned, Verdict, answer_in, assigned_in
+from zero_ref.course.grading import Assigned, Status, Verdict, answer_in, assigned_in
 from zero_ref.course.marks import Scale, as_csv, as_gradescope, as_junit, read_points
 from zero_ref.course.submissions import Graded, Submission, grade_submissions, submissions_in
 
@@ -292,3 +294,49 @@ def test_the_command_says_what_keeps_answers_apart(capsys: pytest.CaptureFixture
     assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == [
         "limits", "files", "network and processes",
     ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------- the page, and the container
+
+ROOT = CHAPTER.parents[1]
+PAGE = (ROOT / "book" / "grading.md").read_text()
+
+
+def words_of(command: str) -> list[str]:
+    return shlex.split(command.replace("\\\n", " ").replace("$PWD", "/here"), comments=True)
+
+
+def commands_in(text: str) -> list[list[str]]:
+    blocks = re.findall(r"```bash\n(.+?)```", text, re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [words_of(line) for line in lines]
+
+
+def test_every_command_of_the_page_is_one() -> None:
+    parser, _ = cli.make_parser()
+    commands = [words for words in commands_in(PAGE) if words[0] == "zero-ref"]
+    assert len(commands) == 4
+    for words in commands:
+        parser.parse_args([*words[1:]])
+    assert len(commands_in(PAGE.partition("## If you use")[0])) <= 10, "from a clone to marks"
+
+
+def test_the_page_has_every_status() -> None:
+    assert all(f"| `{status}` |" in PAGE for status in get_args(Status))
+
+
+def test_the_dockerfile_copies_what_is_there_and_starts_a_command_that_is_one() -> None:
+    lines = (ROOT / "grade.Dockerfile").read_text().splitlines()
+    instructions = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    assert {name for name, _ in instructions} == {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENTRYPOINT"}
+    copied = [path for name, rest in instructions if name == "COPY" for path in rest.split()[:-1]]
+    assert [path for path in copied if not (ROOT / path).exists()] == []
+    [program, *words] = json.loads(instructions[-1][1])
+    assert program.endswith("/.venv/bin/zero-ref")
+    [run] = [command for command in commands_in(PAGE) if command[:2] == ["docker", "run"]]
+    own = run[run.index("zero-ref-grade") + 1 :]
+    arguments = cli.make_parser()[0].parse_args([*words, *own])
+    assert arguments.submissions == "/in"
+    assert {*run} >= {"none", "--read-only", "--memory", "--pids-limit", "ALL", "no-new-privileges"}
+    # make install needs these, and a container that has no others is not built in vain
+    assert {"Makefile", "pyproject.toml", "requirements", "zero_ref", "notebooks", "README.md"} <= {*copied}
