@@ -432,8 +432,11 @@ def test_a_list_that_the_answer_changes_is_changed_here(nursery: Nursery) -> Non
     assert table[1] is numbers
 
 
-def test_without_these_protections_a_container_has_to_add_them(nursery: Nursery) -> None:
-    """What course.md says that only a container limits: the disk as a whole, and processors."""
+# ------------------------------------------------------------------------- what a container has to add
+
+
+def test_the_disk_as_a_whole_is_the_containers(nursery: Nursery) -> None:
+    """One file has a limit, and their number has none."""
     fills = """
 import os
 def adversary():
@@ -441,4 +444,32 @@ def adversary():
         open(f"file-{number}", "wb").write(bytes(2**20))
     return [len(os.listdir("."))] * 11
 """
-    assert "[40, 40, 40" in message(nursery, "partition.adversary", fills)
+    assert "returned [40, 40, 40" in message(nursery, "partition.adversary", fills)
+
+
+@pytest.mark.parametrize("missing", ["files", "network and processes"])
+@whole
+def test_what_a_machine_does_not_have_is_the_containers(tmp_path: Path, missing: str) -> None:
+    """With the protection it is refused, and without it, as on another system, it is not."""
+    (tmp_path / "other").write_text("another student's answer")
+    script = f"""
+import os, pathlib, socket, sys
+from zero_ref.course import _confine
+if sys.argv[1] == "without":
+    has = _confine.protections()
+    _confine.protections = lambda: has | {{{missing!r}: False}}
+    _confine.resource.RLIMIT_NPROC = _confine.resource.RLIMIT_CORE
+scratch = pathlib.Path({str(tmp_path)!r}, "scratch")
+scratch.mkdir(exist_ok=True)
+_confine.confine(scratch, _confine.Limits())
+try:
+    open({str(tmp_path / "other")!r}).close() if {missing!r} == "files" else socket.socket().close()
+except OSError as error:
+    sys.exit(f"refused: {{error}}")
+"""
+    for how, refused in (("with", True), ("without", False)):
+        done = subprocess.run(
+            [sys.executable, "-c", script, how], capture_output=True, text=True, timeout=600, check=False
+        )
+        assert ("refused: " in done.stderr) is refused, done.stderr
+        assert done.returncode == refused, done.stderr

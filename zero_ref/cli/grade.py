@@ -17,10 +17,10 @@ def register_grade(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "grade",
         help="grade the notebooks of a class",
-        description="Grade every exercise of everybody in a folder. Each answer runs in a process of its own, "
-        "and cannot see the grader, the hidden cases or another answer; --protections says what keeps it there "
-        "on this machine. Ends with code 1 if something could not be graded: a notebook that cannot be read, or "
-        "a student who has handed in nothing. Marks do not change the code.",
+        description="Grade every exercise of everybody in a folder. Each answer runs in a process of its own "
+        "and cannot see the grader, the hidden cases or another answer; --protections says what keeps it "
+        "there on this machine. Ends with code 1 if something could not be graded: a notebook that cannot "
+        "be read, or a student who has handed in nothing. Marks do not change the code.",
     )
     parser.add_argument(
         "submissions", metavar="SUBMISSIONS", nargs="?", help="has a folder or a file for each student"

@@ -12,7 +12,8 @@ A grader is a function that takes the reader's function, calls it, asserts, and 
 What it is given is an `Answer`, so it need not care for answers that raise, hang or return nothing. It may
 send it to real ranks: `ranks.run(answer, 2, ...)`, or inside any function that runs there.
 
-`notebook.check_notebook` grades a whole notebook file.
+`notebook.check_notebook` grades a whole notebook file, `submissions.grade_submissions` those of a class.
+There each answer has a process of its own (`isolated`), which the grader need not trust.
 """
 
 from __future__ import annotations

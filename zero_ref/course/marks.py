@@ -69,7 +69,7 @@ def total(graded: Graded, scale: Scale) -> float:
 
 
 def as_csv(graded: Sequence[Graded], scale: Scale) -> str:
-    """A row for each student: points and status of each exercise, the sum, what is late and what is broken."""
+    """A row for each student: the sum, what is late or broken, points and status of each exercise."""
     exercises = list(graded[0].verdicts) if graded else []
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
