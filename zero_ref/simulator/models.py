@@ -34,6 +34,9 @@ class Architecture(Protocol):
 class Transformer(Architecture, Protocol):
     """An architecture with what its activations and operations are counted from, beside its shapes."""
 
+    def __hash__(self) -> int:
+        """A frozen dataclass has one; what is counted from it is kept by it."""
+
     @property
     def width(self) -> int:
         """Elements of a token's hidden state."""
