@@ -27,7 +27,6 @@ from zero_ref.simulator.models import (
     Architecture,
     Llama,
     ParamShape,
-    Transformer,
     blocks,
     matrices_whole,
     specs,
@@ -145,7 +144,7 @@ class Scenario:
         return self.batch * self.tokens_of_sequence
 
     @property
-    def transformer(self) -> Transformer | None:
+    def transformer(self) -> GPT2 | Llama | Decoder | None:
         """The architecture, if it is a transformer's."""
         model = self.architecture
         return model if isinstance(model, (GPT2, Llama, Decoder)) else None
