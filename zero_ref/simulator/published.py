@@ -23,8 +23,8 @@ USES = ("fit time", "fit memory", "test")
 the second; the rest only tests."""
 
 MEMORIES = ("allocated", "reserved", "unpooled")
-"""What is in tensors; what PyTorch's allocator has taken for them; and what the driver says is taken by a program
-that has no such allocator: tensors and libraries."""
+"""What is in tensors; what PyTorch's allocator has taken for them; and what the driver says is taken by a
+program that has no such allocator: tensors and libraries."""
 
 FAMILIES: dict[str, type[GPT2] | type[Llama]] = {"GPT2": GPT2, "Llama": Llama}
 
