@@ -179,9 +179,9 @@ def test_memory_marks_its_stage_and_what_does_not_fit() -> None:
         (marked,) = [words for words in written(answer) if words.startswith("▸")]
         assert marked.startswith(f"▸ stage {stage}: ")
         assert ("which is too much" in answer.words) == (stage == 0)
-    assert "the device's 80 GB" in written(answer)
+    assert "the device's 85.5 GB" in written(answer)
     far = EXPLORERS["memory"].answer(model="gpt2", ranks=4, stage=3, sequence=128)
-    assert "the device's 80 GB: far to the right" in written(far)
+    assert "the device's 85.5 GB: far to the right" in written(far)
 
 
 def test_bars_are_as_long_as_their_bytes() -> None:
