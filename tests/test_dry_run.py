@@ -82,7 +82,7 @@ def test_a_dry_run_prints_the_prediction_and_its_limits(capsys: pytest.CaptureFi
         "zero-2",
         "sent a rank",
         "calls",
-        "together",
+        "peak",
         "a laptop's order of magnitude",
         "not measure",
     ):

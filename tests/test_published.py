@@ -67,6 +67,15 @@ def test_one_source_is_for_fitting_times_and_one_for_fitting_memory() -> None:
     assert Counter(run.use for run in RUNS)["test"] > 0.8 * len(RUNS)
 
 
+def test_a_run_is_not_the_default_where_its_source_says_so() -> None:
+    kempner = {run.id: run for run in RUNS if run.source == "kempner"}
+    assert not any(run.masters for run in kempner.values())
+    assert [run.no_sync for run in kempner.values()] == [False, True, True, True]
+    assert all(run.fused_loss for run in RUNS if run.source == "llm-foundry")
+    assert {run.dtype for run in RUNS if run.source == "narayanan"} == {"float16"}
+    assert {run.memory_of for run in RUNS if run.source == "llm.c-309"} == {"unpooled"}
+
+
 def test_a_time_is_a_rate_in_each_of_its_units() -> None:
     data = published()
 

@@ -12,22 +12,24 @@ from zero_ref.simulator.validation import FIGURES, validate
 
 
 def test_a_source_counts_once_however_many_runs_it_has() -> None:
-    ratios = {"many": [1.0] * 96, "few": [2.0, 3.0]}
-    assert spread_of(ratios, share=0.9) == Spread(1.0, 3.0)
-    assert spread_of(ratios, share=0.4) == Spread(1.0, 2.0)
-    assert spread_of({"one": [1.0] * 96 + [2.0, 3.0]}, share=0.9) == Spread(1.0, 1.0)
+    many = {"many": [1.0] * 96, **{name: [2.0, 3.0] for name in "abc"}}
+    # Of 4 sources, 5/4 of a share of 0.4 is a half: one source's weight is outside at each end.
+    assert spread_of(many, share=0.4) == Spread(2.0, 3.0)
+    assert spread_of({"one": [1.0] * 96 + [2.0, 3.0]}, share=0.4) == Spread(1.0, 1.0)
 
 
-def test_a_twentieth_of_the_weight_is_left_out_at_each_end() -> None:
-    ratios = [0.01 * number for number in range(1, 41)]  # 40 ratios: two at each end are a twentieth
-    assert spread_of({"one": ratios}) == Spread(ratios[2], ratios[-3])
+def test_few_sources_make_a_wide_interval() -> None:
+    ratios = {str(number): [1.0 + number / 10] for number in range(9)}
+    assert spread_of(ratios, share=0.8) == Spread(1.0, 1.8)  # 10/9 of 0.8: half a source outside at each end
+    assert spread_of(ratios, share=0.6) == Spread(1.1, 1.7)
+    assert spread_of({"only": [0.5, 1.0, 1.5]}, share=0.8) == Spread(0.5, 1.5)
 
 
 @given(st.dictionaries(st.text("ab", max_size=2), st.lists(st.floats(0.1, 10), min_size=1), min_size=1))
 def test_an_interval_holds_its_share(ratios: dict[str, list[float]]) -> None:
     spread = spread_of(ratios)
     held = [sum(spread.low <= one <= spread.high for one in some) / len(some) for some in ratios.values()]
-    assert sum(held) / len(held) >= 0.9 - 1e-9
+    assert sum(held) / len(held) >= 0.8 - 1e-9
 
 
 def test_an_interval_is_asked_of_what_there_is() -> None:

@@ -15,6 +15,7 @@ from zero_ref import cli
 from zero_ref.cli.validate import as_json, print_validation
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.published import Run, published
+from zero_ref.simulator.spread import SHARE
 from zero_ref.simulator.validation import (
     FIGURES,
     GIB,
@@ -23,6 +24,7 @@ from zero_ref.simulator.validation import (
     Validation,
     compare,
     largest,
+    predict,
     scenario_of,
     validate,
     verdicts,
@@ -96,7 +98,9 @@ def test_a_run_is_compared_in_all_that_was_published_of_it() -> None:
     assert (by_figure["time"].published, by_figure["memory"].published) == (5762, 82.4)
     simulated = scenario_of(published().run("titan-8b-8")).run("zero-3")
     assert by_figure["time"].predicted == pytest.approx(2 * 8192 / simulated.iteration_ms * 1e3)
-    assert by_figure["memory"].predicted == simulated.memory.total_bytes / GIB
+    assert by_figure["memory"].predicted == simulated.memory.reserved_bytes / GIB
+    unpooled = scenario_of(published().run("llmc-309-124m-z0")).run("ddp").memory
+    assert predict("llmc-309-124m-z0").gib == (unpooled.allocated_bytes + unpooled.library_bytes) / GIB
     assert [one.figure for one in compare(published().run("trainy-8b-32"))] == ["memory"]
 
 
@@ -196,12 +200,41 @@ def test_every_miss_is_explained_on_the_page() -> None:
     assert missed == named
 
 
-def test_validation_page_says_which_tokens_and_misses_it_means() -> None:
+def test_validation_page_says_which_figures_are_fitted_and_which_are_misses() -> None:
     fitted = [run for run in published().runs if run.use == "fit time"]
     assert {run.sequence for run in fitted} == {2048}
     assert WORST == {"time": 30 / 100, "memory": 15 / 100}
+    assert SHARE == 4 / 5
     run = published().run("titan-8b-8")
     assert Compared(run, "time", 110.0, 100.0).error == pytest.approx(10 / 100)
+
+
+def test_validation_page_says_how_deepspeed_waited() -> None:
+    data = published()
+    runs = [data.run(f"gpt-175b-{ranks}") for ranks in (384, 768, 1536)]
+    assert [run.batch for run in runs] == [4, 2, 1]
+    seconds = [run.tokens / (run.tokens_per_s_gpu(data.models[run.model]) or 0) for run in runs]
+    assert [round(one) for one in seconds] == [82, 67, 67]
+    moved_gb = 3 * 2 * 174.6  # gathered twice and reduced once, 2 bytes each
+    assert round(moved_gb, -1) == 1050
+    assert round(moved_gb / seconds[-1]) == 16
+    a100 = data.clusters["a100-80"].cluster("a100-80")
+    assert a100.between.gb_per_s * a100.ranks_per_node == 200
+    slower = data.clusters[data.run("fms-70b-a100").cluster].cluster("a100-400g")
+    assert slower.between.gb_per_s < a100.between.gb_per_s
+    assert abs(compare(data.run("fms-70b-a100"))[0].error) < WORST["time"]
+
+
+def test_validation_page_says_what_the_others_have() -> None:
+    data = published()
+    assert data.models["gpt2"].vocabulary == 50257
+    assert data.models["gpt2-50304"].vocabulary == 50304
+    assert {run.sequence for run in data.runs if run.id.startswith("yafsdp-7b")} == {2048, 8192}
+    assert abs(compare(data.run("yafsdp-7b-64-8192"))[0].error) < WORST["time"]
+    assert data.run("kempner-8b-4").ranks == 4
+    assert data.sources["kempner"].title.endswith("2026")
+    assert "2021" in data.sources["narayanan"].title
+    assert abs(compare(data.run("llmc-309-1558m-z1"))[0].error) < WORST["memory"]
 
 
 # ------------------------------------------------------------------------------------------- the command line

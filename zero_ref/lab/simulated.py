@@ -44,6 +44,19 @@ WHAT_COMPUTES = {
 }
 """The parts of `SimulatedRun.computing_ms`, as they are printed."""
 
+NOT_MODELLED = ("tensor", "pipeline", "context", "expert")
+"""The kinds of parallelism that could make a model fit, and of which nothing is known here."""
+
+PHASES_IN_WORDS = {
+    "forward": "after forward",
+    "loss": "at the loss",
+    "backward": "in backward",
+    "reduction": "after backward",
+    "step": "in the step",
+    "sending": "while sending",
+}
+"""The phases of `memory.PHASES`, as the table has them."""
+
 LABELS = ("forward", "gather", "backward", "reduce", "step", "broadcast", "agree", "average")
 """The labels of operations, in the order in which they are printed."""
 
@@ -93,7 +106,16 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
         "checkpointing": scenario.checkpointing,
         "period": scenario.period,
         "gradient_group": scenario.gradient_group,
+        "accumulation": scenario.accumulation,
+        "no_sync": scenario.no_sync,
+        "masters": scenario.masters,
+        "reduce_dtype": scenario.reduce_dtype,
+        "bucket_view": scenario.bucket_view,
+        "offload": scenario.offload,
+        "compiled": scenario.compiled,
+        "fused_loss": scenario.fused_loss,
         "attention_share": scenario.attention_share,
+        "not_modelled": list(NOT_MODELLED),
         "strategies": {run.strategy: _run_as_json(run) for run in runs},
     }
 
@@ -108,6 +130,14 @@ def _run_as_json(run: SimulatedRun) -> dict[str, Any]:
         "memory_bytes": run.memory.items,
         "memory_total_bytes": run.memory.total_bytes,
         "memory_total_bytes_of_rank": [memory.total_bytes for memory in run.memories],
+        "memory_phase_bytes": dict(run.memory.phase_bytes),
+        "memory_allocated_bytes": run.memory.allocated_bytes,
+        "memory_reserved_bytes": run.memory.reserved_bytes,
+        "memory_peak_bytes": run.peak_bytes,
+        "memory_peak_phase": run.memory.phase,
+        "memory_peak_items_bytes": dict(run.memory.peak_items),
+        "memory_peak_bytes_of_rank": [memory.peak_bytes for memory in run.memories],
+        "memory_host_bytes": run.memory.host_bytes,
         "fits": run.fits,
         "why_not_smaller": why,
         "sent_bytes_per_rank": run.sent_bytes,
@@ -143,13 +173,16 @@ def print_runs(
     from rich.table import Table
 
     console = Console(width=width, highlight=False)
+    if runs and all(run.fits is False for run in runs):
+        console.print(f"does not fit, and {_in_words(NOT_MODELLED)} are not modelled")
     ranks = f"{scenario.world_size:,} rank{'' if scenario.world_size == 1 else 's'}"
     cluster = scenario.cluster
     console.print(f"[bold]{escape(named)} on {ranks} of {escape(cluster.name)}[/]", end=" ")
     console.print(f"({cluster.device.name})", markup=False)
     console.print(
         f"{scenario.numel:,} {scenario.dtype} parameters, {scenario.optimizer}; on each rank "
-        f"{scenario.batch:,} x {scenario.tokens_of_sequence:,} tokens\n"
+        f"{'' if scenario.accumulation == 1 else f'{scenario.accumulation:,} x '}{scenario.batch:,} x "
+        f"{scenario.tokens_of_sequence:,} tokens\n"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("one iteration")
@@ -161,6 +194,10 @@ def print_runs(
     console.print()
     for line in (*(_reasons(runs) if why else ()), *_notes(scenario, runs)):
         console.print(line, markup=False)
+
+
+def _in_words(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]} parallelism"
 
 
 def _reasons(runs: Sequence[SimulatedRun]) -> Iterator[str]:
@@ -194,7 +231,7 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
         yield f"{LOCAL_SGD}: {_averages(scenario)}"
     leaner = replace(scenario, checkpointing="full").activation_bytes
     kept = scenario.activation_bytes
-    if leaner < kept and any(run.fits is False and kept > run.memory.total_bytes / 3 for run in runs):
+    if leaner < kept and any(run.fits is False and kept > run.peak_bytes / 3 for run in runs):
         yield (
             f"--checkpointing full keeps {format_bytes(leaner)} of activations, not {format_bytes(kept)}, "
             "and computes a forward more"
@@ -206,7 +243,9 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
         yield f"supposed: {_supposed(cluster)}"
     else:
         yield f"times from: {cluster.source}. They hold for the number of ranks measured there."
-    yield "not counted: starting kernels, the allocator, what libraries keep, other jobs' traffic"
+    if device_share := cluster.device.allocator_share:
+        yield f"supposed: the allocator reserves {device_share:.0%} more than is allocated"
+    yield "not counted: starting kernels, other jobs' traffic"
 
 
 def _supposed(cluster: Cluster) -> str:
@@ -242,13 +281,17 @@ class Row(NamedTuple):
 
 def _rows(runs: Sequence[SimulatedRun]) -> list[Row]:
     rows = [Row("memory on", [f"rank {run.fullest:,}" for run in runs], "bold")]
-    for item in runs[0].memory.items:
-        if any(run.memory.items[item] >= 1e3 for run in runs):
-            rows.append(Row(f"  {item}", [_bytes(run.memory.items[item]) for run in runs]))
-    rows.append(Row("  together", [_bytes(run.memory.total_bytes) for run in runs], "bold"))
+    memories = [run.memory for run in runs]
+    for item in memories[0].peak_items:
+        if any(memory.peak_items[item] >= 1e3 for memory in memories):
+            rows.append(Row(f"  {item}", [_bytes(memory.peak_items[item]) for memory in memories]))
+    rows.append(Row("  peak", [_bytes(memory.peak_bytes) for memory in memories], "bold"))
+    rows.append(Row("  which is", [PHASES_IN_WORDS[memory.phase] for memory in memories]))
+    if any(memory.host_bytes for memory in memories):
+        rows.append(Row("  on the host", [_bytes(memory.host_bytes) for memory in memories]))
     memory_gb = runs[0].scenario.cluster.device.memory_gb
     if memory_gb is not None:
-        rows.append(Row(f"  in {memory_gb:g} GB", ["fits" if run.fits else "does not fit" for run in runs]))
+        rows.append(Row(f"  in {memory_gb:.1f} GB", ["fits" if run.fits else "does not fit" for run in runs]))
     calls = [f"{run.calls:,.4g}" if run.calls < 10 else f"{run.calls:,.0f}" for run in runs]
     rows += [
         Row("network", [""] * len(runs), "bold"),

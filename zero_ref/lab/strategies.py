@@ -61,7 +61,7 @@ class Trainable:
         return meter.held_bytes(self.model.parameters(), self.optimizer)
 
     def passing(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
-        """A forward and backward, of several before an update, happens in this: as the recipe has it reduce."""
+        """A forward and backward, one of several before an update, happens in this, and reduces or not."""
         if is_last or not (self.no_sync or isinstance(self.model, DistributedDataParallel)):
             return contextlib.nullcontext()
         return self.model.no_sync()  # type: ignore[operator]

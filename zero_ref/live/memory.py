@@ -61,9 +61,10 @@ def _items(
 
 
 def named_items(memory: Memory) -> dict[str, float]:
-    """Bytes by the items that have a colour; all the rest is "other"."""
-    named = {item: memory.items.get(item, 0.0) for item in ITEM_COLOURS}
-    return {**named, "other": memory.total_bytes - sum(named.values())}
+    """Bytes at the peak, if it is known, by the items that have a colour; all the rest is "other"."""
+    items = memory.peak_items or memory.items
+    named = {item: items.get(item, 0.0) for item in ITEM_COLOURS}
+    return {**named, "other": sum(items.values()) - sum(named.values())}
 
 
 def items_key(held: Sequence[Mapping[str, float]], x: float, y: float, width: float) -> Stacked:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition
@@ -103,6 +103,10 @@ PHASES = ("forward", "loss", "backward", "reduction", "step", "sending")
 begins, at the end of backward, in the update, and while new parameters are sent."""
 
 
+COME_AND_GO = ("gradients", "whole gradients", "communication", "activations", "temporaries")
+"""The items that are not there in every phase."""
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one rank, each item at its largest.
@@ -123,6 +127,7 @@ class Memory:
         allocator_bytes: reserved by the allocator at the peak, and not in tensors.
         library_bytes: CUDA's context and kernels, and the buffers of communicators.
         phase_bytes: of tensors in each of PHASES.
+        peak_items: bytes by item at the peak, which add up to it.
         host_bytes: on the CPU, and no item of the device.
     """
 
@@ -140,6 +145,7 @@ class Memory:
     allocator_bytes: float = field(default=0, kw_only=True)
     library_bytes: float = field(default=0, kw_only=True)
     phase_bytes: Mapping[str, float] = field(default_factory=dict, kw_only=True, hash=False)
+    peak_items: Mapping[str, float] = field(default_factory=dict, kw_only=True, hash=False)
     host_bytes: float = field(default=0, kw_only=True)
 
     @property
@@ -217,35 +223,50 @@ def with_peak(
         the shards of the gradients, and one more copy of the largest gathered unit, are reserved all the time
         (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, c10/cuda/CUDACachingAllocator.cpp).
     """
-    stage, state, gradients = settings.stage, memory.state_bytes, memory.gradient_bytes
-    reducing, gathered, sending = _on_the_way(params, memory, settings)
-    before = gradients if settings.gradients_stay or settings.accumulates else 0.0
-    if memory.whole_gradient_bytes:
-        before = memory.whole_gradient_bytes
-    step = _step_bytes(params, memory, settings)
-    kept = state + before + gathered + memory.activation_bytes
-    phases = {
-        "forward": kept,
-        "loss": kept + settings.loss_bytes,
-        "backward": kept - settings.head_bytes + settings.block_bytes,
-        "reduction": state + max(before, gradients) + gathered + reducing,
-        "step": state + gradients + step,
-        "sending": state + gradients + sending,
-    }
+    phases = _phases(params, memory, settings)
     found = replace(
         memory,
-        temporary_bytes=max(settings.loss_bytes, settings.block_bytes, step),
-        phase_bytes={phase: float(nbytes) for phase, nbytes in phases.items()},
+        temporary_bytes=max(items.get("temporaries", 0) for items in phases.values()),
+        phase_bytes={
+            phase: float(memory.state_bytes + sum(items.values())) for phase, items in phases.items()
+        },
         library_bytes=library_bytes,
     )
-    if not allocator_share:
-        return found
-    in_other_streams = 0.0
-    if stage == 3:
-        has_shards = settings.accumulates or found.phase in ("reduction", "step", "sending")
-        in_other_streams = _largest_unit_bytes(params, settings) + (0 if has_shards else gradients)
-    reserved = (found.allocated_bytes + in_other_streams) * (1 + allocator_share)
-    return replace(found, allocator_bytes=reserved - found.allocated_bytes)
+    at_peak = phases[found.phase]
+    if allocator_share:
+        in_other_streams = 0.0
+        if settings.stage == 3:
+            missing = 0 if at_peak.get("gradients") else memory.gradient_bytes
+            in_other_streams = _largest_unit_bytes(params, settings) + missing
+        reserved = round((found.allocated_bytes + in_other_streams) * (1 + allocator_share))
+        found = replace(found, allocator_bytes=reserved - found.allocated_bytes)
+    come_and_go = dict.fromkeys(COME_AND_GO, 0.0) | at_peak
+    return replace(
+        found, peak_items={item: come_and_go.get(item, nbytes) for item, nbytes in found.items.items()}
+    )
+
+
+def _phases(
+    params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings
+) -> dict[str, dict[str, float]]:
+    """Bytes by phase and item of what comes and goes."""
+    reducing, gathered, sending = _on_the_way(params, memory, settings)
+    gradients, kept = memory.gradient_bytes, memory.activation_bytes
+    before = {"gradients": gradients if settings.gradients_stay or settings.accumulates else 0.0}
+    after = {"gradients": gradients}
+    if memory.whole_gradient_bytes:
+        before = {"whole gradients": memory.whole_gradient_bytes}
+    in_forward = before | {"communication": gathered, "activations": kept}
+    return {
+        "forward": in_forward,
+        "loss": in_forward | {"temporaries": settings.loss_bytes},
+        "backward": in_forward
+        | {"activations": kept - settings.head_bytes, "temporaries": settings.block_bytes},
+        "reduction": (after if sum(before.values()) < gradients else before)
+        | {"communication": gathered + reducing},
+        "step": after | {"temporaries": _step_bytes(params, memory, settings)},
+        "sending": after | {"communication": sending},
+    }
 
 
 def _on_the_way(
@@ -336,7 +357,7 @@ def memory_of_ranks(
         padding_bytes = _padding_bytes(partition, params, settings)
     whole = whole_bytes(params, settings)
     cost_of_param = costs(params, settings)
-    on_every_rank = {
+    on_every_rank: dict[str, Any] = {
         "padding_bytes": padding_bytes,
         "gradient_bucket_bytes": _gradient_bucket_bytes(whole, settings),
         "communication_bytes": _communication_bytes(params, partition.world_size, settings),

@@ -7,13 +7,16 @@
 from typing import Any
 
 ALLOCATOR_SHARE = 0.1
-"""What PyTorch's allocator reserves beside tensors, as a share of these. Fitted, to a hundredth, to the two runs
-of published.json whose use is "fit memory": tests/test_scenario.py."""
+"""What PyTorch's allocator reserves beside tensors, as a share of these. Fitted, to a hundredth, to the two
+runs of published.json whose use is "fit memory": tests/test_scenario.py."""
 
 LIBRARY_GB = 1.1
-"""What a process holds outside of the allocator: CUDA's context with its kernels, 0.4, and a communicator, 0.7.
-Source: pytorch/pytorch, issue 107667 (some 300 MB with lazy loading); NVIDIA/nccl, issue 964 (688 MB for a group
-of A100s with NVLink). Each further process group takes about another 0.7."""
+"""What a process holds outside of the allocator: CUDA's context with its kernels, 0.4, and a communicator,
+0.7. Each further process group takes about another 0.7.
+
+Source: pytorch/pytorch, issue 107667 (some 300 MB with lazy loading); NVIDIA/nccl, issue 964 (688 MB for a
+group of A100s with NVLink).
+"""
 
 DEVICES: dict[str, dict[str, Any]] = {
     # reached and knee of A100 and H100 are fitted to published runs, as in tests/test_constants.py; the other
@@ -49,13 +52,13 @@ MIB = 2**20 / 1e9
 
 MEMORY: dict[str, dict[str, float]] = {
     # memory_gb: as the driver reports it, or torch: 81,559 and 81,920 MiB (modal-labs/modal-client, pull
-    # request 2797); of a V100 31.74 GiB (liucongg/ChatGLM-Finetuning, issue 73); of an RTX 4090 24,564 MiB; of
-    # torchtitan's H100 94.99 GiB (pytorch/torchtitan, pull request 1625).
+    # request 2797); of a V100 31.74 GiB (liucongg/ChatGLM-Finetuning, issue 73); of an RTX 4090 24,564 MiB;
+    # of torchtitan's H100 94.99 GiB (pytorch/torchtitan, pull request 1625).
     # host_link_gb_per_s: PCIe 3.0, 4.0 and 5.0 x16 have 16, 32 and 64 in each direction, of which we suppose
     # 0.8; of four cards in a workstation half of that.
     # host_memory_gb_per_s: a device's share of the host's memory channels by their data sheets, of which we
-    # suppose 0.8. DGX-2: 2 x 6 of DDR4-2666 for 16 devices; DGX A100: 2 x 8 of DDR4-3200 for 8; DGX H100: 2 x 8
-    # of DDR5-4800 for 8; a workstation's are supposed.
+    # suppose 0.8. DGX-2: 2 x 6 of DDR4-2666 for 16 devices; DGX A100: 2 x 8 of DDR4-3200 for 8; DGX H100:
+    # 2 x 8 of DDR5-4800 for 8; a workstation's are supposed.
     "V100 32 GB": {"memory_gb": 31.74 * 1024 * MIB, "host_link_gb_per_s": 12.8, "host_memory_gb_per_s": 12.8},
     "A100 80 GB": {"memory_gb": 81_920 * MIB, "host_link_gb_per_s": 25.6, "host_memory_gb_per_s": 41},
     "H100 80 GB": {"memory_gb": 81_559 * MIB, "host_link_gb_per_s": 51.2, "host_memory_gb_per_s": 61},

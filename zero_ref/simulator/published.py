@@ -22,6 +22,10 @@ USES = ("fit time", "fit memory", "test")
 """What a run is for. A constant of the simulator may be fitted to the times of the first and to the memory of
 the second; the rest only tests."""
 
+MEMORIES = ("allocated", "reserved", "unpooled")
+"""What is in tensors; what PyTorch's allocator has taken for them; and what the driver says is taken by a
+program that has no such allocator: tensors and libraries."""
+
 FAMILIES: dict[str, type[GPT2] | type[Llama]] = {"GPT2": GPT2, "Llama": Llama}
 
 PLACE = Path(__file__).with_name("published.json")
@@ -94,13 +98,14 @@ class Run:
         batch: sequences that a rank computes in one go.
         sequence: tokens in each.
         accumulation: how often, before an update is made.
-        masters, reduce_dtype, compiled, shard_group, strategy: as `Scenario`.
-        fused_loss: the cross-entropy is one kernel.
+        strategy, dtype, masters, no_sync, reduce_dtype, bucket_view, compiled, fused_loss, shard_group: as
+            `Scenario`. A run without DDP, whose gradients lie once, has a `bucket_view`.
         checkpointing: "none" (with flash attention), "by operation" and "every other block" as torchtitan
             means them, or "full".
         time: what was published: one of tokens_per_s_gpu, ms (of an iteration) and tflops (of each GPU, with
             the operations that are computed again).
-        memory_gib: of a GPU.
+        memory_gib: of the fullest GPU.
+        memory_of: whose memory that is: one of MEMORIES.
         ran: False for a run that ended out of memory.
         supposed: what the source does not say of this run, beside what it does not say of the machines.
     Raises:
@@ -120,18 +125,22 @@ class Run:
     accumulation: int = 1
     dtype: str = "bfloat16"
     masters: bool = True
+    no_sync: bool = False
     reduce_dtype: str | None = None
+    bucket_view: bool = False
     compiled: bool = False
     fused_loss: bool = False
     shard_group: int | None = None
     time: Mapping[str, float] | None = None
     memory_gib: float | None = None
+    memory_of: str = "reserved"
     ran: bool = True
     supposed: tuple[str, ...] = ()
     note: str = ""
 
     def __post_init__(self) -> None:
         check_name("use", self.use, USES)
+        check_name("memory", self.memory_of, MEMORIES)
         for unit in self.time or ():
             check_name("unit of time", unit, ("tokens_per_s_gpu", "ms", "tflops"))
 

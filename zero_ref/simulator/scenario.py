@@ -27,7 +27,6 @@ from zero_ref.simulator.models import (
     Architecture,
     Llama,
     ParamShape,
-    Transformer,
     blocks,
     matrices_whole,
     specs,
@@ -39,6 +38,7 @@ from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
 from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
 from zero_ref.simulator.shortfall import Shortfall, why_not_smaller
+from zero_ref.simulator.spread import fits
 from zero_ref.simulator.timeline import Timeline
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -155,7 +155,7 @@ class Scenario:
         return changed
 
     @property
-    def transformer(self) -> Transformer | None:
+    def transformer(self) -> GPT2 | Llama | Decoder | None:
         """The architecture, if it is a transformer's."""
         model = self.architecture
         return model if isinstance(model, (GPT2, Llama, Decoder)) else None
@@ -474,9 +474,13 @@ class SimulatedRun:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device's memory is enough for the fullest rank; None where it is not known."""
+        """Whether the device's memory is enough for the fullest rank; None where that is undecided.
+
+        It is undecided where the interval around the prediction (`spread.MEMORY`) has the device's memory in
+        it, and where that is not known.
+        """
         device = self.scenario.cluster.device
-        return None if device.memory_gb is None else self.peak_bytes <= device.memory_gb * 1e9
+        return None if device.memory_gb is None else fits(self.peak_bytes, device.memory_gb * 1e9)
 
     @property
     def shortfall(self) -> Shortfall | None:

@@ -88,7 +88,7 @@ class Predicted(NamedTuple):
     """What the simulator says of a run.
 
     Args:
-        gib: of the fullest GPU.
+        gib: of the fullest GPU, of the kind of memory that was published.
         fits: None if it is undecided, or the device's memory is not known.
     """
 
@@ -106,8 +106,13 @@ def predict(name: str) -> Predicted:
     """
     run = published().run(name)
     simulated = scenario_of(run).run(run.strategy)
-    gib = simulated.memory.total_bytes / GIB
-    return Predicted(simulated.tokens_per_second / run.ranks, gib, simulated.fits)
+    memory = simulated.memory
+    nbytes = {
+        "allocated": memory.allocated_bytes,
+        "reserved": memory.reserved_bytes,
+        "unpooled": memory.allocated_bytes + memory.library_bytes,
+    }[run.memory_of]
+    return Predicted(simulated.tokens_per_second / run.ranks, nbytes / GIB, simulated.fits)
 
 
 def compare(run: Run) -> list[Compared]:
