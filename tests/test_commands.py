@@ -24,7 +24,8 @@ from zero_ref.simulator.search import SEARCHED, search
 GPT = Scenario(MODELS["gpt2"], CLUSTERS["h100-ib"], 16, sequence=512)
 
 
-def printed(capsys: pytest.CaptureFixture[str], words: list[str]) -> dict[str, Any]:
+def printed(capsys: pytest.CaptureFixture[str], words: list[str] | None) -> dict[str, Any]:
+    assert words is not None
     assert cli.main([*words[1:], "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
@@ -42,11 +43,17 @@ def test_the_command_gives_the_numbers_of_the_list(capsys: pytest.CaptureFixture
         assert said["iteration_ms"] == pytest.approx(
             one.update_ms, rel=1e-9
         )  # batches are added up otherwise
-        assert said["memory_total_bytes"] == one.memory.total_bytes
+        assert sum(said["memory_bytes"].values()) == one.memory.total_bytes
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dtype": "float32"}, {"optimizer": "SGD"}, {"batch": 3, "checkpointing": "full"}]
+    "changes",
+    [
+        {"dtype": "float32"},
+        {"optimizer": "SGD"},
+        {"batch": 3, "checkpointing": "full"},
+        {"accumulation": 3, "shard_group": 8},
+    ],
 )
 def test_what_is_unusual_is_in_the_command(
     changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
@@ -56,8 +63,35 @@ def test_what_is_unusual_is_in_the_command(
     found = printed(capsys, words)
     assert {name: found[name] for name in changes} == changes
     assert found["strategies"]["zero-2"]["iteration_ms"] == scenario.run("zero-2").iteration_ms
+    assert words is not None
     usual = simulate_command(GPT, "zero-2", ["--model", "gpt2"], "h100-ib")
+    assert usual is not None
     assert set(usual) < set(words)
+
+
+@pytest.mark.parametrize("strategy", SEARCHED)
+def test_what_means_nothing_to_a_strategy_is_left_out(
+    strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenario = replace(
+        GPT, offload=True, bucket_view=True, reduce_dtype="float32", compiled=True, fused_loss=True,
+        masters=False, accumulation=2, no_sync=True, shard_group=8,
+    )  # fmt: skip
+    words = simulate_command(scenario, strategy, ["--model", "gpt2"], "h100-ib")
+    said = printed(capsys, words)["strategies"][strategy]
+    run = scenario.run(strategy)
+    assert said["iteration_ms"] == run.iteration_ms
+    assert sum(said["memory_bytes"].values()) == run.memory.total_bytes
+
+
+def test_an_accumulation_that_takes_too_long_to_play_has_no_command() -> None:
+    for strategy, most in (("ddp", 1024), ("zero-3", 2**20 // (4 * len(GPT.params)))):
+        fits, not_any_more = (
+            simulate_command(replace(GPT, accumulation=count), strategy, ["--model", "gpt2"], "h100-ib")
+            for count in (most, most + 1)
+        )
+        assert fits is not None
+        assert not_any_more is None
 
 
 # ------------------------------------------------------------------------------------------------- the lab
@@ -131,7 +165,8 @@ def test_programs_of_these_lines_train(tmp_path: Path) -> None:
     cluster = replace(CLUSTERS["h100-ib"], backend="gloo")
     programs = []
     for strategy, dtype, group in itertools.product(SEARCHED, ("bfloat16", "float32"), (None, 1)):
-        scenario = Scenario(MODELS["gpt2"], cluster, 2, dtype=dtype, shard_group=group)
+        usual = Scenario(MODELS["gpt2"], cluster, 2, dtype=dtype, shard_group=group)
+        scenario = replace(usual, accumulation=2, no_sync=True, offload=group is None)
         lines = program(scenario, strategy)
         assert lines is not None
         held = "float32" if strategy == "zero-3" else dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,13 +11,10 @@ from hypothesis import given, settings, strategies as st
 from zero_ref.simulator import spread
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS
-from zero_ref.simulator.models import MODELS, blocks
-from zero_ref.simulator.play import play
+from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
-from zero_ref.simulator.schedule import schedule
 from zero_ref.simulator.search import (
-    ACCUMULATES,
     NEAR,
     SEARCHED,
     STEADY,
@@ -39,21 +37,26 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def brute_force(scenario: Scenario, sequences: int) -> dict[tuple[object, ...], tuple[float, float]]:
     """Memory and time of every way that divides the sequences, each simulated by itself."""
-    found = {}
+    found: dict[tuple[object, ...], tuple[float, float]] = {}
     for strategy in SEARCHED:
         for group in (None, 4) if strategy in GROUPED else (None,):
             for batch in range(1, sequences + 1):
                 accumulation = sequences // batch
-                if batch * accumulation != sequences or (accumulation > 1 and not ACCUMULATES):
+                if batch * accumulation != sequences:
                     continue
-                for checkpointing in CHECKPOINTING:
-                    more = {"accumulation": accumulation} if ACCUMULATES else {}
+                for checkpointing, no_sync in itertools.product(CHECKPOINTING, (False, True)):
+                    if no_sync and (accumulation == 1 or strategy not in GROUPED):
+                        continue
                     one = replace(
-                        scenario, shard_group=group, batch=batch, checkpointing=checkpointing, **more
+                        scenario,
+                        shard_group=group,
+                        batch=batch,
+                        accumulation=accumulation,
+                        checkpointing=checkpointing,
+                        no_sync=no_sync,
                     )
                     run = one.run(strategy)
-                    key = (strategy, group, batch, accumulation, checkpointing)
-                    found[key] = (run.memory.total_bytes, run.iteration_ms)
+                    found[key_of(one, strategy)] = (run.peak_bytes, run.iteration_ms)
     return found
 
 
@@ -61,8 +64,7 @@ GROUPED = tuple(name for name in SEARCHED if len(groups(SMALL, name)) > 1)
 
 
 def key_of(one: Scenario, strategy: str) -> tuple[object, ...]:
-    accumulation = getattr(one, "accumulation", 1)
-    return strategy, one.shard_group, one.batch, accumulation, one.checkpointing
+    return strategy, one.shard_group, one.batch, one.accumulation, one.checkpointing, one.no_sync
 
 
 # ----------------------------------------------------------------------------------------------- example
@@ -110,8 +112,7 @@ def test_what_does_not_fit_is_counted_and_its_smallest_is_shown(narrow: None) ->
     left_out = found.left_out("ddp")
     assert left_out is not None
     assert left_out.count == len(CHECKPOINTING)
-    assert left_out.least.memory.total_bytes > 16 * 7.5e9
-    assert left_out.least.scenario.checkpointing == "full"
+    assert left_out.least.peak_bytes > 16 * 7.5e9
     assert left_out.most_of_it == "moments", "8 bytes of 16 for each element"
     assert left_out.least.update_ms is None
     with pytest.raises(ValueError, match="ddp does not fit, so it was not timed"):
@@ -137,16 +138,15 @@ def judged(found: Found) -> None:
         assert one.fits is not False
         for other in found.listed:
             faster = other.tokens_per_second >= one.tokens_per_second
-            leaner = other.memory.total_bytes <= one.memory.total_bytes
-            same = (other.tokens_per_second, other.memory.total_bytes) == (
+            leaner = other.peak_bytes <= one.peak_bytes
+            same = (other.tokens_per_second, other.peak_bytes) == (
                 one.tokens_per_second,
-                one.memory.total_bytes,
+                one.peak_bytes,
             )
             assert same or not (faster and leaner), f"{other} is faster and leaner than {one}"
     for other in found.listed:
         assert any(
-            one.tokens_per_second >= other.tokens_per_second
-            and one.memory.total_bytes <= other.memory.total_bytes
+            one.tokens_per_second >= other.tokens_per_second and one.peak_bytes <= other.peak_bytes
             for one in found.best
         ), "what is not on the list is dominated by something on it"
 
@@ -167,7 +167,7 @@ def test_nothing_on_the_list_is_dominated_and_all_of_it_may_fit(
     memory_gb = scenario.cluster.device.memory_gb
     for one in found.listed:
         low, high = one.memory_interval
-        assert low <= one.memory.total_bytes <= high
+        assert low <= one.peak_bytes <= high
         if memory_gb is None:
             assert one.fits is None
         else:
@@ -188,31 +188,24 @@ def test_all_is_found_that_runs_one_by_one_would_find(narrow: None) -> None:
     assert {key_of(one.scenario, one.strategy) for one in exact} == set(fitting)
     assert len(fitting) < len(held), "some are too large"
     for one in exact:
-        total_bytes, ms = fitting[key_of(one.scenario, one.strategy)]
-        assert one.memory.total_bytes == total_bytes
+        peak_bytes, ms = fitting[key_of(one.scenario, one.strategy)]
+        assert one.peak_bytes == peak_bytes
         assert one.update_ms == pytest.approx(ms, rel=1e-9)  # batches are not played one by one
     assert found.tried >= len(held)
 
 
 @pytest.mark.parametrize("cluster", ["h100-ib", "a100-ethernet", "rtx4090-10gbe", "loopback"])
 @pytest.mark.parametrize("strategy", SEARCHED)
-def test_each_further_batch_takes_as_long_as_the_one_before(strategy: str, cluster: str) -> None:
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_each_further_batch_takes_as_long_as_the_one_before(
+    strategy: str, cluster: str, no_sync: bool
+) -> None:
     """What lets a long accumulation be timed by its first STEADY batches."""
-    scenario = Scenario(MODELS["gpt2"], CLUSTERS[cluster], 16, sequence=128)
-
-    def update_ms(accumulation: int, group: int | None) -> float:
-        how = scenario.recipe(strategy, partition=recipe(strategy).partition)
-        planned = schedule(
-            replace(how, accumulation=accumulation, shard_group=group),
-            scenario.params,
-            16,
-            ddp_buckets=scenario.buckets,
-            side_stream=scenario.cluster.backend == "nccl",
-            blocks=blocks(scenario.params),
-        )
-        return play(planned, scenario.cluster, scenario.workload_of(strategy)).iteration_ms
-
+    scenario = Scenario(MODELS["gpt2"], CLUSTERS[cluster], 16, sequence=128, no_sync=no_sync)
     for group in (None, 4) if recipe(strategy).in_groups else (None,):
-        fewer, steady, more = (update_ms(count, group) for count in (STEADY - 1, STEADY, STEADY + 7))
+        fewer, steady, more = (
+            replace(scenario, accumulation=count, shard_group=group).run(strategy).iteration_ms
+            for count in (STEADY - 1, STEADY, STEADY + 7)
+        )
         assert steady + 7 * (steady - fewer) == pytest.approx(more, rel=1e-9)
         assert steady > fewer

@@ -11,6 +11,7 @@ from zero_ref.lab._arguments import positive, whole
 from zero_ref.lab.searched import as_json, print_found
 from zero_ref.lab.simulated import cluster_named
 from zero_ref.simulator.ledger import STATE_RULES
+from zero_ref.simulator.recipe import REDUCED_IN
 from zero_ref.simulator.scenario import DTYPES, Scenario
 from zero_ref.simulator.search import search
 
@@ -34,6 +35,14 @@ def register_search(subparsers: Subparsers) -> None:
     add("--dtype", default="bfloat16", choices=list(DTYPES), metavar="DTYPE", help=dtypes + DEFAULT)
     rules = ", ".join(STATE_RULES) + DEFAULT
     add("--optimizer", default="AdamW", choices=list(STATE_RULES), metavar="NAME", help=rules)
+    add("--no-masters", action="store_true", help="no 32-bit copies of 16-bit parameters")
+    add("--compiled", action="store_true", help="blocks are compiled")
+    add("--fused-loss", action="store_true", help="the cross-entropy is one kernel")
+    reduced = f"what gradients travel in, where a strategy can: {', '.join(REDUCED_IN)} (default: --dtype)"
+    add("--reduce-dtype", choices=list(REDUCED_IN), metavar="DTYPE", help=reduced)
+    add("--bucket-view", action="store_true", help="DDP's gradient_as_bucket_view")
+    offload = "masters, moments and the update are on the CPU, where a strategy can"
+    add("--offload", action="store_true", help=offload)
     add("--all", action="store_true", help="list all that may fit, not only the best")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run_search)
@@ -53,6 +62,12 @@ def run_search(arguments: argparse.Namespace) -> int:
                 sequence=arguments.sequence,
                 dtype=arguments.dtype,
                 optimizer=arguments.optimizer,
+                masters=not arguments.no_masters,
+                compiled=arguments.compiled,
+                fused_loss=arguments.fused_loss,
+                reduce_dtype=arguments.reduce_dtype,
+                bucket_view=arguments.bucket_view,
+                offload=arguments.offload,
             )
             found = search(scenario, arguments.tokens)
         except ValueError as error:

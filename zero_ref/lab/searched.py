@@ -40,7 +40,7 @@ def as_json(named: Sequence[str], cluster: str, scenario: Scenario, found: Found
         "left_out": {
             strategy: {
                 "count": left_out.count,
-                "least_bytes": left_out.least.memory.total_bytes,
+                "least_bytes": left_out.least.peak_bytes,
                 "memory_bytes": left_out.least.memory.items,
                 "most_of_it": left_out.most_of_it,
             }
@@ -56,18 +56,19 @@ def _as_json(one: Candidate, named: Sequence[str], cluster: str) -> dict[str, An
     return {
         "strategy": one.strategy,
         "batch": scenario.batch,
-        "accumulation": getattr(scenario, "accumulation", 1),
+        "accumulation": scenario.accumulation,
+        "no_sync": scenario.no_sync,
         "checkpointing": scenario.checkpointing,
         "shard_group": scenario.shard_group,
         "tokens": one.tokens,
         "fits": one.fits,
-        "memory_bytes": one.memory.total_bytes,
+        "memory_bytes": one.peak_bytes,
         "memory_interval_bytes": list(one.memory_interval),
         "update_ms": one.update_ms,
         "tokens_per_second": one.tokens_per_second,
         "tokens_per_second_interval": list(one.rate_interval),
-        "simulate": shlex.join(simulate_command(scenario, one.strategy, named, cluster)),
-        "train": None if (words := train_command(scenario, one.strategy)) is None else shlex.join(words),
+        "simulate": _joined(simulate_command(scenario, one.strategy, named, cluster)),
+        "train": _joined(train_command(scenario, one.strategy)),
         "program": program(scenario, one.strategy),
     }
 
@@ -124,13 +125,13 @@ def print_found(
 def _table(shown: Sequence[Candidate]) -> Any:
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in ("", "strategy", "batch", "checkpointing", "tokens/s", "memory, GB"):
         table.add_column(column, no_wrap=True)
     for number, one in enumerate(shown, 1):
         scenario = one.scenario
         group = f", {scenario.shard_group:,}" if scenario.shard_group else ""
-        held = f"{_gb(one.memory.total_bytes)}{' ?' if one.fits is None else ''}"
+        held = f"{_gb(one.peak_bytes)}{' ?' if one.fits is None else ''}"
         ways = (one.strategy + group, _batch(scenario), scenario.checkpointing)
         table.add_row(str(number), *ways, short_count(one.tokens_per_second), held)
         rates = " to ".join(map(short_count, one.rate_interval))
@@ -139,8 +140,9 @@ def _table(shown: Sequence[Candidate]) -> Any:
 
 
 def _batch(scenario: Scenario) -> str:
-    accumulation = getattr(scenario, "accumulation", 1)
-    return f"{scenario.batch:,} x {accumulation:,}" if accumulation > 1 else f"{scenario.batch:,}"
+    if scenario.accumulation == 1:
+        return f"{scenario.batch:,}"
+    return f"{scenario.batch:,} x {scenario.accumulation:,}{' no_sync' * scenario.no_sync}"
 
 
 def _gb(nbytes: float) -> str:
@@ -149,9 +151,16 @@ def _gb(nbytes: float) -> str:
 
 def _commands(one: Candidate, named: Sequence[str], cluster: str, tokens: int) -> Iterator[str]:
     remark = "" if one.tokens == tokens else f"  # {one.tokens:,} tokens an update"
-    yield shlex.join(simulate_command(one.scenario, one.strategy, named, cluster)) + remark
-    if (words := train_command(one.scenario, one.strategy)) is not None:
-        yield shlex.join(words)
+    simulated = _joined(simulate_command(one.scenario, one.strategy, named, cluster))
+    yield (
+        simulated or f"{one.scenario.accumulation:,} backwards are too many for zero-ref simulate"
+    ) + remark
+    if (trained := _joined(train_command(one.scenario, one.strategy))) is not None:
+        yield trained
+
+
+def _joined(words: list[str] | None) -> str | None:
+    return None if words is None else shlex.join(words)
 
 
 def _notes(found: Found, every: bool) -> Iterator[str]:
@@ -170,7 +179,7 @@ def _notes(found: Found, every: bool) -> Iterator[str]:
             least = left_out.least.memory
             yield (
                 f"{strategy}: {left_out.count:,} too large; the least of them needs "
-                f"{format_bytes(round(least.total_bytes))}, of which "
+                f"{format_bytes(round(left_out.least.peak_bytes))}, of which "
                 f"{format_bytes(round(least.items[left_out.most_of_it]))} are {left_out.most_of_it}"
             )
         if strategy in found.impossible:

@@ -36,7 +36,7 @@ def _draw(width: float, model: str, cluster: str, ranks: int, tokens: int) -> An
     }
     for place, one in enumerate(found.best, 1):
         numbers[f"{place}, tokens a second"] = one.tokens_per_second
-        numbers[f"{place}, bytes"] = one.memory.total_bytes
+        numbers[f"{place}, bytes"] = one.peak_bytes
     words = (
         f"{model} on {ranks:,} rank{'s' if ranks > 1 else ''} of {cluster}, {short_count(tokens)} tokens an "
         f"update: of {found.tried:,} ways {numbers['ways that fit']:,} fit into the "
@@ -47,7 +47,7 @@ def _draw(width: float, model: str, cluster: str, ranks: int, tokens: int) -> An
         low, high = map(short_bytes, one.memory_interval)
         slow, fast = map(short_count, one.rate_interval)
         rate = f"{short_count(one.tokens_per_second)} ({slow} to {fast})"
-        held = f"{short_bytes(one.memory.total_bytes)} ({low} to {high})"
+        held = f"{short_bytes(one.peak_bytes)} ({low} to {high})"
         rows.append([str(place), _named(one), rate, held, VERDICTS[one.fits]])
     return Answer(_picture(width, found, device_bytes, words), words, rows, numbers)
 
@@ -66,7 +66,7 @@ def _advice(fitting: Sequence[Candidate]) -> str:
     said = f"The fastest that fits is {_named(fastest)}: {rate} tokens a second"
     if fastest is leanest:
         return f"{said}; none that fits needs less memory."
-    return f"{said}. The leanest is {_named(leanest)}, with {short_bytes(leanest.memory.total_bytes)}."
+    return f"{said}. The leanest is {_named(leanest)}, with {short_bytes(leanest.peak_bytes)}."
 
 
 def _named(one: Candidate) -> str:
@@ -74,15 +74,16 @@ def _named(one: Candidate) -> str:
     words = [one.strategy]
     if scenario.shard_group:
         words.append(f"groups of {scenario.shard_group}")
-    accumulation = getattr(scenario, "accumulation", 1)
-    words.append(f"batch {scenario.batch}" + (f" × {accumulation}" if accumulation > 1 else ""))
+    words.append(f"batch {scenario.batch}")
+    if scenario.accumulation > 1:
+        words[-1] += f" × {scenario.accumulation}{' under no_sync' * scenario.no_sync}"
     return ", ".join([*words, f"checkpointing {scenario.checkpointing}"])
 
 
 def _picture(width: float, found: Found, device_bytes: float, words: str) -> str:
     parts, y = key({name: COLOURS[name] for name in SEARCHED}, MARGIN, 14, width - 2 * MARGIN)
     fastest = max((one.tokens_per_second for one in found.listed), default=0.0)
-    held = [one.memory.total_bytes for one in found.listed]
+    held = [one.peak_bytes for one in found.listed]
     levels = {value: short_count(value) for value in ticks(1.05 * fastest)}
     left = MARGIN + max(map(text_width, levels.values()))
     wide, most = width - MARGIN - left, scale_bytes(held or [device_bytes], device_bytes)
@@ -91,7 +92,7 @@ def _picture(width: float, found: Found, device_bytes: float, words: str) -> str
 
     def at(one: Candidate) -> tuple[float, float]:
         above = one.tokens_per_second / (1.05 * fastest)
-        return left + wide * one.memory.total_bytes / most, bottom - HIGH * above
+        return left + wide * one.peak_bytes / most, bottom - HIGH * above
 
     for value, name in levels.items():
         level = bottom - (HIGH * value / (1.05 * fastest) if fastest else 0)
@@ -115,9 +116,7 @@ def _picture(width: float, found: Found, device_bytes: float, words: str) -> str
 def _dot(x: float, y: float, one: Candidate, is_best: bool) -> str:
     """Filled if it fits, a ring if that is undecided; large if it is on the list."""
     colour = COLOURS[one.strategy]
-    hint = (
-        f"{_named(one)}: {short_count(one.tokens_per_second)} tokens/s, {short_bytes(one.memory.total_bytes)}"
-    )
+    hint = f"{_named(one)}: {short_count(one.tokens_per_second)} tokens/s, {short_bytes(one.peak_bytes)}"
     return element(
         "circle", element("title", hint), cx=x, cy=y, r=5.5 if is_best else 2.8,
         fill=colour if one.fits else PAPER, stroke=colour, stroke_width=1.6,

@@ -5,26 +5,40 @@ Only what runs is written: a way that `lab.train` or the package's classes do no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from zero_ref.simulator.ledger import STATE_RULES
 from zero_ref.simulator.models import GPT2
-from zero_ref.simulator.recipe import recipe
+from zero_ref.simulator.recipe import Recipe, recipe
 from zero_ref.simulator.scenario import DTYPES, Scenario
 
 OPTIONS = (
-    *("batch", "accumulation", "sequence", "dtype", "reduce_dtype", "optimizer", "checkpointing"),
-    *("shard_group", "bucket_view", "offload", "compiled"),
+    *("batch", "accumulation", "no_sync", "sequence", "dtype", "reduce_dtype", "optimizer", "checkpointing"),
+    *("shard_group", "bucket_view", "offload", "compiled", "fused_loss"),
 )
 """Fields of a scenario that are options of `zero-ref simulate`, by the same names."""
+
+USED_BY: dict[str, Callable[[Recipe], bool]] = {
+    "no_sync": lambda how: how.in_groups,
+    "shard_group": lambda how: how.in_groups,
+    "reduce_dtype": lambda how: how.reduces_in_any_dtype,
+    "bucket_view": lambda how: how.stage < 2,
+    "offload": lambda how: how.shards_by_parameter,
+}
+"""Of these, the ones that mean nothing to some strategies."""
+
+MOST_PASSES, MOST_OPERATIONS = 1024, 2**20
+"""`zero-ref simulate` plays all passes of an update: up to so many, with up to so many operations."""
 
 ALONE = "dist.new_subgroups(1)[0]"
 """The group in which a rank shares its state with nobody: torch's own AdamW keeps no 32-bit copies."""
 
 
-def simulate_command(scenario: Scenario, strategy: str, model: Sequence[str], cluster: str) -> list[str]:
-    """The words of the `zero-ref simulate` that gives the same numbers.
+def simulate_command(
+    scenario: Scenario, strategy: str, model: Sequence[str], cluster: str
+) -> list[str] | None:
+    """The words of the `zero-ref simulate` that gives the same numbers; None if it has too much to play.
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.models import MODELS
@@ -36,13 +50,17 @@ def simulate_command(scenario: Scenario, strategy: str, model: Sequence[str], cl
         model: the option that names the model, and its value.
         cluster: its name, or the file that it was read from.
     """
+    a_pass = 4 * len(scenario.params) if recipe(strategy).in_groups else 1
+    if scenario.accumulation > min(MOST_PASSES, MOST_OPERATIONS // a_pass):
+        return None
     words = ["zero-ref", "simulate", *model, "--cluster", cluster, "--ranks", str(scenario.world_size)]
     words += ["--strategy", strategy]
     default = {one.name: one.default for one in fields(Scenario)}
     for name in OPTIONS:
-        if name in default and (value := getattr(scenario, name)) != default[name]:
+        used = name not in USED_BY or USED_BY[name](recipe(strategy))
+        if used and (value := getattr(scenario, name)) != default[name]:
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return words
+    return words if scenario.masters else [*words, "--no-masters"]
 
 
 def train_command(scenario: Scenario, strategy: str) -> list[str] | None:
@@ -62,8 +80,8 @@ def train_command(scenario: Scenario, strategy: str) -> list[str] | None:
         and (not mixed or strategy != "zero-3")
         and scenario.optimizer == "AdamW"
         and scenario.checkpointing == "selective"
-        and getattr(scenario, "accumulation", 1) == 1
-        and not getattr(scenario, "offload", False)
+        and scenario.accumulation == 1
+        and not scenario.offload
         and (scenario.shard_group is None or recipe(strategy).without_ddp)
         and (scenario.world_size <= of_node or scenario.world_size % of_node == 0)
     )
@@ -83,7 +101,7 @@ def program(scenario: Scenario, strategy: str) -> list[str] | None:
     """Lines that wrap a `model` and make its optimizer, for a program of one's own; None if there are none.
 
     The model is in the scenario's dtype, on its device; under stage 3 with 32-bit masters it is in float32,
-    and `blocks` are its blocks. Checkpointing is the model's own business.
+    and `blocks` are its blocks. What is checkpointed is up to the model.
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.models import MODELS
@@ -95,9 +113,9 @@ def program(scenario: Scenario, strategy: str) -> list[str] | None:
     optimizer = torch.optim.AdamW(model.parameters())
     """
     runs = scenario.optimizer in STATE_RULES and "+" not in scenario.optimizer
-    if not runs or getattr(scenario, "accumulation", 1) > 1 or strategy not in _LINES:
+    if not runs or strategy not in _LINES:
         return None
-    return ["import torch", *_LINES[strategy](scenario)]
+    return ["import torch", *_LINES[strategy](scenario), *_accumulating(scenario, strategy)]
 
 
 def _ddp(scenario: Scenario) -> list[str]:
@@ -129,11 +147,23 @@ def _zero_3(scenario: Scenario) -> list[str]:
         lines += _mesh(scenario)
         options.append("mesh=mesh")
     if _mixed(scenario):
-        reduced = getattr(scenario, "reduce_dtype", None) or scenario.dtype
+        reduced = scenario.reduce_dtype or scenario.dtype
         options.append(f"mp_policy=MixedPrecisionPolicy(torch.{scenario.dtype}, torch.{reduced})")
     listed = "".join(f", {option}" for option in options)
     lines += [f"for block in blocks: fully_shard(block{listed})", f"fully_shard(model{listed})"]
     return [*lines, f"optimizer = torch.optim.{scenario.optimizer}(model.parameters())"]
+
+
+def _accumulating(scenario: Scenario, strategy: str) -> list[str]:
+    """A remark on the loop."""
+    if scenario.accumulation == 1:
+        return []
+    said = f"# an update: {scenario.accumulation:,} backwards, then optimizer.step()"
+    if recipe(strategy).in_groups and not scenario.no_sync:
+        return [said]
+    if strategy == "zero-3":
+        return [f"{said}; before the first model.set_requires_gradient_sync(False), before the last True"]
+    return [f"{said}; all backwards but the last under model.no_sync()"]
 
 
 _LINES = {"ddp": _ddp, "zero-even": _zero_even, "zero-2": _zero_2, "zero-3": _zero_3}
@@ -148,7 +178,7 @@ def _in_groups(scenario: Scenario) -> bool:
 
 
 def _wrapped_in_ddp(scenario: Scenario) -> str:
-    view = ", gradient_as_bucket_view=True" if getattr(scenario, "bucket_view", False) else ""
+    view = ", gradient_as_bucket_view=True" if scenario.bucket_view else ""
     return f"model = DistributedDataParallel(model{view})"
 
 
@@ -159,7 +189,7 @@ def _sharded(scenario: Scenario, partition: str, group: str = "") -> list[str]:
         words.append("parameters_as_bucket_view=True")
     if _mixed(scenario):
         words.append("master_dtype=torch.float32")
-    if getattr(scenario, "offload", False):
+    if scenario.offload:
         words.append('state_device="cpu"')
     return [
         "from zero_ref import ZeroRedundancyOptimizer",

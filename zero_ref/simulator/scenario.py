@@ -144,16 +144,6 @@ class Scenario:
         """Of one forward."""
         return self.batch * self.tokens_of_sequence
 
-    def like(self, **changes: Any) -> Scenario:
-        """The same but for the given fields, which change neither the model, the ranks nor who owns what.
-
-        Parameters, owners and buckets are not planned again.
-        """
-        changed = replace(self, **changes)
-        planned = ("shapes", "params", "numel", "buckets", "_partitions")
-        vars(changed).update({name: getattr(self, name) for name in planned})
-        return changed
-
     @property
     def transformer(self) -> GPT2 | Llama | Decoder | None:
         """The architecture, if it is a transformer's."""
@@ -256,6 +246,16 @@ class Scenario:
             2 * reduced * (2 if usual.stage < 2 else 1)
         )  # an all-reduce sends, and receives, everything twice
         return replace(workload, moved_bytes=(gathered, gathered + copied + sent))
+
+    def like(self, **changes: Any) -> Scenario:
+        """The same but for the given fields, which change neither the model, the ranks nor who owns what.
+
+        Parameters, owners and buckets are not planned again.
+        """
+        changed = replace(self, **changes)
+        planned = ("shapes", "params", "numel", "buckets", "_partitions")
+        vars(changed).update({name: getattr(self, name) for name in planned})
+        return changed
 
     @cached_property
     def _partitions(self) -> dict[str, Partition]:

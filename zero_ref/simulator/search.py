@@ -7,10 +7,10 @@ first, because it takes no playing; what may fit is then timed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from zero_ref.simulator import spread
 from zero_ref.simulator.activations import CHECKPOINTING
@@ -25,9 +25,6 @@ SEARCHED = ("ddp", "zero-even", "zero-2", "zero-3")
 
 NEAR = 1 / 16
 """Accumulation is a whole number of batches: an update may have this share of the tokens more or less."""
-
-
-ACCUMULATES = "accumulation" in {each.name for each in fields(Scenario)}
 
 
 STEADY = 2
@@ -51,6 +48,11 @@ class Candidate:
     update_ms: float | None
 
     @property
+    def peak_bytes(self) -> float:
+        """The most that the fullest rank's device holds at one time."""
+        return self.memory.peak_bytes
+
+    @property
     def tokens(self) -> int:
         """Of an update, over all ranks."""
         return self.scenario.tokens * self.scenario.world_size
@@ -69,7 +71,7 @@ class Candidate:
     @property
     def memory_interval(self) -> tuple[float, float]:
         """Bytes between which the real memory is expected."""
-        return spread.MEMORY.around(self.memory.total_bytes)
+        return spread.MEMORY.around(self.peak_bytes)
 
     @property
     def rate_interval(self) -> tuple[float, float]:
@@ -118,14 +120,14 @@ class Found:
     def listed(self) -> list[Candidate]:
         """What fits or may fit, the fastest first; of equally fast ones the leanest."""
         may_fit = [one for one in self.candidates if one.fits is not False]
-        return sorted(may_fit, key=lambda one: (-one.tokens_per_second, one.memory.total_bytes))
+        return sorted(may_fit, key=lambda one: (-one.tokens_per_second, one.peak_bytes))
 
     @cached_property
     def best(self) -> list[Candidate]:
         """The Pareto list, the fastest first: nothing that is as fast needs as little memory."""
         kept: list[Candidate] = []
         for one in self.listed:
-            if not kept or one.memory.total_bytes < kept[-1].memory.total_bytes:
+            if not kept or one.peak_bytes < kept[-1].peak_bytes:
                 kept.append(one)
         return kept
 
@@ -134,7 +136,7 @@ class Found:
         too_large = [one for one in self.candidates if one.strategy == strategy and one.fits is False]
         if not too_large:
             return None
-        least = min(too_large, key=lambda one: one.memory.total_bytes)
+        least = min(too_large, key=lambda one: one.peak_bytes)
         items = least.memory.items
         count = len(too_large) + self.larger.get(strategy, 0)
         return LeftOut(count, least, max(items, key=lambda item: items[item]))
@@ -151,7 +153,8 @@ def search(scenario: Scenario, tokens: int, strategies: Sequence[str] = SEARCHED
 
     Args:
         scenario: the model, the cluster, the number of ranks and all that is not searched: sequence, dtypes,
-            optimizer. Its batch, accumulation, checkpointing and shard group are not looked at.
+            optimizer. Its batch, accumulation, no_sync, checkpointing and shard group are not
+            looked at.
         tokens: of an update, over all ranks. A rank computes whole sequences, so an update has about so many:
             see `Candidate.tokens`.
     Raises:
@@ -185,9 +188,7 @@ def groups(scenario: Scenario, strategy: str) -> tuple[int | None, ...]:
     ((None, 8), (None,))
     """
     of_node, ranks = scenario.cluster.ranks_per_node, scenario.world_size
-    how = recipe(strategy)
-    can_be_grouped = getattr(how, "in_groups", how.without_ddp)
-    if can_be_grouped and 1 < of_node < ranks and ranks % of_node == 0:
+    if recipe(strategy).in_groups and 1 < of_node < ranks and ranks % of_node == 0:
         return None, of_node
     return (None,)
 
@@ -223,23 +224,26 @@ class _Planned:
 
     scenario: Scenario
     strategy: str
-    schedules: dict[int, Schedule] = field(default_factory=dict)
-    played: dict[int, Played] = field(default_factory=dict)
+    schedules: dict[tuple[int, bool], Schedule] = field(default_factory=dict)
+    played: dict[tuple[int, bool], Played] = field(default_factory=dict)
 
     def candidates(self, sequences: int) -> tuple[list[Candidate], int]:
         """Those for so many sequences a rank, and how many were not looked at."""
         found: list[Candidate] = []
         larger = 0
-        ways = [self.scenario.checkpointing] if self.scenario.kernels is None else list(CHECKPOINTING)
-        for checkpointing in ways:
+        kinds = [self.scenario.checkpointing] if self.scenario.kernels is None else list(CHECKPOINTING)
+        waits = (False, True) if recipe(self.strategy).in_groups else (False,)
+        for checkpointing, no_sync in itertools.product(kinds, waits):
             too_large = False
             for batch, accumulation in micro_batches(sequences):
-                if not ACCUMULATES and accumulation > 1:
+                if no_sync and accumulation == 1:
                     continue
                 if too_large and accumulation > 1:  # an update in one go may do without accumulated gradients
                     larger += 1
                     continue
-                one = self.scenario.like(batch=batch, checkpointing=checkpointing, **_times(accumulation))
+                one = self.scenario.like(
+                    batch=batch, accumulation=accumulation, checkpointing=checkpointing, no_sync=no_sync
+                )
                 found.append(self.candidate(one))
                 too_large = found[-1].fits is False
         return found, larger
@@ -247,33 +251,33 @@ class _Planned:
     def candidate(self, scenario: Scenario) -> Candidate:
         """Its memory, and its time if it may fit."""
         memories = scenario.memory(self.strategy, self.schedule(scenario))
-        memory = max(memories, key=lambda one: one.total_bytes)
+        memory = max(memories, key=lambda one: one.peak_bytes)
         device = scenario.cluster.device
         fits = None
         if device.memory_gb is not None:
-            fits = spread.fits(memory.total_bytes, device.memory_gb * 1e9)
+            fits = spread.fits(memory.peak_bytes, device.memory_gb * 1e9)
         ms = None if fits is False else self.update_ms(scenario)
         return Candidate(scenario, self.strategy, memory, fits, ms)
 
     def update_ms(self, scenario: Scenario) -> float:
         """The time of an update. From STEADY on each further batch takes as long as the one before it."""
-        accumulation = getattr(scenario, "accumulation", 1)
+        accumulation = scenario.accumulation
         if accumulation > STEADY:
-            fewer, more = (self.update_ms(scenario.like(**_times(count))) for count in (STEADY - 1, STEADY))
+            fewer, more = (
+                self.update_ms(scenario.like(accumulation=count)) for count in (STEADY - 1, STEADY)
+            )
             return more + (accumulation - STEADY) * (more - fewer)
         workload = scenario.workload_of(self.strategy)
-        if accumulation in self.played:  # the calls keep their prices
-            return self.played[accumulation].on(scenario.cluster, workload).iteration_ms
-        self.played[accumulation] = play(self.schedule(scenario), scenario.cluster, workload)
-        return self.played[accumulation].iteration_ms
+        kind = accumulation, scenario.no_sync
+        if kind in self.played:  # the calls keep their prices
+            return self.played[kind].on(scenario.cluster, workload).iteration_ms
+        self.played[kind] = play(self.schedule(scenario), scenario.cluster, workload)
+        return self.played[kind].iteration_ms
 
     def schedule(self, scenario: Scenario) -> Schedule:
         """The schedule of as many batches, STEADY at most: more of them hold no more at a time."""
-        count = min(getattr(scenario, "accumulation", 1), STEADY)
-        if count not in self.schedules:
-            self.schedules[count] = scenario.like(**_times(count)).schedule(self.strategy)
-        return self.schedules[count]
-
-
-def _times(accumulation: int) -> dict[str, Any]:
-    return {"accumulation": accumulation} if ACCUMULATES else {}
+        count = min(scenario.accumulation, STEADY)
+        kind = count, scenario.no_sync
+        if kind not in self.schedules:
+            self.schedules[kind] = scenario.like(accumulation=count).schedule(self.strategy)
+        return self.schedules[kind]
