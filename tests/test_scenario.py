@@ -254,7 +254,9 @@ def test_the_peak_of_the_phases_is_that_of_the_timeline(strategy: str, options: 
         for rank in {0, run.fullest, ranks - 1}:
             peak, memory = max(held for _, held in run.memory_curve(rank)), run.memories[rank]
             assert 0.95 * memory.allocated_bytes <= peak <= 1.05 * memory.allocated_bytes
-            assert memory.allocated_bytes < memory.reserved_bytes < memory.peak_bytes <= memory.total_bytes * 1.1
+            assert (
+                memory.allocated_bytes < memory.reserved_bytes < memory.peak_bytes <= memory.total_bytes * 1.1
+            )
 
 
 def test_without_ddp_gradients_are_in_two_buckets_and_then_in_the_owners_shares() -> None:
