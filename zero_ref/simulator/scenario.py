@@ -58,7 +58,7 @@ class Scenario:
     >>> scenario = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), world_size=64)
     >>> run = scenario.run("zero-3")
     >>> round(run.iteration_ms), round(run.peak_bytes / 1e9, 1), run.fits
-    (1147, 71.4, True)
+    (1135, 71.4, True)
 
     Args:
         batch: sequences that a rank computes in one go.
@@ -205,7 +205,7 @@ class Scenario:
             return 0.0
         return 2 * model.depth * model.width * self.tokens_of_sequence / self.numel
 
-    @property
+    @cached_property
     def kernels(self) -> Kernels | None:
         """What forward and backward of a micro-batch compute; None for a model that is no transformer."""
         if (model := self.transformer) is None:
