@@ -19,10 +19,10 @@ group of A100s with NVLink).
 """
 
 DEVICES: dict[str, dict[str, Any]] = {
-    # reached and product_passes of A100 and H100 are fitted to published runs, as in tests/test_constants.py; the
-    # other cards are supposed to be like the A100. attention_reached: FlashAttention-2 (arXiv:2307.08691) reaches 50
-    # to 73% of an A100's peak, and 335 TFLOPS on an H100; a V100's is supposed. memory_reached is supposed:
-    # with 0.8 or 0.95 and other passes the runs are met as well.
+    # reached and product_passes of A100 and H100 are fitted to published runs, as in tests/test_constants.py;
+    # the other cards are supposed to be like the A100. attention_reached: FlashAttention-2 (arXiv:2307.08691)
+    # reaches 50 to 73% of an A100's peak, and 335 TFLOPS on an H100; a V100's is supposed. memory_reached is
+    # supposed: with 0.8 or 0.95 and other passes the runs are met as well.
     "V100 32 GB": {
         "tflops": 125, "reached": 0.87, "memory_gb_per_s": 900, "product_passes": 2.75,
         "attention_reached": 0.40, "memory_reached": 0.85,
