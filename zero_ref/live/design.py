@@ -37,11 +37,11 @@ def _draw(
     days = tokens / run.tokens_per_second * 1e3 / MS_PER_DAY
     gpu_hours = 24 * days * ranks
     device_bytes = 1e9 * (DEVICES[device].memory_gb or 0)
-    held = f"{short_bytes(run.memory.total_bytes)} of {short_bytes(device_bytes)}"
+    held = f"{short_bytes(run.peak_bytes)} of {short_bytes(device_bytes)}"
     cost = f"{short(days)} days, {short_count(gpu_hours)} GPU-hours"
     numbers = {
         "ranks": ranks,
-        "memory of the fullest rank, bytes": run.memory.total_bytes,
+        "memory of the fullest rank, bytes": run.peak_bytes,
         "device, bytes": device_bytes,
         "iteration, ms": run.iteration_ms,
         "exposed, ms": run.exposed_ms,
@@ -90,7 +90,7 @@ def _picture(width: float, run: SimulatedRun, rows: list[list[str]], device_byte
         y += LINE + 2
     items = named_items(run.memory)
     names, y = items_key([items], left, y + 12, wide)
-    most = scale_bytes([run.memory.total_bytes], device_bytes)
+    most = scale_bytes([run.peak_bytes], device_bytes)
     top = y + LINE
     bars = items_bar(items, left, top + 4, wide / most)
     bars += device_mark(device_bytes, most, left, wide, top, top + 36)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition
@@ -357,7 +357,7 @@ def memory_of_ranks(
         padding_bytes = _padding_bytes(partition, params, settings)
     whole = whole_bytes(params, settings)
     cost_of_param = costs(params, settings)
-    on_every_rank = {
+    on_every_rank: dict[str, Any] = {
         "padding_bytes": padding_bytes,
         "gradient_bucket_bytes": _gradient_bucket_bytes(whole, settings),
         "communication_bytes": _communication_bytes(params, partition.world_size, settings),
