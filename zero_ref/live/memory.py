@@ -13,8 +13,9 @@ from zero_ref.live.svg import LINE, MARGIN, Stacked, axis, bar, centred, key, li
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS, Device
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES
-from zero_ref.simulator.memory import Memory, MemorySettings, average_memory
+from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, with_peak
 from zero_ref.simulator.models import TRANSFORMERS
+from zero_ref.simulator.presets import ALLOCATOR_SHARE, LIBRARY_GB
 from zero_ref.simulator.scenario import Scenario
 
 DEVICES: dict[str, Device] = {
@@ -53,11 +54,21 @@ def _items(
     model: str, ranks: int, stage: int, convention: str, optimizer: str, **of_scenario: Any
 ) -> dict[str, float]:
     # The scenario counts the activations, which are the same on every cluster.
-    run = Scenario(TRANSFORMERS[model], CLUSTERS["h100-ib"], ranks, **of_scenario)
+    kept = Scenario(TRANSFORMERS[model], CLUSTERS["h100-ib"], ranks, **of_scenario).activations
     settings = MemorySettings(
-        stage, convention, optimizer, gradient_as_bucket_view=True, activation_bytes=run.activation_bytes
+        stage,
+        convention,
+        optimizer,
+        activation_bytes=kept.kept,
+        head_bytes=kept.head,
+        loss_bytes=kept.loss,
+        block_bytes=kept.again + kept.gradients,
+        masters_apart=stage < 3 and CONVENTIONS[convention].master > 0,
     )
-    return named_items(average_memory(params_of(model), ranks, settings))
+    params = params_of(model)
+    memory = average_memory(params, ranks, settings)
+    allowance = {"allocator_share": ALLOCATOR_SHARE, "library_bytes": LIBRARY_GB * 1e9}
+    return named_items(with_peak(memory, params, settings, **allowance))
 
 
 def named_items(memory: Memory) -> dict[str, float]:
@@ -141,4 +152,4 @@ MEMORY = Explorer(
     ),
     _draw,
 )
-"""Averages: what a stage divides is taken to divide evenly (`simulator.memory.average_memory`)."""
+"""Averages, at the peak: what a stage divides is taken to divide evenly (`memory.average_memory`)."""
