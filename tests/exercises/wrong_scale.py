@@ -63,15 +63,15 @@ def stage_1(job: Job) -> Design:
 
 
 def forgets_activations(job: Job) -> Design:
-    return Design(2048, "zero-3", "none")
+    return Design(2048, "zero-3", "none", prefetch=0)
 
 
-def no_prefetch(job: Job) -> Design:
-    return Design(2048 if job.model == "zero-1t" else 256, "zero-3", "full", prefetch=0)
+def fits_perhaps(job: Job) -> Design:
+    return Design(2048 if job.model == "zero-1t" else 256, "zero-3", "full", prefetch=1)
 
 
 def too_many_gpus(job: Job) -> Design:
-    return Design(job.sequences, "zero-3", "full")
+    return Design(job.sequences, "zero-3", "full", prefetch=0)
 
 
 def a_rank_without_a_sequence(job: Job) -> Design:
@@ -79,7 +79,7 @@ def a_rank_without_a_sequence(job: Job) -> Design:
 
 
 def too_few_gpus(job: Job) -> Design:
-    return Design(2048 if job.model == "zero-1t" else 128, "zero-3", "full")
+    return Design(2048 if job.model == "zero-1t" else 128, "zero-3", "full", prefetch=0)
 
 
 def only_the_ranks(job: Job) -> Any:
@@ -116,21 +116,21 @@ WRONG = [
     (
         "scale.design",
         stage_1,
-        r"does not fit in memory. A rank needs 4,\d\d\d\.\d GB.*keep all parameters on every rank",
+        r"does not fit in memory. A rank needs \d,\d\d\d\.\d GB.*keep all parameters on every rank",
     ),
     ("scale.design", forgets_activations, r"it does not fit in memory.*Activations do not shrink"),
     (
         "scale.design",
-        no_prefetch,
-        r"costs too much. An iteration takes \d\d\.\d\d GPU-hours, \d\d% over the 25 allowed",
+        fits_perhaps,
+        r"whether it fits is undecided.*What is gathered ahead takes memory",
     ),
     (
         "scale.design",
         too_many_gpus,
-        r"costs too much. An iteration takes \d\.\d\d GPU-hours, \d\d% over the 2.5 allowed",
+        r"costs too much. An iteration takes \d\.\d\d GPU-hours, \d+% over the 2.5 allowed",
     ),
     ("scale.design", a_rank_without_a_sequence, r"2,048 sequences cannot be divided among 8,192 ranks"),
-    ("scale.design", too_few_gpus, r"too slow. An iteration takes 4\d\.\d s, \d\.\d s more"),
+    ("scale.design", too_few_gpus, r"too slow. An iteration takes 5\d\.\d s, 1\d\.\d s more"),
     ("scale.design", only_the_ranks, r"Return a Design"),
     ("scale.largest_number_that_helps", as_many_as_there_are, r"hardly anything left to compute"),
     ("scale.largest_number_that_helps", sequences_not_divided, r"Here the sequences are divided"),
