@@ -240,19 +240,29 @@ def test_a_llamas_block_keeps_what_autograd_saves(flash: bool, dtype: torch.dtyp
     assert sum(kept) == found.blocks
 
 
-@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.bfloat16, 2), (torch.float32, 4)])
-def test_the_head_keeps_what_autograd_saves(dtype: torch.dtype, itemsize: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "itemsize", "loss_dtype", "loss_itemsize"),
+    [
+        (torch.bfloat16, 2, torch.float32, 4),
+        (torch.bfloat16, 2, torch.bfloat16, 2),
+        (torch.float32, 4, torch.float32, 4),
+    ],
+)
+def test_the_head_keeps_what_autograd_saves(
+    dtype: torch.dtype, itemsize: int, loss_dtype: torch.dtype, loss_itemsize: int
+) -> None:
     norm, head = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((16,), (11, 16)))
     targets = torch.randint(11, (B * S,))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         logits = F.linear(FusedNorm.apply(x, norm), head)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets)
+        return F.cross_entropy(logits.flatten(0, 1).to(loss_dtype), targets)
 
     x = torch.randn(B, S, 16, dtype=dtype, requires_grad=True)
     _, kept = kept_by_autograd(loss, x, [norm, head, targets])
-    total_weight = 4  # of the mean, a number
-    assert sum(kept) - total_weight == activations(SMALL, B, itemsize=itemsize).head
+    total_weight = loss_itemsize  # of the mean, a number
+    found = activations(SMALL, B, itemsize=itemsize, loss_itemsize=loss_itemsize)
+    assert sum(kept) - total_weight == found.head
 
 
 # ------------------------------------------------------------------------- what lives while a model computes
@@ -390,7 +400,9 @@ def test_by_hand_what_each_kind_keeps_of_llama_3() -> None:
 def test_logits_take_4_bytes_and_12_in_backward_or_fused_2_and_4() -> None:
     model = TRANSFORMERS["llama3-8b"]
     small = replace(model, vocabulary=1)
-    for options, kept, at_once in (({}, 4, 12), ({"itemsize": 4}, 4, 12), ({"fused_loss": True}, 2, 4)):
+    counts: list[tuple[dict[str, Any], int, int]] = [({}, 4, 12), ({"itemsize": 4}, 4, 12)]
+    counts += [({"fused_loss": True}, 2, 4), ({"loss_itemsize": 2}, 2, 6)]
+    for options, kept, at_once in counts:
         many, few = (activations(one, 1, 100, "full", **options) for one in (model, small))
         logits = 100 * (model.vocabulary - 1)
         assert many.head - few.head == kept * logits

@@ -95,6 +95,7 @@ def test_the_numbers_are_those_of_the_scenario(capsys: pytest.CaptureFixture[str
         (["--no-masters"], {"masters": False}),
         (["--compiled"], {"compiled": True}),
         (["--fused-loss"], {"fused_loss": True}),
+        (["--loss-dtype", "bfloat16"], {"loss_dtype": "bfloat16"}),
         (["--compare", "zero-3", "--prefetch", "0"], {"prefetch": 0}),
         (["--compare", "local-sgd", "--period", "3"], {"period": 3}),
         (["--compare", "local-sgd", "--gradient-group", "4"], {"gradient_group": 4}),

@@ -355,15 +355,17 @@ def test_a_measured_link_takes_the_place_of_the_common_one_for_its_operation_onl
     assert ms("all_gather", 1e6, 2, measured) == ms("all_gather", 1e6, 2)
 
 
-GPU = Device("by hand", 10, 0.5, None, 8000, knee=100, attention_reached=0.25, memory_reached=0.5)
+GPU = Device("by hand", 10, 0.5, None, 8000, product_passes=8, attention_reached=0.25, memory_reached=0.5)
 
 
 def test_a_product_is_slowed_by_the_bytes_of_its_matrices_and_never_faster_than_they_are() -> None:
     assert GPU.product_ms(1e9, 0) == pytest.approx(0.2)
-    assert GPU.product_ms(1e9, 1e7) == pytest.approx(0.2 * 2), "100 operations for each byte: the knee"
-    assert GPU.product_ms(1e9, 1e6) == pytest.approx(0.2 * 1.1)
-    assert replace(GPU, knee=0).product_ms(1e6, 8e6) == pytest.approx(0.002), "its bytes at 4 TB/s"
-    assert replace(GPU, knee=0, memory_reached=None).product_ms(1e9, 8) == pytest.approx(0.2)
+    # 8 times its bytes at 4 TB/s: with 10 GB as long as 10^11 operations at 5 TFLOPS.
+    assert GPU.product_ms(1e11, 1e10) == pytest.approx(2 * 20)
+    assert GPU.knee == pytest.approx(10)
+    assert GPU.product_ms(1e11, 1e9) == pytest.approx(1.1 * 20)
+    assert replace(GPU, product_passes=0).product_ms(1e6, 8e6) == pytest.approx(0.002), "its bytes at 4 TB/s"
+    assert replace(GPU, product_passes=0).product_ms(1e9, 8) == pytest.approx(0.2)
 
 
 def test_attention_and_memory_reach_shares_of_their_own() -> None:

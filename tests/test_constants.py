@@ -1,8 +1,8 @@
 """The shares of the presets, found again from published runs that are for fitting, and published tests.
 
 Three numbers are fitted to thirteen runs of one source: what large products reach on an A100 and on an H100,
-and how far the knee lies beyond the operations a byte that a device could keep up with. That memory-bound
-kernels reach 0.85 is supposed: with 0.8 or 0.95, and a knee that fits, the runs are met as well.
+and how often a product reads and writes its matrices, in time. That memory-bound kernels reach 0.85 is
+supposed: with 0.8 or 0.95, and passes that fit, the runs are met as well.
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ from zero_ref.simulator.kernels import Kernels, kernels
 from zero_ref.simulator.presets import DEVICES
 from zero_ref.simulator.published import Run, published
 
-DEVICE_OF = {"a100": "A100 80 GB", "h100": "H100 80 GB"}
-KNEE = 2.25
-"""Times the operations a byte at which a device's products and its memory take as long as each other."""
+PASSES = 2.75
+"""`product_passes` of every GPU."""
+
+TRITON = 0.33 / 0.60
+"""What the attention of the fitted runs reaches, of what FlashAttention-2 does.
+
+llm-foundry's benchmarks use the first version in Triton (scripts/train/benchmarking/submit_benchmarks.py,
+`attn_impl`), which reaches 25 to 40% of an A100's peak by the paper on the second (arXiv:2307.08691).
+"""
 
 MOVED_BYTES = 4 + (4 + 4 + 6 + 8)
 """As `Scenario.workload_of` counts for stage 3 in 16 bits with gradients reduced in 32."""
@@ -37,7 +43,8 @@ def runs() -> list[tuple[Run, Kernels, str]]:
     for run in data.runs:
         if run.use == "fit time":
             way = {"none": "selective", "full": "full"}[run.checkpointing]  # with flash attention
-            made = kernels(data.models[run.model], run.batch, run.sequence, way)
+            fused = {"compiled": run.compiled, "fused_loss": run.fused_loss}
+            made = kernels(data.models[run.model], run.batch, run.sequence, way, **fused)
             found.append((run, made, run.cluster.split("-")[0]))
     return found
 
@@ -55,31 +62,34 @@ def total(found: list[tuple[Run, Kernels, str]], devices: dict[str, Device]) -> 
 
 
 def presets() -> dict[str, Device]:
-    return {chip: Device(name, **DEVICES[name]) for chip, name in DEVICE_OF.items()}
+    devices = {chip: cluster(f"{chip}-ib").device for chip in ("a100", "h100")}
+    return {
+        chip: replace(one, attention_reached=TRITON * (one.attention_reached or 1))
+        for chip, one in devices.items()
+    }
 
 
 def test_the_shares_fit_the_runs_better_than_their_neighbours() -> None:
     found = runs()
     assert len(found) == 13
     best = total(found, presets())
-    for times, *by in product((2.0, 2.25, 2.5), (-0.01, 0.0, 0.01), (-0.01, 0.0, 0.01)):
+    for times, *by in product((2.5, 2.75, 3.0), (-0.01, 0.0, 0.01), (-0.01, 0.0, 0.01)):
         changed = {
             chip: replace(one, reached=one.reached + more) for (chip, one), more in zip(presets().items(), by)
         }
-        changed = {chip: replace(one, knee=knee(one, times)) for chip, one in changed.items()}
+        changed = {chip: replace(one, product_passes=times) for chip, one in changed.items()}
         assert total(found, changed) > best - 1e-3, (times, by)
 
 
-def test_the_fitted_runs_are_met_within_a_tenth_and_half_of_them_within_a_hundredth() -> None:
+def test_the_fitted_runs_are_met_within_a_tenth_and_half_of_them_within_a_fiftieth() -> None:
     errors = [abs(error(run, made, presets()[chip])) for run, made, chip in runs()]
-    assert median(errors) < 0.011
+    assert median(errors) < 0.02
     assert max(errors) < 0.1
 
 
-@pytest.mark.parametrize("name", [name for name, fields in DEVICES.items() if "knee" in fields])
-def test_the_knee_of_every_preset_is_as_far_beyond_its_balance(name: str) -> None:
-    device = Device(name, **DEVICES[name])
-    assert round(knee(device, KNEE)) == device.knee
+def test_every_gpu_has_the_fitted_passes() -> None:
+    found = {fields["product_passes"] for fields in DEVICES.values() if "memory_reached" in fields}
+    assert found == {PASSES}
 
 
 # What was published, in GB/s of the bus, as nccl-tests count: (cluster, operation, ranks).

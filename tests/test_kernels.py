@@ -76,8 +76,8 @@ def test_a_pass_takes_the_time_of_its_kernels() -> None:
     # 24,000 operations take less than 8,800 bytes, at 10^6 bytes a millisecond.
     assert made.parts_ms(PLAIN) == {"matrix products": 0.0088, "attention": 10.0, "memory": 3.0}
     assert made.ms(PLAIN) == pytest.approx(13.0088)
-    slow = replace(PLAIN, knee=1e6)
-    assert made.parts_ms(slow)["matrix products"] == pytest.approx((24_000 + 1e6 * 8800) / 1e9)
+    slow = replace(PLAIN, product_passes=3)
+    assert made.parts_ms(slow)["matrix products"] == pytest.approx(24_000 / 1e9 + 3 * 0.0088)
 
 
 def test_what_a_token_touches_in_a_block_of_llama() -> None:
@@ -168,8 +168,8 @@ def test_twice_the_sequences_take_twice_the_operations_and_no_more_than_twice_th
 def test_a_compiler_touches_less_and_multiplies_as_much(name: str, way: str) -> None:
     one_by_one, fused = (kernels(TRANSFORMERS[name], 1, 1024, way, compiled=on) for on in (False, True))
     assert fused.flops == one_by_one.flops
-    assert fused.forward.touched_bytes < 0.7 * one_by_one.forward.touched_bytes
-    assert fused.backward.touched_bytes < 0.7 * one_by_one.backward.touched_bytes
+    assert fused.forward.touched_bytes < 0.9 * one_by_one.forward.touched_bytes
+    assert fused.backward.touched_bytes < 0.9 * one_by_one.backward.touched_bytes
 
 
 def counted(architecture: GPT2 | Llama, checkpointing: str) -> int:

@@ -445,7 +445,7 @@ def test_a_trillion_parameters_on_1024_ranks() -> None:
     sent, by_ddp = (one.schedule.wire_bytes() for one in (stage_2, ddp))
     assert by_ddp <= sent < 1.0001 * by_ddp, "padding, and four bytes for each parameter"
     assert in_forward.makespan_ms < even.makespan_ms < stage_2.makespan_ms < ddp.makespan_ms
-    assert in_forward.makespan_ms < 1.05 * computing_ms, "what is exposed is less than a twentieth"
+    assert in_forward.makespan_ms < 1.1 * computing_ms, "what is exposed is less than a tenth"
     # In shares of small ranges the all-gathers' rounds take longer than a pipeline of broadcasts.
     assert even.critical_ms()["broadcast"] < stage_2.critical_ms()["broadcast"]
     assert (

@@ -76,15 +76,12 @@ def test_measured_links_and_overheads_are_scaled_too() -> None:
 
 
 def test_shares_are_scaled_where_they_are_known_and_end_at_one() -> None:
-    known = replace(PLAIN.device, reached=0.6, attention_reached=0.4, memory_reached=0.8, knee=100)
+    known = replace(PLAIN.device, reached=0.6, attention_reached=0.4, memory_reached=0.8, product_passes=3)
     setting = Setting(replace(PLAIN, device=known, within=Link(10, 3, 0.75)), 2)
     for factor, field, half in (("products", "reached", 0.3), ("attention", "attention_reached", 0.2)):
         assert getattr(scaled(setting, f"share of {factor}", 0.5).cluster.device, field) == half
     assert scaled(setting, "share of memory", 2).cluster.device.memory_reached == 1
     assert scaled(setting, "share of links", 2).cluster.within.reached == 1
-    # The knee is where reading matrices takes as long as multiplying them.
-    assert scaled(setting, "compute", 2).cluster.device.knee == 200
-    assert scaled(setting, "memory bandwidth", 2).cluster.device.knee == 50
 
 
 def test_a_switch_that_adds_is_an_improvement_of_nccls_alone() -> None:

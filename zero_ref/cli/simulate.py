@@ -109,6 +109,8 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add("--compiled", action="store_true", help="blocks are compiled: fewer passes over memory, less is kept")
     loss = "the cross-entropy is one kernel, which keeps no copy of the logits in 32 bits"
     add("--fused-loss", action="store_true", help=loss)
+    loss = "what a loss that is not fused is computed in" + DEFAULT
+    add("--loss-dtype", default="float32", choices=list(DTYPES), metavar="DTYPE", help=loss)
 
 
 def _add_strategies(parser: argparse.ArgumentParser) -> None:
@@ -209,6 +211,7 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
         offload=arguments.offload,
         compiled=arguments.compiled,
         fused_loss=arguments.fused_loss,
+        loss_dtype=arguments.loss_dtype,
     )
 
 

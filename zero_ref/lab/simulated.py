@@ -57,6 +57,8 @@ PHASES_IN_WORDS = {
 }
 """The phases of `memory.PHASES`, as the table has them."""
 
+FITS = {True: "fits", False: "does not fit", None: "undecided"}
+
 LABELS = ("forward", "gather", "backward", "reduce", "step", "broadcast", "agree", "average")
 """The labels of operations, in the order in which they are printed."""
 
@@ -114,6 +116,7 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
         "offload": scenario.offload,
         "compiled": scenario.compiled,
         "fused_loss": scenario.fused_loss,
+        "loss_dtype": scenario.loss_dtype,
         "attention_share": scenario.attention_share,
         "not_modelled": list(NOT_MODELLED),
         "strategies": {run.strategy: _run_as_json(run) for run in runs},
@@ -291,7 +294,7 @@ def _rows(runs: Sequence[SimulatedRun]) -> list[Row]:
         rows.append(Row("  on the host", [_bytes(memory.host_bytes) for memory in memories]))
     memory_gb = runs[0].scenario.cluster.device.memory_gb
     if memory_gb is not None:
-        rows.append(Row(f"  in {memory_gb:.1f} GB", ["fits" if run.fits else "does not fit" for run in runs]))
+        rows.append(Row(f"  in {memory_gb:.1f} GB", [FITS[run.fits] for run in runs]))
     calls = [f"{run.calls:,.4g}" if run.calls < 10 else f"{run.calls:,.0f}" for run in runs]
     rows += [
         Row("network", [""] * len(runs), "bold"),

@@ -26,9 +26,6 @@ CHECKPOINTING: dict[str, str] = {
 OF_THE_PAPER = ("none", "selective", "full")
 """Those that Korthikanti et al. name. The two others are torchtitan's."""
 
-LOG_PROBABILITY_BYTES = 4
-"""The loss is computed in float32, so that the log-probability of each entry of the vocabulary is kept."""
-
 
 class Kept(NamedTuple):
     """A tensor that autograd keeps of a block.
@@ -176,6 +173,7 @@ def activations(
     itemsize: int = 2,
     compiled: bool = False,
     fused_loss: bool = False,
+    loss_itemsize: int = 4,
 ) -> Activations:
     """A rank's activations under a kind of checkpointing.
 
@@ -199,6 +197,8 @@ def activations(
             that read it; and what backward does not read is not kept.
         fused_loss: the loss keeps the logits and no log-probabilities. Otherwise the logits are copied to
             float32 for it: 10 bytes each at the end of a 16-bit forward, and 12 in backward.
+        loss_itemsize: bytes of an element in the loss, which is computed in float32 unless a program gives
+            cross-entropy its 16-bit logits: then each keeps 2 bytes, and 6 are there in backward.
     Raises:
         ValueError: `checkpointing` is unknown, or there is no sequence or no token.
     Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and sections 4.3 and 5; torchtitan's
@@ -231,9 +231,7 @@ def activations(
     of_norm = 2 * width * itemsize + (
         width if kind.dropout else 4
     )  # a mask of the embedding's, or a statistic
-    of_logit, in_loss = (
-        (itemsize, itemsize) if fused_loss else (LOG_PROBABILITY_BYTES, 2 * LOG_PROBABILITY_BYTES)
-    )
+    of_logit, in_loss = (itemsize, itemsize) if fused_loss else (loss_itemsize, 2 * loss_itemsize)
     return Activations(
         blocks,
         head=tokens * (of_norm + of_logit * vocabulary),

@@ -488,7 +488,7 @@ def calibrate_from_logs(
 
     Of each log every other size is fitted, and the sizes in between are predicted, as `calibrate` does. A
     matrix product takes a time for each operation and one for each byte of its matrices, so `fit` serves it:
-    the first is the device's `reached`, the ratio of both its `knee`. A run on one node tells the links
+    the first is the device's `reached`, the other its `product_passes`. A run on one node tells the links
     within, one on several those between, where `base`, or a run on one node, has to tell the others.
 
     Args:
@@ -536,8 +536,8 @@ def _with_products(device: Device, fitted: Fit) -> Device:
             f"the products reach {fitted.giga_per_s / 1e3:.4g} TFLOPS, more than the {device.tflops:g} that "
             f"{device.name} has at its peak: name the cluster that they were measured on."
         )
-    per_byte_ms = fitted.overhead_us / 1e3 / 1e6  # calls are megabytes
-    return replace(device, reached=reached, knee=per_byte_ms * fitted.giga_per_s * 1e6)
+    per_megabyte_ms = fitted.overhead_us / 1e3
+    return replace(device, reached=reached, product_passes=per_megabyte_ms / device.touch_ms(1e6))
 
 
 def _of_link(one: Measurement, log: NcclLog) -> Sample:

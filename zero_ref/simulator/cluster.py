@@ -49,7 +49,7 @@ def _check_figures(value: Any, what: str = "cluster") -> None:
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     elif value > FIGURES[1] or (
-        value < FIGURES[0] and not what.endswith(("_us", "knee", "_share", "library_gb"))
+        value < FIGURES[0] and not what.endswith(("_us", "passes", "_share", "library_gb"))
     ):
         raise ValueError(f"{what} {value:g} is no figure of a machine: {FIGURES[0]:g} to {FIGURES[1]:g} are")
 
@@ -133,8 +133,9 @@ class Device:
         overhead_us: microseconds of forward and backward for each parameter tensor, beside its operations.
             It matters for small models; 0 in the presets, since only a measurement tells.
         update_overhead_us: the same of an optimizer step.
-        knee: operations for each byte of its matrices at which a product reaches half of `reached`. Smaller
-            products have fewer.
+        product_passes: the time that a matrix product takes for its bytes, beside that for its operations, as
+            so many times that of reading and writing its matrices once. Small products have more of them for
+            each operation.
         attention_reached: the share of `tflops` that flash attention reaches; None for `reached`.
         memory_reached: the share of `memory_gb_per_s` that kernels reach which are limited by it. None where
             `reached` was measured on whole training, with such kernels: they are then not priced.
@@ -154,7 +155,7 @@ class Device:
     memory_gb_per_s: float
     overhead_us: float = 0.0
     update_overhead_us: float = 0.0
-    knee: float = 0.0
+    product_passes: float = 0.0
     attention_reached: float | None = None
     memory_reached: float | None = None
     allocator_share: float = 0.0
@@ -169,7 +170,7 @@ class Device:
         check_number(f"{self.name}: update_overhead_us", self.update_overhead_us)
         if self.memory_gb is not None:
             check_number(f"{self.name}: memory_gb", self.memory_gb, above=True)
-        for name in ("knee", "allocator_share", "library_gb"):
+        for name in ("product_passes", "allocator_share", "library_gb"):
             check_number(f"{self.name}: {name}", getattr(self, name))
         for name in ("host_link_gb_per_s", "host_memory_gb_per_s"):
             if getattr(self, name) is not None:
@@ -185,7 +186,7 @@ class Device:
         """How long so many floating-point operations take, in forward and backward of so many tensors.
 
         >>> round(cluster("a100-ib").device.compute_ms(312e12))
-        1282
+        1149
         """
         return tensors * self.overhead_us / 1e3 + flops / (self.tflops * self.reached * 1e9)
 
@@ -193,16 +194,26 @@ class Device:
         """How long a matrix product takes whose matrices have so many bytes.
 
         Large ones reach `reached` of the peak, and those with `knee` operations for each byte half of that.
-        None is faster than its bytes can be read and written.
+        None is faster than its bytes can be read and written once.
 
         >>> h100 = cluster("h100-ib").device
         >>> for n in (512, 2048, 8192):
         ...     print(n, round(2 * n**3 / h100.product_ms(2 * n**3, 6 * n**2) / 1e9), "TFLOPS")
-        512 160 TFLOPS
-        2048 362 TFLOPS
-        8192 528 TFLOPS
+        512 140 TFLOPS
+        2048 345 TFLOPS
+        8192 543 TFLOPS
         """
-        return max(self.compute_ms(flops + self.knee * nbytes), self.touch_ms(nbytes))
+        touched_ms = self.touch_ms(nbytes)
+        return max(self.compute_ms(flops) + self.product_passes * touched_ms, touched_ms)
+
+    @property
+    def knee(self) -> float:
+        """Operations for each byte of its matrices at which a product reaches half of `reached`.
+
+        >>> round(cluster("h100-ib").device.knee)
+        649
+        """
+        return self.product_passes * self.touch_ms(1e9) / self.compute_ms(1e9)
 
     def attention_ms(self, flops: float) -> float:
         """How long flash attention takes.

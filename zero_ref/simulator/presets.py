@@ -19,29 +19,29 @@ group of A100s with NVLink).
 """
 
 DEVICES: dict[str, dict[str, Any]] = {
-    # reached and knee of A100 and H100 are fitted to published runs, as in tests/test_constants.py; the other
+    # reached and product_passes of A100 and H100 are fitted to published runs, as in tests/test_constants.py; the other
     # cards are supposed to be like the A100. attention_reached: FlashAttention-2 (arXiv:2307.08691) reaches 50
     # to 73% of an A100's peak, and 335 TFLOPS on an H100; a V100's is supposed. memory_reached is supposed:
-    # with 0.8 or 0.95 and another knee the runs are met as well.
+    # with 0.8 or 0.95 and other passes the runs are met as well.
     "V100 32 GB": {
-        "tflops": 125, "reached": 0.78, "memory_gb_per_s": 900, "knee": 287,
+        "tflops": 125, "reached": 0.87, "memory_gb_per_s": 900, "product_passes": 2.75,
         "attention_reached": 0.40, "memory_reached": 0.85,
     },
     "A100 80 GB": {
-        "tflops": 312, "reached": 0.78, "memory_gb_per_s": 2039, "knee": 316,
+        "tflops": 312, "reached": 0.87, "memory_gb_per_s": 2039, "product_passes": 2.75,
         "attention_reached": 0.60, "memory_reached": 0.85,
     },
     "H100 80 GB": {
-        "tflops": 989, "reached": 0.63, "memory_gb_per_s": 3350, "knee": 492,
+        "tflops": 989, "reached": 0.68, "memory_gb_per_s": 3350, "product_passes": 2.75,
         "attention_reached": 0.34, "memory_reached": 0.85,
     },
     "RTX 4090": {
-        "tflops": 165, "reached": 0.78, "memory_gb_per_s": 1008, "knee": 338,
+        "tflops": 165, "reached": 0.87, "memory_gb_per_s": 1008, "product_passes": 2.75,
         "attention_reached": 0.60, "memory_reached": 0.85,
     },
     # As an H100 80 GB, with HBM2e. Its products at 500 W of 700 are supposed to reach as much.
     "H100 96 GB": {
-        "tflops": 989, "reached": 0.63, "memory_gb_per_s": 2400, "knee": 492,
+        "tflops": 989, "reached": 0.68, "memory_gb_per_s": 2400, "product_passes": 2.75,
         "attention_reached": 0.34, "memory_reached": 0.85,
     },
     "one CPU core": {"tflops": 0.1, "reached": 0.5, "memory_gb_per_s": 8},

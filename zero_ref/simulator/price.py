@@ -107,7 +107,7 @@ def price(
     >>> ddp = schedule("ddp", [ParamSpec(10**9, "bfloat16")], world_size=64)
     >>> prices = price(ddp, cluster("h100-ib"), Workload(tokens=4096))
     >>> [(one.label, round(cost.ms, 1)) for one, cost in zip(ddp.operations, prices)]
-    [('forward', 13.1), ('backward', 26.3), ('reduce', 11.3), ('step', 9.8)]
+    [('forward', 12.2), ('backward', 24.4), ('reduce', 11.3), ('step', 9.8)]
 
     Args:
         known: prices of the same schedule on the same cluster under another workload; calls cost the same.

@@ -58,7 +58,7 @@ class Scenario:
     >>> scenario = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), world_size=64)
     >>> run = scenario.run("zero-3")
     >>> round(run.iteration_ms), round(run.peak_bytes / 1e9, 1), run.fits
-    (1147, 55.5, True)
+    (1135, 71.4, True)
 
     Args:
         batch: sequences that a rank computes in one go.
@@ -83,6 +83,7 @@ class Scenario:
         offload: as `Recipe`, of strategies that can.
         compiled: blocks are compiled, so that they keep less for backward, and touch memory less often.
         fused_loss: the cross-entropy is, so that it keeps logits in their own dtype only.
+        loss_dtype: what a cross-entropy that is not fused is computed in.
     Raises:
         ValueError: the batch, the sequence, the accumulation or `world_size` is below 1, a name is unknown,
             or the optimizer is offloaded and not elementwise. Methods raise as `schedule`,
@@ -111,11 +112,13 @@ class Scenario:
     offload: bool = False
     compiled: bool = False
     fused_loss: bool = False
+    loss_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         check_name("dtype", self.dtype, DTYPES)
         if self.reduce_dtype is not None:
             check_name("reduce_dtype", self.reduce_dtype, DTYPES)
+        check_name("loss_dtype", self.loss_dtype, DTYPES)
         if self.accumulation < 1:
             raise ValueError(f"accumulation must be at least 1, got {self.accumulation}.")
         if self.offload and state_rule(self.optimizer).of_whole is not None:
@@ -177,6 +180,7 @@ class Scenario:
             itemsize=DTYPES[self.dtype],
             compiled=self.compiled,
             fused_loss=self.fused_loss,
+            loss_itemsize=DTYPES[self.loss_dtype],
         )
 
     @property
@@ -201,7 +205,7 @@ class Scenario:
             return 0.0
         return 2 * model.depth * model.width * self.tokens_of_sequence / self.numel
 
-    @property
+    @cached_property
     def kernels(self) -> Kernels | None:
         """What forward and backward of a micro-batch compute; None for a model that is no transformer."""
         if (model := self.transformer) is None:
