@@ -31,7 +31,7 @@ NOT_FOR_READERS = {
         *("broadcast_json", "exchange_json", "gather_bytes", "gather_texts"),
     },
     "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
-    "zero_ref.simulator.memory": {"StateBytes", "costs", "whole_bytes"},
+    "zero_ref.simulator.memory": {"StateBytes", "costs", "offloaded", "whole_bytes"},
     "zero_ref.simulator.models": {"Named"},
     "zero_ref.simulator.data_parallel": {
         *(
@@ -44,7 +44,12 @@ NOT_FOR_READERS = {
             "shares_of",
         ),
     },
-    "zero_ref.simulator.operations": {"forward_and_backward", "reduction_of", "shared_out"},
+    "zero_ref.simulator.operations": {
+        "forward_and_backward",
+        "passes_before",
+        "reduction_of",
+        "shared_out",
+    },
     "zero_ref.simulator.timeline": {"covered_ms"},
     "zero_ref.bench.pieces": {"flops_of", "load_average", "now", "passages"},
     "zero_ref.lab.compare": {"ProgressFile"},

@@ -317,7 +317,7 @@ def _check_bill(call: str, job: Job, chosen: Design, bill: Bill) -> None:
         )
         raise AssertionError(
             f"{call} it does not fit in memory. A rank needs {bill.memory_gb:,.1f} GB, "
-            f"{bill.memory_gb / room:.2f} times the {room:g} GB that it has. {why}"
+            f"{bill.memory_gb / room:.2f} times the {room:.1f} GB that it has. {why}"
         )
     assert bill.step_s <= job.longest_s, (
         f"{call} it is too slow. An iteration takes {bill.step_s:.1f} s, "
