@@ -85,9 +85,10 @@ def test_what_means_nothing_to_a_strategy_is_left_out(
 
 
 def test_an_accumulation_that_takes_too_long_to_play_has_no_command() -> None:
-    for strategy, most in (("ddp", 1024), ("zero-3", 2**20 // (4 * len(GPT.params)))):
+    large = replace(GPT, architecture=MODELS["llama3-8b"])
+    for scenario, strategy, most in ((GPT, "ddp", 1024), (large, "zero-3", 2**20 // (4 * 291))):
         fits, not_any_more = (
-            simulate_command(replace(GPT, accumulation=count), strategy, ["--model", "gpt2"], "h100-ib")
+            simulate_command(replace(scenario, accumulation=count), strategy, ["--model", "X"], "h100-ib")
             for count in (most, most + 1)
         )
         assert fits is not None

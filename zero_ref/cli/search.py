@@ -6,13 +6,11 @@ import argparse
 import json
 
 from zero_ref.cli._common import CommandError, Subparsers, need, no_collecting
-from zero_ref.cli.simulate import DEFAULT, add_machines, add_model, architecture_of
-from zero_ref.lab._arguments import positive, whole
+from zero_ref.cli.simulate import add_machines, add_model, add_numerics, add_places, architecture_of
+from zero_ref.lab._arguments import whole
 from zero_ref.lab.searched import as_json, print_found
 from zero_ref.lab.simulated import cluster_named
-from zero_ref.simulator.ledger import STATE_RULES
-from zero_ref.simulator.recipe import REDUCED_IN
-from zero_ref.simulator.scenario import DTYPES, Scenario
+from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.search import search
 
 
@@ -30,19 +28,8 @@ def register_search(subparsers: Subparsers) -> None:
     add = parser.add_argument
     tokens = whole(1, 10**12, "no update has so many")
     add("--tokens", required=True, type=tokens, metavar="T", help="of an update, over all ranks")
-    add("--sequence", type=positive, metavar="S", help="tokens in each (default: the model's, 8192 at most)")
-    dtypes = f"of parameters and gradients: {', '.join(DTYPES)}. Of 16 bits the optimizer keeps a copy in 32"
-    add("--dtype", default="bfloat16", choices=list(DTYPES), metavar="DTYPE", help=dtypes + DEFAULT)
-    rules = ", ".join(STATE_RULES) + DEFAULT
-    add("--optimizer", default="AdamW", choices=list(STATE_RULES), metavar="NAME", help=rules)
-    add("--no-masters", action="store_true", help="no 32-bit copies of 16-bit parameters")
-    add("--compiled", action="store_true", help="blocks are compiled")
-    add("--fused-loss", action="store_true", help="the cross-entropy is one kernel")
-    reduced = f"what gradients travel in, where a strategy can: {', '.join(REDUCED_IN)} (default: --dtype)"
-    add("--reduce-dtype", choices=list(REDUCED_IN), metavar="DTYPE", help=reduced)
-    add("--bucket-view", action="store_true", help="DDP's gradient_as_bucket_view")
-    offload = "masters, moments and the update are on the CPU, where a strategy can"
-    add("--offload", action="store_true", help=offload)
+    add_numerics(parser)
+    add_places(parser)
     add("--all", action="store_true", help="list all that may fit, not only the best")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run_search)

@@ -21,6 +21,7 @@ from zero_ref.lab._arguments import (
 from zero_ref.lab.simulated import MFU_COUNTS, as_json, cluster_named, print_runs
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS
+from zero_ref.simulator.commands import MOST_OPERATIONS, MOST_PASSES
 from zero_ref.simulator.ledger import STATE_RULES
 from zero_ref.simulator.models import MODELS, Architecture, from_config
 from zero_ref.simulator.operations import WAYS
@@ -28,12 +29,6 @@ from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES, REDUCED_IN
 from zero_ref.simulator.scenario import DTYPES, Scenario, SimulatedRun
 from zero_ref.simulator.schedule import MIB
 from zero_ref.simulator.trace import write_trace
-
-MOST_PASSES = 1024
-"""The most forwards and backwards before an update, each of which is simulated."""
-
-MOST_OPERATIONS = 2**20
-"""The most operations of local SGD's steps that are simulated, which takes some ten seconds."""
 
 USED_BY: dict[str, tuple[str, ...]] = {
     "shard_group": tuple(name for name, recipe in RECIPES.items() if recipe.in_groups),
@@ -92,18 +87,24 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     """The options that say what is trained, and on which machines."""
     add_model(parser)
     add_machines(parser)
+    add_numerics(parser)
     add = parser.add_argument
     add("--batch", type=positive, default=1, metavar="B", help="sequences a rank" + DEFAULT)
+    ways = "; ".join(f"{name}: {what}" for name, what in CHECKPOINTING.items()) + DEFAULT
+    add("--checkpointing", default="selective", choices=list(CHECKPOINTING), metavar="WHAT", help=ways)
+    passes = "forwards and backwards before an update, each of --batch sequences" + DEFAULT
+    add("--accumulation", type=whole(1, MOST_PASSES), default=1, metavar="N", help=passes)
+
+
+def add_numerics(parser: argparse.ArgumentParser) -> None:
+    """What is computed for a sequence, and kept for a parameter, whoever does it."""
+    add = parser.add_argument
     sequence = "tokens in each (default: the model's, 8192 at most)"
     add("--sequence", type=positive, metavar="S", help=sequence)
     dtypes = f"of parameters and gradients: {', '.join(DTYPES)}. Of 16 bits the optimizer keeps a copy in 32"
     add("--dtype", default="bfloat16", choices=list(DTYPES), metavar="DTYPE", help=dtypes + DEFAULT)
     rules = ", ".join(STATE_RULES) + DEFAULT
     add("--optimizer", default="AdamW", choices=list(STATE_RULES), metavar="NAME", help=rules)
-    ways = "; ".join(f"{name}: {what}" for name, what in CHECKPOINTING.items()) + DEFAULT
-    add("--checkpointing", default="selective", choices=list(CHECKPOINTING), metavar="WHAT", help=ways)
-    passes = "forwards and backwards before an update, each of --batch sequences" + DEFAULT
-    add("--accumulation", type=whole(1, MOST_PASSES), default=1, metavar="N", help=passes)
     masters = "no 32-bit copies of 16-bit parameters: state in the parameters' own dtype"
     add("--no-masters", action="store_true", help=masters)
     add("--compiled", action="store_true", help="blocks are compiled: fewer passes over memory, less is kept")
@@ -129,11 +130,7 @@ def _add_strategies(parser: argparse.ArgumentParser) -> None:
     )
     size = "of DDP's buckets (default: 25, the first 1)"
     add("--bucket-mib", type=number(above=0, most=2**20), metavar="MIB", help=size)
-    view = "DDP's gradient_as_bucket_view: gradients lie in DDP's buckets, and are not kept twice"
-    add("--bucket-view", action="store_true", help=view)
-    reduced = f"what gradients travel in: {', '.join(REDUCED_IN)} (default: --dtype)"
-    add("--reduce-dtype", choices=list(REDUCED_IN), metavar="DTYPE", help=reduced)
-    add("--offload", action="store_true", help="masters, moments and the update are on the CPU")
+    add_places(parser)
     kept = "of zero-2 and zero-3: accumulated gradients are whole on each rank until the last backward"
     add("--no-sync", action="store_true", help=kept)
     shards = (
@@ -145,6 +142,16 @@ def _add_strategies(parser: argparse.ArgumentParser) -> None:
     add("--period", type=whole(1, 10**6), metavar="H", help=period)
     group = "of local-sgd: average gradients in every step over so many ranks, as of a node (default: 1)"
     add("--gradient-group", type=whole(1, MOST_SIMULATED_RANKS), metavar="N", help=group)
+
+
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """Where gradients and state lie, and what gradients travel in, under strategies that can."""
+    add = parser.add_argument
+    view = "DDP's gradient_as_bucket_view: gradients lie in DDP's buckets, and are not kept twice"
+    add("--bucket-view", action="store_true", help=view)
+    reduced = f"what gradients travel in: {', '.join(REDUCED_IN)} (default: --dtype)"
+    add("--reduce-dtype", choices=list(REDUCED_IN), metavar="DTYPE", help=reduced)
+    add("--offload", action="store_true", help="masters, moments and the update are on the CPU")
 
 
 def _add_paces(parser: argparse.ArgumentParser) -> None:

@@ -6,15 +6,12 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from zero_ref.lab.simulated import NOT_MODELLED, in_words
 from zero_ref.live.numbers import short, short_count
 from zero_ref.simulator.commands import program, simulate_command, train_command
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.search import SEARCHED, Candidate, Found
-
-NOT_MODELLED = (
-    "tensor, pipeline, context and expert parallelism, which divide a model further, are not modelled"
-)
 
 
 def as_json(named: Sequence[str], cluster: str, scenario: Scenario, found: Found) -> dict[str, Any]:
@@ -41,7 +38,7 @@ def as_json(named: Sequence[str], cluster: str, scenario: Scenario, found: Found
             strategy: {
                 "count": left_out.count,
                 "least_bytes": left_out.least.peak_bytes,
-                "memory_bytes": left_out.least.memory.items,
+                "peak_items_bytes": dict(left_out.least.memory.peak_items),
                 "most_of_it": left_out.most_of_it,
             }
             for strategy in SEARCHED
@@ -94,7 +91,7 @@ def print_found(
     console = Console(width=width, highlight=False)
     device = scenario.cluster.device
     if not found.listed:
-        console.print(f"nothing of what was tried fits; {NOT_MODELLED}", markup=False)
+        console.print(f"nothing of what was tried fits, and {in_words(NOT_MODELLED)} are not modelled")
     ranks = f"{scenario.world_size:,} rank{'' if scenario.world_size == 1 else 's'}"
     console.print(f"[bold]{escape(named[-1])} on {ranks} of {escape(scenario.cluster.name)}[/]", end=" ")
     console.print(f"({device.name})", markup=False)
@@ -176,11 +173,11 @@ def _notes(found: Found, every: bool) -> Iterator[str]:
         yield f"{hidden:,} of these are as slow or slower with as much memory or more: --all lists them"
     for strategy in SEARCHED:
         if (left_out := found.left_out(strategy)) is not None:
-            least = left_out.least.memory
+            most = left_out.least.memory.peak_items[left_out.most_of_it]
             yield (
                 f"{strategy}: {left_out.count:,} too large; the least of them needs "
                 f"{format_bytes(round(left_out.least.peak_bytes))}, of which "
-                f"{format_bytes(round(least.items[left_out.most_of_it]))} are {left_out.most_of_it}"
+                f"{format_bytes(round(most))} are {left_out.most_of_it}"
             )
         if strategy in found.impossible:
             yield f"{strategy}: {found.impossible[strategy]}"

@@ -177,7 +177,7 @@ def print_runs(
 
     console = Console(width=width, highlight=False)
     if runs and all(run.fits is False for run in runs):
-        console.print(f"does not fit, and {_in_words(NOT_MODELLED)} are not modelled")
+        console.print(f"does not fit, and {in_words(NOT_MODELLED)} are not modelled")
     ranks = f"{scenario.world_size:,} rank{'' if scenario.world_size == 1 else 's'}"
     cluster = scenario.cluster
     console.print(f"[bold]{escape(named)} on {ranks} of {escape(cluster.name)}[/]", end=" ")
@@ -199,7 +199,8 @@ def print_runs(
         console.print(line, markup=False)
 
 
-def _in_words(names: Sequence[str]) -> str:
+def in_words(names: Sequence[str]) -> str:
+    """Kinds of parallelism."""
     return f"{', '.join(names[:-1])} and {names[-1]} parallelism"
 
 

@@ -29,7 +29,7 @@ USED_BY: dict[str, Callable[[Recipe], bool]] = {
 """Of these, the ones that mean nothing to some strategies."""
 
 MOST_PASSES, MOST_OPERATIONS = 1024, 2**20
-"""`zero-ref simulate` plays all passes of an update: up to so many, with up to so many operations."""
+"""`zero-ref simulate` plays all passes of an update: so many, of so many operations, in ten seconds."""
 
 ALONE = "dist.new_subgroups(1)[0]"
 """The group in which a rank shares its state with nobody: torch's own AdamW keeps no 32-bit copies."""

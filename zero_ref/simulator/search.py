@@ -87,7 +87,7 @@ class LeftOut:
     Args:
         count: of them.
         least: the one that needs the least memory.
-        most_of_it: what takes most of that, an item of `Memory.items`.
+        most_of_it: what takes most of that, an item of `Memory.peak_items`.
     """
 
     count: int
@@ -137,7 +137,7 @@ class Found:
         if not too_large:
             return None
         least = min(too_large, key=lambda one: one.peak_bytes)
-        items = least.memory.items
+        items = least.memory.peak_items
         count = len(too_large) + self.larger.get(strategy, 0)
         return LeftOut(count, least, max(items, key=lambda item: items[item]))
 
