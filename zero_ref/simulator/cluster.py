@@ -140,7 +140,7 @@ class Device:
         memory_reached: the share of `memory_gb_per_s` that kernels reach which are limited by it. None where
             `reached` was measured on whole training, with such kernels: they are then not priced.
         allocator_share: of what tensors take, what the allocator reserves on top.
-        library_gb: 10^9 bytes that CUDA's context, kernels and communicators take.
+        library_gb: 10^9 bytes that the driver's context, kernels and communicators take.
         host_link_gb_per_s: 10^9 bytes a second between the device and its share of the host's memory, in each
             direction; None where no state can be offloaded.
         host_memory_gb_per_s: 10^9 bytes a second that its share of the host reads or writes.

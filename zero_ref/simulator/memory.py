@@ -125,7 +125,7 @@ class Memory:
         whole_gradient_bytes: of gradients that add up and are not reduced yet, where a rank keeps a shard.
         temporary_bytes: the most that comes and goes beside activations: in the loss, a block or the step.
         allocator_bytes: reserved by the allocator at the peak, and not in tensors.
-        library_bytes: CUDA's context and kernels, and the buffers of communicators.
+        library_bytes: the driver's context and kernels, and the buffers of communicators.
         phase_bytes: of tensors in each of PHASES.
         peak_items: bytes by item at the peak, which add up to it.
         host_bytes: on the CPU, and no item of the device.
@@ -184,12 +184,12 @@ class Memory:
 
     @property
     def allocated_bytes(self) -> float:
-        """The most that is in tensors at one time, as `torch.cuda.max_memory_allocated`."""
+        """The most that is in tensors at one time, as torch's `max_memory_allocated`."""
         return max(self.phase_bytes.values(), default=0)
 
     @property
     def reserved_bytes(self) -> float:
-        """The same with what the allocator holds beside tensors, as `torch.cuda.max_memory_reserved`."""
+        """The same with what the allocator holds beside tensors, as torch's `max_memory_reserved`."""
         return self.allocated_bytes + self.allocator_bytes
 
     @property
@@ -218,10 +218,10 @@ def with_peak(
     Args:
         allocator_share: of what is allocated, what the allocator reserves on top.
         library_bytes: what libraries take.
-    Source: `torch.cuda.max_memory_reserved`. At stage 3, FSDP2 makes the shards of gradients in one stream
+    Source: torch's `max_memory_reserved`. At stage 3, FSDP2 makes the shards of gradients in one stream
         and gathers parameters in another, and the caching allocator gives a stream no memory of another: so
         the shards of the gradients, and one more copy of the largest gathered unit, are reserved all the time
-        (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, c10/cuda/CUDACachingAllocator.cpp).
+        (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, and the caching allocator in c10).
     """
     phases = _phases(params, memory, settings)
     found = replace(

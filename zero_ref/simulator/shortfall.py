@@ -171,7 +171,7 @@ def _on_top(memory: Memory, settings: MemorySettings) -> list[Reason]:
         "activations": "they grow with the batch and the sequence; no stage divides them.",
         "temporaries": "the most that the loss, a block's backward or the step needs while it lasts.",
         "allocator": "reserved in pieces that no tensor has; a share of what tensors take is supposed.",
-        "libraries": "CUDA's context, kernels and the buffers of a communicator.",
+        "libraries": "the driver's context, kernels and the buffers of a communicator.",
     }
     reasons = [Reason(item, int(memory.items[item]), sentence) for item, sentence in sentences.items()]
     if memory.phase_bytes:
