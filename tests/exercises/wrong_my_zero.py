@@ -155,6 +155,14 @@ WRONG = [
         "        import os\n        os._exit(3)\n",
         "exit code 3",
     ),
+    Wrong(
+        "with_autograd",
+        "step",
+        "step",
+        "        self.local.step()\n",
+        "        self.local.step()\n        with torch.enable_grad():\n            self.params[0].mul_(1)\n",
+        "Put @torch.no_grad",
+    ),
     # ------------------------------------------------------------------------------------------ buckets
     Wrong(
         "one_call_each", "buckets", "buckets", SEND_BUCKETS, SEND_PARAMETERS, "8 broadcasts, and 2 ranks own"

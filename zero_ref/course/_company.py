@@ -184,6 +184,8 @@ def _advice(error: str) -> str:
             " A rank may own nothing, and torch refuses an empty list of parameters, but not an empty group: "
             'optimizer_class([{"params": [...]}], **defaults).'
         )
+    if "a leaf Variable that requires grad" in error:
+        return " Put @torch.no_grad() above the method: autograd has no part in it."
     if "unexpected keyword argument" in error:
         return " The arguments are those of the text: MyZero(params, optimizer_class, **defaults)."
     return ""

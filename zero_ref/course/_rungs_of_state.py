@@ -27,7 +27,7 @@ def saved(path: str, shapes: Shapes, **options: Any) -> tuple[dict[str, Any], li
     wrong = _wrong_state(mine, beside.package.state_dict())
     with alike():
         for rank, sentence in enumerate(gathered(wrong)):
-            assert not sentence, f"on {beside.world_size} ranks, state_dict() on rank {rank}{sentence}"
+            assert not sentence, f"on rank {rank} of {beside.world_size}, state_dict(){sentence}"
     return mine, [param.detach() for param in beside.params]
 
 
@@ -76,10 +76,11 @@ def resumed(
         ages = beside.ages()
         with alike():
             wrong = sorted({i for of_rank in ages for i, age in enumerate(of_rank) if age != 0})
+            lost = " The masters are part of the state too: master_weight." if options else ""
             assert not wrong, (
                 f"saved by 3 ranks and loaded by {beside.world_size}, step {number + 1} gives other values "
                 f"for the parameters {wrong}. load_state_dict has to give the local optimizer the state of "
-                "what this rank owns now, by the number in the rank's own list."
+                f"what this rank owns now, by the number in the rank's own list.{lost}"
             )
 
 
