@@ -48,7 +48,9 @@ def with_one_share(machines: Cluster, reached: float) -> Cluster:
     >>> one.device.reached, one.within.reached, one.device.memory_reached
     (0.4, 1.0, None)
     """
-    device = replace(machines.device, reached=reached, knee=0, attention_reached=None, memory_reached=None)
+    device = replace(
+        machines.device, reached=reached, product_passes=0.0, attention_reached=None, memory_reached=None
+    )
     within, between = (replace(link, reached=1.0) for link in (machines.within, machines.between))
     return replace(machines, device=device, within=within, between=between)
 
