@@ -191,6 +191,8 @@ def test_all_is_found_that_runs_one_by_one_would_find(narrow: None) -> None:
         peak_bytes, ms = fitting[key_of(one.scenario, one.strategy)]
         assert one.peak_bytes == peak_bytes
         assert one.update_ms == pytest.approx(ms, rel=1e-9)  # batches are not played one by one
+    some = exact[:: max(1, len(exact) // 5)]
+    assert [one.scenario.run(one.strategy).fits for one in some] == [one.fits for one in some]
     assert found.tried >= len(held)
 
 
