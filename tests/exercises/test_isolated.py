@@ -261,7 +261,7 @@ def test_a_forged_message_is_read_as_data_or_not_at_all(
 
 @whole
 def test_an_answer_sees_no_file_and_no_variable_of_the_grader_and_starts_and_signals_nobody(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_OF_THE_GRADER", "hidden")
     other = tmp_path / "another-student.ipynb"
@@ -293,7 +293,8 @@ def adversary():
     found += [(key, value) for key, value in os.environ.items() if "SECRET" in key]
     return found
 """
-    assert message(nursery, "partition.adversary", tries).startswith("adversary() returned []. ")
+    with Nursery() as nursery:
+        assert nursery.answer(Cells((), tries, "adversary"))() == []
     assert not (tmp_path / "new").exists()
 
 

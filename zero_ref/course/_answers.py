@@ -85,6 +85,7 @@ def _serve_connections(folder: Path, listening: socket.socket, wake: socket.sock
                 signal.set_wakeup_fd(-1)
                 for process in living:
                     _kill(process)
+                shutil.rmtree(folder, ignore_errors=True)  # who started us may have been killed
                 return
             if number == listening.fileno():
                 connection, _ = listening.accept()
