@@ -221,7 +221,7 @@ def usual(action: argparse.Action) -> str:
         except (TypeError, argparse.ArgumentTypeError):
             continue
         return word
-    return "good.ipynb" if action.dest == "notebook" else "out" if action.dest == "folder" else "file"
+    return "good.ipynb" if action.dest == "file" else "out" if action.dest == "folder" else "file"
 
 
 def odd(action: argparse.Action, draw: random.Random) -> str:
