@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
-from zero_ref.simulator.models import GPT2, TRANSFORMERS, from_config
+from zero_ref.simulator.activations import (
+    CHECKPOINTING,
+    OF_THE_PAPER,
+    activation_bytes,
+    activations,
+    head_bytes,
+    matrices,
+)
+from zero_ref.simulator.decoders import FAMILIES, Decoder
+from zero_ref.simulator.models import GPT2, TRANSFORMERS, Llama, blocks, from_config
 
 # ----------------------------------------------------------------------------------------------- example
 
@@ -58,7 +72,7 @@ def test_a_configuration_has_activations() -> None:
         ({"batch": 1, "sequence": 0}, "at least 1 token, got 0"),
         (
             {"batch": 1, "checkpointing": "some"},
-            "unknown checkpointing 'some'; choose one of none, selective, full",
+            "unknown checkpointing 'some'; choose one of none, selective, every-other-block",
         ),
     ],
 )
@@ -76,7 +90,7 @@ models = st.builds(
 
 @given(models, st.integers(1, 64), st.integers(1, 4096))
 def test_checkpointing_more_keeps_no_more(model: GPT2, batch: int, sequence: int) -> None:
-    none, selective, full = (activation_bytes(model, batch, sequence, way) for way in CHECKPOINTING)
+    none, selective, full = (activation_bytes(model, batch, sequence, way) for way in OF_THE_PAPER)
     assert selective < none
     assert full <= none
     assert (full == none) == (model.depth == 1)  # the one block is computed again, and is there whole
@@ -90,6 +104,23 @@ def test_activations_grow_with_the_batch(model: GPT2, batch: int, sequence: int,
 
 
 # ------------------------------------------------------------------------------------------------ parity
+
+
+def kept_by_autograd(
+    function: Callable[..., Any], x: torch.Tensor, weights: Iterable[torch.Tensor]
+) -> tuple[Any, list[int]]:
+    """The result, and the bytes of each storage that autograd keeps beside those of the weights."""
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = function(x)
+    of_weights = {weight.untyped_storage().data_ptr() for weight in weights}
+    return result, [storage.nbytes() for pointer, storage in saved.items() if pointer not in of_weights]
 
 
 def test_the_formula_is_what_autograd_saves_in_a_block() -> None:
@@ -123,20 +154,282 @@ def test_the_formula_is_what_autograd_saves_in_a_block() -> None:
         raised = F.linear(F.layer_norm(x, (h,), weights["norm2"]), weights["up"])
         return x + dropout(F.linear(F.gelu(raised), weights["down"]))
 
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        result = block(torch.randn(s, b, h, dtype=torch.bfloat16, requires_grad=True))
-    of_weights = {weight.untyped_storage().data_ptr() for weight in weights.values()}
-    kept = [storage.nbytes() for pointer, storage in saved.items() if pointer not in of_weights]
+    x = torch.randn(s, b, h, dtype=torch.bfloat16, requires_grad=True)
+    result, kept = kept_by_autograd(block, x, weights.values())
     # Each norm keeps a mean and a deviation a token, which the paper leaves out.
     statistics = [nbytes for nbytes in kept if nbytes in (2 * s * b, 4 * s * b)]
     assert result.shape == (s, b, h)
     assert len(statistics) == 4
     model = GPT2(width=h, depth=1, heads=a, vocabulary=1, positions=s)
     assert sum(kept) - sum(statistics) == activation_bytes(model, b)
+
+
+class FusedNorm(torch.autograd.Function):
+    """RMSNorm as torch's fused kernel computes it on a GPU: it keeps its input and a statistic a token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        scale = x.float().square().mean(-1, keepdim=True).add(1e-5).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, scale = ctx.saved_tensors
+        return (grad * weight * scale).to(x.dtype), (grad * x * scale).sum(tuple(range(x.dim() - 1))).to(
+            x.dtype
+        )
+
+
+S, B = 8, 3
+SMALL = Llama(width=16, depth=1, hidden=40, heads=4, key_value_heads=2, vocabulary=11, positions=S)
+SHAPES = {param.name.split(".", 3)[-1]: param.shape for param in SMALL.shapes() if ".0." in param.name}
+
+
+class LlamaBlock(torch.nn.Module):
+    """Grouped heads, rotary positions, RMSNorm, a gated MLP. Input and output: (batch, positions, width)."""
+
+    def __init__(self, flash: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.flash = flash
+        self.weights = torch.nn.ParameterDict(
+            {
+                name.replace(".", "_"): torch.nn.Parameter(0.1 * torch.randn(shape, dtype=dtype))
+                for name, shape in SHAPES.items()
+            }
+        )
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.randn(1, 1, S, SMALL.head_width, dtype=dtype))
+
+    def of_heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = self.weights[f"self_attn_{name}_proj_weight"]
+        return F.linear(x, weight).view(B, S, -1, SMALL.head_width).transpose(1, 2)
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if self.flash:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+        scores = query @ key.transpose(2, 3) * SMALL.head_width**-0.5
+        return (
+            torch.softmax(scores + torch.full((S, S), -torch.inf, dtype=scores.dtype).triu(1), dim=-1) @ value
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.weights
+        normed = FusedNorm.apply(x, weights["input_layernorm_weight"])
+        query, key = (self.rotated(self.of_heads(normed, name)) for name in ("q", "k"))
+        mixed = self.attend(query, key, self.of_heads(normed, "v")).transpose(1, 2).reshape(B, S, -1)
+        x = x + F.linear(mixed, weights["self_attn_o_proj_weight"])
+        normed = FusedNorm.apply(x, weights["post_attention_layernorm_weight"])
+        gate, up = (F.linear(normed, weights[f"mlp_{name}_proj_weight"]) for name in ("gate", "up"))
+        return x + F.linear(F.silu(gate) * up, weights["mlp_down_proj_weight"])
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.bfloat16, 2), (torch.float32, 4)])
+@pytest.mark.parametrize("flash", [True, False])
+def test_a_llamas_block_keeps_what_autograd_saves(flash: bool, dtype: torch.dtype, itemsize: int) -> None:
+    block = LlamaBlock(flash, dtype)
+    x = torch.randn(B, S, SMALL.width, dtype=dtype, requires_grad=True)
+    others = [*block.parameters(), *block.buffers()]
+    _, kept = kept_by_autograd(block, x, others)
+    found = activations(SMALL, B, flash_attention=flash, itemsize=itemsize)
+    assert sum(kept) == found.blocks
+
+
+@pytest.mark.parametrize(
+    ("dtype", "itemsize", "loss_dtype", "loss_itemsize"),
+    [
+        (torch.bfloat16, 2, torch.float32, 4),
+        (torch.bfloat16, 2, torch.bfloat16, 2),
+        (torch.float32, 4, torch.float32, 4),
+    ],
+)
+def test_the_head_keeps_what_autograd_saves(
+    dtype: torch.dtype, itemsize: int, loss_dtype: torch.dtype, loss_itemsize: int
+) -> None:
+    norm, head = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((16,), (11, 16)))
+    targets = torch.randint(11, (B * S,))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(FusedNorm.apply(x, norm), head)
+        return F.cross_entropy(logits.flatten(0, 1).to(loss_dtype), targets)
+
+    x = torch.randn(B, S, 16, dtype=dtype, requires_grad=True)
+    _, kept = kept_by_autograd(loss, x, [norm, head, targets])
+    total_weight = loss_itemsize  # of the mean, a number
+    found = activations(SMALL, B, itemsize=itemsize, loss_itemsize=loss_itemsize)
+    assert sum(kept) - total_weight == found.head
+
+
+# ------------------------------------------------------------------------- what lives while a model computes
+
+
+class Living(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {one.untyped_storage()._cdata for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor) and (storage := one.untyped_storage())._cdata not in given:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, self.nbytes())
+        return result
+
+    def nbytes(self) -> int:
+        self._made = {at: made for at, made in self._made.items() if not made[0].expired()}
+        return sum(nbytes for _, nbytes in self._made.values())
+
+
+def every_other_product() -> Any:
+    """torchtitan's policy: keep attention's results, and those of every other product from the first on."""
+    count = {False: 0, True: 0}
+
+    def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = func == torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        if func == torch.ops.aten.mm.default:
+            count[ctx.is_recompute] += 1
+            keep = count[ctx.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def run_block(way: str, number: int, block: LlamaBlock, x: torch.Tensor) -> torch.Tensor:
+    """A block under a kind of checkpointing, as PyTorch does it."""
+    if way == "full" or (way == "every-other-block" and number % 2):
+        return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
+    if way == "by-operation":
+        return checkpoint(block, x, use_reentrant=False, context_fn=every_other_product)  # type: ignore[no-any-return]
+    return block(x)  # type: ignore[no-any-return]
+
+
+WAYS = ["none", "selective", "every-other-block", "by-operation", "full"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("depth", [1, 4, 5])
+def test_what_lives_after_forward_is_what_is_kept(way: str, depth: int) -> None:
+    stack = [LlamaBlock(way != "none", torch.bfloat16) for _ in range(depth)]
+    first = torch.randn(B, S, SMALL.width, dtype=torch.bfloat16, requires_grad=True)
+    with Living() as living:
+        x = first
+        for number, block in enumerate(stack):
+            x = run_block(way, number, block, x)
+    found = activations(replace(SMALL, depth=depth), B, checkpointing=way, flash_attention=way != "none")
+    assert x.nbytes == first.nbytes, "the last result is alive too, and the first input was made before"
+    assert living.nbytes() == found.blocks
+
+
+def peak_of_a_step(way: str, depth: int, vocabulary: int) -> tuple[int, int]:
+    """The most bytes that live in a step beside weights and their gradients; and as predicted."""
+    stack = [LlamaBlock(True, torch.bfloat16) for _ in range(depth)]
+    norm, head = (
+        torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((16,), (vocabulary, 16))
+    )
+    targets = torch.randint(vocabulary, (B * S,))
+    x = torch.randn(B, S, SMALL.width, dtype=torch.bfloat16, requires_grad=True)
+    params = [norm, head, *(param for block in stack for param in block.parameters())]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    with Living() as living:
+        last = x
+        for number, block in enumerate(stack):
+            last = run_block(way, number, block, last)
+        logits = F.linear(FusedNorm.apply(last, norm), head)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets)
+        del logits, last
+        loss.backward()
+    architecture = replace(SMALL, depth=depth, vocabulary=vocabulary)
+    found = activations(architecture, B, checkpointing=way, flash_attention=True)
+    return living.peak, max(found.kept + found.loss, found.blocks + found.again + found.gradients)
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("vocabulary", [4000, 11])
+def test_the_peak_is_at_the_loss_or_in_a_block(way: str, vocabulary: int) -> None:
+    peak, predicted = peak_of_a_step(way, 4, vocabulary)
+    made_before = B * S * SMALL.width * 2  # the first input
+    # At the loss to a hundredth. In a block gradients are counted in whole tensors, and some overlap.
+    assert peak + made_before == pytest.approx(predicted, rel=0.01 if vocabulary == 4000 else 0.05)
+
+
+def test_a_compiled_block_keeps_what_torchs_partitioner_keeps() -> None:
+    from functorch.compile import aot_module, min_cut_rematerialization_partition, nop
+
+    block = LlamaBlock(True, torch.bfloat16)
+    compiled = aot_module(
+        block, fw_compiler=nop, bw_compiler=nop, partition_fn=min_cut_rematerialization_partition
+    )
+    x = torch.randn(B, S, SMALL.width, dtype=torch.bfloat16, requires_grad=True)
+    with Living() as living:
+        result = compiled(x)
+    found, eager = (activations(SMALL, B, flash_attention=True, compiled=one) for one in (True, False))
+    assert result.nbytes == x.nbytes, "the result is alive too, and the input was made before"
+    assert living.nbytes() == found.blocks
+    assert eager.blocks - found.blocks == 2 * B * S * SMALL.hidden
+
+
+def test_by_hand_what_each_kind_keeps_of_llama_3() -> None:
+    # 8B: width 4096, heads 32 of 128, of keys 8, MLP 14336; bytes of a token and block, in 16 bits.
+    model, tokens = TRANSFORMERS["llama3-8b"], 8192
+
+    def each(way: str, **options: Any) -> float:
+        return (
+            activations(model, 1, tokens, way, flash_attention=True, **options).blocks / tokens / model.depth
+        )
+
+    statistics = 2 * 4 + 32 * 4
+    assert each("none") == each("selective") == 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336) + statistics
+    # Input, query, value, attention's result, gate and down.
+    assert each("by-operation") == 2 * (4096 + 4096 + 1024 + 4096 + 14336 + 4096) + 32 * 4
+    assert each("by-operation", compiled=True) == each("by-operation") - 2 * 4096
+    assert each("full") == 2 * 4096
+    assert each("every-other-block") == (each("selective") + each("full")) / 2
+
+
+def test_logits_take_4_bytes_and_12_in_backward_or_fused_2_and_4() -> None:
+    model = TRANSFORMERS["llama3-8b"]
+    small = replace(model, vocabulary=1)
+    counts: list[tuple[dict[str, Any], int, int]] = [({}, 4, 12), ({"itemsize": 4}, 4, 12)]
+    counts += [({"fused_loss": True}, 2, 4), ({"loss_itemsize": 2}, 2, 6)]
+    for options, kept, at_once in counts:
+        many, few = (activations(one, 1, 100, "full", **options) for one in (model, small))
+        logits = 100 * (model.vocabulary - 1)
+        assert many.head - few.head == kept * logits
+        assert many.head + many.loss - few.head - few.loss == at_once * logits
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_the_products_are_the_matrices_of_a_block(name: str) -> None:
+    model = TRANSFORMERS[name]
+    check_matrices(model)
+
+
+def check_matrices(model: Any) -> None:
+    named = model.shapes()
+    of_block = sorted(named[i].numel for i in blocks(named)[1] if len(named[i].shape) == 2)
+    assert sorted(one.inputs * one.outputs for one in matrices(model)) == of_block
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_products_are_its_matrices_and_checkpointing_keeps_less(family: str) -> None:
+    model = Decoder(family, width=64, depth=4, hidden=160, heads=4, key_value_heads=2, vocabulary=10)
+    if family == "gpt_neox":
+        model = replace(model, key_value_heads=4)
+    check_matrices(model)
+    kept = {way: activations(model, 2, 16, way, flash_attention=True) for way in CHECKPOINTING}
+    assert kept["selective"].blocks > kept["by-operation"].blocks > kept["full"].blocks
+    assert kept["selective"].blocks > kept["every-other-block"].blocks > kept["full"].blocks
+    assert kept["selective"].again == 0 < kept["by-operation"].again < kept["full"].again
+    for way, found in kept.items():
+        assert activations(model, 2, 16, way, flash_attention=True, compiled=True).blocks <= found.blocks

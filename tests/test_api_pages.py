@@ -31,7 +31,7 @@ NOT_FOR_READERS = {
         *("broadcast_json", "exchange_json", "gather_bytes", "gather_texts"),
     },
     "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
-    "zero_ref.simulator.memory": {"StateBytes", "costs", "whole_bytes"},
+    "zero_ref.simulator.memory": {"StateBytes", "costs", "offloaded", "whole_bytes"},
     "zero_ref.simulator.models": {"Named"},
     "zero_ref.simulator.data_parallel": {
         *(
@@ -44,7 +44,12 @@ NOT_FOR_READERS = {
             "shares_of",
         ),
     },
-    "zero_ref.simulator.operations": {"forward_and_backward", "reduction_of", "shared_out"},
+    "zero_ref.simulator.operations": {
+        "forward_and_backward",
+        "passes_before",
+        "reduction_of",
+        "shared_out",
+    },
     "zero_ref.simulator.timeline": {"covered_ms"},
     "zero_ref.bench.pieces": {"flops_of", "load_average", "now", "passages"},
     "zero_ref.lab.compare": {"ProgressFile"},
@@ -52,11 +57,13 @@ NOT_FOR_READERS = {
     "zero_ref.lab.dry_run": {"TrainScenario", "print_prediction"},
     "zero_ref.lab.logs": {"JsonLines", "Log", "Plain", "RunLog", "TensorBoard"},
     "zero_ref.lab.settings": {"as_toml", "read_settings", "settings_of"},
-    "zero_ref.lab.simulated": {"Row", "as_json", "cluster_named", "print_runs"},
+    "zero_ref.lab.simulated": {"Row", "as_json", "cluster_named", "in_words", "print_runs"},
+    "zero_ref.lab.searched": {"as_json", "print_found"},
     "zero_ref.lab.config": {
         *("add_run_arguments", "add_training_arguments", "check_memory", "config_for", "config_from"),
         *("keeps_masters", "least_bytes", "shard_saves", "strategies_of"),
     },
+    "zero_ref.lab.own": {"OwnLoop", "OwnTrainable"},
     "zero_ref.lab.stage_3": {"load_whole", "shard", "whole"},
     "zero_ref.lab.strategies": {"BehindAStep", "Observed", "Sharded"},
     "zero_ref.lab.meter": {"gather_from_ranks", "loopback_is_private", "raise_loopback"},

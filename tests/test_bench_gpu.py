@@ -27,7 +27,7 @@ from zero_ref.cli import bench as command
 from zero_ref.comm import devices
 from zero_ref.lab.config import GPTConfig
 from zero_ref.optimizer.merged import SMALL_NUMEL
-from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
+from zero_ref.simulator.activations import OF_THE_PAPER, activation_bytes, head_bytes
 from zero_ref.simulator.calibrate import Computation
 from zero_ref.simulator.models import GPT2
 from zero_ref.simulator.presets import DEVICES
@@ -130,7 +130,7 @@ def test_checkpointing_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(model, "DROPOUT", 0.0)  # else each call draws other masks
     tokens = torch.arange(34).reshape(2, 17)
     gradients = []
-    for way in CHECKPOINTING:
+    for way in OF_THE_PAPER:
         torch.manual_seed(0)
         gpt = model.PaperGPT(TINY, way)
         gpt(tokens).backward()
@@ -162,7 +162,7 @@ def test_memory_without_an_allocators_count_has_what_tensors_hold() -> None:
         assert row["allocated"] is None
         if row["held"] is not None:  # AdamW's step counters are no element's
             assert 0 <= row["held"] - row["predicted"] <= 4 * len(TINY.shapes())
-    assert [row["checkpointing"] for row in found["activations"]] == list(CHECKPOINTING)
+    assert [row["checkpointing"] for row in found["activations"]] == list(OF_THE_PAPER)
     assert {row["peak"] for row in found["activations"]} == {None}
 
 

@@ -83,7 +83,7 @@ def test_the_table_stays_within_its_width(capsys: pytest.CaptureFixture[str], wi
     pytest.importorskip("rich")
     times = imaginary(2)
     slow = [replace(each, ms=each.ms * 20 + 50) for each in times.collectives]
-    print_calibration(calibrate(slow, times.works), 2, width=width)
+    print_calibration(calibrate(slow, times.works), "2 ranks", width=width)
     printed = capsys.readouterr().out
     assert all(len(line.rstrip()) <= width for line in printed.splitlines())
     assert "…" not in printed
@@ -119,3 +119,73 @@ def test_times_that_make_no_sense_are_not_written(
     assert cli.main(["calibrate", "--out", str(tmp_path / "cluster.json")]) == 1
     assert "nothing is written: all_reduce" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------- logs
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> tuple[Path, Path]:
+    """Products that reach 500 TFLOPS and half of it at 300 operations a byte, and 8 ranks at 300 GB/s."""
+    lengths = [(8192, n, n) for n in (256, 512, 1024, 2048, 4096, 8192)]
+    rows = [
+        f"{m},{k},{n},{(2 * m * k * n + 300 * 2 * (m * k + k * n + m * n)) / 500e9:.9f}"
+        for m, k, n in lengths
+    ]
+    products = tmp_path / "products.csv"
+    products.write_text("m,k,n,ms\n" + "\n".join(rows) + "\n")
+    ranks = [f"#  Rank  {n} Group  0 Pid 10{n} on  host-a device  {n} [0x0f] NVIDIA H100" for n in range(8)]
+    link = Link(latency_us=5, gb_per_s=300)
+    times = [
+        f"{size} {size // 4} float none -1 {1e3 * link.ms(7, size * 7 / 8):.6f} 1.0 1.0 0 9.9 1.0 1.0 0"
+        for size in (2**power for power in range(16, 34, 2))
+    ]
+    nccl = tmp_path / "all_gather.log"
+    nccl.write_text("\n".join(["# Collective test starting: all_gather_perf", *ranks, *times]))
+    return products, nccl
+
+
+def test_logs_make_a_cluster_that_simulate_takes(
+    logs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    products, nccl = logs
+    out = tmp_path / "ours.json"
+    argv = ["calibrate", "--products", str(products), "--nccl-tests", str(nccl), "--out", str(out)]
+    assert cli.main(argv) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "all_gather 5.00 (5.00-5.00) 300 (300-300) 0% 0%" in rows
+    assert any(row.startswith("product ") and "500,000 (500,000-500,000) 0% 0%" in row for row in rows)
+    assert any("reach 50.6% of 989 TFLOPS, and half of that with 300 operations" in row for row in rows)
+    assert not any("Train is" in row for row in rows)
+    made = Cluster.from_json(out.read_text())
+    assert made.source == "zero-ref calibrate from products.csv, all_gather.log; else as h100-ib"
+    assert (made.device.memory_gb_per_s, made.between) == (3350, cluster("h100-ib").between)
+    assert cli.main(["simulate", "--model", "gpt2", "--ranks", "8", "--cluster", str(out), "--json"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--products", "PRODUCTS", "--cluster", "one"], "--cluster one: choose one of h100-ib"),
+        (["--products", "NCCL"], "--products NCCL cannot be used: the table has the columns"),
+        (["--nccl-tests", "PRODUCTS"], "--nccl-tests PRODUCTS cannot be used: a log of nccl-tests is of one"),
+        (["--nccl-tests", "absent"], "--nccl-tests absent cannot be used: absent: No such file"),
+        (
+            ["--products", "PRODUCTS", "--cluster", "a100-ib"],
+            "more than the 312 that A100 80 GB has at its peak",
+        ),
+        (["--products", "PRODUCTS", "--quick"], "--quick is for measuring"),
+        (["--cluster", "a100-ib"], "--cluster is for logs"),
+    ],
+)
+def test_logs_that_cannot_be_used_are_told(
+    logs: tuple[Path, Path], capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    pytest.importorskip("rich")
+    paths = {"PRODUCTS": str(logs[0]), "NCCL": str(logs[1])}
+    assert cli.main(["calibrate", *(paths.get(each, each) for each in argv)]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    for name, path in paths.items():
+        said = said.replace(name, path)
+    assert said in error

@@ -132,6 +132,7 @@ def nothing_is_trained_or_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         "zero_ref.lab.ranks.run",
         "zero_ref.lab.ranks.Pool",
         "zero_ref.cli.bench._measured",
+        "zero_ref.simulator.validation.validate",
     ):
         monkeypatch.setattr(place, begin)
     monkeypatch.setattr("zero_ref.course.notebook._grade_alone", lambda *_: (True, "it passed."))
@@ -220,7 +221,7 @@ def usual(action: argparse.Action) -> str:
         except (TypeError, argparse.ArgumentTypeError):
             continue
         return word
-    return "good.ipynb" if action.dest == "notebook" else "out" if action.dest == "folder" else "file"
+    return "good.ipynb" if action.dest == "file" else "out" if action.dest == "folder" else "file"
 
 
 def odd(action: argparse.Action, draw: random.Random) -> str:
@@ -345,6 +346,7 @@ DOCUMENTS: dict[str, tuple[Any, list[str]]] = {
     ),
     "gpt2": (GPT2, ["simulate", "--ranks=2", "--config=FILE"]),
     "llama": (LLAMA, ["simulate", "--ranks=2", "--config=FILE"]),
+    "searched": (GPT2, ["search", "--ranks=2", "--tokens=64", "--config=FILE"]),
     "report": (good_report(), ["bench", "--from=FILE"]),
     "notebook": (NOTEBOOK, ["check", "FILE"]),
     "chapter": (NOTEBOOK, ["notebooks", "FOLDER", "--for=students", "--source=altered"]),
@@ -367,7 +369,7 @@ def test_an_altered_file_is_refused_or_read(name: str, odd_folder: Path, call: C
             word.replace("FILE", "altered/01_one.ipynb").replace("FOLDER", f"made-{number}")
             for word in command
         ]
-        in_json = ["--json"] if command[0] in ("simulate", "check") and draw.random() < 0.5 else []
+        in_json = ["--json"] if command[0] in ("simulate", "search", "check") and draw.random() < 0.5 else []
         codes.add(call(*words, *in_json).code)
     assert codes == {0, 2}, "of all that was altered some is refused, some is not"
 
@@ -377,6 +379,7 @@ def test_a_file_that_is_no_json_is_refused(name: str, odd_folder: Path, call: Ca
     for words in (
         ["simulate", "--ranks=2", f"--config={name}"],
         ["simulate", "--model=gpt2", "--ranks=2", f"--cluster={name}"],
+        ["search", "--model=gpt2", "--ranks=2", "--tokens=64", f"--cluster={name}"],
         ["bench", f"--from={name}"],
         ["check", name],
     ):

@@ -46,14 +46,21 @@ def test_the_numbers_are_those_of_the_scenario(capsys: pytest.CaptureFixture[str
     words = ["--strategy", "zero-even", "--compare", "ddp", "--compare", "zero-3", "--cluster", "a100-ib"]
     printed = as_json(capsys, *SIMULATE, *words)
     assert list(printed["strategies"]) == ["zero-even", "ddp", "zero-3"]
-    assert (printed["elements"], printed["ranks"], printed["device_memory_bytes"]) == (124439808, 8, 80e9)
+    assert (printed["elements"], printed["ranks"], printed["device_memory_bytes"]) == (
+        124439808,
+        8,
+        81_920 * 2**20,
+    )
     scenario = Scenario(MODELS["gpt2"], cluster("a100-ib"), 8)
     for strategy, values in printed["strategies"].items():
         run = scenario.run(strategy)
         assert values["iteration_ms"] == run.iteration_ms
         assert values["memory_total_bytes"] == sum(values["memory_bytes"].values())
-        assert values["memory_total_bytes"] == max(values["memory_total_bytes_of_rank"])
-        assert values["memory_total_bytes_of_rank"][values["fullest_rank"]] == values["memory_total_bytes"]
+        assert values["memory_peak_bytes"] == sum(values["memory_peak_items_bytes"].values())
+        assert values["memory_peak_bytes"] == max(values["memory_peak_bytes_of_rank"])
+        assert values["memory_peak_bytes_of_rank"][values["fullest_rank"]] == values["memory_peak_bytes"]
+        assert values["memory_allocated_bytes"] == max(values["memory_phase_bytes"].values())
+        assert values["memory_phase_bytes"][values["memory_peak_phase"]] == values["memory_allocated_bytes"]
         assert values["fits"] is True
         assert values["sent_bytes_per_rank"] == run.sent_bytes
         assert values["calls"] == len(run.schedule.calls_of(run.fullest))
@@ -74,6 +81,21 @@ def test_the_numbers_are_those_of_the_scenario(capsys: pytest.CaptureFixture[str
         (["--compare", "zero-2", "--shard-group", "4"], {"shard_group": 4}),
         (["--bucket-mib", "0.5"], {"bucket_bytes": 2**19}),
         (["--checkpointing", "full"], {"checkpointing": "full"}),
+        (["--checkpointing", "every-other-block"], {"checkpointing": "every-other-block"}),
+        (["--checkpointing", "by-operation"], {"checkpointing": "by-operation"}),
+        (["--accumulation", "3"], {"accumulation": 3}),
+        (
+            ["--compare", "zero-3", "--accumulation", "2", "--no-sync"],
+            {"accumulation": 2, "no_sync": True},
+        ),
+        (["--compare", "zero-3", "--shard-group", "4"], {"shard_group": 4}),
+        (["--reduce-dtype", "float32"], {"reduce_dtype": "float32"}),
+        (["--bucket-view"], {"bucket_view": True}),
+        (["--offload"], {"offload": True}),
+        (["--no-masters"], {"masters": False}),
+        (["--compiled"], {"compiled": True}),
+        (["--fused-loss"], {"fused_loss": True}),
+        (["--loss-dtype", "bfloat16"], {"loss_dtype": "bfloat16"}),
         (["--compare", "zero-3", "--prefetch", "0"], {"prefetch": 0}),
         (["--compare", "local-sgd", "--period", "3"], {"period": 3}),
         (["--compare", "local-sgd", "--gradient-group", "4"], {"gradient_group": 4}),
@@ -144,9 +166,9 @@ def test_the_trace_has_rank_0_the_fullest_rank_and_stragglers(
     assert lines["ddp, rank 5"].makespan_ms == pytest.approx(printed["ddp"]["iteration_ms"], abs=1e-5)
     # Memory begins with what is held between iterations, and forward's activations on top.
     scenario = Scenario(MODELS["gpt2"], cluster("h100-ib"), 8)
-    memory = scenario.run("ddp").memory
+    run = scenario.run("ddp")
     first = next(e for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == len(of_zero) + 1)
-    assert first["args"]["bytes"] == memory.total_bytes, "gradients lie in DDP's buckets"
+    assert first["args"]["bytes"] == run.memory.state_bytes + run.scenario.activations.blocks
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,20 +177,34 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     printed = capsys.readouterr().out
     rows = [" ".join(line.split()) for line in printed.splitlines()]
-    assert rows[0] == "llama3-8b on 8 ranks of h100-ib (H100 80 GB)"
+    assert "llama3-8b on 8 ranks of h100-ib (H100 80 GB)" in rows
     assert "8,030,261,248 bfloat16 parameters, AdamW; on each rank 1 x 8,192 tokens" in rows
     assert "one iteration zero-3 ddp" in rows
     assert "memory on rank 0 rank 0" in rows
     assert "parameters 2.01 GB 16.06 GB" in rows
     assert "moments 8.03 GB 64.24 GB" in rows
-    assert "in 80 GB fits does not fit" in rows
+    assert "peak 86.83 GB 204.91 GB" in rows
+    assert "which is at the loss at the loss" in rows
+    assert "in 85.5 GB undecided does not fit" in rows
     assert "sent a rank 40.32 GB 28.11 GB" in rows
     assert any(row.startswith("faster under zero-3: computing twice as fast -") for row in rows)
     assert "attention adds 27% to what the parameters' products take" in rows
     order = [
-        row.split()[0] for row in rows if row.split() and row.split()[0] in ("forward", "gather", "step")
+        row.split()[0]
+        for row in rows[: next(place for place, row in enumerate(rows) if row.startswith("idle"))]
+        if row.split() and row.split()[0] in ("forward", "gather", "step")
     ]
     assert order == ["forward", "gather", "step"]
+
+
+def test_the_first_line_says_what_is_not_modelled_only_if_nothing_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("rich")
+    words = ["simulate", "--model", "llama3-8b", "--ranks", "64", "--strategy", "ddp"]
+    for others, said in (([], True), (["--compare", "zero-3"], False), (["--cluster", "loopback"], False)):
+        assert cli.main([*words, *others]) == 0
+        assert capsys.readouterr().out.startswith("does not fit, and tensor, pipeline,") == said
 
 
 def test_the_table_says_where_one_rank_receives_from_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +270,7 @@ def test_asked_why_it_names_what_adds_up_to_the_fullest_rank(capsys: pytest.Capt
     words = ["simulate", "--model", "llama3-8b", "--ranks", "64", "--strategy", "zero", "--compare", "zero-3"]
     of_zero = as_json(capsys, *words)["strategies"]["zero"]
     why = of_zero["why_not_smaller"]
-    assert why["ideal_bytes"] + sum(why["reasons_bytes"].values()) == of_zero["memory_total_bytes"]
+    assert why["ideal_bytes"] + sum(why["reasons_bytes"].values()) == of_zero["memory_peak_bytes"]
     assert as_json(capsys, *words)["strategies"]["zero-3"]["why_not_smaller"] is None
     assert cli.main([*words, "--why"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -276,7 +312,10 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
         ([*SIMULATE, "--jitter", "-1"], ["--jitter: it must be 0 or more, got -1"]),
         ([*SIMULATE, "--jitter", "nan"], ["--jitter: it must be finite, got nan"]),
         ([*SIMULATE, "--bucket-mib", "0"], ["--bucket-mib: it must be above 0, got 0"]),
-        ([*SIMULATE, "--shard-group", "4"], ["--shard-group means nothing to zero-even; it is for zero-2"]),
+        (
+            [*SIMULATE, "--shard-group", "4"],
+            ["--shard-group means nothing to zero-even; it is for zero-2, zero-3"],
+        ),
         (
             [*SIMULATE, "--strategy", "zero-2", "--shard-group", "3"],
             ["8 ranks cannot be divided into groups of 3 that share the state"],
@@ -289,6 +328,23 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
             ["--overlap means nothing to ddp; it is for zero, zero-bucket, zero-even."],
         ),
         ([*SIMULATE, "--overlap", "in-forward"], ["--overlap means nothing to zero-even; it is for zero-2."]),
+        ([*SIMULATE, "--no-sync"], ["--no-sync means nothing to zero-even; it is for zero-2, zero-3"]),
+        ([*SIMULATE, "--accumulation", "0"], ["--accumulation: it must be at least 1, got 0"]),
+        ([*SIMULATE, "--reduce-dtype", "int8"], ["int8", "bfloat16", "float32"]),
+        (
+            [*SIMULATE, "--strategy", "local-sgd", "--reduce-dtype", "float32"],
+            ["--reduce-dtype means nothing to local-sgd; it is for ddp"],
+        ),
+        ([*SIMULATE, "--strategy", "zero-3", "--offload"], ["--offload means nothing to zero-3"]),
+        ([*SIMULATE, "--strategy", "zero-2", "--bucket-view"], ["--bucket-view means nothing to zero-2"]),
+        (
+            [*SIMULATE, "--offload", "--optimizer", "Muon+AdamW"],
+            ["offload is for elementwise optimizers; Muon+AdamW multiplies matrices"],
+        ),
+        (
+            [*SIMULATE, "--offload", "--cluster", "loopback"],
+            ["one CPU core: nothing can be offloaded, since host_link_gb_per_s"],
+        ),
         ([*SIMULATE, "--prefetch", "2"], ["--prefetch means nothing to zero-even; it is for zero-3"]),
         ([*SIMULATE, "--period", "2"], ["--period means nothing to zero-even; it is for local-sgd"]),
         ([*SIMULATE, "--gradient-group", "2"], ["--gradient-group means nothing to zero-even"]),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.simulator.cluster import ALGORITHMS, CLUSTERS, Cluster, Device, Link, cluster
+from zero_ref.simulator.cluster import ALGORITHMS, CLUSTERS, Cluster, Device, Link, Protocol, cluster
 from zero_ref.simulator.traffic import BACKENDS, OPERATIONS, Traffic, traffic
 
 ops, backends, presets = (
@@ -76,11 +76,11 @@ def test_a_tree_takes_fewer_rounds_and_its_inner_ranks_carry_more() -> None:
     assert traffic("all_reduce", 120, 5, algorithm="tree").rounds == 6  # a third level for the fifth rank
 
 
-def test_only_the_all_reduce_of_nccl_has_a_tree() -> None:
+def test_only_the_all_reduce_of_nccl_has_other_algorithms() -> None:
     for op in OPERATIONS:
         for backend in BACKENDS:
-            ring, tree = (traffic(op, 120, 8, backend=backend, algorithm=name) for name in ("ring", "tree"))
-            assert (ring != tree) == (op == "all_reduce" and backend == "nccl")
+            ways = {traffic(op, 120, 8, backend=backend, algorithm=name) for name in ALGORITHMS[1:]}
+            assert len(ways) == (3 if op == "all_reduce" and backend == "nccl" else 1)
 
 
 @pytest.mark.parametrize(("world_size", "times"), [(2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (8, 3)])
@@ -140,7 +140,7 @@ def test_bytes_are_conserved(op: str, backend: str, shares: list[float]) -> None
     assert math.isclose(found.busiest_bytes, max(*sent, *received))
 
 
-@given(ops, backends, st.sampled_from(["ring", "tree"]), payloads, world_sizes)
+@given(ops, backends, st.sampled_from(ALGORITHMS[1:]), payloads, world_sizes)
 def test_the_busiest_rank_carries_its_share_at_least_and_all_of_it_at_most(
     op: str, backend: str, algorithm: str, nbytes: float, world_size: int
 ) -> None:
@@ -204,9 +204,69 @@ def test_the_time_of_a_megabyte(op: str, world_size: int, expected: float) -> No
 
 
 def test_a_tree_over_nodes_is_a_chain_within_them() -> None:
-    # 4 nodes of 4: down a chain of 3 messages and across 2 levels, there and back.
-    tree = 2 * (3 * 0.01 + 2 * 0.1) + 2 / 0.5
+    # 4 nodes of 4: down a chain of 3 messages and across 2 levels, there and back, at 0.92 of the bandwidth.
+    tree = 2 * (3 * 0.01 + 2 * 0.1) + 2 / (0.92 * 0.5)
     assert ms("all_reduce", 1e6, 16, algorithm="tree") == pytest.approx(tree)
+
+
+def test_a_tree_of_single_ranks_has_all_traffic_of_a_node_on_one_of_them() -> None:
+    alone = replace(TOY, ranks_per_node=1)
+    tree = 2 * 2 * 0.1 + 2 / (0.92 * 0.85 * 0.125)
+    assert ms("all_reduce", 1e6, 4, alone, algorithm="tree") == pytest.approx(tree)
+
+
+def test_the_switch_adds_so_that_each_byte_passes_once() -> None:
+    # Each of 4 ranks sends its megabyte, and receives the sum of a quarter, at 0.85 of 1 GB/s.
+    inside = 0.025 + 1.25 / 0.85
+    assert ms("all_reduce", 1e6, 4, algorithm="nvls") == pytest.approx(inside)
+    # Among 4 nodes a tree of two levels: a megabyte up and a megabyte down on four links of 0.125 GB/s.
+    outside = 0.025 + 4 * 0.1 + 2 / (0.92 * 0.5)
+    assert ms("all_reduce", 1e6, 16, algorithm="nvls") == pytest.approx(outside)
+    assert traffic("all_reduce", 120, 4, algorithm="nvls") == (2, 150, 600)
+
+
+def test_auto_uses_the_switch_where_a_cluster_has_it() -> None:
+    switched = replace(TOY, nvls=True)
+    for nbytes in (1e3, 1e6, 1e9):
+        ways = [ms("all_reduce", nbytes, 4, algorithm=one) for one in ALGORITHMS[1:]]
+        assert ms("all_reduce", nbytes, 4, switched) == min(ways)
+        assert ms("all_reduce", nbytes, 4) == min(ways[:2])
+    assert ms("all_reduce", 1e9, 4, switched) < ms("all_reduce", 1e9, 4)
+    assert ms("all_gather", 1e9, 4, switched) == ms("all_gather", 1e9, 4)
+
+
+def test_every_call_takes_a_time_beside_its_messages_also_one_that_follows() -> None:
+    slow = replace(TOY, call_us=50)
+    for op in OPERATIONS:
+        assert ms(op, 1e6, 8, slow) == pytest.approx(0.05 + ms(op, 1e6, 8))
+    follows = ms("broadcast", 1e6, 8, slow, follows=True)
+    assert follows == pytest.approx(0.05 + ms("broadcast", 1e6, 8, follows=True))
+    assert ms("all_reduce", 1e6, 1, slow) == ms("all_reduce", 0, 8, slow) == 0
+
+
+def test_a_link_reaches_a_share_of_its_rate() -> None:
+    assert Link(10, 2, reached=0.8).ms(rounds=1, nbytes=1.6e6) == pytest.approx(0.01 + 1)
+    assert Link(10, 2, reached=0.8).scaled(bandwidth=2) == Link(10, 4, reached=0.8)
+
+
+def test_a_call_uses_the_protocol_that_is_fastest_for_its_size() -> None:
+    protocols = (Protocol("whole", 1, 1), Protocol("with flags", 0.1, 0.5))
+    both = replace(TOY, protocols=protocols)
+    # A ring of 4: 0.06 ms and 1.5 times the payload, or 0.006 ms and twice that.
+    assert ms("all_reduce", 1e3, 4, both, algorithm="ring") == pytest.approx(0.006 + 2 * 0.0015)
+    assert ms("all_reduce", 1e6, 4, both, algorithm="ring") == pytest.approx(0.06 + 1.5)
+    border = 0.054 / 1.5 * 1e6
+    assert ms("all_reduce", border, 4, both, algorithm="ring") == pytest.approx(0.06 + 1.5 * border / 1e6)
+
+
+@given(
+    presets, st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"]), st.integers(2, 1024), payloads
+)
+def test_the_share_of_a_links_rate_grows_with_the_message(name: str, op: str, n: int, nbytes: float) -> None:
+    here = cluster(name)
+    if nbytes:
+        rates = [size / here.ms(op, size, n) for size in (nbytes, 2 * nbytes, 1000 * nbytes)]
+        assert rates == sorted(rates) or rates == pytest.approx(sorted(rates))
 
 
 def test_auto_takes_the_tree_for_few_bytes_and_the_ring_for_many() -> None:
@@ -295,6 +355,25 @@ def test_a_measured_link_takes_the_place_of_the_common_one_for_its_operation_onl
     assert ms("all_gather", 1e6, 2, measured) == ms("all_gather", 1e6, 2)
 
 
+GPU = Device("by hand", 10, 0.5, None, 8000, product_passes=8, attention_reached=0.25, memory_reached=0.5)
+
+
+def test_a_product_is_slowed_by_the_bytes_of_its_matrices_and_never_faster_than_they_are() -> None:
+    assert GPU.product_ms(1e9, 0) == pytest.approx(0.2)
+    # 8 times its bytes at 4 TB/s: with 10 GB as long as 10^11 operations at 5 TFLOPS.
+    assert GPU.product_ms(1e11, 1e10) == pytest.approx(2 * 20)
+    assert GPU.knee == pytest.approx(10)
+    assert GPU.product_ms(1e11, 1e9) == pytest.approx(1.1 * 20)
+    assert replace(GPU, product_passes=0).product_ms(1e6, 8e6) == pytest.approx(0.002), "its bytes at 4 TB/s"
+    assert replace(GPU, product_passes=0).product_ms(1e9, 8) == pytest.approx(0.2)
+
+
+def test_attention_and_memory_reach_shares_of_their_own() -> None:
+    assert GPU.attention_ms(1e9) == pytest.approx(0.4)
+    assert replace(GPU, attention_reached=None).attention_ms(1e9) == pytest.approx(0.2)
+    assert GPU.touch_ms(8e6) == pytest.approx(0.002)
+
+
 def test_a_device_computes_at_the_share_that_training_reaches() -> None:
     assert CPU.compute_ms(1e9) == pytest.approx(20)
     assert CPU.touch_ms(8e6) == pytest.approx(1)
@@ -361,7 +440,7 @@ def test_time_never_falls_when_one_link_gets_slower(
     fast = replace(cluster(name), ranks_per_node=4, shared=shared)
     link: Link = getattr(fast, which)
     before = fast.ms(op, nbytes, world_size, algorithm=algorithm)
-    for worse in (Link(link.latency_us * by, link.gb_per_s), Link(link.latency_us, link.gb_per_s / by)):
+    for worse in (link.scaled(latency=by), link.scaled(bandwidth=1 / by)):
         slow = replace(fast, **{which: worse})  # type: ignore[arg-type]
         assert slow.ms(op, nbytes, world_size, algorithm=algorithm) >= before * ROUNDING
 
@@ -390,8 +469,8 @@ def test_nothing_to_send_costs_nothing(name: str, op: str, world_size: int) -> N
 def test_auto_is_never_slower_than_either_algorithm(
     name: str, op: str, nbytes: float, world_size: int
 ) -> None:
-    auto, ring, tree = (cluster(name).ms(op, nbytes, world_size, algorithm=each) for each in ALGORITHMS)
-    assert auto == min(ring, tree)
+    auto, *each = (cluster(name).ms(op, nbytes, world_size, algorithm=way) for way in ALGORITHMS[:3])
+    assert auto == min(each)
 
 
 # ------------------------------------------------------------------------------------------ presets, JSON
@@ -444,7 +523,10 @@ def shared_out(shares: list[float]) -> Traffic:
         (lambda: cluster("h200"), r"unknown cluster 'h200'; choose one of h100-ib, .*, loopback"),
         (lambda: traffic("gather", 1, 2), r"unknown operation 'gather'; choose one of all_reduce, .*, send"),
         (lambda: traffic("send", 1, 2, backend="mpi"), r"unknown backend 'mpi'; choose one of nccl, gloo"),
-        (lambda: traffic("send", 1, 2, algorithm="auto"), r"unknown algorithm 'auto'; choose ring or tree"),
+        (
+            lambda: traffic("send", 1, 2, algorithm="auto"),
+            r"unknown algorithm 'auto'; choose ring, tree or nvls",
+        ),
         (
             lambda: ms("send", 1, 2, algorithm="star"),
             r"unknown algorithm 'star'; choose one of auto, ring, tree",
@@ -534,7 +616,10 @@ def edited(**change: Any) -> str:
             edited(within={"latency_us": 1e300, "gb_per_s": 1}),
             r"latency_us 1e\+300 is no figure of a machine",
         ),
-        (edited(within=None), r"cluster.within must be an object with latency_us, gb_per_s, not null"),
+        (
+            edited(within=None),
+            r"cluster.within must be an object with latency_us, gb_per_s, reached, not null",
+        ),
         (edited(link_of_op=[1]), r"cluster.link_of_op must be an object, not a list of 1"),
         (edited(shared="false"), r'shared must be true or false, not "false"'),
         (edited(ranks_per_node="8"), r'ranks_per_node must be a whole number below 2\*\*63, not "8"'),

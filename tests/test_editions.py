@@ -274,9 +274,11 @@ def test_nbval_passes_the_solutions_and_fails_each_blank_stub(tmp_path: Path) ->
         failure = case.find("failure")
         text = None if failure is None else re.sub(r"\x1b\[\d+m|#x1B\[\d+m", "", failure.text or "")
         said[case.attrib["classname"].partition(".")[0]].append(text)
-    assert said["teachers"] == [None] * 7, "the setup, and a stub and a check for each of 3 exercises"
-    assert [text is None for text in said["students"]] == [True, True, False, True, False, True, False]
-    for text, cells in zip(said["students"][2::2], exercises_in(NOTEBOOKS / "03_partition.ipynb")):
+    assert said["teachers"] == [None] * 8, (
+        "the setup, a stub and a check for each of 3 exercises, the own file"
+    )
+    assert [text is None for text in said["students"]] == [True, True, False, True, False, True, False, True]
+    for text, cells in zip(said["students"][2:7:2], exercises_in(NOTEBOOKS / "03_partition.ipynb")):
         assert text is not None
         assert f"StillTheStub: {cells.function} is still the stub: write its body" in text
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -18,11 +19,10 @@ from zero_ref.live.page import NARROW, WIDE, html
 from zero_ref.live.palette import MANY_RANKS, RANK_COLOURS, rank_colour
 from zero_ref.live.svg import bar, element, key, text_width, ticks, wrapped
 from zero_ref.plan.rules import plan_partition
-from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link
-from zero_ref.simulator.memory import MemorySettings, average_memory
+from zero_ref.simulator.cluster import CLUSTERS, Link
+from zero_ref.simulator.memory import MemorySettings, average_memory, with_peak
 from zero_ref.simulator.models import MODELS, shapes, specs
 from zero_ref.simulator.play import play
-from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import MIB, ddp_buckets, schedule
@@ -48,21 +48,26 @@ def test_memory_is_the_average_of_the_simulator(model: str, ranks: int, conventi
     answer = EXPLORERS["memory"].answer(
         model=model, ranks=ranks, convention=convention, optimizer="SGD", batch=2, sequence=512
     )
-    scenario = Scenario(MODELS[model], CLUSTERS["v100-ib"], ranks, 2, 512, checkpointing="selective")
+    scenario = Scenario(MODELS[model], CLUSTERS["v100-ib"], ranks, 2, 512, checkpointing="by-operation")
+    kept, device = scenario.activations, CLUSTERS["h100-ib"].device
+    counted = {"activation_bytes": kept.kept, "head_bytes": kept.head, "loss_bytes": kept.loss}
+    counted["block_bytes"] = kept.again + kept.gradients
+    params = specs(shapes(model))
     for stage in range(4):
-        settings = MemorySettings(
-            stage,
-            convention,
-            "SGD",
-            gradient_as_bucket_view=True,
-            activation_bytes=scenario.activation_bytes,
+        apart = convention == "mixed-16" and stage < 3
+        settings = MemorySettings(stage, convention, "SGD", masters_apart=apart, **counted)
+        memory = with_peak(
+            average_memory(params, ranks, settings),
+            params,
+            settings,
+            allocator_share=device.allocator_share,
+            library_bytes=device.library_gb * 1e9,
         )
-        memory = average_memory(specs(shapes(model)), ranks, settings)
         drawn = {key: value for key, value in answer.numbers.items() if key.startswith(f"stage {stage}, ")}
-        assert sum(drawn.values()) == pytest.approx(memory.total_bytes)  # another order of adding up
+        assert sum(drawn.values()) == pytest.approx(memory.peak_bytes)  # another order of adding up
         for item in ("parameters", "moments", "communication", "activations"):
-            assert drawn[f"stage {stage}, {item}, bytes"] == memory.items[item]
-    assert answer.numbers["device, bytes"] == 80e9
+            assert drawn[f"stage {stage}, {item}, bytes"] == memory.peak_items[item]
+    assert answer.numbers["device, bytes"] == device.memory_gb * 1e9
 
 
 @pytest.mark.parametrize(("model", "ranks"), [("gpt2", 64), ("mlp-tiny", 1024), ("llama3-8b", 1)])
@@ -96,7 +101,7 @@ def test_an_iteration_takes_as_long_as_the_simulator_says(strategy: str, way: st
         ddp_buckets=ddp_buckets(params, cap_bytes=8 * MIB),
         side_stream=strategy == "zero-even",
     )
-    played = play(plan, links, Workload(1024))
+    played = play(plan, links, Scenario(MODELS["gpt2"], links, 32).workload_of(strategy))
     assert answer.numbers[f"{strategy}, iteration, ms"] == played.iteration_ms
     assert answer.numbers[f"{strategy}, exposed, ms"] == played.timeline().exposed_ms / plan.iterations
     path = [ms for name, ms in answer.numbers.items() if "critical path" in name]
@@ -108,11 +113,16 @@ def test_a_designed_cluster_runs_the_scenario() -> None:
         model="llama3-8b", strategy="zero-even", device="A100 80 GB", per_node=4, nodes=2, within=64.0,
         between=6.25, latency=50.0, batch=2, checkpointing="selective", tokens=10**9,
     )  # fmt: skip
-    cluster = Cluster("any", DEVICES["A100 80 GB"], 4, Link(3.0, 64.0), Link(50.0, 6.25))
+    h100 = CLUSTERS["h100-ib"]
+    links = {
+        "within": Link(3.4, 64.0, h100.within.reached),
+        "between": Link(50.0, 6.25, h100.between.reached),
+    }
+    cluster = replace(h100, device=DEVICES["A100 80 GB"], ranks_per_node=4, **links)
     scenario = Scenario(MODELS["llama3-8b"], cluster, 8, batch=2, checkpointing="selective")
     run = scenario.run("zero-even")
     assert answer.numbers["iteration, ms"] == run.iteration_ms
-    assert answer.numbers["memory of the fullest rank, bytes"] == run.memory.total_bytes
+    assert answer.numbers["memory of the fullest rank, bytes"] == run.peak_bytes
     assert answer.numbers["sent by a rank, bytes"] == run.sent_bytes
     iterations = 10**9 / (8 * scenario.tokens)
     assert answer.numbers["days"] == pytest.approx(
@@ -169,9 +179,9 @@ def test_memory_marks_its_stage_and_what_does_not_fit() -> None:
         (marked,) = [words for words in written(answer) if words.startswith("▸")]
         assert marked.startswith(f"▸ stage {stage}: ")
         assert ("which is too much" in answer.words) == (stage == 0)
-    assert "the device's 80 GB" in written(answer)
+    assert "the device's 85.5 GB" in written(answer)
     far = EXPLORERS["memory"].answer(model="gpt2", ranks=4, stage=3, sequence=128)
-    assert "the device's 80 GB: far to the right" in written(far)
+    assert "the device's 85.5 GB: far to the right" in written(far)
 
 
 def test_bars_are_as_long_as_their_bytes() -> None:
@@ -305,8 +315,8 @@ def test_an_explorer_is_what_its_controls_and_its_function_make_it() -> None:
 
 def test_the_memory_explorer_starts_with_the_tours_figures() -> None:
     numbers = EXPLORERS["memory"].answer().numbers
-    scenario = Scenario(MODELS["llama3-8b"], CLUSTERS["h100-ib"], 64)
+    scenario = Scenario(MODELS["llama3-8b"], CLUSTERS["h100-ib"], 64, checkpointing="by-operation")
     for stage, strategy in ((0, "ddp"), (1, "zero-even"), (3, "zero-3")):
         held = sum(nbytes for name, nbytes in numbers.items() if name.startswith(f"stage {stage}, "))
-        fullest = scenario.run(strategy).memory.total_bytes
+        fullest = scenario.run(strategy).peak_bytes
         assert held == pytest.approx(fullest, rel=0.001)  # an average, and what cuts leave over

@@ -67,6 +67,7 @@ def test_without_any_extra_all_but_the_lab_can_be_imported() -> None:
     for module in (
         "zero_ref.lab.config",
         "zero_ref.lab.logs",
+        "zero_ref.lab.searched",
         "zero_ref.lab.settings",
         "zero_ref.lab.simulated",
     ):

@@ -18,6 +18,7 @@ from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import (
     FACTORS,
     SCALES,
+    SWITCH,
     Setting,
     scaled,
     sensitivity,
@@ -52,6 +53,10 @@ def test_each_factor_changes_what_it_says_and_nothing_else() -> None:
         "bandwidth between nodes": replace(PLAIN, between=Link(2000, 0.25)),
         "compute": replace(PLAIN, device=replace(device, tflops=0.5)),
         "memory bandwidth": replace(PLAIN, device=replace(device, memory_gb_per_s=0.5)),
+        "share of links": replace(PLAIN, within=Link(1000, 1, 0.5), between=Link(2000, 0.5, 0.5)),
+        "share of products": replace(PLAIN, device=replace(device, reached=0.5)),
+        "share of attention": PLAIN,  # which is as that of products
+        "share of memory": PLAIN,  # which is not known
     }
     assert set(FACTORS) == {*expected, "bucket size", "ranks"}
     for factor, changed in expected.items():
@@ -68,6 +73,25 @@ def test_measured_links_and_overheads_are_scaled_too() -> None:
     assert scaled(setting, "bandwidth within nodes", 2).cluster.link_of_op == {"broadcast": Link(10, 6)}
     assert scaled(setting, "compute", 2).cluster.device.overhead_us == 4
     assert scaled(setting, "memory bandwidth", 2).cluster.device.update_overhead_us == 3
+
+
+def test_shares_are_scaled_where_they_are_known_and_end_at_one() -> None:
+    known = replace(PLAIN.device, reached=0.6, attention_reached=0.4, memory_reached=0.8, product_passes=3)
+    setting = Setting(replace(PLAIN, device=known, within=Link(10, 3, 0.75)), 2)
+    for factor, field, half in (("products", "reached", 0.3), ("attention", "attention_reached", 0.2)):
+        assert getattr(scaled(setting, f"share of {factor}", 0.5).cluster.device, field) == half
+    assert scaled(setting, "share of memory", 2).cluster.device.memory_reached == 1
+    assert scaled(setting, "share of links", 2).cluster.within.reached == 1
+
+
+def test_a_switch_that_adds_is_an_improvement_of_nccls_alone() -> None:
+    plan = make("ddp", Setting(PLAIN, 4))
+    found = what_if(plan, PLAIN, Workload(0, step_bytes=0))
+    with_it = replace(PLAIN, nvls=True)
+    assert found.improved_ms[SWITCH] == play(plan, with_it, Workload(0, step_bytes=0)).iteration_ms
+    assert found.improved_ms[SWITCH] < found.iteration_ms
+    assert SWITCH not in what_if(plan, with_it, Workload(0)).improved_ms
+    assert SWITCH not in what_if(plan, replace(PLAIN, backend="gloo"), Workload(0)).improved_ms
 
 
 def test_ranks_and_bytes_stay_whole_and_at_least_one() -> None:
@@ -120,7 +144,10 @@ def test_what_helps_most_is_what_the_time_goes_into() -> None:
     assert computing.iteration_ms - computing.improved_ms["compute"] == pytest.approx(36_000)
     sending = what_if(plan, PLAIN, Workload(tokens=0, step_bytes=0))
     assert sending.best == "bandwidth within nodes"
-    assert what_if(plan, replace(PLAIN, within=Link(10**6, 1)), Workload(0)).best == "latency"
+    far = replace(
+        PLAIN, within=Link(10**6, 1), nvls=True
+    )  # the sums in the switch have a latency of their own
+    assert what_if(plan, far, Workload(0)).best == "latency"
     stepping = what_if(make("ddp", Setting(PLAIN, 4)), PLAIN, Workload(0))
     assert stepping.best == "memory bandwidth"
     assert stepping.improved_ms["bandwidth between nodes"] == stepping.iteration_ms, "there is one node"

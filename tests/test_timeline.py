@@ -127,6 +127,18 @@ def test_a_bucket_takes_latency_and_the_time_of_its_bytes() -> None:
     assert times == [BucketTimes(20, 1 + 7.5, 2, 1 + 5)] * 2 + [BucketTimes(10, 1 + 3.75, 1, 1 + 2.5)]
 
 
+def test_each_slice_that_is_broadcast_takes_the_latency() -> None:
+    link = {"world_size": 4, "latency_ms": 1.0, "gb_per_s": 2.0, "backward_ms": 50.0}
+    one = bucket_times(25e6, 10e6, **link)  # type: ignore[arg-type]
+    many = bucket_times(25e6, 10e6, broadcasts=50, **link)  # type: ignore[arg-type]
+    assert [times.broadcast_ms for times in many] == [20 + 5, 20 + 5, 10 + 2.5]
+    assert [times.reduce_ms for times in many] == [times.reduce_ms for times in one]
+    few = bucket_times(25e6, 10e6, broadcasts=1, **link)  # type: ignore[arg-type]
+    assert few == one, "each bucket has one at least"
+    with pytest.raises(ValueError, match="new parameters take at least 1 broadcast, got 0"):
+        bucket_times(25e6, 10e6, broadcasts=0, **link)  # type: ignore[arg-type]
+
+
 def test_a_bucket_size_that_does_not_come_out_even_in_floats_leaves_no_crumb() -> None:
     for count in range(1, 200):
         link = {"world_size": 2, "latency_ms": 1.0, "gb_per_s": 1.0, "backward_ms": 1.0}

@@ -2,7 +2,8 @@
 
 A page that says how fast something is then cannot disagree with what was measured. The directive
 `{measured} against_peers step` puts in what the view of that name makes, with its argument; the role
-{ratio}`step gpt 2 torch, best` a single number. book/findings.py makes both.
+{ratio}`step gpt 2 torch, best` a single number. book/findings.py makes both; book/validated.py makes the
+tables of the page of validation, from what is simulated.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import Any
 
 from docutils import nodes
 from docutils.statemachine import StringList
-from findings import RESULTS, VIEWS, ratio
+from findings import RESULTS, VIEWS as MEASURED, ratio
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective, SphinxRole
+from validated import VIEWS as VALIDATED
+
+VIEWS = MEASURED | VALIDATED
 
 
 class MeasuredDirective(SphinxDirective):

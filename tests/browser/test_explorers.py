@@ -17,6 +17,7 @@ CHAPTERS = {
     "partition": "notebooks/03_partition.html",
     "overlap": "notebooks/07_overlap.html",
     "design": "notebooks/14_scale.html",
+    "search": PAGE,
 }
 pytestmark = pytest.mark.browser
 

@@ -440,6 +440,9 @@ def test_a_wrong_prediction_fails_the_command(
         (["--strategy", "zero", "--shard-group", "2"], "shard_group= is for strategies without DDP"),
         (["--strategy", "zero", "--overlap", "in-forward"], "not 'in_forward': it has DDP"),
         (["--strategy", "zero-2", "--overlap", "interleaved"], "not 'interleaved': it has no DDP"),
+        (["--optimizer", "nowhere.py"], "--optimizer: there is no file nowhere.py"),
+        (["--optimizer", "my_zero.py", "--dry-run"], "my_zero.py is none: leave --optimizer out"),
+        (["--optimizer", __file__, "--checkpoint", "x"], "give one --strategy"),
         (["--master-dtype", "float32"], "and this one is in float32: choose the dtype bfloat16"),
         (
             [
@@ -458,6 +461,56 @@ def test_mistakes_are_told_without_a_traceback_of_this_program(
 ) -> None:
     assert main(["train", *arguments]) != 0
     assert message in capsys.readouterr().err
+
+
+OWN = Path(__file__).parents[1] / "exercises" / "my_zero"
+MASTERS = ["--dtype", "bfloat16", "--master-dtype", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("rung", "options", "sent"),
+    [
+        ("step", [], {"all_reduce", "broadcast"}),
+        ("to_owners", [], {"reduce", "broadcast"}),
+        ("masters", MASTERS, {"reduce", "broadcast"}),
+    ],
+)
+def test_the_reader_s_own_optimizer_trains_as_ddp_does(
+    rung: str, options: list[str], sent: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, own = tmp_path / "out.json", OWN / f"{rung}.py"
+    words = ["--optimizer", str(own), "--json", str(file), *options, *small_arguments()]
+    assert main(["train", "--ranks", "2", *words]) == 0
+    assert f"{own.name}: its state" in capsys.readouterr().out
+    strategies = json.loads(file.read_text())["strategies"]
+    assert list(strategies) == ["ddp", own.name]
+    mine = strategies[own.name]
+    assert mine["final_loss"] == strategies["ddp"]["final_loss"], "two terms: the same sum in any order"
+    assert mine["state_bytes_max"]["predicted"] == mine["state_bytes_max"]["measured"]
+    assert mine["state_bytes_max"]["measured"] < 0.6 * strategies["ddp"]["state_bytes_max"]["measured"]
+    assert mine["payload_bytes"]["predicted"] is None
+    config = replace(SMALL, strategy=own.name, own=str(own))
+    if not options:
+        assert {call.op for call in ranks.run(train, 2, config)[0].calls} == sent
+
+
+def test_an_own_optimizer_that_saves_nothing_fails_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = (OWN / "step.py").read_text().replace("[self.params[i] for i in self.mine]", "self.params")
+    (tmp_path / "my_zero.py").write_text(source)
+    assert main(["train", "--optimizer", str(tmp_path / "my_zero.py"), *small_arguments()]) == 1
+    assert "my_zero.py: state_bytes_max predicted" in capsys.readouterr().err
+
+
+def test_what_an_own_optimizer_raises_is_shown_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_zero.py").write_text(
+        "class MyZero:\n    def __init__(self, *args, **options):\n        oops\n"
+    )
+    assert main(["train", "--optimizer", str(tmp_path / "my_zero.py"), *small_arguments()]) == 1
+    assert re.search(r'my_zero.py", line 3, in __init__\n +oops', capsys.readouterr().err)
 
 
 def test_the_same_job_runs_under_torchrun(tmp_path: Path) -> None:

@@ -271,6 +271,7 @@ class ShardedDataParallel(nn.Module):
         auto_refresh_trainable, warn_on_trainable_params_changed: accepted and not used: a change of
             `requires_grad` is seen by itself.
         reduce_fp16: send gradients as float16.
+        reduce_dtype: send gradients in this dtype.
         scaled, may_change: as `reduce_to_owners`.
         keep_memory: keep the memory of this rank's gradients, and of two buckets, from one backward to the
             next. On a CPU new memory for them takes longer than the update. After `zero_grad`, a gradient
@@ -313,6 +314,7 @@ class ShardedDataParallel(nn.Module):
         gather_in_forward: bool = False,
         keep_memory: bool = False,
         replicas: dist.ProcessGroup | DeviceMesh | Collectives | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -322,7 +324,7 @@ class ShardedDataParallel(nn.Module):
         self.sharded_optimizers = list(given)
         _check_optimizers(self.sharded_optimizers, process_group, gather_in_forward)
         self.broadcast_buffers, self.require_backward_grad_sync = broadcast_buffers, True
-        dtype = torch.float16 if reduce_fp16 else None
+        dtype = torch.float16 if reduce_fp16 else reduce_dtype
         self.replicas = None if replicas is None else as_collectives(replicas)
         self._reductions = [
             ShardReduction(zero, reduce_buffer_size, dtype, scaled, may_change, self.replicas, keep_memory)
@@ -330,7 +332,7 @@ class ShardedDataParallel(nn.Module):
         ]
         self._task, self._in_backward, self._syncing = -1, False, True
         self._accumulators: list[Any] = []  # keeps the nodes whose hooks are called
-        self._reduce_fp16 = reduce_fp16
+        self._sent_in = dtype
         self._ordered: list[tuple[ShardReduction, GradientBucket]] = []
         self._waiting: list[tuple[ShardReduction, GradientBucket]] = []  # in the order of their reductions
         self._hooked: set[torch.Tensor] = set()
@@ -427,10 +429,9 @@ class ShardedDataParallel(nn.Module):
                         f"parameter {name} is trained, and no optimizer has it, so it has no owner. Give the "
                         "optimizer all parameters of the model, or set its requires_grad to False."
                     )
-                if self._reduce_fp16 and param.is_complex():
-                    raise ValueError(
-                        f"parameter {name} is complex, and reduce_fp16=True would drop a part of it."
-                    )
+                if self._sent_in is not None and not self._sent_in.is_complex and param.is_complex():
+                    option = "reduce_fp16=True" if self._sent_in == torch.float16 else "reduce_dtype="
+                    raise ValueError(f"parameter {name} is complex, and {option} would drop a part of it.")
                 self._hook(name, param)
                 self._hooked.add(param)
 

@@ -20,21 +20,27 @@ from zero_ref.cli.bench import register_bench
 from zero_ref.cli.calibrate import register_calibrate
 from zero_ref.cli.check import register_check
 from zero_ref.cli.checkpoints import register_checkpoints
+from zero_ref.cli.grade import register_grade
 from zero_ref.cli.notebooks import register_notebooks
 from zero_ref.cli.plan import register_plan
+from zero_ref.cli.search import register_search
 from zero_ref.cli.simulate import register_simulate
 from zero_ref.cli.train import register_demo, register_train
+from zero_ref.cli.validate import register_validate
 from zero_ref.lab._arguments import Parser, complain, unwritable
 
 COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
     register_plan,
     register_simulate,
+    register_search,
+    register_validate,
     register_train,
     register_demo,
     register_calibrate,
     register_bench,
     register_checkpoints,
     register_check,
+    register_grade,
     register_notebooks,
 )
 

@@ -212,7 +212,7 @@ def _print_figures(figures: list[Any]) -> None:
 def _print_prediction(world_size: int, calibration: Any, compared: Sequence[Any]) -> None:
     """The fits behind the step times of `predicted`, and how many of these came close."""
     print()
-    print_calibration(calibration, world_size)
+    print_calibration(calibration, f"{world_size} ranks")
     against_median = [one.predicted_ms / statistics.median(one.repeats_ms) - 1 for one in compared]
     for what, errors in (
         ("lower quartile", [one.error for one in compared]),

@@ -1,9 +1,11 @@
-"""`zero-ref check`: grade the exercises of a notebook."""
+"""`zero-ref check`: grade the exercises of a notebook, or the reader's own optimizer."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 
 from zero_ref.cli._common import CommandError, Subparsers, need, reason
 
@@ -12,24 +14,34 @@ def register_check(subparsers: Subparsers) -> None:
     """Add `zero-ref check`."""
     parser = subparsers.add_parser(
         "check",
-        help="grade the exercises in a notebook of the book, as they stand in its file",
-        description="Grade every exercise of a notebook, each in a process of its own. This runs the "
-        "notebook's code: check only what you would run. Ends with code 1 if an exercise failed.",
+        help="grade what you wrote: the exercises in a notebook of the book, or your my_zero.py",
+        description="A notebook: grade each exercise as it stands in the file, in a process of its own. A "
+        "Python file: say on real ranks which rungs hold of the optimizer that the book has you build. Both "
+        "run the file's code: check only what you would run. Ends with code 1 if something failed.",
     )
-    parser.add_argument("notebook", metavar="NOTEBOOK", help="such as notebooks/03_partition.ipynb")
+    parser.add_argument("file", metavar="FILE", help="such as notebooks/03_partition.ipynb, or my_zero.py")
+    parser.add_argument("--rung", help="of a Python file: look no further than this rung, which must hold")
     parser.add_argument("--json", action="store_true", help="print JSON, with the messages in full")
     parser.set_defaults(run=run_check)
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Print whether each exercise passed, and the message of its check; return 1 if any failed."""
+    """Print how each exercise or rung went; return 1 if one failed."""
+    if arguments.file.endswith(".py"):
+        return _check_own(arguments)
+    if arguments.rung:
+        raise CommandError(f"--rung is for a Python file, and {arguments.file} is none.")
+    return _check_notebook(arguments)
+
+
+def _check_notebook(arguments: argparse.Namespace) -> int:
     check_notebook = need("zero_ref.course.notebook").check_notebook
     try:
-        results = check_notebook(arguments.notebook)
+        results = check_notebook(arguments.file)
     except (OSError, ValueError) as error:
         raise CommandError(reason(error)) from None
     if not results:
-        raise CommandError(f"{arguments.notebook} has no exercises.")
+        raise CommandError(f"{arguments.file} has no exercises.")
     if arguments.json:
         print(json.dumps([result._asdict() for result in results], indent=2, allow_nan=False))
     else:
@@ -40,3 +52,21 @@ def run_check(arguments: argparse.Namespace) -> int:
             for line in rest:
                 print(f"        {line}")
     return 0 if all(result.passed for result in results) else 1
+
+
+def _check_own(arguments: argparse.Namespace) -> int:
+    rungs = need("zero_ref.course.rungs")
+    results, out = [], sys.stdout
+    try:
+        # What the reader's code prints is no part of the answer.
+        with contextlib.redirect_stdout(sys.stderr):
+            for result in rungs.check_rungs(arguments.file, arguments.rung):
+                results.append(result)
+                if not arguments.json:
+                    print(rungs.line(result), file=out, flush=True)
+    except (OSError, ValueError) as error:
+        raise CommandError(reason(error)) from None
+    if arguments.json:
+        print(json.dumps([result._asdict() for result in results], indent=2, allow_nan=False))
+    wanting = arguments.rung and (results[-1].rung, results[-1].state) != (arguments.rung, "holds")
+    return 1 if wanting or any(result.state == "FAILED" for result in results) else 0

@@ -18,22 +18,24 @@ from zero_ref.lab._arguments import (
     simulated_ranks,
     whole,
 )
-from zero_ref.lab.simulated import as_json, cluster_named, print_runs
+from zero_ref.lab.simulated import MFU_COUNTS, as_json, cluster_named, print_runs
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS
+from zero_ref.simulator.commands import MOST_OPERATIONS, MOST_PASSES
 from zero_ref.simulator.ledger import STATE_RULES
 from zero_ref.simulator.models import MODELS, Architecture, from_config
 from zero_ref.simulator.operations import WAYS
-from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES
+from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES, REDUCED_IN
 from zero_ref.simulator.scenario import DTYPES, Scenario, SimulatedRun
 from zero_ref.simulator.schedule import MIB
 from zero_ref.simulator.trace import write_trace
 
-MOST_OPERATIONS = 2**20
-"""The most operations of local SGD's steps that are simulated, which takes some ten seconds."""
-
 USED_BY: dict[str, tuple[str, ...]] = {
-    "shard_group": tuple(name for name, recipe in RECIPES.items() if recipe.without_ddp),
+    "shard_group": tuple(name for name, recipe in RECIPES.items() if recipe.in_groups),
+    "no_sync": tuple(name for name, recipe in RECIPES.items() if recipe.in_groups),
+    "reduce_dtype": tuple(name for name, recipe in RECIPES.items() if recipe.reduces_in_any_dtype),
+    "bucket_view": tuple(name for name, recipe in RECIPES.items() if recipe.stage < 2),
+    "offload": tuple(name for name, recipe in RECIPES.items() if recipe.shards_by_parameter),
     "bucket_mib": tuple(name for name, recipe in RECIPES.items() if recipe.stage < 2),
     "prefetch": tuple(name for name, recipe in RECIPES.items() if recipe.stage == 3),
     "period": (LOCAL_SGD,),
@@ -51,8 +53,8 @@ def register_simulate(subparsers: Subparsers) -> None:
         help="memory, traffic and time of a run, on a cluster that you do not have",
         description="Simulate one training iteration under one or several strategies: nothing is allocated "
         "or sent. Memory, exposed communication and idle time are those of the rank that holds most; the "
-        "parts of the time are those of the critical path. MFU is model FLOPs utilisation: 6 operations for "
-        "each parameter and token, of what the device can do.",
+        "parts of the time are those of the critical path. MFU is model FLOPs utilisation, the share of the "
+        f"device's peak that is reached by {MFU_COUNTS}.",
     )
     _add_job(parser)
     _add_strategies(parser)
@@ -67,24 +69,49 @@ def register_simulate(subparsers: Subparsers) -> None:
     parser.set_defaults(run=run_simulate)
 
 
-def _add_job(parser: argparse.ArgumentParser) -> None:
-    """The options that say what is trained, and on which machines."""
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """`--model` or `--config`."""
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", choices=list(MODELS), metavar="NAME", help=", ".join(MODELS))
     model.add_argument("--config", metavar="FILE", help="a config.json of Hugging Face, in place of --model")
-    add = parser.add_argument
-    add("--ranks", required=True, type=simulated_ranks, metavar="N", help="how many ranks")
+
+
+def add_machines(parser: argparse.ArgumentParser) -> None:
+    """`--ranks` and `--cluster`."""
+    parser.add_argument("--ranks", required=True, type=simulated_ranks, metavar="N", help="how many ranks")
     clusters = ", ".join(CLUSTERS) + ", or what `zero-ref calibrate --out FILE` wrote"
-    add("--cluster", default="h100-ib", metavar="NAME|FILE", help=clusters + DEFAULT)
+    parser.add_argument("--cluster", default="h100-ib", metavar="NAME|FILE", help=clusters + DEFAULT)
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is trained, and on which machines."""
+    add_model(parser)
+    add_machines(parser)
+    add_numerics(parser)
+    add = parser.add_argument
     add("--batch", type=positive, default=1, metavar="B", help="sequences a rank" + DEFAULT)
+    ways = "; ".join(f"{name}: {what}" for name, what in CHECKPOINTING.items()) + DEFAULT
+    add("--checkpointing", default="selective", choices=list(CHECKPOINTING), metavar="WHAT", help=ways)
+    passes = "forwards and backwards before an update, each of --batch sequences" + DEFAULT
+    add("--accumulation", type=whole(1, MOST_PASSES), default=1, metavar="N", help=passes)
+
+
+def add_numerics(parser: argparse.ArgumentParser) -> None:
+    """What is computed for a sequence, and kept for a parameter, whoever does it."""
+    add = parser.add_argument
     sequence = "tokens in each (default: the model's, 8192 at most)"
     add("--sequence", type=positive, metavar="S", help=sequence)
     dtypes = f"of parameters and gradients: {', '.join(DTYPES)}. Of 16 bits the optimizer keeps a copy in 32"
     add("--dtype", default="bfloat16", choices=list(DTYPES), metavar="DTYPE", help=dtypes + DEFAULT)
     rules = ", ".join(STATE_RULES) + DEFAULT
     add("--optimizer", default="AdamW", choices=list(STATE_RULES), metavar="NAME", help=rules)
-    ways = "; ".join(f"{name}: {what}" for name, what in CHECKPOINTING.items()) + DEFAULT
-    add("--checkpointing", default="selective", choices=list(CHECKPOINTING), metavar="WHAT", help=ways)
+    masters = "no 32-bit copies of 16-bit parameters: state in the parameters' own dtype"
+    add("--no-masters", action="store_true", help=masters)
+    add("--compiled", action="store_true", help="blocks are compiled: fewer passes over memory, less is kept")
+    loss = "the cross-entropy is one kernel, which keeps no copy of the logits in 32 bits"
+    add("--fused-loss", action="store_true", help=loss)
+    loss = "what a loss that is not fused is computed in" + DEFAULT
+    add("--loss-dtype", default="float32", choices=list(DTYPES), metavar="DTYPE", help=loss)
 
 
 def _add_strategies(parser: argparse.ArgumentParser) -> None:
@@ -103,13 +130,28 @@ def _add_strategies(parser: argparse.ArgumentParser) -> None:
     )
     size = "of DDP's buckets (default: 25, the first 1)"
     add("--bucket-mib", type=number(above=0, most=2**20), metavar="MIB", help=size)
-    shards = "of zero-2: so many consecutive ranks share the state, as those of a node (default: all)"
+    add_places(parser)
+    kept = "of zero-2 and zero-3: accumulated gradients are whole on each rank until the last backward"
+    add("--no-sync", action="store_true", help=kept)
+    shards = (
+        "of zero-2 and zero-3: so many consecutive ranks share what is sharded, as a node's (default: all)"
+    )
     add("--shard-group", type=whole(1, MOST_SIMULATED_RANKS), metavar="N", help=shards)
     add("--prefetch", type=whole(0, 10**6), metavar="UNITS", help="of zero-3 (default: 1)")
     period = "of local-sgd: steps from one average of the parameters to the next (default: 8)"
     add("--period", type=whole(1, 10**6), metavar="H", help=period)
     group = "of local-sgd: average gradients in every step over so many ranks, as of a node (default: 1)"
     add("--gradient-group", type=whole(1, MOST_SIMULATED_RANKS), metavar="N", help=group)
+
+
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """Where gradients and state lie, and what gradients travel in, under strategies that can."""
+    add = parser.add_argument
+    view = "DDP's gradient_as_bucket_view: gradients lie in DDP's buckets, and are not kept twice"
+    add("--bucket-view", action="store_true", help=view)
+    reduced = f"what gradients travel in: {', '.join(REDUCED_IN)} (default: --dtype)"
+    add("--reduce-dtype", choices=list(REDUCED_IN), metavar="DTYPE", help=reduced)
+    add("--offload", action="store_true", help="masters, moments and the update are on the CPU")
 
 
 def _add_paces(parser: argparse.ArgumentParser) -> None:
@@ -154,7 +196,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
 def scenario_of(arguments: argparse.Namespace) -> Scenario:
     """The scenario that the options describe."""
     return Scenario(
-        MODELS[arguments.model] if arguments.model else _architecture(arguments.config),
+        architecture_of(arguments),
         cluster_named(arguments.cluster),
         arguments.ranks,
         batch=arguments.batch,
@@ -168,10 +210,27 @@ def scenario_of(arguments: argparse.Namespace) -> Scenario:
         prefetch=1 if arguments.prefetch is None else arguments.prefetch,
         period=arguments.period or 8,
         gradient_group=arguments.gradient_group or 1,
+        masters=not arguments.no_masters,
+        accumulation=arguments.accumulation,
+        no_sync=arguments.no_sync,
+        reduce_dtype=arguments.reduce_dtype,
+        bucket_view=arguments.bucket_view,
+        offload=arguments.offload,
+        compiled=arguments.compiled,
+        fused_loss=arguments.fused_loss,
+        loss_dtype=arguments.loss_dtype,
     )
 
 
-def _architecture(path: str) -> Architecture:
+def architecture_of(arguments: argparse.Namespace) -> Architecture:
+    """What `--model` or `--config` names.
+
+    Raises:
+        CommandError: the configuration cannot be read, or is of no known model.
+    """
+    if arguments.model:
+        return MODELS[arguments.model]
+    path = arguments.config
     config = read_input("--config", path)
     if not isinstance(config, dict):
         raise CommandError(f"--config {path} must hold an object with model_type and sizes.")
@@ -199,7 +258,7 @@ def _check_used(arguments: argparse.Namespace, strategies: Sequence[str]) -> Non
     way = (arguments.overlap or "plain").replace("-", "_")
     by_way = {"overlap": tuple(name for name, recipe in RECIPES.items() if way in recipe.ways)}
     for option, used_by in (USED_BY | by_way).items():
-        if getattr(arguments, option) not in (None, "plain") and not set(used_by) & set(strategies):
+        if getattr(arguments, option) not in (None, False, "plain") and not set(used_by) & set(strategies):
             raise CommandError(
                 f"--{option.replace('_', '-')} means nothing to {', '.join(strategies)}; it is for "
                 f"{', '.join(used_by)}."
@@ -214,8 +273,15 @@ def _slow(stragglers: Sequence[tuple[int, float]], ranks: int) -> dict[int, floa
 
 
 def _check_size(scenario: Scenario, strategies: Sequence[str]) -> None:
-    """Raise a CommandError for a period whose steps, each with all of its buckets, would take minutes."""
-    a_step = 2 * len(scenario.buckets) + 4
+    """Raise a CommandError for a period or an accumulation that would take minutes to simulate."""
+    a_step = 2 * len(scenario.buckets) + 2 * scenario.accumulation + 2
+    if "zero-3" in strategies or "zero-2" in strategies:
+        passes, a_pass = scenario.accumulation, 4 * len(scenario.params)
+        if passes * a_pass > MOST_OPERATIONS:
+            raise CommandError(
+                f"--accumulation {passes:,}: all of them are simulated, each with up to {a_pass:,} "
+                f"operations. For this model give at most {max(1, MOST_OPERATIONS // a_pass):,}."
+            )
     if LOCAL_SGD in strategies and scenario.period * a_step > MOST_OPERATIONS:
         raise CommandError(
             f"--period {scenario.period:,}: all of its steps are simulated, each with {a_step:,} operations. "

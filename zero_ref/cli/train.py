@@ -66,6 +66,12 @@ def run_train(arguments: argparse.Namespace) -> int:
     console.print(compare.table(outcomes))
     console.print()
     console.print(compare.bytes_table(outcomes))
+    if config.own:
+        console.print(
+            f"\n{strategies[-1]}: its state, parameters and loss are held against what is predicted and "
+            "against the others; gradients, calls and payload are what it did.",
+            soft_wrap=True,
+        )
     for outcome in outcomes:
         if outcome.ran:
             console.print(f"\n{need('zero_ref.lab.checkpoints').in_words(outcome.ran)}", soft_wrap=True)

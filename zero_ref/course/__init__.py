@@ -12,13 +12,15 @@ A grader is a function that takes the reader's function, calls it, asserts, and 
 What it is given is an `Answer`, so it need not care for answers that raise, hang or return nothing. It may
 send it to real ranks: `ranks.run(answer, 2, ...)`, or inside any function that runs there.
 
-`notebook.check_notebook` grades a whole notebook file.
+`notebook.check_notebook` grades a whole notebook file, `submissions.grade_submissions` those of a class.
+There each answer has a process of its own (`isolated`), which the grader need not trust.
 """
 
 from __future__ import annotations
 
 import contextlib
 import linecache
+import random
 import reprlib
 import signal
 import threading
@@ -101,6 +103,18 @@ def exercises() -> list[str]:
     return list(_registered)
 
 
+def forbidden_in(name: str) -> tuple[str, ...]:
+    """The functions that an answer to an exercise may not call.
+
+    >>> forbidden_in("matrices.operations")
+    ('zero_ref.plan.rules.newton_schulz_operations',)
+
+    Raises:
+        ValueError: there is no such exercise.
+    """
+    return _exercise_named(name).forbids
+
+
 def starts_ranks(name: str) -> bool:
     """Whether the grader of an exercise in `exercises()` starts processes."""
     return _registered[name].on_ranks
@@ -109,6 +123,7 @@ def starts_ranks(name: str) -> bool:
 # ------------------------------------------------------------------------------------------- for graders
 
 
+T = TypeVar("T")
 Grader = TypeVar("Grader", bound=Callable[[Any], str])
 
 
@@ -117,13 +132,19 @@ class _Exercise(NamedTuple):
     seconds: float
     may_return_none: bool
     on_ranks: bool
+    forbids: tuple[str, ...]
 
 
 _registered: dict[str, _Exercise] = {}
 
 
 def exercise(
-    name: str, *, seconds: float = 5.0, may_return_none: bool = False, on_ranks: bool = False
+    name: str,
+    *,
+    seconds: float = 5.0,
+    may_return_none: bool = False,
+    on_ranks: bool = False,
+    forbids: tuple[str, ...] = (),
 ) -> Callable[[Grader], Grader]:
     """Register a grader. It is given an `Answer`, asserts, and returns the line that is printed on success.
 
@@ -133,10 +154,12 @@ def exercise(
         seconds: that one call of the answer may take, times `patience()`.
         may_return_none: the answer works in place, so None is not a forgotten `return`.
         on_ranks: the grader starts real ranks; its tests then run one after another.
+        forbids: functions that the task asks the reader to write, "zero_ref.plan.rules.sorted_greedy": an
+            answer that is graded in a process of its own cannot call them.
     """
 
     def register(grader: Grader) -> Grader:
-        _registered[name] = _Exercise(grader, seconds, may_return_none, on_ranks)
+        _registered[name] = _Exercise(grader, seconds, may_return_none, on_ranks, forbids)
         return grader
 
     return register
@@ -152,9 +175,13 @@ class Answer:
         seconds, may_return_none: as in `exercise`.
 
     Attributes:
-        function: the bare function, for a grader that has to do without all this.
+        function: the bare function.
         name: what the reader called it.
+        seed: 0 for the cases that everybody can read in the grader; any other adds cases drawn from it, which
+            decide over marks. See `drawn`.
     """
+
+    seed = 0
 
     def __init__(
         self, function: Callable[..., Any], seconds: float = 5.0, may_return_none: bool = False
@@ -163,6 +190,16 @@ class Answer:
         self.seconds = seconds
         self.may_return_none = may_return_none
         self.name: str = getattr(function, "__name__", type(function).__name__)
+
+    def limited(self, seconds: float, may_return_none: bool, seed: int) -> Answer:
+        """This answer, called as an exercise says."""
+        limited = Answer(self.function, seconds, may_return_none)
+        limited.seed = seed
+        return limited
+
+    def drawn(self, case: Callable[[random.Random], T], count: int = 8) -> list[T]:
+        """Cases that nobody knows beforehand: none for seed 0, else `count` that are drawn from the seed."""
+        return [case(random.Random(f"{self.seed} {number}")) for number in range(count if self.seed else 0)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
@@ -208,31 +245,41 @@ class Answer:
         return code.co_filename if code else ""
 
 
-def grade(name: str, answer: object) -> str:
-    """What `check` does, returning the line instead of printing it."""
+def grade(name: str, answer: object, seed: int = 0) -> str:
+    """What `check` does, returning the line instead of printing it.
+
+    Args:
+        answer: a function, or an `Answer`.
+        seed: of hidden cases; 0 for none.
+    """
     __tracebackhide__ = True
     if not __debug__:
         raise RuntimeError("graders use assert, which `python -O` leaves out: run Python without -O.")
-    chapter = name.partition(".")[0]
-    if chapter in CHAPTERS:
-        import_module(f"{__name__}.{chapter}")
-    if name not in _registered:
-        raise ValueError(f"there is no exercise {name!r}; there are {', '.join(exercises())}.")
+    found = _exercise_named(name)
     if not callable(answer):
         function = name.partition(".")[2]
         raise ExerciseFailed(
             f"check was given {shown(answer)}. It takes the function itself, with no parentheses "
             f'after its name: check("{name}", {function}).'
         )
-    found = _registered[name]
+    given = answer if isinstance(answer, Answer) else Answer(answer)
     try:
-        return found.grader(Answer(answer, found.seconds, found.may_return_none))
+        return found.grader(given.limited(found.seconds, found.may_return_none, seed))
     except RankError as error:
         raise _failure_on_a_rank(error) from None
     except (ExerciseFailed, StillTheStub) as failure:
         raise type(failure)(str(failure)) from None  # with no frames: a plain script's traceback is short too
     except AssertionError as failure:
         raise ExerciseFailed(str(failure)) from None
+
+
+def _exercise_named(name: str) -> _Exercise:
+    chapter = name.partition(".")[0]
+    if chapter in CHAPTERS:
+        import_module(f"{__name__}.{chapter}")
+    if name not in _registered:
+        raise ValueError(f"there is no exercise {name!r}; there are {', '.join(exercises())}.")
+    return _registered[name]
 
 
 def call_text(name: str, *args: object, **kwargs: object) -> str:

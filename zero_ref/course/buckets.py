@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations
 from typing import Any, NamedTuple
@@ -30,11 +31,11 @@ class Before(NamedTuple):
     requires_grad: bool
 
 
-@exercise("buckets.flatten")
+@exercise("buckets.flatten", forbids=("zero_ref.optimizer.buckets.flatten_parameters",))
 def flatten(answer: Answer) -> str:
     """Parameters become windows of one tensor and stay what they were."""
     tried = 0
-    for params in _models():
+    for params in [*_models(), *answer.drawn(_drawn_model)]:
         before = [Before(p, p.detach().clone(), tuple(p.shape), p.stride(), p.requires_grad) for p in params]
         given = list(params)
         try:
@@ -59,6 +60,13 @@ def _models() -> Iterator[list[nn.Parameter]]:
     yield [*params((3,)), transposed, frozen, *params((2, 2))]
     yield params((), (0, 3), (2, 3), dtype=torch.float64)
     yield params((6,))
+
+
+def _drawn_model(rng: random.Random) -> list[nn.Parameter]:
+    shapes = [(rng.randint(1, 5), rng.randint(1, 5)) for _ in range(rng.randint(1, 5))]
+    generator = torch.Generator().manual_seed(rng.randrange(10**6))
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [nn.Parameter(one.t() if rng.random() < 0.5 else one, rng.random() < 0.7) for one in tensors]
 
 
 def _in_words(before: Sequence[Before]) -> str:
@@ -175,11 +183,23 @@ Pairs = list[tuple[Any, int]]
 """For each broadcast the rank that sends it, and its bytes."""
 
 
-@exercise("buckets.calls", on_ranks=True)
+@exercise(
+    "buckets.calls",
+    on_ranks=True,
+    forbids=(
+        "zero_ref.simulator.schedule.schedule",
+        "zero_ref.simulator.schedule.calls_of_rank",
+        "zero_ref.simulator.schedule.broadcasts_of_buckets",
+        "zero_ref.simulator.schedule.broadcasts_of_slices",
+        "zero_ref.optimizer.buckets.broadcast_messages",
+    ),
+)
 def calls(answer: Answer) -> str:
     """The broadcasts of a step, as real ranks record them, with and without flat tensors."""
     steps = 0
-    for world_size, cases in CASES.items():
+    drawn = answer.drawn(_drawn_case, 4)
+    for world_size, known in CASES.items():
+        cases = known + [case for case in drawn if case.partition.world_size == world_size]
         recorded = (
             ranks.run(_record, world_size, cases, timeout=30.0, backend="gloo")[0]
             if world_size > 1
@@ -191,6 +211,12 @@ def calls(answer: Answer) -> str:
                 raise AssertionError(_mistake_in_calls(answer.name, case, flat, theirs, recorded[number]))
             steps += 1
     return f"{steps} steps on 1, 2 and 3 real ranks make these calls, in this order"
+
+
+def _drawn_case(rng: random.Random) -> Case:
+    count = rng.randint(2, 6)
+    numels, frozen = [rng.randint(1, 400) for _ in range(count)], rng.sample(range(count), rng.randint(0, 2))
+    return _case(rng.choice(("sorted_greedy", "even")), numels, rng.randint(2, 3), frozen)
 
 
 def _record(cases: Sequence[Case]) -> list[Pairs]:
@@ -293,7 +319,7 @@ _WRONG_RULES: dict[str, Callable[[Case, bool], Pairs]] = {
 def worth_copying(answer: Answer) -> str:
     """The choice with the least time: every choice tried on small models, the rule on GPT-2."""
     fixed_us, bytes_per_us = 100, 5_000
-    for sizes in _SMALL:
+    for sizes in _SMALL + answer.drawn(lambda rng: [1000 * rng.randint(1, 500) for _ in range(6)]):
         best = min(
             _time_us(sizes, chosen, fixed_us, bytes_per_us)
             for count in range(len(sizes) + 1)

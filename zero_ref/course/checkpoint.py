@@ -39,10 +39,16 @@ RESHARDINGS: list[tuple[Partition, Partition]] = [
 """Old and new owners: cut and whole, fewer ranks and more, in order and out of it."""
 
 
-@exercise("checkpoint.between")
+@exercise(
+    "checkpoint.between",
+    forbids=(
+        "zero_ref.plan.moves.moves",
+        "zero_ref.plan.moves.numels_between",
+    ),
+)
 def between(answer: Answer) -> str:
     """The elements that go from each old owner to each new one, staying ones included."""
-    for old, new in RESHARDINGS:
+    for old, new in RESHARDINGS + answer.drawn(_drawn_resharding):
         table = _as_table(answer, old, new)
         truth = numels_between(moves(old, new, staying=True))
         wrong = sorted(pair for pair in table.keys() | truth.keys() if table.get(pair) != truth.get(pair))
@@ -56,6 +62,12 @@ def between(answer: Answer) -> str:
             f"{_mistake_in_table(table, truth, old)}"
         )
     return f"{len(RESHARDINGS)} reshardings, between 1 and 16 ranks"
+
+
+def _drawn_resharding(rng: random.Random) -> tuple[Partition, Partition]:
+    numels = [rng.randint(1, 600) for _ in range(rng.randint(1, 6))]
+    old, new = (rng.choice((sorted_greedy, even))(numels, rng.randint(1, 6)) for _ in range(2))
+    return old, new
 
 
 def _owned(partition: Partition) -> str:
@@ -120,8 +132,11 @@ Shard = dict[Slice, dict[str, torch.Tensor]]
 @exercise("checkpoint.consolidate")
 def consolidate(answer: Answer) -> str:
     """Shards of the package's optimizer on virtual ranks, against what it consolidates itself."""
-    for partition, unused in SHARDINGS:
-        of_ranks = virtual.run(_shard_and_whole, partition.world_size, partition, unused)
+    drawn = answer.drawn(
+        lambda rng: (even(NUMELS, rng.randint(1, 6)), rng.sample(range(4), rng.randint(0, 2)))
+    )
+    for partition, unused in SHARDINGS + drawn:
+        of_ranks = virtual.run(_shard_and_whole, partition.world_size, partition, unused, answer.seed)
         shards = [shard for shard, _ in of_ranks]
         truth = of_ranks[0][1]
         whole = answer(partition, list(SHAPES), shards)
@@ -145,10 +160,10 @@ def consolidate(answer: Answer) -> str:
 
 
 def _shard_and_whole(
-    comm: Collectives, partition: Partition, unused: Sequence[int]
+    comm: Collectives, partition: Partition, unused: Sequence[int], seed: int
 ) -> tuple[Shard, dict[int, dict[str, torch.Tensor]]]:
     """On a virtual rank: after two steps of Adam the state of its slices, and the whole."""
-    generator = torch.Generator().manual_seed(8)
+    generator = torch.Generator().manual_seed(8 + seed)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.Adam, comm, partition=partition, lr=0.1)
     for _ in range(2):
@@ -221,7 +236,7 @@ WORLDS = [(1, 1), (3, 3), (4, 2), (2, 5)]
 def save(answer: Answer) -> str:
     """Kill the save at each of its changes of the disk, read after each, and save once more."""
     killed = []
-    for before, after in WORLDS:
+    for before, after in WORLDS + answer.drawn(lambda rng: (rng.randint(1, 5), rng.randint(1, 5)), 2):
         old, new = _shards("old", before), _shards("new", after)
         start = {f"save-9/shard-{rank}-of-{before}": shard for rank, shard in enumerate(old)}
         disk = Disk(start)
@@ -305,15 +320,15 @@ DIRECTORIES: list[dict[str, str]] = [
 @exercise("checkpoint.newest_intact", may_return_none=True)
 def newest_intact(answer: Answer) -> str:
     """Directories with what befalls saves, one thing at a time and then at random."""
-    directories = [*DIRECTORIES, *_at_random(20)]
+    directories = [*DIRECTORIES, *_at_random(20, answer.seed)]
     for fates in directories:
         with tempfile.TemporaryDirectory() as directory:
             _check_search(answer, Path(directory), fates)
     return f"{len(directories)} directories, with {len(FATES)} kinds of folders that cannot be loaded"
 
 
-def _at_random(count: int) -> list[dict[str, str]]:
-    chance = random.Random(8)
+def _at_random(count: int, seed: int) -> list[dict[str, str]]:
+    chance = random.Random(8 + seed)
     fates = [fate for fate in FATES if fate != "a copy"]
     return [
         {f"save-{number}": chance.choice([INTACT, *fates]) for number in chance.sample(range(1, 120), 5)}

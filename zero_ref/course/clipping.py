@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,15 +99,36 @@ OWNED: list[list[Gradients]] = [
 NORM_TYPES = [2.0, 1.0, 3.0, math.inf]
 
 
-@exercise("clipping.global_norm", on_ranks=True)
+@exercise(
+    "clipping.global_norm",
+    on_ranks=True,
+    forbids=(
+        "zero_ref.clip.get_total_norm",
+        "zero_ref.clip.clip_grad_norm_",
+    ),
+)
 def global_norm(answer: Answer) -> str:
     """The norm of all ranks' gradients, on virtual ranks and once on real ones, beside torch's."""
-    for gradients in OWNED:
+    for gradients in OWNED + answer.drawn(_drawn_gradients, 3):
         for norm_type in NORM_TYPES:
             _check_norms(answer, gradients, norm_type, _on_each_rank(answer, gradients, norm_type))
     for norm_type in (2.0, math.inf):
         _check_norms(answer, OWNED[0], norm_type, _on_real_ranks(answer, OWNED[0], norm_type))
     return f"torch's norm of all gradients, on 1 to {len(OWNED[-1])} ranks and for p = 1, 2, 3 and infinity"
+
+
+def _drawn_gradients(rng: random.Random) -> list[Gradients]:
+    def slices() -> Gradients:
+        return [[rng.gauss(0, 1) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(0, 3))]
+
+    return [*(slices() for _ in range(rng.randint(1, 4))), [[rng.gauss(0, 1)]]]
+
+
+def _drawn_spoiled(rng: random.Random) -> list[Gradients]:
+    gradients = _drawn_gradients(rng)
+    slices = [one for of_rank in gradients for one in of_rank]
+    rng.choice(slices)[0] = rng.choice((1.0, -1.0, INF, -INF, NAN))
+    return gradients
 
 
 def _check_norms(answer: Answer, gradients: Sequence[Gradients], norm_type: float, values: list[Any]) -> None:
@@ -182,7 +204,7 @@ SPOILED: list[list[Gradients]] = [
 @exercise("clipping.may_step", on_ranks=True)
 def may_step(answer: Answer) -> str:
     """Whether to step, decided alike on all virtual ranks, and once on real ones."""
-    for gradients in SPOILED:
+    for gradients in SPOILED + answer.drawn(_drawn_spoiled):
         _check_decisions(answer, gradients, _on_each_rank(answer, gradients))
     for gradients in SPOILED[:2]:
         _check_decisions(answer, gradients, _on_real_ranks(answer, gradients))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -54,16 +55,20 @@ class _Outcome(NamedTuple):
     received: list[list[float]]
 
 
-def _part(rank: int, sizes: list[int]) -> list[torch.Tensor]:
-    """A rank's tensor, in chunks: the first element says whose it is, the others which chunk it is."""
+def _part(rank: int, sizes: list[int], seed: int) -> list[torch.Tensor]:
+    """A rank's tensor, in chunks: the first element says whose it is, the others which chunk it is.
+
+    With a seed nobody can know what is in another rank's.
+    """
+    secret = random.Random(f"{seed} {rank}").randrange(10**6) if seed else 0
     return [
-        torch.tensor([10.0**rank, *[100.0 * (chunk + 1) + rank] * (size - 1)], dtype=torch.float64)
+        torch.tensor([10.0**rank, *[100.0 * (chunk + 1) + rank + secret] * (size - 1)], dtype=torch.float64)
         for chunk, size in enumerate(sizes)
     ]
 
 
 def _reduced(comm: Collectives, answer: Answer, sizes: list[int]) -> _Outcome:
-    chunks = _part(comm.rank, sizes)
+    chunks = _part(comm.rank, sizes, answer.seed)
     neighbours = _Neighbours(comm)
     arguments = (comm.rank, comm.world_size, chunks, neighbours.send, neighbours.recv)
     call = call_text(answer.name, *arguments)
@@ -88,7 +93,7 @@ REAL = [100_000] * 4
 @exercise("collectives.ring_all_reduce", seconds=20.0, may_return_none=True, on_ranks=True)
 def ring_all_reduce(answer: Answer) -> str:
     """The sums and the bytes of a ring, on virtual ranks; then on real ones, counted by the kernel."""
-    for sizes in SIZES:
+    for sizes in SIZES + answer.drawn(lambda rng: [rng.randint(2, 7)] * rng.randint(2, 7), 3):
         _check_ring(answer, sizes, _on_virtual_ranks(answer, sizes))
     # Gloo even where there are GPUs: what NCCL sends, the kernel does not see.
     outcomes = ranks.run(_reduced_here, len(REAL), answer, REAL, timeout=30.0, backend="gloo")
@@ -132,7 +137,7 @@ def _on_virtual_ranks(answer: Answer, sizes: list[int]) -> list[_Outcome]:
 
 def _check_ring(answer: Answer, sizes: list[int], outcomes: list[_Outcome]) -> None:
     n = len(sizes)
-    parts = [_part(rank, sizes) for rank in range(n)]
+    parts = [_part(rank, sizes, answer.seed) for rank in range(n)]
     sums = [sum(of_rank[chunk] for of_rank in parts).tolist() for chunk in range(n)]  # type: ignore[union-attr]
     right = [[got == want for got, want in zip(outcome.chunks, sums)] for outcome in outcomes]
     for rank, outcome in enumerate(outcomes):
@@ -152,7 +157,7 @@ def _check_ring(answer: Answer, sizes: list[int], outcomes: list[_Outcome]) -> N
                 found = outcomes[rank].chunks[chunk]
                 raise AssertionError(
                     f"on {n} ranks, chunk {chunk} of rank {rank} {_mistake_in_sum(found, n)} "
-                    + _mistake_in_round(outcomes, sizes)
+                    + _mistake_in_round(outcomes, sizes, answer.seed)
                 )
     busiest = max((outcome.sent for outcome in outcomes), key=sum)
     most, payload, rounds = sum(busiest), sum(sizes), 2 * (n - 1)
@@ -175,10 +180,10 @@ def _mistake_in_sum(found: list[float], world_size: int) -> str:
     return "is not the sum of the ranks' parts: another chunk is mixed in."
 
 
-def _mistake_in_round(outcomes: list[_Outcome], sizes: list[int]) -> str:
+def _mistake_in_round(outcomes: list[_Outcome], sizes: list[int], seed: int) -> str:
     """Which half goes wrong, which the messages tell."""
     n = len(sizes)
-    parts = [_part(rank, sizes) for rank in range(n)]
+    parts = [_part(rank, sizes, seed) for rank in range(n)]
     if all(outcome.chunks == [chunk.tolist() for chunk in own] for outcome, own in zip(outcomes, parts)):
         return "The list is as it was: put the sums into it. What the function returns is not read."
     for rank, outcome in enumerate(outcomes):
@@ -235,7 +240,7 @@ OVERHEAD = 1.004
 @exercise("collectives.find_the_impostor")
 def find_the_impostor(answer: Answer) -> str:
     """The operations that put another collective's bytes on the wire, in several libraries."""
-    for library in LIBRARIES:
+    for library in LIBRARIES + answer.drawn(_drawn_library):
         n, payload = library.world_size, library.payload
         sent = {op: round(OVERHEAD * times * payload) for op, times in library.sent.items()}
         call = f"{answer.name}({payload}, {n}, {_table(sent)})"
@@ -256,6 +261,12 @@ def find_the_impostor(answer: Answer) -> str:
                 + (mistake or _mistake(right, list(found), sent, payload, n))
             )
     return f"the impostors of {len(LIBRARIES)} libraries"
+
+
+def _drawn_library(rng: random.Random) -> _Library:
+    n = 2 ** rng.randint(1, 8)
+    factors = {op: rng.choice((1, 1, 1.02, 1.2, 2)) for op in ("all_reduce", "broadcast", "all_gather")}
+    return _Library(n, {op: times * traffic(op, 1, n).total_bytes for op, times in factors.items()}, 10**7)
 
 
 def _table(sent: Mapping[str, int]) -> str:
@@ -320,7 +331,7 @@ one message alone give the same payload."""
 @exercise("collectives.small_or_large")
 def small_or_large(answer: Answer) -> str:
     """The payload for which latency and bandwidth take the same time, on several links."""
-    for op, world_size, latency_us, gb_per_s in LINKS:
+    for op, world_size, latency_us, gb_per_s in LINKS + answer.drawn(_drawn_link):
         arguments = (op, world_size, latency_us, gb_per_s)
         found = answer(*arguments)
         call = f"{call_text(answer.name, *arguments)} returned {shown(found)}"
@@ -335,6 +346,11 @@ def small_or_large(answer: Answer) -> str:
                 + _mistake_in_size(bytes_ms / latency_ms, found, latency_us * gb_per_s * 1e3, load.rounds)
             )
     return f"{len(LINKS)} collectives and links"
+
+
+def _drawn_link(rng: random.Random) -> tuple[str, int, float, float]:
+    op = rng.choice(("all_reduce", "all_gather", "reduce_scatter", "broadcast"))
+    return op, rng.randint(3, 99), rng.uniform(1, 200), rng.uniform(0.5, 500)
 
 
 def _mistake_in_size(times: float, found: float, of_one_message: float, rounds: int) -> str:

@@ -21,7 +21,15 @@ _LIST = (list, tuple)
 # ---------------------------------------------------------------------- 6.1 where do they go
 
 
-@exercise("groups.place", on_ranks=True)
+@exercise(
+    "groups.place",
+    on_ranks=True,
+    forbids=(
+        "zero_ref.plan.rules.sorted_greedy",
+        "zero_ref.plan.rules.registration_greedy",
+        "zero_ref.minimal.assign_owners",
+    ),
+)
 def place(answer: Answer) -> str:
     """Owners of added parameters: on paper, and as a real optimizer of two ranks places them."""
     cases: list[tuple[list[int], list[int]]] = [
@@ -33,6 +41,7 @@ def place(answer: Answer) -> str:
         ([4, 7], [1, 1, 1, 1, 1]),
         ([], [3, 4]),
         *_random_cases(10),
+        *answer.drawn(_random_case),
     ]
     owners = [_owners(answer, *case) for case in cases]
     for mistake, rule in _MISTAKES.items():
@@ -54,9 +63,12 @@ def place(answer: Answer) -> str:
 
 def _random_cases(count: int) -> Iterable[tuple[list[int], list[int]]]:
     generator = random.Random(0)
-    for _ in range(count):
-        numels = [generator.randint(1, 60) for _ in range(generator.randint(3, 12))]
-        yield numels, [generator.randint(0, 200) for _ in range(generator.randint(2, 6))]
+    return [_random_case(generator) for _ in range(count)]
+
+
+def _random_case(generator: random.Random) -> tuple[list[int], list[int]]:
+    numels = [generator.randint(1, 60) for _ in range(generator.randint(3, 12))]
+    return numels, [generator.randint(0, 200) for _ in range(generator.randint(2, 6))]
 
 
 def _owners(answer: Answer, numels: list[int], loads: list[int]) -> list[int]:
@@ -146,10 +158,16 @@ BYTES_PER_ELEMENT = 8
 """Adam's two running means in float32."""
 
 
-@exercise("groups.state_to_move")
+@exercise(
+    "groups.state_to_move",
+    forbids=(
+        "zero_ref.plan.moves.moves",
+        "zero_ref.plan.moves.numels_between",
+    ),
+)
 def state_to_move(answer: Answer) -> str:
     """Bytes of Adam's state that would change owner, against counting element by element."""
-    cases = _pairs_of_partitions()
+    cases = _pairs_of_partitions() + answer.drawn(_pair_of_partitions)
     for before, after in cases:
         returned = answer(before, after)
         is_number = isinstance(returned, int) and not isinstance(returned, bool)
@@ -175,10 +193,12 @@ def _pairs_of_partitions() -> list[tuple[Partition, Partition]]:
         (even([300, 500, 100], 3, alignment=1), even([300, 500, 100, 450], 3, alignment=1)),
         (even([8, 9], 4, alignment=1), sorted_greedy([8, 9], 4)),
     ]
-    for _ in range(6):
-        numels = [generator.randint(1, 50) for _ in range(6)]
-        pairs.append((even(numels[:4], 3, alignment=1), sorted_greedy(numels, 3)))
-    return pairs
+    return pairs + [_pair_of_partitions(generator) for _ in range(6)]
+
+
+def _pair_of_partitions(generator: random.Random) -> tuple[Partition, Partition]:
+    numels = [generator.randint(1, 50) for _ in range(6)]
+    return even(numels[:4], 3, alignment=1), sorted_greedy(numels, 3)
 
 
 def _owner_of_elements(partition: Partition, params: int) -> list[int]:
@@ -252,12 +272,17 @@ TIMELINES: list[Flags] = [
 """Which parameters are trained in each step: one frozen for a while, some from the start, all, in turn."""
 
 
-@exercise("groups.calls_of_steps", on_ranks=True)
+@exercise(
+    "groups.calls_of_steps", on_ranks=True, forbids=("zero_ref.simulator.schedule.broadcasts_of_slices",)
+)
 def calls_of_steps(answer: Answer) -> str:
     """The calls of steps between which parameters are frozen, as two real ranks record them."""
     partition = sorted_greedy(NUMELS, 2)
-    recorded = ranks.run(_record, 2, partition, TIMELINES, timeout=30.0, backend="gloo")[0]
-    for flags, truth in zip(TIMELINES, recorded):
+    timelines = TIMELINES + answer.drawn(
+        lambda rng: [rng.choice(([T, T, T, T], [T, F, T, T], [F, F, T, F])) for _ in range(5)]
+    )
+    recorded = ranks.run(_record, 2, partition, timelines, timeout=30.0, backend="gloo")[0]
+    for flags, truth in zip(timelines, recorded):
         theirs = _calls(answer, partition, flags)
         for step, (mine, true) in enumerate(zip(theirs, truth)):
             if mine != true:

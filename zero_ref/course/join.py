@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ def _train_on_real_ranks(answer: Answer, joined: set[int]) -> Any:
 
 def _train(comm: Collectives, answer: Answer, joined: set[int]) -> Any:
     """Parameters after each step here, and those of a plain optimizer, step by step."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(answer.seed)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     twins = copy.deepcopy(params)
     owners = list(sorted_greedy([param.numel() for param in params], comm.world_size).owner_of_param)
@@ -121,7 +122,7 @@ INPUTS = [[3, 5, 7], [2, 2, 2], [4, 1], [1, 3, 0]]
 @exercise("join.averages", seconds=20.0, on_ranks=True)
 def averages(answer: Answer) -> str:
     """The averaged gradient of every iteration, beside that of DistributedDataParallel on real ranks."""
-    for batches in INPUTS:
+    for batches in INPUTS + answer.drawn(_drawn_batches, 2):
         for by_initial in (True, False):
             ours = list(answer(list(batches), by_initial))
             measured = max(ranks.run(_averages, len(batches), batches, by_initial, backend="gloo"), key=len)
@@ -137,6 +138,10 @@ def averages(answer: Answer) -> str:
                     f"{mine:.4g}. {active} of {len(batches)} ranks still have data; the others add zero."
                 )
     return f"the averages of DDP on real ranks, for {len(INPUTS)} inputs and both ways to divide"
+
+
+def _drawn_batches(rng: random.Random) -> list[int]:
+    return [rng.randint(1, 6) for _ in range(rng.randint(2, 3))]
 
 
 def _averages(batches: Sequence[int], by_initial: bool) -> list[float]:
@@ -159,7 +164,7 @@ def _averages(batches: Sequence[int], by_initial: bool) -> list[float]:
 @exercise("join.lent_bytes", seconds=30.0, on_ranks=True)
 def lent_bytes(answer: Answer) -> str:
     """The bytes of gradients lent in every iteration, beside those recorded on real ranks."""
-    for batches in ([3, 5, 7], [2, 4], [3, 1, 2], [2, 2]):
+    for batches in ([3, 5, 7], [2, 4], [3, 1, 2], [2, 2], *answer.drawn(_drawn_batches, 2)):
         for rule in ("sorted_greedy", "even"):
             loads, measured = _lent(batches, rule)
             ours = [int(nbytes) for nbytes in answer(list(loads), list(batches))]

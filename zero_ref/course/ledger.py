@@ -24,7 +24,7 @@ Cell = tuple[int, int, int]
 """Parameters of the model, ranks, stage."""
 
 
-@exercise("ledger.table_1")
+@exercise("ledger.table_1", forbids=("zero_ref.simulator.ledger.ledger",))
 def table_1(answer: Answer) -> str:
     """Bytes on one rank, as in Table 1 of arXiv:1910.02054 and wherever else the formula holds."""
     models = (7_500_000_000, 128 * 10**9, 10**12)
@@ -34,6 +34,7 @@ def table_1(answer: Answer) -> str:
     others: list[Cell] = [
         (numel, n, stage) for numel in (models[0], 1001) for stage in (0, 1, 2, 3) for n in (1, 3, 64)
     ]
+    others += answer.drawn(lambda rng: (rng.randint(10**3, 10**11), rng.randint(1, 2000), rng.randint(0, 3)))
     given = {cell: _number(answer, *cell) for cell in table + others}
     for cell, theirs in given.items():
         right = ledger(*cell).total_bytes
@@ -94,7 +95,7 @@ RECOMMENDER = [10**9, 256 * 1024, 1024, 1024 * 256, 256]
 HALF_IN_ONE = [55 * 10**6, *[3 * 10**6] * 15]
 
 
-@exercise("ledger.what_would_help", on_ranks=True)
+@exercise("ledger.what_would_help", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
 def what_would_help(answer: Answer) -> str:
     """The better of two remedies and its saving, for runs under stage 1: two real ones, three on paper."""
     for name, numels in (("an even model", BALANCED), ("a model with one large tensor", ONE_LARGE)):
@@ -105,6 +106,8 @@ def what_would_help(answer: Answer) -> str:
         ("a recommender", 16): RECOMMENDER,
         ("a model with half of it in one tensor", 8): HALF_IN_ONE,
     }
+    drawn = enumerate(answer.drawn(lambda rng: ([*rng.choices(range(500, 10**6), k=9)], rng.randint(2, 30))))
+    on_paper |= {(f"model {number}", n): numels for number, (numels, n) in drawn}
     for (name, n), numels in on_paper.items():
         _check_remedy(answer, f"{name} on {n} ranks", numels, n, _predicted(numels, n))
     return "2 runs on real ranks, 3 on paper"
@@ -174,7 +177,7 @@ def _mistake_in_remedy(
 # ------------------------------------------------------------------------------------------ 1.3 the floor
 
 
-@exercise("ledger.floor", on_ranks=True)
+@exercise("ledger.floor", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
 def floor(answer: Answer) -> str:
     """Bytes below which the fullest rank does not fall, however many ranks there are."""
     measured = sum(_fullest(ranks.run(_step_under_zero, 2, ONE_LARGE)))
@@ -185,6 +188,8 @@ def floor(answer: Answer) -> str:
         "GPT-2": [shape.numel for shape in shapes("gpt2")],
         "Llama-3-8B": [shape.numel for shape in shapes("llama3-8b")],
     }
+    drawn = answer.drawn(lambda rng: rng.choices(range(1, 10**6), k=rng.randint(1, 9)))
+    models |= {f"model {number}": numels for number, numels in enumerate(drawn)}
     for name, numels in models.items():
         run = f"{name} on {2 * len(numels)} ranks:"
         _check_floor(answer, run, numels, sum(_predicted(numels, 2 * len(numels))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,11 +31,18 @@ from zero_ref.simulator.schedule import schedule
 RUNS = [(11, 2, 3, True), (11, 2, 3, False), (9, 0, 4, True), (7, 5, 4, False), (4, 6, 2, True)]
 
 
-@exercise("local_sgd.equal_after", on_ranks=True)
+@exercise(
+    "local_sgd.equal_after",
+    on_ranks=True,
+    forbids=(
+        "zero_ref.local_sgd.averaging.AveragingSchedule.agreeing",
+        "zero_ref.local_sgd.averaging.AveragingSchedule.level",
+    ),
+)
 def equal_after(answer: Answer) -> str:
     """The steps after which all ranks are equal: many as the schedule has them, then some on real ranks."""
     tried = 0
-    for case in _cases():
+    for case in _cases() + answer.drawn(_drawn_schedule):
         _check_steps(answer, case, _planned(case), "the schedule says")
         tried += 1
     for case, measured in zip(RUNS, ranks.run(_measured, 2, RUNS, timeout=30.0, backend="gloo")[0]):
@@ -51,6 +59,10 @@ def _cases() -> list[tuple[int, int, int, bool]]:
         for period in (1, 2, 3, 4, 7)
         for from_warmup in (True, False)
     ]
+
+
+def _drawn_schedule(rng: random.Random) -> tuple[int, int, int, bool]:
+    return rng.randint(10, 60), rng.randint(0, 20), rng.randint(1, 9), rng.random() < 0.5
 
 
 def _schedule_of(case: tuple[int, int, int, bool], world_size: int) -> AveragingSchedule:
@@ -128,7 +140,7 @@ MEASURED = (500_000, 2, 11, 3, 4)
 """Payload in bytes, ranks, steps, warm-up, period: on real ranks, where 1% is more than the headers."""
 
 
-@exercise("local_sgd.bytes_sent", on_ranks=True)
+@exercise("local_sgd.bytes_sent", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
 def bytes_sent(answer: Answer) -> str:
     """What a rank sends of gradients and averages, beside the schedule's calls and real ranks' bytes."""
     cases = [
@@ -139,6 +151,9 @@ def bytes_sent(answer: Answer) -> str:
             (8, 0, 4), (9, 0, 4), (6, 2, 4), (7, 2, 4), (10, 10, 4), (3, 5, 4), (12, 3, 1), (100, 10, 16)
         ]
     ]  # fmt: skip
+    cases += answer.drawn(
+        lambda rng: (4 * rng.randint(10, 10**5), rng.randint(2, 64), rng.randint(1, 99), rng.randint(0, 9), 5)
+    )
     for case in cases:
         _check_bytes(answer, case)
     world_size = MEASURED[1]
@@ -220,7 +235,12 @@ def _sent_in_a_run(case: tuple[int, int, int, int, int]) -> int | None:
 SHAPES = [(3, 4), (4,), (), (2, 5)]
 
 
-@exercise("local_sgd.average", may_return_none=True, on_ranks=True)
+@exercise(
+    "local_sgd.average",
+    may_return_none=True,
+    on_ranks=True,
+    forbids=("zero_ref.local_sgd.averagers.ModelAverager.average_parameters",),
+)
 def average(answer: Answer) -> str:
     """The average on virtual ranks, where every call is seen; then in place of the package's on real ones."""
     for world_size in (2, 3, 1):
@@ -230,7 +250,7 @@ def average(answer: Answer) -> str:
             if isinstance(error.__cause__, (ExerciseFailed, StillTheStub)):
                 raise error.__cause__ from None
             raise ExerciseFailed(f"on {world_size} virtual ranks: {error}") from None
-        _check_average(outcomes)
+        _check_average(outcomes, answer.seed)
     of_ranks = ranks.run(_train_with, 2, answer, timeout=30.0, backend="gloo")
     for rank, (ours, packages) in enumerate(of_ranks):
         assert torch.equal(ours, of_ranks[0][0]), f"on real ranks, rank {rank} ends with other parameters."
@@ -240,10 +260,10 @@ def average(answer: Answer) -> str:
     return "the mean of all ranks, in place and in one all-reduce, also in a run on real ranks"
 
 
-def _parameters(rank: int) -> list[nn.Parameter]:
+def _parameters(rank: int, seed: int) -> list[nn.Parameter]:
     """Views of one flat tensor, as with parameters_as_bucket_view."""
     sizes = [torch.Size(shape).numel() for shape in SHAPES]
-    flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(rank))
+    flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(rank + 100 * seed))
     return [nn.Parameter(part.view(shape)) for part, shape in zip(flat.split(sizes), SHAPES)]
 
 
@@ -251,7 +271,7 @@ class _Outcome:
     """What an answer left on a rank."""
 
     def __init__(self, comm: Collectives, answer: Answer) -> None:
-        params = _parameters(comm.rank)
+        params = _parameters(comm.rank, answer.seed)
         for param in params:
             param.grad = torch.ones_like(param)
         places = [param.data_ptr() for param in params]
@@ -269,10 +289,10 @@ def _average_once(comm: Collectives, answer: Answer) -> _Outcome:
     return _Outcome(comm, answer)
 
 
-def _check_average(outcomes: Sequence[_Outcome]) -> None:
+def _check_average(outcomes: Sequence[_Outcome], seed: int) -> None:
     world_size = len(outcomes)
     where = f"on {world_size} ranks"
-    before = [[param.detach() for param in _parameters(rank)] for rank in range(world_size)]
+    before = [[param.detach() for param in _parameters(rank, seed)] for rank in range(world_size)]
     for number, of_ranks in enumerate(zip(*before)):
         mean = torch.stack(of_ranks).mean(0)
         for rank, outcome in enumerate(outcomes):
@@ -314,7 +334,8 @@ def _train_with(answer: Answer) -> Any:
     packages = copy.deepcopy(ours)
     averager = ModelAverager(AveragingSchedule.periodic(4))
     for step in range(9):
-        inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1000 * comm.rank + step))
+        generator = torch.Generator().manual_seed(1000 * comm.rank + step + answer.seed)
+        inputs = torch.randn(8, 3, generator=generator)
         for model in (ours, packages):
             model.zero_grad()
             model(inputs).square().mean().backward()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.functional import normalize
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim import SGD, Adafactor, Adagrad, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero_ref.course import Answer, ExerciseFailed, call_text, exercise, shown
@@ -131,10 +131,17 @@ TRIALS: list[_Trial] = [
 """The likeliest mistakes each give a wrong verdict about one of the last five."""
 
 
-@exercise("matrices.may_be_cut", seconds=20.0)
+ELEMENTWISE = [
+    _Trial(each, {"lr": 0.1}, True, "It updates each element from that element alone.")
+    for each in (Adagrad, Adamax, NAdam, RAdam, RMSprop)
+]
+"""Hidden ones."""
+
+
+@exercise("matrices.may_be_cut", seconds=20.0, forbids=("zero_ref.optimizer.coupling.updates_elementwise",))
 def may_be_cut(answer: Answer) -> str:
     """The verdict about four optimizers of torch and five that are made to be mistaken for elementwise."""
-    for trial in TRIALS:
+    for trial in TRIALS + answer.drawn(lambda rng: rng.choice(ELEMENTWISE), 3):
         name = trial.optimizer_class.__name__
         verdict = answer(trial.optimizer_class, dict(trial.options))
         assert isinstance(verdict, bool), (
@@ -154,10 +161,11 @@ SIZES: list[tuple[int, int, int]] = [(2, 3, 1), (8, 8, 1), (4, 32, 3), (32, 4, 3
 """Rows, columns and iterations; small, because the check counts what Muon does with them."""
 
 
-@exercise("matrices.operations")
+@exercise("matrices.operations", forbids=("zero_ref.plan.rules.newton_schulz_operations",))
 def operations(answer: Answer) -> str:
     """The operations that are counted in a step of torch.optim.Muon; for large matrices the formula."""
-    for rows, columns, iterations in SIZES:
+    drawn = answer.drawn(lambda rng: (rng.randint(2, 60), rng.randint(2, 60), rng.randint(1, 5)))
+    for rows, columns, iterations in SIZES + drawn:
         counted = _counted_in_muon(rows, columns, iterations)
         _check_operations(answer, rows, columns, iterations, counted, "torch.optim.Muon makes")
     for rows, columns in ((1024, 1024), (64, 16384), (16384, 64)):
@@ -220,11 +228,7 @@ def _gpt(model: str) -> Shapes:
 
 def _cases() -> list[tuple[Shapes, int]]:
     rng = random.Random(3)
-    sides = (16, 64, 128, 1024)
-    drawn: list[tuple[Shapes, int]] = [
-        ([(rng.choice(sides), rng.choice(sides)) for _ in range(rng.randint(2, 12))], rng.randint(1, 5))
-        for _ in range(6)
-    ]
+    drawn = [_drawn_case(rng) for _ in range(6)]
     return [
         ([(128, 128)] + 4 * [(16, 1024)], 2),
         (4 * [(1024, 16)] + [(128, 128)], 2),
@@ -235,10 +239,21 @@ def _cases() -> list[tuple[Shapes, int]]:
     ]
 
 
-@exercise("matrices.by_cost")
+def _drawn_case(rng: random.Random) -> tuple[Shapes, int]:
+    sides = (16, 64, 128, 1024)
+    return [(rng.choice(sides), rng.choice(sides)) for _ in range(rng.randint(2, 12))], rng.randint(1, 5)
+
+
+@exercise(
+    "matrices.by_cost",
+    forbids=(
+        "zero_ref.plan.rules.plan_partition",
+        "zero_ref.plan.rules.sorted_greedy",
+    ),
+)
 def by_cost(answer: Answer) -> str:
     """Owners under which no rank has more operations than the fullest has when the costliest goes first."""
-    cases = _cases()
+    cases = _cases() + answer.drawn(_drawn_case)
     owners = [_owners(answer, *case) for case in cases]
     fullest = [max(_loads(*case, ranks)) for case, ranks in zip(cases, owners)]
     aims = [max(_loads(*case, _packed(*case))) for case in cases]

@@ -88,7 +88,7 @@ def exercises_in(path: str | Path) -> list[ExerciseCells]:
         OSError, ValueError: as in `check_notebook`.
     """
     cells = [cell for cell in read_notebook(path)["cells"] if cell["cell_type"] == "code"]
-    code = [("".join(cell["source"]), tags) for cell in cells if "install" not in (tags := _tags(cell))]
+    code = [("".join(cell["source"]), tags) for cell in cells if "install" not in (tags := tags_of(cell))]
     found: list[ExerciseCells] = []
     stub = ""
     for source, tags in code:
@@ -121,7 +121,8 @@ def read_notebook(path: str | Path) -> dict[str, Any]:
     return dict(notebook)
 
 
-def _tags(cell: dict[str, Any]) -> list[str]:
+def tags_of(cell: dict[str, Any]) -> list[str]:
+    """The tags of a cell."""
     return list(cell["metadata"].get("tags", ()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -46,7 +47,7 @@ MOST_BUCKETS = 20_000
 @exercise("overlap.bucket_size")
 def bucket_size(answer: Answer) -> str:
     """Bytes of a bucket with which an iteration takes hardly longer than with the best of many sizes."""
-    for link in LINKS:
+    for link in LINKS + answer.drawn(_drawn_link, 4):
         nbytes, _, latency_ms, _ = link
         chosen = answer(*link)
         call = f"{call_text(answer.name, *link)} returned {shown(chosen)}"
@@ -75,6 +76,10 @@ def bucket_size(answer: Answer) -> str:
     return f"{len(LINKS)} models and links, each within 10% of the best of {len(COUNTS)} bucket sizes"
 
 
+def _drawn_link(rng: random.Random) -> tuple[float, float, float, float]:
+    return 1e6 * rng.randint(50, 2000), rng.uniform(50, 800), rng.uniform(0.3, 20), rng.uniform(2, 40)
+
+
 def _buckets(
     size: float, nbytes: float, backward_ms: float, latency_ms: float, gb_per_s: float
 ) -> list[BucketTimes]:
@@ -101,11 +106,18 @@ RUNS: list[tuple[int, list[int], str | list[list[int]], int]] = [
 owners in no order and a rank without any; one bucket for all."""
 
 
-@exercise("overlap.interleaved_calls", on_ranks=True)
+@exercise(
+    "overlap.interleaved_calls",
+    on_ranks=True,
+    forbids=(
+        "zero_ref.simulator.schedule.schedule",
+        "zero_ref.simulator.schedule.calls_of_rank",
+    ),
+)
 def interleaved_calls(answer: Answer) -> str:
     """The calls of an interleaved iteration, as two and three real ranks make them."""
     count = 0
-    for world_size, *run in RUNS:
+    for world_size, *run in RUNS + answer.drawn(_drawn_run, 2):
         of_rank = ranks.run(_record, world_size, *run, timeout=30.0, backend="gloo")
         partition, buckets, recorded = of_rank[0]
         assert all(calls == recorded for _, _, calls in of_rank), "the ranks made different calls"
@@ -117,6 +129,11 @@ def interleaved_calls(answer: Answer) -> str:
         )
         count += len(recorded)
     return f"{count} calls in {len(RUNS)} runs on real ranks, in this order on every rank"
+
+
+def _drawn_run(rng: random.Random) -> tuple[int, list[int], str, int]:
+    widths = [rng.randint(2, 20) for _ in range(rng.randint(3, 5))]
+    return rng.randint(2, 3), widths, rng.choice(("sorted_greedy", "even")), rng.choice((60, 300))
 
 
 def _layers(widths: Sequence[int]) -> nn.Sequential:
@@ -209,7 +226,7 @@ def _mistake_in_calls(
 @exercise("overlap.on_bucket", seconds=20.0, may_return_none=True, on_ranks=True)
 def on_bucket(answer: Answer) -> str:
     """An interleaved hook: rehearsed with a clock, then in DDP on two real ranks beside plain Adam."""
-    for count in (6, 2, 1):
+    for count in (6, 2, 1, *answer.drawn(lambda rng: rng.randint(3, 12), 3)):
         rehearse(answer, [BucketTimes(4, 3, 1, 1.5)] * count)
     for rank, equal in enumerate(ranks.run(_train_beside_plain, 2, answer, timeout=30.0, backend="gloo")):
         assert all(equal), (
@@ -246,7 +263,7 @@ def _train_beside_plain(answer: Answer) -> list[bool]:
     ddp.register_comm_hook(None, hook)
     equal = []
     for iteration in range(3):
-        generator = torch.Generator().manual_seed(10 * iteration + dist.get_rank())
+        generator = torch.Generator().manual_seed(10 * iteration + dist.get_rank() + answer.seed)
         passages = torch.randn(8, 4, generator=generator)
         optimizer.zero_grad()
         ddp(passages).square().mean().backward()

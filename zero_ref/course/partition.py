@@ -27,7 +27,15 @@ _LIST = (list, tuple)
 # ----------------------------------------------------------------------------------- 3.1 largest first
 
 
-@exercise("partition.largest_first", seconds=10.0)
+@exercise(
+    "partition.largest_first",
+    seconds=10.0,
+    forbids=(
+        "zero_ref.plan.rules.sorted_greedy",
+        "zero_ref.plan.rules.registration_greedy",
+        "zero_ref.minimal.assign_owners",
+    ),
+)
 def largest_first(answer: Answer) -> str:
     """Owners as `sorted_greedy` gives them, on small models, awkward ones and Llama."""
     cases: list[Case] = [
@@ -40,6 +48,7 @@ def largest_first(answer: Answer) -> str:
         ([0, 8, 0], 2),
         ([], 2),
         *_random_models(8, most=40),
+        *answer.drawn(lambda rng: _random_model(rng, most=40)),
         ([shape.numel for shape in shapes("gpt2")], 7),
         ([shape.numel for shape in shapes("llama3-8b")], 1024),
     ]
@@ -146,7 +155,14 @@ def _first_wrong_turn(name: str, case: Case, owners: list[int]) -> str:
 # -------------------------------------------------------------------------------------- 3.2 even split
 
 
-@exercise("partition.even_split", on_ranks=True)
+@exercise(
+    "partition.even_split",
+    on_ranks=True,
+    forbids=(
+        "zero_ref.plan.rules.even",
+        "zero_ref.plan.rules.equal_shares",
+    ),
+)
 def even_split(answer: Answer) -> str:
     """Each rank one run of elements, loads within one element; then the optimizer runs with it."""
     cases: list[Case] = [
@@ -158,6 +174,7 @@ def even_split(answer: Answer) -> str:
         ([3, 1, 2], 1),
         ([1, 1], 4),
         *_random_models(8, most=12),
+        *answer.drawn(lambda rng: _random_model(rng, most=12)),
         ([shape.numel for shape in shapes("gpt2")], 7),
     ]
     for numels, world_size in cases:
@@ -305,10 +322,11 @@ def _best_of_two(numels: Sequence[int]) -> int:
 def _random_models(count: int, most: int) -> list[Case]:
     """The same ones every time: sizes as in real models, many alike and a few far larger."""
     rng = random.Random(3)
-    return [
-        (rng.choices((1, 8, 64, 96, 512, 4096), k=rng.randint(1, most)), rng.randint(1, 9))
-        for _ in range(count)
-    ]
+    return [_random_model(rng, most) for _ in range(count)]
+
+
+def _random_model(rng: random.Random, most: int) -> Case:
+    return rng.choices((1, 8, 64, 96, 512, 4096), k=rng.randint(1, most)), rng.randint(1, 9)
 
 
 def _is_whole_number(value: object) -> bool:

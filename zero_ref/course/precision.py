@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ WEIGHTS: list[tuple[float, torch.dtype]] = [
 @exercise("precision.lost_below")
 def lost_below(answer: Answer) -> str:
     """Half the distance to the next value, held against what torch rounds to."""
-    for weight, dtype in WEIGHTS:
+    for weight, dtype in WEIGHTS + answer.drawn(_drawn_weight):
         right = _half_gap(weight, dtype)
         returned = _number(answer, answer(weight, dtype))
         if not math.isclose(returned, right, rel_tol=1e-6):
@@ -45,6 +46,11 @@ def lost_below(answer: Answer) -> str:
                 + _mistake_in_gap(weight, dtype, returned / right)
             )
     return f"the half gap of {len(WEIGHTS)} weights of bfloat16 and float16"
+
+
+def _drawn_weight(rng: random.Random) -> tuple[float, torch.dtype]:
+    dtype = rng.choice((BF16, F16))
+    return torch.tensor(rng.choice((1, -1)) * 2 ** rng.uniform(-8, 8), dtype=dtype).item(), dtype
 
 
 def _half_gap(weight: float, dtype: torch.dtype) -> float:
@@ -100,7 +106,7 @@ def master_step(answer: Answer) -> str:
 
 
 def _check_steps(answer: Answer, name: str, make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(answer.seed)
     values = 1 + torch.rand(64, generator=generator)  # not of bfloat16: as after some steps
     param, master, exact = (nn.Parameter(values.to(dtype, copy=True)) for dtype in (BF16, F32, F32))
     optimizer, plain = make([master]), make([exact])
@@ -185,7 +191,7 @@ CHANCES = [count / 200 for count in range(200)]
 @exercise("precision.round_at_random")
 def round_at_random(answer: Answer) -> str:
     """The shares and the mean over evenly spread random numbers; values that the dtype has stay."""
-    for low, high in NEIGHBOURS:
+    for low, high in NEIGHBOURS + answer.drawn(_drawn_neighbours, 2):
         for share in SHARES:
             value = low + share * (high - low)
             _check_shares(answer, value, low, high, share)
@@ -196,6 +202,12 @@ def round_at_random(answer: Answer) -> str:
                 f"{low} itself, so it stays, whatever the random number is, 0 too."
             )
     return f"the mean is the value in {len(NEIGHBOURS) * len(SHARES)} places, and representable values stay"
+
+
+def _drawn_neighbours(rng: random.Random) -> tuple[float, float]:
+    low = abs(_drawn_weight(rng)[0])
+    low = torch.tensor(low, dtype=BF16).item()
+    return low, low + 2 * _half_gap(low, BF16)
 
 
 def _check_shares(answer: Answer, value: float, low: float, high: float, share: float) -> None:

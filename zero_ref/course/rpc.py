@@ -27,7 +27,7 @@ MEASURED = [[0, 1, 0], [1, 2], [0, 2, 2, 1]]
 @exercise("rpc.messages", seconds=5.0, on_ranks=True)
 def messages(answer: Answer) -> str:
     """The messages of an iteration: by the rules for all placements, by the meter for a few."""
-    for owners in PLACEMENTS:
+    for owners in PLACEMENTS + answer.drawn(lambda rng: rng.choices(range(6), k=rng.randint(5, 12))):
         returned, expected = answer(list(owners)), _messages(owners)
         assert returned == expected, (
             f"{call_text(answer.name, owners)} returned {shown(returned)}, and {expected} messages are sent. "
@@ -132,7 +132,7 @@ def local_step(answer: Answer) -> str:
 
 
 def _rehearse(answer: Answer, optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(answer.seed)
     params, twins = ([nn.Parameter(torch.full((WIDTH,), 1.0)) for _ in range(3)] for _ in range(2))
     neighbour = nn.Parameter(torch.full((WIDTH,), 1.0))  # of another optimizer on the same worker
     optimizer = optimizer_class(params, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from itertools import permutations
 from statistics import mean
@@ -33,7 +34,7 @@ READY = [([1, 0, 3], 4), ([0, 1, 2], 3), ([2, 1, 0], 3), ([], 2), ([3], 4), ([0,
 @exercise("sharded.reduce_in_order")
 def reduce_in_order(answer: Answer) -> str:
     """Which reductions a rank starts at each moment, so that all ranks start them in the same order."""
-    cases = [*READY, *((list(order), 4) for order in permutations(range(4)))]
+    cases = [*READY, *((list(order), 4) for order in permutations(range(4))), *answer.drawn(_drawn_order)]
     for ready, count in cases:
         theirs = answer(list(ready), count)
         call = f"{call_text(answer.name, ready, count)} returned {shown(theirs)}"
@@ -42,6 +43,11 @@ def reduce_in_order(answer: Answer) -> str:
         assert are_lists, f"{call}. It must return a list of lists of buckets."
         assert theirs == expected, f"{call}. {_mistake_in_order(theirs, ready, count)}"
     return f"{len(cases)} orders: whatever becomes full first, all ranks start the same reductions in turn"
+
+
+def _drawn_order(rng: random.Random) -> tuple[list[int], int]:
+    count = rng.randint(3, 12)
+    return rng.sample(range(count), rng.randint(0, count)), count
 
 
 def _in_order(ready: Sequence[int], count: int) -> list[list[int]]:
@@ -136,14 +142,18 @@ def _on_real(answer: Answer) -> _Outcome:
     return _reduced(as_collectives(None), answer)
 
 
-def _shares(rank: int, size: int) -> list[torch.Tensor]:
-    """By their values one can tell whose part of which share they are: 100 (share + 1), and a bit a rank."""
-    return [torch.full((SHARE,), 1000.0 * (share + 1) + 2.0**rank) for share in range(size)]
+def _shares(rank: int, size: int, seed: int) -> list[torch.Tensor]:
+    """By their values one can tell whose part of which share they are: 100 (share + 1), and a bit a rank.
+
+    With a seed nobody can know what is in another rank's.
+    """
+    secret = random.Random(f"{seed} {rank}").randrange(1000) if seed else 0
+    return [torch.full((SHARE,), 1000.0 * (share + 1) + 2.0**rank + secret) for share in range(size)]
 
 
 def _reduced(comm: Collectives, answer: Answer) -> _Outcome:
     calls: list[Call] = []
-    shares = _shares(comm.rank, comm.world_size)
+    shares = _shares(comm.rank, comm.world_size, answer.seed)
     call = call_text(answer.name, comm, shares)
     comm.observers.append(calls.append)
     try:
@@ -170,10 +180,10 @@ def _check_ring(answer: Answer, outcomes: Sequence[_Outcome]) -> None:
             "comm.exchange, or send and recv."
         )
         _check_sends(where, sends, rank, size)
-        expected = sum(float(_shares(other, size)[rank][0]) for other in range(size))
+        expected = sum(float(_shares(other, size, answer.seed)[rank][0]) for other in range(size))
         assert all(value == expected for value in outcome.share), (
             f"{where} returned {outcome.share[0]:g}, and the sum of all ranks' share {rank} is "
-            f"{expected:g}. {_mistake_in_sum(outcome.share[0], rank, size)}"
+            f"{expected:g}. {_mistake_in_sum(outcome.share[0], rank, size, answer.seed)}"
         )
 
 
@@ -193,9 +203,9 @@ def _check_sends(where: str, sends: Sequence[Call], rank: int, size: int) -> Non
     assert not larger, f"{where} sent a message of {larger[0]} bytes. A share has {nbytes}."
 
 
-def _mistake_in_sum(value: float, rank: int, size: int) -> str:
+def _mistake_in_sum(value: float, rank: int, size: int, seed: int) -> str:
     for share in range(size):
-        if value == sum(float(_shares(other, size)[share][0]) for other in range(size)):
+        if value == sum(float(_shares(other, size, seed)[share][0]) for other in range(size)):
             return (
                 f"That is the sum of share {share}, which rank {share} is to have. Which share must a rank "
                 "send first, so that its own arrives last?"
@@ -213,11 +223,11 @@ HYBRID = [(2, 8), (4, 8), (8, 64), (8, 8), (1, 4), (16, 512), (1, 1)]
 CLOSE = 1e-3
 
 
-@exercise("sharded.hybrid_bytes", on_ranks=True)
+@exercise("sharded.hybrid_bytes", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
 def hybrid_bytes(answer: Answer) -> str:
     """What a rank sends within its group and between groups: the simulator's, and the sum on real ranks."""
     for numel in (2**20, 2**24):
-        for group, size in HYBRID:
+        for group, size in HYBRID + answer.drawn(_drawn_groups):
             _compare_bytes(answer, (4 * numel, group, size), _sent_by_plan(numel, group, size))
     psi, counted = ranks.run(_sent_in_hybrid, 4, timeout=60.0, backend="gloo")[0]
     if counted is None:
@@ -228,6 +238,11 @@ def hybrid_bytes(answer: Answer) -> str:
         f"{counted:,.0f} each."
     )
     return f"{2 * len(HYBRID)} cases as simulated, and their sum within 1% of what 4 real ranks sent"
+
+
+def _drawn_groups(rng: random.Random) -> tuple[int, int]:
+    group = 2 ** rng.randint(0, 5)
+    return group, group * 2 ** rng.randint(0, 4)
 
 
 def _sent_by_plan(numel: int, group: int, size: int) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import mean
@@ -35,7 +36,7 @@ OF_AGREEMENT = 1e-3
 """Stage 2 also sends four bytes for each parameter, to count on how many ranks that had a gradient."""
 
 
-@exercise("stages.volume", on_ranks=True)
+@exercise("stages.volume", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
 def volume(answer: Answer) -> str:
     """Bytes that a rank sends in an iteration: the simulator's, then counted on real connections."""
     count = 0
@@ -48,6 +49,12 @@ def volume(answer: Answer) -> str:
                     size = itemsize_of(dtype)
                     _compare_volume(answer, (stage, numel, size, world_size, backend), expected)
                     count += 1
+    for numel, world_size in answer.drawn(lambda rng: (2 ** rng.randint(14, 26), 2 ** rng.randint(1, 8))):
+        for backend in BACKENDS:
+            for stage, strategy in STRATEGY_OF_STAGE.items():
+                plan = _of_equal_blocks(strategy, numel // 4, "float32", world_size)
+                expected = plan.wire_bytes(backend) / world_size
+                _compare_volume(answer, (stage, numel, 4, world_size, backend), expected)
     counted = ranks.run(_sent_in_each_stage, 2, timeout=60.0, backend="gloo")
     for stage in STRATEGY_OF_STAGE:
         sent = [of_rank[stage] for of_rank in counted]
@@ -194,10 +201,10 @@ CLOSE = 0.02
 BLOCKS = 6
 
 
-@exercise("stages.break_even")
+@exercise("stages.break_even", forbids=("zero_ref.simulator.play.play",))
 def break_even(answer: Answer) -> str:
     """The fewest tokens a rank with which nothing of stage 3 is exposed that could be hidden."""
-    for setting in SETTINGS:
+    for setting in SETTINGS + answer.drawn(_drawn_setting, 4):
         tokens = answer(*setting)
         call = f"{call_text(answer.name, *setting)} returned {shown(tokens)}"
         is_number = isinstance(tokens, (int, float)) and math.isfinite(tokens) and tokens > 0
@@ -216,6 +223,11 @@ def break_even(answer: Answer) -> str:
             f"{_what_is_missing(tokens, setting)}"
         )
     return f"{len(SETTINGS)} clusters: the fewest tokens, to within {CLOSE:.0%}, that hide every gather"
+
+
+def _drawn_setting(rng: random.Random) -> Setting:
+    sizes = 10**6 * rng.randint(20, 500), 2 ** rng.randint(1, 7)
+    return Setting(rng.uniform(50, 900), rng.uniform(2, 400), rng.uniform(0, 30), *sizes)
 
 
 def _just_below(tokens: float) -> int:
@@ -275,10 +287,10 @@ STACKS = [[3, 5, 6, 7], [2, 4], [9, 1, 8, 3, 2, 5]]
 """Units by their gathered elements, the root's first; the one-block model has nothing to prefetch."""
 
 
-@exercise("stages.order", on_ranks=True)
+@exercise("stages.order", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
 def order(answer: Answer) -> str:
     """The calls of a stage 3 iteration, in the simulator and as two real ranks make them."""
-    for sizes in STACKS:
+    for sizes in STACKS + answer.drawn(lambda rng: rng.sample(range(1, 50), rng.randint(2, 9))):
         params = [ParamSpec(2 * size) for size in sizes]
         plan = schedule("zero-3", params, 2, blocks=[[number] for number in range(len(sizes))])
         _compare_order(answer, [8 * size for size in sizes], plan.calls)

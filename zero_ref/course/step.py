@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,9 +64,15 @@ class Watched:
         calls.under_way[self._number] = f"{name} {calls.names.count(name) - 1}"
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("wait", "get_future"):
-            self._calls.under_way.pop(self._number, None)
         return getattr(self._work, name)
+
+    def wait(self, *args: Any) -> Any:
+        self._calls.under_way.pop(self._number, None)
+        return self._work.wait(*args)
+
+    def get_future(self) -> Any:
+        self._calls.under_way.pop(self._number, None)
+        return self._work.get_future()
 
     def is_completed(self) -> bool:
         done = bool(self._work.is_completed())
@@ -77,7 +84,7 @@ class Watched:
 @exercise("step.write_step", seconds=20.0, may_return_none=True, on_ranks=True)
 def write_step(answer: Answer) -> str:
     """Two steps of a sharded optimizer on 1, 2 and 3 ranks, each parameter compared bit for bit."""
-    for world_size, shapes, owners in WORLDS:
+    for world_size, shapes, owners in WORLDS + answer.drawn(_drawn_world, 2):
         # Gloo even where there are GPUs: its time-out is an error, NCCL's ends the process.
         outcomes = ranks.run(
             _train_beside_plain, world_size, answer, shapes, owners, timeout=30.0, backend="gloo"
@@ -94,6 +101,11 @@ def write_step(answer: Answer) -> str:
     return f"{STEPS} steps on 1, 2 and 3 real ranks are the plain optimizer's, bit for bit"
 
 
+def _drawn_world(rng: random.Random) -> tuple[int, list[tuple[int, ...]], list[int]]:
+    count, n = rng.randint(3, 6), rng.randint(2, 3)
+    return n, [(rng.randint(1, 5), rng.randint(1, 5)) for _ in range(count)], rng.choices(range(n), k=count)
+
+
 def _train_beside_plain(
     answer: Answer, shapes: Sequence[tuple[int, ...]], owners: list[int]
 ) -> list[tuple[Ages, Calls]] | str:
@@ -102,7 +114,7 @@ def _train_beside_plain(
     Returns:
         The ages after each step and the calls made in it, or in what the ranks' calls differ.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(answer.seed)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
     owned = [param for param, owner in zip(params, owners) if owner == dist.get_rank()]
@@ -188,6 +200,10 @@ def _check_waited(calls_of_rank: Sequence[Calls]) -> None:
 
 def _check_only_broadcasts(calls_of_rank: Sequence[Calls]) -> None:
     names = {name for calls in calls_of_rank for name in calls.names}
+    assert names or len(calls_of_rank) == 1, (
+        "The values are right, and no rank has sent any: each has updated what it does not own, with an "
+        "optimizer beside `local`. Then nothing is sharded. Step `local`, and broadcast."
+    )
     others = " and ".join(sorted(names - {"broadcast"}))
     twice = ", which moves each value twice as often as needed (chapter 2)" if others == "all_reduce" else ""
     assert not others or "broadcast" in names, (
@@ -249,7 +265,7 @@ PARTITIONS: list[Partition] = [
 def stale(answer: Answer) -> str:
     """For each rank the parameters that are old after a step that lost one broadcast."""
     tried = 0
-    for partition in PARTITIONS:
+    for partition in PARTITIONS + answer.drawn(_drawn_partition, 4):
         sent = [
             (rank, piece.param) for rank, slices in enumerate(partition.slices_of_rank) for piece in slices
         ]
@@ -263,6 +279,11 @@ def stale(answer: Answer) -> str:
             )
             tried += 1
     return f"{tried} lost broadcasts, each tried on the package's optimizer"
+
+
+def _drawn_partition(rng: random.Random) -> Partition:
+    numels = [64 * rng.randint(1, 9) for _ in range(rng.randint(2, 6))]
+    return rng.choice((sorted_greedy, even))(numels, rng.randint(2, 4))
 
 
 def _stale_on_this_rank(comm: Collectives, partition: Partition, lost: int) -> list[int]:

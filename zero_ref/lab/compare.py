@@ -23,7 +23,7 @@ from zero_ref.lab.checkpoints import NothingLeftError
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.logs import Logs, RunLog, StepDone
 from zero_ref.lab.meter import HeldBytes
-from zero_ref.lab.outcome import Measured, Outcome, outcome, predict
+from zero_ref.lab.outcome import Measured, Outcome, Pair, outcome, predict
 from zero_ref.lab.train import train
 from zero_ref.simulator.recipe import LOCAL_SGD
 
@@ -70,7 +70,7 @@ def compare(
     runs, logs = [], logs or Logs()
     for of_strategy in [config.under(strategy) for strategy in strategies]:
         plan = predict(of_strategy, world_size)  # before anything runs
-        log, title = logs.run(of_strategy.strategy), f"{of_strategy.recipe.title:<12}"
+        log, title = logs.run(of_strategy.strategy), f"{of_strategy.title:<12}"
         with _following(title, config.steps, console, log, bar="plain" not in logs.kinds) as report:
             measured = _train_on_ranks(of_strategy, world_size, report, console, timeout)
         if len(measured) != world_size:
@@ -175,12 +175,16 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         cells = []
         for quantity, pair in result.pairs().items():
             scale, digits = (1, 0) if quantity == "collectives" else (1e6, 3)
-            predicted, measured = (f"{value / scale:.{digits}f}" for value in pair)
-            cells.append(
-                measured if pair.predicted == pair.measured else f"[bold red]{predicted} | {measured}[/]"
-            )
+            cells.append(_cell(pair, scale, digits))
         shown.add_row(result.strategy, *cells, f"{result.step_ms:.0f}", f"{result.final_loss:.6f}")
     return shown
+
+
+def _cell(pair: Pair, scale: float, digits: int) -> str:
+    measured = f"{pair.measured / scale:.{digits}f}"
+    if pair.predicted is None or pair.agrees:
+        return measured
+    return f"[bold red]{pair.predicted / scale:.{digits}f} | {measured}[/]"
 
 
 def bytes_table(outcomes: Sequence[Outcome]) -> Table:
@@ -198,9 +202,6 @@ def bytes_table(outcomes: Sequence[Outcome]) -> Table:
         cells = [f"{result.ledger_bytes / result.numel:g}"]
         for extreme in (max, min):
             pair = extreme(result.held_bytes, key=lambda of_rank: of_rank.measured)
-            predicted, measured = (f"{nbytes / result.numel:.3f}" for nbytes in pair)
-            cells.append(
-                measured if pair.predicted == pair.measured else f"[bold red]{predicted} | {measured}[/]"
-            )
+            cells.append(_cell(pair, result.numel, 3))
         shown.add_row(result.strategy, *cells)
     return shown

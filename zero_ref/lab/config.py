@@ -36,6 +36,9 @@ LONGEST_CONTEXT = 32_768
 COMPARED = ("ddp", "zero", "zero-bucket", "zero-even")
 """Strategies that do the same arithmetic in the same order, and differ in who does it and what is sent."""
 
+OF_OWN = "zero"
+"""The strategy whose prediction says what the reader's own optimizer holds as state: whole parameters."""
+
 DTYPES = ("float32", "bfloat16")
 """Of parameters. float16 is not among them: its small gradients become 0 unless the loss is scaled."""
 
@@ -82,7 +85,7 @@ class TrainConfig:
     """What to train and how.
 
     Args:
-        strategy: one of `simulator.recipe.RECIPES`.
+        strategy: one of `simulator.recipe.RECIPES`, or the name of the file `own`.
         steps: iterations in all, those before a resumed checkpoint included.
         way: when updates are made, one of `simulator.operations.WAYS`, under strategies that have owners.
         shard_group: under zero-2, how many consecutive ranks share the state; None for all.
@@ -98,6 +101,7 @@ class TrainConfig:
             and number of ranks may have written either.
         elastic: go on from the newest intact save in `checkpoint_dir` if there is one, and with fewer ranks
             where some are lost. `checkpoint_every` may then be left 0, for a tenth of the steps.
+        own: the reader's file with the class `MyZero`, which is trained where `strategy` names the file.
     """
 
     strategy: str = "zero-bucket"
@@ -115,8 +119,14 @@ class TrainConfig:
     resume: bool = False
     checkpoint_dir: str | None = field(default=None, kw_only=True)
     elastic: bool = field(default=False, kw_only=True)
+    own: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.own and (self.checkpoint or self.checkpoint_dir):
+            raise ValueError(
+                f"{self.own} is trained without checkpoints here: `zero-ref check` tries its state_dict. "
+                "Leave checkpoint and checkpoint_dir out."
+            )
         if self.master_dtype is not None:
             check_name("master_dtype", self.master_dtype, ("float32",))
             if itemsize_of(self.model.dtype) >= itemsize_of(self.master_dtype):
@@ -183,11 +193,25 @@ class TrainConfig:
         'zero-2, in forward'
         """
         return recipe(
-            self.strategy,
+            OF_OWN if self.is_own else self.strategy,
             way=self.way,
             shard_group=self.shard_group,
             optimizer=MIXED_ADAMW if self.master_dtype else "AdamW",
         )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the reader's own optimizer is trained."""
+        return self.own is not None and self.strategy == os.path.basename(self.own)
+
+    @property
+    def title(self) -> str:
+        """The recipe's, or the name of the reader's file.
+
+        >>> TrainConfig("my_zero.py", own="/home/reader/my_zero.py").title
+        'my_zero.py'
+        """
+        return self.strategy if self.is_own else self.recipe.title
 
     def under(self, strategy: str) -> TrainConfig:
         """The same under another strategy, to compare with; `way` and `shard_group` only where they fit it.
@@ -198,7 +222,7 @@ class TrainConfig:
         Raises:
             ValueError: the strategy cannot do the rest.
         """
-        other = recipe(strategy)
+        other = recipe(OF_OWN if self.own and strategy == os.path.basename(self.own) else strategy)
         way = self.way if self.way in other.ways else "plain"
         group = self.shard_group if other.without_ddp else None
         return replace(self, strategy=strategy, way=way, shard_group=group)
@@ -310,6 +334,8 @@ def add_run_arguments(parser: Parser) -> None:
     add = parser.add_argument
     several = "give it several times to compare (default: zero-bucket)"
     add("--strategy", action="append", choices=list(RECIPES), help=several)
+    own = "train the class MyZero of this file, which the book has you write, beside --strategy (then: ddp)"
+    add("--optimizer", metavar="FILE", help=own)
     add_training_arguments(parser)
     add("--json", type=OutputFile, metavar="FILE", help="write what was predicted and measured here")
     # Not `--log`: torchrun takes it for an ambiguous beginning of options of its own, wherever it stands.
@@ -398,9 +424,12 @@ def strategies_of(args: argparse.Namespace) -> list[str]:
     """The strategies that the options name, each once.
 
     Raises:
-        ValueError: several would write one checkpoint.
+        ValueError: several would write one checkpoint; a dry run of the reader's own optimizer.
     """
-    strategies = list(dict.fromkeys(args.strategy or [TrainConfig().strategy]))
+    own = [os.path.basename(args.optimizer)] if args.optimizer else []
+    strategies = list(dict.fromkeys((args.strategy or ["ddp" if own else TrainConfig().strategy]) + own))
+    if own and args.dry_run:
+        raise ValueError(f"--dry-run predicts strategies, and {own[0]} is none: leave --optimizer out.")
     if len(strategies) > 1 and (args.checkpoint or args.checkpoint_dir):
         raise ValueError("--checkpoint and --checkpoint-dir hold one model: give one --strategy with them.")
     return strategies
@@ -417,7 +446,9 @@ def config_for(args: argparse.Namespace, strategies: Sequence[str], world_size: 
     able = [
         name
         for name in strategies
-        if way in RECIPES[name].ways and (args.shard_group is None or RECIPES[name].without_ddp)
+        if name in RECIPES
+        and way in RECIPES[name].ways
+        and (args.shard_group is None or RECIPES[name].without_ddp)
     ]
     config = config_from(args, (able or strategies)[0])
     config.recipe.group_of(world_size)
@@ -435,6 +466,9 @@ def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
     """
     if args.steps < 2:
         raise ValueError(f"--steps must be at least 2, got {args.steps}: the first builds DDP's buckets.")
+    own = getattr(args, "optimizer", None)  # the demo has none
+    if own is not None and not os.path.isfile(own):
+        raise ValueError(f"--optimizer: there is no file {own}.")
     if args.resume and args.checkpoint and not os.path.isfile(args.checkpoint):
         raise ValueError(
             f"--resume: there is no file {args.checkpoint} yet; leave --resume out the first time."
@@ -466,4 +500,5 @@ def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
         resume=args.resume,
         checkpoint_dir=args.checkpoint_dir and str(args.checkpoint_dir),
         elastic=args.elastic,
+        own=own,
     )

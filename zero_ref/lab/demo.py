@@ -102,7 +102,7 @@ def write_page(folder: Path, runs: Sequence[StrategyRun], config: TrainConfig) -
             [
                 result.strategy,
                 *(
-                    Check(*pair, "" if quantity == "collectives" else "bytes")
+                    Check(*pair.both, "" if quantity == "collectives" else "bytes")
                     for quantity, pair in result.pairs().items()
                 ),
                 f"{result.step_ms:.0f} ms",
@@ -146,7 +146,7 @@ def losses_picture(runs: Sequence[StrategyRun], width: float = 7) -> plots.Pictu
 def predictions_picture(runs: Sequence[StrategyRun], width: float = 7) -> plots.Picture:
     """Each prediction and its measurement."""
     rows = [
-        (run.outcome.strategy, ROW_NAMES[quantity], pair.predicted, pair.measured)
+        (run.outcome.strategy, ROW_NAMES[quantity], *pair.both)
         for run in runs
         for quantity, pair in run.outcome.pairs().items()
     ]

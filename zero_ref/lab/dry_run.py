@@ -45,6 +45,7 @@ def scenario_of(config: TrainConfig, world_size: int, cluster: Cluster) -> Train
         way=config.way,
         shard_group=config.shard_group,
         masters=config.master_dtype is not None,
+        bucket_view=True,  # as `strategies.trainable` has it
         config=config,
     )
 

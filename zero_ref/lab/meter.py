@@ -60,8 +60,12 @@ def recording(collectives: Collectives, *, checks: bool = False) -> Iterator[lis
         collectives.observers.remove(note)
 
 
-def recording_all_reduce(calls: list[Call]) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:
+def recording_all_reduce(
+    calls: list[Call], dtype: torch.dtype | None = None
+) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:
     """A DDP communication hook that all-reduces as DDP does by itself, and notes each bucket in `calls`.
+
+    With a dtype it sends each bucket in that, as torch's `fp16_compress_hook` and `bf16_compress_hook` do.
 
     DDP issues its all-reduces from C++, out of sight of Python; a hook is asked before each one. Its state is
     the process group, None for the default one.
@@ -72,12 +76,15 @@ def recording_all_reduce(calls: list[Call]) -> Callable[[Any, Any], torch.future
     # DDP refuses annotations other than its own classes, and typing knows no name for those.
     def all_reduce(group, bucket):  # type: ignore[no-untyped-def]
         flat: torch.Tensor = bucket.buffer()
-        calls.append(Call("all_reduce", flat.nbytes))
-        flat.mul_(1 / dist.get_world_size(group))  # as DDP does; dividing by 3 rounds otherwise
+        sent = flat if dtype is None else flat.to(dtype)
+        calls.append(Call("all_reduce", sent.nbytes))
+        sent.mul_(1 / dist.get_world_size(group))  # as DDP does; dividing by 3 rounds otherwise
         future: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(
-            flat, group=group, async_op=True
+            sent, group=group, async_op=True
         ).get_future()
-        return future.then(lambda reduced: reduced.value()[0])
+        if sent is flat:
+            return future.then(lambda reduced: reduced.value()[0])
+        return future.then(lambda reduced: flat.copy_(reduced.value()[0]))
 
     return all_reduce
 
@@ -101,14 +108,18 @@ _OP_OF_FUNCTION = {
 }
 
 
+_ALSO = ("broadcast", "reduce", "gather", "scatter", "send", "isend")
+"""What a reader's own optimizer may call besides."""
+
+
 @contextlib.contextmanager
-def recording_distributed() -> Iterator[list[Call]]:
+def recording_distributed(*, also: bool = False) -> Iterator[list[Call]]:
     """A list that fills with what this process asks of torch.distributed while the context lasts.
 
     It sees all-reduces, all-gathers and reduce-scatters, whoever makes them by their Python names:
     `fully_shard`, the averagers of local SGD, a hook of DDP, this package's own `Collectives`. It does not
     see what C++ issues by itself, such as DDP's all-reduces without a hook, nor DTensor's own collectives,
-    such as the one of `clip_grad_norm_`.
+    such as the one of `clip_grad_norm_`. `also` adds broadcasts, reduces, gathers, scatters and sends.
 
     A call's bytes are those of its larger tensor, padding included: what `all_gather_into_tensor` gives, what
     a reduce-scatter takes. A plain `all_gather` gives a list; its bytes are those of the tensor passed in.
@@ -124,15 +135,16 @@ def recording_distributed() -> Iterator[list[Call]]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            calls.append(Call(op, max(tensor.nbytes for tensor in tensors)))
+            calls.append(Call(op, max((tensor.nbytes for tensor in tensors), default=0)))
             return function(*args, **kwargs)
 
         return call
 
     # All look the functions up in torch.distributed at each call, so that is where they are replaced.
-    originals = {name: getattr(dist, name) for name in _OP_OF_FUNCTION if hasattr(dist, name)}
+    ops = _OP_OF_FUNCTION | ({name: name for name in _ALSO} if also else {})
+    originals = {name: getattr(dist, name) for name in ops if hasattr(dist, name)}
     for name, function in originals.items():
-        setattr(dist, name, recorded(_OP_OF_FUNCTION[name], function))
+        setattr(dist, name, recorded(ops[name], function))
     try:
         yield calls
     finally:

@@ -14,6 +14,13 @@ from zero_ref.simulator.cluster import CLUSTERS, Cluster
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.recipe import LOCAL_SGD
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
+from zero_ref.simulator.sensitivity import SWITCH
+
+MFU_COUNTS = (
+    "6 operations for each parameter and token, and attention's over whole sequences, as if nothing were "
+    "masked; nothing for what is computed again"
+)
+"""What model FLOPs utilisation is computed from. Source: PaLM (arXiv:2204.02311), appendix B."""
 
 BETTER = {
     "latency": "half the latency",
@@ -21,8 +28,36 @@ BETTER = {
     "bandwidth between nodes": "twice the bandwidth between nodes",
     "compute": "computing twice as fast",
     "memory bandwidth": "twice the memory bandwidth",
+    "share of links": "links at their full rate",
+    "share of products": "matrix products at the peak",
+    "share of attention": "attention twice as close to the peak",
+    "share of memory": "kernels at the full memory bandwidth",
+    SWITCH: "all-reduces added in the switch (NVLS)",
     "even pace": "no rank slower than the others",
 }
+
+WHAT_COMPUTES = {
+    "matrix products": "matrix products",
+    "attention": "attention",
+    "memory": "norms, activations, loss and other kernels that memory limits",
+    "moved": "copies for the network",
+}
+"""The parts of `SimulatedRun.computing_ms`, as they are printed."""
+
+NOT_MODELLED = ("tensor", "pipeline", "context", "expert")
+"""The kinds of parallelism that could make a model fit, and of which nothing is known here."""
+
+PHASES_IN_WORDS = {
+    "forward": "after forward",
+    "loss": "at the loss",
+    "backward": "in backward",
+    "reduction": "after backward",
+    "step": "in the step",
+    "sending": "while sending",
+}
+"""The phases of `memory.PHASES`, as the table has them."""
+
+FITS = {True: "fits", False: "does not fit", None: "undecided"}
 
 LABELS = ("forward", "gather", "backward", "reduce", "step", "broadcast", "agree", "average")
 """The labels of operations, in the order in which they are printed."""
@@ -73,7 +108,17 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
         "checkpointing": scenario.checkpointing,
         "period": scenario.period,
         "gradient_group": scenario.gradient_group,
+        "accumulation": scenario.accumulation,
+        "no_sync": scenario.no_sync,
+        "masters": scenario.masters,
+        "reduce_dtype": scenario.reduce_dtype,
+        "bucket_view": scenario.bucket_view,
+        "offload": scenario.offload,
+        "compiled": scenario.compiled,
+        "fused_loss": scenario.fused_loss,
+        "loss_dtype": scenario.loss_dtype,
         "attention_share": scenario.attention_share,
+        "not_modelled": list(NOT_MODELLED),
         "strategies": {run.strategy: _run_as_json(run) for run in runs},
     }
 
@@ -88,6 +133,14 @@ def _run_as_json(run: SimulatedRun) -> dict[str, Any]:
         "memory_bytes": run.memory.items,
         "memory_total_bytes": run.memory.total_bytes,
         "memory_total_bytes_of_rank": [memory.total_bytes for memory in run.memories],
+        "memory_phase_bytes": dict(run.memory.phase_bytes),
+        "memory_allocated_bytes": run.memory.allocated_bytes,
+        "memory_reserved_bytes": run.memory.reserved_bytes,
+        "memory_peak_bytes": run.peak_bytes,
+        "memory_peak_phase": run.memory.phase,
+        "memory_peak_items_bytes": dict(run.memory.peak_items),
+        "memory_peak_bytes_of_rank": [memory.peak_bytes for memory in run.memories],
+        "memory_host_bytes": run.memory.host_bytes,
         "fits": run.fits,
         "why_not_smaller": why,
         "sent_bytes_per_rank": run.sent_bytes,
@@ -96,9 +149,11 @@ def _run_as_json(run: SimulatedRun) -> dict[str, Any]:
         "exposed_communication_ms": run.exposed_ms,
         "idle_ms": run.idle_ms,
         "critical_path_ms": dict(run.what_if.critical_ms),
+        "computing_ms": run.computing_ms,
         "iteration_ms_if": {BETTER[name]: ms for name, ms in run.what_if.improved_ms.items()},
         "tokens_per_second": run.tokens_per_second,
         "model_flops_utilisation": run.utilisation,
+        "model_flops_utilisation_counts": MFU_COUNTS,
     }
 
 
@@ -121,13 +176,16 @@ def print_runs(
     from rich.table import Table
 
     console = Console(width=width, highlight=False)
+    if runs and all(run.fits is False for run in runs):
+        console.print(f"does not fit, and {in_words(NOT_MODELLED)} are not modelled")
     ranks = f"{scenario.world_size:,} rank{'' if scenario.world_size == 1 else 's'}"
     cluster = scenario.cluster
     console.print(f"[bold]{escape(named)} on {ranks} of {escape(cluster.name)}[/]", end=" ")
     console.print(f"({cluster.device.name})", markup=False)
     console.print(
         f"{scenario.numel:,} {scenario.dtype} parameters, {scenario.optimizer}; on each rank "
-        f"{scenario.batch:,} x {scenario.tokens_of_sequence:,} tokens\n"
+        f"{'' if scenario.accumulation == 1 else f'{scenario.accumulation:,} x '}{scenario.batch:,} x "
+        f"{scenario.tokens_of_sequence:,} tokens\n"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("one iteration")
@@ -141,6 +199,11 @@ def print_runs(
         console.print(line, markup=False)
 
 
+def in_words(names: Sequence[str]) -> str:
+    """Kinds of parallelism."""
+    return f"{', '.join(names[:-1])} and {names[-1]} parallelism"
+
+
 def _reasons(runs: Sequence[SimulatedRun]) -> Iterator[str]:
     """Why the fullest rank of each strategy with owners holds more than 1/N."""
     for run in runs:
@@ -150,6 +213,11 @@ def _reasons(runs: Sequence[SimulatedRun]) -> Iterator[str]:
             for reason in shortfall.reasons:
                 yield f"  {format_bytes(reason.nbytes)} {reason.name}: {reason.sentence}"
             yield ""
+    if runs and (parts := runs[0].computing_ms):
+        whole = sum(parts.values())
+        shares = (f"{WHAT_COMPUTES[name]} {ms / whole:.0%}" for name, ms in parts.items() if ms)
+        yield f"forward and backward: {', '.join(shares)}"
+        yield ""
 
 
 def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
@@ -167,19 +235,35 @@ def _notes(scenario: Scenario, runs: Sequence[SimulatedRun]) -> Iterator[str]:
         yield f"{LOCAL_SGD}: {_averages(scenario)}"
     leaner = replace(scenario, checkpointing="full").activation_bytes
     kept = scenario.activation_bytes
-    if leaner < kept and any(run.fits is False and kept > run.memory.total_bytes / 3 for run in runs):
+    if leaner < kept and any(run.fits is False and kept > run.peak_bytes / 3 for run in runs):
         yield (
             f"--checkpointing full keeps {format_bytes(leaner)} of activations, not {format_bytes(kept)}, "
             "and computes a forward more"
         )
     if share := scenario.attention_share:
         yield f"attention adds {share:.0%} to what the parameters' products take"
-    cluster, device = scenario.cluster, scenario.cluster.device
+    cluster = scenario.cluster
     if cluster.name in CLUSTERS:
-        yield f"supposed: products at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at full rate"
+        yield f"supposed: {_supposed(cluster)}"
     else:
         yield f"times from: {cluster.source}. They hold for the number of ranks measured there."
-    yield "not counted: starting kernels, the allocator, what libraries keep, other jobs' traffic"
+    if device_share := cluster.device.allocator_share:
+        yield f"supposed: the allocator reserves {device_share:.0%} more than is allocated"
+    yield "not counted: starting kernels, other jobs' traffic"
+
+
+def _supposed(cluster: Cluster) -> str:
+    """The shares of what data sheets promise that a preset supposes."""
+    device = cluster.device
+    if device.memory_reached is None:
+        return f"products at {device.reached:.0%} of {device.tflops:g} TFLOPS, links at full rate"
+    attention = device.attention_reached or device.reached
+    return (
+        f"large products at {device.reached:.0%} of {device.tflops:g} TFLOPS, attention at {attention:.0%}, "
+        f"other kernels at {device.memory_reached:.0%} of {device.memory_gb_per_s:g} GB/s, links at "
+        f"{cluster.within.reached:.0%} of {cluster.within.gb_per_s:g} GB/s within nodes and "
+        f"{cluster.between.reached:.0%} of {cluster.between.gb_per_s:g} between"
+    )
 
 
 def _averages(scenario: Scenario) -> str:
@@ -201,13 +285,17 @@ class Row(NamedTuple):
 
 def _rows(runs: Sequence[SimulatedRun]) -> list[Row]:
     rows = [Row("memory on", [f"rank {run.fullest:,}" for run in runs], "bold")]
-    for item in runs[0].memory.items:
-        if any(run.memory.items[item] >= 1e3 for run in runs):
-            rows.append(Row(f"  {item}", [_bytes(run.memory.items[item]) for run in runs]))
-    rows.append(Row("  together", [_bytes(run.memory.total_bytes) for run in runs], "bold"))
+    memories = [run.memory for run in runs]
+    for item in memories[0].peak_items:
+        if any(memory.peak_items[item] >= 1e3 for memory in memories):
+            rows.append(Row(f"  {item}", [_bytes(memory.peak_items[item]) for memory in memories]))
+    rows.append(Row("  peak", [_bytes(memory.peak_bytes) for memory in memories], "bold"))
+    rows.append(Row("  which is", [PHASES_IN_WORDS[memory.phase] for memory in memories]))
+    if any(memory.host_bytes for memory in memories):
+        rows.append(Row("  on the host", [_bytes(memory.host_bytes) for memory in memories]))
     memory_gb = runs[0].scenario.cluster.device.memory_gb
     if memory_gb is not None:
-        rows.append(Row(f"  in {memory_gb:g} GB", ["fits" if run.fits else "does not fit" for run in runs]))
+        rows.append(Row(f"  in {memory_gb:.1f} GB", [FITS[run.fits] for run in runs]))
     calls = [f"{run.calls:,.4g}" if run.calls < 10 else f"{run.calls:,.0f}" for run in runs]
     rows += [
         Row("network", [""] * len(runs), "bold"),

@@ -34,15 +34,27 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def shard(model: nn.Module) -> None:
-    """Let torch's `fully_shard` make a unit of each of the model's `blocks`, and one of what is left."""
-    from torch.distributed.fsdp import fully_shard  # loads for a second: only where it is used
+def shard(model: nn.Module, group: int | None = None, reduce_dtype: torch.dtype | None = None) -> None:
+    """Let torch's `fully_shard` make a unit of each of the model's `blocks`, and one of what is left.
+
+    Args:
+        group: how many consecutive ranks share the parameters, in groups that are replicas of each other;
+            None for all.
+        reduce_dtype: what gradients travel in; None for their own.
+    """
+    # They load for a second: only where they are used.
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     # Left to itself, fully_shard takes a GPU where there is one, also where ranks are too many for the GPUs.
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    world_size = dist.get_world_size()
+    shape = (world_size,) if group in (None, world_size) else (world_size // (group or 1), group or 1)
+    options = {
+        "mesh": init_device_mesh(device().type, shape, mesh_dim_names=("replicas", "shard")[-len(shape) :]),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+    }
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, **options)  # type: ignore[call-overload]
+    fully_shard(model, **options)  # type: ignore[call-overload]
 
 
 def whole(state: Any, keep: bool = True) -> Any:

@@ -41,11 +41,13 @@ class Trainable:
         model: is called with a batch, and returns its loss.
         optimizer: of its parameters.
         calls: filled while `recording` lasts.
+        no_sync: as the recipe's.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     calls: list[Call] = field(default_factory=list)
+    no_sync: bool = False
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -57,6 +59,12 @@ class Trainable:
     def held(self) -> meter.HeldBytes:
         """What this rank holds between iterations."""
         return meter.held_bytes(self.model.parameters(), self.optimizer)
+
+    def passing(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        """A forward and backward, one of several before an update, happens in this, and reduces or not."""
+        if is_last or not (self.no_sync or isinstance(self.model, DistributedDataParallel)):
+            return contextlib.nullcontext()
+        return self.model.no_sync()  # type: ignore[operator]
 
 
 class Observed(Trainable):
@@ -71,6 +79,12 @@ class Observed(Trainable):
 
 class Sharded(Trainable):
     """Parameters are torch's DTensors."""
+
+    @contextlib.contextmanager
+    def passing(self, is_last: bool) -> Iterator[None]:
+        """As `Trainable.passing`."""
+        self.model.set_requires_gradient_sync(is_last or not self.no_sync)  # type: ignore[operator]
+        yield
 
     def held(self) -> meter.HeldBytes:
         return stage_3.held_bytes(self.model.parameters(), self.optimizer)
@@ -89,11 +103,13 @@ def trainable(
     Collective: all ranks of the default group.
     """
     keeps_masters(recipe)  # or say why it cannot
+    reduce_dtype = None if recipe.reduce_dtype is None else getattr(torch, recipe.reduce_dtype)
     if recipe.stage == 3:
-        stage_3.shard(model)
-        return Sharded(model, torch.optim.AdamW(model.parameters(), lr=learning_rate))
+        stage_3.shard(model, recipe.group_of(dist.get_world_size()), reduce_dtype)
+        adam = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+        return Sharded(model, adam, no_sync=recipe.no_sync)
     if recipe.without_ddp:
-        return _without_ddp(recipe, model, learning_rate)
+        return _without_ddp(recipe, model, learning_rate, reduce_dtype)
     # Reduced to their owners, gradients leave the buckets: windows of these would free nothing.
     ddp = DistributedDataParallel(
         model, gradient_as_bucket_view=not recipe.to_owners, bucket_cap_mb=bucket_cap_mb
@@ -104,7 +120,7 @@ def trainable(
         ddp.register_comm_hook(PostLocalSGDState.following(averager), post_localSGD_hook)
         return Trainable(ddp, PostLocalSGDOptimizer(optimizer, averager))
     made = Observed(ddp, optimizer)
-    hook: Callable[..., Any] = meter.recording_all_reduce(made.calls)
+    hook: Callable[..., Any] = meter.recording_all_reduce(made.calls, reduce_dtype)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.collectives.observers.append(made.calls.append)
         hook = reduce_to_owners(optimizer) if recipe.to_owners else hook
@@ -124,7 +140,9 @@ class BehindAStep(Observed):
         self.calls.sort(key=lambda call: call.op not in ("all_gather", "broadcast"))
 
 
-def _without_ddp(recipe: Recipe, model: nn.Module, learning_rate: float) -> Trainable:
+def _without_ddp(
+    recipe: Recipe, model: nn.Module, learning_rate: float, reduce_dtype: torch.dtype | None
+) -> Trainable:
     replicas, group = None, None
     world_size = dist.get_world_size()
     if (sharing := recipe.group_of(world_size)) < world_size:
@@ -134,8 +152,10 @@ def _without_ddp(recipe: Recipe, model: nn.Module, learning_rate: float) -> Trai
     optimizer = make_optimizer(recipe, model, learning_rate, group)
     assert isinstance(optimizer, ZeroRedundancyOptimizer)
     in_forward = recipe.way == "in_forward"
-    sharded = ShardedDataParallel(model, optimizer, replicas=replicas, gather_in_forward=in_forward)
-    made = (BehindAStep if in_forward else Observed)(sharded, optimizer)
+    sharded = ShardedDataParallel(
+        model, optimizer, replicas=replicas, gather_in_forward=in_forward, reduce_dtype=reduce_dtype
+    )
+    made = (BehindAStep if in_forward else Observed)(sharded, optimizer, no_sync=recipe.no_sync)
     optimizer.collectives.observers.append(made.calls.append)
     if sharded.replicas is not None:
         sharded.replicas.observers.append(made.calls.append)
@@ -168,4 +188,5 @@ def make_optimizer(
         partition="sorted_greedy" if recipe.partition is None else recipe.partition,
         parameters_as_bucket_view=recipe.flat,
         master_dtype=torch.float32 if masters else None,
+        state_device="cpu" if recipe.offload else None,
     )

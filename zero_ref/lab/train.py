@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero_ref.lab import elastic, meter
+from zero_ref.lab import elastic, meter, own
 from zero_ref.lab._arguments import Parser, complain, json_text, unwritable
 from zero_ref.lab.checkpoints import NothingLeftError, checkpoints_for, in_words
 from zero_ref.lab.config import TrainConfig, add_run_arguments, check_memory, config_for, strategies_of
@@ -52,7 +52,10 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
     """
     rank, text = dist.get_rank(), language_reference()
     model = GPT(config.model, config.seed).to(device())
-    made = trainable(config.recipe, model, config.learning_rate)
+    if config.is_own:
+        made = own.trainable_own(str(config.own), model, config.learning_rate, config.master_dtype)
+    else:
+        made = trainable(config.recipe, model, config.learning_rate)
     optimizer = made.optimizer
     checkpoints = checkpoints_for(config, model, optimizer)
     first_step, losses = checkpoints.load()

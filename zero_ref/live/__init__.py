@@ -2,7 +2,7 @@
 
 >>> answer = EXPLORERS["memory"].answer(model="gpt2", ranks=4)
 >>> answer.words.split(": ")[1]
-'each rank holds 5.14 GB of the 80 GB of an H100 80 GB. Plain data parallelism would hold 6.24 GB.'
+'each rank holds 10.4 GB of the 85.5 GB of an H100 80 GB. Plain data parallelism would hold 11.6 GB.'
 
 Each is a list of controls and a function from their values to an answer: an SVG, the same in words, the
 numbers behind it. In a page of the book Python runs in the browser and calls `controls` and `answer`; in a
@@ -18,8 +18,9 @@ from zero_ref.live.explorer import Explorer
 from zero_ref.live.memory import MEMORY
 from zero_ref.live.overlap import OVERLAP
 from zero_ref.live.partition import PARTITION
+from zero_ref.live.search import SEARCH
 
-EXPLORERS: dict[str, Explorer] = {one.name: one for one in (MEMORY, PARTITION, OVERLAP, DESIGN)}
+EXPLORERS: dict[str, Explorer] = {one.name: one for one in (MEMORY, PARTITION, OVERLAP, DESIGN, SEARCH)}
 
 
 def explorer(name: str) -> Explorer:

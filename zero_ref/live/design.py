@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,15 +12,16 @@ from zero_ref.live.memory import DEVICES, device_mark, items_bar, items_key, nam
 from zero_ref.live.numbers import short, short_bytes, short_count, short_time
 from zero_ref.live.palette import ALARM, INK
 from zero_ref.live.svg import LINE, MARGIN, axis, picture, text
+from zero_ref.simulator import spread
 from zero_ref.simulator.activations import CHECKPOINTING
-from zero_ref.simulator.cluster import Cluster, Link
+from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.models import TRANSFORMERS
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
 
 MS_PER_DAY = 86_400_000.0
-NVLINK_US = 3.0
-"""Latency inside a node, as in `simulator.presets`."""
+LIKE = CLUSTERS["h100-ib"]
+"""What is not chosen is as in this preset: latency inside a node, shares of the links' rates, NCCL."""
 
 
 def _draw(
@@ -27,17 +29,26 @@ def _draw(
     between: float, latency: float, tokens: int, **of_scenario: Any,
 ) -> Answer:  # fmt: skip
     ranks = per_node * nodes
-    cluster = Cluster("designed", DEVICES[device], per_node, Link(NVLINK_US, within), Link(latency, between))
+    cluster = replace(
+        LIKE,
+        name="designed",
+        device=DEVICES[device],
+        ranks_per_node=per_node,
+        within=replace(LIKE.within, gb_per_s=within),
+        between=replace(LIKE.between, gb_per_s=between, latency_us=latency),
+    )
     scenario = Scenario(TRANSFORMERS[model], cluster, ranks, **of_scenario)
     run = _run(scenario, strategy)
     days = tokens / run.tokens_per_second * 1e3 / MS_PER_DAY
     gpu_hours = 24 * days * ranks
+    low, high = spread.around(days)
     device_bytes = 1e9 * (DEVICES[device].memory_gb or 0)
-    held = f"{short_bytes(run.memory.total_bytes)} of {short_bytes(device_bytes)}"
+    held = f"{short_bytes(run.peak_bytes)} of {short_bytes(device_bytes)}"
     cost = f"{short(days)} days, {short_count(gpu_hours)} GPU-hours"
+    interval = f"{short(low)} to {short(high)} days"
     numbers = {
         "ranks": ranks,
-        "memory of the fullest rank, bytes": run.memory.total_bytes,
+        "memory of the fullest rank, bytes": run.peak_bytes,
         "device, bytes": device_bytes,
         "iteration, ms": run.iteration_ms,
         "exposed, ms": run.exposed_ms,
@@ -47,11 +58,12 @@ def _draw(
         "days": days,
         "GPU-hours": gpu_hours,
     }
-    fits = "It fits" if run.fits else "It does not fit"
+    fits = {True: "It fits", False: "It does not fit", None: "Whether it fits is undecided"}[run.fits]
     words = (
         f"{model} under {strategy} on {ranks:,} × {device}. {fits}: the fullest rank holds {held}. "
         f"An iteration takes {short_time(run.iteration_ms)}, of which {short_time(run.exposed_ms)} "
-        f"are exposed communication. {TOKENS[tokens].capitalize()} tokens take {cost}."
+        f"are exposed communication. {TOKENS[tokens].capitalize()} tokens take {cost}, "
+        f"with the error of such predictions {interval}."
     )
     rows = [
         ["", "of this cluster"],
@@ -63,6 +75,7 @@ def _draw(
         ["tokens a second", short_count(run.tokens_per_second)],
         ["share of the device's peak", f"{100 * run.utilisation:.1f}%"],
         [f"{short_count(tokens)} tokens", cost],
+        ["with the error of predictions", interval],
     ]
     return Answer(_picture(width, run, rows, device_bytes, words), words, rows, numbers)
 
@@ -78,7 +91,7 @@ def _picture(width: float, run: SimulatedRun, rows: list[list[str]], device_byte
     parts: list[str] = []
     y = 12.0
     for name, value in rows[1:]:
-        fill = ALARM if name.startswith("memory") and not run.fits else INK
+        fill = ALARM if name.startswith("memory") and run.fits is False else INK
         parts += [
             text(left, y + 12, name),
             text(left + wide, y + 12, value, fill=fill, anchor="end", bold=True),
@@ -86,7 +99,7 @@ def _picture(width: float, run: SimulatedRun, rows: list[list[str]], device_byte
         y += LINE + 2
     items = named_items(run.memory)
     names, y = items_key([items], left, y + 12, wide)
-    most = scale_bytes([run.memory.total_bytes], device_bytes)
+    most = scale_bytes([run.peak_bytes], device_bytes)
     top = y + LINE
     bars = items_bar(items, left, top + 4, wide / most)
     bars += device_mark(device_bytes, most, left, wide, top, top + 36)
@@ -115,7 +128,7 @@ DESIGN = Explorer(
         Control("nodes", "nodes", 16, (1, 2, 4, 8, 16, 32, 64, 128)),
         Control("within", "GB/s inside a node", 450.0, WITHIN),
         Control("between", "GB/s of a rank between nodes", 50.0, BETWEEN),
-        Control("latency", "µs of a message between nodes", 10.0, (2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 500.0)),
+        Control("latency", "µs of a message between nodes", 14.0, (2.0, 5.0, 14.0, 20.0, 50.0, 100.0, 500.0)),
         Control("batch", "sequences of a rank", 1, (1, 2, 4, 8, 16)),
         Control("checkpointing", "activations kept", "full", tuple(CHECKPOINTING)),
         Control("tokens", "tokens to train on", 10**12, tuple(TOKENS), dict(TOKENS)),

@@ -10,10 +10,11 @@ from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
 from zero_ref.live.numbers import short_bytes
 from zero_ref.live.palette import ALARM, INK, ITEM_COLOURS
 from zero_ref.live.svg import LINE, MARGIN, Stacked, axis, bar, centred, key, line, picture, text
+from zero_ref.simulator import spread
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS, Device
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES
-from zero_ref.simulator.memory import Memory, MemorySettings, average_memory
+from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, with_peak
 from zero_ref.simulator.models import TRANSFORMERS
 from zero_ref.simulator.scenario import Scenario
 
@@ -27,9 +28,11 @@ FAR = 3.0
 HIGH = 26.0
 """Pixels of a bar of items."""
 
+VERDICTS = {True: ".", False: ", which is too much.", None: ": whether that fits is undecided."}
+
 
 def _draw(width: float, model: str, ranks: int, stage: int, device: str, **counted: Any) -> Answer:
-    held = [_items(model, ranks, one, **counted) for one in range(4)]
+    held = [_items(model, ranks, one, device, **counted) for one in range(4)]
     totals = [sum(items.values()) for items in held]
     device_bytes = 1e9 * (DEVICES[device].memory_gb or 0)
     numbers = {
@@ -37,11 +40,10 @@ def _draw(width: float, model: str, ranks: int, stage: int, device: str, **count
         for one, items in enumerate(held)
         for item, nbytes in items.items()
     }
-    fits = totals[stage] <= device_bytes
+    verdict = VERDICTS[spread.fits(totals[stage], device_bytes)]
     words = (
-        f"{model} on {ranks:,} rank{'s' if ranks > 1 else ''} under stage {stage}: each rank holds "
-        f"{short_bytes(totals[stage])} of the {short_bytes(device_bytes)} of an {device}"
-        f"{'.' if fits else ', which is too much.'} "
+        f"{model} on {ranks:,} rank{'s' if ranks > 1 else ''} under stage {stage}: each rank holds up to "
+        f"{short_bytes(totals[stage])} of the {short_bytes(device_bytes)} of an {device}{verdict} "
         f"Plain data parallelism would hold {short_bytes(totals[0])}."
     )
     svg = _picture(width, held, device_bytes, stage, words)
@@ -50,20 +52,36 @@ def _draw(width: float, model: str, ranks: int, stage: int, device: str, **count
 
 @lru_cache(maxsize=64)
 def _items(
-    model: str, ranks: int, stage: int, convention: str, optimizer: str, **of_scenario: Any
+    model: str, ranks: int, stage: int, device: str, convention: str, optimizer: str, **of_scenario: Any
 ) -> dict[str, float]:
     # The scenario counts the activations, which are the same on every cluster.
-    run = Scenario(TRANSFORMERS[model], CLUSTERS["h100-ib"], ranks, **of_scenario)
+    kept = Scenario(TRANSFORMERS[model], CLUSTERS["h100-ib"], ranks, **of_scenario).activations
     settings = MemorySettings(
-        stage, convention, optimizer, gradient_as_bucket_view=True, activation_bytes=run.activation_bytes
+        stage,
+        convention,
+        optimizer,
+        activation_bytes=kept.kept,
+        head_bytes=kept.head,
+        loss_bytes=kept.loss,
+        block_bytes=kept.again + kept.gradients,
+        masters_apart=convention == "mixed-16" and stage < 3,
     )
-    return named_items(average_memory(params_of(model), ranks, settings))
+    params = params_of(model)
+    memory = with_peak(
+        average_memory(params, ranks, settings),
+        params,
+        settings,
+        allocator_share=DEVICES[device].allocator_share,
+        library_bytes=1e9 * DEVICES[device].library_gb,
+    )
+    return named_items(memory)
 
 
 def named_items(memory: Memory) -> dict[str, float]:
-    """Bytes by the items that have a colour; all the rest is "other"."""
-    named = {item: memory.items.get(item, 0.0) for item in ITEM_COLOURS}
-    return {**named, "other": memory.total_bytes - sum(named.values())}
+    """What a rank holds when it holds most, by the items that have a colour; all the rest is "other"."""
+    at_peak = memory.peak_items
+    named = {item: at_peak.get(item, 0.0) for item in ITEM_COLOURS}
+    return {**named, "other": memory.peak_bytes - sum(named.values())}
 
 
 def items_key(held: Sequence[Mapping[str, float]], x: float, y: float, width: float) -> Stacked:
@@ -106,7 +124,7 @@ def _picture(width: float, held: list[dict[str, float]], device_bytes: float, st
     most = scale_bytes(totals, device_bytes)
     begin, y = top + LINE, top + LINE + 4
     for one, items in enumerate(held):
-        over = totals[one] > device_bytes
+        over = spread.fits(totals[one], device_bytes) is False
         name = f"{'▸ ' if one == stage else ''}stage {one}: {short_bytes(totals[one])}"
         parts.append(text(left, y + 13, name, fill=ALARM if over else INK, bold=one == stage))
         parts += items_bar(items, left, y + LINE, wide / most)
@@ -121,7 +139,7 @@ def _table(held: list[dict[str, float]]) -> list[list[str]]:
     for item in ITEM_COLOURS:
         if any(items[item] for items in held):
             rows.append([item, *(short_bytes(items[item]) for items in held)])
-    return [*rows, ["together", *(short_bytes(sum(items.values())) for items in held)]]
+    return [*rows, ["at the peak", *(short_bytes(sum(items.values())) for items in held)]]
 
 
 MEMORY = Explorer(
@@ -136,7 +154,7 @@ MEMORY = Explorer(
         Control("device", "device", "H100 80 GB", tuple(DEVICES)),
         Control("batch", "sequences at a time", 1, (1, 2, 4, 8, 16, 32, 64)),
         Control("sequence", "tokens in each", 8192, tuple(2**power for power in range(7, 16))),
-        Control("checkpointing", "activations kept", "selective", tuple(CHECKPOINTING)),
+        Control("checkpointing", "activations kept", "by-operation", tuple(CHECKPOINTING)),
     ),
     _draw,
 )

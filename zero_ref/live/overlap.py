@@ -8,12 +8,13 @@ from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
 from zero_ref.live.lanes import lanes
 from zero_ref.live.numbers import short, short_time
 from zero_ref.live.svg import MARGIN, picture
-from zero_ref.simulator.cluster import CLUSTERS, Link
+from zero_ref.simulator.cluster import CLUSTERS, Cluster, Link
 from zero_ref.simulator.models import MODELS, blocks
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.play import play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import RECIPES, recipe
+from zero_ref.simulator.scenario import LONGEST_SEQUENCE, Scenario
 from zero_ref.simulator.schedule import MIB, Schedule, ddp_buckets, schedule
 
 FACTORS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
@@ -28,7 +29,9 @@ def _draw(
     plans = {"ddp": _plan(model, "ddp", ranks, bucket_mb)}
     options = (way if way in how.ways else "plain", links.backend == "nccl") if how.partition else ()
     plans[strategy] = _plan(model, strategy, ranks, bucket_mb, *options)
-    played = {name: play(plan, links, Workload(tokens)) for name, plan in plans.items()}
+    played = {
+        name: play(plan, links, _workload(model, links, name, ranks, tokens)) for name, plan in plans.items()
+    }
     critical = played[strategy].critical_ms()
     timelines = {name: one.timeline() for name, one in played.items()}
     numbers: dict[str, float] = {}
@@ -61,6 +64,14 @@ def _draw(
 
 def _written(link: Link) -> str:
     return f"{short(link.latency_us)} µs and {short(link.gb_per_s)} GB/s"
+
+
+def _workload(model: str, links: Cluster, strategy: str, ranks: int, tokens: int) -> Workload:
+    """What a strategy computes on so many tokens, in sequences as long as the model takes, or as one."""
+    architecture = MODELS[model]
+    sequence = min(tokens, getattr(architecture, "positions", tokens), LONGEST_SEQUENCE)
+    scenario = Scenario(architecture, links, ranks, batch=tokens // sequence, sequence=sequence)
+    return scenario.workload_of(strategy)
 
 
 @lru_cache(maxsize=8)

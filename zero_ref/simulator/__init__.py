@@ -3,6 +3,7 @@
 It needs the standard library only, so it runs without torch, and inside a web page. Reading order:
 
 - `ledger`: bytes a rank holds, by stage and convention, and exactly for a partition;
+- `decoders`: the parameter shapes of Hugging Face's dense decoders, family by family;
 - `models`: the parameter shapes of published models, of a configuration, or of a module at hand;
 - `activations`: what the forward pass keeps for the backward pass, with and without checkpointing;
 - `memory`: everything that a rank holds, item by item, on average and exactly for a partition;
@@ -15,10 +16,17 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `traffic`: how many messages and bytes a collective makes;
 - `presets`: known GPUs, links and clusters, as tables to extend;
 - `cluster`: links and devices, and how long each collective takes on them;
+- `kernels`: what a transformer computes, and what limits it: arithmetic, attention, memory;
 - `price`: how long each operation of a schedule takes on a cluster;
 - `play`: a schedule on a cluster: times, memory over time, the critical path, slow ranks;
 - `trace`: timelines as a file that Perfetto shows;
 - `sensitivity`: which circumstance changes the conclusion, and what would make an iteration faster;
 - `calibrate`: a cluster from measured times, with bounds on the error;
-- `scenario`: all of it together, from a model's name to memory, traffic and time.
+- `logs`: such times from what nccl-tests and others print;
+- `spread`: how far a prediction may be off, from published runs;
+- `scenario`: all of it together, from a model's name to memory, traffic and time;
+- `search`: every way to train a model on a cluster, and the best of them;
+- `commands`: such a way as commands and as lines of a program;
+- `published`: runs that others published;
+- `validation`: each of them predicted, and how far off.
 """

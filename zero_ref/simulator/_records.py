@@ -89,7 +89,7 @@ def record(cls: type[T], value: Any, what: str) -> T:
 
     >>> from zero_ref.simulator.cluster import Link
     >>> record(Link, {"latency_us": 3, "gb_per_s": 450.0}, "within")
-    Link(latency_us=3.0, gb_per_s=450.0)
+    Link(latency_us=3.0, gb_per_s=450.0, reached=1.0)
 
     Args:
         cls: its fields are str, int, float, bool, None, or records, or lists, tuples and mappings from str

@@ -1,10 +1,16 @@
-"""Activations: what the forward pass keeps for the backward pass, by the published formula.
+"""Activations: what the forward pass keeps for the backward pass, tensor by tensor.
 
 ZeRO does not shard activations. They grow with the tokens that a rank computes in one go, whatever the number
 of ranks, so a rank that holds little of the model may still run out of memory.
+
+A GPT's are counted as published (Korthikanti et al., arXiv:2205.05198): dropout, biases, an MLP four times as
+wide. Those of other decoders are what autograd saves in a block of their kind (tests/test_activations.py).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.models import Transformer
@@ -12,8 +18,237 @@ from zero_ref.simulator.models import Transformer
 CHECKPOINTING: dict[str, str] = {
     "none": "everything is kept",
     "selective": "attention scores are computed again, the rest is kept; flash attention keeps as much",
+    "every-other-block": "every other block keeps its input only, the others as selective",
+    "by-operation": "results of attention and every other matrix product are kept, the rest computed again",
     "full": "only each block's input is kept; a block is computed again when backward comes to it",
 }
+
+OF_THE_PAPER = ("none", "selective", "full")
+"""Those that Korthikanti et al. name. The two others are torchtitan's."""
+
+
+class Kept(NamedTuple):
+    """A tensor that autograd keeps of a block.
+
+    Args:
+        numel: elements for each token.
+        role: "input" of the block; "stream", its sum with attention's result; "product", the result of a
+            matrix product; "operand", what is computed from these for the next product; "pointwise", what no
+            product reads, so that a compiler computes it again where it is read; "attention", its result;
+            "scores" of it; "statistics" of norms and attention; "mask" of dropout.
+        nbytes: of an element; 0 for those of the model's dtype.
+    """
+
+    name: str
+    numel: int
+    role: str
+    nbytes: int = 0
+
+
+class Matrix(NamedTuple):
+    """A weight of a block that the activations are multiplied with."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+
+def matrices(architecture: Transformer) -> list[Matrix]:
+    """The weights of a block's products, in the order of forward.
+
+    >>> from zero_ref.simulator.models import TRANSFORMERS
+    >>> [(one.name, one.outputs) for one in matrices(TRANSFORMERS["llama3-8b"])]
+    [('query', 4096), ('key', 1024), ('value', 1024), ('out', 4096), ('gate', 14336), ('up', 14336),
+     ('down', 4096)]
+    """
+    width, hidden, kind = architecture.width, architecture.hidden, architecture.kind
+    query, key = _heads_widths(architecture)
+    attention = [("query, key, value", query + 2 * key)]
+    if not kind.fused_qkv:
+        attention = [("query", query), ("key", key), ("value", key)]
+    inside = [("gate", hidden)] * kind.gated + [("up", hidden)]
+    if kind.fused_gate:
+        inside = [("gate, up", 2 * hidden)]
+    return [
+        *(Matrix(name, width, outputs) for name, outputs in attention),
+        Matrix("out", query, width),
+        *(Matrix(name, width, outputs) for name, outputs in inside),
+        Matrix("down", hidden, width),
+    ]
+
+
+def _heads_widths(architecture: Transformer) -> tuple[int, int]:
+    """The width of all query heads together, and of all key heads."""
+    return (
+        architecture.heads * architecture.head_width,
+        architecture.key_value_heads * architecture.head_width,
+    )
+
+
+def kept_of_block(architecture: Transformer, sequence: int, *, flash_attention: bool) -> list[Kept]:
+    """What autograd keeps of one block for each token, if nothing is computed again.
+
+    >>> from zero_ref.simulator.models import TRANSFORMERS
+    >>> kept = kept_of_block(TRANSFORMERS["llama3-8b"], 8192, flash_attention=True)
+    >>> sum(one.numel * (one.nbytes or 2) for one in kept)
+    168072
+
+    Args:
+        sequence: tokens in a sequence, which scores are as wide as.
+        flash_attention: scores are not stored, but a statistic of each head.
+    """
+    width, hidden, kind = architecture.width, architecture.hidden, architecture.kind
+    query, key = _heads_widths(architecture)
+    heads = architecture.heads
+    kept = [Kept("input", width, "input")]
+    if kind.pre_norms:
+        kept += [Kept("normed", width, "operand"), Kept("norm", 1, "statistics", 4)]
+    if kind.qk_norms:
+        kept += [
+            Kept("query and key before the norm", query + key, "product"),
+            Kept("norms of heads", heads + architecture.key_value_heads, "statistics", 4),
+        ]
+    kept += [Kept("query", query, "product"), Kept("key", key, "product"), Kept("value", key, "product")]
+    if flash_attention:
+        kept.append(Kept("attention", heads, "statistics", 4))
+    elif kind.dropout:
+        kept.append(Kept("scores, before dropout and after, and mask", 5 * heads * sequence, "scores", 1))
+    else:
+        kept.append(Kept("scores", heads * sequence, "scores"))
+        kept.append(Kept("key and value for each head", 2 * (query - key), "scores"))
+    kept.append(Kept("attended", query, "attention"))
+    if kind.dropout:
+        kept.append(Kept("dropout of attention", width, "mask", 1))
+    if kind.post_norms:
+        kept += [Kept("out", width, "product"), Kept("norm of out", 1, "statistics", 4)]
+    if not kind.parallel:
+        kept.append(Kept("stream", width, "stream"))
+    if kind.pre_norms == 2:
+        kept += [Kept("normed for the MLP", width, "operand"), Kept("norm", 1, "statistics", 4)]
+    kept += [Kept("gate", hidden, "product")] * kind.gated
+    kept += [Kept("up", hidden, "product")]
+    kept += [Kept("activation", hidden, "pointwise" if kind.gated else "operand")]
+    kept += [Kept("gated", hidden, "operand")] * kind.gated
+    if kind.post_norms:
+        kept += [Kept("down", width, "product"), Kept("norm of down", 1, "statistics", 4)]
+    if kind.dropout:
+        kept.append(Kept("dropout of the MLP", width, "mask", 1))
+        kept = [one for one in kept if one.role != "statistics"]  # the published formula leaves them out
+    return kept
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one rank's activations, at the moments that matter.
+
+    Args:
+        blocks: what all blocks keep from their forward to their backward.
+        head: what is kept outside of them: last norm, output head, loss.
+        loss: more, while the loss's backward lasts: two gradients in float32 of all logits, beside which the
+            logits that forward makes are less.
+        again: more, while backward is in a block: what is computed again.
+        gradients: likewise the gradients of activations, about: those of the stream, and in the MLP those for
+            which nothing has been freed yet.
+    """
+
+    blocks: int = 0
+    head: int = 0
+    loss: int = 0
+    again: int = 0
+    gradients: int = 0
+
+    @property
+    def kept(self) -> int:
+        """What is there when backward begins."""
+        return self.blocks + self.head
+
+
+def activations(
+    architecture: Transformer,
+    batch: int,
+    sequence: int | None = None,
+    checkpointing: str = "none",
+    *,
+    flash_attention: bool = False,
+    itemsize: int = 2,
+    compiled: bool = False,
+    fused_loss: bool = False,
+    loss_itemsize: int = 4,
+) -> Activations:
+    """A rank's activations under a kind of checkpointing.
+
+    With s tokens in a sequence, b sequences, h the width and a heads, a block of a GPT keeps
+    s*b*h*(34 + 5*a*s/h) bytes. The second term is the attention scores, s*s for each head, of 5 bytes each: 2
+    before and 2 after dropout, and 1 for its mask. Checkpointing keeps less, and computes the rest again.
+
+    >>> from zero_ref.simulator.models import TRANSFORMERS
+    >>> found = activations(TRANSFORMERS["llama3-8b"], 2, 8192, "by-operation", flash_attention=True)
+    >>> [round(nbytes / 1e9, 1) for nbytes in (found.blocks, found.head, found.loss, found.again)]
+    [33.4, 8.7, 16.8, 1.7]
+
+    Args:
+        architecture: a preset's, or from `models.from_config`.
+        batch: sequences that one rank computes in one go (a micro-batch).
+        sequence: tokens in each sequence, which may be more than the model has positions; None for as many.
+        checkpointing: one of CHECKPOINTING. "every-other-block" and "by-operation" are torchtitan's.
+        flash_attention: scores are never stored, not even in a block that is computed again.
+        itemsize: bytes of an element of the model's dtype.
+        compiled: blocks are, by torch.compile. What no matrix product reads is computed again in the kernels
+            that read it; and what backward does not read is not kept.
+        fused_loss: the loss keeps the logits and no log-probabilities. Otherwise the logits are copied to
+            float32 for it: 10 bytes each at the end of a 16-bit forward, and 12 in backward.
+        loss_itemsize: bytes of an element in the loss, which is computed in float32 unless a program gives
+            cross-entropy its 16-bit logits: then each keeps 2 bytes, and 6 are there in backward.
+    Raises:
+        ValueError: `checkpointing` is unknown, or there is no sequence or no token.
+    Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and sections 4.3 and 5; torchtitan's
+        torchtitan/distributed/activation_checkpoint.py for what its two keep. Equal to what autograd saves
+        (tests/test_activations.py).
+    """
+    check_name("checkpointing", checkpointing, CHECKPOINTING)
+    sequence = _tokens_of_sequence(architecture, batch, sequence)
+    tokens, depth, kind = sequence * batch, architecture.depth, architecture.kind
+    width, vocabulary = architecture.width, architecture.vocabulary
+
+    def of_block(flash: bool) -> int:
+        kept = kept_of_block(architecture, sequence, flash_attention=flash)
+        numels = (
+            (one.numel, one.nbytes or itemsize) for one in kept if not compiled or one.role != "pointwise"
+        )
+        return tokens * sum(numel * nbytes for numel, nbytes in numels)
+
+    whole, input_of_block = of_block(flash_attention or checkpointing != "none"), tokens * width * itemsize
+    blocks, again = depth * whole, 0
+    if checkpointing == "full":
+        blocks, again = depth * input_of_block, of_block(flash_attention) - input_of_block
+    elif checkpointing == "every-other-block":
+        shrunk = depth // 2
+        blocks -= shrunk * (whole - input_of_block)
+        again = whole - input_of_block if shrunk else 0
+    elif checkpointing == "by-operation":
+        one = _kept_by_operation(architecture, tokens, itemsize, compiled)
+        blocks, again = depth * one, max(whole - one, 0)
+    of_norm = 2 * width * itemsize + (
+        width if kind.dropout else 4
+    )  # a mask of the embedding's, or a statistic
+    of_logit, in_loss = (itemsize, itemsize) if fused_loss else (loss_itemsize, 2 * loss_itemsize)
+    return Activations(
+        blocks,
+        head=tokens * (of_norm + of_logit * vocabulary),
+        loss=tokens * in_loss * vocabulary,
+        again=again,
+        gradients=tokens * itemsize * (2 * width + (1 + kind.gated) * architecture.hidden),
+    )
+
+
+def _kept_by_operation(architecture: Transformer, tokens: int, itemsize: int, compiled: bool) -> int:
+    """The input of a block, attention's result and those of every other product, the first one included."""
+    listed = matrices(architecture)[::2]
+    if compiled and not architecture.kind.post_norms:
+        listed = [one for one in listed if one.name != "down"]  # nothing in backward reads it
+    query, _ = _heads_widths(architecture)
+    numel = architecture.width + query + sum(one.outputs for one in listed)
+    return tokens * (numel * itemsize + 4 * architecture.heads)
 
 
 def activation_bytes(
@@ -24,42 +259,23 @@ def activation_bytes(
     *,
     flash_attention: bool = False,
 ) -> int:
-    """Bytes of 16-bit activations of all blocks at the peak, which is when backward begins.
-
-    With s tokens in a sequence, b sequences, h the width and a heads, a block keeps s*b*h*(34 + 5*a*s/h)
-    bytes. The second term is the attention scores, s*s for each head, of 5 bytes each: 2 before and 2 after
-    dropout, and 1 for its mask. Checkpointing keeps less, and computes the rest again.
+    """Bytes of 16-bit activations of all blocks at the peak of the blocks, as published.
 
     >>> from zero_ref.simulator.models import TRANSFORMERS
-    >>> [activation_bytes(TRANSFORMERS["gpt2"], 8, checkpointing=way) // 10**6 for way in CHECKPOINTING]
+    >>> [activation_bytes(TRANSFORMERS["gpt2"], 8, checkpointing=way) // 10**6 for way in OF_THE_PAPER]
     [8606, 2566, 855]
 
-    Args:
-        architecture: a preset's, or from `models.from_config`. The formula is for a GPT block with dropout,
-            biases and an MLP four times as wide. For Llama it is an estimate.
-        batch: sequences that one rank computes in one go (a micro-batch).
-        sequence: tokens in each sequence, which may be more than the model has positions; None for as many.
-        checkpointing: one of CHECKPOINTING. "full" counts 2*s*b*h for the input of each block, as the paper
-            does, and one block's other activations, which exist while the block is computed again.
-        flash_attention: scores are never stored, not even in the block that is computed again.
+    Args: as `activations`. "full" counts 2*s*b*h for the input of each block, as the paper does, and one
+        block's other activations, which exist while the block is computed again.
     Raises:
-        ValueError: `checkpointing` is unknown, or there is no sequence or no token.
-    Source: Korthikanti et al. (arXiv:2205.05198), equation 1 and section 5, without tensor parallelism. Equal
-        to what autograd saves in such a block, except for the statistics of its two norms
-        (tests/test_activations.py).
+        ValueError: as `activations`.
     """
-    check_name("checkpointing", checkpointing, CHECKPOINTING)
-    sequence = _tokens_of_sequence(architecture, batch, sequence)
-    stored_scores = 0 if flash_attention or checkpointing == "selective" else sequence
-    input_of_block = 2 * sequence * batch * architecture.width
-    block = sequence * batch * (34 * architecture.width + 5 * architecture.heads * stored_scores)
-    if checkpointing == "full":
-        return architecture.depth * input_of_block + (block - input_of_block)
-    return architecture.depth * block
+    found = activations(architecture, batch, sequence, checkpointing, flash_attention=flash_attention)
+    return found.blocks + found.again if checkpointing == "full" else found.blocks
 
 
 def head_bytes(architecture: Transformer, batch: int, sequence: int | None = None) -> int:
-    """Bytes of the activations outside the blocks: embedding dropout, last norm, output head and loss.
+    """Bytes of 16-bit activations kept outside of the blocks: embedding dropout, last norm, head and loss.
 
     Most of these bytes are the logits: for each token, 4 bytes for each entry of the vocabulary. The blocks
     of a large model keep far more; those of a small one may not.
@@ -69,14 +285,14 @@ def head_bytes(architecture: Transformer, batch: int, sequence: int | None = Non
     >>> round(head_bytes(gpt2, batch=8) / activation_bytes(gpt2, 8, checkpointing="selective"), 2)
     0.65
 
-    Args: as `activation_bytes`.
+    Args: as `activations`.
     Raises:
-        ValueError: as `activation_bytes`.
+        ValueError: as `activations`.
     Source: Korthikanti et al. (arXiv:2205.05198), section 4.3: s*b*h for the dropout mask, 2*s*b*h for the
-        input of the norm and of the head each, 4*s*b*v for fp32 logits.
+        input of the norm and of the head each, 4*s*b*v for fp32 logits. What autograd keeps in these four
+        bytes is not the logit but its log-probability.
     """
-    sequence = _tokens_of_sequence(architecture, batch, sequence)
-    return sequence * batch * (5 * architecture.width + 4 * architecture.vocabulary)
+    return activations(architecture, batch, sequence, "selective").head
 
 
 def _tokens_of_sequence(architecture: Transformer, batch: int, sequence: int | None) -> int:

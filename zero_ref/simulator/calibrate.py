@@ -13,11 +13,12 @@ import math
 import random
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.cluster import Cluster, Device, Link
+from zero_ref.simulator.ledger import itemsize_of
 from zero_ref.simulator.traffic import OPERATIONS, traffic
 
 T = TypeVar("T")
@@ -120,6 +121,65 @@ class Computation:
 
     def sample(self) -> Sample:
         return Sample(self.tensors, self.amount, self.ms)
+
+
+@dataclass(frozen=True)
+class MeasuredProduct:
+    """A matrix product, timed: (m, k) times (k, n).
+
+    Raises:
+        ValueError: a length is below 1, or the time is not positive.
+    """
+
+    m: int
+    k: int
+    n: int
+    ms: float
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if min(self.m, self.k, self.n) < 1:
+            raise ValueError(f"a product has lengths of at least 1, got {self.m}, {self.k} and {self.n}.")
+        _check_ms("product", self.ms)
+        itemsize_of(self.dtype)
+
+    @property
+    def flops(self) -> float:
+        """A multiplication and an addition each."""
+        return 2.0 * self.m * self.k * self.n
+
+    @property
+    def nbytes(self) -> float:
+        """Of the two matrices and the result."""
+        return float(itemsize_of(self.dtype) * (self.m * self.k + self.k * self.n + self.m * self.n))
+
+    def sample(self) -> Sample:
+        """Megabytes and operations."""
+        return Sample(self.nbytes / 1e6, self.flops, self.ms)
+
+
+@dataclass(frozen=True)
+class NcclLog:
+    """What a program of nccl-tests measured.
+
+    Args:
+        ranks, nodes: that it ran on.
+    Raises:
+        ValueError: the ranks cannot be divided evenly among the nodes.
+    """
+
+    measurements: tuple[Measurement, ...]
+    ranks: int
+    nodes: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.ranks % self.nodes:
+            raise ValueError(f"{self.ranks} ranks cannot lie evenly on {self.nodes} nodes.")
+
+    @property
+    def cards(self) -> int:
+        """The network cards that a ring's bytes leave a node through: one for each rank; 1 within a node."""
+        return 1 if self.nodes == 1 else self.ranks // self.nodes
 
 
 def _check_ms(what: str, ms: float) -> None:
@@ -412,6 +472,95 @@ def calibrate(
         for c in computations_out
     ]
     return Calibration(cluster, (*links.values(), *fits_of_kind.values()), _of_repeats(held_out))
+
+
+def calibrate_from_logs(
+    base: Cluster,
+    products: Sequence[MeasuredProduct] = (),
+    collectives: Sequence[NcclLog] = (),
+    *,
+    name: str = "measured",
+    source: str = "",
+    resamples: int = 200,
+    seed: int = 0,
+) -> Calibration:
+    """A cluster with the shares of its device and the links that logs tell; the rest as `base` has it.
+
+    Of each log every other size is fitted, and the sizes in between are predicted, as `calibrate` does. A
+    matrix product takes a time for each operation and one for each byte of its matrices, so `fit` serves it:
+    the first is the device's `reached`, the other its `product_passes`. A run on one node tells the links
+    within, one on several those between, where `base`, or a run on one node, has to tell the others.
+
+    Args:
+        base: such as a preset: its peak, its memory, and what no log tells.
+        products, collectives: as `logs` reads them.
+        name, source: of the cluster.
+    Raises:
+        ValueError: there is no log, a log has too few sizes, its products are faster than the peak of `base`,
+            or as `fit`.
+    """
+    if not products and not collectives:
+        raise ValueError("there are no measured products and no measured collectives: give one at least.")
+    how = {"resamples": resamples, "seed": seed}
+    fits: list[Fit] = []
+    held_out: list[Prediction] = []
+    device, made = base.device, replace(base, name=name, source=source)
+    if products:
+        used, out = _alternate([("product", one.flops, one) for one in products])
+        fitted = fit("product", [one.sample() for one in used], **how)
+        device = _with_products(device, fitted)
+        held_out += [
+            Prediction("product", one.flops, device.product_ms(one.flops, one.nbytes), one.ms) for one in out
+        ]
+        fits.append(fitted)
+    by_nodes = sorted(collectives, key=lambda log: log.nodes)
+    for log in by_nodes:
+        where = "" if log.nodes == 1 else f" on {log.nodes} nodes"
+        for op in dict.fromkeys(one.op for one in log.measurements):
+            of_op = [(op, float(one.nbytes), one) for one in log.measurements if one.op == op]
+            timed, out_of_op = _alternate(of_op)
+            fitted = fit(op + where, [_of_link(one, log) for one in timed], **how)
+            made = _with_link(made, op, fitted, log)
+            held_out += [
+                Prediction(op + where, one.nbytes, made.ms(op, one.nbytes, one.world_size), one.ms)
+                for one in out_of_op
+            ]
+            fits.append(fitted)
+    return Calibration(replace(made, device=device), tuple(fits), _of_repeats(held_out))
+
+
+def _with_products(device: Device, fitted: Fit) -> Device:
+    reached = fitted.giga_per_s / 1e3 / device.tflops
+    if reached > 1:
+        raise ValueError(
+            f"the products reach {fitted.giga_per_s / 1e3:.4g} TFLOPS, more than the {device.tflops:g} that "
+            f"{device.name} has at its peak: name the cluster that they were measured on."
+        )
+    per_megabyte_ms = fitted.overhead_us / 1e3
+    return replace(device, reached=reached, product_passes=per_megabyte_ms / device.touch_ms(1e6))
+
+
+def _of_link(one: Measurement, log: NcclLog) -> Sample:
+    """The rounds, and the bytes that leave a rank, or of several nodes a card, as a ring sends them."""
+    load = traffic(one.op, one.nbytes, one.world_size)
+    return Sample(load.rounds, load.busiest_bytes / log.cards, one.ms)
+
+
+def _with_link(made: Cluster, op: str, fitted: Fit, log: NcclLog) -> Cluster:
+    """The links with what one log tells. Its latency holds everything: protocols, and what a call takes."""
+    made = replace(made, protocols=(), call_us=0.0)
+    if log.nodes == 1:
+        return replace(
+            made,
+            within=fitted.link,
+            ranks_per_node=log.ranks,
+            link_of_op={**made.link_of_op, op: fitted.link},
+        )
+    # Of a ring's rounds one in so many leaves a node; the others are within.
+    a_node = log.ranks / log.nodes
+    within = made.link_of_op.get(op, made.within).latency_us
+    outside_us = max(0.0, fitted.overhead_us * a_node - within * (a_node - 1))
+    return replace(made, between=Link(outside_us, fitted.giga_per_s), ranks_per_node=round(a_node))
 
 
 def _alternate(named: Sequence[tuple[str, float, T]]) -> tuple[list[T], list[T]]:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from zero_ref.simulator import presets
@@ -19,7 +19,22 @@ from zero_ref.simulator._checks import check_name, check_number
 from zero_ref.simulator._records import parse_json, record
 from zero_ref.simulator.traffic import BACKENDS, OPERATIONS, Traffic, traffic
 
-ALGORITHMS = ("auto", "ring", "tree")
+ALGORITHMS = ("auto", "ring", "tree", "nvls")
+
+NCCL_CALL_US = 8.4
+"""What a call of NCCL takes beside its messages. Source: `baseLat` of src/graph/tuning.cc."""
+
+TREE_SHARE = 0.92
+"""The share of a ring's bandwidth that NCCL expects of its tree. Source: src/graph/tuning.cc."""
+
+TREE_SHARE_OF_ONE = 0.85
+"""The same on top, where all of a node's traffic goes to and from one GPU: nodes with one rank."""
+
+NVLS_SHARE = 0.85
+"""The share of the link's bandwidth that NCCL expects of sums in the switch on Hopper (`nvlsEfficiency`)."""
+
+NVLS_US = 25.0
+"""The latency of such a reduction, there and back (`hwLatencies`)."""
 
 FIGURES = (1e-9, 1e12)
 """Every measured or published figure of a machine lies between these, except for latencies and overheads,
@@ -33,7 +48,9 @@ def _check_figures(value: Any, what: str = "cluster") -> None:
             _check_figures(each, f"{what}.{name}")
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         return
-    elif value > FIGURES[1] or (value < FIGURES[0] and not what.endswith("_us")):
+    elif value > FIGURES[1] or (
+        value < FIGURES[0] and not what.endswith(("_us", "passes", "_share", "library_gb"))
+    ):
         raise ValueError(f"{what} {value:g} is no figure of a machine: {FIGURES[0]:g} to {FIGURES[1]:g} are")
 
 
@@ -44,16 +61,23 @@ class Link:
     Args:
         latency_us: microseconds that each message takes, whatever its size.
         gb_per_s: 10^9 bytes that a rank can send in a second, while it receives as many.
+        reached: the share of that rate that large messages reach. Packets have headers, and NCCL waits for
+            flags.
     Raises:
-        ValueError: a latency below 0, or a bandwidth that is not above 0.
+        ValueError: a latency below 0, a bandwidth that is not above 0, or a share above 1.
     """
 
     latency_us: float
     gb_per_s: float
+    reached: float = 1.0
 
     def __post_init__(self) -> None:
         check_number("a link's latency_us", self.latency_us)
         check_number("a link's gb_per_s", self.gb_per_s, above=True)
+        if not 0 < self.reached <= 1:
+            raise ValueError(
+                f"a link's reached is a share of its rate, above 0 up to 1, got {self.reached:g}."
+            )
 
     def ms(self, rounds: float, nbytes: float) -> float:
         """How long so many messages, one after another, and so many bytes take.
@@ -61,11 +85,39 @@ class Link:
         >>> Link(latency_us=10, gb_per_s=50).ms(rounds=2, nbytes=50e6)
         1.02
         """
-        return rounds * self.latency_us / 1e3 + nbytes / (self.gb_per_s * 1e6)
+        return rounds * self.latency_us / 1e3 + nbytes / (self.gb_per_s * self.reached * 1e6)
 
     def scaled(self, *, latency: float = 1.0, bandwidth: float = 1.0) -> Link:
         """The link with its latency and bandwidth multiplied."""
-        return Link(self.latency_us * latency, self.gb_per_s * bandwidth)
+        return Link(self.latency_us * latency, self.gb_per_s * bandwidth, self.reached)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One of the ways in which a library sends a message.
+
+    Args:
+        latency, bandwidth: of a link under this protocol, as multiples of the link's own.
+    Raises:
+        ValueError: a factor is not above 0.
+    """
+
+    name: str
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        check_number(f"protocol {self.name}: latency", self.latency, above=True)
+        check_number(f"protocol {self.name}: bandwidth", self.bandwidth, above=True)
+
+
+NCCL_PROTOCOLS = (Protocol("Simple", 1, 1), Protocol("LL128", 0.56, 0.92), Protocol("LL", 0.18, 0.25))
+"""NCCL waits for large messages as a whole, and sends small ones with flags inside, which cost bandwidth. So
+the share of a link's rate that a call reaches grows with its size, from LL's quarter up.
+
+Source: NCCL's tuning model, src/graph/tuning.cc: latencies of 3.4, 1.9 and 0.6 microseconds in a ring over
+NVLink, bandwidths of 1, 0.92 and 1/4.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,14 +126,26 @@ class Device:
 
     Args:
         tflops: 10^12 operations a second, at the peak, in the dtype that the model is trained in.
-        reached: the share of `tflops` that the model's matrix products are assumed to reach.
+        reached: the share of `tflops` that large matrix products reach; that a whole training reaches, where
+            `memory_reached` is None.
         memory_gb: 10^9 bytes of memory; None where it is not known.
         memory_gb_per_s: 10^9 bytes a second that the device reads or writes, which limits an optimizer step.
         overhead_us: microseconds of forward and backward for each parameter tensor, beside its operations.
             It matters for small models; 0 in the presets, since only a measurement tells.
         update_overhead_us: the same of an optimizer step.
+        product_passes: the time that a matrix product takes for its bytes, beside that for its operations, as
+            so many times that of reading and writing its matrices once. Small products have more of them for
+            each operation.
+        attention_reached: the share of `tflops` that flash attention reaches; None for `reached`.
+        memory_reached: the share of `memory_gb_per_s` that kernels reach which are limited by it. None where
+            `reached` was measured on whole training, with such kernels: they are then not priced.
+        allocator_share: of what tensors take, what the allocator reserves on top.
+        library_gb: 10^9 bytes that the driver's context, kernels and communicators take.
+        host_link_gb_per_s: 10^9 bytes a second between the device and its share of the host's memory, in each
+            direction; None where no state can be offloaded.
+        host_memory_gb_per_s: 10^9 bytes a second that its share of the host reads or writes.
     Raises:
-        ValueError: a figure that is not above 0, or `reached` above 1.
+        ValueError: a figure that is not above 0, or a share above 1.
     """
 
     name: str
@@ -91,6 +155,13 @@ class Device:
     memory_gb_per_s: float
     overhead_us: float = 0.0
     update_overhead_us: float = 0.0
+    product_passes: float = 0.0
+    attention_reached: float | None = None
+    memory_reached: float | None = None
+    allocator_share: float = 0.0
+    library_gb: float = 0.0
+    host_link_gb_per_s: float | None = None
+    host_memory_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
         check_number(f"{self.name}: tflops", self.tflops, above=True)
@@ -99,26 +170,87 @@ class Device:
         check_number(f"{self.name}: update_overhead_us", self.update_overhead_us)
         if self.memory_gb is not None:
             check_number(f"{self.name}: memory_gb", self.memory_gb, above=True)
-        if not 0 < self.reached <= 1:
-            raise ValueError(
-                f"{self.name}: reached is a share of the peak, above 0 up to 1, got {self.reached:g}."
-            )
+        for name in ("product_passes", "allocator_share", "library_gb"):
+            check_number(f"{self.name}: {name}", getattr(self, name))
+        for name in ("host_link_gb_per_s", "host_memory_gb_per_s"):
+            if getattr(self, name) is not None:
+                check_number(f"{self.name}: {name}", getattr(self, name), above=True)
+        for name in ("reached", "attention_reached", "memory_reached"):
+            share = getattr(self, name)
+            if share is not None and not 0 < share <= 1:
+                raise ValueError(
+                    f"{self.name}: {name} is a share of the peak, above 0 up to 1, got {share:g}."
+                )
 
     def compute_ms(self, flops: float, tensors: float = 0) -> float:
         """How long so many floating-point operations take, in forward and backward of so many tensors.
 
-        >>> cluster("a100-ib").device.compute_ms(312e12 * 0.45)
-        1000.0
+        >>> round(cluster("a100-ib").device.compute_ms(312e12))
+        1149
         """
         return tensors * self.overhead_us / 1e3 + flops / (self.tflops * self.reached * 1e9)
+
+    def product_ms(self, flops: float, nbytes: float) -> float:
+        """How long a matrix product takes whose matrices have so many bytes.
+
+        Large ones reach `reached` of the peak, and those with `knee` operations for each byte half of that.
+        None is faster than its bytes can be read and written once.
+
+        >>> h100 = cluster("h100-ib").device
+        >>> for n in (512, 2048, 8192):
+        ...     print(n, round(2 * n**3 / h100.product_ms(2 * n**3, 6 * n**2) / 1e9), "TFLOPS")
+        512 140 TFLOPS
+        2048 345 TFLOPS
+        8192 543 TFLOPS
+        """
+        touched_ms = self.touch_ms(nbytes)
+        return max(self.compute_ms(flops) + self.product_passes * touched_ms, touched_ms)
+
+    @property
+    def knee(self) -> float:
+        """Operations for each byte of its matrices at which a product reaches half of `reached`.
+
+        >>> round(cluster("h100-ib").device.knee)
+        649
+        """
+        return self.product_passes * self.touch_ms(1e9) / self.compute_ms(1e9)
+
+    def attention_ms(self, flops: float) -> float:
+        """How long flash attention takes.
+
+        >>> round(cluster("a100-ib").device.attention_ms(187.2e12))
+        1000
+        """
+        return flops / (self.tflops * (self.attention_reached or self.reached) * 1e9)
 
     def touch_ms(self, nbytes: float, tensors: float = 0) -> float:
         """How long it takes to read or write so many bytes, in an update of so many tensors.
 
-        >>> cluster("a100-ib").device.touch_ms(2039e9)
-        1000.0
+        >>> round(cluster("a100-ib").device.touch_ms(2039e9))
+        1176
         """
-        return tensors * self.update_overhead_us / 1e3 + nbytes / (self.memory_gb_per_s * 1e6)
+        rate = self.memory_gb_per_s * (self.memory_reached or 1.0)
+        return tensors * self.update_overhead_us / 1e3 + nbytes / (rate * 1e6)
+
+    def offloaded_ms(self, touched: float, there: float, back: float) -> float:
+        """How long an update takes that the host makes, piece by piece, while others are on their way.
+
+        >>> round(cluster("a100-ib").device.offloaded_ms(touched=41e9, there=25.6e9, back=0))
+        1000
+
+        Args:
+            touched: bytes that the host reads and writes.
+            there, back: bytes that go to the host, and that come back.
+        Raises:
+            ValueError: the device's host is not known.
+        """
+        if self.host_link_gb_per_s is None or self.host_memory_gb_per_s is None:
+            raise ValueError(
+                f"{self.name}: nothing can be offloaded, since host_link_gb_per_s and host_memory_gb_per_s "
+                "are not known. Give the device both."
+            )
+        on_the_way = max(there, back) / self.host_link_gb_per_s
+        return max(on_the_way, touched / self.host_memory_gb_per_s) / 1e6
 
 
 class _Span(NamedTuple):
@@ -153,7 +285,7 @@ class Cluster:
 
     >>> h100 = cluster("h100-ib")
     >>> round(h100.ms("all_reduce", 1e9, 8), 2), round(h100.ms("all_reduce", 1e9, 64), 2)
-    (3.93, 5.1)
+    (4.8, 5.94)
 
     Args:
         device: of each rank.
@@ -165,6 +297,10 @@ class Cluster:
             loopback: then a collective takes the time of all its bytes, not of the busiest rank's.
         overlaps: a rank computes and sends at once. False where both need the same processor cores.
         link_of_op: measured links of single operations, used in place of `within`.
+        call_us: microseconds that each call takes beside its messages, to start a kernel and to meet.
+        protocols: a call uses the fastest. None means that the links are what they are.
+        nvls: the switch in a node can add (NVLink SHARP), so that a rank sends and receives each element of
+            an all-reduce once. "auto" then considers it.
         source: where the figures come from.
     Raises:
         ValueError: an unknown backend or operation, or a node without ranks.
@@ -181,6 +317,9 @@ class Cluster:
     overlaps: bool = True
     link_of_op: Mapping[str, Link] = field(default_factory=dict, hash=False)
     source: str = ""
+    call_us: float = 0.0
+    protocols: tuple[Protocol, ...] = ()
+    nvls: bool = False
 
     def __post_init__(self) -> None:
         check_name("backend", self.backend, BACKENDS)
@@ -188,7 +327,8 @@ class Cluster:
             raise TypeError(f"ranks_per_node must be a whole number, got {self.ranks_per_node!r}.")
         if self.ranks_per_node < 1:
             raise ValueError(f"a node has at least 1 rank, got ranks_per_node={self.ranks_per_node}.")
-        for what in ("shared", "overlaps"):
+        check_number(f"{self.name}: call_us", self.call_us)
+        for what in ("shared", "overlaps", "nvls"):
             if not isinstance(getattr(self, what), bool):
                 raise TypeError(f"{what} must be True or False, got {getattr(self, what)!r}.")
         for op in self.link_of_op:
@@ -219,7 +359,7 @@ class Cluster:
         Over several nodes a ring's bytes leave a node through the outer links of all its ranks at once. So
         one rank's inner link or a node's outer links together, whichever is slower, set the pace; a last node
         that is not full has fewer outer links. In an exchange, each rank's own bytes pass through its own
-        outer link. A send goes to another node if there is one.
+        outer link. A send goes to another node if there is one. Every call takes `call_us`.
 
         Groups of consecutive ranks make their calls at the same time, each on the links of its own ranks.
         They share only a bandwidth that all ranks of a node share. A group within a node uses inner links
@@ -227,14 +367,15 @@ class Cluster:
 
         >>> h100 = cluster("h100-ib")
         >>> {name: round(h100.ms("all_reduce", 1e3, 1024, algorithm=name), 3) for name in ALGORITHMS}
-        {'auto': 0.182, 'ring': 7.928, 'tree': 0.182}
+        {'auto': 0.052, 'ring': 1.749, 'tree': 0.052, 'nvls': 0.069}
         >>> h100.ms("all_reduce", 1e9, 1024, ranks=8) == h100.ms("all_reduce", 1e9, 8)
         True
         >>> round(h100.ms("all_reduce", 1e9, 1024, ranks=128, stride=8), 1)     # 1.98 GB at 50 GB/s
-        40.1
+        45.8
 
         Args: as `traffic`, and
-            algorithm: "auto" takes the faster of ring and tree, as NCCL tries to.
+            algorithm: "auto" takes the fastest of ring, tree and, on a cluster that has it, NVLS, as NCCL
+                tries to.
             follows: right behind a call of the same kind. Around NCCL's rings a broadcast or reduce then does
                 not wait until the one before has reached the last rank: it adds its bytes and one round.
                 This follows from the algorithm, and is not measured.
@@ -244,8 +385,8 @@ class Cluster:
                 of the second ranks, and so on. Each rank then uses its own outer link.
         Raises:
             ValueError: as `traffic`, or the ranks cannot be divided into such groups.
-        Source: a ring through all nodes crosses from each node to the next once; the tree is that of NCCL's
-            tuning model (src/graph/tuning.cc).
+        Source: a ring through all nodes crosses from each node to the next once; the tree and its share of a
+            ring's bandwidth are those of NCCL's tuning model (src/graph/tuning.cc).
         """
         check_name("algorithm", algorithm, ALGORITHMS)
         if ranks is None:
@@ -253,8 +394,7 @@ class Cluster:
         elif ranks < 1 or stride < 1 or world_size % (ranks * stride):
             apart = "" if stride == 1 else f" at a stride of {stride}"
             raise ValueError(f"{world_size} ranks cannot be divided into groups of {ranks}{apart}.")
-        has_tree = self.backend == "nccl" and op == "all_reduce"
-        choice = [algorithm] if algorithm != "auto" else ["ring", "tree"] if has_tree else ["ring"]
+        choice = [algorithm] if algorithm != "auto" else self._algorithms(op)
         loads = {
             one: traffic(op, nbytes, ranks, backend=self.backend, algorithm=one, shares=shares)
             for one in choice
@@ -267,10 +407,29 @@ class Cluster:
         if stride > 1:
             on_node = min(max(self.ranks_per_node // stride, 1), ranks)
             spans = frozenset([_Span(-(-ranks // on_node), on_node, on_node)])
-        return max(
-            min(self._ms_of(op, one, load, ranks, span, at_once) for one, load in loads.items())
+        if not any(load.rounds for load in loads.values()):
+            return 0.0
+        return self.call_us / 1e3 + max(
+            min(
+                at._ms_of(op, one, load, ranks, span, at_once)
+                for at in self._by_protocol
+                for one, load in loads.items()
+            )
             for span in spans
         )
+
+    def _algorithms(self, op: str) -> list[str]:
+        """Those that "auto" considers."""
+        if self.backend != "nccl" or op != "all_reduce":
+            return ["ring"]
+        return ["ring", "tree", "nvls"] if self.nvls else ["ring", "tree"]
+
+    @cached_property
+    def _by_protocol(self) -> tuple[Cluster, ...]:
+        """The cluster with the links that each protocol makes of them."""
+        if not self.protocols:
+            return (self,)
+        return tuple(self.with_links(latency=one.latency, bandwidth=one.bandwidth) for one in self.protocols)
 
     def _ms_of(
         self, op: str, algorithm: str, load: Traffic, ranks: int, span: _Span, at_once: float | None
@@ -286,7 +445,9 @@ class Cluster:
                 within.ms(load.rounds, inside_bytes * (1 - outside)),
                 self.between.ms(load.rounds, load.busiest_bytes * outside),
             )
-        hops_inside, hops_outside = self._hops(op, load.rounds, ranks, algorithm, span)
+        if self.backend == "nccl" and op == "all_reduce" and algorithm != "ring":
+            return self._by_nodes_ms(algorithm, load, ranks, within, inside_bytes, span)
+        hops_inside, hops_outside = self._hops(op, load.rounds, ranks, span)
         inside_ms = within.ms(hops_inside, inside_bytes)
         if span.nodes == 1:
             return inside_ms
@@ -296,11 +457,29 @@ class Cluster:
             within.ms(hops_inside, 0) + node.ms(hops_outside, load.busiest_bytes),
         )
 
-    def _hops(self, op: str, rounds: int, ranks: int, algorithm: str, span: _Span) -> tuple[float, float]:
+    def _by_nodes_ms(
+        self, algorithm: str, load: Traffic, ranks: int, within: Link, inside_bytes: float, span: _Span
+    ) -> float:
+        """An all-reduce in each node, and among nodes up a tree and down again.
+
+        In a node NCCL's tree is a chain of its ranks. With NVLS the switch adds: each rank sends its part and
+        receives the sum of its share, and the other way round.
+        """
+        if algorithm == "nvls":
+            payload = load.busiest_bytes * ranks / (ranks + 1)
+            latency_ms, share, inside_bytes = NVLS_US / 1e3, NVLS_SHARE, payload * (1 + 1 / span.most)
+        else:
+            payload = load.busiest_bytes / 2
+            latency_ms, share = within.ms(2 * (span.most - 1), 0), TREE_SHARE
+        inside_ms = latency_ms + within.scaled(bandwidth=share).ms(0, inside_bytes)
+        if span.nodes == 1:
+            return inside_ms
+        share = TREE_SHARE * (TREE_SHARE_OF_ONE if span.most == 1 else 1)
+        node, hops = self.between.scaled(bandwidth=span.fewest * share), 2 * math.ceil(math.log2(span.nodes))
+        return max(inside_ms + node.ms(hops, 0), latency_ms + node.ms(hops, 2 * payload))
+
+    def _hops(self, op: str, rounds: int, ranks: int, span: _Span) -> tuple[float, float]:
         """How many of the messages that follow one another stay in a node, and how many leave one."""
-        if rounds and algorithm == "tree" and self.backend == "nccl" and op == "all_reduce":
-            # NCCL's tree connects nodes; the ranks of a node are a chain. Data goes up and comes down again.
-            return 2 * (span.most - 1), 2 * math.ceil(math.log2(span.nodes))
         if not rounds or span.nodes == 1:
             return rounds, 0
         if op == "broadcast" and self.backend == "gloo":  # a tree that crosses nodes first
@@ -310,14 +489,15 @@ class Cluster:
         return rounds * (1 - outside_share), rounds * outside_share
 
     def with_links(self, *, latency: float = 1.0, bandwidth: float = 1.0) -> Cluster:
-        """The same cluster with every link's latency and bandwidth multiplied.
+        """The same cluster with every link's latency and bandwidth multiplied; `call_us` is a latency, too.
 
         >>> cluster("h100-ib").with_links(bandwidth=0.5).between
-        Link(latency_us=10.0, gb_per_s=25.0)
+        Link(latency_us=14.0, gb_per_s=25.0, reached=0.94)
         """
         factors = {"latency": latency, "bandwidth": bandwidth}
         return replace(
             self,
+            call_us=self.call_us * latency,
             within=self.within.scaled(**factors),
             between=self.between.scaled(**factors),
             link_of_op={op: link.scaled(**factors) for op, link in self.link_of_op.items()},
@@ -347,9 +527,11 @@ class Cluster:
 
 
 def _preset(name: str, *, device: str, within: str, between: str, **others: Any) -> Cluster:
+    if others.get("backend", "nccl") == "nccl":
+        others = {"call_us": NCCL_CALL_US, "protocols": NCCL_PROTOCOLS} | others
     return Cluster(
         name,
-        Device(device, **presets.DEVICES[device]),
+        Device(device, **{"memory_gb": None} | presets.DEVICES[device] | presets.MEMORY.get(device, {})),
         within=Link(**presets.LINKS[within]),
         between=Link(**presets.LINKS[between]),
         **others,

@@ -19,6 +19,7 @@ from zero_ref.simulator.operations import (
     Operation,
     forward_and_backward,
     order,
+    passes_before,
     reduction_of,
 )
 
@@ -53,6 +54,8 @@ def data_parallel(
     side_stream: bool = False,
     activation_bytes: int = 0,
     muon: bool = False,
+    accumulation: int = 1,
+    reduced_itemsize: int | None = None,
 ) -> tuple[Operation, ...]:
     """DDP's gradient buckets reduced during backward, the update, and the new parameters sent.
 
@@ -66,6 +69,8 @@ def data_parallel(
         side_stream: an interleaved update runs beside backward, as on a GPU.
         activation_bytes: that forward leaves for backward, on each rank.
         muon: the step of parameters that are `whole` orthogonalizes them.
+        accumulation: backwards before an update, of which the last one reduces.
+        reduced_itemsize: bytes of an element in the reductions; None for those of the gradients.
     """
     forward, backwards = forward_and_backward(params, buckets, activation_bytes)
     updating = SIDE_STREAM if way == "interleaved" and side_stream else COMPUTE
@@ -75,17 +80,18 @@ def data_parallel(
         return _Messages(messages_of(partition, params, flat) if partition else [])
 
     trained = sum(param.trainable for param in params)
-    listed = [forward]
+    listed = [*passes_before(forward, backwards, accumulation - 1), forward]
     position_of: dict[tuple[str, int], int] = {}  # the last operation of a label and bucket
     for label, parts in order(len(buckets), way):
         members = [number for part in parts for number in buckets[part]]
         part = parts[0] if len(parts) == 1 and (way != "plain" or label in ("backward", "reduce")) else None
         after = (position_of[NEEDS[label], parts[-1]],) if label in NEEDS and parts else ()
         if label == "backward":
-            listed.append(backwards[parts[0]])
+            backward = backwards[parts[0]]
+            listed.append(backward if accumulation == 1 else backward._replace(takes=0))
         elif label == "reduce":
             owned = _owned_bytes(partition, params, members) if partition and to_owners else None
-            reduce = reduction_of(backwards[parts[0]], *after)
+            reduce = reduction_of(backwards[parts[0]], *after, itemsize=reduced_itemsize)
             if owned is not None:
                 reduce = reduce._replace(op="exchange", shares=owned, gives=reduce.nbytes)
             listed.append(reduce)

@@ -7,7 +7,14 @@ from collections.abc import Collection, Iterable, Sequence
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.ledger import itemsize_of
-from zero_ref.simulator.operations import COMPUTE, NETWORK, Operation, forward_and_backward, reduction_of
+from zero_ref.simulator.operations import (
+    COMPUTE,
+    NETWORK,
+    Operation,
+    forward_and_backward,
+    passes_before,
+    reduction_of,
+)
 
 AGREEMENT_BYTES = 32
 """Bytes that each rank passes in where ranks agree on what comes next: `zero_ref.comm.agreement.agree`."""
@@ -22,6 +29,7 @@ def local_sgd(
     *,
     averaged_itemsize: int | None = None,
     activation_bytes: int = 0,
+    accumulation: int = 1,
 ) -> tuple[Operation, ...]:
     """Steps of ranks that train by themselves, and the averages that end some of them.
 
@@ -45,6 +53,7 @@ def local_sgd(
         averaged_itemsize: bytes of an element as it is averaged: 4 where the optimizer keeps 32-bit copies of
             16-bit parameters, because its next step would overwrite an average of the parameters; None for
             the parameters' own.
+        accumulation: backwards in a step, of which the last one reduces, if any does.
     Raises:
         ValueError: the averaging does not fit so many ranks, or steps are none, negative, or leave some out.
     Source: post-local SGD (Lin et al., arXiv:1808.07217), as `zero_ref.local_sgd.optimizer` does it. torch's
@@ -64,10 +73,11 @@ def local_sgd(
     for step in steps:
         local = averaging.is_local(step)
         reducing = averaging.gradient_group if local else world_size
-        listed.append(forward._replace(after=averaged))
+        before = passes_before(forward, backwards, accumulation - 1)
+        listed += [one._replace(after=averaged) if one is forward else one for one in [*before, forward]]
         reduced: tuple[int, ...] = ()
         for backward in backwards:
-            listed.append(backward)
+            listed.append(backward._replace(takes=0) if before else backward)
             if reducing > 1 or not local:
                 ranks = None if reducing == world_size else reducing
                 listed.append(reduction_of(backward, len(listed) - 1, ranks))

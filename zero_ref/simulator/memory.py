@@ -6,10 +6,10 @@ explains a rank's total.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition
@@ -50,7 +50,15 @@ class MemorySettings:
             the one that computes, and those that are gathered ahead.
         flat: at stages 1 and 2, trainable parameters are views of the flat tensors of `layout.lay_out`, and
             new parameters are sent from these.
-        activation_bytes: of one rank, as from `activations.activation_bytes`.
+        activation_bytes: of one rank, what forward leaves for backward.
+        head_bytes: of these, what is kept outside of the blocks, and freed before backward comes to one.
+        loss_bytes: more while the loss's backward lasts.
+        block_bytes: more while backward is in a block.
+        accumulates: several backwards before an update: in forward the gradients of earlier ones are there.
+        no_sync: at stages 2 and 3, such gradients are whole on every rank until the last backward.
+        reduced_itemsize: bytes of an element of gradients on their way; None for those of the gradients.
+        masters_apart: the optimizer steps 32-bit copies, for which it converts the gradients of its shard.
+        offload: masters, moments and scalars are on the CPU, and the step goes through them in small pieces.
     Raises:
         ValueError: a stage, name or number is not accepted.
     """
@@ -63,17 +71,40 @@ class MemorySettings:
     gathered_units: int = 2
     flat: bool = False
     activation_bytes: int = 0
+    head_bytes: int = 0
+    loss_bytes: int = 0
+    block_bytes: int = 0
+    accumulates: bool = False
+    no_sync: bool = False
+    reduced_itemsize: int | None = None
+    masters_apart: bool = False
+    offload: bool = False
 
     def __post_init__(self) -> None:
         check_stage(self.stage)
         state_rule(self.optimizer)
         if self.convention is not None:
             _ = convention_named(self.convention).master
-        for name, least in (("bucket_bytes", 0), ("activation_bytes", 0), ("gathered_units", 1)):
+        sizes = ("bucket_bytes", "activation_bytes", "head_bytes", "loss_bytes", "block_bytes")
+        for name, least in (*((size, 0) for size in sizes), ("gathered_units", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         if self.flat and self.stage not in (1, 2):
             raise ValueError(f"flat tensors are for stages 1 and 2; stage {self.stage} keeps none.")
+
+    @property
+    def gradients_stay(self) -> bool:
+        """Gradients lie in DDP's buckets, which are never freed."""
+        return self.stage < 2 and self.gradient_as_bucket_view
+
+
+PHASES = ("forward", "loss", "backward", "reduction", "step", "sending")
+"""When a rank may hold most: at the end of forward, in the backward of the loss, in a block when backward
+begins, at the end of backward, in the update, and while new parameters are sent."""
+
+
+COME_AND_GO = ("gradients", "whole gradients", "communication", "activations", "temporaries")
+"""The items that are not there in every phase."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +112,7 @@ class Memory:
     """Bytes on one rank, each item at its largest.
 
     The items are not at their largest at the same time: activations are freed before new parameters are sent.
-    So the total is a bound. It leaves out what the allocator rounds up and what libraries keep for
-    themselves.
+    So the total is a bound, and `peak_bytes` is what is there at one time.
 
     Args:
         master_bytes: fp32 copies of parameters, and of gradients where the convention counts them.
@@ -92,6 +122,13 @@ class Memory:
         gradient_bucket_bytes: DDP's buckets, where they are a second copy of the gradients.
         communication_bytes: buffers of messages: a bucket of new parameters at stage 1, two of gradients
             at stage 2; at stage 3 the gathered units, and the largest unit's whole gradients.
+        whole_gradient_bytes: of gradients that add up and are not reduced yet, where a rank keeps a shard.
+        temporary_bytes: the most that comes and goes beside activations: in the loss, a block or the step.
+        allocator_bytes: reserved by the allocator at the peak, and not in tensors.
+        library_bytes: the driver's context and kernels, and the buffers of communicators.
+        phase_bytes: of tensors in each of PHASES.
+        peak_items: bytes by item at the peak, which add up to it.
+        host_bytes: on the CPU, and no item of the device.
     """
 
     parameter_bytes: float
@@ -103,6 +140,13 @@ class Memory:
     gradient_bucket_bytes: float
     communication_bytes: float
     activation_bytes: float
+    whole_gradient_bytes: float = field(default=0, kw_only=True)
+    temporary_bytes: float = field(default=0, kw_only=True)
+    allocator_bytes: float = field(default=0, kw_only=True)
+    library_bytes: float = field(default=0, kw_only=True)
+    phase_bytes: Mapping[str, float] = field(default_factory=dict, kw_only=True, hash=False)
+    peak_items: Mapping[str, float] = field(default_factory=dict, kw_only=True, hash=False)
+    host_bytes: float = field(default=0, kw_only=True)
 
     @property
     def items(self) -> dict[str, float]:
@@ -116,12 +160,137 @@ class Memory:
             "padding": self.padding_bytes,
             "gradient buckets": self.gradient_bucket_bytes,
             "communication": self.communication_bytes,
+            "whole gradients": self.whole_gradient_bytes,
             "activations": self.activation_bytes,
+            "temporaries": self.temporary_bytes,
+            "allocator": self.allocator_bytes,
+            "libraries": self.library_bytes,
         }
 
     @cached_property
     def total_bytes(self) -> float:
         return sum(self.items.values())
+
+    @property
+    def state_bytes(self) -> float:
+        """Of what is there all the time: the model's and the optimizer's state, and DDP's buckets."""
+        of_model = self.parameter_bytes + self.padding_bytes + self.gradient_bucket_bytes
+        return of_model + self.master_bytes + self.moment_bytes + self.scalar_bytes
+
+    @property
+    def phase(self) -> str:
+        """The one of PHASES in which most is there; the first of several."""
+        return max(self.phase_bytes, key=lambda phase: self.phase_bytes[phase], default="forward")
+
+    @property
+    def allocated_bytes(self) -> float:
+        """The most that is in tensors at one time, as torch's `max_memory_allocated`."""
+        return max(self.phase_bytes.values(), default=0)
+
+    @property
+    def reserved_bytes(self) -> float:
+        """The same with what the allocator holds beside tensors, as torch's `max_memory_reserved`."""
+        return self.allocated_bytes + self.allocator_bytes
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most that the device holds at one time, as its driver counts."""
+        return self.reserved_bytes + self.library_bytes
+
+
+def with_peak(
+    memory: Memory,
+    params: Sequence[ParamSpec],
+    settings: MemorySettings,
+    *,
+    allocator_share: float = 0.0,
+    library_bytes: float = 0.0,
+) -> Memory:
+    """A rank's memory with what is there in each phase, and an allowance for allocator and libraries.
+
+    >>> settings = MemorySettings(0, gradient_as_bucket_view=True, activation_bytes=100, loss_bytes=30)
+    >>> memory = with_peak(average_memory([ParamSpec(10)], 1, settings), [ParamSpec(10)], settings)
+    >>> memory.phase_bytes
+    {'forward': 264.0, 'loss': 294.0, 'backward': 264.0, 'reduction': 164.0, 'step': 164.0, 'sending': 164.0}
+    >>> memory.phase, memory.peak_bytes, memory.total_bytes
+    ('loss', 294.0, 294.0)
+
+    Args:
+        allocator_share: of what is allocated, what the allocator reserves on top.
+        library_bytes: what libraries take.
+    Source: torch's `max_memory_reserved`. At stage 3, FSDP2 makes the shards of gradients in one stream
+        and gathers parameters in another, and the caching allocator gives a stream no memory of another: so
+        the shards of the gradients, and one more copy of the largest gathered unit, are reserved all the time
+        (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, and the caching allocator in c10).
+    """
+    phases = _phases(params, memory, settings)
+    found = replace(
+        memory,
+        temporary_bytes=max(items.get("temporaries", 0) for items in phases.values()),
+        phase_bytes={
+            phase: float(memory.state_bytes + sum(items.values())) for phase, items in phases.items()
+        },
+        library_bytes=library_bytes,
+    )
+    at_peak = phases[found.phase]
+    if allocator_share:
+        in_other_streams = 0.0
+        if settings.stage == 3:
+            missing = 0 if at_peak.get("gradients") else memory.gradient_bytes
+            in_other_streams = _largest_unit_bytes(params, settings) + missing
+        reserved = round((found.allocated_bytes + in_other_streams) * (1 + allocator_share))
+        found = replace(found, allocator_bytes=reserved - found.allocated_bytes)
+    come_and_go = dict.fromkeys(COME_AND_GO, 0.0) | at_peak
+    return replace(
+        found, peak_items={item: come_and_go.get(item, nbytes) for item, nbytes in found.items.items()}
+    )
+
+
+def _phases(
+    params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings
+) -> dict[str, dict[str, float]]:
+    """Bytes by phase and item of what comes and goes."""
+    reducing, gathered, sending = _on_the_way(params, memory, settings)
+    gradients, kept = memory.gradient_bytes, memory.activation_bytes
+    before = {"gradients": gradients if settings.gradients_stay or settings.accumulates else 0.0}
+    after = {"gradients": gradients}
+    if memory.whole_gradient_bytes:
+        before = {"whole gradients": memory.whole_gradient_bytes}
+    in_forward = before | {"communication": gathered, "activations": kept}
+    return {
+        "forward": in_forward,
+        "loss": in_forward | {"temporaries": settings.loss_bytes},
+        "backward": in_forward
+        | {"activations": kept - settings.head_bytes, "temporaries": settings.block_bytes},
+        "reduction": (after if sum(before.values()) < gradients else before)
+        | {"communication": gathered + reducing},
+        "step": after | {"temporaries": _step_bytes(params, memory, settings)},
+        "sending": after | {"communication": sending},
+    }
+
+
+def _on_the_way(
+    params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings
+) -> tuple[float, float, float]:
+    """Of a rank's buffers: for gradients in backward; of gathered parameters; for new parameters."""
+    buffers = memory.communication_bytes
+    if settings.stage < 2:
+        return 0, 0, buffers
+    if settings.stage == 2:
+        return buffers, 0, 0
+    gathered = _gathered_bytes(params, settings) if buffers else 0
+    return buffers - gathered, gathered, 0
+
+
+def _step_bytes(params: Sequence[ParamSpec], memory: Memory, settings: MemorySettings) -> float:
+    """What the update needs while it lasts: of 32-bit masters beside 16-bit gradients, these in 32 bits.
+
+    A fused update needs nothing else. torch's foreach updates, its default, need a copy of one moment.
+    """
+    if not settings.masters_apart or settings.offload:
+        return 0
+    whole = whole_bytes(params, settings)
+    return whole.master and memory.master_bytes
 
 
 def average_memory(params: Sequence[ParamSpec], world_size: int, settings: MemorySettings) -> Memory:
@@ -144,7 +313,7 @@ def average_memory(params: Sequence[ParamSpec], world_size: int, settings: Memor
     check_world_size(world_size)
     whole = whole_bytes(params, settings)
     ranks = {part: world_size if settings.stage >= first else 1 for part, first in FIRST_STAGE.items()}
-    return Memory(
+    memory = Memory(
         parameter_bytes=whole.params / ranks["parameters"],
         gradient_bytes=whole.grads / ranks["gradients"],
         master_bytes=whole.master / ranks["optimizer"],
@@ -154,7 +323,9 @@ def average_memory(params: Sequence[ParamSpec], world_size: int, settings: Memor
         gradient_bucket_bytes=_gradient_bucket_bytes(whole, settings),
         communication_bytes=_communication_bytes(params, world_size, settings),
         activation_bytes=settings.activation_bytes,
+        whole_gradient_bytes=_whole_gradient_bytes(params, world_size, settings),
     )
+    return offloaded(memory) if settings.offload else memory
 
 
 def memory_of_ranks(
@@ -186,11 +357,12 @@ def memory_of_ranks(
         padding_bytes = _padding_bytes(partition, params, settings)
     whole = whole_bytes(params, settings)
     cost_of_param = costs(params, settings)
-    on_every_rank = {
+    on_every_rank: dict[str, Any] = {
         "padding_bytes": padding_bytes,
         "gradient_bucket_bytes": _gradient_bucket_bytes(whole, settings),
         "communication_bytes": _communication_bytes(params, partition.world_size, settings),
         "activation_bytes": settings.activation_bytes,
+        "whole_gradient_bytes": _whole_gradient_bytes(params, partition.world_size, settings),
     }
     *of_element, of_slice = (
         [cost[part] for cost in cost_of_param] for part in range(len(StateBytes._fields))
@@ -201,7 +373,7 @@ def memory_of_ranks(
     @cache  # most ranks own as much as others
     def memory_of(owned: StateBytes) -> Memory:
         held = {part: owned if settings.stage >= first else whole for part, first in FIRST_STAGE.items()}
-        return Memory(
+        memory = Memory(
             parameter_bytes=held["parameters"].params,
             gradient_bytes=held["gradients"].grads,
             master_bytes=held["optimizer"].master,
@@ -209,8 +381,15 @@ def memory_of_ranks(
             scalar_bytes=held["optimizer"].scalars,
             **on_every_rank,
         )
+        return offloaded(memory) if settings.offload else memory
 
     return tuple(memory_of(StateBytes(*owned)) for owned in zip(*owned_of_part))
+
+
+def offloaded(memory: Memory) -> Memory:
+    """The optimizer's state on the CPU."""
+    host_bytes = memory.master_bytes + memory.moment_bytes + memory.scalar_bytes
+    return replace(memory, master_bytes=0, moment_bytes=0, scalar_bytes=0, host_bytes=host_bytes)
 
 
 class StateBytes(NamedTuple):
@@ -271,14 +450,45 @@ def _communication_bytes(params: Sequence[ParamSpec], world_size: int, settings:
         return 0
     cost_of_param = costs(params, settings)
     if settings.stage == 3:
-        units = [_total((params[i].numel, cost_of_param[i]) for i in unit) for unit in blocks(params)]
-        root, *others = units
-        gathered = sorted((unit.params for unit in others), reverse=True)[: settings.gathered_units]
-        return root.params + sum(gathered) + max(unit.grads for unit in units)
+        return _gathered_bytes(params, settings) + _reducing_bytes(params, settings)
     trainable = [i for i, param in enumerate(params) if param.trainable]
     sent = 0 if settings.flat else sum(params[i].numel * cost_of_param[i].params for i in trainable)
     reduced = whole_bytes(params, settings).grads if settings.stage == 2 else 0
     return min(settings.bucket_bytes, max(sent, reduced))
+
+
+def _whole_gradient_bytes(params: Sequence[ParamSpec], world_size: int, settings: MemorySettings) -> int:
+    """Of gradients that are whole until the last backward, in the dtype in which they will travel."""
+    if not (settings.no_sync and settings.accumulates and settings.stage > 1) or world_size == 1:
+        return 0
+    if settings.stage == 3 and settings.reduced_itemsize is not None:
+        return settings.reduced_itemsize * sum(param.numel for param in params if param.trainable)
+    return whole_bytes(params, settings).grads
+
+
+def _units(params: Sequence[ParamSpec], settings: MemorySettings) -> list[StateBytes]:
+    cost_of_param = costs(params, settings)
+    return [_total((params[i].numel, cost_of_param[i]) for i in unit) for unit in blocks(params)]
+
+
+def _gathered_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> int:
+    """The root and as many of the largest blocks as are whole at one time."""
+    root, *others = _units(params, settings)
+    gathered = sorted((unit.params for unit in others), reverse=True)[: settings.gathered_units]
+    return root.params + sum(gathered)
+
+
+def _largest_unit_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> int:
+    return max(unit.params for unit in _units(params, settings))
+
+
+def _reducing_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> int:
+    """A unit's whole gradients; and their copy, if they travel in another dtype."""
+    of_unit = []
+    for unit, members in zip(_units(params, settings), blocks(params)):
+        numel = sum(params[i].numel for i in members if params[i].trainable)
+        of_unit.append(unit.grads + numel * (settings.reduced_itemsize or 0))
+    return max(of_unit)
 
 
 def _padding_bytes(partition: Partition, params: Sequence[ParamSpec], settings: MemorySettings) -> int:

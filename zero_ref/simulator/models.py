@@ -8,28 +8,20 @@ transformers has the attributes of `Transformer` too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from zero_ref.plan.partition import ParamSpec
-
-
-class ParamShape(NamedTuple):
-    """A parameter's name and shape.
-
-    >>> ParamShape("wte", (50257, 768)).numel
-    38597376
-    """
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+from zero_ref.simulator.decoders import (
+    FAMILIES,
+    MIXTURES,
+    BlockKind,
+    Decoder,
+    Family,
+    ParamShape as ParamShape,
+)
 
 
 class Architecture(Protocol):
@@ -42,6 +34,9 @@ class Architecture(Protocol):
 class Transformer(Architecture, Protocol):
     """An architecture with what its activations and operations are counted from, beside its shapes."""
 
+    def __hash__(self) -> int:
+        """A frozen dataclass has one; what is counted from it is kept by it."""
+
     @property
     def width(self) -> int:
         """Elements of a token's hidden state."""
@@ -53,6 +48,22 @@ class Transformer(Architecture, Protocol):
     @property
     def heads(self) -> int:
         """Query heads of the attention in each block."""
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and of values."""
+
+    @property
+    def head_width(self) -> int:
+        """Elements of a head."""
+
+    @property
+    def hidden(self) -> int:
+        """Width of the MLP in each block."""
+
+    @property
+    def kind(self) -> BlockKind:
+        """What a block is made of."""
 
     @property
     def vocabulary(self) -> int:
@@ -70,6 +81,9 @@ class GPT2:
     GPT-3 and Megatron-LM's GPT models have the same parameters. Names, order and shapes are those of
     transformers' GPT2LMHeadModel, whose linear layers keep their weights as (inputs, outputs).
     Source: Radford et al., 2019; the `openai-community/gpt2*` configurations.
+
+    Args:
+        dropout: of scores and results. No parameter depends on it, but activations and kernels do.
     """
 
     width: int
@@ -77,6 +91,27 @@ class GPT2:
     heads: int
     vocabulary: int = 50257
     positions: int = 1024
+    dropout: bool = True
+
+    @property
+    def key_value_heads(self) -> int:
+        """As many as query heads."""
+        return self.heads
+
+    @property
+    def head_width(self) -> int:
+        """Elements of a head."""
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """Width of the MLP."""
+        return 4 * self.width
+
+    @property
+    def kind(self) -> BlockKind:
+        """What a block is made of."""
+        return BlockKind(gated=False, dropout=self.dropout, rotary=False, fused_qkv=True)
 
     def shapes(self) -> tuple[ParamShape, ...]:
         d = self.width
@@ -121,10 +156,19 @@ class Llama:
     head_dim: int = 0
     tied: bool = False
 
+    @property
+    def head_width(self) -> int:
+        """Elements of a head."""
+        return self.head_dim or self.width // self.heads
+
+    @property
+    def kind(self) -> BlockKind:
+        """What a block is made of."""
+        return BlockKind()
+
     def shapes(self) -> tuple[ParamShape, ...]:
         d, hidden = self.width, self.hidden
-        head_dim = self.head_dim or d // self.heads
-        query, key_value = head_dim * self.heads, head_dim * self.key_value_heads
+        query, key_value = self.head_width * self.heads, self.head_width * self.key_value_heads
         listed = [ParamShape("model.embed_tokens.weight", (self.vocabulary, d))]
         for i in range(self.depth):
             block = f"model.layers.{i}"
@@ -287,7 +331,7 @@ _GPT2_KEYS = {
     "vocabulary": "vocab_size",
     "positions": "n_positions",
 }
-_LLAMA_KEYS = {
+_KEYS = {
     "width": "hidden_size",
     "depth": "num_hidden_layers",
     "hidden": "intermediate_size",
@@ -298,21 +342,21 @@ _LLAMA_KEYS = {
 }
 
 
-def from_config(config: Mapping[str, Any]) -> GPT2 | Llama:
+def from_config(config: Mapping[str, Any]) -> GPT2 | Llama | Decoder:
     """The architecture that a Hugging Face configuration describes, as read from its `config.json`.
 
     >>> sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 10, "n_positions": 4}
     >>> from_config({"model_type": "gpt2", **sizes})
-    GPT2(width=8, depth=1, heads=2, vocabulary=10, positions=4)
+    GPT2(width=8, depth=1, heads=2, vocabulary=10, positions=4, dropout=True)
 
     Args:
-        config: with `model_type` "gpt2", "llama" or "mistral" (whose parameters are Llama's), and its sizes.
+        config: of a dense decoder, whose `model_type` is "gpt2" or in `decoders.FAMILIES`, and its sizes.
             What may be absent is then what transformers takes: `head_dim`, `tie_word_embeddings`,
-            `max_position_embeddings` and, of Llama, `num_key_value_heads`.
+            `max_position_embeddings`, `num_key_value_heads` and options that add biases.
     Raises:
         ValueError: the model type is another, a size is missing or not a positive integer, sizes do not
-            divide, or an option adds parameters that are not counted here, such as biases.
-    Source: GPT2Config, LlamaConfig and MistralConfig of transformers.
+            divide, or an option adds parameters that are not counted here.
+    Source: the configurations of transformers 5.24.
     """
     kind = config.get("model_type")
     if kind == "gpt2":
@@ -320,28 +364,49 @@ def from_config(config: Mapping[str, Any]) -> GPT2 | Llama:
         accepted = {"n_inner": 4 * sizes["width"], "tie_word_embeddings": True, "add_cross_attention": False}
         _refuse_other(config, accepted)
         _divides(config, "n_head", "n_embd")
-        return GPT2(**sizes)
-    if kind not in ("llama", "mistral"):
+        return GPT2(**sizes, dropout=bool(config.get("resid_pdrop", 0.1)))
+    if isinstance(kind, str) and kind in FAMILIES:
+        return _decoder(kind, FAMILIES[kind], config)
+    if isinstance(kind, str) and kind in MIXTURES:
         raise ValueError(
-            f"model_type {kind!r} is not known; known are 'gpt2', 'llama' and 'mistral'. "
-            "Of any other model, take the parameters from the module itself: from_module."
+            f"model_type {kind!r} is a mixture of experts, whose routing and expert parallelism are not "
+            "modelled. Its memory can be had from the module itself: from_module."
         )
-    _refuse_other(config, {"attention_bias": False, "mlp_bias": False})
-    defaults = {
-        "num_key_value_heads": config.get("num_attention_heads") if kind == "llama" else None,
-        "max_position_embeddings": 2048 if kind == "llama" else 131072,
+    raise ValueError(
+        f"model_type {kind!r} is not known; known are 'gpt2', {', '.join(map(repr, FAMILIES))}. "
+        "Of any other model, take the parameters from the module itself: from_module."
+    )
+
+
+def _decoder(kind: str, family: Family, config: Mapping[str, Any]) -> Llama | Decoder:
+    _refuse_other(config, family.fixed)
+    if kind == "gpt_neox":  # its configuration has no such size
+        config = {**config, "num_key_value_heads": config.get("num_attention_heads")}
+    absent = {
+        "num_key_value_heads": config.get("num_attention_heads")
+        if family.key_value_heads is None
+        else family.key_value_heads or None,
+        "max_position_embeddings": family.positions,
+        "head_dim": family.head_width,
     }
-    if config.get("head_dim") is None:
-        keys = _LLAMA_KEYS
-    else:
-        keys = _LLAMA_KEYS | {"head_dim": "head_dim"}
     # Where transformers' own classes write null, they mean the default.
-    full = {**config, **{key: value for key, value in defaults.items() if config.get(key) is None}}
+    full = {**config, **{key: value for key, value in absent.items() if config.get(key) is None}}
+    keys = _KEYS if full.get("head_dim") is None else _KEYS | {"head_dim": "head_dim"}
     sizes = _sizes(full, keys)
     if "head_dim" not in sizes:
         _divides(full, "num_attention_heads", "hidden_size")
     _divides(full, "num_key_value_heads", "num_attention_heads")
-    return Llama(**sizes, tied=bool(config.get("tie_word_embeddings")))
+    said = config.get("tie_word_embeddings")
+    tied = family.tied if said is None else bool(said)
+    said_of = {option: config.get(option) for option in family.options}
+    options = tuple(
+        option
+        for option, usual in family.options.items()
+        if (usual if said_of[option] is None else said_of[option])
+    )
+    if kind in ("llama", "mistral") and not options:
+        return Llama(**sizes, tied=tied)
+    return Decoder(kind, **sizes, tied=tied, options=options)
 
 
 def _sizes(config: Mapping[str, Any], key_of_size: Mapping[str, str]) -> dict[str, int]:

@@ -151,9 +151,28 @@ def forward_and_backward(
     return forward, backwards
 
 
-def reduction_of(backward: Operation, position: int, ranks: int | None = None) -> Operation:
-    """The all-reduce of the gradients of a backward, which is at `position` in the list."""
-    nbytes = backward.takes
+def passes_before(forward: Operation, backwards: Sequence[Operation], count: int) -> list[Operation]:
+    """Forwards and backwards that reduce nothing: gradients add up, and the first backward allocates them."""
+    whole = Operation(
+        "backward",
+        COMPUTE,
+        numel=sum(one.numel for one in backwards),
+        tensors=sum(one.tensors for one in backwards),
+        gives=sum(one.gives for one in backwards),
+    )
+    first = whole._replace(takes=sum(one.takes for one in backwards))
+    return [one for number in range(count) for one in (forward, whole if number else first)]
+
+
+def reduction_of(
+    backward: Operation, position: int, ranks: int | None = None, *, itemsize: int | None = None
+) -> Operation:
+    """The all-reduce of the gradients of a backward, which is at `position` in the list.
+
+    Args:
+        itemsize: bytes of an element on the way; None for those of the gradients.
+    """
+    nbytes = backward.takes if itemsize is None else backward.numel * itemsize
     return Operation(
         "reduce", NETWORK, backward.part, (position,), op="all_reduce", nbytes=nbytes, ranks=ranks
     )

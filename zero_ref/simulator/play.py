@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 from zero_ref.simulator.cluster import Cluster
@@ -69,11 +70,16 @@ class Played:
 
     schedule: Schedule
     prices: Sequence[Price]
-    overlaps: bool
+    cluster: Cluster = field(repr=False)
     paces: Paces
     begin_ms: Sequence[float] = field(repr=False)
     end_ms: Sequence[float] = field(repr=False)
     last_rank: Sequence[int | None] = field(repr=False)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a rank computes while the network is busy."""
+        return self.cluster.overlaps
 
     @cached_property
     def makespan_ms(self) -> float:
@@ -87,7 +93,8 @@ class Played:
 
     def on(self, cluster: Cluster, workload: Workload) -> Played:
         """The same schedule and the same paces, on another cluster or with another workload."""
-        return _play(self.schedule, cluster, workload, self.paces)
+        known = self.prices if cluster is self.cluster else ()
+        return _play(self.schedule, cluster, workload, self.paces, known)
 
     def timeline(self, rank: int = 0) -> Timeline:
         """The events of one rank.
@@ -125,7 +132,13 @@ class Played:
         return COMPUTE if one.lane != NETWORK and not self.overlaps else one.lane
 
     def memory(
-        self, rank: int = 0, held_bytes: int | None = None, *, gradients_stay: bool = False
+        self,
+        rank: int = 0,
+        held_bytes: int | None = None,
+        *,
+        gradients_stay: bool = False,
+        loss_bytes: int = 0,
+        meanwhile: Mapping[str, int] = MappingProxyType({}),
     ) -> list[tuple[float, int]]:
         """Bytes that a rank holds, each time they change: (milliseconds, bytes from then on).
 
@@ -133,19 +146,33 @@ class Played:
             held_bytes: at the beginning; None for the rank's parameters and optimizer state.
             gradients_stay: gradients lie in DDP's buckets for good: `held_bytes` contains them, backward
                 allocates none and nothing frees them.
+            loss_bytes: what head and loss take, from the end of forward through the first part of backward.
+            meanwhile: by the label of an operation, bytes that are there while it lasts; in the first part of
+                backward the larger of the two.
         """
         if held_bytes is None:
             held_bytes = self.schedule.parameter_bytes[rank] + self.schedule.state_bytes[rank]
             held_bytes += self.schedule.gradient_bytes[rank] if gradients_stay else 0
         changes: dict[float, int] = {0.0: 0}
+        after_forward = False
+        exchanged: set[int | None] = (
+            set()
+        )  # the parts of which an owner has its own already, to which it adds
         for one, start, stop in self._of_rank(rank):
             of_gradients = one.label in ("reduce", "step")
             takes = 0 if gradients_stay and one.label == "backward" else one.takes
             at = rank if one.ranks is None else rank % one.ranks
             own = sum(nbytes for owner, nbytes in one.shares or () if owner == at) if one.op else 0
+            if one.op == "exchange":
+                own = 0 if one.part in exchanged else own
+                exchanged.add(one.part)
             gives = 0 if gradients_stay and of_gradients else one.gives - own
-            changes[start] = changes.get(start, 0) + takes
-            changes[stop] = changes.get(stop, 0) - gives
+            on_top = meanwhile.get(one.label, 0)
+            if one.label == "backward" and after_forward:
+                on_top = max(on_top, loss_bytes)
+            after_forward = one.label == "forward" or (after_forward and one.lane == NETWORK)
+            changes[start] = changes.get(start, 0) + takes + on_top
+            changes[stop] = changes.get(stop, 0) - gives - on_top
         curve = []
         for moment in sorted(changes):
             held_bytes += changes[moment]
@@ -223,9 +250,9 @@ def play(
     >>> ddp = schedule("ddp", [ParamSpec(10**8, "bfloat16")] * 4, world_size=64)
     >>> played = play(ddp, cluster("h100-ib"), Workload(tokens=4096))
     >>> round(played.makespan_ms, 1), round(played.timeline().exposed_ms, 1)
-    (29.3, 1.1)
+    (19.9, 1.3)
     >>> round(play(ddp, cluster("h100-ib"), Workload(4096), slow={7: 1.5}).makespan_ms, 1)    # one slow rank
-    43.4
+    29.1
 
     Args:
         slow: for a rank, how many times as long it computes.
@@ -267,9 +294,11 @@ def _deciding(kind_of_rank: Sequence[int], pace: Sequence[float]) -> list[int]:
     return deciding
 
 
-def _play(schedule: Schedule, cluster: Cluster, workload: Workload, paces: Paces) -> Played:
+def _play(
+    schedule: Schedule, cluster: Cluster, workload: Workload, paces: Paces, known: Sequence[Price] = ()
+) -> Played:
     """The ranks that decide go through the operations in order."""
-    prices = price(schedule, cluster, workload)
+    prices = price(schedule, cluster, workload, known)
     ranks = [(rank, paces.of_rank[rank]) for rank in paces.deciding]
     free_ms: dict[str, list[float]] = {}  # of each computing lane, on each of these ranks
     network_ms = 0.0
@@ -299,4 +328,4 @@ def _play(schedule: Schedule, cluster: Cluster, workload: Workload, paces: Paces
         begin_ms.append(started[which])
         end_ms.append(ended[which])
         last_rank.append(ranks[which][0])
-    return Played(schedule, prices, cluster.overlaps, paces, begin_ms, end_ms, last_rank)
+    return Played(schedule, prices, cluster, paces, begin_ms, end_ms, last_rank)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_number
 from zero_ref.simulator.cluster import Cluster, Device
+from zero_ref.simulator.kernels import Kernels, Pass
 from zero_ref.simulator.operations import NETWORK, Operation
 from zero_ref.simulator.schedule import Schedule
 
@@ -26,6 +27,12 @@ class Workload:
             mixed-precision step that reads 16-bit gradients and also writes 16-bit parameters comes to 28
             bytes too.
         attention_share: what attention adds to the operations of forward and backward, as a share of them.
+        kernels: of forward and backward, in place of the three figures above, on devices whose memory-bound
+            kernels are known (`Device.memory_reached`). None for matrix products of the parameters alone.
+        moved_bytes: for each element, what forward and backward read and write beside the kernels, to bring
+            parameters and gradients to the network and back; on such devices too.
+        offload_bytes: of an update on the CPU, bytes of each element that go there, and that come back; None
+            for an update on the device.
     Raises:
         ValueError: a negative number of tokens or bytes.
     """
@@ -34,6 +41,9 @@ class Workload:
     recompute: bool = False
     step_bytes: float = 28.0
     attention_share: float = 0.0
+    kernels: Kernels | None = None
+    moved_bytes: tuple[float, float] = (0.0, 0.0)
+    offload_bytes: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "step_bytes", "attention_share"):
@@ -42,15 +52,30 @@ class Workload:
     def compute_ms(self, operation: Operation, numel: int, device: Device) -> float:
         """How long a device computes on so many elements.
 
-        A forward takes 2 floating-point operations for each parameter and token, a backward twice that, and
-        another forward if activations were not kept. Attention's products over the sequence are added.
+        With kernels it is the part of the whole model's time that so many elements are of all. Else a forward
+        takes 2 floating-point operations for each parameter and token, a backward twice that, and another
+        forward if activations were not kept. Attention's products over the sequence are added.
         """
         if operation.label == "step":
+            if self.offload_bytes is not None:
+                return device.offloaded_ms(
+                    self.step_bytes * numel, *(each * numel for each in self.offload_bytes)
+                )
             touched = device.touch_ms(self.step_bytes * numel, operation.tensors)
             return touched + (device.compute_ms(operation.flops, 0) if operation.flops else 0.0)
+        if self.kernels is not None and device.memory_reached is not None:
+            is_backward = operation.label != "forward"
+            whole = _ms_of(self.kernels.backward if is_backward else self.kernels.forward, device)
+            return numel / self.kernels.numel * whole + device.touch_ms(self.moved_bytes[is_backward] * numel)
         passes = 1 if operation.label == "forward" else 3 if self.recompute else 2
         flops = 2.0 * passes * numel * self.tokens * (1 + self.attention_share)
         return device.compute_ms(flops, operation.tensors * passes / 3)
+
+
+@lru_cache(maxsize=64)
+def _ms_of(whole: Pass, device: Device) -> float:
+    """Every operation of a schedule asks for the same."""
+    return whole.ms(device)
 
 
 class Price(NamedTuple):
@@ -71,7 +96,9 @@ class Price(NamedTuple):
         return self.ms_of_share[self.shares[rank]] if rank in self.shares else self.ms
 
 
-def price(schedule: Schedule, cluster: Cluster, workload: Workload) -> list[Price]:
+def price(
+    schedule: Schedule, cluster: Cluster, workload: Workload, known: Sequence[Price] = ()
+) -> list[Price]:
     """How long each operation of a schedule takes, if nothing holds it up.
 
     >>> from zero_ref.plan.partition import ParamSpec
@@ -80,12 +107,17 @@ def price(schedule: Schedule, cluster: Cluster, workload: Workload) -> list[Pric
     >>> ddp = schedule("ddp", [ParamSpec(10**9, "bfloat16")], world_size=64)
     >>> prices = price(ddp, cluster("h100-ib"), Workload(tokens=4096))
     >>> [(one.label, round(cost.ms, 1)) for one, cost in zip(ddp.operations, prices)]
-    [('forward', 20.7), ('backward', 41.4), ('reduce', 10.1), ('step', 8.4)]
+    [('forward', 12.2), ('backward', 24.4), ('reduce', 11.3), ('step', 9.8)]
+
+    Args:
+        known: prices of the same schedule on the same cluster under another workload; calls cost the same.
     """
     prices: list[Price] = []
     previous: Operation | None = None  # on the network
     for one, nbytes_of_calls in schedule.stretches:
-        if one.lane == NETWORK:
+        if one.lane == NETWORK and known:
+            prices += known[len(prices) : len(prices) + len(nbytes_of_calls)]
+        elif one.lane == NETWORK:
             owned = Counter[int]()
             for owner, nbytes in one.shares or () if one.op == "exchange" else ():
                 owned[owner] += nbytes

@@ -17,6 +17,9 @@ from zero_ref.simulator.operations import WAYS, WAYS_OF_DDP, WAYS_WITHOUT_DDP
 
 LOCAL_SGD = "local-sgd"
 
+REDUCED_IN = ("bfloat16", "float16", "float32")
+"""What gradients can travel in, beside the parameters' own dtype."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -36,16 +39,22 @@ class Recipe:
         without_ddp: `ShardedDataParallel` stands in DDP's place, so gradients never lie in DDP's buckets.
         way: when updates are made and sent: with DDP one of `operations.WAYS_OF_DDP`, without it one of
             `operations.WAYS_WITHOUT_DDP`.
-        shard_group: without DDP, how many consecutive ranks share the state, such as those of a node; the
-            groups are replicas of each other. None for all ranks.
+        shard_group: without DDP, how many consecutive ranks share the state, and at stage 3 the parameters,
+            such as those of a node; the groups are replicas of each other. None for all ranks.
         averaging: of local SGD: when gradients and parameters are averaged, and over whom.
         averaged_itemsize: bytes of an element as it is averaged: 4 where the optimizer keeps 32-bit copies of
             16-bit parameters; None for the parameters' own.
         prefetch: at stage 3, how many units ahead parameters are gathered.
         optimizer: what each rank runs: a name in `ledger.STATE_RULES`, or a rule.
+        accumulation: forwards and backwards before an update.
+        no_sync: of several, only the last backward reduces, and until then gradients are whole on every rank.
+            With DDP that is always so. Without it, and at stage 3, each backward otherwise reduces its own,
+            and they add up in the shards.
+        reduce_dtype: what gradients travel in; None for the parameters' own dtype.
+        offload: masters, moments and the update are on the CPU.
     Raises:
-        ValueError: a partition, owners, a way or an averaging is asked of a strategy that has none; the way
-            or the optimizer is unknown.
+        ValueError: a partition, owners, a way, an averaging or one of the last four is asked of a strategy
+            that has none; a name is unknown.
     """
 
     name: str
@@ -61,10 +70,15 @@ class Recipe:
     averaged_itemsize: int | None = None
     prefetch: int = 1
     optimizer: str | StateRule = field(default="AdamW", kw_only=True)
+    accumulation: int = field(default=1, kw_only=True)
+    no_sync: bool = field(default=False, kw_only=True)
+    reduce_dtype: str | None = field(default=None, kw_only=True)
+    offload: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_stage(self.stage)
         state_rule(self.optimizer)
+        self._check_axes()
         if self.averaging is not None and self.stage > 0:
             raise ValueError(f"averaging= is for {LOCAL_SGD!r}; strategy {self.name!r} meets in every step.")
         if self.averaging is None and self.name == LOCAL_SGD:
@@ -82,21 +96,55 @@ class Recipe:
                 )
             if self.without_ddp and not self.to_owners:
                 raise ValueError(f"strategy {self.name!r} is without DDP, which reduces gradients to owners.")
-            if self.shard_group is not None and not self.without_ddp:
-                raise ValueError(f"shard_group= is for strategies without DDP, which {self.name!r} is not.")
-            if self.shard_group is not None and self.shard_group < 1:
-                raise ValueError(f"a group has at least 1 rank, got shard_group={self.shard_group}.")
             return
         if self.partition is not None:
             raise ValueError(
                 f"strategy {self.name!r} shards nothing by parameter, so it takes no partition=."
             )
-        if self.to_owners or self.without_ddp or self.shard_group is not None:
+        if self.to_owners or self.without_ddp:
             raise ValueError(f"strategy {self.name!r} has no owners to reduce gradients to.")
         if self.way != "plain":
             raise ValueError(
                 f"strategy {self.name!r} updates after backward: it takes way='plain', not {self.way!r}."
             )
+
+    def _check_axes(self) -> None:
+        """Raise a ValueError for an axis that the strategy has not."""
+        if self.shard_group is not None and not self.in_groups:
+            raise ValueError(
+                f"shard_group= is for strategies without DDP and of stage 3; {self.name!r} has no owners in "
+                "groups."
+            )
+        if self.shard_group is not None and self.shard_group < 1:
+            raise ValueError(f"a group has at least 1 rank, got shard_group={self.shard_group}.")
+        if self.accumulation < 1:
+            raise ValueError(f"an update takes at least 1 backward, got accumulation={self.accumulation}.")
+        if self.no_sync and not self.in_groups:
+            raise ValueError(
+                f"no_sync= is for zero-2 and zero-3: DDP, and so {self.name!r}, does nothing else."
+            )
+        if self.reduce_dtype is not None:
+            check_name("reduce_dtype", self.reduce_dtype, REDUCED_IN)
+            if not self.reduces_in_any_dtype:
+                raise ValueError(
+                    f"reduce_dtype= is for strategies that reduce gradients by an all-reduce or a "
+                    f"reduce-scatter; {self.name!r} {'averages' if self.averaging else 'sends'} its own."
+                )
+        if self.offload and not self.shards_by_parameter:
+            raise ValueError(
+                f"offload= is for strategies whose optimizer is a ZeroRedundancyOptimizer, which has a "
+                f"state_device=; {self.name!r} has another."
+            )
+
+    @property
+    def in_groups(self) -> bool:
+        """Groups of ranks may share what is sharded, each with a replica: without DDP, and at stage 3."""
+        return self.without_ddp or self.stage == 3
+
+    @property
+    def reduces_in_any_dtype(self) -> bool:
+        """Gradients may travel in another dtype than the parameters'."""
+        return self.averaging is None and (self.without_ddp or not self.to_owners)
 
     @property
     def shards_by_parameter(self) -> bool:
@@ -134,6 +182,14 @@ class Recipe:
             words.append(self.way.replace("_", " "))
         if self.shard_group is not None:
             words.append(f"groups of {self.shard_group}")
+        if self.accumulation > 1:
+            words.append(
+                f"{self.accumulation} backwards{' without reductions but for the last' * self.no_sync}"
+            )
+        if self.reduce_dtype is not None:
+            words.append(f"reduced in {self.reduce_dtype}")
+        if self.offload:
+            words.append("offloaded")
         return ", ".join(words)
 
 

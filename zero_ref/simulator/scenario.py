@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
@@ -16,11 +16,21 @@ from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.plan.rules import plan_partition
 from zero_ref.simulator._checks import check_name, check_world_size
-from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
+from zero_ref.simulator.activations import CHECKPOINTING, Activations, activations
 from zero_ref.simulator.cluster import Cluster
+from zero_ref.simulator.decoders import Decoder
+from zero_ref.simulator.kernels import Kernels, kernels
 from zero_ref.simulator.ledger import StateRule, nbytes_of, state_rule
-from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks
-from zero_ref.simulator.models import GPT2, Architecture, Llama, ParamShape, blocks, matrices_whole, specs
+from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, with_peak
+from zero_ref.simulator.models import (
+    GPT2,
+    Architecture,
+    Llama,
+    ParamShape,
+    blocks,
+    matrices_whole,
+    specs,
+)
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
@@ -28,6 +38,7 @@ from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
 from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
 from zero_ref.simulator.shortfall import Shortfall, why_not_smaller
+from zero_ref.simulator.spread import fits
 from zero_ref.simulator.timeline import Timeline
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -46,8 +57,8 @@ class Scenario:
     >>> from zero_ref.simulator.models import MODELS
     >>> scenario = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), world_size=64)
     >>> run = scenario.run("zero-3")
-    >>> round(run.iteration_ms), round(run.memory.total_bytes / 1e9, 1), run.fits
-    (1278, 48.0, True)
+    >>> round(run.iteration_ms), round(run.peak_bytes / 1e9, 1), run.fits
+    (1135, 71.4, True)
 
     Args:
         batch: sequences that a rank computes in one go.
@@ -58,16 +69,25 @@ class Scenario:
         bucket_bytes: of DDP's gradient buckets; None for DDP's default, 25 MiB after a first of 1 MiB.
         checkpointing: one of `activations.CHECKPOINTING`. Attention scores are kept under "none" only: the
             others assume flash attention, which PyTorch chooses by itself.
-        shard_group: of zero-2, as `Recipe`.
+        shard_group: of zero-2 and zero-3, as `Recipe`.
         prefetch: as `Recipe`.
         period: of local-sgd, steps from one average to the next.
         gradient_group: of local-sgd, how many consecutive ranks average their gradients in every step, such
             as those of a node; 1 for none.
         masters: beside 16-bit parameters the optimizer keeps 32-bit copies and state; False for state in the
             parameters' dtype and no copies.
+        accumulation: forwards and backwards, of `batch` sequences each, before an update.
+        no_sync: of zero-2 and zero-3, as `Recipe`.
+        reduce_dtype: as `Recipe`, of strategies that can.
+        bucket_view: DDP's `gradient_as_bucket_view`. False, its default, keeps all gradients twice.
+        offload: as `Recipe`, of strategies that can.
+        compiled: blocks are compiled, so that they keep less for backward, and touch memory less often.
+        fused_loss: the cross-entropy is, so that it keeps logits in their own dtype only.
+        loss_dtype: what a cross-entropy that is not fused is computed in.
     Raises:
-        ValueError: the batch, the sequence or `world_size` is below 1, or a name is unknown. Methods raise as
-            `schedule`, `AveragingSchedule`, `MemorySettings` and `play`.
+        ValueError: the batch, the sequence, the accumulation or `world_size` is below 1, a name is unknown,
+            or the optimizer is offloaded and not elementwise. Methods raise as `schedule`,
+            `AveragingSchedule`, `MemorySettings` and `play`.
     """
 
     architecture: Architecture
@@ -85,9 +105,24 @@ class Scenario:
     period: int = 8
     gradient_group: int = 1
     masters: bool = True
+    accumulation: int = 1
+    no_sync: bool = False
+    reduce_dtype: str | None = None
+    bucket_view: bool = False
+    offload: bool = False
+    compiled: bool = False
+    fused_loss: bool = False
+    loss_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         check_name("dtype", self.dtype, DTYPES)
+        if self.reduce_dtype is not None:
+            check_name("reduce_dtype", self.reduce_dtype, DTYPES)
+        check_name("loss_dtype", self.loss_dtype, DTYPES)
+        if self.accumulation < 1:
+            raise ValueError(f"accumulation must be at least 1, got {self.accumulation}.")
+        if self.offload and state_rule(self.optimizer).of_whole is not None:
+            raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
         check_world_size(self.world_size)
         check_name("way", self.way, WAYS)
         check_name("checkpointing", self.checkpointing, CHECKPOINTING)
@@ -105,7 +140,18 @@ class Scenario:
     @property
     def tokens(self) -> int:
         """Of one rank in one iteration. An example for a model that is no transformer counts as one token."""
+        return self.accumulation * self._tokens_at_once
+
+    @property
+    def _tokens_at_once(self) -> int:
+        """Of one forward."""
         return self.batch * self.tokens_of_sequence
+
+    @property
+    def transformer(self) -> GPT2 | Llama | Decoder | None:
+        """The architecture, if it is a transformer's."""
+        model = self.architecture
+        return model if isinstance(model, (GPT2, Llama, Decoder)) else None
 
     @cached_property
     def shapes(self) -> tuple[ParamShape, ...]:
@@ -120,23 +166,27 @@ class Scenario:
     def numel(self) -> int:
         return sum(param.numel for param in self.params)
 
-    @property
-    def activation_bytes(self) -> int:
-        """Of blocks, head and loss on one rank; not counted, and so 0, for a model that is no transformer.
-
-        The formula is for 16-bit activations in the blocks; 32-bit ones count twice.
-        """
-        if not isinstance(self.architecture, (GPT2, Llama)):
-            return 0
-        in_blocks = activation_bytes(
-            self.architecture,
+    @cached_property
+    def activations(self) -> Activations:
+        """Of one rank; not counted, and so 0, for a model that is no transformer."""
+        if (model := self.transformer) is None:
+            return Activations()
+        return activations(
+            model,
             self.batch,
             self.tokens_of_sequence,
             self.checkpointing,
             flash_attention=self.checkpointing != "none",
+            itemsize=DTYPES[self.dtype],
+            compiled=self.compiled,
+            fused_loss=self.fused_loss,
+            loss_itemsize=DTYPES[self.loss_dtype],
         )
-        outside = head_bytes(self.architecture, self.batch, self.tokens_of_sequence)
-        return in_blocks * DTYPES[self.dtype] // 2 + outside
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of one rank, what forward leaves for backward."""
+        return self.activations.kept
 
     @property
     def attention_share(self) -> float:
@@ -147,22 +197,69 @@ class Scenario:
         >>> round(Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 8).attention_share, 2)
         0.27
 
-        Source: `calibrate.training_flops`. Kernels that skip what a causal mask hides need half.
+        The whole of each sequence counts. Kernels that skip what a causal mask hides need half: `kernels`.
+
+        Source: `calibrate.training_flops`.
         """
-        model = self.architecture
-        if not isinstance(model, (GPT2, Llama)):
+        if (model := self.transformer) is None:
             return 0.0
         return 2 * model.depth * model.width * self.tokens_of_sequence / self.numel
+
+    @cached_property
+    def kernels(self) -> Kernels | None:
+        """What forward and backward of a micro-batch compute; None for a model that is no transformer."""
+        if (model := self.transformer) is None:
+            return None
+        return kernels(
+            model,
+            self.batch,
+            self.tokens_of_sequence,
+            self.checkpointing,
+            compiled=self.compiled,
+            fused_loss=self.fused_loss,
+            itemsize=DTYPES[self.dtype],
+        )
 
     @property
     def workload(self) -> Workload:
         """A step reads value, gradient and state, and writes value and state."""
         return Workload(
-            self.tokens,
+            self._tokens_at_once,
             recompute=self.checkpointing == "full",
             step_bytes=self._state_itemsize * (3 + 2 * state_rule(self.optimizer).tensors),
             attention_share=self.attention_share,
+            kernels=self.kernels,
         )
+
+    def workload_of(self, strategy: str) -> Workload:
+        """The workload, with what a strategy moves through memory for the network.
+
+        A message is read from memory and written to it, and a 16-bit gradient that is reduced in 32 bits is
+        converted first. Gradients are copied into buckets, or flat tensors, before. Stage 3 gathers
+        parameters in forward and again in backward.
+        """
+        itemsize, usual, workload = DTYPES[self.dtype], recipe(strategy), self.workload
+        if self.recipe(strategy).offload:  # a gradient goes to the CPU and a parameter comes back
+            workload = replace(workload, offload_bytes=(itemsize, itemsize))
+        if self.world_size == 1:
+            return workload
+        reduced = DTYPES[self.reduce_dtype or self.dtype]
+        gathered = 2 * itemsize if usual.stage == 3 else 0
+        copied = 2 * itemsize + (itemsize + reduced if reduced != itemsize else 0)
+        sent = (
+            2 * reduced * (2 if usual.stage < 2 else 1)
+        )  # an all-reduce sends, and receives, everything twice
+        return replace(workload, moved_bytes=(gathered, gathered + copied + sent))
+
+    def like(self, **changes: Any) -> Scenario:
+        """The same but for the given fields, which change neither the model, the ranks nor who owns what.
+
+        Parameters, owners and buckets are not planned again.
+        """
+        changed = replace(self, **changes)
+        planned = ("shapes", "params", "numel", "buckets", "_partitions")
+        vars(changed).update({name: getattr(self, name) for name in planned})
+        return changed
 
     @cached_property
     def _partitions(self) -> dict[str, Partition]:
@@ -212,7 +309,7 @@ class Scenario:
             ddp_buckets=self.buckets,
             side_stream=self.cluster.backend == "nccl",
             blocks=blocks(self.params),
-            activation_bytes=self.activation_bytes,
+            activation_bytes=self.activations.blocks,
         )
 
     def recipe(self, strategy: str, **changes: Any) -> Recipe:
@@ -222,16 +319,21 @@ class Scenario:
             usual,
             optimizer=self.state,
             way=self.way if self.way in usual.ways else "plain",
-            shard_group=self.shard_group if usual.without_ddp else None,
+            shard_group=self.shard_group if usual.in_groups else None,
             prefetch=self.prefetch,
+            accumulation=self.accumulation,
+            no_sync=self.no_sync and usual.in_groups,
+            reduce_dtype=self.reduce_dtype if usual.reduces_in_any_dtype else None,
+            offload=self.offload and usual.shards_by_parameter,
             averaging=usual.averaging and self.averaging,
             averaged_itemsize=self._state_itemsize,  # the 32-bit copies of 16-bit parameters
             **changes,
         )
 
     def settings(self, strategy: str) -> MemorySettings:
-        """How the strategy keeps the model; gradients are views of DDP's buckets."""
-        usual = recipe(strategy)
+        """How the strategy keeps the model."""
+        usual, how = recipe(strategy), self.recipe(strategy)
+        found = self.activations
         partition = self.partition(strategy)
         buckets: Iterable[Iterable[int]] = self.buckets
         if usual.without_ddp and partition is not None:
@@ -241,23 +343,47 @@ class Scenario:
             usual.stage,
             convention="mixed-16" if self._mixed else None,
             optimizer=self.optimizer,
-            gradient_as_bucket_view=True,
+            gradient_as_bucket_view=self.bucket_view,
             bucket_bytes=max(bucket_bytes, default=0) * (2 if usual.without_ddp else 1),
             gathered_units=1 + self.prefetch,
             flat=usual.flat,
-            activation_bytes=self.activation_bytes,
+            activation_bytes=found.kept,
+            head_bytes=found.head,
+            loss_bytes=found.loss,
+            block_bytes=found.again + found.gradients,
+            accumulates=how.accumulation > 1,
+            no_sync=how.no_sync,
+            reduced_itemsize=None if how.reduce_dtype is None else DTYPES[how.reduce_dtype],
+            masters_apart=self._mixed and usual.stage < 3,
+            offload=how.offload,
         )
 
     def memory(self, strategy: str, schedule: Schedule) -> tuple[Memory, ...]:
         """What lies on each rank under a strategy, given its schedule."""
-        settings = self.settings(strategy)
+        settings, device = self.settings(strategy), self.cluster.device
+
+        @cache  # most ranks hold as much as others
+        def with_its_peak(held: Memory) -> Memory:
+            return with_peak(
+                held,
+                self.params,
+                settings,
+                allocator_share=device.allocator_share,
+                library_bytes=device.library_gb * 1e9,
+            )
+
+        return tuple(map(with_its_peak, self._held(strategy, schedule, settings)))
+
+    def _held(self, strategy: str, schedule: Schedule, settings: MemorySettings) -> Iterable[Memory]:
+        """Each rank's items."""
         partition = self.partition(strategy)
         if partition is not None:
             parameter_bytes = sum(nbytes_of(param) for param in self.params)
             padding_bytes = schedule.parameter_bytes[0] - parameter_bytes
             of_group = memory_of_ranks(partition, self.params, settings, padding_bytes=padding_bytes)
             return of_group * (self.world_size // partition.world_size)
-        average = average_memory(self.params, self.world_size, settings)
+        group = self.recipe(strategy).group_of(self.world_size)
+        average = average_memory(self.params, group, settings)
         if strategy == LOCAL_SGD and self.world_size > 1:
             # The averager copies all that is averaged into one tensor, and sends that.
             average = replace(average, communication_bytes=self._state_itemsize * self.numel)
@@ -279,7 +405,7 @@ class Scenario:
             )
             for parameter_bytes, gradient_bytes, numel in set(held)
         }
-        return tuple(memory_of[one] for one in held)
+        return [memory_of[one] for one in held]
 
     def run(
         self,
@@ -295,7 +421,7 @@ class Scenario:
             ValueError: as `schedule` and `play`, or the jitter leaves no rank that takes any time.
         """
         made = self.schedule(strategy)
-        played = play(made, self.cluster, self.workload, slow=slow, jitter=jitter, seed=seed)
+        played = play(made, self.cluster, self.workload_of(strategy), slow=slow, jitter=jitter, seed=seed)
         if not played.makespan_ms:
             raise ValueError(
                 f"with a jitter of {jitter:g} and seed {seed} no rank takes any time: give a smaller jitter."
@@ -318,31 +444,47 @@ class SimulatedRun:
 
     @cached_property
     def fullest(self) -> int:
-        """The rank that holds most; the lowest if several do."""
-        totals = [memory.total_bytes for memory in self.memories]
-        return totals.index(max(totals))
+        """The rank that holds most at one time; the lowest if several do."""
+        peaks = [memory.peak_bytes for memory in self.memories]
+        return peaks.index(max(peaks))
 
     @property
     def memory(self) -> Memory:
         return self.memories[self.fullest]
 
+    @property
+    def peak_bytes(self) -> float:
+        """The most that the fullest rank's device holds at one time: tensors, allocator and libraries."""
+        return self.memory.peak_bytes
+
     def memory_curve(self, rank: int) -> list[tuple[float, int]]:
-        """What a rank holds over time, as `Played.memory`. DDP's buckets stay."""
-        held = self.memories[rank]
-        stay = recipe(self.strategy).stage < 2
-        comes_and_goes = held.communication_bytes + held.activation_bytes
-        if not stay:
-            comes_and_goes += held.gradient_bytes
-        return self.played.memory(rank, round(held.total_bytes - comes_and_goes), gradients_stay=stay)
+        """Bytes in a rank's tensors over time, as `Played.memory`."""
+        held, settings = self.memories[rank], self.scenario.settings(self.strategy)
+        stay = settings.gradients_stay
+        sending = held.phase_bytes["sending"] - held.state_bytes - held.gradient_bytes
+        step = held.phase_bytes["step"] - held.state_bytes - held.gradient_bytes
+        return self.played.memory(
+            rank,
+            round(held.state_bytes + (held.gradient_bytes if stay else 0)),
+            gradients_stay=stay,
+            loss_bytes=settings.head_bytes + settings.loss_bytes,
+            meanwhile={
+                "backward": settings.block_bytes,
+                "step": round(step),
+                "broadcast": round(sending),
+                "average": round(sending),
+            },
+        )
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device's memory is enough for the fullest rank; None where it is not known.
+        """Whether the device's memory is enough for the fullest rank; None where that is undecided.
 
-        Libraries and the allocator need some of it too: a run that just fits will not.
+        It is undecided where the interval around the prediction (`spread.MEMORY`) has the device's memory in
+        it, and where that is not known.
         """
         device = self.scenario.cluster.device
-        return None if device.memory_gb is None else self.memory.total_bytes <= device.memory_gb * 1e9
+        return None if device.memory_gb is None else fits(self.peak_bytes, device.memory_gb * 1e9)
 
     @property
     def shortfall(self) -> Shortfall | None:
@@ -392,7 +534,22 @@ class SimulatedRun:
     def what_if(self) -> WhatIf:
         """What the time of the iteration is spent on, and what would make it faster."""
         paces = {name: getattr(self.played.paces, name) for name in ("slow", "jitter", "seed")}
-        return what_if(self.schedule, self.scenario.cluster, self.scenario.workload, **paces)
+        return what_if(
+            self.schedule, self.scenario.cluster, self.scenario.workload_of(self.strategy), **paces
+        )
+
+    @property
+    def computing_ms(self) -> dict[str, float]:
+        """Milliseconds of forward and backward by what limits them: products, attention, memory.
+
+        "moved" is what is copied for the network and by it. Empty where it is not known: for a model that is
+        no transformer, and on a device whose measured rate is of whole training.
+        """
+        device, workload = self.scenario.cluster.device, self.scenario.workload_of(self.strategy)
+        if workload.kernels is None or device.memory_reached is None:
+            return {}
+        moved = sum(workload.moved_bytes) * self.scenario.numel
+        return {**workload.kernels.parts_ms(device), "moved": device.touch_ms(moved)}
 
     @property
     def tokens_per_second(self) -> float:
@@ -403,8 +560,10 @@ class SimulatedRun:
     def utilisation(self) -> float:
         """Model FLOPs utilisation: the share of the device's peak that goes into the model.
 
-        6 operations for each parameter and token count, and attention's. What checkpointing computes again
-        does not count.
+        6 operations for each parameter and token count, and attention's over whole sequences, also what a
+        causal mask hides and flash attention skips. What checkpointing computes again does not count.
+
+        Source: PaLM (arXiv:2204.02311), appendix B.
         """
         operations = 6 * self.scenario.numel * self.scenario.tokens * (1 + self.scenario.attention_share)
         return operations / (self.iteration_ms * self.scenario.cluster.device.tflops * 1e9)

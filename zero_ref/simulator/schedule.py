@@ -221,6 +221,7 @@ def schedule(
         raise ValueError(f"steps= is for {LOCAL_SGD!r}; strategy {how.name!r} meets in every step.")
     if how.stage == 3:
         return _stage_3(params, world_size, how, blocks, activation_bytes)
+    reduced_itemsize = None if how.reduce_dtype is None else itemsize_of(how.reduce_dtype)
     buckets = _default_buckets(params) if ddp_buckets is None else ddp_buckets
     muon = state_rule(how.optimizer).of_whole is not None
     parameter_bytes = sum(nbytes_of(param) for param in params)
@@ -239,10 +240,18 @@ def schedule(
                 steps,
                 averaged_itemsize=how.averaged_itemsize,
                 activation_bytes=activation_bytes,
+                accumulation=how.accumulation,
             )
         else:
             operations = data_parallel(
-                params, world_size, None, buckets, activation_bytes=activation_bytes, muon=muon
+                params,
+                world_size,
+                None,
+                buckets,
+                activation_bytes=activation_bytes,
+                muon=muon,
+                accumulation=how.accumulation,
+                reduced_itemsize=reduced_itemsize,
             )
         return Schedule(
             operations,
@@ -267,6 +276,9 @@ def schedule(
             in_forward=how.way == "in_forward",
             activation_bytes=activation_bytes,
             muon=muon,
+            accumulation=how.accumulation,
+            no_sync=how.no_sync,
+            reduced_itemsize=reduced_itemsize,
         )
     else:
         operations = data_parallel(
@@ -280,6 +292,8 @@ def schedule(
             side_stream=side_stream,
             activation_bytes=activation_bytes,
             muon=muon,
+            accumulation=how.accumulation,
+            reduced_itemsize=reduced_itemsize,
         )
     return Schedule(
         operations,
@@ -336,31 +350,39 @@ def _stage_3(
     blocks: Sequence[Sequence[int]] | None,
     activation_bytes: int,
 ) -> Schedule:
-    """Each parameter cut in N along its first dimension, as torch's `fully_shard` does."""
+    """Each parameter cut along its first dimension into as many parts as a group has ranks.
+
+    As torch's `fully_shard` does, of several groups on a mesh of two dimensions.
+    """
     blocks = [range(len(params))] if blocks is None else blocks
     if sorted(number for block in blocks for number in block) != list(range(len(params))):
         raise ValueError(f"blocks must list each of the {len(params)} parameters once.")
     rule = state_rule(how.optimizer)
+    group = how.group_of(world_size)
+    replicas = world_size // group
+    reduced = None if how.reduce_dtype is None else itemsize_of(how.reduce_dtype)
     # Of each parameter every rank has as many rows as the fullest; the last ranks' are partly padding.
     rows = [param.rows for param in params]
-    chunks = [-(-row // world_size) for row in rows]
+    chunks = [-(-row // group) for row in rows]
     wide = [param.numel // max(row, 1) for param, row in zip(params, rows)]
     padded = [chunk * width * itemsize_of(param.dtype) for param, chunk, width in zip(params, chunks, wide)]
 
     def unit(block: Sequence[int], kept: bool) -> Unit:
         trained = [number for number in block if params[number].trainable]
+        own = group * sum(padded[number] for number in trained)
         return Unit(
             sum(params[number].numel for number in block),
-            world_size * sum(padded[number] for number in block),
-            world_size * sum(padded[number] for number in trained),
+            group * sum(padded[number] for number in block),
+            own if reduced is None else group * reduced * sum(chunks[n] * wide[n] for n in trained),
             kept,
             len(block),
+            own,
         )
 
     units = [unit(block, kept=not place) for place, block in enumerate(blocks) if block]
     trained = [number for number, param in enumerate(params) if param.trainable]
     # The first ranks have full chunks, one the rest, others nothing: note where that changes, then add up.
-    shard_changes, state_changes = [0] * (world_size + 2), [0] * (world_size + 2)
+    shard_changes, state_changes = [0] * (group + 2), [0] * (group + 2)
     for number, param in enumerate(params):
         its = rule.of(param)
         full_ranks, rest = divmod(rows[number], chunks[number]) if chunks[number] else (0, 0)
@@ -372,14 +394,23 @@ def _stage_3(
                 state_changes[rank] += its.nbytes(change, itemsize_of(param.dtype)) - its.scalar_bytes
         if param.trainable or its.for_frozen:
             state_changes[0] += its.scalar_bytes  # on every rank, also where it has no rows
-    shards = list(accumulate(shard_changes))[:world_size]
-    state_bytes = accumulate(state_changes)
+    shards = list(accumulate(shard_changes))[:group] * replicas
+    operations = stage_3(
+        units,
+        world_size,
+        shards,
+        prefetch=how.prefetch,
+        activation_bytes=activation_bytes,
+        group=group,
+        accumulation=how.accumulation,
+        no_sync=how.no_sync and how.accumulation > 1,
+    )
     return Schedule(
-        stage_3(units, world_size, shards, prefetch=how.prefetch, activation_bytes=activation_bytes),
+        operations,
         world_size,
         (sum(padded),) * world_size,
         (sum(padded[number] for number in trained),) * world_size,
-        tuple(islice(state_bytes, world_size)),
+        tuple(islice(accumulate(state_changes), group)) * replicas,
     )
 
 

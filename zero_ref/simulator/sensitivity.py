@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_ref.simulator._checks import check_name
-from zero_ref.simulator.cluster import Cluster, Device
+from zero_ref.simulator.cluster import Cluster, Device, Link
 from zero_ref.simulator.play import play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.schedule import MIB, Schedule
@@ -53,6 +53,23 @@ def _faster(device: Device, *, computing: float = 1.0, memory: float = 1.0) -> D
     )
 
 
+def _closer(one: Cluster, scale: float) -> Cluster:
+    """Each link's share of its rate multiplied, up to all of it."""
+
+    def of(link: Link) -> Link:
+        return replace(link, reached=min(1.0, link.reached * scale))
+
+    of_op = {op: of(link) for op, link in one.link_of_op.items()}
+    return replace(one, within=of(one.within), between=of(one.between), link_of_op=of_op)
+
+
+def _with_share(one: Cluster, name: str, scale: float) -> Cluster:
+    """A share of the device's peak, or of its memory's bandwidth, multiplied, up to all of it."""
+    share = getattr(one.device, name)
+    changes: dict[str, Any] = {name: None if share is None else min(1.0, share * scale)}
+    return replace(one, device=replace(one.device, **changes))
+
+
 _OF_CLUSTER: dict[str, Callable[[Cluster, float], Cluster]] = {
     "latency": lambda one, scale: one.with_links(latency=scale),
     "bandwidth within nodes": lambda one, scale: replace(
@@ -61,8 +78,15 @@ _OF_CLUSTER: dict[str, Callable[[Cluster, float], Cluster]] = {
     "bandwidth between nodes": lambda one, scale: replace(one, between=one.between.scaled(bandwidth=scale)),
     "compute": lambda one, scale: replace(one, device=_faster(one.device, computing=scale)),
     "memory bandwidth": lambda one, scale: replace(one, device=_faster(one.device, memory=scale)),
+    "share of links": _closer,
+    "share of products": lambda one, scale: _with_share(one, "reached", scale),
+    "share of attention": lambda one, scale: _with_share(one, "attention_reached", scale),
+    "share of memory": lambda one, scale: _with_share(one, "memory_reached", scale),
 }
-"""The cluster with one of its figures multiplied, by the name of the factor."""
+"""The cluster with one of its figures multiplied, by the name of the factor. Shares end at 1."""
+
+SWITCH = "sums in the switch"
+"""The name of the improvement that `Cluster.nvls` is."""
 
 FACTORS: dict[str, str] = {
     "latency": "of every link",
@@ -70,8 +94,12 @@ FACTORS: dict[str, str] = {
     "bandwidth between nodes": "of the links from node to node",
     "bucket size": "of DDP's gradient buckets",
     "ranks": "how many there are, each with as much work as before",
-    "compute": "speed of forward and backward",
-    "memory bandwidth": "speed of the optimizer step",
+    "compute": "peak of the device",
+    "memory bandwidth": "of the device: of the optimizer step, and of kernels that are limited by it",
+    "share of links": "what large messages reach of a link's rate, 1 at most",
+    "share of products": "what large matrix products reach of the peak, 1 at most",
+    "share of attention": "what attention reaches of it, 1 at most",
+    "share of memory": "what kernels limited by memory reach of its bandwidth, 1 at most",
 }
 """What can be varied, by name."""
 
@@ -82,7 +110,7 @@ def scaled(setting: Setting, factor: str, scale: float) -> Setting:
     >>> from zero_ref.simulator.cluster import cluster
     >>> setting = Setting(cluster("h100-ib"), world_size=64)
     >>> scaled(setting, "latency", 4).cluster.between.latency_us, scaled(setting, "ranks", 0.25).world_size
-    (40.0, 16)
+    (56.0, 16)
 
     Raises:
         ValueError: the factor is not in FACTORS, or the scale is not above 0.
@@ -147,11 +175,13 @@ def sensitivity(
     ...     if one.changes_winner:
     ...         times = f"{one.first_ms:.1f} : {one.second_ms:.1f} ms"
     ...         print(f"{one.factor} x{one.scale:g}: {one.winner}, {times}")
-    bandwidth within nodes x0.25: ddp, 28.9 : 33.1 ms
-    bandwidth within nodes x0.5: ddp, 28.5 : 29.2 ms
-    ranks x0.25: ddp, 28.3 : 28.4 ms
-    memory bandwidth x2: ddp, 26.7 : 27.1 ms
-    memory bandwidth x4: ddp, 25.9 : 27.0 ms
+    bandwidth within nodes x0.25: ddp, 25.6 : 30.9 ms
+    bandwidth within nodes x0.5: ddp, 19.0 : 20.0 ms
+    ranks x0.25: ddp, 18.7 : 18.9 ms
+    memory bandwidth x2: ddp, 16.8 : 17.4 ms
+    memory bandwidth x4: ddp, 15.8 : 17.3 ms
+    share of links x0.25: ddp, 25.6 : 30.9 ms
+    share of links x0.5: ddp, 19.0 : 20.0 ms
 
     In the unchanged setting ZeRO wins: it saves more of the step than its broadcasts take. DDP wins where
     broadcasts take longer, or the step less. Latency, bucket size and compute change nothing.
@@ -201,8 +231,8 @@ class WhatIf:
     Args:
         iteration_ms: without an improvement.
         critical_ms: its parts, by the labels of the operations on the critical path.
-        improved_ms: the time with each improvement. "even pace" is among them if ranks were slow or had
-            jitter, and is the time without either.
+        improved_ms: the time with each improvement. SWITCH is among them if ranks of NCCL's are on nodes
+            without it. "even pace" is if ranks were slow or had jitter, and is the time without either.
     """
 
     iteration_ms: float
@@ -229,15 +259,17 @@ def what_if(
     >>> even = schedule("zero-even", [ParamSpec(10**7, "bfloat16")] * 40, world_size=64)
     >>> found = what_if(even, cluster("h100-ib"), Workload(tokens=4096))
     >>> {label: round(ms, 1) for label, ms in found.critical_ms.items()}
-    {'forward': 8.3, 'backward': 16.6, 'reduce': 0.2, 'step': 0.1, 'broadcast': 2.5}
+    {'forward': 4.9, 'backward': 9.5, 'reduce': 0.5, 'step': 0.1, 'broadcast': 3.2}
     >>> {name: round(ms, 1) for name, ms in found.improved_ms.items()}        # doctest: +NORMALIZE_WHITESPACE
-    {'latency': 27.3, 'bandwidth within nodes': 27.6, 'bandwidth between nodes': 27.4, 'compute': 15.3,
-     'memory bandwidth': 27.6}
+    {'latency': 17.6, 'bandwidth within nodes': 18.1, 'bandwidth between nodes': 18.1, 'compute': 12.7,
+     'memory bandwidth': 18.1, 'share of links': 17.9, 'share of products': 13.7, 'share of attention': 18.1,
+     'share of memory': 18.1, 'sums in the switch': 18.1}
 
-    Computing is nine tenths of the time, so nothing but a faster device would help much.
+    Computing is eight tenths of the time, so nothing but a faster device would help much. The workload has
+    matrix products only: that attention and memory change nothing says nothing about a model.
 
     Args:
-        times: how many times as good: half the latency, twice the bandwidth or speed.
+        times: how many times as good: half the latency, twice the bandwidth or speed, a share of 1 at most.
         paces: `slow`, `jitter` and `seed` for `play`.
     Raises:
         ValueError: `times` is not above 0, or as `play`.
@@ -248,6 +280,8 @@ def what_if(
     for factor in _OF_CLUSTER:
         better = scaled(setting, factor, 1 / times if factor == "latency" else times)
         improved[factor] = unchanged.on(better.cluster, workload).iteration_ms
+    if cluster.backend == "nccl" and not cluster.nvls:
+        improved[SWITCH] = unchanged.on(replace(cluster, nvls=True), workload).iteration_ms
     if paces.get("slow") or paces.get("jitter"):
         improved["even pace"] = play(schedule, cluster, workload).iteration_ms
     critical = {label: ms / schedule.iterations for label, ms in unchanged.critical_ms().items()}

@@ -8,7 +8,14 @@ from zero_ref.plan.gradients import GradientPlan, gradient_plans
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.simulator.data_parallel import most_flops, new_parameters, shares_of
 from zero_ref.simulator.ledger import itemsize_of
-from zero_ref.simulator.operations import COMPUTE, NETWORK, Operation, forward_and_backward, shared_out
+from zero_ref.simulator.operations import (
+    COMPUTE,
+    NETWORK,
+    Operation,
+    forward_and_backward,
+    passes_before,
+    shared_out,
+)
 
 COUNT_ITEMSIZE = 4
 """Bytes for each parameter in the all-reduce that counts on how many ranks it had a gradient."""
@@ -23,6 +30,9 @@ def sharded_data_parallel(
     in_forward: bool = False,
     activation_bytes: int = 0,
     muon: bool = False,
+    accumulation: int = 1,
+    no_sync: bool = False,
+    reduced_itemsize: int | None = None,
 ) -> tuple[Operation, ...]:
     """Buckets of gradients reduced to their owners, the update, and new parameters sent.
 
@@ -37,22 +47,22 @@ def sharded_data_parallel(
         in_forward: what the step before has sent arrives in forward, so it is listed first: the iteration
             begins behind a step.
         activation_bytes: that forward leaves for backward, on each rank.
+        accumulation: backwards before an update. Each reduces its gradients, which add up in the shares.
+        no_sync: only the last one does.
+        reduced_itemsize: bytes of an element in the reductions; None for those of the gradients.
     Raises:
         ValueError: `world_size` is no multiple of the partition's.
     """
-    building = _Building(params, world_size, partition, activation_bytes)
+    building = _Building(params, world_size, partition, activation_bytes, reduced_itemsize)
     sent = new_parameters(partition, params, flat) if partition.world_size > 1 else []
     gathers = [
         Operation("broadcast", NETWORK, op=op, nbytes=nbytes, owner=owner, ranks=building.ranks)
         for op, nbytes, owner in sent
     ]
+    building.passes(gathers if in_forward else [], accumulation, no_sync)
     if in_forward:
-        building.forward_behind(gathers)
-        building.backward()
         building.step(muon)
     else:
-        building.forward_behind([])
-        building.backward()
         stepped = building.step(muon)
         building.operations += [one._replace(after=(stepped,)) for one in gathers]
     return tuple(building.operations)
@@ -62,12 +72,17 @@ class _Building:
     """The operations so far."""
 
     def __init__(
-        self, params: Sequence[ParamSpec], world_size: int, partition: Partition, activation_bytes: int
+        self,
+        params: Sequence[ParamSpec],
+        world_size: int,
+        partition: Partition,
+        activation_bytes: int,
+        reduced_itemsize: int | None,
     ) -> None:
         group = partition.world_size
         if world_size % group:
             raise ValueError(f"{world_size} ranks cannot be divided into groups of {group}.")
-        self.params, self.partition = params, partition
+        self.params, self.partition, self.reduced_itemsize = params, partition, reduced_itemsize
         self.replicas = world_size // group
         self.ranks = None if self.replicas == 1 else group
         self.plans = gradient_plans(partition, params)
@@ -79,6 +94,19 @@ class _Building:
     def _append(self, operation: Operation) -> int:
         self.operations.append(operation)
         return len(self.operations) - 1
+
+    def passes(self, gathers: Sequence[Operation], accumulation: int, no_sync: bool) -> None:
+        """All forwards and backwards; the first forward behind the gathers."""
+        if no_sync and accumulation > 1:
+            self.forward_behind(gathers)
+            before = passes_before(self.forward, self.backwards, accumulation - 1)
+            self.operations += before[1:]  # the first forward is there
+            self.forward_behind([])
+            self.backward(first=True, allocates=False)
+            return
+        for number in range(accumulation):
+            self.forward_behind([] if number else gathers)
+            self.backward(first=not number)
 
     def forward_behind(self, gathers: Sequence[Operation]) -> None:
         """Forward; if parameters are on their way, a part of it behind each gather, in the same order."""
@@ -97,10 +125,11 @@ class _Building:
             one = self.forward._replace(numel=numel, tensors=tensors, takes=takes, after=after)
             self._append(one if count == 1 else one._replace(part=part))
 
-    def backward(self) -> None:
+    def backward(self, *, first: bool = True, allocates: bool = True) -> None:
         """Backward bucket by bucket, each reduced when it is full; and the count.
 
-        Backward waits for the reduction before the last, so that no more than two buckets are on their way.
+        Shares that an earlier backward has left are added to. Backward waits for the reduction before the
+        last, so that no more than two buckets are on their way.
         The groups average a bucket when the next one is on its way, and the last one behind the count.
         """
         to_average: list[Operation] = []
@@ -108,6 +137,9 @@ class _Building:
         for plan, backward in zip(self.plans, self.backwards):
             backward = backward._replace(after=tuple(ends[-2:-1]))
             reduce = self._reduction(plan, backward)
+            if not first:
+                reduce = reduce._replace(gives=reduce.gives + reduce.takes)
+            backward = backward if allocates else backward._replace(takes=0)
             place = self._await(reduce._replace(after=(self._append(backward),)))
             for one in to_average:
                 self._await(one)
@@ -126,12 +158,13 @@ class _Building:
         return self.awaited[-1]
 
     def _reduction(self, plan: GradientPlan, backward: Operation) -> Operation:
-        itemsize = itemsize_of(self.params[next(iter(plan.starts))].dtype)
+        own_itemsize = itemsize_of(self.params[next(iter(plan.starts))].dtype)
+        itemsize = self.reduced_itemsize or own_itemsize
         nbytes, group = plan.numel * itemsize, self.partition.world_size
         reduce = Operation("reduce", NETWORK, backward.part, nbytes=nbytes, ranks=self.ranks)
         reduce = reduce._replace(gives=backward.takes)
         if plan.is_shared:
-            return reduce._replace(op="reduce_shares", takes=nbytes // group)
+            return reduce._replace(op="reduce_shares", takes=plan.numel // group * own_itemsize)
         sent = tuple((owner, numel * itemsize) for owner in range(group) for numel in plan.sent_numels(owner))
         return reduce._replace(op="exchange", shares=sent)
 

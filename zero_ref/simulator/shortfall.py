@@ -23,8 +23,8 @@ class Reason(NamedTuple):
     """Bytes of one rank that an equal share of the model's state does not explain.
 
     Args:
-        name: "parameters", "gradients" or "optimizer", which the stage does not divide; "largest tensor",
-            "uneven", "scalars", "padding", "gradient buckets", "communication" or "activations".
+        name: "parameters", "gradients" or "optimizer", which the stage does not divide; "largest tensor" or
+            "uneven"; another item of `memory.Memory`; or "not at one time".
         sentence: what causes the bytes, and what can be done about them.
     """
 
@@ -48,7 +48,7 @@ class Shortfall:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes that the rank holds."""
+        """The bytes that the rank holds: at its peak, where the phases of its memory are known."""
         return self.ideal_bytes + sum(reason.nbytes for reason in self.reasons)
 
 
@@ -79,8 +79,8 @@ def why_not_smaller(
         rank: None for the fullest (ties: the lowest).
         memories: the result of `memory_of_ranks` for these arguments, if the caller has it.
     Returns:
-        A shortfall whose `total_bytes` is exactly that of `memory_of_ranks`. Only "uneven" can be negative,
-        for a rank that owns less than its share.
+        A shortfall whose `total_bytes` is exactly that of `memory_of_ranks`, or `peak_bytes` of memories with
+        phases. "uneven" can be negative, for a rank that owns less than its share, and "not at one time" is.
     Raises:
         ValueError: `params` is not what `partition` was made for, or there is no such rank.
     """
@@ -91,9 +91,10 @@ def why_not_smaller(
     if not 0 <= rank < len(memories):
         raise ValueError(f"there is no rank {rank}; ranks are 0 to {len(memories) - 1}.")
     whole = whole_bytes(params, settings)
-    whole_of_part = {part: _of_parts(whole, [part]) for part in FIRST_STAGE}
+    on_device = [part for part in FIRST_STAGE if not (part == "optimizer" and settings.offload)]
+    whole_of_part = {part: _of_parts(whole, [part]) for part in on_device}
     share_of_part = {part: nbytes // partition.world_size for part, nbytes in whole_of_part.items()}
-    divided = [part for part, first in FIRST_STAGE.items() if settings.stage >= first]
+    divided = [part for part in on_device if settings.stage >= FIRST_STAGE[part]]
     reasons = [
         Reason(
             part,
@@ -166,6 +167,15 @@ def _on_top(memory: Memory, settings: MemorySettings) -> list[Reason]:
         "padding": "in flat tensors each owner's run begins at a multiple of some elements.",
         "gradient buckets": "DDP keeps a second copy of gradients; gradient_as_bucket_view=True saves it.",
         "communication": what_travels[settings.stage],
+        "whole gradients": "gradients that add up are not reduced before the last backward.",
         "activations": "they grow with the batch and the sequence; no stage divides them.",
+        "temporaries": "the most that the loss, a block's backward or the step needs while it lasts.",
+        "allocator": "reserved in pieces that no tensor has; a share of what tensors take is supposed.",
+        "libraries": "the driver's context, kernels and the buffers of a communicator.",
     }
-    return [Reason(item, int(memory.items[item]), sentence) for item, sentence in sentences.items()]
+    reasons = [Reason(item, int(memory.items[item]), sentence) for item, sentence in sentences.items()]
+    if memory.phase_bytes:
+        apart = int(memory.peak_bytes) - int(memory.total_bytes)
+        when = f"most is there at one time in the phase {memory.phase!r}, where some of this is not."
+        reasons.append(Reason("not at one time", apart, when))
+    return reasons

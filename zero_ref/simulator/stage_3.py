@@ -19,6 +19,8 @@ class Unit(NamedTuple):
         kept: the unit is not freed between its forward and its backward. The root unit is kept, since the
             model begins and ends with its parameters.
         tensors: the number of parameters.
+        gradient_bytes: of its gradients as backward makes them, where they travel in another dtype; None for
+            `reduced_bytes`.
     """
 
     numel: int
@@ -26,6 +28,12 @@ class Unit(NamedTuple):
     reduced_bytes: int
     kept: bool = False
     tensors: int = 0
+    gradient_bytes: int | None = None
+
+    @property
+    def own_gradient_bytes(self) -> int:
+        """Of its gradients as backward makes them."""
+        return self.reduced_bytes if self.gradient_bytes is None else self.gradient_bytes
 
 
 def stage_3(
@@ -35,6 +43,9 @@ def stage_3(
     *,
     prefetch: int = 1,
     activation_bytes: int = 0,
+    group: int | None = None,
+    accumulation: int = 1,
+    no_sync: bool = False,
 ) -> tuple[Operation, ...]:
     """Parameters gathered before use, in forward and again in backward; gradients reduced to shards.
 
@@ -47,10 +58,16 @@ def stage_3(
 
     Args:
         units: in the order of forward; backward takes them in reverse.
+        world_size: ranks; of several groups, of all of them.
         shards: elements that each rank updates.
         prefetch: how many units ahead; with 0 a unit is gathered when it is needed, and no computing hides
             the wait.
         activation_bytes: that forward leaves for backward, on each rank.
+        group: how many consecutive ranks share the parameters, and gather and reduce among themselves. Then
+            the groups all-reduce each shard of the gradients. None for all ranks.
+        accumulation: forwards and backwards before the update. Each gathers the parameters, and reduces its
+            gradients, which add up in the shards.
+        no_sync: only the last backward reduces; until then each rank keeps whole gradients.
     Raises:
         ValueError: `prefetch` is negative.
     Source: ZeRO (arXiv:1910.02054), section 5.3. The order is that of torch's `fully_shard`, as recorded in
@@ -58,17 +75,19 @@ def stage_3(
     """
     if prefetch < 0:
         raise ValueError(f"prefetch counts units, 0 or more; got {prefetch}.")
-    building = _Building(units, world_size, activation_bytes)
-    for label, sequence in (("forward", range(len(units))), ("backward", range(len(units))[::-1])):
-        to_gather = deque(
-            (place, part)
-            for place, part in enumerate(sequence)
-            if world_size > 1 and not (label == "backward" and units[part].kept)
-        )
-        for place, part in enumerate(sequence):
-            while to_gather and to_gather[0][0] <= place + prefetch:
-                building.gather(to_gather.popleft()[1])
-            building.compute(label, part)
+    building = _Building(units, world_size, group or world_size, activation_bytes, no_sync)
+    for number in range(accumulation):
+        building.is_first, building.reduces = not number, not no_sync or number == accumulation - 1
+        for label, sequence in (("forward", range(len(units))), ("backward", range(len(units))[::-1])):
+            to_gather = deque(
+                (place, part)
+                for place, part in enumerate(sequence)
+                if building.group > 1 and not (label == "backward" and units[part].kept)
+            )
+            for place, part in enumerate(sequence):
+                while to_gather and to_gather[0][0] <= place + prefetch:
+                    building.gather(to_gather.popleft()[1])
+                building.compute(label, part)
     building.step(shards)
     return tuple(building.operations)
 
@@ -76,10 +95,16 @@ def stage_3(
 class _Building:
     """The operations so far, and the positions of those that the next ones wait for."""
 
-    def __init__(self, units: Sequence[Unit], world_size: int, activation_bytes: int) -> None:
-        self.units = units
-        self.world_size = world_size
-        self.activation_bytes = shared_out(activation_bytes, [unit.numel for unit in units])
+    def __init__(
+        self, units: Sequence[Unit], world_size: int, group: int, activation_bytes: int, no_sync: bool
+    ) -> None:
+        self.units, self.group, self.no_sync = units, group, no_sync
+        self.replicas = world_size // group
+        self.ranks = None if self.replicas == 1 else group
+        # Blocks keep activations, and the root keeps none, if there are blocks.
+        weights = [0 if unit.kept and len(units) > 1 else unit.numel for unit in units]
+        self.activation_bytes = shared_out(activation_bytes, weights)
+        self.is_first, self.reduces = True, True
         self.operations: list[Operation] = []
         self.gathered: dict[int, tuple[int, ...]] = {}  # the last all-gather of each unit
         self.computed: tuple[int, ...] = ()  # the last computation
@@ -91,24 +116,44 @@ class _Building:
 
     def gather(self, part: int) -> None:
         nbytes = self.units[part].gathered_bytes
-        gather = Operation("gather", NETWORK, part, self.computed, op="all_gather", nbytes=nbytes)
+        gather = Operation(
+            "gather", NETWORK, part, self.computed, op="all_gather", nbytes=nbytes, ranks=self.ranks
+        )
         self.gathered[part] = self._append(gather._replace(takes=nbytes))
 
     def compute(self, label: str, part: int) -> None:
         """Forward or backward of a unit, and the reduction of the gradients that backward makes."""
         unit = self.units[part]
-        whole = unit.gathered_bytes if self.world_size > 1 else 0
+        whole = unit.gathered_bytes if self.group > 1 else 0
         if label == "forward":
             takes, gives = self.activation_bytes[part], 0 if unit.kept else whole
         else:
-            takes, gives = unit.reduced_bytes, whole + self.activation_bytes[part]
+            takes, gives = self._gradient_bytes(part), whole + self.activation_bytes[part]
         after = self.gathered.get(part, ())
         compute = Operation(label, COMPUTE, part, after, unit.numel, takes=takes, gives=gives)
         self.computed = self._append(compute._replace(tensors=unit.tensors))
-        if label == "backward" and self.world_size > 1 and unit.reduced_bytes:
-            nbytes = unit.reduced_bytes
-            reduce = Operation("reduce", NETWORK, part, self.computed, op="reduce_scatter", nbytes=nbytes)
-            self.reduced = self._append(reduce._replace(gives=nbytes - nbytes // self.world_size))
+        if label == "backward" and unit.reduced_bytes and self.reduces:
+            self._reduce(part)
+
+    def _gradient_bytes(self, part: int) -> int:
+        """What the backward of a unit allocates for its gradients."""
+        unit, alone = self.units[part], self.group == self.replicas == 1
+        if self.no_sync:  # they add up in the dtype in which they will travel
+            return unit.reduced_bytes if self.is_first else 0
+        return 0 if alone and not self.is_first else unit.own_gradient_bytes
+
+    def _reduce(self, part: int) -> None:
+        """The gradients of a unit are reduced among the ranks that share it, and then between the groups."""
+        unit, group = self.units[part], self.group
+        whole = unit.reduced_bytes if self.no_sync else unit.own_gradient_bytes
+        shard = unit.own_gradient_bytes // group if self.is_first or self.no_sync else 0  # else it is there
+        reduce = Operation("reduce", NETWORK, part, self.computed, op="reduce_scatter", ranks=self.ranks)
+        if group > 1:
+            self.reduced = self._append(reduce._replace(nbytes=unit.reduced_bytes, gives=whole - shard))
+        if self.replicas > 1:
+            after, gives = (self.reduced, 0) if group > 1 else (self.computed, whole - shard)
+            between = reduce._replace(op="all_reduce", ranks=self.replicas, stride=group, after=after)
+            self.reduced = self._append(between._replace(nbytes=unit.reduced_bytes // group, gives=gives))
 
     def step(self, shards: Sequence[int]) -> None:
         tensors = sum(unit.tensors for unit in self.units if unit.reduced_bytes)

@@ -155,6 +155,7 @@ def bucket_times(
     gb_per_s: float,
     backward_ms: float,
     step_ms: float = 0.0,
+    broadcasts: int | None = None,
 ) -> list[BucketTimes]:
     """The times of each bucket if backward completes gradients at a steady pace, and all ranks use one link.
 
@@ -170,8 +171,10 @@ def bucket_times(
         bucket_bytes: of each bucket; the rest is in one more.
         gb_per_s: 10^9 bytes a second that a rank can send.
         backward_ms, step_ms: of the whole model, divided among the buckets by their bytes.
+        broadcasts: of all new parameters: a hook sends one for each slice, unless they lie in flat tensors.
+            Each takes the latency, and each bucket has its part of them, one at least. None for one a bucket.
     Raises:
-        ValueError: a size or the bandwidth is not positive, or there is no rank.
+        ValueError: a size or the bandwidth is not positive, or there is no rank or no broadcast.
     Source: the bus bandwidths of nccl-tests (doc/PERFORMANCE.md).
     """
     if min(nbytes, bucket_bytes, gb_per_s) <= 0 or world_size < 1:
@@ -179,6 +182,8 @@ def bucket_times(
             f"{nbytes:g} bytes in buckets of {bucket_bytes:g} on {world_size} ranks at {gb_per_s:g} GB/s: "
             "each must be positive."
         )
+    if broadcasts is not None and broadcasts < 1:
+        raise ValueError(f"new parameters take at least 1 broadcast, got {broadcasts}.")
     if min(latency_ms, backward_ms, step_ms) < 0:
         raise ValueError(
             f"a latency of {latency_ms:g} ms, backward of {backward_ms:g} ms, step of {step_ms:g} ms: none "
@@ -188,12 +193,13 @@ def bucket_times(
     times = []
     for size in [bucket_bytes] * int(whole) + [rest] * (rest >= 1):
         sending_ms = size / (gb_per_s * 1e6)
+        calls = max(1.0, (broadcasts or 0) * size / nbytes)
         times.append(
             BucketTimes(
                 backward_ms=backward_ms * size / nbytes,
                 reduce_ms=latency_ms + 2 * (world_size - 1) / world_size * sending_ms,
                 step_ms=step_ms * size / nbytes,
-                broadcast_ms=latency_ms + sending_ms,
+                broadcast_ms=calls * latency_ms + sending_ms,
             )
         )
     return times

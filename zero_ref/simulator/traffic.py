@@ -72,7 +72,8 @@ def traffic(
         nbytes: the payload, which is the whole tensor: what each rank has after an all_gather, or before a
             reduce_scatter.
         backend: one of BACKENDS.
-        algorithm: "ring" or "tree", for NCCL's all-reduce; everything else has one algorithm only.
+        algorithm: "ring", "tree" or "nvls", for NCCL's all-reduce; everything else has one algorithm only.
+            With NVLS a switch adds what all ranks send, and sends each sum to all of them.
         shares: for an exchange, the bytes of the payload that each owner owns, and receives from every other
             rank. Ranks beyond the last share own nothing. None for even shares on all ranks.
     Raises:
@@ -84,8 +85,8 @@ def traffic(
     """
     check_name("operation", op, OPERATIONS)
     check_name("backend", backend, BACKENDS)
-    if algorithm not in ("ring", "tree"):
-        raise ValueError(f"unknown algorithm {algorithm!r}; choose ring or tree.")
+    if algorithm not in ("ring", "tree", "nvls"):
+        raise ValueError(f"unknown algorithm {algorithm!r}; choose ring, tree or nvls.")
     check_number("a payload's bytes", nbytes)
     check_world_size(world_size)
     if shares is not None:
@@ -103,6 +104,8 @@ def traffic(
     if op == "all_reduce" or (op == "reduce_scatter" and backend == "gloo"):
         if algorithm == "tree" and backend == "nccl":
             return Traffic(2 * levels, 2 * s, 2 * (n - 1) * s)
+        if algorithm == "nvls" and backend == "nccl":
+            return Traffic(2, s + s / n, (n + 1) * s)
         return Traffic(2 * (n - 1), 2 * part, 2 * (n - 1) * s)
     if op in ("reduce_scatter", "reduce_shares", "all_gather"):
         pairwise = op == "reduce_shares" and backend == "gloo" and n <= PAIRWISE_RANKS

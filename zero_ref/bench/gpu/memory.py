@@ -13,7 +13,7 @@ from zero_ref.bench.gpu.model import PaperGPT
 from zero_ref.comm import devices
 from zero_ref.lab import meter
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.simulator.activations import CHECKPOINTING, activation_bytes, head_bytes
+from zero_ref.simulator.activations import OF_THE_PAPER, activation_bytes, head_bytes
 from zero_ref.simulator.ledger import ledger
 from zero_ref.simulator.models import TRANSFORMERS, Transformer
 
@@ -36,7 +36,7 @@ def memory(
         _warm_up(device)
         state = [row for convention in DTYPE_OF for row in _state(device, convention, architecture)]
         activations: list[Found] = []
-        for way in CHECKPOINTING:
+        for way in OF_THE_PAPER:
             if budget.over:
                 activations.append({"checkpointing": way, "left_out": "no time was left"})
                 continue

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from zero_ref.simulator._checks import check_name
-from zero_ref.simulator.activations import CHECKPOINTING
+from zero_ref.simulator.activations import OF_THE_PAPER
 from zero_ref.simulator.models import Transformer
 
 DROPOUT = 0.1
@@ -41,7 +41,7 @@ class PaperBlock(nn.Module):
     """A block of GPT-2. Input and output: (batch, positions, width).
 
     Args:
-        checkpointing: one of `activations.CHECKPOINTING`. Under "full" the model calls blocks again.
+        checkpointing: one of `activations.OF_THE_PAPER`. Under "full" the model calls blocks again.
     """
 
     def __init__(self, width: int, heads: int, checkpointing: str) -> None:
@@ -76,14 +76,14 @@ class PaperGPT(nn.Module):
     """GPT-2 of an architecture's dimensions, with as many parameters as `simulator.models` gives it.
 
     Args:
-        checkpointing: one of `activations.CHECKPOINTING`.
+        checkpointing: one of `activations.OF_THE_PAPER`.
     Raises:
         ValueError: `checkpointing` is unknown.
     """
 
     def __init__(self, architecture: Transformer, checkpointing: str = "none") -> None:
         super().__init__()
-        check_name("checkpointing", checkpointing, CHECKPOINTING)
+        check_name("checkpointing", checkpointing, OF_THE_PAPER)
         width = architecture.width
         self.full = checkpointing == "full"
         self.tokens = nn.Embedding(architecture.vocabulary, width)

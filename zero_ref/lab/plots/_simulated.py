@@ -108,7 +108,7 @@ def step_parts(played: Played, rank: int = 0) -> StepParts:
     >>> plan = schedule("ddp", [ParamSpec(10**8, "bfloat16")] * 4, world_size=64)
     >>> late = play(plan, cluster("h100-ib"), Workload(4096), slow={7: 1.5})
     >>> [round(ms, 1) for ms in step_parts(late)], [round(ms, 1) for ms in step_parts(late, rank=7)]
-    ([28.2, 3.3, 11.9], [42.3, 1.1, 0.0])
+    ([18.6, 4.0, 6.6], [27.8, 1.3, 0.0])
 
     Raises:
         ValueError: there is no such rank.

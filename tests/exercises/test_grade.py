@@ -1,0 +1,342 @@
+"""`zero-ref grade`: a class of ten, one of each kind, and the files that come out."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import shlex
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, get_args
+
+import jsonschema
+import pytest
+from class_of_students import CHAPTER, KINDS, write_class
+
+from zero_ref import cli
+from zero_ref.course.grading import Assigned, Status, Verdict, answer_in, assigned_in
+from zero_ref.course.marks import Scale, as_csv, as_gradescope, as_junit, read_points
+from zero_ref.course.submissions import Graded, Submission, grade_submissions, submissions_in
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="answers are graded where there is fork"),
+]
+ASSIGNED = assigned_in(CHAPTER.parent, ["partition"])
+NAMES = [one.exercise for one in ASSIGNED]
+SEED = 7
+DUE = datetime.fromisoformat("2026-05-01T00:00").astimezone()
+
+GRADESCOPE = {
+    "type": "object",
+    "required": ["tests"],
+    "additionalProperties": False,
+    "properties": {
+        "score": {"type": "number"},
+        "output": {"type": "string"},
+        "output_format": {"enum": ["text", "html", "simple_format", "md", "ansi"]},
+        "visibility": {"enum": ["hidden", "after_due_date", "after_published", "visible"]},
+        "tests": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["name", "score", "max_score"],
+                "additionalProperties": False,
+                "properties": {
+                    "name": {"type": "string"},
+                    "score": {"type": "number", "minimum": 0},
+                    "max_score": {"type": "number", "minimum": 0},
+                    "status": {"enum": ["passed", "failed"]},
+                    "output": {"type": "string"},
+                    "output_format": {"enum": ["text", "html", "simple_format", "md", "ansi"]},
+                    "visibility": {"enum": ["hidden", "after_due_date", "after_published", "visible"]},
+                },
+            },
+        },
+    },
+}
+"""What Gradescope documents of an autograder's results.json, as far as we use it, and nothing else."""
+
+
+def check_junit(text: str) -> list[ET.Element]:
+    """The suites, once the file is as the schema of Jenkins and surefire has it."""
+    root = ET.fromstring(text)
+    assert root.tag == "testsuites"
+    for suite in root:
+        assert suite.tag == "testsuite"
+        assert set(suite.attrib) == {"name", "tests", "failures", "errors", "skipped"}
+        cases = suite.findall("testcase")
+        assert [one.tag for one in suite] == ["testcase"] * len(cases) + ["system-out"] * (
+            len(suite) - len(cases)
+        )
+        assert int(suite.attrib["tests"]) == len(cases)
+        for outcome, attribute in (("failure", "failures"), ("skipped", "skipped"), ("error", "errors")):
+            assert len(suite.findall(f"testcase/{outcome}")) == int(suite.attrib[attribute])
+        for case in cases:
+            assert set(case.attrib) == {"classname", "name"}
+            assert all(child.tag in ("failure", "skipped") and "message" in child.attrib for child in case)
+    return list(root)
+
+
+class Class(list[Graded]):
+    """A graded class, with the file of its verdicts."""
+
+    folder: Path
+    kept: Path
+    kind: dict[str, str]
+
+
+def submissions(folder: Path) -> list[Submission]:
+    return submissions_in(folder, [CHAPTER.stem], DUE, ["absent"])
+
+
+@pytest.fixture(scope="module")
+def ten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Class]:
+    folder = tmp_path_factory.mktemp("class")
+    kind = write_class(folder / "in", len(KINDS)) | {"absent": "nothing"}
+    kept = folder / "kept.jsonl"
+    graded = Class(grade_submissions(submissions(folder / "in"), ASSIGNED, seed=SEED, kept=kept))
+    graded.folder, graded.kept, graded.kind = folder / "in", kept, kind
+    return graded
+
+
+def test_everybody_gets_what_their_kind_deserves(ten: Class) -> None:
+    expected = {
+        **dict.fromkeys(("right", "late", "renamed", "checks deleted", "untagged"), "passed"),
+        **dict.fromkeys(("wrong", "cheat"), "failed"),
+        **dict.fromkeys(("broken", "nothing"), "missing"),
+        "blank": "not started",
+    }
+    statuses = {one.submission.student: {verdict.status for verdict in one.verdicts.values()} for one in ten}
+    assert statuses == {student: {expected[kind]} for student, kind in ten.kind.items()}
+    late = {ten.kind[one.submission.student] for one in ten if one.submission.late}
+    broken = {ten.kind[one.submission.student] for one in ten if one.submission.problems}
+    assert (late, broken) == ({"late"}, {"broken"})
+
+
+def test_what_was_graded_already_is_not_graded_again(ten: Class, tmp_path: Path) -> None:
+    lines = ten.kept.read_text().splitlines(keepends=True)
+    kept, again = tmp_path / "kept.jsonl", list[str]()
+    kept.write_text("".join(lines[:-3]) + lines[-2][:40])  # ended in the middle of a line
+
+    def note(student: str, exercise: str, verdict: Verdict) -> None:
+        again.append(f"{student} {exercise}")
+
+    resumed = grade_submissions(submissions(ten.folder), ASSIGNED, seed=SEED, kept=kept, progress=note)
+    assert resumed == ten
+    assert len(again) == 3
+    for write in (as_csv, as_junit):
+        assert write(resumed, Scale()) == write(ten, Scale())
+
+
+def test_the_csv_has_a_row_for_each_student(ten: Class) -> None:
+    rows = list(csv.DictReader(io.StringIO(as_csv(ten, Scale({NAMES[0]: 4})))))
+    assert [row["student"] for row in rows] == sorted(ten.kind)
+    points = {ten.kind[row["student"]]: (row["points"], row["of"]) for row in rows}
+    assert points["right"] == ("6", "6")
+    assert points["wrong"] == points["cheat"] == points["nothing"] == ("0", "6")
+
+
+def test_junit_and_gradescope_are_valid(ten: Class) -> None:
+    suites = check_junit(as_junit(ten, Scale()))
+    assert [suite.attrib["name"] for suite in suites] == sorted(ten.kind)
+    for one in ten:
+        results = json.loads(as_gradescope(one, Scale()))
+        jsonschema.validate(results, GRADESCOPE)
+        assert [test["name"] for test in results["tests"]] == NAMES
+
+
+# ------------------------------------------------------------------------- without a process
+
+
+def graded(student: str, *verdicts: Verdict, **more: Any) -> Graded:
+    return Graded(Submission(student, {}, **more), dict(zip(NAMES, verdicts)))
+
+
+def test_hidden_cases_have_a_share_of_the_points_and_are_not_shown_to_students() -> None:
+    secret = Verdict("hidden cases failed", "largest_first([9, 9], 2) gives ...")
+    one = graded("ada", secret, Verdict("passed", "✓"), Verdict("not started", "stub"))
+    scale = Scale({NAMES[0]: 8.0}, hidden_share=0.25)
+    results = json.loads(as_gradescope(one, scale))
+    assert [test["score"] for test in results["tests"]] == [6.0, 1.0, 0.0]
+    assert "[9, 9]" not in json.dumps(results)
+    assert "[9, 9]" in as_junit([one], scale)
+
+
+def test_what_students_write_is_no_formula_and_no_markup() -> None:
+    verdict = Verdict("failed", 'f() raised ValueError: </failure>\x00\x1b[31m & "quoted"')
+    one = graded("=cmd|' /C calc'!A0", verdict, verdict, verdict, late=("@late",))
+    [row] = csv.DictReader(io.StringIO(as_csv([one], Scale())))
+    assert row["student"] == "'=cmd|' /C calc'!A0"
+    assert row["late"] == "'@late"
+    [suite] = check_junit(as_junit([one], Scale()))
+    failure = suite.find("testcase/failure")
+    assert failure is not None
+    assert "</failure>\ufffd\ufffd[31m & " in (failure.text or "")
+    jsonschema.validate(json.loads(as_gradescope(one, Scale())), GRADESCOPE)
+
+
+def test_who_handed_in_what_is_read_from_names(tmp_path: Path) -> None:
+    text = CHAPTER.read_text()
+    for name in (
+        "ada/week-2/03_partition.ipynb",
+        "ada/week-2/.ipynb_checkpoints/03_partition-checkpoint.ipynb",
+        "bob_LATE_4711_815_03_partition-1.ipynb",
+        "carol.ipynb",
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "dan").mkdir()
+    (tmp_path / "dan" / "link.ipynb").symlink_to(path)
+    found = submissions_in(tmp_path, [CHAPTER.stem], roster=["eve"])
+    assert {one.student: (len(one.notebooks), bool(one.late)) for one in found} == {
+        "ada": (1, False),
+        "bob": (1, True),
+        "carol": (1, False),
+        "dan": (0, False),
+        "eve": (0, False),
+    }
+    with pytest.raises(ValueError, match="there are no notebooks in"):
+        submissions_in(tmp_path / "dan", [CHAPTER.stem])
+
+
+@pytest.mark.parametrize(
+    ("sources", "found"),
+    [
+        (["import a", "def f():\n    return 1"], "def f():\n    return 1"),
+        (["import a", "f = lambda: 1", "def g(): pass"], "f = lambda: 1"),
+        (["import a", "def f(): old", "def f(): new"], "def f(): new"),
+        (["import a", "check('x', f)", "def f_2(): pass", "  def f(): pass"], None),
+    ],
+)
+def test_an_answer_is_found_by_what_it_defines(sources: list[str], found: str | None) -> None:
+    cells = [{"cell_type": "code", "source": source, "metadata": {}} for source in sources]
+    cells_found = answer_in({"cells": cells}, Assigned("", "partition.adversary", "f", "import b"))
+    assert (cells_found and cells_found.source) == found
+    if cells_found:
+        assert cells_found.setup == ("import b", "import a")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[1]", "points are a JSON object"), ('{"x": 1}', "there are points for 'x'"), ("{", "Expecting")]
+    + [(f'{{"{NAMES[0]}": {number}}}', "a number of 0 or more") for number in ("-1", '"2"', "true", "NaN")],
+)
+def test_points_that_are_none_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_points(text, NAMES)
+
+
+# ------------------------------------------------------------------------- the command
+
+
+def test_the_command_writes_all_files_and_ends_with_1_because_some_handed_in_nothing(
+    ten: Class, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    roster, points = tmp_path / "roster", tmp_path / "points"
+    roster.write_text("absent\n\n")
+    points.write_text(json.dumps({NAMES[0]: 4}))
+    words = ["grade", str(ten.folder), "--source", str(CHAPTER.parent), "--keep", str(ten.kept)]
+    words += ["--seed", str(SEED), "--due", "2026-05-01", "--roster", str(roster), "--points", str(points)]
+    words += [
+        "--csv",
+        str(tmp_path / "m.csv"),
+        "--junit",
+        str(tmp_path / "m.xml"),
+        "--gradescope",
+        str(tmp_path / "g"),
+    ]
+    assert cli.main(words) == 1  # nothing is graded again: all is kept
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(ten)
+    assert printed[0] == "      0 of 6  absent  handed in nothing"
+    assert printed[1] == "      6 of 6  student-000"
+    assert printed[5].startswith(
+        "      0 of 6  student-004  cannot be read: student-004/03_partition.ipynb: is not"
+    )
+    assert (tmp_path / "m.csv").read_text() == as_csv(ten, Scale({NAMES[0]: 4}))
+    check_junit((tmp_path / "m.xml").read_text())
+    for student in ten.kind:
+        jsonschema.validate(json.loads((tmp_path / "g" / student / "results.json").read_text()), GRADESCOPE)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name the folder"),
+        (["{nothing}"], "there are no notebooks in"),
+        (["{nowhere}"], "No such file"),
+        (["{class}", "--chapter", "99"], "there is no chapter '99'"),
+        (["{class}", "--hidden-share", "2"], "is no part"),
+        (["{class}", "--workers", "0"], "--workers is 1 or more"),
+        (["{class}", "--due", "tomorrow"], "Invalid isoformat string"),
+        (["{class}", "--csv", "{nowhere}/m.csv"], "cannot be written"),
+    ],
+)
+def test_a_users_mistake_ends_with_2(
+    ten: Class, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    (tmp_path / "nothing").mkdir()
+    places = {"class": ten.folder, "nothing": tmp_path / "nothing", "nowhere": tmp_path / "nowhere"}
+    filled = [word.format(**places) for word in words]
+    assert cli.main(["grade", *filled, "--source", str(CHAPTER.parent)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_says_what_keeps_answers_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["grade", "--protections"]) == 0
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "limits", "files", "network and processes",
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------- the page, and the container
+
+ROOT = CHAPTER.parents[1]
+PAGE = (ROOT / "book" / "grading.md").read_text()
+
+
+def words_of(command: str) -> list[str]:
+    return shlex.split(command.replace("\\\n", " ").replace("$PWD", "/here"), comments=True)
+
+
+def commands_in(text: str) -> list[list[str]]:
+    blocks = re.findall(r"```bash\n(.+?)```", text, re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [words_of(line) for line in lines]
+
+
+def test_every_command_of_the_page_is_one() -> None:
+    parser, _ = cli.make_parser()
+    commands = [words for words in commands_in(PAGE) if words[0] == "zero-ref"]
+    assert len(commands) == 4
+    for words in commands:
+        parser.parse_args([*words[1:]])
+    assert len(commands_in(PAGE.partition("## If you use")[0])) <= 10, "from a clone to marks"
+
+
+def test_the_page_has_every_status() -> None:
+    assert all(f"| `{status}` |" in PAGE for status in get_args(Status))
+
+
+def test_the_dockerfile_copies_what_is_there_and_starts_a_command_that_is_one() -> None:
+    lines = (ROOT / "grade.Dockerfile").read_text().splitlines()
+    instructions = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    assert {name for name, _ in instructions} == {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENTRYPOINT"}
+    copied = [path for name, rest in instructions if name == "COPY" for path in rest.split()[:-1]]
+    assert [path for path in copied if not (ROOT / path).exists()] == []
+    [program, *words] = json.loads(instructions[-1][1])
+    assert program.endswith("/.venv/bin/zero-ref")
+    [run] = [command for command in commands_in(PAGE) if command[:2] == ["docker", "run"]]
+    own = run[run.index("zero-ref-grade") + 1 :]
+    arguments = cli.make_parser()[0].parse_args([*words, *own])
+    assert arguments.submissions == "/in"
+    assert {*run} >= {"none", "--read-only", "--memory", "--pids-limit", "ALL", "no-new-privileges"}
+    # make install needs these, and a container that has no others is not built in vain
+    assert {"Makefile", "pyproject.toml", "requirements", "zero_ref", "notebooks", "README.md"} <= {*copied}

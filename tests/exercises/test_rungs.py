@@ -1,0 +1,132 @@
+"""The reader's own optimizer: a file for each rung, each holds what it should, and mistakes are named."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from wrong_my_zero import WRONG, Wrong
+
+from zero_ref import cli
+from zero_ref.course.rungs import RUNGS, check_my_zero, check_rung, check_rungs
+from zero_ref.lab import ranks
+
+FILES = Path(__file__).parent / "my_zero"
+WAITS = {"hangs", "does_not_end"}
+"""Only a time-out ends them."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    yield
+    ranks.shutdown()
+
+
+def source_of(stage: str) -> str:
+    return (FILES / f"{stage}.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("stage", "following"), list(itertools.pairwise(RUNGS)))
+def test_a_rungs_file_holds_it_and_not_the_next(stage: str, following: str) -> None:
+    assert check_rung(stage, FILES / f"{stage}.py").state == "holds"
+    assert check_rung(following, FILES / f"{stage}.py").state == "not yet"
+
+
+@pytest.mark.ranks
+def test_the_last_file_holds_all() -> None:
+    results = list(check_rungs(FILES / "masters.py"))
+    assert [(result.rung, result.state) for result in results] == [(rung, "holds") for rung in RUNGS], results
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: f"{wrong.rung}-{wrong.name}")
+def test_a_mistake_is_named(wrong: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if wrong.name in WAITS:
+        monkeypatch.setenv("ZERO_REF_PATIENCE", "0.5")
+    source = source_of(wrong.stage)
+    assert wrong.old in source
+    file = tmp_path / "wrong.py"
+    file.write_text(source.replace(wrong.old, wrong.new))
+    result = check_rung(wrong.rung, file)
+    state = "not yet" if wrong.name == "only_saves" else "FAILED"
+    assert result.state == state, result
+    assert re.search(wrong.message, result.message, re.DOTALL), result.message
+
+
+def test_every_rung_has_two_mistakes_that_hear_different_things() -> None:
+    for rung in RUNGS:
+        messages = {wrong.message for wrong in WRONG if wrong.rung == rung}
+        assert len(messages) >= 2, rung
+
+
+def test_each_rung_has_its_place_in_the_book() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "book" / "my_zero.md").read_text(encoding="utf-8")
+    for name, rung in RUNGS.items():
+        assert f"\n| {name.replace('_', ' ')} | {{doc}}`chapter {rung.chapter} <" in page
+        (chapter,) = (root / "notebooks").glob(f"{rung.chapter:02}_*.ipynb")
+        ids = [cell["id"] for cell in json.loads(chapter.read_text(encoding="utf-8"))["cells"]]
+        id = name.replace("_", "-")
+        # Where a chapter has no cell for it, the page itself says what to do.
+        assert f"my-zero-{id}-check" in ids or f"({id})=\n### " in page, name
+
+
+def test_each_rung_is_a_small_addition() -> None:
+    lines = [source_of(stage).splitlines() for stage in RUNGS]
+    assert len(lines[1]) <= 35
+    assert 130 <= len(lines[-1]) <= 200
+    for before, after in itertools.pairwise(lines):
+        added = [line for line in difflib.ndiff(before, after) if line.startswith("+ ")]
+        assert len(added) <= 60
+
+
+@pytest.mark.ranks
+def test_the_command_prints_the_rungs_and_ends_with_0_if_none_failed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["check", str(FILES / "owners.py")]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert re.match(r"holds    owners       chapter 3   18 models", first)
+    assert re.match(r"not yet  step         chapter 4   the file has no class MyZero", second)
+
+
+@pytest.mark.ranks
+def test_the_command_ends_with_1_if_the_rung_asked_for_does_not_hold(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "my_zero.py"
+    file.write_text("print('hello')\n" + source_of("owners"))
+    assert cli.main(["check", str(file), "--rung", "step", "--json"]) == 1
+    printed = capsys.readouterr()
+    assert [result["state"] for result in json.loads(printed.out)] == ["holds", "not yet"]
+    assert "hello" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.py"], "No such file"),
+        (["my_zero.py", "--rung", "leap"], "there is no rung 'leap'"),
+        (["03_partition.ipynb", "--rung", "step"], "--rung is for a Python file"),
+    ],
+)
+def test_what_cannot_be_checked_ends_with_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_the_file_a_cell_says_how_to_begin(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    check_my_zero("owners", tmp_path / "my_zero.py")
+    assert "Write it in any editor" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="there is no rung"):
+        check_my_zero("leap")

@@ -1,0 +1,273 @@
+"""Kernels: counted against the operations that torch counts, and worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given, strategies as st
+
+from zero_ref.simulator.activations import CHECKPOINTING
+from zero_ref.simulator.cluster import Device, cluster
+from zero_ref.simulator.kernels import (
+    COMPILED,
+    EAGER,
+    RECOMPUTED,
+    Kernels,
+    Pass,
+    Product,
+    kernels,
+    touched_by_token,
+)
+from zero_ref.simulator.models import GPT2, TRANSFORMERS, Llama, blocks, from_config
+from zero_ref.simulator.operations import COMPUTE, Operation
+from zero_ref.simulator.price import Workload
+from zero_ref.simulator.scenario import Scenario
+
+LLAMA = Llama(width=64, depth=3, hidden=160, heads=8, key_value_heads=2, vocabulary=1000, positions=32)
+GPT = GPT2(width=64, depth=3, heads=8, vocabulary=1000, positions=32)
+# 10^9 operations a millisecond by products, half as many by attention, 10^6 bytes a millisecond.
+PLAIN = Device("plain", 1, 1.0, None, 2, attention_reached=0.5, memory_reached=0.5)
+
+
+def in_blocks(architecture: GPT2 | Llama) -> int:
+    """Elements of the matrices that tokens are multiplied with, beside the head."""
+    shapes = architecture.shapes()
+    return sum(shapes[n].numel for unit in blocks(shapes)[1:] for n in unit if len(shapes[n].shape) == 2)
+
+
+# ----------------------------------------------------------------------------------------------- by hand
+
+
+@pytest.mark.parametrize("architecture", [LLAMA, GPT])
+def test_forward_multiplies_each_token_with_each_matrix_once(architecture: GPT2 | Llama) -> None:
+    found = kernels(architecture, batch=2, sequence=16)
+    products = 2 * 32 * (in_blocks(architecture) + 64 * 1000)
+    # Query i has i keys: 16 * 17 / 2 scores a head and sequence, two products with 8 elements of each head.
+    attention = 3 * 2 * 8 * (16 * 17 / 2) * 8 * 2 * 2
+    assert sum(one.flops for one in found.forward.products) == products
+    assert found.forward.attention_flops == attention
+    assert found.forward.flops == products + attention
+    assert sum(one.flops for one in found.backward.products) == 2 * products
+    assert found.backward.attention_flops == 2.5 * attention
+
+
+def test_attention_that_is_written_out_multiplies_squares_and_touches_every_score() -> None:
+    kept, flash = (kernels(LLAMA, 2, 16, way) for way in ("none", "selective"))
+    squares = 3 * 2 * 8 * 16 * 16
+    assert kept.forward.attention_flops == kept.backward.attention_flops == 0
+    products = sum(one.flops for one in kept.forward.products) - sum(
+        one.flops for one in flash.forward.products
+    )
+    assert products == 2 * 2 * squares * 8
+    assert kept.forward.touched_bytes - flash.forward.touched_bytes == 13 * squares
+    assert kept.backward.touched_bytes - flash.backward.touched_bytes == 15 * squares
+
+
+def test_a_product_moves_three_matrices() -> None:
+    one = Product(m=10, k=20, n=30, times=4)
+    assert one.flops == 4 * 2 * 6000
+    assert one.nbytes(itemsize=2) == 4 * 2 * (200 + 600 + 300)
+
+
+def test_a_pass_takes_the_time_of_its_kernels() -> None:
+    made = Pass((Product(10, 20, 30, times=2),), attention_flops=5e9, touched_bytes=3e6, itemsize=4)
+    # 24,000 operations take less than 8,800 bytes, at 10^6 bytes a millisecond.
+    assert made.parts_ms(PLAIN) == {"matrix products": 0.0088, "attention": 10.0, "memory": 3.0}
+    assert made.ms(PLAIN) == pytest.approx(13.0088)
+    slow = replace(PLAIN, product_passes=3)
+    assert made.parts_ms(slow)["matrix products"] == pytest.approx(24_000 / 1e9 + 3 * 0.0088)
+
+
+def test_what_a_token_touches_in_a_block_of_llama() -> None:
+    heads = 8 * (8 + 2)  # elements of queries and keys
+    forward = 64 * (2 * 36 + 2 * 6) + 64 * 4 + heads * 20 + 160 * 10
+    backward = 64 * (2 * 72 + 2 * 6 + 3 * 6) + 64 * 4 + heads * 20 + 160 * 18
+    assert touched_by_token(LLAMA, EAGER) == (forward, backward)
+    assert touched_by_token(LLAMA, COMPILED).forward == 64 * (2 * 4 + 2 * 4) + heads * 4 + 160 * 6
+
+
+def test_what_a_token_touches_in_a_block_of_gpt2() -> None:
+    biases = 9 * 64  # 3 + 1 + 4 + 1
+    forward = 64 * (2 * 4 + 2 * 6 + 2 * 5) + 64 * 4 + 4 * 64 * 4
+    backward = 64 * (2 * 6 + 2 * 6 + 2 * 5 + 2 * 6) + 2 * biases + 64 * 4 + 4 * 64 * 6
+    assert touched_by_token(GPT, EAGER) == (forward, backward)
+
+
+def test_the_head_touches_logits_and_is_never_computed_again() -> None:
+    kept, full = (kernels(LLAMA, 1, 32, way) for way in ("selective", "full"))
+    of_blocks = 32 * 3 * touched_by_token(LLAMA, EAGER).forward
+    assert kept.forward.touched_bytes == of_blocks + 32 * 1000 * 18
+    head = Product(32, 64, 1000)
+    for found in (kept, full):
+        (of_head,) = (one for one in found.backward.products if one[:3] == head[:3])
+        assert of_head.times == 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "last"), [(LLAMA, 64 * 160), (replace(GPT, dropout=False), 64 * 256)]
+)
+def test_full_checkpointing_computes_all_but_a_blocks_last_product_again(
+    architecture: GPT2 | Llama, last: int
+) -> None:
+    kept, full = (kernels(architecture, 2, 16, way) for way in ("selective", "full"))
+    again = full.flops - kept.flops
+    products = 2 * 32 * (in_blocks(architecture) - 3 * last)
+    assert again == pytest.approx(products + kept.forward.attention_flops)
+    touched = full.backward.touched_bytes - kept.backward.touched_bytes
+    assert touched == pytest.approx(32 * 3 * touched_by_token(architecture, EAGER).forward)
+
+
+def test_every_other_block_costs_half_of_that_and_by_operation_half_of_the_products() -> None:
+    def more(way: str) -> tuple[float, float, float]:
+        """Operations of products and attention, and bytes."""
+        kept, found = (kernels(LLAMA, 2, 16, each).backward for each in ("selective", way))
+        attention = found.attention_flops - kept.attention_flops
+        return found.flops - kept.flops - attention, attention, found.touched_bytes - kept.touched_bytes
+
+    full = more("full")
+    assert more("every-other-block") == pytest.approx([each / 2 for each in full])
+    assert more("by-operation") == pytest.approx([2 * 32 * in_blocks(LLAMA) / 2, 0, full[2]])
+
+
+def test_every_way_of_checkpointing_says_what_it_computes_again() -> None:
+    assert set(CHECKPOINTING) <= set(RECOMPUTED)
+    with pytest.raises(ValueError, match="unknown checkpointing 'some'; choose one of none, selective, full"):
+        kernels(LLAMA, 1, 32, "some")
+
+
+def test_the_norms_of_a_family_count() -> None:
+    sizes = {
+        "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "head_dim": 8,
+    }  # fmt: skip
+    llama, qwen3 = (from_config({"model_type": kind, **sizes}) for kind in ("llama", "qwen3"))
+    more = touched_by_token(qwen3, EAGER).forward - touched_by_token(llama, EAGER).forward
+    assert more == 8 * (8 + 2) * 36, "queries and keys are normed"
+
+
+# --------------------------------------------------------------------------------------------- for all
+
+sizes = st.integers(1, 6)
+
+
+@given(sizes, sizes, st.sampled_from(list(RECOMPUTED)), st.booleans())
+def test_twice_the_sequences_take_twice_the_operations_and_no_more_than_twice_the_time(
+    batch: int, sequence: int, way: str, compiled: bool
+) -> None:
+    device = cluster("a100-ib").device
+    one, two = (kernels(LLAMA, n * batch, 32 * sequence, way, compiled=compiled) for n in (1, 2))
+    assert two.flops == pytest.approx(2 * one.flops)
+    assert two.backward.touched_bytes == pytest.approx(2 * one.backward.touched_bytes)
+    for first, second in ((one.forward, two.forward), (one.backward, two.backward)):
+        assert first.ms(device) < second.ms(device) <= 2 * first.ms(device) * (1 + 1e-9)
+
+
+@given(st.sampled_from(list(TRANSFORMERS)), st.sampled_from(list(RECOMPUTED)))
+def test_a_compiler_touches_less_and_multiplies_as_much(name: str, way: str) -> None:
+    one_by_one, fused = (kernels(TRANSFORMERS[name], 1, 1024, way, compiled=on) for on in (False, True))
+    assert fused.flops == one_by_one.flops
+    assert fused.forward.touched_bytes < 0.9 * one_by_one.forward.touched_bytes
+    assert fused.backward.touched_bytes < 0.9 * one_by_one.backward.touched_bytes
+
+
+def counted(architecture: GPT2 | Llama, checkpointing: str) -> int:
+    """The operations of matrix products that torch counts in forward and backward of 2 x 16 tokens."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.checkpoint import checkpoint
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    common = {"vocab_size": 1000, "attn_implementation": "eager", "use_cache": False}
+    if isinstance(architecture, Llama):
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+        }
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, **common))
+    else:
+        share = 0.1 if architecture.dropout else 0.0
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), share)
+        model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=3, n_head=8, n_positions=32, **drops, **common))
+    model.train()
+    for block in model.model.layers if isinstance(architecture, Llama) else model.transformer.h:
+        if checkpointing == "full":
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(tokens, labels=tokens).loss.backward()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("architecture", [LLAMA, GPT, replace(GPT, dropout=False)])
+def test_the_operations_are_those_that_torch_counts(architecture: GPT2 | Llama) -> None:
+    none, full = (counted(architecture, way) for way in ("none", "full"))
+    found = kernels(architecture, 2, 16, "none")
+    assert none == found.flops
+    # Of what is computed again, products and whole squares: flash attention would compute half of each.
+    selective, checkpointed = (kernels(architecture, 2, 16, way) for way in ("selective", "full"))
+    again = sum(one.flops for one in checkpointed.backward.products)
+    again -= sum(one.flops for one in selective.backward.products)
+    whole_squares = 3 * 2 * 2 * 2 * 8 * 16 * 16 * 8
+    assert full - none == again + whole_squares
+
+
+# --------------------------------------------------------------------------------------------- as priced
+
+
+def priced(found: Kernels, label: str, numel: int, device: Device) -> float:
+    work = Workload(tokens=1, kernels=found, moved_bytes=(2.0, 6.0))
+    return work.compute_ms(Operation(label, COMPUTE, numel=numel, tensors=5), numel, device)
+
+
+def test_an_operation_takes_its_elements_part_of_the_model() -> None:
+    found = kernels(LLAMA, 2, 16)
+    half = found.numel // 2
+    assert priced(found, "forward", half, PLAIN) == pytest.approx(
+        half / found.numel * found.forward.ms(PLAIN) + 2 * half / 1e6
+    )
+    assert priced(found, "backward", found.numel, PLAIN) == pytest.approx(
+        found.backward.ms(PLAIN) + 6 * found.numel / 1e6
+    )
+
+
+def test_a_device_whose_rate_is_of_whole_training_keeps_it() -> None:
+    measured = replace(PLAIN, memory_reached=None, overhead_us=10)
+    found = kernels(LLAMA, 2, 16)
+    assert priced(found, "forward", 1000, measured) == pytest.approx(2 * 1000 / 1e9 + 5 / 3 * 0.01)
+
+
+def test_a_scenario_prices_the_whole_model_whatever_the_strategy() -> None:
+    scenario = Scenario(TRANSFORMERS["gpt2"], cluster("h100-ib"), 8, batch=4)
+    for strategy in ("ddp", "zero-even", "zero-2", "zero-3"):
+        run = scenario.run(strategy)
+        computing = sum(
+            stop - start
+            for one, start, stop in zip(run.schedule.operations, run.played.begin_ms, run.played.end_ms)
+            if one.label in ("forward", "backward")
+        )
+        assert computing == pytest.approx(sum(run.computing_ms.values())), strategy
+        assert set(run.computing_ms) == {"matrix products", "attention", "memory", "moved"}
+
+
+def test_what_the_network_moves_through_memory_is_counted_by_hand() -> None:
+    scenario = Scenario(TRANSFORMERS["gpt2"], cluster("h100-ib"), 8)
+    assert scenario.workload_of("ddp").moved_bytes == (0, 4 + 8)
+    assert scenario.workload_of("zero-2").moved_bytes == (0, 4 + 4)
+    assert scenario.workload_of("zero-3").moved_bytes == (4, 4 + 4 + 4)
+    assert replace(scenario, world_size=1).workload_of("ddp").moved_bytes == (0, 0)
+
+
+def test_a_model_that_is_no_transformer_is_priced_by_its_parameters() -> None:
+    from zero_ref.simulator.models import MODELS
+
+    scenario = Scenario(MODELS["mlp-tiny"], cluster("h100-ib"), 2)
+    assert scenario.kernels is None
+    run = scenario.run("ddp")
+    assert run.computing_ms == {}
+    forward = run.played.end_ms[0] - run.played.begin_ms[0]
+    assert forward == pytest.approx(scenario.cluster.device.compute_ms(2 * scenario.numel * scenario.tokens))

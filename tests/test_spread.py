@@ -1,0 +1,62 @@
+"""The interval around a prediction: how it follows from ratios, and that it is the published runs'."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, strategies as st
+
+from zero_ref.simulator.spread import MEMORY, TIME, Spread, around, fits, spread_of
+from zero_ref.simulator.validation import FIGURES, validate
+
+
+def test_a_source_counts_once_however_many_runs_it_has() -> None:
+    many = {"many": [1.0] * 96, **{name: [2.0, 3.0] for name in "abc"}}
+    # Of 4 sources, 5/4 of a share of 0.4 is a half: one source's weight is outside at each end.
+    assert spread_of(many, share=0.4) == Spread(2.0, 3.0)
+    assert spread_of({"one": [1.0] * 96 + [2.0, 3.0]}, share=0.4) == Spread(1.0, 1.0)
+
+
+def test_few_sources_make_a_wide_interval() -> None:
+    ratios = {str(number): [1.0 + number / 10] for number in range(9)}
+    assert spread_of(ratios, share=0.8) == Spread(1.0, 1.8)  # 10/9 of 0.8: half a source outside at each end
+    assert spread_of(ratios, share=0.6) == Spread(1.1, 1.7)
+    assert spread_of({"only": [0.5, 1.0, 1.5]}, share=0.8) == Spread(0.5, 1.5)
+
+
+@given(st.dictionaries(st.text("ab", max_size=2), st.lists(st.floats(0.1, 10), min_size=1), min_size=1))
+def test_an_interval_holds_its_share(ratios: dict[str, list[float]]) -> None:
+    spread = spread_of(ratios)
+    held = [sum(spread.low <= one <= spread.high for one in some) / len(some) for some in ratios.values()]
+    assert sum(held) / len(held) >= 0.8 - 1e-9
+
+
+def test_an_interval_is_asked_of_what_there_is() -> None:
+    with pytest.raises(ValueError, match="at least one published figure"):
+        spread_of({})
+    with pytest.raises(ValueError, match="share is above 0 and below 1, got 1"):
+        spread_of({"one": [1.0]}, share=1)
+    for low, high in ((0.0, 1.0), (2.0, 1.0), (1.0, math.inf)):
+        with pytest.raises(ValueError, match="factors 0 < low <= high"):
+            Spread(low, high)
+
+
+def test_a_limit_inside_the_interval_is_undecided() -> None:
+    spread = Spread(0.9, 1.2)
+    assert [spread.below(predicted, 90) for predicted in (75, 76, 100, 101)] == [True, None, None, False]
+
+
+def test_what_fits_follows_from_the_memory_of_published_runs() -> None:
+    assert fits(80e9 / MEMORY.high, 80e9) is True
+    assert fits(80e9 / MEMORY.high * 1.001, 80e9) is None
+    assert fits(80e9 / MEMORY.low * 1.001, 80e9) is False
+    assert around(100.0) == (100 * TIME.low, 100 * TIME.high)
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_the_constants_are_what_the_published_runs_give(figure: str) -> None:
+    """Where this fails after a change of the simulator, write what it prints into spread.py."""
+    computed = validate().spread(figure)
+    constant = {"time": TIME, "memory": MEMORY}[figure]
+    assert (round(computed.low, 3), round(computed.high, 3)) == (constant.low, constant.high)

@@ -1,0 +1,66 @@
+"""`zero-ref search`: every way to train a model on a cluster, and the best of those that fit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from zero_ref.cli._common import CommandError, Subparsers, need, no_collecting
+from zero_ref.cli.simulate import add_machines, add_model, add_numerics, add_places, architecture_of
+from zero_ref.lab._arguments import whole
+from zero_ref.lab.searched import as_json, print_found
+from zero_ref.lab.simulated import cluster_named
+from zero_ref.simulator.scenario import Scenario
+from zero_ref.simulator.search import search
+
+
+def register_search(subparsers: Subparsers) -> None:
+    """Add `zero-ref search`."""
+    parser = subparsers.add_parser(
+        "search",
+        help="every way to train a model on a cluster that fits, and the best of them, by the simulator",
+        description="Simulate every recipe, batch, accumulation, checkpointing and shard group with which "
+        "the ranks compute so many tokens for an update, and list those to choose from: nothing that is as "
+        "fast needs as little memory. Each with its interval, and with the command that simulates it alone.",
+    )
+    add_model(parser)
+    add_machines(parser)
+    add = parser.add_argument
+    tokens = whole(1, 10**12, "no update has so many")
+    add("--tokens", required=True, type=tokens, metavar="T", help="of an update, over all ranks")
+    add_numerics(parser)
+    add_places(parser)
+    add("--all", action="store_true", help="list all that may fit, not only the best")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run_search)
+
+
+def run_search(arguments: argparse.Namespace) -> int:
+    """Search, and print; return 1 if nothing fits."""
+    if not arguments.json:
+        need("rich")  # before the work, not after it
+    named = ["--model", arguments.model] if arguments.model else ["--config", arguments.config]
+    with no_collecting():
+        try:
+            scenario = Scenario(
+                architecture_of(arguments),
+                cluster_named(arguments.cluster),
+                arguments.ranks,
+                sequence=arguments.sequence,
+                dtype=arguments.dtype,
+                optimizer=arguments.optimizer,
+                masters=not arguments.no_masters,
+                compiled=arguments.compiled,
+                fused_loss=arguments.fused_loss,
+                reduce_dtype=arguments.reduce_dtype,
+                bucket_view=arguments.bucket_view,
+                offload=arguments.offload,
+            )
+            found = search(scenario, arguments.tokens)
+        except ValueError as error:
+            raise CommandError(str(error)) from None
+    if arguments.json:
+        print(json.dumps(as_json(named, arguments.cluster, scenario, found), indent=2, allow_nan=False))
+    else:
+        print_found(named, arguments.cluster, scenario, found, every=arguments.all)
+    return 0 if found.listed else 1

@@ -1,0 +1,135 @@
+"""The reader's own optimizer: the file that the book builds, run on a rank, and made ready to be trained.
+
+The file is run anew in each call, so an edit counts at once. It is run with the rights of whoever asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_ref.lab import meter
+from zero_ref.lab.strategies import Trainable
+
+CLASS = "MyZero"
+"""What the class in the reader's file is called."""
+
+FILE = "my_zero.py"
+"""What the book calls the file."""
+
+
+def load_own(path: str | os.PathLike[str]) -> ModuleType:
+    """The reader's file as a module.
+
+    Raises:
+        OSError: it cannot be read.
+        SyntaxError: it is not Python.
+        BaseException: what its own lines raise.
+    """
+    file = os.path.realpath(path)
+    source = Path(file).read_bytes()
+    linecache.checkcache(file)  # error messages quote it as it is now
+    module = ModuleType(Path(FILE).stem)
+    module.__file__ = file
+    sys.modules[module.__name__] = module  # dataclasses and pickle look there
+    exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+def own_class(path: str | os.PathLike[str]) -> Any:
+    """The class `MyZero` of the reader's file.
+
+    Raises:
+        ValueError: the file has no such class.
+        BaseException: as `load_own`.
+    """
+    made = getattr(load_own(path), CLASS, None)
+    if not isinstance(made, type):
+        raise ValueError(f"{path} has no class {CLASS}: the book begins it in chapter 4.")
+    return made
+
+
+class OwnLoop:
+    """The reader's optimizer as a training loop uses one, however far the file is.
+
+    Raises:
+        ValueError: it has no torch optimizer `local`.
+
+    Attributes:
+        mine: the reader's `MyZero`.
+        local: its torch optimizer, which has this rank's state.
+    """
+
+    def __init__(self, mine: Any, params: list[nn.Parameter]) -> None:
+        self.mine, self.params = mine, params
+        local = getattr(mine, "local", None)
+        if not isinstance(local, torch.optim.Optimizer):
+            raise ValueError(
+                f"{CLASS} has no torch optimizer `self.local`, in which the state is looked for."
+            )
+        self.local = local
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Its own; before chapter 6 those of its local optimizer."""
+        return getattr(self.mine, "param_groups", self.local.param_groups)
+
+    def zero_grad(self) -> None:
+        """Its own; before chapter 6 all gradients become None here."""
+        if hasattr(self.mine, "zero_grad"):
+            self.mine.zero_grad()
+        else:
+            for param in self.params:
+                param.grad = None
+
+    def step(self) -> None:
+        """Its own."""
+        self.mine.step()
+
+
+class OwnTrainable(Trainable):
+    """Its calls are recorded where it makes them, and its state is that of its local optimizer."""
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        with meter.recording_distributed(also=True) as calls:
+            yield
+        self.calls.extend(calls)
+
+    def held(self) -> meter.HeldBytes:
+        local = cast(OwnLoop, self.optimizer).local
+        params = list(self.model.parameters())
+        stepped = [param for group in local.param_groups for param in group["params"]]
+        of_model = meter.held_bytes(params, local)
+        in_all = meter.held_bytes([*params, *stepped], local)
+        masters = in_all.parameters - of_model.parameters
+        return meter.HeldBytes(of_model.parameters, in_all.gradients, of_model.optimizer_state + masters)
+
+
+def trainable_own(path: str, model: nn.Module, learning_rate: float, master_dtype: str | None) -> Trainable:
+    """The model under DDP with the reader's optimizer, AdamW on the owners, and the newest hook of the file.
+
+    Args:
+        master_dtype: passed on if it is not None.
+    Raises:
+        ValueError: the file has no class `MyZero`.
+        BaseException: what the file raises.
+    Collective: all ranks of the default group.
+    """
+    masters = {} if master_dtype is None else {"master_dtype": getattr(torch, master_dtype)}
+    ddp = DistributedDataParallel(model)
+    mine = own_class(path)(model.parameters(), torch.optim.AdamW, lr=learning_rate, **masters)
+    hooks = (getattr(mine, name, None) for name in ("update_in_backward", "reduce_to_owners"))
+    ddp.register_comm_hook(None, next(filter(None, hooks), meter.recording_all_reduce([])))
+    loop = cast(torch.optim.Optimizer, OwnLoop(mine, list(model.parameters())))
+    return OwnTrainable(ddp, loop)

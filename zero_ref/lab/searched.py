@@ -1,0 +1,183 @@
+"""What a search has found, as JSON and as a table: for `zero-ref search`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from zero_ref.lab.simulated import NOT_MODELLED, in_words
+from zero_ref.live.numbers import short, short_count
+from zero_ref.simulator.commands import program, simulate_command, train_command
+from zero_ref.simulator.ledger import format_bytes
+from zero_ref.simulator.scenario import Scenario
+from zero_ref.simulator.search import SEARCHED, Candidate, Found
+
+
+def as_json(named: Sequence[str], cluster: str, scenario: Scenario, found: Found) -> dict[str, Any]:
+    """What `zero-ref search --json` prints: bytes, milliseconds of an update, tokens a second of all ranks.
+
+    Args:
+        named: the option that names the model, and its value.
+        cluster: as it was given.
+    """
+    device = scenario.cluster.device
+    return {
+        "model": named[-1],
+        "elements": scenario.numel,
+        "ranks": scenario.world_size,
+        "cluster": scenario.cluster.name,
+        "device": device.name,
+        "tokens": found.tokens,
+        "sequence": scenario.tokens_of_sequence,
+        "tried": found.tried,
+        "timed": len(found.listed),
+        "best": [_as_json(one, named, cluster) for one in found.best],
+        "listed": [_as_json(one, named, cluster) for one in found.listed],
+        "left_out": {
+            strategy: {
+                "count": left_out.count,
+                "least_bytes": left_out.least.peak_bytes,
+                "peak_items_bytes": dict(left_out.least.memory.peak_items),
+                "most_of_it": left_out.most_of_it,
+            }
+            for strategy in SEARCHED
+            if (left_out := found.left_out(strategy))
+        },
+        "impossible": dict(found.impossible),
+    }
+
+
+def _as_json(one: Candidate, named: Sequence[str], cluster: str) -> dict[str, Any]:
+    scenario = one.scenario
+    return {
+        "strategy": one.strategy,
+        "batch": scenario.batch,
+        "accumulation": scenario.accumulation,
+        "no_sync": scenario.no_sync,
+        "checkpointing": scenario.checkpointing,
+        "shard_group": scenario.shard_group,
+        "tokens": one.tokens,
+        "fits": one.fits,
+        "memory_bytes": one.peak_bytes,
+        "memory_interval_bytes": list(one.memory_interval),
+        "update_ms": one.update_ms,
+        "tokens_per_second": one.tokens_per_second,
+        "tokens_per_second_interval": list(one.rate_interval),
+        "simulate": _joined(simulate_command(scenario, one.strategy, named, cluster)),
+        "train": _joined(train_command(scenario, one.strategy)),
+        "program": program(scenario, one.strategy),
+    }
+
+
+def print_found(
+    named: Sequence[str],
+    cluster: str,
+    scenario: Scenario,
+    found: Found,
+    width: int | None = None,
+    *,
+    every: bool = False,
+) -> None:
+    """Print the list, the commands that belong to it, and what was left out.
+
+    Args:
+        width: columns; None for those of the terminal.
+        every: list all that may fit, and not the best alone.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(width=width, highlight=False)
+    device = scenario.cluster.device
+    if not found.listed:
+        console.print(f"nothing of what was tried fits, and {in_words(NOT_MODELLED)} are not modelled")
+    ranks = f"{scenario.world_size:,} rank{'' if scenario.world_size == 1 else 's'}"
+    console.print(f"[bold]{escape(named[-1])} on {ranks} of {escape(scenario.cluster.name)}[/]", end=" ")
+    console.print(f"({device.name})", markup=False)
+    shown = found.listed if every else found.best
+    asked, computed = found.tokens, {one.tokens for one in shown}
+    nearest = min(computed, key=lambda tokens: abs(tokens - asked), default=asked)
+    said = f"{nearest:,}" if nearest == asked else f"{nearest:,} (the nearest to {asked:,})"
+    console.print(f"{scenario.numel:,} {scenario.dtype} parameters, {scenario.optimizer}")
+    console.print(f"{said} tokens an update, in sequences of {scenario.tokens_of_sequence:,}\n")
+    if shown:
+        console.print(_table(shown))
+        console.print()
+    for number, one in enumerate(shown, 1):
+        for line in _commands(one, named, cluster, nearest):
+            console.print(f"{number}  {line}", markup=False, soft_wrap=True)
+    if shown:
+        console.print()
+    fitting = next((one for one in shown if one.fits), None)
+    if fitting is not None and (lines := program(fitting.scenario, fitting.strategy)) is not None:
+        console.print(f"{shown.index(fitting) + 1} in a program of your own:", markup=False)
+        for line in lines:
+            console.print(f"    {line}", markup=False, soft_wrap=True)
+        console.print()
+    for line in _notes(found, every):
+        console.print(line, markup=False)
+
+
+def _table(shown: Sequence[Candidate]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for column in ("", "strategy", "batch", "checkpointing", "tokens/s", "memory, GB"):
+        table.add_column(column, no_wrap=True)
+    for number, one in enumerate(shown, 1):
+        scenario = one.scenario
+        group = f", {scenario.shard_group:,}" if scenario.shard_group else ""
+        held = f"{_gb(one.peak_bytes)}{' ?' if one.fits is None else ''}"
+        ways = (one.strategy + group, _batch(scenario), scenario.checkpointing)
+        table.add_row(str(number), *ways, short_count(one.tokens_per_second), held)
+        rates = " to ".join(map(short_count, one.rate_interval))
+        table.add_row("", "", "", "", rates, " to ".join(map(_gb, one.memory_interval)), style="dim")
+    return table
+
+
+def _batch(scenario: Scenario) -> str:
+    if scenario.accumulation == 1:
+        return f"{scenario.batch:,}"
+    return f"{scenario.batch:,} x {scenario.accumulation:,}{' no_sync' * scenario.no_sync}"
+
+
+def _gb(nbytes: float) -> str:
+    return short(nbytes / 1e9)
+
+
+def _commands(one: Candidate, named: Sequence[str], cluster: str, tokens: int) -> Iterator[str]:
+    remark = "" if one.tokens == tokens else f"  # {one.tokens:,} tokens an update"
+    simulated = _joined(simulate_command(one.scenario, one.strategy, named, cluster))
+    yield (
+        simulated or f"{one.scenario.accumulation:,} backwards are too many for zero-ref simulate"
+    ) + remark
+    if (trained := _joined(train_command(one.scenario, one.strategy))) is not None:
+        yield trained
+
+
+def _joined(words: list[str] | None) -> str | None:
+    return None if words is None else shlex.join(words)
+
+
+def _notes(found: Found, every: bool) -> Iterator[str]:
+    """What was tried, and what was left out and why."""
+    fitting = sum(one.fits is True for one in found.listed)
+    undecided = len(found.listed) - fitting
+    too_large = found.tried - len(found.listed)
+    yield f"{found.tried:,} tried: {fitting:,} fit, {undecided:,} undecided, {too_large:,} do not fit"
+    if undecided:
+        yield "?  undecided: the device's memory lies in the interval, or is not known"
+    if not every and len(found.best) < len(found.listed):
+        hidden = len(found.listed) - len(found.best)
+        yield f"{hidden:,} of these are as slow or slower with as much memory or more: --all lists them"
+    for strategy in SEARCHED:
+        if (left_out := found.left_out(strategy)) is not None:
+            most = left_out.least.memory.peak_items[left_out.most_of_it]
+            yield (
+                f"{strategy}: {left_out.count:,} too large; the least of them needs "
+                f"{format_bytes(round(left_out.least.peak_bytes))}, of which "
+                f"{format_bytes(round(most))} are {left_out.most_of_it}"
+            )
+        if strategy in found.impossible:
+            yield f"{strategy}: {found.impossible[strategy]}"

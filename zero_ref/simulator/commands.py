@@ -1,0 +1,216 @@
+"""A way to train as what a user types: a command of the simulator, one of the lab, lines of a program.
+
+Only what runs is written: a way that `lab.train` or the package's classes do not offer has no such lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+from zero_ref.simulator.ledger import STATE_RULES
+from zero_ref.simulator.models import GPT2
+from zero_ref.simulator.recipe import Recipe, recipe
+from zero_ref.simulator.scenario import DTYPES, Scenario
+
+OPTIONS = (
+    *("batch", "accumulation", "no_sync", "sequence", "dtype", "reduce_dtype", "optimizer", "checkpointing"),
+    *("shard_group", "bucket_view", "offload", "compiled", "fused_loss"),
+)
+"""Fields of a scenario that are options of `zero-ref simulate`, by the same names."""
+
+USED_BY: dict[str, Callable[[Recipe], bool]] = {
+    "no_sync": lambda how: how.in_groups,
+    "shard_group": lambda how: how.in_groups,
+    "reduce_dtype": lambda how: how.reduces_in_any_dtype,
+    "bucket_view": lambda how: how.stage < 2,
+    "offload": lambda how: how.shards_by_parameter,
+}
+"""Of these, the ones that mean nothing to some strategies."""
+
+MOST_PASSES, MOST_OPERATIONS = 1024, 2**20
+"""`zero-ref simulate` plays all passes of an update: so many, of so many operations, in ten seconds."""
+
+ALONE = "dist.new_subgroups(1)[0]"
+"""The group in which a rank shares its state with nobody: torch's own AdamW keeps no 32-bit copies."""
+
+
+def simulate_command(
+    scenario: Scenario, strategy: str, model: Sequence[str], cluster: str
+) -> list[str] | None:
+    """The words of the `zero-ref simulate` that gives the same numbers; None if it has too much to play.
+
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> from zero_ref.simulator.models import MODELS
+    >>> scenario = Scenario(MODELS["gpt2"], cluster("a100-ib"), 16, batch=4, shard_group=8)
+    >>> " ".join(simulate_command(scenario, "zero-2", ["--model", "gpt2"], "a100-ib"))
+    'zero-ref simulate --model gpt2 --cluster a100-ib --ranks 16 --strategy zero-2 --batch 4 --shard-group 8'
+
+    Args:
+        model: the option that names the model, and its value.
+        cluster: its name, or the file that it was read from.
+    """
+    a_pass = 4 * len(scenario.params) if recipe(strategy).in_groups else 1
+    if scenario.accumulation > min(MOST_PASSES, MOST_OPERATIONS // a_pass):
+        return None
+    words = ["zero-ref", "simulate", *model, "--cluster", cluster, "--ranks", str(scenario.world_size)]
+    words += ["--strategy", strategy]
+    default = {one.name: one.default for one in fields(Scenario)}
+    for name in OPTIONS:
+        used = name not in USED_BY or USED_BY[name](recipe(strategy))
+        if used and (value := getattr(scenario, name)) != default[name]:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words if scenario.masters else [*words, "--no-masters"]
+
+
+def train_command(scenario: Scenario, strategy: str) -> list[str] | None:
+    """The words that train the lab's GPT of these dimensions, on bytes, in this way; None if there are none.
+
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> from zero_ref.simulator.models import MODELS
+    >>> scenario = Scenario(MODELS["gpt2"], cluster("a100-ib"), 8, dtype="float32")
+    >>> " ".join(train_command(scenario, "zero-3"))
+    'torchrun --nproc-per-node=8 -m zero_ref.lab.train --strategy zero-3 --layers 12 --heads 12 --width 768
+     --context 1024 --batch-size 1'
+    """
+    model, mixed, of_node = scenario.architecture, _mixed(scenario), scenario.cluster.ranks_per_node
+    can = (
+        isinstance(model, GPT2)
+        and scenario.dtype in ("float32", "bfloat16")
+        and (not mixed or strategy != "zero-3")
+        and scenario.optimizer == "AdamW"
+        and scenario.checkpointing == "selective"
+        and scenario.accumulation == 1
+        and not scenario.offload
+        and (scenario.shard_group is None or recipe(strategy).without_ddp)
+        and (scenario.world_size <= of_node or scenario.world_size % of_node == 0)
+    )
+    if not can or not isinstance(model, GPT2):
+        return None
+    words = ["torchrun", *_machines(scenario), "-m", "zero_ref.lab.train", "--strategy", strategy]
+    words += ["--layers", str(model.depth), "--heads", str(model.heads), "--width", str(model.width)]
+    words += ["--context", str(scenario.tokens_of_sequence), "--batch-size", str(scenario.batch)]
+    if scenario.shard_group is not None:
+        words += ["--shard-group", str(scenario.shard_group)]
+    if scenario.dtype != "float32":
+        words += ["--dtype", scenario.dtype]
+    return [*words, "--master-dtype", "float32"] if mixed else words
+
+
+def program(scenario: Scenario, strategy: str) -> list[str] | None:
+    """Lines that wrap a `model` and make its optimizer, for a program of one's own; None if there are none.
+
+    The model is in the scenario's dtype, on its device; under stage 3 with 32-bit masters it is in float32,
+    and `blocks` are its blocks. What is checkpointed is up to the model.
+
+    >>> from zero_ref.simulator.cluster import cluster
+    >>> from zero_ref.simulator.models import MODELS
+    >>> scenario = Scenario(MODELS["gpt2"], cluster("a100-ib"), 8, dtype="float32")
+    >>> print(*program(scenario, "ddp"), sep="\\n")
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    """
+    runs = scenario.optimizer in STATE_RULES and "+" not in scenario.optimizer
+    if not runs or strategy not in _LINES:
+        return None
+    return ["import torch", *_LINES[strategy](scenario), *_accumulating(scenario, strategy)]
+
+
+def _ddp(scenario: Scenario) -> list[str]:
+    wrapped = ["from torch.nn.parallel import DistributedDataParallel", _wrapped_in_ddp(scenario)]
+    if _mixed(scenario):
+        made = _sharded(scenario, "sorted_greedy", ALONE)
+        return ["import torch.distributed as dist", *wrapped, *made]
+    return [*wrapped, f"optimizer = torch.optim.{scenario.optimizer}(model.parameters())"]
+
+
+def _zero_even(scenario: Scenario) -> list[str]:
+    wrapped = ["from torch.nn.parallel import DistributedDataParallel", _wrapped_in_ddp(scenario)]
+    return [*wrapped, *_sharded(scenario, "even")]
+
+
+def _zero_2(scenario: Scenario) -> list[str]:
+    lines, group, replicas = ["from zero_ref import ShardedDataParallel"], "", ""
+    if _in_groups(scenario):
+        lines += _mesh(scenario)
+        group, replicas = 'mesh["shard"].get_group()', ', replicas=mesh["replicas"]'
+    made = _sharded(scenario, "equal_shares", group)
+    return [*lines, *made, f"model = ShardedDataParallel(model, optimizer{replicas})"]
+
+
+def _zero_3(scenario: Scenario) -> list[str]:
+    lines = ["from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"]
+    options = []
+    if _in_groups(scenario):
+        lines += _mesh(scenario)
+        options.append("mesh=mesh")
+    if _mixed(scenario):
+        reduced = scenario.reduce_dtype or scenario.dtype
+        options.append(f"mp_policy=MixedPrecisionPolicy(torch.{scenario.dtype}, torch.{reduced})")
+    listed = "".join(f", {option}" for option in options)
+    lines += [f"for block in blocks: fully_shard(block{listed})", f"fully_shard(model{listed})"]
+    return [*lines, f"optimizer = torch.optim.{scenario.optimizer}(model.parameters())"]
+
+
+def _accumulating(scenario: Scenario, strategy: str) -> list[str]:
+    """A remark on the loop."""
+    if scenario.accumulation == 1:
+        return []
+    said = f"# an update: {scenario.accumulation:,} backwards, then optimizer.step()"
+    if recipe(strategy).in_groups and not scenario.no_sync:
+        return [said]
+    if strategy == "zero-3":
+        return [f"{said}; before the first model.set_requires_gradient_sync(False), before the last True"]
+    return [f"{said}; all backwards but the last under model.no_sync()"]
+
+
+_LINES = {"ddp": _ddp, "zero-even": _zero_even, "zero-2": _zero_2, "zero-3": _zero_3}
+
+
+def _mixed(scenario: Scenario) -> bool:
+    return scenario.masters and DTYPES[scenario.dtype] == 2
+
+
+def _in_groups(scenario: Scenario) -> bool:
+    return scenario.shard_group not in (None, scenario.world_size)
+
+
+def _wrapped_in_ddp(scenario: Scenario) -> str:
+    view = ", gradient_as_bucket_view=True" if scenario.bucket_view else ""
+    return f"model = DistributedDataParallel(model{view})"
+
+
+def _sharded(scenario: Scenario, partition: str, group: str = "") -> list[str]:
+    words = ["model.parameters()", f"torch.optim.{scenario.optimizer}", *([group] if group else [])]
+    words.append(f'partition="{partition}"')
+    if group != ALONE:
+        words.append("parameters_as_bucket_view=True")
+    if _mixed(scenario):
+        words.append("master_dtype=torch.float32")
+    if scenario.offload:
+        words.append('state_device="cpu"')
+    return [
+        "from zero_ref import ZeroRedundancyOptimizer",
+        f"optimizer = ZeroRedundancyOptimizer({', '.join(words)})",
+    ]
+
+
+def _mesh(scenario: Scenario) -> list[str]:
+    group = scenario.shard_group or scenario.world_size
+    shape = f"({scenario.world_size // group}, {group})"
+    device = "cuda" if scenario.cluster.backend == "nccl" else "cpu"
+    return [
+        "from torch.distributed.device_mesh import init_device_mesh",
+        f'mesh = init_device_mesh("{device}", {shape}, mesh_dim_names=("replicas", "shard"))',
+    ]
+
+
+def _machines(scenario: Scenario) -> list[str]:
+    """How torchrun starts the ranks; on several machines HOST stands for the first one's address."""
+    ranks, of_node = scenario.world_size, scenario.cluster.ranks_per_node
+    if ranks <= of_node:
+        return [f"--nproc-per-node={ranks}"]
+    endpoint = ["--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
+    return [f"--nnodes={ranks // of_node}", f"--nproc-per-node={of_node}", *endpoint]

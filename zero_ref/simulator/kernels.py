@@ -1,0 +1,391 @@
+"""What a transformer computes for a micro-batch: matrix products, attention, and passes over memory.
+
+`price` asks a device how long these take, and gives the time to the operations of a schedule. A matrix
+product is limited by arithmetic, a norm or an activation function by what it reads and writes. So a share of
+the peak that holds for one of them does not hold for a whole model: it depends on the width, the vocabulary
+and the length of the sequences.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zero_ref.simulator.cluster import Device
+from zero_ref.simulator.models import ParamShape, Transformer, blocks
+
+
+class Product(NamedTuple):
+    """A matrix product that is made `times` times: (m, k) times (k, n).
+
+    >>> one = Product(8192, 4096, 14336)
+    >>> one.flops / 1e9, one.nbytes(itemsize=2) / 1e6
+    (962.072674304, 419.4304)
+    """
+
+    m: int
+    k: int
+    n: int
+    times: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """A multiplication and an addition each."""
+        return 2.0 * self.m * self.k * self.n * self.times
+
+    def nbytes(self, itemsize: int) -> float:
+        """Read and written at the least: both matrices and the result, once."""
+        return float(itemsize) * (self.m * self.k + self.k * self.n + self.m * self.n) * self.times
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What forward or backward of the whole model computes.
+
+    Args:
+        products: of weights. Their gradients are products of the same three lengths, in another order, which
+            take as long.
+        attention_flops: of the two products over the sequence, where no score reaches memory.
+        touched_bytes: read and written by everything else.
+        itemsize: bytes of an element of the matrices.
+    """
+
+    products: tuple[Product, ...]
+    attention_flops: float
+    touched_bytes: float
+    itemsize: int = 2
+
+    @property
+    def flops(self) -> float:
+        """Of products and attention."""
+        return sum(one.flops for one in self.products) + self.attention_flops
+
+    def ms(self, device: Device) -> float:
+        """How long a device takes, one kernel after another.
+
+        >>> from zero_ref.simulator.cluster import cluster
+        >>> a_product = Pass((Product(8192, 4096, 14336),), attention_flops=0, touched_bytes=0)
+        >>> a_norm = Pass((), attention_flops=0, touched_bytes=36 * 8192 * 4096)
+        >>> h100 = cluster("h100-ib").device
+        >>> round(a_product.ms(h100), 2), round(a_norm.ms(h100), 2)
+        (1.84, 0.42)
+        """
+        return sum(self.parts_ms(device).values())
+
+    def parts_ms(self, device: Device) -> dict[str, float]:
+        """The same, by what limits the kernels."""
+        products = (device.product_ms(one.flops, one.nbytes(self.itemsize)) for one in self.products)
+        return {
+            "matrix products": sum(products),
+            "attention": device.attention_ms(self.attention_flops),
+            "memory": device.touch_ms(self.touched_bytes),
+        }
+
+    def times(self, share: float, *, attention: float | None = None, touched: float | None = None) -> Pass:
+        """So many times the kernels; other shares of attention and of what is touched if they are given."""
+        return Pass(
+            tuple(one._replace(times=one.times * share) for one in self.products if share),
+            self.attention_flops * (share if attention is None else attention),
+            self.touched_bytes * (share if touched is None else touched),
+            self.itemsize,
+        )
+
+    def touching(self, nbytes: float) -> Pass:
+        """The same, with so many bytes more."""
+        return self.plus(Pass((), 0.0, nbytes, self.itemsize))
+
+    def plus(self, other: Pass) -> Pass:
+        """Both, one after the other."""
+        counts = defaultdict[tuple[int, int, int], float](float)
+        for m, k, n, times in (*self.products, *other.products):
+            counts[m, k, n] += times
+        return Pass(
+            tuple(Product(*lengths, times) for lengths, times in counts.items()),
+            self.attention_flops + other.attention_flops,
+            self.touched_bytes + other.touched_bytes,
+            self.itemsize,
+        )
+
+
+class Recomputed(NamedTuple):
+    """The shares of the blocks' forward that backward computes again.
+
+    Args:
+        blocks: how many of the blocks.
+        products: of their matrix products, beside the last one of each, whose result nothing waits for.
+        last: of those last ones.
+        attention, touched: of attention, and of everything else.
+    """
+
+    blocks: float
+    products: float
+    last: float
+    attention: float
+    touched: float
+
+
+RECOMPUTED: dict[str, Recomputed] = {
+    "none": Recomputed(0, 0, 0, 0, 0),
+    "selective": Recomputed(0, 0, 0, 0, 0),
+    "full": Recomputed(1, 1, 0, 1, 1),
+    "by-operation": Recomputed(1, 0.5, 0.5, 0, 1),
+    "every-other-block": Recomputed(0.5, 1, 0, 1, 1),
+}
+"""By the names of `activations.CHECKPOINTING`. Flash attention computes its scores again in any case, which
+BACKWARD_OF_FLASH counts.
+
+Source: torch.utils.checkpoint stops as soon as it has computed all that was saved (`early_stop`), and
+backward needs no result of a block's last product, where no dropout follows. By operation, torchtitan keeps
+attention's result and every second product's.
+"""
+
+BACKWARD_OF_FLASH = 2.5
+"""Backward of flash attention makes five products where forward makes two.
+Source: FlashAttention-2 (arXiv:2307.08691), section 4.1."""
+
+
+class Touched(NamedTuple):
+    """Bytes that kernels limited by memory read and write for each token."""
+
+    forward: float
+    backward: float
+
+
+class Costs(NamedTuple):
+    """Bytes that such kernels read and write for each element, of 2 bytes: (forward, backward).
+
+    Args:
+        layer_norm, rms_norm, add, dropout: of the hidden state.
+        again: of the hidden state, for each product beyond the first that a norm's result goes into.
+        bias: of a linear layer's result, where it has a bias.
+        layout: of attention's result, whose heads are brought together.
+        rotary: of queries and keys.
+        activation, gate: of the width of the MLP, without a gate and with one.
+        scores: of attention that is no flash attention, of every score and head.
+        logits: of an entry of the vocabulary.
+    """
+
+    layer_norm: tuple[float, float]
+    rms_norm: tuple[float, float]
+    add: tuple[float, float]
+    dropout: tuple[float, float]
+    again: tuple[float, float]
+    bias: tuple[float, float]
+    layout: tuple[float, float]
+    rotary: tuple[float, float]
+    activation: tuple[float, float]
+    gate: tuple[float, float]
+    scores: tuple[float, float]
+    logits: tuple[float, float]
+
+
+EAGER = Costs(
+    layer_norm=(4, 6),  # one kernel: reads and writes; backward reads two
+    rms_norm=(36, 72),  # to 32 bits, squared, averaged, multiplied, and back, kernel by kernel
+    add=(6, 6),  # in backward, gradients of a value that was used twice are added
+    dropout=(5, 5),  # with a byte for the mask
+    again=(0, 6),  # gradients are added; of queries, keys and values in one matrix, put together
+    bias=(0, 2),  # its gradient is a sum of the result's
+    layout=(4, 4),
+    rotary=(20, 20),  # to 32 bits, multiplied, and back
+    activation=(4, 6),
+    gate=(10, 18),  # a function, then a product
+    scores=(13, 15),  # masked (4), softmax (4), dropout (5); and back (5, 6, 4)
+    logits=(18, 18),  # to 32 bits (6), softmax (12); a gradient in 32 bits (12), and back (6)
+)
+"""As PyTorch runs kernels one by one, each reading and writing memory."""
+
+COMPILED = Costs(
+    layer_norm=(4, 6),
+    rms_norm=(4, 6),
+    add=(4, 2),  # in one kernel with the norm that follows
+    dropout=(1, 1),  # likewise: only the mask comes on top
+    again=(0, 2),
+    bias=(0, 2),
+    layout=(0, 0),
+    rotary=(4, 4),
+    activation=(4, 6),
+    gate=(6, 10),
+    scores=(5, 7),
+    logits=(4, 4),  # read twice; read and written
+)
+"""As a compiler fuses them: neighbours read once and write once."""
+
+
+def touched_by_token(architecture: Transformer, costs: Costs) -> Touched:
+    """Bytes that a block's kernels read and write for each token, beside products and attention.
+
+    >>> from zero_ref.simulator.models import TRANSFORMERS
+    >>> touched_by_token(TRANSFORMERS["llama3-8b"], EAGER)
+    Touched(forward=606208.0, backward=1089536.0)
+    """
+    kind, width = architecture.kind, architecture.width
+    # The families with a gate have RMSNorms, the others LayerNorms.
+    norm = costs.rms_norm if kind.gated else costs.layer_norm
+    function = costs.gate if kind.gated else costs.activation
+    queries = architecture.head_width * architecture.heads
+    rotated = queries + architecture.head_width * architecture.key_value_heads
+    norms, uses = kind.pre_norms + kind.post_norms, 2 + kind.gated
+    biased = _biased(architecture) / architecture.depth
+    return Touched(
+        *(
+            width * (norms * norm[way] + 2 * costs.add[way] + uses * costs.again[way])
+            + 2 * width * kind.dropout * costs.dropout[way]
+            + biased * costs.bias[way]
+            + queries * costs.layout[way]
+            + rotated * (kind.rotary * costs.rotary[way] + kind.qk_norms * norm[way])
+            + architecture.hidden * float(function[way])
+            for way in (0, 1)
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Forward and backward of a model on one micro-batch.
+
+    Args:
+        numel: elements of the model, to give each operation of a schedule its part.
+    """
+
+    forward: Pass
+    backward: Pass
+    numel: int
+
+    @property
+    def flops(self) -> float:
+        """Of products and attention, computed again or not."""
+        return self.forward.flops + self.backward.flops
+
+    def parts_ms(self, device: Device) -> dict[str, float]:
+        """Milliseconds of forward and backward by what limits the kernels.
+
+        >>> from zero_ref.simulator.cluster import cluster
+        >>> from zero_ref.simulator.models import TRANSFORMERS
+        >>> llama = kernels(TRANSFORMERS["llama3-8b"], batch=1, sequence=8192)
+        >>> {name: round(ms) for name, ms in llama.parts_ms(cluster("h100-ib").device).items()}
+        {'matrix products': 723, 'attention': 183, 'memory': 169}
+        """
+        forward, backward = self.forward.parts_ms(device), self.backward.parts_ms(device)
+        return {name: ms + backward[name] for name, ms in forward.items()}
+
+
+def kernels(
+    architecture: Transformer,
+    batch: int,
+    sequence: int,
+    checkpointing: str = "selective",
+    *,
+    compiled: bool = False,
+    fused_loss: bool = False,
+    itemsize: int = 2,
+) -> Kernels:
+    """The kernels of forward and backward on `batch` sequences.
+
+    >>> from zero_ref.simulator.models import TRANSFORMERS
+    >>> llama = kernels(TRANSFORMERS["llama3-8b"], batch=1, sequence=8192)
+    >>> llama.numel, len(llama.forward.products)
+    (8030261248, 4)
+    >>> round(llama.flops / 1e12), round(llama.backward.flops / llama.forward.flops, 2)
+    (430, 2.06)
+    >>> fused = kernels(TRANSFORMERS["llama3-8b"], batch=1, sequence=8192, compiled=True, fused_loss=True)
+    >>> round(llama.forward.touched_bytes / fused.forward.touched_bytes, 1)
+    3.6
+
+    Args:
+        checkpointing: one of `activations.CHECKPOINTING`: what backward computes again. Under "none"
+            attention is written out, and every score kept; else it is flash attention.
+        compiled: neighbouring kernels of blocks are fused.
+        fused_loss: those of the loss are.
+        itemsize: bytes of an element.
+    Raises:
+        ValueError: `checkpointing` is unknown.
+    """
+    again, costs = recomputed(checkpointing), COMPILED if compiled else EAGER
+    flash = checkpointing != "none"  # as `activations` has it
+    tokens, depth, vocabulary = batch * sequence, architecture.depth, architecture.vocabulary
+    shapes = architecture.shapes()
+    in_blocks = Counter(_products_of(shapes))
+    short, long = sorted((architecture.width, architecture.hidden))  # of a block's last product
+    of_block = touched_by_token(architecture, costs)
+    scale = itemsize / 2
+
+    products = tuple(Product(tokens, k, n, times) for (k, n), times in in_blocks.items())
+    matrices = Pass(products, 0.0, 0.0, itemsize)
+    attention, attention_back = _attention(architecture, batch, sequence, costs.scores, itemsize, flash)
+    body = matrices.plus(attention).touching(scale * tokens * depth * of_block.forward)
+    last = Pass((Product(tokens, short, long, depth),), 0.0, 0.0, itemsize)
+    # The mask of a dropout behind the last product has to be made again, and so has the product.
+    of_last = 1.0 if again.last == 0 < again.products and architecture.kind.dropout else again.last
+    computed_again = body.times(again.products, attention=again.attention, touched=again.touched)
+    computed_again = computed_again.plus(last.times(of_last - again.products)).times(again.blocks)
+    back = matrices.times(2).plus(attention_back).touching(scale * tokens * depth * of_block.backward)
+    back = back.plus(computed_again)
+
+    product = Product(tokens, architecture.width, vocabulary)
+    of_head, of_loss = (
+        scale * tokens * vocabulary * nbytes for nbytes in (COMPILED if fused_loss else EAGER).logits
+    )
+    head = Pass((product,), 0.0, of_head, itemsize)
+    back = back.plus(Pass((product._replace(times=2),), 0.0, of_loss, itemsize))
+    return Kernels(body.plus(head), back, sum(param.numel for param in shapes))
+
+
+def _biased(architecture: Transformer) -> int:
+    """Elements of the biases of all linear layers in blocks: so many have their results for each token."""
+    listed = architecture.shapes()
+    inside = (listed[number] for unit in blocks(listed)[1:] for number in unit)
+    names = ((param.name.split("."), param.numel) for param in inside)
+    return sum(numel for (*_, layer, last), numel in names if last == "bias" and not _is_norm(layer))
+
+
+def _is_norm(layer: str) -> bool:
+    return "norm" in layer or layer.startswith("ln_")
+
+
+def recomputed(checkpointing: str) -> Recomputed:
+    """The shares of a block's forward that backward computes again.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if checkpointing not in RECOMPUTED:
+        raise ValueError(f"unknown checkpointing {checkpointing!r}; choose one of {', '.join(RECOMPUTED)}.")
+    return RECOMPUTED[checkpointing]
+
+
+def _attention(
+    architecture: Transformer,
+    batch: int,
+    sequence: int,
+    scores: tuple[float, float],
+    itemsize: int,
+    flash: bool,
+) -> tuple[Pass, Pass]:
+    """The two products over the sequence, of all blocks, and what becomes of them in backward.
+
+    Flash attention skips what the causal mask hides. Else whole squares are multiplied, and every score is
+    read and written several times.
+    """
+    heads = batch * architecture.heads * architecture.depth
+    if flash:
+        flops = 4.0 * heads * architecture.head_width * sequence * (sequence + 1) / 2
+        return Pass((), flops, 0.0, itemsize), Pass((), BACKWARD_OF_FLASH * flops, 0.0, itemsize)
+    square = Product(sequence, architecture.head_width, sequence, 2.0 * heads)
+    forward, backward = (itemsize / 2 * nbytes * heads * sequence**2 for nbytes in scores)
+    return (
+        Pass((square,), 0.0, forward, itemsize),
+        Pass((square._replace(times=4.0 * heads),), 0.0, backward, itemsize),
+    )
+
+
+def _products_of(shapes: Iterable[ParamShape]) -> Iterable[tuple[int, int]]:
+    """The lengths of the matrices in all blocks, the shorter one first."""
+    listed = tuple(shapes)
+    for unit in blocks(listed)[1:]:
+        for number in unit:
+            if len(listed[number].shape) == 2:
+                short, long = sorted(listed[number].shape)
+                yield short, long

@@ -1,0 +1,103 @@
+"""How far a prediction may be off: an interval, from published runs that nothing was fitted to.
+
+The factors here are what `validation` computes from these runs. They are constants, so that a simulation
+needs neither the runs nor the time to simulate them; tests/test_spread.py holds the two together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+SHARE = 0.8
+"""The share of the figures of one more source that an interval is meant to hold."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What a prediction is multiplied with at the ends of its interval.
+
+    >>> Spread(0.9, 1.25).around(200.0)
+    (180.0, 250.0)
+
+    Raises:
+        ValueError: the factors are not positive numbers in this order.
+    """
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high < math.inf:
+            raise ValueError(f"an interval has factors 0 < low <= high, got {self.low:g} and {self.high:g}.")
+
+    def around(self, predicted: float) -> tuple[float, float]:
+        """The interval around a prediction."""
+        return predicted * self.low, predicted * self.high
+
+    def below(self, predicted: float, limit: float) -> bool | None:
+        """Whether the real value is below a limit: True or False if the whole interval is, otherwise None."""
+        low, high = self.around(predicted)
+        return True if high <= limit else False if low > limit else None
+
+
+def spread_of(ratios: Mapping[str, Sequence[float]], share: float = SHARE) -> Spread:
+    """The interval that is to hold a share of the ratios of one more source.
+
+    Every source counts the same, however many ratios it has, and one more may be further off than all of
+    them: with n sources the interval holds (n + 1) / n times the share of their ratios, all at the most. As
+    many are left out below as above.
+
+    >>> spread_of({"one": [0.9, 1.1], "another": [1.0] * 8, "third": [1.2]}, share=0.6)
+    Spread(low=0.9, high=1.2)
+
+    Args:
+        ratios: by source, published over predicted.
+    Raises:
+        ValueError: there is no ratio, or the share is not between 0 and 1.
+    Source: the correction is that of conformal prediction (Lei et al., Journal of the American Statistical
+        Association 113, 2018), with sources in the place of single figures.
+    """
+    weighted = sorted((ratio, 1 / len(some)) for some in ratios.values() for ratio in some)
+    if not weighted:
+        raise ValueError("an interval needs at least one published figure beside its prediction.")
+    if not 0 < share < 1:
+        raise ValueError(f"share is above 0 and below 1, got {share:g}.")
+    sources = sum(bool(some) for some in ratios.values())
+    outside = max(0.0, sources - share * (sources + 1)) / 2
+    return Spread(_first_beyond(weighted, outside), _first_beyond(weighted[::-1], outside))
+
+
+def _first_beyond(weighted: Sequence[tuple[float, float]], outside: float) -> float:
+    """The ratio before which no more than this weight lies."""
+    passed = 0.0
+    for ratio, weight in weighted:
+        passed += weight
+        if passed > outside + 1e-12:
+            return ratio
+    return weighted[-1][0]
+
+
+TIME = Spread(0.83, 1.632)
+"""Of a time."""
+
+MEMORY = Spread(0.853, 1.095)
+"""Of what a GPU holds."""
+
+
+def around(ms: float) -> tuple[float, float]:
+    """The interval around a predicted time.
+
+    Source: the published runs of `published.json` that nothing was fitted to.
+    """
+    return TIME.around(ms)
+
+
+def fits(nbytes: float, capacity: float) -> bool | None:
+    """Whether so many predicted bytes fit in so many: None if the interval has the capacity in it.
+
+    >>> fits(1e9, 80e9), fits(80e9, 80e9), fits(400e9, 80e9)
+    (True, None, False)
+    """
+    return MEMORY.below(nbytes, capacity)
