@@ -26,8 +26,8 @@ BEFORE: dict[tuple[str, str], float] = {
     ("gpt-175b-768", "time"): 140,
     ("gpt-175b-1536", "time"): 140,
 }
-"""What this simulator said of the rows that began this page, before kernels were priced by their shape, links by
-the size of their messages, and memory by architecture. GPT-3's are TFLOP/s, as published."""
+"""What this simulator said of the rows that began this page, before kernels were priced by their shape, links
+by the size of their messages, and memory by architecture. GPT-3's are TFLOP/s, as published."""
 
 
 def sources(_folder: Path) -> Iterator[str]:

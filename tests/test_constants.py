@@ -45,7 +45,7 @@ def runs() -> list[tuple[Run, Kernels, str]]:
             way = {"none": "selective", "full": "full"}[run.checkpointing]  # with flash attention
             fused = {"compiled": run.compiled, "fused_loss": run.fused_loss}
             made = kernels(data.models[run.model], run.batch, run.sequence, way, **fused)
-            found.append((run, made, run.cluster.split("-")[0]))
+            found.append((run, made, "a100" if "a100" in run.cluster else "h100"))
     return found
 
 
