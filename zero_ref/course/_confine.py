@@ -11,13 +11,15 @@ import ctypes
 import errno
 import os
 import platform
-import resource
 import site
 import struct
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+if sys.platform != "win32":
+    import resource
 
 
 class Limits(NamedTuple):
