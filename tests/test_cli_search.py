@@ -42,6 +42,7 @@ def test_the_numbers_are_those_of_the_search(narrow: None, capsys: pytest.Captur
     assert (printed["tried"], printed["timed"], printed["tokens"]) == (found.tried, len(found.listed), 16384)
     assert len(printed["best"]) == len(found.best)
     for said, one in zip(printed["listed"], found.listed, strict=True):
+        assert one.update_ms is not None
         assert said["update_ms"] == one.update_ms
         assert said["memory_bytes"] == one.peak_bytes
         assert said["tokens_per_second"] == 16384 * 1e3 / one.update_ms

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from zero_ref.simulator.cluster import Device
@@ -272,6 +273,7 @@ class Kernels:
         return {name: ms + backward[name] for name, ms in forward.items()}
 
 
+@lru_cache(maxsize=256)
 def kernels(
     architecture: Transformer,
     batch: int,

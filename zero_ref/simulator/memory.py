@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from zero_ref.plan.layout import lay_out
@@ -411,8 +411,8 @@ def costs(params: Sequence[ParamSpec], settings: MemorySettings) -> list[StateBy
     """
     rule = state_rule(settings.optimizer)
     convention = None if settings.convention is None else convention_named(settings.convention)
-    listed = []
-    for param in params:
+
+    def cost_of(param: ParamSpec) -> StateBytes:
         if convention is None:
             element = gradient = moment = itemsize_of(param.dtype)
             master = 0
@@ -422,23 +422,38 @@ def costs(params: Sequence[ParamSpec], settings: MemorySettings) -> list[StateBy
         its = rule.of(param)
         trained, has_state = param.trainable, param.trainable or its.for_frozen
         moments, scalars = its.tensors * moment * has_state, its.scalar_bytes * has_state
-        listed.append(StateBytes(element, gradient * trained, master * trained, moments, scalars))
-    return listed
+        return StateBytes(element, gradient * trained, master * trained, moments, scalars)
+
+    kinds = [(param.dtype, param.trainable, param.whole) for param in params]
+    some = dict(zip(kinds, params))
+    cost_of_kind = {kind: cost_of(param) for kind, param in some.items()}
+    return [cost_of_kind[kind] for kind in kinds]
 
 
 def whole_bytes(params: Sequence[ParamSpec], settings: MemorySettings) -> StateBytes:
     """The state of the whole model, undivided."""
+    return _whole_bytes(tuple(params), _costing(settings))
+
+
+def _costing(settings: MemorySettings) -> MemorySettings:
+    """What the bytes of an element depend on: many settings have it in common."""
+    return MemorySettings(0, settings.convention, settings.optimizer)
+
+
+@lru_cache(maxsize=16)
+def _whole_bytes(params: tuple[ParamSpec, ...], settings: MemorySettings) -> StateBytes:
     return _total((param.numel, cost) for param, cost in zip(params, costs(params, settings), strict=True))
 
 
 def _total(pieces: Iterable[tuple[int, StateBytes]]) -> StateBytes:
     """The bytes of pieces of parameters: (elements, bytes of one element) each."""
-    totals = [0, 0, 0, 0, 0]
+    numel_of: dict[StateBytes, int] = {}  # most parameters cost the same
+    scalars = 0
     for numel, cost in pieces:
-        for part, nbytes in enumerate(cost[:4]):
-            totals[part] += numel * nbytes
-        totals[4] += cost.scalars
-    return StateBytes(*totals)
+        numel_of[cost] = numel_of.get(cost, 0) + numel
+        scalars += cost.scalars
+    each = (sum(cost[part] * numel for cost, numel in numel_of.items()) for part in range(4))
+    return StateBytes(*each, scalars)
 
 
 def _gradient_bucket_bytes(whole: StateBytes, settings: MemorySettings) -> int:
@@ -466,7 +481,12 @@ def _whole_gradient_bytes(params: Sequence[ParamSpec], world_size: int, settings
     return whole_bytes(params, settings).grads
 
 
-def _units(params: Sequence[ParamSpec], settings: MemorySettings) -> list[StateBytes]:
+def _units(params: Sequence[ParamSpec], settings: MemorySettings) -> Sequence[StateBytes]:
+    return _units_of(tuple(params), _costing(settings))
+
+
+@lru_cache(maxsize=16)
+def _units_of(params: tuple[ParamSpec, ...], settings: MemorySettings) -> Sequence[StateBytes]:
     cost_of_param = costs(params, settings)
     return [_total((params[i].numel, cost_of_param[i]) for i in unit) for unit in blocks(params)]
 

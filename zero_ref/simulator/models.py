@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -287,10 +288,15 @@ def blocks(params: Iterable[Named]) -> list[list[int]]:
         none has, all are in it.
     Source: the groups of torch.distributed.fsdp.fully_shard, called on each block and last on the model.
     """
+    return [list(unit) for unit in _blocks(tuple(param.name for param in params))]
+
+
+@lru_cache(maxsize=16)
+def _blocks(names: tuple[str, ...]) -> list[list[int]]:
     root: list[int] = []
     units: dict[tuple[str, ...], list[int]] = {}
-    for index, param in enumerate(params):
-        path = param.name.split(".")
+    for index, name in enumerate(names):
+        path = name.split(".")
         number = next((place for place, part in enumerate(path) if part.isdecimal()), None)
         unit = root if number is None else units.setdefault(tuple(path[: number + 1]), [])
         unit.append(index)
