@@ -26,6 +26,7 @@ from zero_ref.simulator.play import play
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import MIB, ddp_buckets, schedule
+from zero_ref.simulator.search import search
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -320,3 +321,25 @@ def test_the_memory_explorer_starts_with_the_tours_figures() -> None:
         held = sum(nbytes for name, nbytes in numbers.items() if name.startswith(f"stage {stage}, "))
         fullest = scenario.run(strategy).peak_bytes
         assert held == pytest.approx(fullest, rel=0.001)  # an average, and what cuts leave over
+
+
+def test_the_search_explorer_draws_what_the_search_finds() -> None:
+    setting = {"model": "gpt2", "cluster": "rtx4090-10gbe", "ranks": 8, "tokens": 2**17}
+    answer = EXPLORERS["search"].answer(**setting)
+    found = search(Scenario(MODELS["gpt2"], CLUSTERS["rtx4090-10gbe"], 8), 2**17)
+    assert answer.numbers["ways tried"] == found.tried
+    dots = [one.attrib for one in ElementTree.fromstring(answer.svg).iter(f"{SVG}circle")]
+    assert len(dots) == len(found.listed)
+    assert [float(one["r"]) for one in dots].count(5.5) == len(found.best) == len(answer.table) - 1
+    filled = sum(one["fill"] == one["stroke"] for one in dots)
+    assert filled == answer.numbers["ways that fit"] == sum(one.fits is True for one in found.listed)
+    for place, one in enumerate(found.best, 1):
+        assert answer.numbers[f"{place}, tokens a second"] == one.tokens_per_second
+        assert answer.numbers[f"{place}, bytes"] == one.peak_bytes
+
+
+def test_the_search_explorer_says_that_nothing_fits() -> None:
+    answer = EXPLORERS["search"].answer(model="zero-1t", ranks=1)
+    assert "nothing fits" in written(answer)
+    assert answer.words.endswith("None fits for certain.")
+    assert len(answer.table) == 1

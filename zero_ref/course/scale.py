@@ -58,6 +58,10 @@ def with_one_share(machines: Cluster, reached: float) -> Cluster:
 def as_first_priced(run: Run) -> SimulatedRun:
     """A published run as the first version of this simulator priced it.
 
+    >>> from zero_ref.simulator.published import published
+    >>> round(as_first_priced(published().run("titan-8b-8")).tokens_per_second / 8)
+    6425
+
     Raises:
         ValueError: its GPU is not in SHARES.
     """

@@ -123,7 +123,7 @@ def _dot(x: float, y: float, one: Candidate, is_best: bool) -> str:
     )  # fmt: skip
 
 
-TOKENS = tuple(2**power for power in range(15, 25))
+TOKENS = tuple(2**power for power in range(15, 23))
 
 SEARCH = Explorer(
     "search",
@@ -137,7 +137,7 @@ SEARCH = Explorer(
             tuple(name for name, one in CLUSTERS.items() if one.device.memory_gb is not None),
         ),
         Control("ranks", "ranks", 64, RANKS),
-        Control("tokens", "tokens of an update", 2**22, TOKENS, {one: short_count(one) for one in TOKENS}),
+        Control("tokens", "tokens of an update", 2**21, TOKENS, {one: short_count(one) for one in TOKENS}),
     ),
     _draw,
 )
