@@ -29,11 +29,14 @@ def _draw(
     between: float, latency: float, tokens: int, **of_scenario: Any,
 ) -> Answer:  # fmt: skip
     ranks = per_node * nodes
-    links = {
-        "within": replace(LIKE.within, gb_per_s=within),
-        "between": replace(LIKE.between, gb_per_s=between, latency_us=latency),
-    }
-    cluster = replace(LIKE, name="designed", device=DEVICES[device], ranks_per_node=per_node, **links)
+    cluster = replace(
+        LIKE,
+        name="designed",
+        device=DEVICES[device],
+        ranks_per_node=per_node,
+        within=replace(LIKE.within, gb_per_s=within),
+        between=replace(LIKE.between, gb_per_s=between, latency_us=latency),
+    )
     scenario = Scenario(TRANSFORMERS[model], cluster, ranks, **of_scenario)
     run = _run(scenario, strategy)
     days = tokens / run.tokens_per_second * 1e3 / MS_PER_DAY
