@@ -135,14 +135,14 @@ def bare(ax: Axes, *, keep: Sequence[str] = ("left", "bottom")) -> None:
     ax.set_axisbelow(True)
 
 
-def colour_key(ax: Axes, colours: Mapping[str, str]) -> None:
-    """A row of coloured squares with their meaning, above the Axes and in line with its left edge."""
+def colour_key(ax: Axes, colours: Mapping[str, str], columns: int = 4) -> None:
+    """Rows of coloured squares with their meaning, above the Axes and in line with its left edge."""
     ax.legend(
         handles=[Patch(facecolor=colour, label=name) for name, colour in colours.items()],
         loc="lower left",
         bbox_to_anchor=(0, 1),
         bbox_transform=ax.transAxes + ScaledTranslation(0, 7 / 72, ax.figure.dpi_scale_trans),
-        ncols=4,
+        ncols=columns,
         borderpad=0,
         borderaxespad=0,
         handlelength=1,

@@ -230,6 +230,7 @@ def memory_items(
     if device_bytes is not None:
         place_of = "far to the right" if far else "the dashed line"
         ax.set_xlabel(f"the device's {short_bytes(device_bytes)}: {place_of}", color=ALARM)
-    colour_key(ax, {item: colour for item, colour in ITEM_COLOURS.items() if item in shown})
-    ax.set_title("Bytes on a rank", pad=30 if len(shown) <= 4 else 46)
+    columns = 4 if len(shown) <= 4 else 3  # four of the longer names are wider than a page
+    colour_key(ax, {item: colour for item, colour in ITEM_COLOURS.items() if item in shown}, columns)
+    ax.set_title("Bytes on a rank", pad=14 + 16 * -(-len(shown) // columns))
     return ax
