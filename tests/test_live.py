@@ -332,8 +332,7 @@ def test_the_memory_explorer_starts_with_the_tours_figures() -> None:
 
 
 def test_the_search_explorer_draws_what_the_search_finds() -> None:
-    setting = {"model": "gpt2", "cluster": "rtx4090-10gbe", "ranks": 8, "tokens": 2**17}
-    answer = EXPLORERS["search"].answer(**setting)
+    answer = EXPLORERS["search"].answer(model="gpt2", cluster="rtx4090-10gbe", ranks=8, tokens=2**17)
     found = search(Scenario(MODELS["gpt2"], CLUSTERS["rtx4090-10gbe"], 8), 2**17)
     assert answer.numbers["ways tried"] == found.tried
     dots = [one.attrib for one in ElementTree.fromstring(answer.svg).iter(f"{SVG}circle")]

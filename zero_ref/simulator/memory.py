@@ -452,8 +452,10 @@ def _total(pieces: Iterable[tuple[int, StateBytes]]) -> StateBytes:
     for numel, cost in pieces:
         numel_of[cost] = numel_of.get(cost, 0) + numel
         scalars += cost.scalars
-    each = (sum(cost[part] * numel for cost, numel in numel_of.items()) for part in range(4))
-    return StateBytes(*each, scalars)
+    params, grads, master, moments = (
+        sum(cost[part] * numel for cost, numel in numel_of.items()) for part in range(4)
+    )
+    return StateBytes(params, grads, master, moments, scalars)
 
 
 def _gradient_bucket_bytes(whole: StateBytes, settings: MemorySettings) -> int:
