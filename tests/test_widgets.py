@@ -6,7 +6,7 @@ from IPython.display import HTML
 
 from zero_ref.lab import widgets
 from zero_ref.lab.widgets import Exploration
-from zero_ref.live import EXPLORERS
+from zero_ref.live import EXPLORERS, page
 from zero_ref.live.explorer import Value
 from zero_ref.live.page import html
 
@@ -19,7 +19,7 @@ def explore(name: str, **values: Value) -> Exploration:
 
 @pytest.fixture(autouse=True)
 def _in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(widgets.PAGE, raising=False)
+    monkeypatch.delenv(page.BUILT, raising=False)
 
 
 class Handle:
@@ -99,7 +99,7 @@ def test_controls_without_effect_are_greyed_out() -> None:
 
 
 def test_while_the_book_is_built_a_cell_gives_the_piece_of_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(widgets.PAGE, "1")
+    monkeypatch.setenv(page.BUILT, "1")
     # No widget is made: its state alone would have the page load a manager of widgets that nobody sees.
     monkeypatch.setattr(widgets, "Exploration", None)
     piece = widgets.explore("memory", model="gpt2")

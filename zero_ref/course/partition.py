@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from zero_ref.course import Answer, call_text, exercise, shown
+from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks
 from zero_ref.lab.meter import state_bytes
+from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition, Slice
-from zero_ref.plan.rules import from_lists, registration_greedy, sorted_greedy
+from zero_ref.plan.rules import even, from_lists, registration_greedy, sorted_greedy
 from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.models import from_module, shapes
 
@@ -335,3 +337,48 @@ def _is_whole_number(value: object) -> bool:
     except TypeError:
         return False
     return not isinstance(value, bool)
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+
+@prediction(
+    "partition.crossover",
+    "Llama 3 8B, largest first, 64 ranks: how much does the fullest rank own?",
+    unit="times an even share",
+)
+def _fullest_of_64() -> float:
+    llama = [shape.numel for shape in shapes("llama3-8b")]
+    return max(sorted_greedy(llama, 64).loads) / (sum(llama) / 64)
+
+
+@prediction(
+    "partition.sorting",
+    "Without the sorting, on how many ranks does the fullest rank lose most?",
+    choices=("2 ranks", "15 ranks", "64 ranks"),
+)
+def _unsorted_hurts() -> str:
+    llama = [shape.numel for shape in shapes("llama3-8b")]
+    ratio = {
+        n: max(registration_greedy(llama, n).loads) / max(sorted_greedy(llama, n).loads) for n in (2, 15, 64)
+    }
+    return f"{max(ratio, key=ratio.__getitem__)} ranks"
+
+
+@prediction(
+    "partition.even",
+    "Llama 3 8B, even split, 1,024 ranks: how much optimizer state of Adam does the fullest rank keep?",
+    unit="MB",
+)
+def _even_on_1024() -> float:
+    return 8 * max(even([shape.numel for shape in shapes("llama3-8b")], 1024).loads) / 1e6
+
+
+@prediction(
+    "partition.may_cut",
+    "Which optimizer gives the same result for a matrix and for its two halves?",
+    choices=("Adam alone", "Adafactor alone", "both", "neither"),
+)
+def _may_be_cut() -> str:
+    cut = [name for name in ("Adam", "Adafactor") if is_elementwise(getattr(torch.optim, name))]
+    return f"{cut[0]} alone" if len(cut) == 1 else "both" if cut else "neither"

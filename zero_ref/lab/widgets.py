@@ -24,9 +24,6 @@ from IPython.display import HTML, DisplayHandle, display
 from zero_ref.live import explorer as explorer_named, page
 from zero_ref.live.explorer import Answer, Control, Explorer, Value
 
-PAGE = "ZERO_REF_PAGE"
-"""Set while the book is built, by book/execute.py and book/_ext/explorer.py."""
-
 
 def explore(name: str, **values: Value) -> Exploration | HTML:
     """An explorer by its name, at these values; while the book is built, its piece of page.
@@ -37,7 +34,7 @@ def explore(name: str, **values: Value) -> Exploration | HTML:
     Raises:
         ValueError: there is no such explorer, control or option.
     """
-    if os.environ.get(PAGE):
+    if os.environ.get(page.BUILT):
         return HTML(page.html(name, **values))
     return Exploration(explorer_named(name), values)
 

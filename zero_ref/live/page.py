@@ -10,6 +10,9 @@ from zero_ref.live import explorer
 from zero_ref.live.explorer import Value
 from zero_ref.live.svg import element
 
+BUILT = "ZERO_REF_PAGE"
+"""Set in the environment while the book is built, by book/execute.py and book/_ext/explorer.py."""
+
 WIDE, NARROW = 720.0, 340.0
 """Pixels of the two still pictures: a style sheet shows the one that fits."""
 
