@@ -18,6 +18,7 @@ from zero_ref.simulator.search import (
     NEAR,
     SEARCHED,
     STEADY,
+    Candidate,
     Found,
     groups,
     micro_batches,

@@ -1,4 +1,4 @@
-"""Predictions, sliders and ticks on the pages: asked first, kept in the browser, compared as in the package."""
+"""Predictions, sliders and ticks on the pages: asked first, kept, compared as in the package."""
 
 from collections.abc import Callable
 from typing import Any
