@@ -14,6 +14,7 @@ from numbers import Real
 
 from zero_ref.bench.pieces import time_collectives
 from zero_ref.course import Answer, exercise, shown
+from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks
 from zero_ref.simulator import spread
 from zero_ref.simulator.activations import CHECKPOINTING
@@ -21,10 +22,10 @@ from zero_ref.simulator.calibrate import NoRateError, Sample, fit
 from zero_ref.simulator.cluster import Cluster, Link, cluster
 from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.play import play
-from zero_ref.simulator.published import Run
+from zero_ref.simulator.published import Run, published
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
-from zero_ref.simulator.validation import scenario_of
+from zero_ref.simulator.validation import compare, scenario_of
 
 Point = tuple[float, float]
 """Bytes of a message, and the milliseconds that it took."""
@@ -415,3 +416,53 @@ def _last_that_helps(times: dict[int, float]) -> int:
     while 2 * best in times and times[2 * best] <= 0.9 * times[best]:
         best *= 2
     return best
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+SIX = (
+    "titan-8b-8",
+    "titan-a100-8b-op",
+    "titan-a100-70b-full",
+    "gpt-175b-384",
+    "gpt-175b-768",
+    "gpt-175b-1536",
+)
+"""Published runs that the first version priced."""
+
+
+@prediction(
+    "scale.furthest",
+    "Which of its six answers is furthest off?",
+    choices=SIX,
+)
+def _furthest() -> str:
+    def off(name: str) -> float:
+        run = published().run(name)
+        rate = as_first_priced(run).tokens_per_second / run.ranks
+        return abs(math.log(rate / compare(run)[0].published))
+
+    return max(SIX, key=off)
+
+
+@prediction(
+    "scale.trillion",
+    "The trillion under stage 3, on 1,024 GPUs: does it fit?",
+    choices=("fits", "undecided", "does not fit"),
+)
+def _trillion_fits() -> str:
+    trillion = Scenario(
+        MODELS["zero-1t"], cluster("h100-ib"), 1024, batch=1, sequence=2048, checkpointing="full"
+    )
+    return {True: "fits", None: "undecided", False: "does not fit"}[trillion.run("zero-3").fits]
+
+
+@prediction(
+    "scale.latency",
+    "GPT-2 XL under stage 3, 1,024 ranks, four times the latency: how many times as long is an iteration?",
+    unit="times",
+)
+def _four_times_the_latency() -> float:
+    lean = Scenario(MODELS["gpt2-xl"], cluster("h100-ib"), 1024, batch=1, sequence=1024)
+    late = replace(lean, cluster=lean.cluster.with_links(latency=4))
+    return late.run("zero-3").iteration_ms / lean.run("zero-3").iteration_ms

@@ -16,12 +16,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm.collectives import Collectives, as_collectives
 from zero_ref.course import Answer, ExerciseFailed, StillTheStub, call_text, exercise, shown
+from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks, virtual
 from zero_ref.lab.meter import bytes_sent_by
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.ledger import nbytes_of
+from zero_ref.simulator.models import MODELS, shapes, specs
+from zero_ref.simulator.play import play
+from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import recipe
+from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import schedule
 from zero_ref.simulator.traffic import traffic
 
@@ -327,3 +334,49 @@ def _sent_in_hybrid() -> tuple[int, float | None]:
     dist.all_gather_object(of_ranks, sent)
     counted = [nbytes for nbytes in of_ranks if nbytes is not None]
     return psi, mean(counted) if len(counted) == 4 else None
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+
+@prediction(
+    "sharded.most",
+    "In which of the three ways does a rank hold the most bytes in gradients, at some moment of backward?",
+    choices=("DDP", "to owners", "to shares"),
+)
+def _holds_most() -> str:
+    llama = specs(shapes("llama3-8b"), "bfloat16")
+    buckets = sum(map(nbytes_of, llama))
+    most = {"DDP": buckets}  # its gradients are views of the buckets
+    for way, strategy, beside in (("to owners", "zero-even", buckets), ("to shares", "zero-2", 0)):
+        played = play(schedule(strategy, llama, 8), cluster("h100-ib"), Workload(4096))
+        most[way] = beside + round(max(held for _, held in played.memory(held_bytes=0)))
+    return max(most, key=most.__getitem__)
+
+
+@prediction(
+    "sharded.owners",
+    "Llama 3 8B on 64 ranks: how many times as long does an iteration take to owners as to shares?",
+    unit="times",
+)
+def _to_owners_of_64() -> float:
+    llama = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64, sequence=2048)
+    params, work = specs(shapes("llama3-8b"), "bfloat16"), llama.workload_of("zero-2")
+    owners, shares = (
+        play(schedule(how, params, 64), llama.cluster, work).iteration_ms
+        for how in (recipe("zero-even", to_owners=True), "zero-2")
+    )
+    return owners / shares
+
+
+@prediction(
+    "sharded.groups",
+    "2 nodes of 4 ranks, groups of 4: what does a rank send in all, within its node and between nodes?",
+    unit="Ψ",
+)
+def _sent_in_groups() -> float:
+    plan = schedule(recipe("zero-2", shard_group=4), [ParamSpec(2**20)], 8)
+    moved = [one for one in plan.operations if one.op and one.label != "agree"]
+    among = [one.ranks or 8 for one in moved]
+    sent = sum(traffic(one.op, one.nbytes, n).total_bytes / n for one, n in zip(moved, among, strict=True))
+    return sent / (4 * 2**20)

@@ -16,15 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.course import Answer, call_text, exercise, shown
+from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks
 from zero_ref.lab.meter import bytes_sent_by, recording_distributed
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.simulator.cluster import Cluster, Device, Link
+from zero_ref.simulator.cluster import Cluster, Device, Link, cluster
 from zero_ref.simulator.ledger import itemsize_of
+from zero_ref.simulator.models import MODELS, blocks, shapes, specs
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
+from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import Schedule, schedule
 from zero_ref.simulator.traffic import BACKENDS
 
@@ -361,3 +364,54 @@ def _mistake_in_order(theirs: list[Call], expected: list[Call], sizes: list[int]
         "Each is there, but not in its place: in backward the next block is asked for before this one "
         "computes, so its gather comes before the reduction of this one."
     )
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+OF_STAGE = ("stage 1", "stage 2", "stage 3")
+
+
+@prediction(
+    "stages.as_ddp",
+    "Llama 3 8B: which stage sends as many bytes as DDP, on any number of ranks?",
+    choices=(*OF_STAGE, "none"),
+)
+def _as_ddp() -> str:
+    params = specs(shapes("llama3-8b"), "bfloat16")
+    bytes_sent = {
+        stage: schedule(strategy, params, 64, blocks=blocks(params)).wire_bytes()
+        for stage, strategy in STRATEGY_OF_STAGE.items()
+    }
+    alike = [stage for stage in (1, 2, 3) if math.isclose(bytes_sent[stage], bytes_sent[0], rel_tol=1e-5)]
+    return f"stage {alike[0]}" if alike else "none"
+
+
+@prediction(
+    "stages.gathers",
+    "A GPT with three blocks and its root: how many all-gathers are in one iteration of stage 3?",
+    unit="all-gathers",
+)
+def _gathers() -> float:
+    each = [[number] for number in range(4)]
+    plan = schedule("zero-3", [ParamSpec(2**20)] * 4, 2, blocks=each)
+    return float(sum(one.op == "all_gather" for one in plan.operations))
+
+
+@prediction(
+    "stages.ahead",
+    "How much more does a rank hold at most with one unit ahead than without prefetch?",
+    unit="MB",
+)
+def _one_unit_ahead() -> float:
+    return 400 * 63 / 64  # a block, less the part that is there already
+
+
+@prediction(
+    "stages.exposes",
+    "64 ranks, 2,048 tokens on each: which stage exposes the least communication?",
+    choices=OF_STAGE,
+)
+def _exposes_least() -> str:
+    llama = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64, sequence=2048)
+    exposed_ms = {stage: llama.run(STRATEGY_OF_STAGE[stage]).exposed_ms for stage in (1, 2, 3)}
+    return f"stage {min(exposed_ms, key=exposed_ms.__getitem__)}"
