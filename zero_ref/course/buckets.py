@@ -11,12 +11,17 @@ import torch
 from torch import nn
 
 from zero_ref.course import Answer, ExerciseFailed, call_text, exercise, shown
+from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks
+from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.meter import recording
+from zero_ref.lab.model import GPT
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
-from zero_ref.plan.rules import from_lists, plan_partition
-from zero_ref.simulator.models import shapes
+from zero_ref.plan.rules import even, from_lists, plan_partition, sorted_greedy
+from zero_ref.simulator.models import from_module, shapes
+from zero_ref.simulator.schedule import broadcasts_of_buckets, ddp_buckets
 
 # ---------------------------------------------------------------------------------------- 5.1 flatten
 
@@ -417,3 +422,40 @@ def _why_slow(
         f"Parameter {i} could go with the others: copying its {sizes[i]:,} bytes twice takes "
         f"{2 * sizes[i] / bytes_per_us:,.1f} us, and saves a message of {fixed_us:,} us."
     )
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+
+@prediction(
+    "buckets.written",
+    "Rank 0's message is overwritten with sevens: which parameters of the model are sevens then?",
+    choices=("none", "W1 alone", "W1 and b2", "all four"),
+)
+def _written() -> str:
+    owned = sorted_greedy([12, 4, 8, 2], world_size=2).slices_of_rank[0]
+    return " and ".join(("W1", "b1", "W2", "b2")[piece.param] for piece in owned)
+
+
+@prediction(
+    "buckets.flat",
+    "The deep model, even split, flat, four ranks: how many broadcasts does a step make?",
+    unit="broadcasts",
+)
+def _broadcasts_of_even() -> float:
+    specs = _deep()
+    return len(broadcasts_of_buckets(lay_out(even([spec.numel for spec in specs], 4), specs)))
+
+
+@prediction(
+    "buckets.reductions",
+    "The deep model under DDP: how many all-reduces does a step make?",
+    unit="all-reduces",
+)
+def _all_reduces() -> float:
+    return len(ddp_buckets(_deep()))
+
+
+def _deep() -> list[ParamSpec]:
+    """The chapter's model: 24 layers, 64 wide."""
+    return from_module(GPT(GPTConfig(layers=24, heads=2, width=64)))

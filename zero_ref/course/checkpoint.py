@@ -15,6 +15,7 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.course import Answer, ExerciseFailed, exercise, shown
 from zero_ref.course._disk import Disk, Killed, load
 from zero_ref.course._saves import FATES, INTACT, Table, make_directory_of_saves, rank_befallen, tables_in
+from zero_ref.course.predictions import prediction
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.moves import moves, numels_between
@@ -385,3 +386,34 @@ def _mistake_in_search(name: str | None, newest: str | None, fates: Mapping[str,
     if name == intact[-1]:
         return f"It was changed last, but copies are, too. The newest has the highest number: {newest}."
     return f"{newest} is newer, and intact."
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+
+@prediction(
+    "checkpoint.moving",
+    "From 4 ranks to 3: how many of the 608 elements change their owner?",
+    unit="elements",
+)
+def _moving() -> float:
+    return sum(move.piece.numel for move in moves(even(NUMELS, 4), even(NUMELS, 3)))
+
+
+@prediction(
+    "checkpoint.received",
+    "Rank 0 gathers Adam's two means from 4 ranks: how many bytes of them does it receive?",
+    unit="bytes",
+)
+def _received_by_rank_0() -> float:
+    return 2 * 4 * (sum(NUMELS) - even(NUMELS, 4).loads[0])
+
+
+@prediction(
+    "checkpoint.found",
+    "Where do the three ranks go on?",
+    choices=("after step 2", "after step 4", "after step 6", "from the beginning"),
+)
+def _found() -> str:
+    whole = {2: True, 4: False, 6: False}  # by the step after which it was saved
+    return f"after step {max(step for step, is_whole in whole.items() if is_whole)}"

@@ -9,12 +9,18 @@ import torch
 from torch import nn
 
 from zero_ref.course import Answer, call_text, exercise, shown
+from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks
+from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.meter import recording
+from zero_ref.lab.model import GPT
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
-from zero_ref.plan.partition import Partition, Slice
-from zero_ref.plan.rules import even, from_lists, sorted_greedy
+from zero_ref.plan.partition import ParamSpec, Partition, Slice
+from zero_ref.plan.rules import even, from_lists, plan_partition, sorted_greedy
+from zero_ref.simulator.ledger import state_bytes_of_rank
+from zero_ref.simulator.models import from_module
+from zero_ref.simulator.schedule import broadcasts_of_slices
 
 _LIST = (list, tuple)
 
@@ -354,3 +360,59 @@ def _mistake_in_calls(partition: Partition, flags: Flags, step: int, mine: Calls
 
 def _all_broadcasts(partition: Partition) -> Calls:
     return [("broadcast", 4 * piece.numel) for slices in partition.slices_of_rank for piece in slices]
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+RANKS = 4
+UPPER, LOWER, EMBEDDINGS = ("blocks.1.", "norm."), ("blocks.0.",), ("tokens.", "positions.")
+
+
+@prediction(
+    "groups.late",
+    "The two embeddings come as a third group: how many elements does the fullest rank own then?",
+    unit="elements",
+)
+def _fullest_with_embeddings() -> float:
+    loads = (0,) * RANKS
+    for names in (UPPER, LOWER, EMBEDDINGS):
+        added = plan_partition("sorted_greedy", _specs(names), RANKS, loads=loads).loads
+        loads = tuple(map(sum, zip(loads, added)))
+    return max(loads)
+
+
+@prediction(
+    "groups.calls",
+    "Step 4, in which the upper block is frozen: how many calls does the optimizer make?",
+    unit="calls",
+)
+def _calls_of_frozen() -> float:
+    trained = _specs(("norm.", *LOWER))
+    broadcasts = broadcasts_of_slices(plan_partition("sorted_greedy", trained, RANKS), trained)
+    return 1 + len(broadcasts)  # the ranks compare notes first
+
+
+@prediction(
+    "groups.frozen",
+    "Largest first, most parameters frozen: how much state has the fullest rank?",
+    unit="times the emptiest rank's",
+)
+def _uneven_when_frozen() -> float:
+    specs = [spec._replace(trainable=spec.name.startswith(UPPER)) for spec in _specs(("",))]
+    held = state_bytes_of_rank(plan_partition("sorted_greedy", specs, RANKS), specs, "AdamW")
+    return max(held) / min(held)
+
+
+@prediction(
+    "groups.ddp",
+    "The block is thawed and DDP not built anew: how many different gradients do four ranks have?",
+    unit="different gradients",
+)
+def _gradients_nobody_averages() -> float:
+    return RANKS  # DDP averages what was trained when it was built: to the thawed block it does nothing
+
+
+def _specs(names: tuple[str, ...]) -> list[ParamSpec]:
+    """The parameters of the chapter's model whose names begin so."""
+    model = GPT(GPTConfig(layers=2, heads=2, width=32, context=32))
+    return [spec for spec in from_module(model) if spec.name.startswith(names)]

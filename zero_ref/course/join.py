@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.comm.collectives import Collectives, as_collectives
 from zero_ref.course import Answer, ExerciseFailed, StillTheStub, exercise
+from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks, virtual
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.rules import sorted_greedy
+from zero_ref.plan.rules import even, sorted_greedy
 
 # ------------------------------------------------------------------------------- 10.1 write the shadow step
 
@@ -204,3 +205,37 @@ def _lend_and_record(batches: Sequence[int], rule: str) -> tuple[tuple[int, ...]
                 zero.step()
             sent.append(sum(call.nbytes for call in calls if call.op == "send"))
     return zero.partition.loads, sent
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+BATCHES = [3, 5, 7]
+NUMELS = [64 * 96, 96, 96 * 10, 10]
+
+
+@prediction(
+    "join.lent",
+    "How many bytes of gradients are lent in iteration 5?",
+    unit="bytes",
+)
+def _lent_in_5() -> float:
+    loads = even(NUMELS, len(BATCHES)).loads
+    return sum(4 * load for load, count in zip(loads, BATCHES) if count <= 5)
+
+
+@prediction(
+    "join.without",
+    "What comes of the second backward of rank 1?",
+    choices=("a step by itself", "an error after a time-out", "a wait without end"),
+)
+def _without_join() -> str:
+    return "an error after a time-out"  # a collective needs all ranks, and every group has a time-out
+
+
+@prediction(
+    "join.equal",
+    "After how many of its seven iterations does rank 2 have the parameters of plain AdamW?",
+    unit="iterations",
+)
+def _equal_on_rank_2() -> float:
+    return BATCHES[2]  # all: shadows step with the gradients and the options of the others
