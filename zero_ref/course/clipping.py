@@ -11,9 +11,14 @@ import torch
 
 from zero_ref.comm.collectives import Collectives, as_collectives
 from zero_ref.course import Answer, ExerciseFailed, StillTheStub, exercise, shown
+from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks, virtual
+from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.meter import recording
+from zero_ref.lab.model import GPT
 from zero_ref.plan.calls import Call
+from zero_ref.plan.rules import plan_partition
+from zero_ref.simulator.models import from_module
 
 Gradients = list[list[float]]
 """The slices that one rank owns, each a list of its elements."""
@@ -231,3 +236,37 @@ def _check_decisions(answer: Answer, gradients: Sequence[Gradients], values: lis
     else:
         hint = "One element that is not finite, on any rank, is enough: then no rank may step."
     raise AssertionError(f"{given}. {hint}")
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+
+@prediction(
+    "clipping.factor",
+    "Gradients (3, 0) on rank 0 and (0, 4) on rank 1, max_norm 2.5: by which factor is each multiplied?",
+)
+def _factor() -> float:
+    return 2.5 / math.hypot(3.0, 4.0)
+
+
+@prediction(
+    "clipping.bytes",
+    "The small GPT, even split over 4 ranks: how many bytes are in the all-reduce of the norms?",
+    unit="bytes",
+)
+def _bytes_of_the_norms() -> float:
+    specs = from_module(GPT(GPTConfig(layers=1, heads=2, width=32, context=32)))
+    return 8.0 * (sum(map(len, plan_partition("even", specs, 4).slices_of_rank)) + 4)
+
+
+@prediction(
+    "clipping.sees",
+    "Rank 0 has an infinity in a parameter of rank 1, reduced to its owner: whose scaler sees it?",
+    choices=("rank 0's", "rank 1's", "both", "neither"),
+)
+def _sees_the_infinity() -> str:
+    specs = from_module(GPT(GPTConfig(layers=1, heads=2, width=32, context=32)))
+    owner_of = dict(
+        zip([spec.name for spec in specs], plan_partition("sorted_greedy", specs, 2).owner_of_param)
+    )
+    return f"rank {owner_of['norm.bias']}'s"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +15,21 @@ from torch.nn.utils import parameters_to_vector
 
 from zero_ref.comm.collectives import Collectives, as_collectives
 from zero_ref.course import Answer, ExerciseFailed, StillTheStub, exercise, shown
+from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks, virtual
+from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.drift import who_agrees
 from zero_ref.lab.meter import sent_bytes
+from zero_ref.lab.model import GPT
 from zero_ref.local_sgd.averagers import ModelAverager
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.local_sgd.optimizer import PostLocalSGDState, post_localSGD_hook
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec
+from zero_ref.simulator.cluster import cluster
+from zero_ref.simulator.models import MODELS, from_module
 from zero_ref.simulator.recipe import recipe
+from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import schedule
 
 # ------------------------------------------------------------------------- 11.1 after which steps ranks agree
@@ -344,3 +350,64 @@ def _train_with(answer: Answer) -> Any:
             answer(comm, list(ours.parameters()))
         averager.average_parameters(packages.parameters())
     return _end_to_end(ours), _end_to_end(packages)
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+
+@prediction(
+    "local_sgd.bytes",
+    "Warm-up of 3, period of 4, 16 steps, 4 ranks: what does a rank send in percent of DDP's bytes?",
+    unit="%",
+)
+def _bytes_of_ddp() -> float:
+    specs = from_module(GPT(GPTConfig(layers=2, heads=2, width=64, context=32)))
+    when = AveragingSchedule.periodic(4, warmup_steps=3)
+    local = schedule(recipe("local-sgd", averaging=when), specs, 4, steps=range(16))
+    return 100 * local.wire_bytes() / (16 * schedule("ddp", specs, 4).wire_bytes())
+
+
+@prediction(
+    "local_sgd.period_of_one",
+    "SGD, SGD with momentum, AdamW: which of them goes the same way under DDP and with a period of one?",
+    choices=("none of them", "SGD without momentum", "SGD with and without momentum", "all three"),
+)
+def _same_with_period_one() -> str:
+    kinds = ("none of them", "SGD without momentum", "SGD with and without momentum", "all three")
+    return kinds[sum(map(_goes_as_ddp, _OPTIMIZERS))]
+
+
+_OPTIMIZERS: tuple[Callable[[list[torch.Tensor]], torch.optim.Optimizer], ...] = (
+    lambda params: torch.optim.SGD(params, lr=0.5),
+    lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5),
+    lambda params: torch.optim.AdamW(params, lr=0.5),
+)
+
+
+def _goes_as_ddp(optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer]) -> bool:
+    """Whether two ranks that average a parameter after every step have the one of DDP after three steps."""
+    gradients = torch.tensor([[1.0, -3.0], [2.0, 0.5], [-1.0, 4.0]], dtype=torch.float64)
+    alone, together = torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    of_ranks = [alone[0:1], alone[1:2]]
+    steps = [optimizer([param]) for param in (*of_ranks, together)]
+    for of_step in gradients:
+        of_ranks[0].grad, of_ranks[1].grad, together.grad = of_step[:1], of_step[1:], of_step.mean(0, True)
+        for one in steps:
+            one.step()
+        alone.fill_(alone.mean())
+    return torch.allclose(alone, together)
+
+
+@prediction(
+    "local_sgd.fast",
+    "On the machines with 400 Gbit, which step is the shortest?",
+    choices=("ddp", "H = 1", "H = 4"),
+)
+def _shortest_on_the_fast_network() -> str:
+    model, network = MODELS["gpt2-medium"], cluster("a100-ethernet")
+    cases = {"ddp": ("ddp", 1), "H = 1": ("local-sgd", 1), "H = 4": ("local-sgd", 4)}
+    ms = {
+        case: Scenario(model, network, 16, batch=4, period=period).run(strategy).iteration_ms
+        for case, (strategy, period) in cases.items()
+    }
+    return min(ms, key=ms.__getitem__)

@@ -13,6 +13,7 @@ import torch.distributed.rpc as rpc
 from torch import nn
 
 from zero_ref.course import Answer, call_text, exercise, shown
+from zero_ref.course.predictions import prediction
 from zero_ref.dropin.rpc_optimizer import DistributedOptimizer
 from zero_ref.lab import ranks, rpc_meter
 
@@ -243,3 +244,34 @@ def _at(worker: int, function: Any, *args: Any) -> Any:
     if worker == dist.get_rank():
         return function(*args)
     return rpc.rpc_sync(f"worker{worker}", function, args=args)
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+
+@prediction(
+    "rpc.messages",
+    "Two workers, a layer on each: how many messages has an iteration, to the end of its context?",
+    choices=("6 messages", "8 messages", "10 messages", "12 messages", "16 messages"),
+)
+def _messages_of_two() -> str:
+    return f"{_messages([0, 1])} messages"
+
+
+@prediction("rpc.clients", "Where is w after three rounds of two steps made at the same time?")
+def _after_three_rounds() -> float:
+    w = 8.0
+    for _ in range(3):
+        w -= 2 * 1.25 * w  # both gradients are computed before the first step
+    return w
+
+
+@prediction(
+    "rpc.break_even",
+    "One layer of width 4,096 on each of two workers: from how many rows on does ZeRO send less?",
+    unit="rows",
+)
+def _rows_of_break_even() -> float:
+    width = 4096
+    psi = 2 * 4 * (width * width + width)
+    return 3 * psi / (4 * 4 * width)
