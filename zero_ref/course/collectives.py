@@ -11,6 +11,7 @@ import torch
 
 from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
 from zero_ref.course import Answer, ExerciseFailed, StillTheStub, call_text, exercise, shown
+from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks, virtual
 from zero_ref.lab.meter import bytes_sent_by
 from zero_ref.simulator.traffic import traffic
@@ -367,3 +368,43 @@ def _mistake_in_size(times: float, found: float, of_one_message: float, rounds: 
     if math.isclose(times, 8, rel_tol=1e-3) or math.isclose(times, 1 / 8, rel_tol=1e-3):
         return "That is a factor of 8 off: `gb_per_s` counts gigabytes, not gigabits."
     return "Both must take the same time: `traffic` knows the rounds and the bytes of the busiest rank."
+
+
+# ------------------------------------------------------------------------------------------ predictions
+
+
+@prediction(
+    "collectives.ring", "A ring all-reduce of 1 GB on eight ranks: how much does each rank send?", unit="GB"
+)
+def _sent_on_a_ring() -> float:
+    return traffic("all_reduce", 1.0, 8).busiest_bytes
+
+
+@prediction(
+    "collectives.second_way",
+    "How many bytes are a reduce-scatter and an all-gather, beside those of plain data parallel training?",
+    choices=("half of them", "the same", "one and a half times as many"),
+)
+def _second_way() -> str:
+    both = sum(traffic(op, 1, 8).total_bytes for op in ("reduce_scatter", "all_gather"))
+    beside = both / traffic("all_reduce", 1, 8).total_bytes
+    return {0.5: "half of them", 1.0: "the same", 1.5: "one and a half times as many"}[beside]
+
+
+FIVE = ("all_reduce", "broadcast", "all_gather", "exchange", "reduce_scatter")
+
+
+@prediction("collectives.impostor", "Which collective of Gloo sends more than theory says?", choices=FIVE)
+def _impostor() -> str:
+    return max(
+        FIVE, key=lambda op: traffic(op, 1, 8, backend="gloo").total_bytes / traffic(op, 1, 8).total_bytes
+    )
+
+
+@prediction(
+    "collectives.source",
+    "Gloo broadcasts from rank 0 to seven others: how many times does rank 0 send the payload?",
+    unit="times",
+)
+def _sent_by_the_source() -> float:
+    return traffic("broadcast", 1, 8, backend="gloo").busiest_bytes

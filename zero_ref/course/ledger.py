@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from zero_ref.course import Answer, call_text, exercise, shown
+from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks
 from zero_ref.lab.meter import HeldBytes, held_bytes
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.simulator.ledger import format_bytes, ledger
+from zero_ref.simulator.ledger import FP32_16, format_bytes, ledger
 from zero_ref.simulator.models import shapes
 from zero_ref.simulator.schedule import schedule
 
@@ -279,3 +280,33 @@ def _in_print(nbytes: float) -> str:
 
 def _exactly(nbytes: float) -> str:
     return f"{nbytes:,.15g} bytes"
+
+
+# ------------------------------------------------------------------------------------------ predictions
+
+
+@prediction(
+    "ledger.stage_1",
+    "GPT-2 XL in mixed precision, four ranks, stage 1: how much does each rank hold?",
+    unit="GB",
+)
+def _gpt2_xl_on_four() -> float:
+    return ledger(sum(shape.numel for shape in shapes("gpt2-xl")), 4, stage=1).total_bytes / 1e9
+
+
+@prediction(
+    "ledger.plain_32_bit",
+    "7.5 billion parameters in plain 32-bit training, 64 ranks, stage 1: how much does each rank hold?",
+    unit="GB",
+)
+def _plain_on_64() -> float:
+    return ledger(7_500_000_000, 64, stage=1, convention=FP32_16).total_bytes / 1e9
+
+
+@prediction(
+    "ledger.two_ranks",
+    "How much of the memory does stage 1 leave on two ranks, in 32 bits?",
+    unit="percent",
+)
+def _left_on_two() -> float:
+    return 100 * ledger(1, 2, 1, FP32_16).total_bytes / ledger(1, 2, 0, FP32_16).total_bytes
