@@ -149,7 +149,7 @@ WRONG = [
     ("ledger.ranks_to_fit", shares_what_is_whole_too, r"and then divides all bytes"),
     ("ledger.ranks_to_fit", mixed_precision_always, r"whatever `nbytes` says"),
     ("ledger.ranks_to_fit", one_stage_late, r"one part too few"),
-    ("ledger.ranks_to_fit", first_part_first, r"this divides the first"),
+    ("ledger.ranks_to_fit", first_part_first, r"and this the first"),
     ("ledger.ranks_to_fit", rounds_down, r"rounded down"),
     ("ledger.ranks_to_fit", adds_one, r"do not add 1"),
     ("ledger.ranks_to_fit", never_none, r"however many there are, 30,000,000,000 bytes of it"),
