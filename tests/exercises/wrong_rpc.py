@@ -216,7 +216,7 @@ WRONG = [
     ("rpc.look_up", asks_everybody, r"none of the rows need not be asked|in the order of `ids`"),
     ("rpc.look_up", asks_twice_for_a_row, r"looked up twice is sent twice"),
     ("rpc.look_up", by_the_tables_numbers, r"A worker counts its own rows: row \d of the table is its row"),
-    ("rpc.look_up", in_blocks, r"worker 0 has row 0, 2 of the table, its own 0, 1"),
+    ("rpc.look_up", in_blocks, r"worker 1 has row 3 of the table, its own 1"),
     ("rpc.look_up", worker_by_worker, r"in the order of `ids`"),
     (
         "rpc.look_up",
@@ -225,5 +225,5 @@ WRONG = [
     ),
     ("rpc.look_up", each_row_once, r"looked up twice has two places"),
     ("rpc.look_up", a_list_of_rows, r"must return a tensor"),
-    ("rpc.look_up", workers_from_1, r"There are the workers 0 to 0"),
+    ("rpc.look_up", workers_from_1, r"There are the workers 0 to 1"),
 ]

@@ -32,8 +32,8 @@ def _on_each_rank(answer: Answer, gradients: Sequence[Gradients], *options: Any)
             raise (cause or error) from None
         if "did not complete" in str(cause) or "but the ranks call" in str(cause):
             raise ExerciseFailed(
-                f"with {_shown(gradients)}, the ranks do not make the same calls, and wait for each "
-                f"other: {cause} Every rank must make every call, with tensors of one shape and dtype, also a rank "
+                f"with {_shown(gradients)}, the ranks do not make the same calls, and wait for each other: "
+                f"{cause} Every rank must make every call, with tensors of one shape and dtype, also a rank "
                 "that owns nothing or has already found what it looked for."
             ) from None
         raise cause from None
@@ -294,8 +294,8 @@ def _ratios_on_virtual_ranks(
             raise (cause or error) from None
         if "did not complete" in str(cause) or "but the ranks call" in str(cause):
             raise ExerciseFailed(
-                f"with {_owned_in_words(owned)}, the ranks do not make the same calls, and wait for each "
-                f"other: {cause} Every rank makes the same calls, with tensors of one shape, whatever it owns."
+                f"with {_owned_in_words(owned)}, the ranks do not make the same calls, and wait for "
+                f"each other: {cause} Every rank makes the same calls, with tensors of one shape."
             ) from None
         raise cause from None
 
@@ -396,8 +396,8 @@ def _mistake_in_ratio(owned: Sequence[Owned], rank: int, place: int, ratio: floa
         return "That is the ratio of the squares. Take roots of the sums."
     if is_(_ratio(_norm([weights], 2), _norm([gradients], 2))) and len(slices) > 1:
         return (
-            f"That is the ratio of this slice alone. Parameter {param} has {len(slices)} slices: add up their "
-            "squares."
+            f"That is the ratio of this slice alone. Parameter {param} has {len(slices)} slices: add up "
+            "their squares."
         )
     if is_(_ratio(_norms(here, param, 1), _norms(here, param, 2))):
         return f"That is the ratio of what this rank owns of parameter {param}. Other ranks have the rest."
