@@ -363,7 +363,8 @@ def _check_ratios(
 
 def _norms(owned: Sequence[Owned], param: int | None, which: int, order: float = 2.0) -> float:
     """Of the weights (1) or gradients (2) of a parameter; of all if it is None."""
-    return _norm([each[which] for of_rank in owned for each in of_rank if param in (None, each[0])], order)
+    slices = [each for of_rank in owned for each in of_rank if param in (None, each[0])]
+    return _norm([(weights, gradients)[which - 1] for _, weights, gradients in slices], order)
 
 
 def _ratio(weight: float, gradient: float) -> float:
@@ -407,7 +408,7 @@ def _mistake_in_ratio(owned: Sequence[Owned], rank: int, place: int, ratio: floa
         return (
             f"A rank may own several slices of parameter {param}. Their squares add up; this keeps the last."
         )
-    sums = [sum(_norm([each[which]], 2) for each in slices) for which in (1, 2)]
+    sums = [sum(_norms([[each]], param, which) for each in slices) for which in (1, 2)]
     of_ranks = [sum(_norms([of_rank], param, which) for of_rank in owned) for which in (1, 2)]
     if is_(_ratio(*sums)) or is_(_ratio(*of_ranks)):
         return "That adds norms. Their squares add up, and the root comes at the end."
