@@ -1,8 +1,8 @@
 """What graders say of solutions with one mistake: `python tests/mutants.py [--most 40] [EXERCISE ...]`.
 
-Each solution is changed in one place at a time: an operator, a comparison, a constant by one, two arguments
-or two names exchanged, a statement or a `not` left out. Each mutant is graded in this process, as `check` does.
-It passes, or raises in its own code, or hears of its own mistake, or hears only the general advice that ends a
+Each solution is changed in one place: an operator, a comparison, a constant by one, two arguments or two
+names exchanged, a statement or a `not` left out. Each mutant is graded in this process, as `check` does. It
+passes, or raises in its own code, or hears of its own mistake, or hears only the general advice that ends a
 grader's list of mistakes. `--table FILE` writes the counts, and each mutant that passes or hears that advice.
 """
 
@@ -62,7 +62,7 @@ def general_advice() -> re.Pattern[str]:
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef) and re.match("_(mistake|why|hint)", function.name):
                 last = function.body[-1]
-                if isinstance(last, ast.Return) and isinstance(last.value, ast.Constant):
+                if isinstance(last, ast.Return) and isinstance(last.value, ast.Constant) and last.value.value:
                     found.append(re.escape(str(last.value.value)))
     return re.compile("|".join(found))
 

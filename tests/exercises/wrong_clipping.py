@@ -54,6 +54,11 @@ def powers_of_infinity(gradients: Any, norm_type: float, comm: Any) -> float:
     return math.nan if norm_type == math.inf else float(total ** (1 / norm_type))
 
 
+def powers_and_a_root_at_infinity(gradients: Any, norm_type: float, comm: Any) -> float:
+    powers = sum((gradient.abs() ** norm_type).sum().item() for gradient in gradients)
+    return float(_of_all(powers, comm) ** (1 / norm_type))
+
+
 def always_the_2_norm(gradients: Any, norm_type: float, comm: Any) -> float:
     return math.sqrt(_of_all(_own(gradients, 2.0) ** 2, comm))
 
@@ -246,6 +251,7 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("clipping.global_norm", averages_the_norms, r"divided by the number of ranks"),
     ("clipping.global_norm", forgets_infinity, r"norm_type=inf .* sum of norms"),
     ("clipping.global_norm", powers_of_infinity, r"the largest element counts"),
+    ("clipping.global_norm", powers_and_a_root_at_infinity, r"x\*\*inf is 0, 1 or infinite"),
     ("clipping.global_norm", always_the_2_norm, r"2-norm, whatever"),
     ("clipping.global_norm", always_the_square_root, r"must be the p-th one, too"),
     ("clipping.global_norm", ranks_with_nothing_return, r"same calls.*owns nothing"),

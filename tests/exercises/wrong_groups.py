@@ -243,6 +243,26 @@ def last_step_left_out(partition: Partition, trained: list[list[bool]]) -> Any:
     return steps(partition, trained, differs_from_the_step_before(trained))[:-1]
 
 
+def what_stays(before: Partition, after: Partition) -> int:
+    same = 0
+    for olds, news in zip(before.pieces_of_param, after.pieces_of_param):
+        for old, old_owner in olds:
+            for new, new_owner in news:
+                overlap = min(old.stop, new.stop) - max(old.start, new.start)
+                same += max(0, overlap) * (old_owner == new_owner)
+    return 8 * same
+
+
+def negative_overlaps_too(before: Partition, after: Partition) -> int:
+    moved = 0
+    for olds, news in zip(before.pieces_of_param, after.pieces_of_param):
+        for old, old_owner in olds:
+            for new, new_owner in news:
+                overlap = min(old.stop, new.stop) - max(old.start, new.start)
+                moved += overlap * (old_owner != new_owner)
+    return 8 * moved
+
+
 WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("groups.carry_over", loads_what_was_saved, r"number 0 is 'low', which is new, and gets .* 'top' had"),
     ("groups.carry_over", keeps_the_numbers, r"leave it out|go by name"),
@@ -256,6 +276,8 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("groups.carry_over", first_number_as_it_is, r"another group's; it should be"),
     ("groups.carry_over", edits_what_it_was_given, r"changed what it was given"),
     ("groups.carry_over", state_alone, r'two entries, "state" and "param_groups"'),
+    ("groups.state_to_move", what_stays, r"That is what keeps its owner"),
+    ("groups.state_to_move", negative_overlaps_too, r"have a negative overlap"),
     ("groups.state_to_move", elements, "That is elements. Adam keeps 8 bytes"),
     ("groups.state_to_move", one_mean, "two means of 4 bytes"),
     ("groups.state_to_move", sent_and_received, "another receives: count it once"),

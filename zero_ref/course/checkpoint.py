@@ -37,6 +37,8 @@ RESHARDINGS: list[tuple[Partition, Partition]] = [
     (from_lists([9, 5], [[1], [0]]), from_lists([9, 5], [[Slice(0, 0, 4)], [1], [Slice(0, 4, 9)]])),
     (even([5000] * 3, 16), even([5000] * 3, 9)),
     (from_lists(NUMELS, LAST_FIRST), even(NUMELS, 2)),
+    (even([256], 4), even([256], 2)),
+    (even([3], 3, alignment=1), even([3], 2, alignment=1)),
     (even(NUMELS, 2), from_lists(NUMELS, LAST_FIRST)),
 ]
 """Old and new owners: cut and whole, fewer ranks and more, in order and out of it."""
@@ -131,6 +133,8 @@ def _mistake_in_reads(
             f"These are the right elements, in {len(theirs)} reads where {len(right)} are enough: one "
             "read can take two slices that lie end to end in one file and are wanted in that order."
         )
+    if any(numel == 0 for _, _, numel in theirs):
+        return "A read of 0 elements is no read: slices that only touch have nothing in common."
     for src, first, numel in theirs:
         known = 0 <= src < old.world_size
         if not known or first < 0 or numel < 1 or first + numel > old.loads[src]:

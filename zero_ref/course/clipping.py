@@ -153,6 +153,11 @@ def _norm(parts: Sequence[Sequence[float]], norm_type: float) -> float:
     return torch.linalg.vector_norm(torch.tensor(elements, dtype=torch.float64), norm_type).item()
 
 
+def _ones(parts: Sequence[Sequence[float]]) -> int:
+    """What a sum of x**inf is where no element is above 1."""
+    return sum(abs(element) == 1 for part in parts for element in part)
+
+
 def _mistake_in_norm(gradients: Sequence[Gradients], norm_type: float, rank: int, value: float) -> str:
     parts = [part for of_rank in gradients for part in of_rank]
     own = [_norm(of_rank, norm_type) for of_rank in gradients]
@@ -165,6 +170,11 @@ def _mistake_in_norm(gradients: Sequence[Gradients], norm_type: float, rank: int
         return (
             "For p = infinity the largest element counts: no power and no root gives it. An all-reduce adds; "
             "let each rank write its norm into a place of its own, among zeros."
+        )
+    if norm_type == math.inf and value in (0.0, 1.0, float(_ones(parts))):
+        return (
+            "A sum of powers says nothing for p = infinity: x**inf is 0, 1 or infinite, and its root is 1. "
+            "The largest element counts: let each rank write its own into a place among zeros."
         )
     if is_(own[rank]) and len(gradients) > 1:
         return "That is what this rank owns, alone. What do the others own?"

@@ -301,12 +301,39 @@ def _mistake_in_bytes(name: str, before: Partition, after: Partition, returned: 
             "That is by how much the loads differ. Compare who owns which elements, not how many.",
         ),
     ]
+    overlaps = _overlaps(before, after)
+    reasons += [
+        (
+            8 * (sum(before.numels) - moved),
+            "That is what keeps its owner. Count the elements whose owner is another one.",
+        ),
+        (
+            8 * sum(numel for numel, old, new in overlaps if old != new),
+            "Slices that do not overlap have a negative overlap: count it as 0.",
+        ),
+        (8 * sum(max(0, numel) for numel, _, _ in overlaps), "Count only what has another owner afterwards."),
+        (
+            8 * ([numel for numel, old, new in overlaps if old != new and numel > 0] or [0])[-1],
+            "That is the last overlap that moves. Add them all up.",
+        ),
+        (0, "Some elements do change their owner: start from where old and new slices overlap."),
+    ]
     why = [reason for nbytes, reason in reasons if nbytes == returned]
     why.append("Count the elements that were there before and have another owner after.")
     return (
         f"from {_in_words(before)} to {_in_words(after)}: {moved} elements change owner, "
         f"{BYTES_PER_ELEMENT * moved} bytes of state; {name} says {returned}. {why[0]}"
     )
+
+
+def _overlaps(before: Partition, after: Partition) -> list[tuple[int, int, int]]:
+    """(elements, old owner, new owner) of each old slice with each new one of its parameter."""
+    return [
+        (min(old.stop, new.stop) - max(old.start, new.start), old_owner, new_owner)
+        for olds, news in zip(before.pieces_of_param, after.pieces_of_param)
+        for old, old_owner in olds
+        for new, new_owner in news
+    ]
 
 
 def _in_words(partition: Partition) -> str:
