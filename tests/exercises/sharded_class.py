@@ -1,4 +1,4 @@
-"""A sharded optimizer with the interface that Stanford's CS336 asks for; `test_sharded_class` takes it apart."""
+"""A sharded optimizer with the interface that Stanford's CS336 asks for; `test_sharded_class` breaks it."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
