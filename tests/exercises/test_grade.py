@@ -98,8 +98,8 @@ JUNIT = {
     "system-err": ({}, ""),
 }  # fmt: skip
 """Of each element its attributes, those with ? optional, and its children in order. This is the schema of
-Apache Ant's reports, https://github.com/windyroad/JUnit-Schema/blob/master/JUnit.xsd, in other words. It leaves
-open what `skipped` has; Jenkins reads its message."""
+Apache Ant's reports, https://github.com/windyroad/JUnit-Schema/blob/master/JUnit.xsd, in other words. It
+leaves open what `skipped` has; Jenkins reads its message."""
 
 
 def check_junit(text: str) -> list[ET.Element]:
