@@ -32,6 +32,7 @@ WAITS = {
     "returns_as_soon_as_it_knows",
     "keeps_its_values",
     "receives_once_more",
+    "only_owners_of_it_call",
 }
 """Wrong answers in which ranks wait for each other in vain: only a time-out ends them."""
 

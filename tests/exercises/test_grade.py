@@ -33,55 +33,101 @@ NAMES = [one.exercise for one in ASSIGNED]
 SEED = 7
 DUE = datetime.fromisoformat("2026-05-01T00:00").astimezone()
 
+VISIBILITY = {"enum": ["hidden", "after_due_date", "after_published", "visible"]}
+FORMAT = {"enum": ["text", "html", "simple_format", "md", "ansi"]}
+NUMBER, TEXT, OBJECT = {"type": "number"}, {"type": "string"}, {"type": "object"}
 GRADESCOPE = {
     "type": "object",
-    "required": ["tests"],
+    "anyOf": [{"required": ["score"]}, {"required": ["tests"]}],
     "additionalProperties": False,
     "properties": {
-        "score": {"type": "number"},
-        "output": {"type": "string"},
-        "output_format": {"enum": ["text", "html", "simple_format", "md", "ansi"]},
-        "visibility": {"enum": ["hidden", "after_due_date", "after_published", "visible"]},
+        "score": NUMBER,
+        "execution_time": NUMBER,
+        "output": TEXT,
+        "output_format": FORMAT,
+        "test_output_format": FORMAT,
+        "test_name_format": FORMAT,
+        "visibility": VISIBILITY,
+        "stdout_visibility": VISIBILITY,
+        "extra_data": OBJECT,
+        "leaderboard": {"type": "array", "items": {"type": "object", "required": ["name", "value"]}},
         "tests": {
             "type": "array",
             "items": {
                 "type": "object",
-                "required": ["name", "score", "max_score"],
                 "additionalProperties": False,
                 "properties": {
-                    "name": {"type": "string"},
-                    "score": {"type": "number", "minimum": 0},
-                    "max_score": {"type": "number", "minimum": 0},
+                    "score": NUMBER,
+                    "max_score": NUMBER,
                     "status": {"enum": ["passed", "failed"]},
-                    "output": {"type": "string"},
-                    "output_format": {"enum": ["text", "html", "simple_format", "md", "ansi"]},
-                    "visibility": {"enum": ["hidden", "after_due_date", "after_published", "visible"]},
+                    "name": TEXT,
+                    "name_format": FORMAT,
+                    "number": TEXT,
+                    "output": TEXT,
+                    "output_format": FORMAT,
+                    "tags": {"type": "array", "items": TEXT},
+                    "visibility": VISIBILITY,
+                    "extra_data": OBJECT,
                 },
             },
         },
     },
 }
-"""What Gradescope documents of an autograder's results.json, as far as we use it, and nothing else."""
+"""The fields of an autograder's results.json as https://gradescope-autograders.readthedocs.io/en/latest/specs/
+has them: all are optional, and without a score of its own the file needs tests."""
+
+WHOLE = r"-?\d+"
+DECIMAL = r"-?\d+(\.\d*)?"
+TOKEN = r"(?s)\S(.*\S)?"
+JUNIT = {
+    "testsuites": ({}, r"(testsuite )*"),
+    "testsuite": (
+        {
+            "name": TOKEN, "timestamp": r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", "hostname": TOKEN, "tests": WHOLE,
+            "failures": WHOLE, "errors": WHOLE, "skipped?": WHOLE, "time": DECIMAL, "package": TOKEN,
+            "id": WHOLE,
+        },
+        r"properties (testcase )*system-out system-err ",
+    ),
+    "properties": ({}, r"(property )*"),
+    "property": ({"name": TOKEN, "value": r"(?s).*"}, ""),
+    "testcase": ({"name": TOKEN, "classname": TOKEN, "time": DECIMAL}, r"((skipped|error|failure) )?"),
+    "failure": ({"message?": r"(?s).*", "type": r"(?s).*"}, ""),
+    "error": ({"message?": r"(?s).*", "type": r"(?s).*"}, ""),
+    "skipped": ({"message?": r"(?s).*"}, ""),
+    "system-out": ({}, ""),
+    "system-err": ({}, ""),
+}  # fmt: skip
+"""Of each element its attributes, those with ? optional, and its children in order. This is the schema of
+Apache Ant's reports, https://github.com/windyroad/JUnit-Schema/blob/master/JUnit.xsd, in other words. It
+leaves open what `skipped` has; Jenkins reads its message."""
 
 
 def check_junit(text: str) -> list[ET.Element]:
-    """The suites, once the file is as the schema of Jenkins and surefire has it."""
+    """The suites, once the file is valid and its counts are right."""
     root = ET.fromstring(text)
     assert root.tag == "testsuites"
-    for suite in root:
-        assert suite.tag == "testsuite"
-        assert set(suite.attrib) == {"name", "tests", "failures", "errors", "skipped"}
-        cases = suite.findall("testcase")
-        assert [one.tag for one in suite] == ["testcase"] * len(cases) + ["system-out"] * (
-            len(suite) - len(cases)
-        )
-        assert int(suite.attrib["tests"]) == len(cases)
+    for element in root.iter():
+        attributes, children = JUNIT[element.tag]
+        assert re.fullmatch(children, "".join(f"{child.tag} " for child in element)), element.tag
+        for name, pattern in attributes.items():
+            if not name.endswith("?") or name[:-1] in element.attrib:
+                assert re.fullmatch(pattern, element.attrib[name.rstrip("?")]), (element.tag, element.attrib)
+        assert element.attrib.keys() <= {name.rstrip("?") for name in attributes}, element.attrib
+    for number, suite in enumerate(root):
+        assert suite.attrib["id"] == str(number)
+        assert int(suite.attrib["tests"]) == len(suite.findall("testcase"))
         for outcome, attribute in (("failure", "failures"), ("skipped", "skipped"), ("error", "errors")):
             assert len(suite.findall(f"testcase/{outcome}")) == int(suite.attrib[attribute])
-        for case in cases:
-            assert set(case.attrib) == {"classname", "name"}
-            assert all(child.tag in ("failure", "skipped") and "message" in child.attrib for child in case)
     return list(root)
+
+
+def check_csv(text: str) -> list[dict[str, str]]:
+    """The rows, once the file is as RFC 4180 has it: one header, every line with as many fields."""
+    lines = list(csv.reader(io.StringIO(text), strict=True))
+    assert len(set(lines[0])) == len(lines[0])
+    assert {len(line) for line in lines} == {len(lines[0])}
+    return [dict(zip(lines[0], line)) for line in lines[1:]]
 
 
 class Class(list[Graded]):
@@ -136,7 +182,7 @@ def test_what_was_graded_already_is_not_graded_again(ten: Class, tmp_path: Path)
 
 
 def test_the_csv_has_a_row_for_each_student(ten: Class) -> None:
-    rows = list(csv.DictReader(io.StringIO(as_csv(ten, Scale({NAMES[0]: 4})))))
+    rows = check_csv(as_csv(ten, Scale({NAMES[0]: 4})))
     assert [row["student"] for row in rows] == sorted(ten.kind)
     points = {ten.kind[row["student"]]: (row["points"], row["of"]) for row in rows}
     assert points["right"] == ("6", "6")
@@ -191,7 +237,7 @@ def test_hidden_cases_have_a_share_of_the_points_and_are_not_shown_to_students()
 def test_what_students_write_is_no_formula_and_no_markup() -> None:
     verdict = Verdict("failed", 'f() raised ValueError: </failure>\x00\x1b[31m & "quoted"')
     one = graded("=cmd|' /C calc'!A0", verdict, verdict, verdict, late=("@late",))
-    [row] = csv.DictReader(io.StringIO(as_csv([one], Scale())))
+    [row] = check_csv(as_csv([one], Scale()))
     assert row["student"] == "'=cmd|' /C calc'!A0"
     assert row["late"] == "'@late"
     [suite] = check_junit(as_junit([one], Scale()))
@@ -199,6 +245,27 @@ def test_what_students_write_is_no_formula_and_no_markup() -> None:
     assert failure is not None
     assert "</failure>\ufffd\ufffd[31m & " in (failure.text or "")
     jsonschema.validate(json.loads(as_gradescope(one, Scale())), GRADESCOPE)
+
+
+@pytest.mark.parametrize(
+    ("what", "instead"),
+    [
+        (' time="0"', ""),
+        (' hostname="localhost"', ""),
+        ("1970-01-01T00:00:00", "yesterday"),
+        ("<properties />", ""),
+        ("<system-err />", "<system-err /><system-out />"),
+        ('tests="3"', 'tests="4"'),
+        ("<testsuites>", '<testsuites name="marks">'),
+    ],
+)
+def test_an_invalid_junit_file_is_found_to_be_one(what: str, instead: str) -> None:
+    verdict = Verdict("failed", "wrong")
+    text = as_junit([graded("ada", verdict, verdict, verdict)], Scale())
+    assert check_junit(text)
+    assert what in text
+    with pytest.raises((AssertionError, KeyError)):
+        check_junit(text.replace(what, instead, 1))
 
 
 def test_who_handed_in_what_is_read_from_names(tmp_path: Path) -> None:

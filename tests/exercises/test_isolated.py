@@ -176,11 +176,11 @@ def test_a_table_of_the_known_cases_fails_in_hidden_ones(nursery: Nursery) -> No
             known.append((args, value := super().__call__(*args, **kwargs)))
             return value
 
-    cells = cells_of("checkpoint.between", SOLUTIONS["checkpoint.between"])
-    grade("checkpoint.between", Notes(nursery.answer(cells).path, cells))
+    cells = cells_of("checkpoint.reads", SOLUTIONS["checkpoint.reads"])
+    grade("checkpoint.reads", Notes(nursery.answer(cells).path, cells))
     table = {repr(args): value for args, value in known}
-    recalls = f"table = {table!r}\ndef between(old, new):\n    return table[repr((old, new))]\n"
-    status, said = judge(nursery, "checkpoint.between", cells_of("checkpoint.between", recalls), SEED)
+    recalls = f"table = {table!r}\ndef reads(old, new, rank):\n    return table[repr((old, new, rank))]\n"
+    status, said = judge(nursery, "checkpoint.reads", cells_of("checkpoint.reads", recalls), SEED)
     assert status == "hidden cases failed"
     assert "raised KeyError" in said
 

@@ -12,71 +12,69 @@ import torch
 from zero_ref.course.checkpoint import Table as TableOfRank, tables_in
 from zero_ref.plan.partition import Partition, Slice
 
-Table = dict[tuple[int, int], int]
+Reads = list[tuple[int, int, int]]
+
+# ------------------------------------------------------------------------------ 8.1 what to read
 
 
-# ------------------------------------------------------------------------------ 8.1 which elements move
+def _pieces(old: Partition, new: Partition, rank: int) -> list[tuple[int, Slice, int, int, int]]:
+    """(old rank, its slice, elements before it in its file, where the overlap begins, its elements)."""
+    found = []
+    for wanted in new.slices_of_rank[rank]:
+        for piece, src in old.pieces_of_param[wanted.param]:
+            start, stop = max(piece.start, wanted.start), min(piece.stop, wanted.stop)
+            if start < stop:
+                in_file = old.slices_of_rank[src]
+                before = sum(other.numel for other in in_file[: in_file.index(piece)])
+                found.append((src, piece, before, start, stop - start))
+    return found
 
 
-def _overlaps(old: Partition, new: Partition) -> list[tuple[int, int, Slice]]:
+def joins_nothing(old: Partition, new: Partition, rank: int) -> Reads:
     return [
-        (src, dst, Slice(had.param, max(had.start, has.start), min(had.stop, has.stop)))
-        for src, of_src in enumerate(old.slices_of_rank)
-        for dst, of_dst in enumerate(new.slices_of_rank)
-        for had in of_src
-        for has in of_dst
-        if had.param == has.param and max(had.start, has.start) < min(had.stop, has.stop)
+        (src, before + start - piece.start, numel)
+        for src, piece, before, start, numel in _pieces(old, new, rank)
     ]
 
 
-def only_what_moves(old: Partition, new: Partition) -> Table:
-    table: Table = {}
-    for src, dst, piece in _overlaps(old, new):
-        if src != dst:
-            table[src, dst] = table.get((src, dst), 0) + piece.numel
-    return table
+def counts_from_the_parameter(old: Partition, new: Partition, rank: int) -> Reads:
+    return [(src, start, numel) for src, _, _, start, numel in _pieces(old, new, rank)]
 
 
-def new_owner_first(old: Partition, new: Partition) -> Table:
-    table: Table = {}
-    for src, dst, piece in _overlaps(old, new):
-        table[dst, src] = table.get((dst, src), 0) + piece.numel
-    return table
+def counts_from_the_slice(old: Partition, new: Partition, rank: int) -> Reads:
+    return [(src, start - piece.start, numel) for src, piece, _, start, numel in _pieces(old, new, rank)]
 
 
-def keeps_the_last_slice_only(old: Partition, new: Partition) -> Table:
-    return {(src, dst): piece.numel for src, dst, piece in _overlaps(old, new)}
+def always_from_the_slices_start(old: Partition, new: Partition, rank: int) -> Reads:
+    return [(src, before, numel) for src, _, before, _, numel in _pieces(old, new, rank)]
 
 
-def forgets_the_parameter(old: Partition, new: Partition) -> Table:
-    table: Table = {}
-    for src, of_src in enumerate(old.slices_of_rank):
-        for dst, of_dst in enumerate(new.slices_of_rank):
-            for had in of_src:
-                for has in of_dst:
-                    numel = min(had.stop, has.stop) - max(had.start, has.start)
-                    table[src, dst] = table.get((src, dst), 0) + max(0, numel)
-    return table
+def adds_the_place_in_the_parameter(old: Partition, new: Partition, rank: int) -> Reads:
+    return [(src, before + start, numel) for src, _, before, start, numel in _pieces(old, new, rank)]
 
 
-def looks_at_loads(old: Partition, new: Partition) -> Table:
-    """As if every rank owned one run of the flat range, in rank order."""
-    table: Table = {}
-    src = dst = 0
-    had, has = list(old.loads), list(new.loads)
-    while src < len(had) and dst < len(has):
-        numel = min(had[src], has[dst])
-        table[src, dst] = table.get((src, dst), 0) + numel
-        had[src] -= numel
-        has[dst] -= numel
-        src, dst = src + (had[src] == 0), dst + (numel > 0 and has[dst] == 0 and had[src] != 0)
-        while dst < len(has) and has[dst] == 0:
-            dst += 1
-    return table
+def only_from_others(old: Partition, new: Partition, rank: int) -> Reads:
+    return [read for read in joins_nothing(old, new, rank) if read[0] != rank]
 
 
-def lists_of_ranks(old: Partition, new: Partition) -> list[list[int]]:
-    return [[0] * new.world_size for _ in range(old.world_size)]
+def file_by_file(old: Partition, new: Partition, rank: int) -> Reads:
+    return sorted(joins_nothing(old, new, rank), key=lambda read: read[0])
+
+
+def in_bytes(old: Partition, new: Partition, rank: int) -> Reads:
+    return [(src, 4 * first, 4 * numel) for src, first, numel in joins_nothing(old, new, rank)]
+
+
+def the_whole_files(old: Partition, new: Partition, rank: int) -> Reads:
+    return [(src, 0, old.loads[src]) for src in sorted({read[0] for read in joins_nothing(old, new, rank)})]
+
+
+def all_reads_of_the_first_file(old: Partition, new: Partition, rank: int) -> Reads:
+    return [(0, first, numel) for _, first, numel in joins_nothing(old, new, rank)]
+
+
+def without_the_rank(old: Partition, new: Partition, rank: int) -> list[tuple[int, int]]:
+    return [(first, numel) for _, first, numel in joins_nothing(old, new, rank)]
 
 
 # ------------------------------------------------------------------------------ 8.2 shards put together
@@ -342,12 +340,21 @@ def forgets_to_return(directory: Path) -> None:
 
 
 WRONG = [
-    ("checkpoint.between", only_what_moves, r"List what stays too"),
-    ("checkpoint.between", new_owner_first, r"old owner comes first"),
-    ("checkpoint.between", keeps_the_last_slice_only, r"each has one pair"),
-    ("checkpoint.between", forgets_the_parameter, r"each has one pair"),
-    ("checkpoint.between", looks_at_loads, r"only in the same parameter"),
-    ("checkpoint.between", lists_of_ranks, r"must return a dict"),
+    ("checkpoint.reads", joins_nothing, r"right elements, in 3 reads where 2 are enough"),
+    ("checkpoint.reads", counts_from_the_parameter, r"from the beginning of the parameter"),
+    ("checkpoint.reads", counts_from_the_slice, r"Other slices may lie before it"),
+    ("checkpoint.reads", always_from_the_slices_start, r"from its middle on"),
+    ("checkpoint.reads", adds_the_place_in_the_parameter, r"is to be subtracted"),
+    ("checkpoint.reads", only_from_others, r"nothing is in memory"),
+    ("checkpoint.reads", file_by_file, r"in the order of the new rank's slices"),
+    ("checkpoint.reads", in_bytes, r"Count elements"),
+    ("checkpoint.reads", the_whole_files, r"192 elements in all, and the rank is to own 128"),
+    (
+        "checkpoint.reads",
+        all_reads_of_the_first_file,
+        r"number 0 of parameter 0; the rank.s is number 192",
+    ),
+    ("checkpoint.reads", without_the_rank, r"must return a list of \(old rank, first element"),
     ("checkpoint.consolidate", one_after_the_other, r"right elements in the wrong order.* its `start`"),
     ("checkpoint.consolidate", from_the_start_each, r"wrong elements of 384"),
     ("checkpoint.consolidate", flat, r"'exp_avg' has the shape \(384,\); its parameter has \(16, 24\)"),

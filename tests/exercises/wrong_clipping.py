@@ -54,6 +54,11 @@ def powers_of_infinity(gradients: Any, norm_type: float, comm: Any) -> float:
     return math.nan if norm_type == math.inf else float(total ** (1 / norm_type))
 
 
+def powers_and_a_root_at_infinity(gradients: Any, norm_type: float, comm: Any) -> float:
+    powers = sum((gradient.abs() ** norm_type).sum().item() for gradient in gradients)
+    return float(_of_all(powers, comm) ** (1 / norm_type))
+
+
 def always_the_2_norm(gradients: Any, norm_type: float, comm: Any) -> float:
     return math.sqrt(_of_all(_own(gradients, 2.0) ** 2, comm))
 
@@ -143,6 +148,101 @@ def counts(gradients: Any, comm: Any) -> int:
     return int(_of_all(float(not _finite(gradients)), comm))
 
 
+# ------------------------------------------------------------------------------------------- trust_ratios
+
+
+def _squares(weights: Any, gradients: Any, params: Any, count: int, comm: Any) -> torch.Tensor:
+    squares = torch.zeros(2, count)
+    for weight, gradient, param in zip(weights, gradients, params):
+        squares[0, param] += weight.square().sum()
+        squares[1, param] += gradient.square().sum()
+    comm.all_reduce(squares).wait()
+    return squares
+
+
+def _of_slices(ratios: torch.Tensor, squares: torch.Tensor, params: Any) -> list[float]:
+    return [ratios[param].item() if squares[:, param].all() else 1.0 for param in params]
+
+
+def ratio_of_the_slice(weights: Any, gradients: Any, params: Any, count: int, comm: Any) -> list[float]:
+    return [(weight.norm() / gradient.norm()).item() for weight, gradient in zip(weights, gradients)]
+
+
+def ratio_of_this_rank(weights: Any, gradients: Any, params: Any, count: int, comm: Any) -> list[float]:
+    squares = torch.zeros(2, count)
+    for weight, gradient, param in zip(weights, gradients, params):
+        squares[0, param] += weight.square().sum()
+        squares[1, param] += gradient.square().sum()
+    return _of_slices((squares[0] / squares[1]).sqrt(), squares, params)
+
+
+def forgets_the_roots(weights: Any, gradients: Any, params: Any, count: int, comm: Any) -> list[float]:
+    squares = _squares(weights, gradients, params, count, comm)
+    return _of_slices(squares[0] / squares[1], squares, params)
+
+
+def gradients_by_weights(weights: Any, gradients: Any, params: Any, count: int, comm: Any) -> list[float]:
+    squares = _squares(weights, gradients, params, count, comm)
+    return _of_slices((squares[1] / squares[0]).sqrt(), squares, params)
+
+
+def one_for_the_model(weights: Any, gradients: Any, params: Any, count: int, comm: Any) -> list[float]:
+    squares = _squares(weights, gradients, params, count, comm).sum(dim=1)
+    return [(squares[0] / squares[1]).sqrt().item() for _ in params]
+
+
+def divides_by_zero(weights: Any, gradients: Any, params: Any, count: int, comm: Any) -> list[float]:
+    squares = _squares(weights, gradients, params, count, comm)
+    return [(squares[0, param] / squares[1, param]).sqrt().item() for param in params]
+
+
+def keeps_the_last_slice(weights: Any, gradients: Any, params: Any, count: int, comm: Any) -> list[float]:
+    squares = torch.zeros(2, count)
+    for weight, gradient, param in zip(weights, gradients, params):
+        squares[0, param], squares[1, param] = weight.square().sum(), gradient.square().sum()
+    comm.all_reduce(squares).wait()
+    return _of_slices((squares[0] / squares[1]).sqrt(), squares, params)
+
+
+def adds_norms_of_ranks(weights: Any, gradients: Any, params: Any, count: int, comm: Any) -> list[float]:
+    norms = torch.zeros(2, count)
+    for weight, gradient, param in zip(weights, gradients, params):
+        norms[0, param] += weight.norm()
+        norms[1, param] += gradient.norm()
+    comm.all_reduce(norms).wait()
+    return _of_slices(norms[0] / norms[1], norms, params)
+
+
+def a_call_for_each_parameter(
+    weights: Any, gradients: Any, params: Any, count: int, comm: Any
+) -> list[float]:
+    squares = torch.zeros(2, count)
+    for weight, gradient, param in zip(weights, gradients, params):
+        squares[0, param] += weight.square().sum()
+        squares[1, param] += gradient.square().sum()
+    for of_param in range(count):
+        for which in (0, 1):
+            comm.all_reduce(squares[which, of_param]).wait()
+    return _of_slices((squares[0] / squares[1]).sqrt(), squares, params)
+
+
+def only_owners_of_it_call(weights: Any, gradients: Any, params: Any, count: int, comm: Any) -> list[float]:
+    return (
+        ratio_of_this_rank(weights, gradients, params, count, comm)
+        if not params
+        else _of_slices(
+            (squares := _squares(weights, gradients, params, count, comm))[0].sqrt() / squares[1].sqrt(),
+            squares,
+            params,
+        )
+    )
+
+
+def one_for_each_parameter(weights: Any, gradients: Any, params: Any, count: int, comm: Any) -> list[float]:
+    squares = _squares(weights, gradients, params, count, comm)
+    return _of_slices((squares[0] / squares[1]).sqrt(), squares, range(count))
+
+
 WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("clipping.global_norm", of_this_rank_alone, r"What do the others own\?"),
     ("clipping.global_norm", adds_norms, r"sum of norms"),
@@ -151,6 +251,7 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("clipping.global_norm", averages_the_norms, r"divided by the number of ranks"),
     ("clipping.global_norm", forgets_infinity, r"norm_type=inf .* sum of norms"),
     ("clipping.global_norm", powers_of_infinity, r"the largest element counts"),
+    ("clipping.global_norm", powers_and_a_root_at_infinity, r"x\*\*inf is 0, 1 or infinite"),
     ("clipping.global_norm", always_the_2_norm, r"2-norm, whatever"),
     ("clipping.global_norm", always_the_square_root, r"must be the p-th one, too"),
     ("clipping.global_norm", ranks_with_nothing_return, r"same calls.*owns nothing"),
@@ -166,4 +267,15 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("clipping.may_step", adds_the_elements, r"may overflow"),
     ("clipping.may_step", rank_0_decides, r"on any rank, is enough"),
     ("clipping.may_step", counts, r"must return True or False"),
+    ("clipping.trust_ratios", ratio_of_the_slice, r"ratio of this slice alone. Parameter 1 has 2 slices"),
+    ("clipping.trust_ratios", ratio_of_this_rank, r"this slice alone|what this rank owns"),
+    ("clipping.trust_ratios", forgets_the_roots, r"ratio of the squares"),
+    ("clipping.trust_ratios", gradients_by_weights, r"divided by that of the weights"),
+    ("clipping.trust_ratios", one_for_the_model, r"one ratio for the whole model"),
+    ("clipping.trust_ratios", divides_by_zero, r"All weights of parameter 0 are zero.*return 1\.0"),
+    ("clipping.trust_ratios", keeps_the_last_slice, r"this keeps the last"),
+    ("clipping.trust_ratios", adds_norms_of_ranks, r"That adds norms"),
+    ("clipping.trust_ratios", a_call_for_each_parameter, r"makes 4 calls for 2 parameters"),
+    ("clipping.trust_ratios", only_owners_of_it_call, r"do not make the same calls"),
+    ("clipping.trust_ratios", one_for_each_parameter, r"It must return one for each"),
 ]

@@ -5,37 +5,82 @@ from __future__ import annotations
 from typing import Any
 
 
-def everything_is_divided_at_every_stage(numel: int, world_size: int, stage: int) -> float:
-    return 16 * numel / (world_size if stage else 1)
+def _parts(numel: int, stage: int, nbytes: tuple[int, int, int]) -> tuple[int, int]:
+    divided = sum(part for part, since in zip(nbytes, (3, 2, 1)) if stage >= since)
+    return numel * (sum(nbytes) - divided), numel * divided
 
 
-def each_stage_divides_one_part_alone(numel: int, world_size: int, stage: int) -> float:
-    divisors = [world_size if stage == at else 1 for at in (3, 2, 1)]
-    return sum(nbytes * numel / divisor for nbytes, divisor in zip((2, 2, 12), divisors))
+def divides_everything(numel: int, room: int, stage: int, nbytes: tuple[int, int, int]) -> int:
+    return -(-numel * sum(nbytes) // room)
 
 
-def fp32_split(numel: int, world_size: int, stage: int) -> float:
-    divisors = [world_size if stage >= at else 1 for at in (3, 2, 1)]
-    return sum(nbytes * numel / divisor for nbytes, divisor in zip((4, 4, 8), divisors))
+def shares_what_is_whole_too(numel: int, room: int, stage: int, nbytes: tuple[int, int, int]) -> int | None:
+    whole, divided = _parts(numel, stage, nbytes)
+    if whole + divided <= room:
+        return 1
+    return -(-(whole + divided) // (room - whole)) if divided and whole < room else None
 
 
-def stage_2_only_from_stage_3_on(numel: int, world_size: int, stage: int) -> float:
-    divisors = [world_size if stage > at else 1 for at in (3, 2, 1)]
-    return sum(nbytes * numel / divisor for nbytes, divisor in zip((2, 2, 12), divisors))
+def mixed_precision_always(numel: int, room: int, stage: int, nbytes: tuple[int, int, int]) -> int | None:
+    return rounds_up(numel, room, stage, (2, 2, 12))
 
 
-def whole_numbers(numel: int, world_size: int, stage: int) -> float:
-    divisors = [world_size if stage >= at else 1 for at in (3, 2, 1)]
-    return sum(nbytes * numel // divisor for nbytes, divisor in zip((2, 2, 12), divisors))
+def rounds_up(numel: int, room: int, stage: int, nbytes: tuple[int, int, int]) -> int | None:
+    """The right one."""
+    whole, divided = _parts(numel, stage, nbytes)
+    if whole + divided <= room:
+        return 1
+    return -(-divided // (room - whole)) if divided and whole < room else None
 
 
-def gigabytes(numel: int, world_size: int, stage: int) -> float:
-    divisors = [world_size if stage >= at else 1 for at in (3, 2, 1)]
-    return sum(nbytes * numel / divisor for nbytes, divisor in zip((2, 2, 12), divisors)) / 1e9
+def one_stage_late(numel: int, room: int, stage: int, nbytes: tuple[int, int, int]) -> int | None:
+    return rounds_up(numel, room, max(0, stage - 1), nbytes)
 
 
-def a_text(numel: int, world_size: int, stage: int) -> str:
-    return "31.4 GB"
+def first_part_first(numel: int, room: int, stage: int, nbytes: tuple[int, int, int]) -> int | None:
+    return rounds_up(numel, room, stage, (nbytes[2], nbytes[1], nbytes[0]))
+
+
+def rounds_down(numel: int, room: int, stage: int, nbytes: tuple[int, int, int]) -> int | None:
+    whole, divided = _parts(numel, stage, nbytes)
+    if whole + divided <= room:
+        return 1
+    return divided // (room - whole) if divided and whole < room else None
+
+
+def adds_one(numel: int, room: int, stage: int, nbytes: tuple[int, int, int]) -> int | None:
+    whole, divided = _parts(numel, stage, nbytes)
+    if not divided:
+        return 1 if whole <= room else None
+    return divided // (room - whole) + 1 if whole < room else None
+
+
+def never_none(numel: int, room: int, stage: int, nbytes: tuple[int, int, int]) -> int:
+    whole, divided = _parts(numel, stage, nbytes)
+    return max(1, -(-divided // (room - whole))) if room != whole else 10**6
+
+
+def negative_ranks(numel: int, room: int, stage: int, nbytes: tuple[int, int, int]) -> int | None:
+    whole, divided = _parts(numel, stage, nbytes)
+    return None if room == whole else -(-divided // (room - whole))
+
+
+def looks_as_far_as_32(numel: int, room: int, stage: int, nbytes: tuple[int, int, int]) -> int | None:
+    whole, divided = _parts(numel, stage, nbytes)
+    return next((n for n in range(1, 33) if whole + divided / n <= room), None)
+
+
+def powers_of_two(numel: int, room: int, stage: int, nbytes: tuple[int, int, int]) -> int | None:
+    right = rounds_up(numel, room, stage, nbytes)
+    return right and 1 << (right - 1).bit_length()
+
+
+def forgets_to_return(numel: int, room: int, stage: int, nbytes: tuple[int, int, int]) -> None:
+    rounds_up(numel, room, stage, nbytes)
+
+
+def a_text(numel: int, room: int, stage: int, nbytes: tuple[int, int, int]) -> str:
+    return "64 ranks"
 
 
 def blames_the_largest_share(numels: list[int], world_size: int, held: Any) -> tuple[str, float]:
@@ -100,17 +145,19 @@ def only_the_largest_tensor(numels: list[int]) -> int:
 
 
 WRONG = [
-    ("ledger.table_1", everything_is_divided_at_every_stage, r"52\.50 GB. All 16 bytes are divided"),
-    ("ledger.table_1", each_stage_divides_one_part_alone, r"one part alone"),
-    ("ledger.table_1", fp32_split, r"fp32 training, 4 \+ 4 \+ 8"),
-    ("ledger.table_1", stage_2_only_from_stage_3_on, r"one part too few"),
-    (
-        "ledger.table_1",
-        whole_numbers,
-        r"499 bytes; it should be 117,187,500 bytes.*with /, not //",
-    ),
-    ("ledger.table_1", gigabytes, r"in gigabytes. Return bytes"),
-    ("ledger.table_1", a_text, r"must return a number of bytes"),
+    ("ledger.ranks_to_fit", divides_everything, r"on every rank: subtract it from the room"),
+    ("ledger.ranks_to_fit", shares_what_is_whole_too, r"and then divides all bytes"),
+    ("ledger.ranks_to_fit", mixed_precision_always, r"whatever `nbytes` says"),
+    ("ledger.ranks_to_fit", one_stage_late, r"one part too few"),
+    ("ledger.ranks_to_fit", first_part_first, r"and this the first"),
+    ("ledger.ranks_to_fit", rounds_down, r"rounded down"),
+    ("ledger.ranks_to_fit", adds_one, r"do not add 1"),
+    ("ledger.ranks_to_fit", never_none, r"however many there are, 30,000,000,000 bytes of it"),
+    ("ledger.ranks_to_fit", negative_ranks, r"no number of ranks"),
+    ("ledger.ranks_to_fit", looks_as_far_as_32, r"64 ranks have 31\.41 GB each.* not more than 31\.41"),
+    ("ledger.ranks_to_fit", powers_of_two, r"It fits on 9 already"),
+    ("ledger.ranks_to_fit", forgets_to_return, r"Does the function end in a `return`"),
+    ("ledger.ranks_to_fit", a_text, r"a whole number of ranks, or None"),
     ("ledger.what_would_help", blames_the_largest_share, r"not what is largest now"),
     ("ledger.what_would_help", divides_the_shard_again, r"one rank's share already"),
     ("ledger.what_would_help", all_gradients_go, r"keeps the gradients of what it owns"),

@@ -133,6 +133,65 @@ def steps_whatever_has_one(optimizer: Any, params: list[Any], gradients: dict[An
         param.grad = grad
 
 
+def _found(ids: list[int], workers: int, ask: Any) -> dict[int, torch.Tensor]:
+    found = {}
+    for worker in range(workers):
+        if wanted := sorted({row for row in ids if row % workers == worker}):
+            found.update(zip(wanted, ask(worker, [row // workers for row in wanted])))
+    return found
+
+
+def one_message_for_each_row(ids: list[int], workers: int, ask: Any) -> torch.Tensor:
+    return torch.cat([ask(row % workers, [row // workers]) for row in ids])
+
+
+def asks_everybody(ids: list[int], workers: int, ask: Any) -> torch.Tensor:
+    parts = [ask(w, sorted({row // workers for row in ids if row % workers == w})) for w in range(workers)]
+    return torch.cat(parts)
+
+
+def asks_twice_for_a_row(ids: list[int], workers: int, ask: Any) -> torch.Tensor:
+    found = {}
+    for worker in sorted({row % workers for row in ids}):
+        wanted = [row for row in ids if row % workers == worker]
+        found.update(zip(wanted, ask(worker, [row // workers for row in wanted])))
+    return torch.stack([found[row] for row in ids])
+
+
+def by_the_tables_numbers(ids: list[int], workers: int, ask: Any) -> torch.Tensor:
+    workers_asked = sorted({row % workers for row in ids})
+    return torch.cat([ask(w, sorted({row for row in ids if row % workers == w})) for w in workers_asked])
+
+
+def in_blocks(ids: list[int], workers: int, ask: Any) -> torch.Tensor:
+    size = -(-(max(ids) + 1) // workers)
+    asked = sorted({row // size for row in ids})
+    return torch.cat([ask(w, sorted({row % size for row in ids if row // size == w})) for w in asked])
+
+
+def worker_by_worker(ids: list[int], workers: int, ask: Any) -> torch.Tensor:
+    return torch.stack(list(_found(ids, workers, ask).values()))
+
+
+def sorted_by_row(ids: list[int], workers: int, ask: Any) -> torch.Tensor:
+    found = _found(ids, workers, ask)
+    return torch.stack([found[row] for row in sorted(ids)])
+
+
+def each_row_once(ids: list[int], workers: int, ask: Any) -> torch.Tensor:
+    found = _found(ids, workers, ask)
+    return torch.stack([found[row] for row in dict.fromkeys(ids)])
+
+
+def a_list_of_rows(ids: list[int], workers: int, ask: Any) -> Any:
+    found = _found(ids, workers, ask)
+    return [found[row] for row in ids]
+
+
+def workers_from_1(ids: list[int], workers: int, ask: Any) -> torch.Tensor:
+    return torch.cat([ask(row % workers + 1, [row // workers]) for row in ids])
+
+
 WRONG = [
     ("rpc.messages", requests_only, r"counted, but not its reply"),
     ("rpc.messages", both_ends, r"both where it is sent and where it is received"),
@@ -153,4 +212,18 @@ WRONG = [
     ("rpc.local_step", never_steps, r"parameter 0 has not moved"),
     ("rpc.local_step", plain_descent, r"not where the plain optimizer moves it"),
     ("rpc.local_step", steps_whatever_has_one, r"is not in `params` has changed"),
+    ("rpc.look_up", one_message_for_each_row, r"has asked worker 0 before"),
+    ("rpc.look_up", asks_everybody, r"none of the rows need not be asked|in the order of `ids`"),
+    ("rpc.look_up", asks_twice_for_a_row, r"looked up twice is sent twice"),
+    ("rpc.look_up", by_the_tables_numbers, r"A worker counts its own rows: row \d of the table is its row"),
+    ("rpc.look_up", in_blocks, r"worker 1 has row 3 of the table, its own 1"),
+    ("rpc.look_up", worker_by_worker, r"in the order of `ids`"),
+    (
+        "rpc.look_up",
+        sorted_by_row,
+        r"returned the rows \[0, 1, 2\]\. Those are the right rows in another order",
+    ),
+    ("rpc.look_up", each_row_once, r"looked up twice has two places"),
+    ("rpc.look_up", a_list_of_rows, r"must return a tensor"),
+    ("rpc.look_up", workers_from_1, r"There are the workers 0 to 1"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -159,6 +160,75 @@ def all_that_this_owner_sends(partition: Partition, lost: int) -> list[list[int]
     return [[] if rank == owner else owned for rank in range(partition.world_size)]
 
 
+def _gathered(own: torch.Tensor) -> torch.Tensor:
+    of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, own)
+    return torch.stack(of_ranks)
+
+
+def _unlike_rank_0(table: torch.Tensor) -> list[int]:
+    return [int(number) for number in (table != table[0]).any(dim=0).nonzero().flatten()]
+
+
+def compares_sums(params: Any) -> list[int]:
+    sums = torch.stack([param.detach().nan_to_num().double().sum() for param in params])
+    return _unlike_rank_0(_gathered(sums))
+
+
+def compares_roughly(params: Any) -> list[int]:
+    weights = [torch.arange(1.0, param.numel() + 1) for param in params]
+    sums = [(param.detach().nan_to_num().view(-1) * weight).sum() for param, weight in zip(params, weights)]
+    table = _gathered(torch.stack(sums))
+    return [p for p in range(len(params)) if not torch.allclose(table[:, p], table[0, p], rtol=1e-4)]
+
+
+def adds_up_over_ranks(params: Any) -> list[int]:
+    weights = [torch.arange(1.0, param.numel() + 1).double() for param in params]
+    own = [(param.detach().nan_to_num().view(-1) * weight).sum() for param, weight in zip(params, weights)]
+    mean = torch.stack(own)
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    return [p for p in range(len(params)) if own[p] != mean[p]]
+
+
+def hashes_the_numbers(params: Any) -> list[int]:
+    own = torch.tensor([hash(tuple(param.detach().nan_to_num().view(-1).tolist())) for param in params])
+    return _unlike_rank_0(_gathered(own))
+
+
+def trips_over_nan(params: Any) -> list[int]:
+    sums = torch.stack([param.detach().double().sum() for param in params])
+    return _unlike_rank_0(_gathered(sums))
+
+
+def sends_all_values(params: Any) -> list[int]:
+    own = torch.cat([param.detach().view(-1) for param in params] * 4)
+    _gathered(own)
+    return []
+
+
+def each_looks_at_rank_0(params: Any) -> list[int]:
+    own = torch.tensor([zlib.crc32(param.detach().numpy().tobytes()) for param in params])
+    first = own.clone()
+    dist.broadcast(first, 0)
+    return [p for p in range(len(params)) if own[p] != first[p]]
+
+
+def only_rank_0_looks(params: Any) -> list[int]:
+    return [] if dist.get_rank() else compares_sums(params)
+
+
+def whether_they_differ(params: Any) -> list[bool]:
+    own = torch.tensor([zlib.crc32(param.detach().numpy().tobytes()) for param in params])
+    return [bool(differ) for differ in (_gathered(own) != own).any(dim=0)]
+
+
+def mends_them(params: Any) -> list[int]:
+    for param in params:
+        param.detach().nan_to_num_()
+    return compares_sums(params)
+
+
 WRONG = [
     ("step.write_step", sends_nothing, r"after step 2 .* did not arrive"),
     ("step.write_step", never_steps, r"Was local\.step\(\) called"),
@@ -194,4 +264,14 @@ WRONG = [
     ("step.stale", in_registration_order, r"owner by owner"),
     ("step.stale", only_ranks_that_own_something, r"owns nothing receives too"),
     ("step.stale", all_that_this_owner_sends, r"one slice"),
+    ("step.differing", compares_sums, r"two of its elements have changed places"),
+    ("step.differing", compares_roughly, r"the last bit of one element"),
+    ("step.differing", adds_up_over_ranks, r"returns \[\[\], \[\]\]|rank by rank"),
+    ("step.differing", hashes_the_numbers, r"-0\.0 instead of 0\.0"),
+    ("step.differing", trips_over_nan, r"Parameter 4 has the same NaN on all ranks"),
+    ("step.differing", sends_all_values, r"send a digest of each"),
+    ("step.differing", each_looks_at_rank_0, r"rank by rank\. A rank that looks only at rank 0"),
+    ("step.differing", only_rank_0_looks, r"rank 0 calls all_gather, rank 1 returns\. Every rank makes"),
+    ("step.differing", whether_they_differ, r"returned \[False, .*must return a list of numbers"),
+    ("step.differing", mends_them, r"only to look"),
 ]

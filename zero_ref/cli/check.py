@@ -21,14 +21,22 @@ def register_check(subparsers: Subparsers) -> None:
     )
     parser.add_argument("file", metavar="FILE", help="such as notebooks/03_partition.ipynb, or my_zero.py")
     parser.add_argument("--rung", help="of a Python file: look no further than this rung, which must hold")
+    parser.add_argument(
+        "--class", dest="class_name", metavar="NAME",
+        help="of a Python file: hold this sharded optimizer class against the plain one, whoever wrote it",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON, with the messages in full")
     parser.set_defaults(run=run_check)
 
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Print how each exercise or rung went; return 1 if one failed."""
+    if arguments.class_name and arguments.rung:
+        raise CommandError("--rung is for my_zero.py, --class for a class of any file: give one of them.")
     if arguments.file.endswith(".py"):
-        return _check_own(arguments)
+        return _check_class(arguments) if arguments.class_name else _check_own(arguments)
+    if arguments.class_name:
+        raise CommandError(f"--class is for a Python file, and {arguments.file} is none.")
     if arguments.rung:
         raise CommandError(f"--rung is for a Python file, and {arguments.file} is none.")
     return _check_notebook(arguments)
@@ -70,3 +78,19 @@ def _check_own(arguments: argparse.Namespace) -> int:
         print(json.dumps([result._asdict() for result in results], indent=2, allow_nan=False))
     wanting = arguments.rung and (results[-1].rung, results[-1].state) != (arguments.rung, "holds")
     return 1 if wanting or any(result.state == "FAILED" for result in results) else 0
+
+
+def _check_class(arguments: argparse.Namespace) -> int:
+    sharded_class = need("zero_ref.course.sharded_class")
+    results, out = [], sys.stdout
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            for result in sharded_class.check_class(arguments.file, arguments.class_name):
+                results.append(result)
+                if not arguments.json:
+                    print(f"{result.state:<7}  {result.rung:<12}  {result.message}", file=out, flush=True)
+    except OSError as error:
+        raise CommandError(reason(error)) from None
+    if arguments.json:
+        print(json.dumps([result._asdict() for result in results], indent=2, allow_nan=False))
+    return 0 if all(result.state == "holds" for result in results) else 1

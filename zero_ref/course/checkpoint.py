@@ -1,11 +1,11 @@
-"""Chapter 8's graders: which elements move, shards put together, saves killed, and saves searched."""
+"""Chapter 8's graders: what a new rank reads, shards put together, saves killed, and saves searched."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,16 @@ from zero_ref.course._saves import FATES, INTACT, Table, make_directory_of_saves
 from zero_ref.course.predictions import prediction
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.moves import moves, numels_between
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 
 __all__ = ["Disk", "Table", "load", "tables_in"]  # what the chapter's exercises use
 
-# ------------------------------------------------------------------------------ 8.1 which elements move
+# ------------------------------------------------------------------------------ 8.1 what to read
 
 NUMELS = [384, 24, 192, 8]
+LAST_FIRST: list[list[int | Slice]] = [[Slice(0, 200, 384), 3], [2], [1, Slice(0, 0, 200)]]
+"""Rank 0 owns the end of the first parameter, rank 2 its beginning."""
 
 RESHARDINGS: list[tuple[Partition, Partition]] = [
     (even([384], 2), even([384], 3)),
@@ -36,39 +37,159 @@ RESHARDINGS: list[tuple[Partition, Partition]] = [
     (sorted_greedy(NUMELS, 2), sorted_greedy(NUMELS, 6)),
     (from_lists([9, 5], [[1], [0]]), from_lists([9, 5], [[Slice(0, 0, 4)], [1], [Slice(0, 4, 9)]])),
     (even([5000] * 3, 16), even([5000] * 3, 9)),
+    (from_lists(NUMELS, LAST_FIRST), even(NUMELS, 2)),
+    (even([256], 4), even([256], 2)),
+    (even([3], 3, alignment=1), even([3], 2, alignment=1)),
+    (even(NUMELS, 2), from_lists(NUMELS, LAST_FIRST)),
 ]
 """Old and new owners: cut and whole, fewer ranks and more, in order and out of it."""
 
 
-@exercise(
-    "checkpoint.between",
-    forbids=(
-        "zero_ref.plan.moves.moves",
-        "zero_ref.plan.moves.numels_between",
-    ),
-)
-def between(answer: Answer) -> str:
-    """The elements that go from each old owner to each new one, staying ones included."""
-    for old, new in RESHARDINGS + answer.drawn(_drawn_resharding):
-        table = _as_table(answer, old, new)
-        truth = numels_between(moves(old, new, staying=True))
-        wrong = sorted(pair for pair in table.keys() | truth.keys() if table.get(pair) != truth.get(pair))
-        if not wrong:
+Read = tuple[int, int, int]
+"""The old rank whose file it is, the first element in that file, the number of elements."""
+
+
+@exercise("checkpoint.reads")
+def reads(answer: Answer) -> str:
+    """Files with a number for each element, read as the answer says."""
+    drawn = answer.drawn(_drawn_resharding)
+    cases = [(*pair, rank) for pair in RESHARDINGS + drawn for rank in range(pair[1].world_size)]
+    given = [_as_reads(answer, *case) for case in cases]
+    for case, theirs in zip(cases, given):
+        if theirs == _reads(*case):
             continue
-        src, dst = wrong[0]
-        found, right = table.get(wrong[0], 0), truth.get(wrong[0], 0)
+        old, new, rank = case
         raise ExerciseFailed(
             f"parameters of {shown(list(old.numels))} elements, {_owned(old)} before, {_owned(new)} after: "
-            f"{right} elements go from rank {src} to rank {dst}, and {answer.name} says {found}. "
-            f"{_mistake_in_table(table, truth, old)}"
+            f"rank {rank} reads {shown(theirs)}. {_mistake_in_reads(cases, given, case, theirs)}"
         )
-    return f"{len(RESHARDINGS)} reshardings, between 1 and 16 ranks"
+    return f"{len(cases)} ranks of {len(RESHARDINGS) + len(drawn)} reshardings read what they own"
 
 
 def _drawn_resharding(rng: random.Random) -> tuple[Partition, Partition]:
     numels = [rng.randint(1, 600) for _ in range(rng.randint(1, 6))]
     old, new = (rng.choice((sorted_greedy, even))(numels, rng.randint(1, 6)) for _ in range(2))
     return old, new
+
+
+def _as_reads(answer: Answer, old: Partition, new: Partition, rank: int) -> list[Read]:
+    returned = answer(old, new, rank)
+    are_reads = isinstance(returned, (list, tuple)) and all(
+        isinstance(read, (list, tuple)) and len(read) == 3 and all(type(number) is int for number in read)
+        for read in returned
+    )
+    assert are_reads, (
+        f"{answer.name} returned {shown(returned)}. It must return a list of (old rank, first element, "
+        "number of elements)."
+    )
+    return [(src, first, numel) for src, first, numel in returned]
+
+
+def _reads(old: Partition, new: Partition, rank: int) -> list[Read]:
+    return _joined(_unjoined(old, new, rank))
+
+
+def _unjoined(
+    old: Partition,
+    new: Partition,
+    rank: int,
+    place: Callable[[Slice, int, int], int] = lambda piece, start, before: before + start - piece.start,
+) -> list[Read]:
+    """The reads that a rule of places gives; `before` are the elements before the slice in its file."""
+    found = []
+    for wanted in new.slices_of_rank[rank]:
+        for piece, src in old.pieces_of_param[wanted.param]:
+            start, stop = max(piece.start, wanted.start), min(piece.stop, wanted.stop)
+            if start < stop:
+                in_file = old.slices_of_rank[src]
+                before = sum(each.numel for each in in_file[: in_file.index(piece)])
+                found.append((src, place(piece, start, before), stop - start))
+    return found
+
+
+def _joined(found: Iterable[Read]) -> list[Read]:
+    joined: list[Read] = []
+    for src, first, numel in found:
+        if joined and joined[-1][0] == src and sum(joined[-1][1:]) == first:
+            joined[-1] = (src, joined[-1][1], joined[-1][2] + numel)
+        else:
+            joined.append((src, first, numel))
+    return joined
+
+
+def _mistake_in_reads(
+    cases: Sequence[tuple[Partition, Partition, int]],
+    given: Sequence[list[Read]],
+    case: tuple[Partition, Partition, int],
+    theirs: list[Read],
+) -> str:
+    for mistake, rule in _MISTAKES.items():
+        ruled = [rule(*each) for each in cases]
+        if all(said in (reads, _joined(reads)) for said, reads in zip(given, ruled)):
+            return mistake
+    old, new, rank = case
+    right = _reads(*case)
+    if _joined(theirs) == right:
+        return (
+            f"These are the right elements, in {len(theirs)} reads where {len(right)} are enough: one "
+            "read can take two slices that lie end to end in one file and are wanted in that order."
+        )
+    if any(numel == 0 for _, _, numel in theirs):
+        return "A read of 0 elements is no read: slices that only touch have nothing in common."
+    for src, first, numel in theirs:
+        known = 0 <= src < old.world_size
+        if not known or first < 0 or numel < 1 or first + numel > old.loads[src]:
+            has = f"{old.loads[src]} elements" if known else f"no file; there are {old.world_size}"
+            return f"The file of rank {src} has {has}: ({src}, {first}, {numel}) is not in it."
+    wanted = _elements(new.slices_of_rank[rank])
+    got = [element for read in theirs for element in _in_file(old, *read)]
+    if sorted(got) == sorted(wanted):
+        return "These are the right elements in another order than that of the rank's slices."
+    if len(got) != len(wanted):
+        return f"That is {len(got)} elements in all, and the rank is to own {len(wanted)}."
+    at = next(at for at, pair in enumerate(zip(got, wanted)) if pair[0] != pair[1])
+    return (
+        f"Element {at} of what it reads is number {got[at][1]} of parameter {got[at][0]}; the rank's is "
+        f"number {wanted[at][1]} of parameter {wanted[at][0]}. Count a place in a file from its beginning."
+    )
+
+
+def _in_file(old: Partition, src: int, first: int, numel: int) -> list[tuple[int, int]]:
+    return _elements(old.slices_of_rank[src])[first : first + numel]
+
+
+def _elements(slices: Sequence[Slice]) -> list[tuple[int, int]]:
+    return [(piece.param, at) for piece in slices for at in range(piece.start, piece.stop)]
+
+
+_MISTAKES: dict[str, Callable[[Partition, Partition, int], list[Read]]] = {
+    "That counts from the beginning of the parameter. A file has slices, so count from its own beginning.": (
+        lambda old, new, rank: _unjoined(old, new, rank, lambda piece, start, before: start)
+    ),
+    "That counts from the beginning of the slice. Other slices may lie before it in the same file.": (
+        lambda old, new, rank: _unjoined(old, new, rank, lambda piece, start, before: start - piece.start)
+    ),
+    "That is where the slice begins in its file. The rank may want it from its middle on.": (
+        lambda old, new, rank: _unjoined(old, new, rank, lambda piece, start, before: before)
+    ),
+    "That adds where an element is in its parameter to the slices before. Where its slice begins is to be "
+    "subtracted.": lambda old, new, rank: _unjoined(
+        old, new, rank, lambda piece, start, before: before + start
+    ),
+    "That leaves out what the rank's own old file has. The processes are new: nothing is in memory.": (
+        lambda old, new, rank: [read for read in _unjoined(old, new, rank) if read[0] != rank]
+    ),
+    "That goes from old rank to old rank. The reads come in the order of the new rank's slices.": (
+        lambda old, new, rank: sorted(_unjoined(old, new, rank), key=lambda read: read[0])
+    ),
+    "That is in bytes, 4 for each element. Count elements.": lambda old, new, rank: [
+        (src, 4 * first, 4 * numel) for src, first, numel in _unjoined(old, new, rank)
+    ],
+    "The last number is where the read ends. It must be how many elements it takes.": lambda old, new, rank: [
+        (src, first, first + numel) for src, first, numel in _reads(old, new, rank)
+    ],
+}
+"""What a reader may have written, by what there is to say."""
 
 
 def _owned(partition: Partition) -> str:
@@ -81,41 +202,9 @@ def _owned(partition: Partition) -> str:
     return f"owned as {owned!s}".replace("'", "")
 
 
-def _as_table(answer: Answer, old: Partition, new: Partition) -> dict[tuple[int, int], int]:
-    table = answer(old, new)
-    is_table = isinstance(table, Mapping) and all(
-        isinstance(pair, tuple) and len(pair) == 2 and isinstance(numel, int) for pair, numel in table.items()
-    )
-    assert is_table, (
-        f"{answer.name} returned {shown(table)}. It must return a dict: the number of elements, by the pair "
-        "(old owner, new owner)."
-    )
-    return {pair: numel for pair, numel in table.items() if numel}
-
-
-def _mistake_in_table(
-    table: Mapping[tuple[int, int], int], truth: Mapping[tuple[int, int], int], old: Partition
-) -> str:
-    if table == {(dst, src): numel for (src, dst), numel in truth.items()}:
-        return "The old owner comes first in a pair, the new one second."
-    if table == {(src, dst): numel for (src, dst), numel in truth.items() if src != dst}:
-        return "List what stays too: its old owner is its new one."
-    total = sum(table.values())
-    if total != sum(old.numels):
-        return f"All pairs together have {total} elements, the model {sum(old.numels)}: each has one pair."
-    sent = [sum(numel for (src, _), numel in table.items() if src == rank) for rank in range(old.world_size)]
-    for rank, (numel, owned) in enumerate(zip(sent, old.loads, strict=True)):
-        if numel != owned:
-            return f"Rank {rank} had {owned} elements, and here {numel} come from it."
-    return "Elements are the same ones only in the same parameter and at the same place in it."
-
-
 # ------------------------------------------------------------------------------ 8.2 shards put together
 
 SHAPES = [(16, 24), (24,), (24, 8), (8,)]
-LAST_FIRST: list[list[int | Slice]] = [[Slice(0, 200, 384), 3], [2], [1, Slice(0, 0, 200)]]
-"""Rank 0 owns the end of the first parameter, rank 2 its beginning."""
-
 SHARDINGS: list[tuple[Partition, list[int]]] = [
     (sorted_greedy(NUMELS, 3), []),
     (even(NUMELS, 2), []),

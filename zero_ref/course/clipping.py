@@ -1,4 +1,4 @@
-"""Graders of chapter 9, clipping: what must be global?"""
+"""Graders of chapter 9, clipping: what must be global, for the model and for each parameter?"""
 
 from __future__ import annotations
 
@@ -158,6 +158,11 @@ def _norm(parts: Sequence[Sequence[float]], norm_type: float) -> float:
     return torch.linalg.vector_norm(torch.tensor(elements, dtype=torch.float64), norm_type).item()
 
 
+def _ones(parts: Sequence[Sequence[float]]) -> int:
+    """What a sum of x**inf is where no element is above 1."""
+    return sum(abs(element) == 1 for part in parts for element in part)
+
+
 def _mistake_in_norm(gradients: Sequence[Gradients], norm_type: float, rank: int, value: float) -> str:
     parts = [part for of_rank in gradients for part in of_rank]
     own = [_norm(of_rank, norm_type) for of_rank in gradients]
@@ -170,6 +175,11 @@ def _mistake_in_norm(gradients: Sequence[Gradients], norm_type: float, rank: int
         return (
             "For p = infinity the largest element counts: no power and no root gives it. An all-reduce adds; "
             "let each rank write its norm into a place of its own, among zeros."
+        )
+    if norm_type == math.inf and value in (0.0, 1.0, float(_ones(parts))):
+        return (
+            "A sum of powers says nothing for p = infinity: x**inf is 0, 1 or infinite, and its root is 1. "
+            "The largest element counts: let each rank write its own into a place among zeros."
         )
     if is_(own[rank]) and len(gradients) > 1:
         return "That is what this rank owns, alone. What do the others own?"
@@ -236,6 +246,192 @@ def _check_decisions(answer: Answer, gradients: Sequence[Gradients], values: lis
     else:
         hint = "One element that is not finite, on any rank, is enough: then no rank may step."
     raise AssertionError(f"{given}. {hint}")
+
+
+# ----------------------------------------------------------------------------- 9.3 a norm for each parameter
+
+Owned = list[tuple[int, list[float], list[float]]]
+"""What a rank owns: the parameter of each slice, the slice's weights, their gradients."""
+
+LAYERS: list[tuple[int, list[Owned]]] = [
+    (1, [[(0, [3.0], [6.0])], [(0, [4.0], [8.0])]]),
+    (2, [[(0, [3.0, 4.0], [0.0, 2.0]), (1, [1.0], [2.0])], [(1, [2.0, 2.0], [1.0, 2.0])]]),
+    (
+        3,
+        [
+            [(0, [1.0], [2.0]), (2, [2.0], [1.0]), (2, [3.0], [5.0])],
+            [],
+            [(1, [5.0], [1.0]), (2, [6.0], [4.0])],
+        ],
+    ),
+    (2, [[(0, [0.0], [3.0])], [(0, [0.0], [4.0]), (1, [3.0], [0.0])], [(1, [4.0], [0.0])]]),
+    (2, [[], [(0, [2.0, -1.0], [-3.0, 0.5]), (1, [7.0], [2.0])]]),
+]
+"""Parameters in the model, and what each rank owns: cut and whole, two slices of one, zeros, nothing."""
+
+MOST_CALLS = 2
+MOST_BYTES_PER_PARAM = 32
+
+
+@exercise("clipping.trust_ratios", on_ranks=True)
+def trust_ratios(answer: Answer) -> str:
+    """A ratio of norms for each parameter, of which ranks own slices, on virtual ranks and on real ones."""
+    for count, owned in LAYERS + answer.drawn(_drawn_layers, 4):
+        outcomes = _ratios_on_virtual_ranks(answer, count, owned)
+        _check_ratios(answer.name, count, owned, outcomes)
+    count, owned = LAYERS[1]
+    outcomes = ranks.run(_ratios_here, len(owned), answer, count, owned, timeout=20.0, backend="gloo")
+    _check_ratios(answer.name, count, owned, outcomes)
+    return f"{len(LAYERS)} models of cut and whole parameters, and one on 2 real ranks"
+
+
+def _drawn_layers(rng: random.Random) -> tuple[int, list[Owned]]:
+    def numbers(numel: int) -> list[float]:
+        return [rng.gauss(0, 2) for _ in range(numel)]
+
+    count = rng.randint(2, 5)
+    owned: list[Owned] = [[] for _ in range(rng.randint(1, 4))]
+    for param in range(count):
+        for _ in range(rng.randint(1, 3)):
+            numel = rng.randint(1, 5)
+            rng.choice(owned).append((param, numbers(numel), numbers(numel)))
+    return count, owned
+
+
+def _ratios_on_virtual_ranks(
+    answer: Answer, count: int, owned: Sequence[Owned]
+) -> list[tuple[Any, list[Call]]]:
+    try:
+        return virtual.run(_ratios_observed, len(owned), answer, count, owned, timeout=3.0)
+    except RuntimeError as error:
+        cause = error.__cause__
+        if isinstance(cause, StillTheStub) or cause is None:
+            raise (cause or error) from None
+        if "did not complete" in str(cause) or "but the ranks call" in str(cause):
+            raise ExerciseFailed(
+                f"with {_owned_in_words(owned)}, the ranks do not make the same calls, and wait for "
+                f"each other: {cause} Every rank makes the same calls, with tensors of one shape."
+            ) from None
+        raise cause from None
+
+
+def _ratios_here(answer: Answer, count: int, owned: Sequence[Owned]) -> tuple[Any, list[Call]]:
+    return _ratios_observed(as_collectives(None), answer, count, owned)
+
+
+def _ratios_observed(
+    comm: Collectives, answer: Answer, count: int, owned: Sequence[Owned]
+) -> tuple[Any, list[Call]]:
+    params = [param for param, _, _ in owned[comm.rank]]
+    weights, gradients = ([torch.tensor(of_slice[i]) for of_slice in owned[comm.rank]] for i in (1, 2))
+    before = [tensor.clone() for tensor in (*weights, *gradients)]
+    with recording(comm) as calls:
+        value = answer(weights, gradients, params, count, comm)
+    same = all(map(torch.equal, before, (*weights, *gradients)))
+    assert same, f"{answer.name} changed what rank {comm.rank} owns. It is only to look at it."
+    return value, calls
+
+
+def _owned_in_words(owned: Sequence[Owned]) -> str:
+    def words(of_rank: Owned) -> str:
+        return (
+            ", ".join(f"{w} of parameter {param} with gradient {g}" for param, w, g in of_rank) or "nothing"
+        )
+
+    return "; ".join(f"rank {rank} owning {words(of_rank)}" for rank, of_rank in enumerate(owned))
+
+
+def _check_ratios(
+    name: str, count: int, owned: Sequence[Owned], outcomes: Sequence[tuple[Any, list[Call]]]
+) -> None:
+    given = f"with {_owned_in_words(owned)}, "
+    for rank, (value, calls) in enumerate(outcomes):
+        is_list = isinstance(value, (list, tuple)) and all(
+            isinstance(each, (int, float)) and not isinstance(each, bool) for each in value
+        )
+        assert is_list, (
+            f"{given}{name} returned {shown(value)} on rank {rank}. It must return a list of numbers."
+        )
+        assert len(value) == len(owned[rank]), (
+            f"{given}{name} returned {len(value)} ratios on rank {rank}, which owns {len(owned[rank])} "
+            "slices. It must return one for each."
+        )
+        nbytes = sum(call.nbytes for call in calls)
+        assert len(calls) <= MOST_CALLS, (
+            f"{given}rank {rank} makes {len(calls)} calls for {count} parameters. A model has hundreds: put "
+            "the squares of all parameters into one tensor, and send it in one call."
+        )
+        assert nbytes <= MOST_BYTES_PER_PARAM * count, (
+            f"{given}rank {rank} sends {nbytes} bytes. Two numbers for each parameter are enough."
+        )
+    theirs = [list(value) for value, _ in outcomes]
+    right = _ratios(owned)
+    for rank, (ours, rights) in enumerate(zip(theirs, right)):
+        for place, (ratio, should) in enumerate(zip(ours, rights)):
+            if not math.isclose(ratio, should, rel_tol=1e-5):
+                raise AssertionError(
+                    f"{given}{name} returns {ratio:.6g} on rank {rank} for its slice {place}, of parameter "
+                    f"{owned[rank][place][0]}; it should be {should:.6g}. "
+                    + _mistake_in_ratio(owned, rank, place, ratio, should)
+                )
+
+
+def _norms(owned: Sequence[Owned], param: int | None, which: int, order: float = 2.0) -> float:
+    """Of the weights (1) or gradients (2) of a parameter; of all if it is None."""
+    slices = [each for of_rank in owned for each in of_rank if param in (None, each[0])]
+    return _norm([(weights, gradients)[which - 1] for _, weights, gradients in slices], order)
+
+
+def _ratio(weight: float, gradient: float) -> float:
+    return weight / gradient if weight and gradient else 1.0
+
+
+def _ratios(owned: Sequence[Owned]) -> list[list[float]]:
+    return [
+        [_ratio(_norms(owned, param, 1), _norms(owned, param, 2)) for param, _, _ in of_rank]
+        for of_rank in owned
+    ]
+
+
+def _mistake_in_ratio(owned: Sequence[Owned], rank: int, place: int, ratio: float, should: float) -> str:
+    param, weights, gradients = owned[rank][place]
+    norms = [_norms(owned, param, which) for which in (1, 2)]
+    here = [owned[rank]]
+    slices = [each for of_rank in owned for each in of_rank if each[0] == param]
+    last_of_rank = [[each for each in of_rank if each[0] == param][-1:] for of_rank in owned]
+
+    def is_(number: float) -> bool:
+        return math.isclose(ratio, number, rel_tol=1e-5)
+
+    if 0.0 in norms:
+        what = "weights" if norms[0] == 0 else "gradients"
+        return f"All {what} of parameter {param} are zero. Then there is no ratio of norms: return 1.0."
+    if is_(1 / should):
+        return "That is the norm of the gradients divided by that of the weights."
+    if is_(should**2):
+        return "That is the ratio of the squares. Take roots of the sums."
+    if is_(_ratio(_norm([weights], 2), _norm([gradients], 2))) and len(slices) > 1:
+        return (
+            f"That is the ratio of this slice alone. Parameter {param} has {len(slices)} slices: add up "
+            "their squares."
+        )
+    if is_(_ratio(_norms(here, param, 1), _norms(here, param, 2))):
+        return f"That is the ratio of what this rank owns of parameter {param}. Other ranks have the rest."
+    if is_(_ratio(_norms(owned, None, 1), _norms(owned, None, 2))):
+        return "That is one ratio for the whole model. Each parameter has its own."
+    if is_(_ratio(_norms(last_of_rank, param, 1), _norms(last_of_rank, param, 2))):
+        return (
+            f"A rank may own several slices of parameter {param}. Their squares add up; this keeps the last."
+        )
+    sums = [sum(_norms([[each]], param, which) for each in slices) for which in (1, 2)]
+    of_ranks = [sum(_norms([of_rank], param, which) for of_rank in owned) for which in (1, 2)]
+    if is_(_ratio(*sums)) or is_(_ratio(*of_ranks)):
+        return "That adds norms. Their squares add up, and the root comes at the end."
+    if is_(_ratio(_norms(owned, param, 1, 1.0), _norms(owned, param, 2, 1.0))):
+        return "That is the ratio of sums of absolute values. The norm is the root of the sum of squares."
+    if is_(_ratio(norms[0], _norms(owned, None, 2))) or is_(_ratio(norms[0], _norms(here, param, 2))):
+        return "The weights are those of the parameter, and the gradients are not."
+    return "Add up the squares of each parameter over all ranks, take both roots, then divide."
 
 
 # --------------------------------------------------------------------------------------- predictions

@@ -1,14 +1,16 @@
-"""Chapter 6's graders: where added parameters go, what a new partition would move, what freezing sends."""
+"""Chapter 6's graders: a checkpoint of other groups, what a new partition would move, what freezing sends."""
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from zero_ref.course import Answer, call_text, exercise, shown
+from zero_ref.course import Answer, ExerciseFailed, exercise, shown
 from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
@@ -24,138 +26,198 @@ from zero_ref.simulator.schedule import broadcasts_of_slices
 
 _LIST = (list, tuple)
 
-# ---------------------------------------------------------------------- 6.1 where do they go
+# --------------------------------------------------------- 6.1 a checkpoint from before the groups changed
+
+State = dict[str, Any]
+"""What `Adam.state_dict()` gives."""
+
+Names = list[list[str]]
+"""The parameters of each group, by name."""
 
 
-@exercise(
-    "groups.place",
-    on_ranks=True,
-    forbids=(
-        "zero_ref.plan.rules.sorted_greedy",
-        "zero_ref.plan.rules.registration_greedy",
-        "zero_ref.minimal.assign_owners",
-    ),
-)
-def place(answer: Answer) -> str:
-    """Owners of added parameters: on paper, and as a real optimizer of two ranks places them."""
-    cases: list[tuple[list[int], list[int]]] = [
-        ([25, 20], [100, 30]),
-        ([6, 5, 4, 1], [0, 0]),
-        ([1, 4, 5, 6], [7, 0, 3]),
-        ([5, 5, 5, 5], [2, 2, 0]),
-        ([3, 1, 2], [9]),
-        ([4, 7], [1, 1, 1, 1, 1]),
-        ([], [3, 4]),
-        *_random_cases(10),
-        *answer.drawn(_random_case),
-    ]
-    owners = [_owners(answer, *case) for case in cases]
-    for mistake, rule in _MISTAKES.items():
-        if owners != [_place(*case) for case in cases] and owners == [rule(*case) for case in cases]:
-            raise AssertionError(mistake)
-    for (numels, loads), theirs in zip(cases, owners):
-        right = _place(numels, loads)
-        if theirs != right:
-            raise AssertionError(_first_wrong_turn(answer.name, numels, loads, theirs, right))
-    first, second = [100, 30, 30], [25, 20, 61]
-    placed = ranks.run(_owners_of_added, 2, first, second)[0]
-    theirs = _owners(answer, second, list(sorted_greedy(first, 2).loads))
-    assert theirs == placed, (
-        f"a real optimizer of parameters of {first} elements gives added ones of {second} to the ranks "
-        f"{placed}; {answer.name} says {theirs}."
+class Change(NamedTuple):
+    """Groups as they were and as they are; the parameters without a gradient; learning rates of both."""
+
+    then: Names
+    now: Names
+    frozen: frozenset[str] = frozenset()
+    rates_then: tuple[float, ...] = (0.05, 0.04, 0.03)
+    rates_now: tuple[float, ...] = (0.5, 0.4, 0.3)
+
+
+CHANGES = [
+    Change([["top", "head"]], [["top", "head"]]),
+    Change([["top", "head"]], [["low"], ["top", "head"]]),
+    Change([["top", "head"], ["low"]], [["low", "top"], ["new", "head"]]),
+    Change([["low", "top", "head"]], [["top"], ["head"]]),
+    Change([["a", "b"], ["c", "d"]], [["d", "a"], ["c", "b"]]),
+    Change([["a", "b"], ["c"]], [["c", "b"], ["a"]], frozenset("b")),
+    Change([["a"]], [["b", "c"]]),
+]
+"""As before; a group before it; mixed; one dropped; the same ones in another order; frozen; all others."""
+
+
+@exercise("groups.carry_over", on_ranks=True)
+def carry_over(answer: Answer) -> str:
+    """State and options by name, then two steps of a plain and of a sharded Adam on real ranks."""
+    loaded = []
+    for number, change in enumerate(CHANGES + answer.drawn(_drawn_change)):
+        saved, fresh = _states(change, answer.seed + number)
+        given = copy.deepcopy((saved, fresh))
+        returned = answer(saved, _flat(change.then), fresh, _flat(change.now))
+        assert repr((saved, fresh)) == repr(given), (
+            f"{answer.name} changed what it was given. The caller still needs both: build a new dict, and "
+            "new groups in it."
+        )
+        _check_form(answer.name, returned, change)
+        _check_state_by_name(returned["state"], saved["state"], change)
+        loaded.append((returned, fresh, change))
+    for returned, fresh, change in loaded:
+        _check_options(returned["param_groups"], fresh["param_groups"], change)
+    returned, _, change = loaded[2]
+    equal = ranks.run(_go_on, 2, returned, change, backend="gloo")
+    assert all(equal), "the sharded optimizer of two real ranks goes on otherwise than plain Adam."
+    return f"{len(CHANGES)} changes of groups, and one more step on 2 real ranks as plain Adam's"
+
+
+def _drawn_change(rng: random.Random) -> Change:
+    names = rng.sample("abcdefgh", 8)
+    then, now = names[: rng.randint(3, 6)], rng.sample(names, rng.randint(3, 6))
+    cuts = rng.randint(1, len(then) - 1), rng.randint(1, len(now) - 1)
+    return Change(
+        [then[: cuts[0]], then[cuts[0] :]],
+        [now[: cuts[1]], now[cuts[1] :]],
+        frozenset(then[: rng.randint(0, 1)]),
     )
-    return f"{len(cases)} groups on paper and one on 2 real ranks, each parameter where the package puts it"
 
 
-def _random_cases(count: int) -> Iterable[tuple[list[int], list[int]]]:
-    generator = random.Random(0)
-    return [_random_case(generator) for _ in range(count)]
+def _flat(groups: Names) -> list[str]:
+    return [name for group in groups for name in group]
 
 
-def _random_case(generator: random.Random) -> tuple[list[int], list[int]]:
-    numels = [generator.randint(1, 60) for _ in range(generator.randint(3, 12))]
-    return numels, [generator.randint(0, 200) for _ in range(generator.randint(2, 6))]
+def _adam(
+    groups: Names, rates: Sequence[float], seed: int = 0
+) -> tuple[list[nn.Parameter], torch.optim.Adam]:
+    generator = torch.Generator().manual_seed(seed)
+    params = [nn.Parameter(torch.randn(4, generator=generator)) for _ in _flat(groups)]
+    of_group = iter(params)
+    split = [{"params": [next(of_group) for _ in group], "lr": lr} for group, lr in zip(groups, rates)]
+    return params, torch.optim.Adam(split)
 
 
-def _owners(answer: Answer, numels: list[int], loads: list[int]) -> list[int]:
-    """What the answer returns, once it is a rank for each new parameter."""
-    call = call_text(answer.name, numels, loads)
-    given = list(numels), list(loads)
-    returned = answer(*given)
-    assert given == (numels, loads), (
-        f"{call} changed what it was given to {shown(given[0])} and {shown(given[1])}. Work on copies."
+def _states(change: Change, seed: int) -> tuple[State, State]:
+    """Of the run that was saved after two steps, and of the optimizer that is to go on."""
+    generator = torch.Generator().manual_seed(seed)
+    params, before = _adam(change.then, change.rates_then)
+    for _ in range(2):
+        for name, param in zip(_flat(change.then), params):
+            gradient = torch.randn(param.shape, generator=generator)
+            param.grad = None if name in change.frozen else gradient
+        before.step()
+    return before.state_dict(), _adam(change.now, change.rates_now)[1].state_dict()
+
+
+def _check_form(name: str, returned: Any, change: Change) -> None:
+    where = f"from the groups {change.then} to {change.now}: "
+    is_state_dict = isinstance(returned, Mapping) and returned.keys() == {"state", "param_groups"}
+    assert is_state_dict, (
+        f'{where}{name} returned {shown(returned)}. A state_dict has two entries, "state" and "param_groups".'
     )
-    assert isinstance(returned, _LIST), f"{call} returned {shown(returned)}. It must return a list of owners."
-    assert len(returned) == len(numels), (
-        f"{call} returned {len(returned)} owners for {len(numels)} new parameters. It must return one for "
-        "each; those that were there before keep theirs."
+    state, groups = returned["state"], returned["param_groups"]
+    is_state = isinstance(state, Mapping) and all(
+        isinstance(of_param, Mapping) for of_param in state.values()
     )
-    for owner in returned:
-        is_rank = isinstance(owner, int) and not isinstance(owner, bool) and 0 <= owner < len(loads)
-        assert is_rank, f"{call} returned {shown(returned)}. Ranks are numbered 0 to {len(loads) - 1}."
-    return list(returned)
+    assert is_state, f'{where}"state" is {shown(state)}. It has a dict for each number of a parameter.'
+    are_groups = isinstance(groups, _LIST) and all(isinstance(group, Mapping) for group in groups)
+    assert are_groups, f'{where}"param_groups" is {shown(groups)}. It is a list of dicts.'
+    by_name = [key for key in state if isinstance(key, str)]
+    assert not by_name, (
+        f'{where}"state" has the key {by_name[0]!r}. An optimizer knows numbers: use the one that this '
+        "name has today."
+    )
 
 
-def _place(
-    numels: Sequence[int],
-    loads: Sequence[int],
-    order: Callable[[Sequence[int]], Iterable[int]] = lambda numels: sorted(
-        range(len(numels)), key=lambda i: -numels[i]
-    ),
-    weigh: Callable[[int], int] = lambda numel: numel,
-    prefer: int = 1,
-) -> list[int]:
-    held, owners = list(loads), [0] * len(numels)
-    for param in order(numels):
-        owners[param] = min(range(len(held)), key=lambda rank: (held[rank], prefer * rank))
-        held[owners[param]] += weigh(numels[param])
-    return owners
-
-
-_MISTAKES: dict[str, Callable[[Sequence[int], Sequence[int]], list[int]]] = {
-    "This packs the new parameters as if the ranks owned nothing yet. Start from `loads`.": (
-        lambda numels, loads: _place(numels, [0] * len(loads))
-    ),
-    "This gives each new parameter as it comes to the emptiest rank. Place the largest first.": (
-        lambda numels, loads: _place(numels, loads, order=lambda numels: range(len(numels)))
-    ),
-    "This gives all new parameters to the rank that was emptiest at the start. What a rank was just given "
-    "counts too.": lambda numels, loads: _place(numels, loads, weigh=lambda numel: 0),
-    "This counts a parameter as 1, whatever its size. Count its elements.": (
-        lambda numels, loads: _place(numels, loads, weigh=lambda numel: 1)
-    ),
-    "Among ranks that own equally much this takes the highest. Take the lowest.": (
-        lambda numels, loads: _place(numels, loads, prefer=-1)
-    ),
-    "These are the right owners in the wrong places: entry i belongs to the i-th largest parameter. Put it "
-    "where that parameter stands in `numels`.": lambda numels, loads: [
-        _place(numels, loads)[i] for i in sorted(range(len(numels)), key=lambda i: -numels[i])
-    ],
-}
-"""What a reader may have written, by what there is to say about it."""
-
-
-def _first_wrong_turn(
-    name: str, numels: Sequence[int], loads: Sequence[int], theirs: Sequence[int], right: Sequence[int]
-) -> str:
-    held = list(loads)
-    for param in sorted(range(len(numels)), key=lambda i: -numels[i]):
-        if theirs[param] != right[param]:
-            return (
-                f"{call_text(name, list(numels), list(loads))} gives parameter {param} ({numels[param]} "
-                f"elements) to rank {theirs[param]}; it belongs to rank {right[param]}. When its turn comes, "
-                f"the ranks own {shown(held)}."
+def _check_state_by_name(state: Mapping[Any, Any], saved: Mapping[int, Any], change: Change) -> None:
+    then, now = _flat(change.then), _flat(change.now)
+    where = f"saved with the groups {change.then}, to go on with {change.now}: "
+    for number in state:
+        assert number in range(len(now)), (
+            f"{where}there is a state for number {number!r}, and today's numbers end at {len(now) - 1}. "
+            "The state of a parameter that is gone goes, too."
+        )
+    for number, name in enumerate(now):
+        had = then.index(name) if name in then else None
+        if had is None or had not in saved:
+            why = "is new" if had is None else "was frozen"
+            assert number not in state, (
+                f"{where}number {number} is {name!r}, which {why}, and {_whose(state[number], saved, then)}. "
+                "A parameter without a step has no state, in plain Adam either: leave it out."
             )
-        held[right[param]] += numels[param]
-    raise AssertionError("the owners are right")  # not reached: the caller saw a difference
+            continue
+        assert number in state, (
+            f"{where}number {number} is {name!r}, which was trained as number {had}, and has no state here: "
+            "Adam would begin again from zero."
+        )
+        assert _same_state(state[number], saved[had]), (
+            f"{where}number {number} is {name!r}, and {_whose(state[number], saved, then)}. A number is "
+            "only a place in the groups: go by name."
+        )
 
 
-def _owners_of_added(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    """On a rank: where the package's optimizer puts a second group."""
-    of_each = [[nn.Parameter(torch.zeros(numel)) for numel in numels] for numels in (first, second)]
-    optimizer = ZeroRedundancyOptimizer(of_each[0], torch.optim.SGD, lr=0.1)
-    optimizer.add_param_group({"params": of_each[1]})
-    return list(optimizer.partition.owner_of_param[len(first) :])
+def _whose(of_param: Mapping[str, Any], saved: Mapping[int, Any], then: Sequence[str]) -> str:
+    names = [then[number] for number, other in saved.items() if _same_state(of_param, other)]
+    return f"gets the state that {names[0]!r} had" if names else "gets a state that no parameter had"
+
+
+def _same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key])) for key in other
+    )
+
+
+def _check_options(
+    groups: Sequence[Mapping[str, Any]], fresh: Sequence[Mapping[str, Any]], change: Change
+) -> None:
+    where = f"saved with the groups {change.then}, to go on with {change.now}: "
+    assert len(groups) == len(fresh), (
+        f"{where}there are {len(groups)} groups in what is returned, and today's optimizer has {len(fresh)}: "
+        "it would refuse to load them."
+    )
+    for number, (group, today) in enumerate(zip(groups, fresh)):
+        assert list(group.get("params", ())) == list(today["params"]), (
+            f"{where}group {number} has the params {shown(group.get('params'))}; "
+            f"today's has {today['params']}."
+        )
+        missing = sorted(today.keys() - group.keys())
+        assert not missing, f"{where}group {number} lacks the option {missing[0]!r}."
+        first = change.now[number][0]
+        of_then = next((i for i, names in enumerate(change.then) if first in names), None)
+        rate = change.rates_now[number] if of_then is None else change.rates_then[of_then]
+        if group["lr"] == rate:
+            continue
+        why = (
+            f"Its first parameter, {first!r}, is new, so the group keeps the options that it has today."
+            if of_then is None
+            else f"Its first parameter, {first!r}, was in group {of_then}, so its options are that group's."
+        )
+        whose = "today's" if group["lr"] == change.rates_now[number] else "another group's"
+        raise ExerciseFailed(
+            f"{where}group {number} has lr = {group['lr']}, {whose}; it should be {rate}. {why}"
+        )
+
+
+def _go_on(returned: State, change: Change) -> bool:
+    """On a rank: whether a sharded optimizer that loads it makes the next step of a plain one."""
+    params, plain = _adam(change.now, change.rates_now)
+    twins, split = _adam(change.now, change.rates_now)
+    zero = ZeroRedundancyOptimizer(split.param_groups, torch.optim.Adam)
+    for optimizer in (plain, zero):
+        optimizer.load_state_dict(copy.deepcopy(returned))
+    for param, twin in zip(params, twins):
+        param.grad, twin.grad = torch.ones_like(param), torch.ones_like(twin)
+    plain.step()
+    zero.step()
+    return all(map(torch.equal, params, twins))
 
 
 # ---------------------------------------------------------------------------- 6.2 state to move
@@ -245,12 +307,39 @@ def _mistake_in_bytes(name: str, before: Partition, after: Partition, returned: 
             "That is by how much the loads differ. Compare who owns which elements, not how many.",
         ),
     ]
+    overlaps = _overlaps(before, after)
+    reasons += [
+        (
+            8 * (sum(before.numels) - moved),
+            "That is what keeps its owner. Count the elements whose owner is another one.",
+        ),
+        (
+            8 * sum(numel for numel, old, new in overlaps if old != new),
+            "Slices that do not overlap have a negative overlap: count it as 0.",
+        ),
+        (8 * sum(max(0, numel) for numel, _, _ in overlaps), "Count only what has another owner afterwards."),
+        (
+            8 * ([numel for numel, old, new in overlaps if old != new and numel > 0] or [0])[-1],
+            "That is the last overlap that moves. Add them all up.",
+        ),
+        (0, "Some elements do change their owner: start from where old and new slices overlap."),
+    ]
     why = [reason for nbytes, reason in reasons if nbytes == returned]
     why.append("Count the elements that were there before and have another owner after.")
     return (
         f"from {_in_words(before)} to {_in_words(after)}: {moved} elements change owner, "
         f"{BYTES_PER_ELEMENT * moved} bytes of state; {name} says {returned}. {why[0]}"
     )
+
+
+def _overlaps(before: Partition, after: Partition) -> list[tuple[int, int, int]]:
+    """(elements, old owner, new owner) of each old slice with each new one of its parameter."""
+    return [
+        (min(old.stop, new.stop) - max(old.start, new.start), old_owner, new_owner)
+        for olds, news in zip(before.pieces_of_param, after.pieces_of_param)
+        for old, old_owner in olds
+        for new, new_owner in news
+    ]
 
 
 def _in_words(partition: Partition) -> str:

@@ -234,6 +234,7 @@ def _cases() -> list[tuple[Shapes, int]]:
         (4 * [(1024, 16)] + [(128, 128)], 2),
         ([(64, 64)], 3),
         *drawn,
+        *[_drawn_alike(rng) for _ in range(6)],
         (_gpt("gpt2"), 8),
         (_gpt("llama3-8b"), 64),
     ]
@@ -242,6 +243,12 @@ def _cases() -> list[tuple[Shapes, int]]:
 def _drawn_case(rng: random.Random) -> tuple[Shapes, int]:
     sides = (16, 64, 128, 1024)
     return [(rng.choice(sides), rng.choice(sides)) for _ in range(rng.randint(2, 12))], rng.randint(1, 5)
+
+
+def _drawn_alike(rng: random.Random) -> tuple[Shapes, int]:
+    """Sides so close to each other that both terms of the cost decide."""
+    sides = (96, 112, 128, 144, 160)
+    return [(rng.choice(sides), rng.choice(sides)) for _ in range(rng.randint(7, 12))], rng.randint(2, 4)
 
 
 @exercise(

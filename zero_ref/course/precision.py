@@ -81,6 +81,13 @@ def _mistake_in_gap(weight: float, dtype: torch.dtype, factor: float) -> str:
         return "That is the gap at 1. Other weights have other gaps."
     if dtype != BF16 and is_(right * torch.finfo(BF16).eps / eps):
         return "These are bfloat16's gaps. `torch.finfo(dtype).eps` is the gap at 1 in any dtype."
+    if math.isclose(factor, 4):
+        return "That is two gaps. Half of one is what an update has to reach."
+    if factor > 0 and math.isclose(math.log2(factor), round(math.log2(factor)), abs_tol=1e-6):
+        return (
+            f"That is {factor:g} times half the gap. Look at which power of two is taken: it is the one at "
+            "or below the weight, times eps, and of that the half."
+        )
     return "From the power of two at or below the weight, the next value is that power times the eps away."
 
 

@@ -1,7 +1,8 @@
-"""Chapter 12's graders: messages beside those of real workers, a local step beside a plain optimizer."""
+"""Chapter 12's graders: messages beside those of real workers, a local step, a table on several workers."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from itertools import groupby, product
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import nn
 
-from zero_ref.course import Answer, call_text, exercise, shown
+from zero_ref.course import Answer, ExerciseFailed, call_text, exercise, shown
 from zero_ref.course.predictions import prediction
 from zero_ref.dropin.rpc_optimizer import DistributedOptimizer
 from zero_ref.lab import ranks, rpc_meter
@@ -213,6 +214,143 @@ def _train_on_workers(answer: Answer) -> list[bool]:
 def _call_local_step(context_id: int) -> None:
     answer, optimizer, params = _local
     answer(optimizer, list(params), dist_autograd.get_gradients(context_id))  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------ 12.3 a table on several workers
+
+LOOK_UPS: list[tuple[int, list[int]]] = [
+    (2, [2, 3]),
+    (2, [0, 1, 2, 3]),
+    (1, [2, 0, 1]),
+    (2, [5, 0, 3, 4]),
+    (3, [7, 7, 2, 7]),
+    (3, [9, 3, 0]),
+    (3, [4, 8, 1, 0, 8, 5]),
+    (5, [23]),
+]
+"""Workers and the rows that a batch looks up: in another order, again, all on one of three workers."""
+
+
+@exercise("rpc.look_up", on_ranks=True)
+def look_up(answer: Answer) -> str:
+    """Rows of a table that is dealt out to workers, first on paper, then on three real ones."""
+    for workers, ids in LOOK_UPS + answer.drawn(_drawn_ids):
+        _check_on_paper(answer, workers, ids)
+    ids = LOOK_UPS[6][1]
+    returned, sent = rpc_meter.run(_look_up_on_workers, WORKERS, answer, ids, timeout=60.0)[0]
+    _check_looked_up(answer.name, WORKERS, ids, [], returned)
+    others = len({row % WORKERS for row in ids} - {0})
+    assert sent == 2 * others, f"{sent} messages were sent on real workers, and {2 * others} are enough."
+    return f"{len(LOOK_UPS)} look-ups on paper; {sent} messages of {WORKERS} real workers for {len(ids)} rows"
+
+
+def _check_on_paper(answer: Answer, workers: int, ids: list[int]) -> None:
+    table, asked = _table(workers, max(ids)), list[tuple[int, list[int]]]()
+
+    def ask(worker: int, rows: list[int]) -> torch.Tensor:
+        try:
+            _check_asked(answer.name, workers, ids, asked, worker, rows)
+        except AssertionError as failure:
+            raise ExerciseFailed(str(failure)) from None  # which passes through the answer
+        return table[worker][list(rows)]
+
+    returned = answer(list(ids), workers, ask)
+    _check_looked_up(answer.name, workers, ids, asked, returned)
+
+
+def _drawn_ids(rng: random.Random) -> tuple[int, list[int]]:
+    return rng.randint(1, 6), rng.choices(range(40), k=rng.randint(1, 12))
+
+
+def _row(number: int) -> list[float]:
+    return [float(number), number + 0.5]
+
+
+def _table(workers: int, last: int) -> list[torch.Tensor]:
+    """Of each worker its rows: row r is on worker r % workers, at place r // workers."""
+    rows = -(-(last + 1) // workers)
+    return [
+        torch.tensor([_row(place * workers + worker) for place in range(rows)]) for worker in range(workers)
+    ]
+
+
+def _check_asked(
+    name: str, workers: int, ids: list[int], asked: list[tuple[int, list[int]]], worker: Any, rows: Any
+) -> None:
+    call = f"{name}({ids}, {workers}, ask) calls ask({shown(worker)}, {shown(rows)})"
+    known = isinstance(worker, int) and not isinstance(worker, bool) and 0 <= worker < workers
+    assert known, f"{call}. There are the workers 0 to {workers - 1}."
+    are_rows = isinstance(rows, (list, tuple)) and all(type(row) is int for row in rows)
+    assert are_rows, f"{call}. The second argument is a list of whole numbers."
+    assert rows, f"{call}. A worker that has none of the rows need not be asked: leave the call out."
+    places = sorted({number // workers for number in ids if number % workers == worker})
+    strange = [row for row in rows if row not in places]
+    if strange:
+        numbers = [number for number in ids if number % workers == worker]
+        if set(rows) <= set(numbers):
+            why = f"A worker counts its own rows: row {rows[0]} of the table is its row {rows[0] // workers}."
+        elif not numbers:
+            why = f"None of the rows is on worker {worker}: row r is on worker r % {workers}."
+        else:
+            why = (
+                f"Of what is looked up, worker {worker} has row {', '.join(map(str, numbers))} of the table, "
+                f"its own {', '.join(map(str, places))}."
+            )
+        raise AssertionError(f"{call}. {why}")
+    assert len(set(rows)) == len(rows), (
+        f"{call}. A row that is looked up twice is sent twice. Ask for it once, and use it twice."
+    )
+    assert worker not in [before for before, _ in asked], (
+        f"{call}, and has asked worker {worker} before. Ask each worker once, for all its rows: a message "
+        "costs more than a row."
+    )
+    asked.append((worker, list(rows)))
+
+
+def _check_looked_up(
+    name: str, workers: int, ids: list[int], asked: Sequence[tuple[int, list[int]]], returned: Any
+) -> None:
+    call = f"{name}({ids}, {workers}, ask)"
+    assert isinstance(returned, torch.Tensor), f"{call} returned {shown(returned)}. It must return a tensor."
+    right = torch.tensor([_row(number) for number in ids])
+    assert returned.ndim == 2, (
+        f"{call} returned a tensor of shape {tuple(returned.shape)}; it must be {tuple(right.shape)}."
+    )
+    if returned.shape == right.shape and torch.equal(returned, right):
+        return
+    numbers = [int(number) for number in returned[:, 0].tolist()]
+    in_turn = [place * workers + worker for worker, places in asked for place in places]
+    if len(set(ids)) < len(ids) and len(numbers) < len(ids):
+        why = "A row that is looked up twice has two places in the result."
+    elif numbers == in_turn or sorted(numbers) == sorted(ids):
+        why = "Those are the right rows in another order: they must stand in the order of `ids`."
+    else:
+        why = "They must be the rows of `ids`, in that order."
+    raise AssertionError(f"{call} returned the rows {numbers}. {why}")
+
+
+def _look_up_on_workers(answer: Answer, ids: list[int]) -> tuple[Any, int]:
+    """On worker 0: what the answer returns, and the messages that all workers sent meanwhile."""
+    _tables[:] = [_table(WORKERS, max(ids))[dist.get_rank()]]
+    dist.barrier()
+    returned, messages = None, 0
+    if not dist.get_rank():
+        with rpc_meter.counting() as sent:
+            returned = answer(list(ids), WORKERS, _ask_worker)
+        messages = sum(one.requests + one.replies for one in sent.values())
+    return returned, messages
+
+
+def _ask_worker(worker: int, rows: list[int]) -> torch.Tensor:
+    found: torch.Tensor = _at(worker, _rows_here, list(rows))
+    return found
+
+
+_tables: list[torch.Tensor] = []  # on a worker: its rows
+
+
+def _rows_here(rows: list[int]) -> torch.Tensor:
+    return _tables[0][rows]
 
 
 # --------------------------------------------------------------------------------------------- small parts

@@ -197,8 +197,9 @@ SETTINGS = [
     Setting(140.0, 25.0, 10.0, 30 * 10**6, 256),
     Setting(400.0, 450.0, 3.0, 2 * 10**8, 8),
     Setting(74.0, 1.25, 30.0, 7 * 10**6, 16),
+    Setting(400.0, 450.0, 60.0, 2 * 10**7, 2),
 ]
-"""Only bytes, on many ranks and on two; a latency that counts as much; a fast link; a slow one."""
+"""Only bytes, on many ranks and on two; a latency that counts as much; fast; slow; mostly latency."""
 
 CLOSE = 0.02
 BLOCKS = 6
