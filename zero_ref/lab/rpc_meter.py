@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -26,8 +27,8 @@ __all__ = ["run", "counting", "Sent"]
 T = TypeVar("T")
 
 # Some messages follow when the call that caused them has returned. They have come when all requests are
-# answered, and no more were made for so long.
-QUIET_SECONDS = 0.1
+# answered, and no more were made for so long, twice in a row: a busy machine can hold one up for 0.1 s.
+QUIET_SECONDS = 0.2
 
 
 class Sent(NamedTuple):
@@ -83,7 +84,7 @@ def counting() -> Iterator[dict[str, Sent]]:
     """A dict that has, when the context ends, what each worker has sent meanwhile.
 
     For one worker at a time. At both ends it waits until every request of every worker has been answered and
-    nothing new has been asked for a tenth of a second, so that what follows a call, such as the end of an
+    nothing new has been asked for some tenths of a second, so that what follows a call, such as the end of an
     autograd context, is counted where it belongs. The counting itself is not in the count.
 
     >>> with counting() as sent:                                                # doctest: +SKIP
@@ -122,7 +123,8 @@ def _looks_until_quiet() -> list[dict[str, Sent]]:
         )
         # A look is a request to each of the others, whose reply counts only when the next look comes.
         answered = totals[-1][0] - totals[-1][1] == len(others)
-        if answered and len(looks) > 1 and totals[-1][0] - totals[-2][0] == len(others):
+        quiet = [now[0] - before[0] == len(others) for before, now in pairwise(totals[-3:])]
+        if answered and len(quiet) == 2 and all(quiet):
             return looks
         time.sleep(QUIET_SECONDS)
 
