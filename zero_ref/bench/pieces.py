@@ -212,6 +212,7 @@ class _TrainingRun:
 
 # DDP refuses annotations other than its own classes, and typing knows no name for those.
 def send_nothing(world_size, bucket):  # type: ignore[no-untyped-def]
+    """A DDP communication hook that does everything but send. Its state is the number of ranks."""
     flat: torch.Tensor = bucket.buffer()
     flat.mul_(1 / world_size)  # an all-reduce for DDP does this, too
     future = devices.future(flat.device)
