@@ -4,9 +4,9 @@
 
 Two ranks run in a network namespace of their own, so that no other traffic of the machine is slowed. `tc`
 limits how much its loopback carries (`--mbit`, all ranks together), and where the kernel has netem it also
-delays each packet (`--delay`). In each round both ranks make three iterations of the book's GPT: one that sends
-nothing, one with `zero.step()` after backward, and one with the interleaved hook. What an iteration takes beyond
-the one that sends nothing is its exposed communication.
+delays each packet (`--delay`). In each round both ranks make three iterations of the book's GPT: one that
+sends nothing, one with `zero.step()` after backward, one with the interleaved hook. What an iteration takes
+beyond the one that sends nothing is its exposed communication.
 
 The pieces of a calibration are timed in the same rounds, on the same slow loopback: collectives, and training
 of other sizes. From these alone the simulator predicts what is exposed, with and without the hook.
