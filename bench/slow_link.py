@@ -47,10 +47,12 @@ from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import ddp_buckets, schedule
 
 WORLD_SIZE = 2
-MODEL, BATCH, BUCKET_MIB = GPTConfig(), 32, 0.4
+MODEL, BATCH, BUCKET_MIB = GPTConfig(), 48, 0.4
 PLAIN, OVERLAPPED, ALONE = "plain", "interleaved", "alone"
 WAYS = (PLAIN, OVERLAPPED)
 WANTED = 1.2
+ITERATIONS = 4
+"""Of each way in a round, of which the median counts. One untimed comes first: other models were trained."""
 
 KIBS = (4, 16, 64, 256, 512, 1024, 2048)
 TRAINING = ((4, 96, 16), (4, 96, 48), (2, 160, 16), (2, 160, 48), (4, 160, 32))  # layers, width, batch
@@ -139,7 +141,8 @@ class Run:
         return began, pieces.now()
 
 
-Spans = dict[str, list[tuple[float, float]]]
+Spans = dict[str, list[list[tuple[float, float]]]]
+"""Of each way, in each round."""
 
 
 def take_turns(rounds: int) -> tuple[pieces.Times, Spans]:
@@ -151,26 +154,25 @@ def take_turns(rounds: int) -> tuple[pieces.Times, Spans]:
         if timed:
             times.collectives.extend(pieces.time_collectives(PIECES.nbytes, 1, step_times.OPS))
             times.works.extend(pieces.time_training(PIECES.training, 1))
-        for way, run in runs.items():
-            if timed:  # another model was just trained, and memory is to be warm
-                run.iterate(number)
-            span = run.iterate(number)
-            if timed:
-                spans[way].append(span)
+        turns = [{way: run.iterate(number) for way, run in runs.items()} for _ in range(1 + ITERATIONS)]
+        if timed:
+            for way in runs:
+                spans[way].append([turn[way] for turn in turns[1:]])
     return times, spans
 
 
-def together_ms(of_ranks: Sequence[Spans]) -> dict[str, list[float]]:
-    """Milliseconds from when the last rank began until the last one was done.
+def together_ms(of_ranks: Sequence[Spans]) -> dict[str, list[list[float]]]:
+    """Milliseconds from when the last rank began until the last one was done, for each way and round.
 
-    >>> together_ms([{"plain": [(1.0, 1.5)]}, {"plain": [(1.25, 1.75)]}])
-    {'plain': [500.0]}
+    >>> together_ms([{"plain": [[(1.0, 1.5)]]}, {"plain": [[(1.25, 1.75)]]}])
+    {'plain': [[500.0]]}
     """
+
+    def ms(spans: Sequence[tuple[float, float]]) -> float:
+        return 1e3 * (max(end for _, end in spans) - max(began for began, _ in spans))
+
     return {
-        way: [
-            1e3 * (max(end for _, end in spans) - max(began for began, _ in spans))
-            for spans in zip(*(of_rank[way] for of_rank in of_ranks), strict=True)
-        ]
+        way: [[ms(spans) for spans in zip(*rounds)] for rounds in zip(*(of[way] for of in of_ranks))]
         for way in of_ranks[0]
     }
 
@@ -189,15 +191,16 @@ class Exposed(NamedTuple):
     quartiles: tuple[float, float] | None = None
 
 
-def exposed(ms: Mapping[str, Sequence[float]]) -> Exposed:
-    """From what the iterations of each round took.
+def exposed(ms: Mapping[str, Sequence[Sequence[float]]]) -> Exposed:
+    """From what the iterations of each way took in each round, of which the median counts.
 
     A round in which nothing is left exposed with the hook counts as an infinite ratio.
 
-    >>> exposed({"alone": [10, 12, 11], "plain": [18, 20, 21], "interleaved": [14, 16, 11]})
-    Exposed(plain=8, interleaved=4, ratio=2.0, quartiles=(2.0, inf))
+    >>> exposed({"alone": [[10], [12]], "plain": [[18, 90, 16], [20]], "interleaved": [[14], [16]]})
+    Exposed(plain=8.0, interleaved=4.0, ratio=2.0, quartiles=(2.0, 2.0))
     """
-    left = {way: [took - alone for took, alone in zip(ms[way], ms[ALONE], strict=True)] for way in WAYS}
+    of_round = {way: [statistics.median(some) for some in ms[way]] for way in (ALONE, *WAYS)}
+    left = {way: [took - alone for took, alone in zip(of_round[way], of_round[ALONE])] for way in WAYS}
     ratios = sorted(a / b if b > 0 else math.inf for a, b in zip(left[PLAIN], left[OVERLAPPED]))
     medians = (statistics.median(left[way]) for way in WAYS)
     quarter = len(ratios) // 4
@@ -251,9 +254,9 @@ def main() -> None:
     """Measure, predict, print both, and write them if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--mbit", type=float, default=800, help="that all ranks together send in a second, in megabits")
+    add("--mbit", type=float, default=400, help="that all ranks together send in a second, in megabits")
     add("--delay", type=float, default=0, metavar="MS", help="of each packet; needs the kernel's netem")
-    add("--rounds", type=int, default=15)
+    add("--rounds", type=int, default=12)
     add("--json", metavar="FILE", help="write everything here, every round")
     options = parser.parse_args()
     if options.mbit <= 0 or options.delay < 0 or options.rounds < 1:
@@ -273,7 +276,7 @@ def main() -> None:
     both = {"predicted": predicted(with_cores_free(calibration)), "measured": exposed(ms)}
     for fit in fits_of(calibration):
         print(", ".join(f"{name} {value:.3g}" if name != "what" else value for name, value in fit.items()))
-    print(f"alone: {statistics.median(ms[ALONE]):.1f} ms")
+    print("alone:", ", ".join(f"{statistics.median(some):.0f}" for some in ms[ALONE]), "ms")
     for name, found in both.items():
         quartiles = "" if found.quartiles is None else " ({:.2f}-{:.2f})".format(*found.quartiles)
         print(
@@ -293,7 +296,9 @@ def main() -> None:
             "model": {**asdict(MODEL), "batch": BATCH, "bucket_mib": BUCKET_MIB},
             "fits": fits_of(calibration),
             "exposed_ms": {name: found._asdict() for name, found in both.items()},
-            "iteration_ms": {way: [round(each, 3) for each in some] for way, some in ms.items()},
+            "iteration_ms": {
+                way: [[round(each, 3) for each in of] for of in some] for way, some in ms.items()
+            },
         }
         Path(options.json).write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
         print(f"written: {options.json}")
