@@ -15,7 +15,7 @@ from zero_ref import live
 from zero_ref.live import EXPLORERS
 from zero_ref.live.explorer import Answer, Control, Explorer
 from zero_ref.live.memory import DEVICES
-from zero_ref.live.page import NARROW, WIDE, html
+from zero_ref.live.page import NARROW, WIDE, frames, html
 from zero_ref.live.palette import MANY_RANKS, RANK_COLOURS, rank_colour
 from zero_ref.live.svg import bar, element, key, text_width, ticks, wrapped
 from zero_ref.plan.rules import plan_partition
@@ -350,3 +350,45 @@ def test_the_search_explorer_says_that_nothing_fits() -> None:
     assert "nothing fits" in written(answer)
     assert answer.words.endswith("None fits for certain.")
     assert len(answer.table) == 1
+
+
+# ------------------------------------------------------------------------------- pictures along one control
+
+
+@pytest.mark.parametrize("name", [name for name, one in EXPLORERS.items() if one.along])
+def test_the_pictures_along_a_control_are_the_explorers_own(name: str) -> None:
+    made = frames(name)
+    control = next(one for one in EXPLORERS[name].controls if one.name == EXPLORERS[name].along)
+    assert made["control"] == control.as_dict()
+    assert len(made["answers"]) == len(control.options)
+    for value, frame in zip(control.options, made["answers"], strict=True):
+        wide = EXPLORERS[name].answer(WIDE, **{control.name: value})
+        assert (frame["wide"], frame["words"], frame["table"]) == (wide.svg, wide.words, wide.table)
+        assert frame["narrow"] == EXPLORERS[name].answer(NARROW, **{control.name: value}).svg
+
+
+def test_a_piece_of_page_has_the_slider_where_its_pictures_are_those_at_hand() -> None:
+    assert "data-along" in html("memory")
+    assert "data-along" not in html("memory", model="gpt2")  # the pictures at hand are of another model
+    assert "data-along" not in html("design")
+    with pytest.raises(ValueError, match="design has no pictures"):
+        frames("design")
+
+
+@pytest.mark.parametrize("rounds", range(7))
+def test_a_ring_has_sent_a_quarter_a_round_and_ends_with_whole_sums(rounds: int) -> None:
+    answer = EXPLORERS["ring"].answer(rounds=rounds)
+    assert answer.numbers["sent, tensors"] == rounds / 4
+    assert answer.numbers["whole chunks on a rank"] == max(0, rounds - 2) == min(4, max(0, rounds - 2))
+    assert sum("stroke" in rect for rect in rects(answer)) == (4 if rounds else 0)
+
+
+def test_buckets_cost_their_number_and_their_bytes() -> None:
+    cluster, numels = CLUSTERS["h100-ib"], [shape.numel for shape in shapes("gpt2")]
+    one_by_one, packed = (EXPLORERS["buckets"].answer(bucket=size).numbers for size in (1024, 4**9 * 1024))
+    assert (one_by_one["messages"], packed["messages"]) == (len(numels), 4)
+    fixed = cluster.ms("broadcast", 1, 4)
+    assert one_by_one["fixed, ms"] == pytest.approx(148 * fixed)
+    loads = plan_partition("sorted_greedy", specs(shapes("gpt2")), 4).loads
+    sent = [cluster.ms("broadcast", 2 * load, 4) for load in loads]
+    assert packed["fixed, ms"] + packed["bytes, ms"] == pytest.approx(sum(sent))

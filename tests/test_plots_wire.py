@@ -15,8 +15,8 @@ from matplotlib.patches import Rectangle
 from pictures import Plot, assert_readable, assert_repeatable, drawn, written
 
 from zero_ref.lab import plots
-from zero_ref.lab.plots._wire import ring_states
 from zero_ref.live.palette import ALARM, INK
+from zero_ref.live.ring import ring_states
 from zero_ref.simulator.traffic import traffic
 
 # ------------------------------------------------------------------------------------------------- a ring

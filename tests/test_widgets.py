@@ -116,7 +116,7 @@ def test_outside_of_a_notebook_an_explorer_is_shown_as_words(capsys: pytest.Capt
 
 
 def test_what_cannot_be_explored_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown explorer 'memories'; choose one of memory, partition, "):
+    with pytest.raises(ValueError, match="unknown explorer 'memories'; choose one of memory, ring, "):
         explore("memories")
     with pytest.raises(ValueError, match="memory has no control 'rank'; it has model, ranks, stage, "):
         explore("memory", rank=4)

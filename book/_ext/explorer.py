@@ -8,6 +8,7 @@ pictures stand still, and say so.
 
 from __future__ import annotations
 
+import json
 import os
 import zipfile
 from pathlib import Path
@@ -18,7 +19,8 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
-from zero_ref.live.page import html
+from zero_ref.live import EXPLORERS
+from zero_ref.live.page import frames, html
 
 BOOK = Path(__file__).resolve().parents[1]
 PACKAGE = BOOK.parent / "zero_ref"
@@ -44,7 +46,8 @@ class ExplorerDirective(SphinxDirective):
 
 
 def add_script(app: Sphinx) -> None:
-    """Only if there is something for it to start."""
+    """The slider's always; the one that starts Python if there is something for it to start."""
+    app.add_js_file("live/frames.js", loading_method="defer", priority=900)
     if PYODIDE.is_file():
         app.add_js_file("live/explorer.js", loading_method="defer")
     else:
@@ -63,10 +66,23 @@ def write_modules(app: Sphinx, exception: Exception | None) -> None:
             archive.writestr(entry, path.read_bytes())
 
 
+def write_frames(app: Sphinx, exception: Exception | None) -> None:
+    """The pictures along one control of an explorer: a script that a page fetches when its slider moves."""
+    if exception or app.builder.format != "html":
+        return
+    folder = Path(app.outdir, "_static", "live", "frames")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, explorer in EXPLORERS.items():
+        if explorer.along:
+            script = f"(window.zeroFrames ??= {{}})[{json.dumps(name)}] = {json.dumps(frames(name))};\n"
+            (folder / f"{name}.js").write_text(script, encoding="utf-8")
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register with Sphinx."""
     os.environ["ZERO_REF_PAGE"] = "1"  # for notebooks that are run by the build: see zero_ref.lab.widgets
     app.add_directive("explorer", ExplorerDirective)
     app.connect("builder-inited", add_script)
     app.connect("build-finished", write_modules)
+    app.connect("build-finished", write_frames)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

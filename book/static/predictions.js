@@ -1,5 +1,5 @@
 // Predictions: what a reader says before a result is shown. It stays in this browser, and nothing is sent.
-// Results between a box and its answer are covered until the reader commits, or asks to see them without.
+// Results between a box and its answer, and the text about them, are covered until the reader commits, or asks to see them without.
 // The boxes and answers are made by zero_ref/course/predict.py; the points are those of Prediction.points.
 (() => {
   const KEY = "zero_ref predictions";
@@ -50,10 +50,16 @@
 
   const results = new Map([...document.querySelectorAll(".prediction-result")].map((one) => [one.dataset.prediction, one]));
 
-  // The outputs of the cells from a box to its answer.
-  function between(box, result) {
+  // The outputs of the cells from a box to its answer, and the text about it: up to a heading or a cell with code.
+  function covering(box, result) {
     const outputs = [...document.querySelectorAll(".cell_output")];
-    return outputs.slice(outputs.indexOf(box.closest(".cell_output")) + 1, outputs.indexOf(result.closest(".cell_output")) + 1);
+    const found = outputs.slice(outputs.indexOf(box.closest(".cell_output")) + 1, outputs.indexOf(result.closest(".cell_output")) + 1);
+    for (let after = result.closest(".cell").nextElementSibling; after; after = after.nextElementSibling) {
+      const folded = after.matches(".cell.tag_hide-input");
+      if (after.matches("section, h2, h3, .cell") && !folded) break;
+      if (!folded) found.push(after);
+    }
+    return found;
   }
 
   function scores() {
@@ -75,13 +81,13 @@
     const rule = told.textContent;
     if (!result) return;
     const known = JSON.parse(result.dataset.known);
-    const covered = between(box, result);
+    const covered = covering(box, result);
     const place = Object.assign(document.createElement("p"), { className: "prediction-outcome" });
     result.after(place);
 
     function show() {
       const open = here[name] !== undefined;
-      for (const output of covered) output.classList.toggle("prediction-covered", !open);
+      for (const one of covered) one.classList.toggle("prediction-covered", !open);
       form.hidden = open;
       if (!open) told.textContent = `${rule} The results below are covered until then.`.trim();
       else told.textContent = here[name] === SKIPPED ? "Shown without a prediction." : `You predict ${shown(here[name], known)}.`;
@@ -111,9 +117,9 @@
   // A link to a covered figure shows it.
   function follow() {
     const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-    const output = target && target.closest(".prediction-covered");
-    if (!output) return;
-    output.classList.remove("prediction-covered");
+    const covered = target && target.closest(".prediction-covered");
+    if (!covered) return;
+    covered.classList.remove("prediction-covered");
     target.scrollIntoView();
   }
 

@@ -100,7 +100,7 @@ class Prediction(NamedTuple):
             how = "too high" if float(said) > 0 else "too low"
         else:
             off = float(said) / float(answer) - 1
-            percent = f"{100 * abs(off):.2g}" if abs(off) < 10 else f"{100 * abs(off):,.0f}"
+            percent = f"{float(f'{100 * abs(off):.2g}'):g}" if abs(off) < 10 else f"{100 * abs(off):,.0f}"
             how = f"{percent}% too {'high' if off > 0 else 'low'}"
         return f"You predicted {self.written(said)}: {how}. {points}."
 

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import json
 
+from zero_ref.live.buckets import BUCKETS
 from zero_ref.live.design import DESIGN
 from zero_ref.live.explorer import Explorer
 from zero_ref.live.memory import MEMORY
 from zero_ref.live.overlap import OVERLAP
 from zero_ref.live.partition import PARTITION
+from zero_ref.live.ring import RING
 from zero_ref.live.search import SEARCH
 
-EXPLORERS: dict[str, Explorer] = {one.name: one for one in (MEMORY, PARTITION, OVERLAP, DESIGN, SEARCH)}
+EXPLORERS: dict[str, Explorer] = {
+    one.name: one for one in (MEMORY, RING, PARTITION, BUCKETS, OVERLAP, DESIGN, SEARCH)
+}
 
 
 def explorer(name: str) -> Explorer:

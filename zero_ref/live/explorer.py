@@ -111,12 +111,14 @@ class Explorer:
         title: its heading.
         controls: in the order in which they are shown.
         draw: given the width of the picture in pixels and each control's value by its name.
+        along: the control whose pictures a page has with it, so that it moves without Python.
     """
 
     name: str
     title: str
     controls: tuple[Control, ...]
     draw: Callable[..., Answer]
+    along: str = ""
 
     @property
     def values(self) -> dict[str, Value]:

@@ -157,5 +157,6 @@ MEMORY = Explorer(
         Control("checkpointing", "activations kept", "by-operation", tuple(CHECKPOINTING)),
     ),
     _draw,
+    along="ranks",
 )
 """Averages: what a stage divides is taken to divide evenly (`simulator.memory.average_memory`)."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import Any
 
 from zero_ref.live import explorer
-from zero_ref.live.explorer import Value
+from zero_ref.live.explorer import Explorer, Value
 from zero_ref.live.svg import element
 
 BUILT = "ZERO_REF_PAGE"
@@ -50,8 +51,39 @@ def html(name: str, **values: Value) -> str:
         class_="explorer",
         data_explorer=name,
         data_values=json.dumps(values),
+        data_along=None if values else _along(shown),
+        data_alone="alone" if len(shown.controls) == 1 else None,
         aria_labelledby=heading,
     )
+
+
+def _along(shown: Explorer) -> str | None:
+    """What a slider needs to know of the control whose pictures are at hand: JSON."""
+    for control in shown.controls:
+        if control.name == shown.along:
+            words = [control.written(option) for option in control.options]
+            place = list(control.options).index(control.value)
+            return json.dumps({"name": control.name, "label": control.label, "words": words, "place": place})
+    return None
+
+
+def frames(name: str) -> dict[str, Any]:
+    """An explorer's answers along its control `along`, the others where they start, for a page.
+
+    Returns:
+        `control`, as `Control.as_dict`; `answers`, for each of its options two pictures, words and a table.
+    Raises:
+        ValueError: there is no such explorer, or it has no such control.
+    """
+    shown = explorer(name)
+    found = [control for control in shown.controls if control.name == shown.along]
+    if not found:
+        raise ValueError(f"{name} has no pictures to take along.")
+    answers = []
+    for value in found[0].options:
+        wide, narrow = (shown.answer(width, **{shown.along: value}) for width in (WIDE, NARROW))
+        answers.append({"wide": wide.svg, "narrow": narrow.svg, "words": wide.words, "table": wide.table})
+    return {"control": found[0].as_dict(), "answers": answers}
 
 
 def two_widths(name: str, wide: str, narrow: str) -> str:

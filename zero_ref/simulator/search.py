@@ -120,7 +120,8 @@ class Found:
     def listed(self) -> list[Candidate]:
         """What fits or may fit, the fastest first; of equally fast ones the leanest."""
         may_fit = [one for one in self.candidates if one.fits is not False]
-        return sorted(may_fit, key=lambda one: (-one.tokens_per_second, one.peak_bytes))
+        # Equal speeds differ in their last digits, on each machine in others: they are ordered by memory.
+        return sorted(may_fit, key=lambda one: (-float(f"{one.tokens_per_second:.9g}"), one.peak_bytes))
 
     @cached_property
     def best(self) -> list[Candidate]:

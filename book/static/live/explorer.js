@@ -176,7 +176,7 @@
   }
 
   function begin() {
-    for (const section of document.querySelectorAll(".explorer")) new Explorer(section);
+    for (const section of document.querySelectorAll(".explorer:not([data-alone])")) new Explorer(section);
   }
   if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", begin);
   else begin();

@@ -16,6 +16,7 @@ from matplotlib.transforms import ScaledTranslation
 from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style
 from zero_ref.live.numbers import short, short_bytes
 from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER, SERIES_COLOURS, text_colour_on, tint
+from zero_ref.live.ring import received, ring_states
 
 SHAPES = ("o", "s", "D", "^", "v", "p", "h", "*")
 SIZES_PT = (17.0, 12.0, 7.5, 4.0)
@@ -26,29 +27,6 @@ OFF_THE_LINE = 0.05
 
 
 # -------------------------------------------------------------------------------------------------- a ring
-
-
-def ring_states(world_size: int) -> list[list[list[int]]]:
-    """How many ranks' parts are summed up in each chunk: after each round, on each rank, of each chunk.
-
-    >>> ring_states(2)
-    [[[1, 1], [1, 1]], [[1, 2], [2, 1]], [[2, 2], [2, 2]]]
-    """
-    n = world_size
-    states = [[[1] * n for _ in range(n)]]
-    for number in range(2 * (n - 1)):
-        before, after = states[-1], [list(of_rank) for of_rank in states[-1]]
-        for rank in range(n):
-            chunk = _received(number, rank, n)
-            sent = before[(rank - 1) % n][chunk]
-            after[rank][chunk] = before[rank][chunk] + sent if number < n - 1 else sent
-        states.append(after)
-    return states
-
-
-def _received(number: int, rank: int, world_size: int) -> int:
-    """The chunk that a rank receives in a round, counted from 0: in both halves one lower each time."""
-    return (rank - 1 - number) % world_size
 
 
 @in_style
@@ -90,7 +68,7 @@ def ring_rounds(world_size: int, ax: Axes) -> Axes:
                     fontsize=SMALL_PT,
                 )
             if column:
-                left = column + _received(column - 1, rank, n) * width
+                left = column + received(column - 1, rank, n) * width
                 frame = Rectangle(
                     (left, rank), width, height, fill=False, edgecolor=SERIES_COLOURS[1], linewidth=2.4
                 )
