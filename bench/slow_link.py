@@ -15,7 +15,6 @@ of other sizes. From these alone the simulator predicts what is exposed, with an
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shutil
@@ -35,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_ref import sorted_greedy
 from zero_ref.bench import machine, pieces, step_times
 from zero_ref.lab import meter, ranks
+from zero_ref.lab._arguments import json_text
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT
 from zero_ref.lab.strategies import trainable
@@ -300,7 +300,7 @@ def main() -> None:
                 way: [[round(each, 3) for each in of] for of in some] for way, some in ms.items()
             },
         }
-        Path(options.json).write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+        Path(options.json).write_text(json_text(report, indent=1) + "\n", encoding="utf-8")
         print(f"written: {options.json}")
 
 
