@@ -199,7 +199,7 @@ class _TrainingRun:
         self.size = size
         model = GPT(size.model).to(ranks.device())
         self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.ddp.register_comm_hook(dist.get_world_size(), _send_nothing)
+        self.ddp.register_comm_hook(dist.get_world_size(), send_nothing)
         self.optimizer = torch.optim.AdamW(model.parameters())
         numels = [param.numel() for param in model.parameters()]
         self.tensors, self.numel = len(numels), sum(numels)
@@ -211,7 +211,8 @@ class _TrainingRun:
 
 
 # DDP refuses annotations other than its own classes, and typing knows no name for those.
-def _send_nothing(world_size, bucket):  # type: ignore[no-untyped-def]
+def send_nothing(world_size, bucket):  # type: ignore[no-untyped-def]
+    """A DDP communication hook that does everything but send. Its state is the number of ranks."""
     flat: torch.Tensor = bucket.buffer()
     flat.mul_(1 / world_size)  # an all-reduce for DDP does this, too
     future = devices.future(flat.device)
