@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import random
 from collections.abc import Callable, Sequence
@@ -14,8 +15,10 @@ from torch.optim import SGD, Adafactor, Adagrad, Adamax, AdamW, Muon, NAdam, Opt
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero_ref.course import Answer, ExerciseFailed, call_text, exercise, shown
+from zero_ref.course.predictions import prediction
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.plan.rules import newton_schulz_operations
+from zero_ref.plan.rules import loads_under, newton_schulz_operations, plan_partition
+from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.models import matrices_whole, shapes, specs
 
 Shapes = Sequence[tuple[int, int]]
@@ -340,3 +343,51 @@ _MISTAKES: dict[str, Callable[[Shapes, int], list[int]]] = {
     "where that matrix stands in the list.": _in_sorted_order,
 }
 """What a reader may have written, by what there is to say about it."""
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+
+@prediction(
+    "matrices.cost",
+    "1,024 × 1,024 against 64 × 16,384: how many times as much does the square cost?",
+    unit="times",
+)
+def _cost_of_the_square() -> float:
+    return _cost((1024, 1024)) / _cost((64, 16_384))
+
+
+@prediction(
+    "matrices.balanced",
+    "Under `balanced`, how many times the operations of the other rank does the busier one make?",
+    unit="times",
+)
+def _most_operations() -> float:
+    _, operations, _ = _balanced()
+    return max(operations) / min(operations)
+
+
+@prediction(
+    "matrices.state",
+    "Under `balanced`, which rank has more bytes of state?",
+    choices=("the square's owner", "the other rank", "both have the same"),
+)
+def _most_state() -> str:
+    _, operations, state = _balanced()
+    square = operations.index(max(operations))
+    if state[square] == state[1 - square]:
+        return "both have the same"
+    return "the square's owner" if state[square] > state[1 - square] else "the other rank"
+
+
+def _balanced() -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Elements, operations and state bytes of two ranks, for the chapter's list of parameters."""
+    others, matrices = [(1000, 128), (128,)], [(128, 128), *4 * [(16, 1024)]]
+    params = [
+        ParamSpec(math.prod(shape), group=group, shape=shape, whole=group == 1)
+        for group, listed in enumerate((others, matrices))
+        for shape in listed
+    ]
+    partition = plan_partition("balanced", params, 2)
+    state = state_bytes_of_rank(partition, params, "Muon+AdamW")
+    return partition.loads, loads_under("balanced", partition, params), state

@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from zero_ref.course import Answer, ExerciseFailed, exercise, shown
+from zero_ref.course.predictions import prediction
+from zero_ref.simulator.ledger import ledger
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -255,3 +257,33 @@ def _number(answer: Answer, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise ExerciseFailed(f"{answer.name} returned {shown(value)}. It must return one number.") from None
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+
+@prediction(
+    "precision.lost",
+    "From which size on does a bfloat16 weight lose an update of 0.00001?",
+)
+def _smallest_that_loses() -> float:
+    return min(2.0**e for e in range(-20, 0) if _half_gap(2.0**e, BF16) > 1e-5)
+
+
+@prediction(
+    "precision.bytes",
+    "Masters, AdamW, 4 ranks: how many bytes do a parameter, its gradient and its state take on a rank?",
+    unit="bytes",
+)
+def _bytes_of_a_parameter() -> float:
+    return ledger(1000, 4, stage=1).total_bytes / 1000
+
+
+@prediction(
+    "precision.random",
+    "Masters of 1.01, rounded at random: how many percent of the weights take the upper neighbour?",
+    unit="%",
+)
+def _share_rounded_up() -> float:
+    low, high = 1.0078125, 1.015625
+    return 100 * (1.01 - low) / (high - low)
