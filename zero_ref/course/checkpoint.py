@@ -18,6 +18,7 @@ from zero_ref.course._saves import FATES, INTACT, Table, make_directory_of_saves
 from zero_ref.course.predictions import prediction
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.moves import moves
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 
