@@ -8,6 +8,8 @@ import json
 import os
 import re
 import shlex
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -427,3 +429,28 @@ def test_the_dockerfile_copies_what_is_there_and_starts_a_command_that_is_one() 
     assert {*run} >= {"none", "--read-only", "--memory", "--pids-limit", "ALL", "no-new-privileges"}
     # make install needs these, and a container that has no others is not built in vain
     assert {"Makefile", "pyproject.toml", "requirements", "zero_ref", "notebooks", "README.md"} <= {*copied}
+
+
+def test_the_instructors_page_leads_from_a_clone_to_marks_in_ten_commands(tmp_path: Path) -> None:
+    page = (CHAPTER.parents[1] / "book" / "grading.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"## From a clone to marks\n.*?```bash\n(.*?)```", page, re.DOTALL)
+    commands = block.replace("\\\n", "").splitlines()
+    assert len(commands) <= 10
+    assert commands[:2] == ["make install", "source .venv/bin/activate"]  # this environment is there already
+    for folder in ("notebooks", "tests", "zero_ref", "book"):
+        (tmp_path / folder).symlink_to(CHAPTER.parents[1] / folder)
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for command in commands[2:]:
+        ended = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        # Of the class one file is broken, and one student handed in nothing.
+        assert ended.returncode == ("verdicts" in command), (command, ended.stdout, ended.stderr)
+    points = [row["points"] for row in check_csv((tmp_path / "marks.csv").read_text())]
+    assert points == ["3", "0", "0", "0", "0", "3", "3", "3", "3", "0"]
+    assert "late" in ended.stdout
