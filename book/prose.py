@@ -139,7 +139,11 @@ def sentences(block: str) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """A sentence without what is no number of its own: citations, links' addresses, code, names, labels."""
+    """A sentence without what is no number of its own: citations, links' addresses, code, names, labels.
+
+    How long a chapter takes is held by tests/test_chapters.py.
+    """
+    text = re.sub(r"^\*\d+ minutes, and \d+ for the exercises\.", "", text)
     text = re.sub(r"\{cite:?\w*\}`[^`]*`", "", text)
     text = re.sub(r"\{\w+\}`([^`<]*?)\s*(?:<[^`]*>)?`", r"\1", text)
     text = re.sub(r"^\| *\d+ *\||\[[^\]]*\]\([^)]*\.ipynb\)", "", text)  # a row's number, a chapter's title
