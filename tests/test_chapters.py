@@ -189,3 +189,50 @@ def test_displayed_equations_have_a_number_and_are_referred_to_by_it() -> None:
     names = [label[2:-1] for label in labels]
     assert len(names) == len(set(names))
     assert set(names) == {name for text in texts for name in re.findall(r"\{eq\}`([^`]+)`", text)}
+
+
+# ------------------------------------------------------------------------------------------------- shape
+
+
+def words_of(path: Path) -> int:
+    """Words of all of a chapter's text, formulas and tables too."""
+    return sum(len(cell["source"].split()) for cell in cells(path) if cell["cell_type"] == "markdown")
+
+
+@each_chapter
+def test_a_chapter_can_be_read_at_one_sitting(path: Path) -> None:
+    assert len(cells(path)) <= 50
+    assert words_of(path) <= 2200
+
+
+@each_chapter
+def test_a_chapter_says_how_long_it_takes_and_what_it_needs(path: Path) -> None:
+    said = re.search(
+        r"^\*(\d+) minutes, and (\d+) for the exercises\. Difficulty [123] of 3\. Needs (.+)\.\*$",
+        cells(path)[0]["source"],
+        re.M,
+    )
+    assert said
+    reading = max(15, 5 * round(words_of(path) / 90 / 5))
+    exercises = len(re.findall(r"^### Exercise ", text_of(path), re.M))
+    assert (int(said[1]), int(said[2])) == (reading, 15 * exercises)
+    before = {int(one.stem[:2]) for one in CHAPTERS[: CHAPTERS.index(path)]}
+    assert {int(number) for number in re.findall(r"\d+", said[3])} <= before
+
+
+@each_chapter
+def test_a_chapter_opens_with_its_question_and_picture(path: Path) -> None:
+    """What is shown unfolded before the first figure is text; imports and the code of figures are folded."""
+    for cell in cells(path):
+        tags = cell["metadata"].get("tags", [])
+        if cell["cell_type"] == "code" and ("mystnb" in cell["metadata"] or cell["id"] == "setup"):
+            assert "hide-input" in tags, cell["id"]
+
+
+@each_chapter
+def test_a_chapter_ends_with_its_card(path: Path) -> None:
+    *_, card, done = (cell for cell in cells(path) if cell["cell_type"] == "markdown")
+    assert (card["id"], done["id"]) == ("card", "done")
+    assert card["source"].startswith("### The card\n")
+    assert 3 <= len(re.findall(r"^\|", card["source"], re.M)) - 2 <= 8
+    assert not re.search(r"\$\$|\{eq\}|\{numref\}", card["source"])  # it is shown on two pages

@@ -15,11 +15,14 @@ import torch.distributed as dist
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.course import Answer, ExerciseFailed, call_text, exercise, shown
+from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks, virtual
 from zero_ref.lab.meter import gather_from_ranks
+from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
+from zero_ref.simulator.traffic import traffic
 
 # -------------------------------------------------------------------------------------- 4.1 write `step`
 
@@ -507,3 +510,40 @@ def _check_differing(name: str, world_size: int, case: Differences, said: list[t
     missed = next(param for param in right if param not in lists[0])
     [(rank, kind), *_] = [(r, kind) for r, param, kind in case if param == missed]
     raise ExerciseFailed(f"{given}. On rank {rank}, in parameter {missed}, {KINDS[kind]}.")
+
+
+# ------------------------------------------------------------------------------------------ predictions
+
+
+@prediction(
+    "step.wire", "How many times as many bytes as DDP does this step put on the wire?", unit="times as many"
+)
+def _on_the_wire() -> float:
+    reduced, sent = (traffic(op, 1, 3).total_bytes for op in ("all_reduce", "broadcast"))
+    return (reduced + sent) / reduced
+
+
+@prediction(
+    "step.equal",
+    "Which runs are equal to plain Adam's, bit for bit?",
+    choices=("all six", "the three with whole tensors", "only the two on one rank"),
+)
+def _equal_runs() -> str:
+    return "all six" if is_elementwise(torch.optim.Adam) else "the three with whole tensors"
+
+
+@prediction(
+    "step.missing",
+    "One broadcast of the first of four steps is missing: how do the ranks end?",
+    choices=("they disagree", "they agree, and are wrong", "they agree, and are right"),
+)
+def _after_a_missing_broadcast() -> str:
+    """Parameters, on an owner and on another rank whose copy of the first step is stale."""
+    held, sound = [0.0, 0.0], 0.0
+    for step in range(4):
+        held[0] -= 0.1 * (sum(held) / 2 - 1)  # the owner's update, by the averaged gradient
+        sound -= 0.1 * (sound - 1)
+        held[1] = held[1] if step == 0 else held[0]
+    if held[0] != held[1]:
+        return "they disagree"
+    return "they agree, and are right" if held[0] == sound else "they agree, and are wrong"
