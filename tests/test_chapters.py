@@ -224,9 +224,11 @@ def test_a_chapter_says_how_long_it_takes_and_what_it_needs(path: Path) -> None:
 def test_a_chapter_opens_with_its_question_and_picture(path: Path) -> None:
     """What is shown unfolded before the first figure is text; imports and the code of figures are folded."""
     for cell in cells(path):
-        tags = cell["metadata"].get("tags", [])
-        if cell["cell_type"] == "code" and ("mystnb" in cell["metadata"] or cell["id"] == "setup"):
-            assert "hide-input" in tags, cell["id"]
+        if cell["id"] == "setup" or cell["source"].splitlines()[-1:] == ["fig"]:
+            assert "hide-input" in cell["metadata"].get("tags", []), cell["id"]
+    sources = [cell["source"] for cell in cells(path)]
+    question = next(place for place, source in enumerate(sources) if "## The question\n" in source)
+    assert question < next(place for place, cell in enumerate(cells(path)) if cell["id"] == "setup")
 
 
 @each_chapter
