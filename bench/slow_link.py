@@ -205,9 +205,10 @@ def exposed(ms: Mapping[str, Sequence[Sequence[float]]]) -> Exposed:
     ratios = sorted(
         a / b if b > 0 else math.inf if a > b else 0.0 for a, b in zip(left[PLAIN], left[OVERLAPPED])
     )
-    medians = (statistics.median(left[way]) for way in WAYS)
+    plain, interleaved = (statistics.median(left[way]) for way in WAYS)
     quarter = len(ratios) // 4
-    return Exposed(*medians, statistics.median(ratios), (ratios[quarter], ratios[-1 - quarter]))
+    quartiles = ratios[quarter], ratios[-1 - quarter]
+    return Exposed(plain, interleaved, statistics.median(ratios), quartiles)
 
 
 # ------------------------------------------------------------------------------------------------- predicted
@@ -233,7 +234,8 @@ def predicted(cluster: Cluster) -> Exposed:
         played = play(plan, cluster, Workload(tokens, attention_share=share))
         # Alone, the rank with most to compute decides.
         left.append(min(played.timeline(rank).idle_ms for rank in range(WORLD_SIZE)))
-    return Exposed(*left, left[0] / left[1])
+    plain, interleaved = left
+    return Exposed(plain, interleaved, plain / interleaved)
 
 
 # ---------------------------------------------------------------------------------------------- the command
