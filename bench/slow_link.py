@@ -51,7 +51,7 @@ MODEL, BATCH, BUCKET_MIB = GPTConfig(), 48, 0.4
 PLAIN, OVERLAPPED, ALONE = "plain", "interleaved", "alone"
 WAYS = (PLAIN, OVERLAPPED)
 WANTED = 1.2
-ITERATIONS = 4
+ITERATIONS = 12
 """Of each way in a round, of which the median counts. One untimed comes first: other models were trained."""
 
 KIBS = (4, 16, 64, 256, 512, 1024, 2048)
@@ -194,17 +194,21 @@ class Exposed(NamedTuple):
 def exposed(ms: Mapping[str, Sequence[Sequence[float]]]) -> Exposed:
     """From what the iterations of each way took in each round, of which the median counts.
 
-    A round in which nothing is left exposed with the hook counts as an infinite ratio.
+    A round in which nothing is left exposed with the hook counts as an infinite ratio; as 0 if the hook was
+    the slower way in it.
 
     >>> exposed({"alone": [[10], [12]], "plain": [[18, 90, 16], [20]], "interleaved": [[14], [16]]})
     Exposed(plain=8.0, interleaved=4.0, ratio=2.0, quartiles=(2.0, 2.0))
     """
     of_round = {way: [statistics.median(some) for some in ms[way]] for way in (ALONE, *WAYS)}
     left = {way: [took - alone for took, alone in zip(of_round[way], of_round[ALONE])] for way in WAYS}
-    ratios = sorted(a / b if b > 0 else math.inf for a, b in zip(left[PLAIN], left[OVERLAPPED]))
-    medians = (statistics.median(left[way]) for way in WAYS)
+    ratios = sorted(
+        a / b if b > 0 else math.inf if a > b else 0.0 for a, b in zip(left[PLAIN], left[OVERLAPPED])
+    )
+    plain, interleaved = (statistics.median(left[way]) for way in WAYS)
     quarter = len(ratios) // 4
-    return Exposed(*medians, statistics.median(ratios), (ratios[quarter], ratios[-1 - quarter]))
+    quartiles = ratios[quarter], ratios[-1 - quarter]
+    return Exposed(plain, interleaved, statistics.median(ratios), quartiles)
 
 
 # ------------------------------------------------------------------------------------------------- predicted
@@ -230,7 +234,8 @@ def predicted(cluster: Cluster) -> Exposed:
         played = play(plan, cluster, Workload(tokens, attention_share=share))
         # Alone, the rank with most to compute decides.
         left.append(min(played.timeline(rank).idle_ms for rank in range(WORLD_SIZE)))
-    return Exposed(*left, left[0] / left[1])
+    plain, interleaved = left
+    return Exposed(plain, interleaved, plain / interleaved)
 
 
 # ---------------------------------------------------------------------------------------------- the command
@@ -256,7 +261,7 @@ def main() -> None:
     add = parser.add_argument
     add("--mbit", type=float, default=400, help="that all ranks together send in a second, in megabits")
     add("--delay", type=float, default=0, metavar="MS", help="of each packet; needs the kernel's netem")
-    add("--rounds", type=int, default=12)
+    add("--rounds", type=int, default=8)
     add("--json", metavar="FILE", help="write everything here, every round")
     options = parser.parse_args()
     if options.mbit <= 0 or options.delay < 0 or options.rounds < 1:
