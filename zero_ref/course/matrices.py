@@ -373,9 +373,10 @@ def _most_state() -> str:
     return "the square's owner" if state[square] > state[1 - square] else "the other rank"
 
 
-def _balanced() -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+def _balanced() -> tuple[Sequence[int], Sequence[float], Sequence[int]]:
     """Elements, operations and state bytes of two ranks, for the chapter's list of parameters."""
-    others, matrices = [(1000, 128), (128,)], [(128, 128), *4 * [(16, 1024)]]
+    others: list[tuple[int, ...]] = [(1000, 128), (128,)]
+    matrices: list[tuple[int, ...]] = [(128, 128), *4 * [(16, 1024)]]
     params = [
         ParamSpec(math.prod(shape), group=group, shape=shape, whole=group == 1)
         for group, listed in enumerate((others, matrices))
