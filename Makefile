@@ -81,7 +81,7 @@ imports: $(STAMP)  ## who may import whom; the plan and the simulator without an
 	    $(BIN)/python -S -c "$$STANDARD_LIBRARY_ONLY")
 
 unit: $(STAMP)  ## tests that start no processes, and the examples in docstrings
-	$(call step,unit tests and doctests,$(BIN)/python -m pytest -q -m 'not ranks and not browser' -n 2)
+	$(call step,unit tests and doctests,$(BIN)/python -m pytest -q -m 'not ranks and not browser' -n 2 --durations=40)
 
 # Two files at a time: much of the time is waiting, for processes to start and for time-outs to pass.
 ranks: $(STAMP)  ## tests on real ranks

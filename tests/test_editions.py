@@ -140,6 +140,9 @@ def test_an_edition_is_the_chapter_but_for_its_exercises(path: Path, audience: A
     is_exercise = {"exercise", "check", "solution"}.intersection
     here = [cell for cell in chapter["cells"] if not is_exercise(cell["metadata"].get("tags", ()))]
     there = [cell for cell in made["cells"] if not is_exercise(cell["metadata"].get("tags", ()))]
+    for cell in here:  # a place to write what is predicted
+        if "".join(cell["source"]).startswith("predict("):
+            cell["source"] = "".join(cell["source"]).replace(")", ", mine=None)")
     assert here == there
 
 

@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from zero_ref import cli
 from zero_ref.bench.gpu.step import BYTES_OF_STEP
+from zero_ref.course.predictions import predictions
 from zero_ref.lab import elastic
 from zero_ref.lab.compare import CYCLE, ROW_NAMES
 from zero_ref.lab.config import GPTConfig, TrainConfig
@@ -102,6 +103,15 @@ def test_index_says_what_the_run_of_its_picture_prints() -> None:
         assert ledgers == ledger(1, world_size, RECIPES[strategy].stage, "mixed-16").total_bytes
         for held in zip(plan.parameter_bytes, plan.gradient_bytes, plan.state_bytes, strict=True):
             assert f"{sum(held) / model.numel:.3f}" == {16: "16.000", 7: "7.000"}[ledgers]
+
+
+def test_index_says_what_a_prediction_earns() -> None:
+    asked = predictions()
+    assert {100 * one.close for one in asked} == {10}, "so index.md's 10% is not true of all"
+    number = next(one for one in asked if not one.choices)
+    answer = number.answer()
+    assert isinstance(answer, float)
+    assert [number.points(answer * factor) for factor in (1.1, 1.2, 2, 2.1)] == [1, 0.5, 0.5, 0]
 
 
 # ------------------------------------------------------------------------------------------------- course.md

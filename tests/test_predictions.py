@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 
 from zero_ref.course import predict as boxes
-from zero_ref.course.editions import chapters_in
+from zero_ref.course.editions import chapters_in, edition
 from zero_ref.course.predict import predict, reveal, score
-from zero_ref.course.predictions import Prediction, prediction_named, predictions, predictions_in
+from zero_ref.course.predictions import (
+    Prediction,
+    points_of,
+    prediction_named,
+    predictions,
+    predictions_in,
+)
 from zero_ref.live import page
 
 CHAPTERS = chapters_in(Path(__file__).parents[1] / "notebooks")
@@ -143,6 +149,21 @@ def test_what_students_wrote_is_found_without_running_it() -> None:
         "a.e": None,
         "a.g": -2.5,
     }
+
+
+def test_what_is_handed_in_earns_points_and_nonsense_none() -> None:
+    asked = predictions("partition")
+    source = "predict('partition.even', mine=63)\npredict('partition.sorting', mine='17 ranks')"
+    found = points_of([{"cells": [{"cell_type": "code", "source": source}]}], asked)
+    assert list(found) == [one.name for one in asked]
+    made = {name: points for name, points in found.items() if points is not None}
+    assert made == {"partition.even": 1.0, "partition.sorting": 0.0}
+
+
+def test_an_edition_has_a_place_to_write_the_prediction() -> None:
+    cell = {"cell_type": "code", "id": "p", "metadata": {}, "source": 'predict("partition.even")'}
+    [made] = edition({"cells": [cell]}, "students")["cells"]
+    assert made["source"] == 'predict("partition.even", mine=None)'
 
 
 # --------------------------------------------------------------------------------------------- in the book

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +21,7 @@ from class_of_students import CHAPTER, KINDS, write_class
 from zero_ref import cli
 from zero_ref.course.grading import Assigned, Status, Verdict, answer_in, assigned_in
 from zero_ref.course.marks import Scale, as_csv, as_gradescope, as_junit, read_points
+from zero_ref.course.predictions import predictions
 from zero_ref.course.submissions import Graded, Submission, grade_submissions, submissions_in
 
 pytestmark = [
@@ -151,11 +152,30 @@ def test_junit_and_gradescope_are_valid(ten: Class) -> None:
         assert [test["name"] for test in results["tests"]] == NAMES
 
 
+def test_predictions_are_collected_and_are_no_marks(ten: Class) -> None:
+    rows = list(csv.DictReader(io.StringIO(as_csv(ten, Scale()))))
+    asked = str(len(predictions("partition")))
+    made = {ten.kind[row["student"]]: [row["predictions"], row["predicted"]] for row in rows}
+    assert {row["predictions of"] for row in rows} == {asked}
+    assert made["nothing"] == ["0", "0"]
+    one = graded("ada", Verdict("passed", "✓"), predictions={"a.b": 1.0, "a.c": 0.5, "a.d": None})
+    [row] = csv.DictReader(io.StringIO(as_csv([one], Scale())))
+    assert [row[name] for name in ("predictions", "predicted", "predictions of", "points")] == [
+        "1.5",
+        "2",
+        "3",
+        "1",
+    ]
+    assert "Predictions: 1.5 of 3 points" in json.loads(as_gradescope(one, Scale()))["output"]
+
+
 # ------------------------------------------------------------------------- without a process
 
 
-def graded(student: str, *verdicts: Verdict, **more: Any) -> Graded:
-    return Graded(Submission(student, {}, **more), dict(zip(NAMES, verdicts)))
+def graded(
+    student: str, *verdicts: Verdict, predictions: Mapping[str, float | None] = {}, **more: Any
+) -> Graded:
+    return Graded(Submission(student, {}, **more), dict(zip(NAMES, verdicts)), predictions)
 
 
 def test_hidden_cases_have_a_share_of_the_points_and_are_not_shown_to_students() -> None:

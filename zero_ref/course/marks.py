@@ -76,6 +76,7 @@ def as_csv(graded: Sequence[Graded], scale: Scale) -> str:
     table.writerow(
         ["student", "points", "of", "late", "problems"]
         + [column for exercise in exercises for column in (exercise, f"{exercise} status")]
+        + ["predictions", "predicted", "predictions of"]
     )
     worth = sum(map(scale.worth, exercises))
     for one in graded:
@@ -83,6 +84,8 @@ def as_csv(graded: Sequence[Graded], scale: Scale) -> str:
         row += ["; ".join(one.submission.late), "; ".join(one.submission.problems)]
         for exercise, verdict in one.verdicts.items():
             row += [_short(scale.score(exercise, verdict)), verdict.status]
+        made = [points for points in one.predictions.values() if points is not None]
+        row += [_short(sum(made)), str(len(made)), str(len(one.predictions))]
         table.writerow([_as_cell(value) for value in row])
     return text.getvalue()
 
@@ -135,6 +138,11 @@ def as_gradescope(graded: Graded, scale: Scale) -> str:
             }
         )
     said = [*(f"late: {name}" for name in graded.submission.late), *graded.submission.problems]
+    made = [points for points in graded.predictions.values() if points is not None]
+    if graded.predictions:
+        said.append(
+            f"Predictions: {_short(sum(made))} of {len(graded.predictions)} points; no part of the marks."
+        )
     results = {"output": _for_xml("\n".join(said)), "output_format": "text", "tests": tests}
     return json.dumps(results, indent=1, allow_nan=False) + "\n"
 

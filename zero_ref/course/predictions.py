@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -168,6 +168,25 @@ def predictions_in(notebook: Mapping[str, Any]) -> dict[str, Value | None]:
                 if isinstance(name, str):
                     found[name] = mine if isinstance(mine, (int, float, str)) else None
     return found
+
+
+def points_of(notebooks: Iterable[Mapping[str, Any]], asked: Iterable[Prediction]) -> dict[str, float | None]:
+    """The points of what a student has predicted in some notebooks; None for what was not predicted.
+
+    What is no answer to its question, such as a text where a number is asked for, has no points.
+    """
+    said: dict[str, Value] = {}
+    for notebook in notebooks:
+        said |= {name: mine for name, mine in predictions_in(notebook).items() if mine is not None}
+    points: dict[str, float | None] = {}
+    for one in asked:
+        points[one.name] = None
+        if one.name in said:
+            try:
+                points[one.name] = one.points(one.value(said[one.name]))
+            except ValueError:
+                points[one.name] = 0.0
+    return points
 
 
 def _literal(node: ast.expr) -> object:

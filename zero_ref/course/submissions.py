@@ -33,6 +33,7 @@ from zero_ref.course import exercises
 from zero_ref.course.grading import Assigned, Status, Verdict, answer_in, judge, modules_of
 from zero_ref.course.isolated import Cells, Nursery
 from zero_ref.course.notebook import read_notebook
+from zero_ref.course.predictions import points_of, predictions
 from zero_ref.lab.patience import patience
 
 LARGEST_NOTEBOOK = 20 * 2**20
@@ -55,10 +56,16 @@ class Submission(NamedTuple):
 
 
 class Graded(NamedTuple):
-    """A student's verdicts, by exercise in the book's order."""
+    """A student's verdicts, by exercise in the book's order, and the points of what was predicted.
+
+    Args:
+        predictions: by name; None for what was not predicted. They are no marks: whoever has run the
+            notebook knows the answers.
+    """
 
     submission: Submission
     verdicts: dict[str, Verdict]
+    predictions: Mapping[str, float | None] = {}
 
 
 class Job(NamedTuple):
@@ -197,8 +204,14 @@ def grade_submissions(
                 with kept.open("a", encoding="utf-8") as file:
                     file.write(json.dumps([job.key, *verdict]) + "\n")
             progress(job.student, job.exercise, verdict)
+    chapters = dict.fromkeys(each.exercise.partition(".")[0] for each in assigned)
+    asked = [question for chapter in chapters for question in predictions(chapter)]
     return [
-        Graded(one, {each.exercise: verdicts[one.student, each.exercise] for each in assigned})
+        Graded(
+            one,
+            {each.exercise: verdicts[one.student, each.exercise] for each in assigned},
+            points_of(one.notebooks.values(), asked),
+        )
         for one in submissions
     ]
 

@@ -189,14 +189,16 @@ def label_box(
 
 
 def short_names(name: str) -> list[str]:
-    """Ever shorter forms of a parameter's name, still telling it apart from its neighbours.
+    """Ever shorter forms of a parameter's name, with its layer's number as long as that fits.
 
     >>> short_names("h.0.attn.c_proj.weight")
-    ['h.0.attn.c_proj.weight', 'h.0.attn.c_proj', '0.attn.c_proj', 'attn.c_proj', 'c_proj']
+    ['h.0.attn.c_proj.weight', 'h.0.attn.c_proj', '0.attn.c_proj', '0.c_proj', 'c_proj']
     """
     parts = name.removesuffix(".weight").split(".")
     last = len(parts) - 2 if parts[-1] == "bias" and len(parts) > 1 else len(parts) - 1
-    return list(dict.fromkeys([name, *(".".join(parts[i:]) for i in range(last + 1))]))
+    layer = next((place for place in range(last) if parts[place].isdecimal()), -1)
+    numbered = [parts[i:] if i <= layer or layer < 0 else [parts[layer], *parts[i:]] for i in range(last + 1)]
+    return list(dict.fromkeys([name, *map(".".join, numbered), ".".join(parts[last:])]))
 
 
 def names_of(partition: Partition, names: Sequence[str] | None) -> Sequence[str]:
