@@ -274,6 +274,14 @@ WRONG = [
         "step.. made another",
     ),
     Wrong(
+        "updated_for_ever",
+        "in_backward",
+        "in_backward",
+        "                dist.broadcast(bucket, group_src=owner)\n        self.is_updated = False\n",
+        "                dist.broadcast(bucket, group_src=owner)\n",
+        "no hook has seen does not make their update",
+    ),
+    Wrong(
         "all_at_the_end",
         "in_backward",
         "in_backward",

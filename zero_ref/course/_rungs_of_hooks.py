@@ -150,6 +150,14 @@ def in_backward(path: str, shapes: Shapes) -> int:
                 f"when backward {number + 1} returned, some parameters were still old, and step() brought "
                 "them. After the last bucket finish that one too, and wait for all that was sent."
             )
+    beside.step_mine(STEPS)  # gradients that no hook has seen
+    beside.step_package(STEPS)
+    ages = beside.ages()
+    with alike():
+        assert all(age == 0 for of_rank in ages for age in of_rank), (
+            "a step() whose gradients no hook has seen does not make their update. What the hook leaves word "
+            "of is true for one iteration: forget it in step()."
+        )
     ops = [call.op for call in calls]
     with alike():
         assert len(began) > 2, "DDP made too few buckets to see anything"  # ours
