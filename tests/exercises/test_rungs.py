@@ -130,3 +130,11 @@ def test_without_the_file_a_cell_says_how_to_begin(
     assert "Write it in any editor" in capsys.readouterr().out
     with pytest.raises(ValueError, match="there is no rung"):
         check_my_zero("leap")
+
+
+def test_the_help_names_the_rungs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["check", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    names = list(RUNGS)
+    assert f"{', '.join(names[:-1])} or {names[-1]}" in said

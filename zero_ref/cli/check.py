@@ -20,7 +20,11 @@ def register_check(subparsers: Subparsers) -> None:
         "run the file's code: check only what you would run. Ends with code 1 if something failed.",
     )
     parser.add_argument("file", metavar="FILE", help="such as notebooks/03_partition.ipynb, or my_zero.py")
-    parser.add_argument("--rung", help="of a Python file: look no further than this rung, which must hold")
+    parser.add_argument(
+        "--rung",
+        help="of a Python file: look no further than this rung, which must hold: owners, step, buckets, "
+        "options, to_owners, in_backward, checkpoint or masters",
+    )
     parser.add_argument(
         "--class", dest="class_name", metavar="NAME",
         help="of a Python file: hold this sharded optimizer class against the plain one, whoever wrote it",
