@@ -20,6 +20,9 @@ MENDED = {
     # A signature of several lines is a list of definitions without the words they define.
     r'<dl>(?=\n<dd><em class="sig-param">)': '<dl role="list">',
     r'<dd>(?=<em class="sig-param">)': '<dd role="listitem">',
+    # In the list of modules those of a package whose own code is shown are a list outside of any item.
+    r'</li>\n<ul>(?=<li><a href="zero_ref/)': "</li>\n",
+    r'</ul>(?=<li><a href="zero_ref/)': "",
     # 1.5 MB that draw as SVG the icons which the page's style sheet draws from a font.
     r'<script src="[^"]*/fontawesome/[^"]*/js/all\.min\.js[^"]*"></script>': "",
     r'<link rel="preload" as="font"[^>]*/fa-(brands|regular)-400\.woff2" />': "",
