@@ -4,7 +4,7 @@
 
 Two ranks run in a network namespace of their own, so that no other traffic of the machine is slowed. `tc`
 limits how much its loopback carries (`--mbit`, all ranks together), and where the kernel has netem it also
-delays each packet (`--delay`). In each round both ranks make three iterations of the book's GPT: one that
+delays each packet (`--delay`). In each round both ranks train the book's GPT in three ways: one that
 sends nothing, one with `zero.step()` after backward, one with the interleaved hook. What an iteration takes
 beyond the one that sends nothing is its exposed communication.
 

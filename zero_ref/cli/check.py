@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from zero_ref.cli._common import CommandError, Subparsers, need, reason
 
@@ -68,33 +70,35 @@ def _check_notebook(arguments: argparse.Namespace) -> int:
 
 def _check_own(arguments: argparse.Namespace) -> int:
     rungs = need("zero_ref.course.rungs")
-    results, out = [], sys.stdout
-    try:
-        # What the reader's code prints is no part of the answer.
-        with contextlib.redirect_stdout(sys.stderr):
-            for result in rungs.check_rungs(arguments.file, arguments.rung):
-                results.append(result)
-                if not arguments.json:
-                    print(rungs.line(result), file=out, flush=True)
-    except (OSError, ValueError) as error:
-        raise CommandError(reason(error)) from None
-    if arguments.json:
-        print(json.dumps([result._asdict() for result in results], indent=2, allow_nan=False))
+    results = _told(arguments, lambda: rungs.check_rungs(arguments.file, arguments.rung), rungs.line)
     wanting = arguments.rung and (results[-1].rung, results[-1].state) != (arguments.rung, "holds")
     return 1 if wanting or any(result.state == "FAILED" for result in results) else 0
 
 
 def _check_class(arguments: argparse.Namespace) -> int:
     sharded_class = need("zero_ref.course.sharded_class")
+    results = _told(
+        arguments,
+        lambda: sharded_class.check_class(arguments.file, arguments.class_name),
+        lambda result: f"{result.state:<7}  {result.rung:<12}  {result.message}",
+    )
+    return 0 if all(result.state == "holds" for result in results) else 1
+
+
+def _told(
+    arguments: argparse.Namespace, check: Callable[[], Iterable[Any]], line: Callable[[Any], str]
+) -> list[Any]:
+    """The results, each printed as it comes, or all as JSON."""
     results, out = [], sys.stdout
     try:
+        # What the reader's code prints is no part of the answer.
         with contextlib.redirect_stdout(sys.stderr):
-            for result in sharded_class.check_class(arguments.file, arguments.class_name):
+            for result in check():
                 results.append(result)
                 if not arguments.json:
-                    print(f"{result.state:<7}  {result.rung:<12}  {result.message}", file=out, flush=True)
-    except OSError as error:
+                    print(line(result), file=out, flush=True)
+    except (OSError, ValueError) as error:
         raise CommandError(reason(error)) from None
     if arguments.json:
         print(json.dumps([result._asdict() for result in results], indent=2, allow_nan=False))
-    return 0 if all(result.state == "holds" for result in results) else 1
+    return results

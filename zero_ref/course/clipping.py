@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from zero_ref.plan.calls import Call
 from zero_ref.plan.rules import plan_partition
 from zero_ref.simulator.models import from_module
 
+T = TypeVar("T")
+
 Gradients = list[list[float]]
 """The slices that one rank owns, each a list of its elements."""
 
@@ -27,21 +29,26 @@ MOST_BYTES = 512
 """What an answer may send: a few numbers for each rank, and no gradients."""
 
 
-def _on_each_rank(answer: Answer, gradients: Sequence[Gradients], *options: Any) -> list[Any]:
-    """What the answer returns on each virtual rank, where each is given its own gradients."""
+def _run_virtually(given: str, function: Callable[..., T], world_size: int, *args: Any) -> list[T]:
+    """What a function that calls the answer returns on each virtual rank; `given` is its input in words."""
     try:
-        outcomes = virtual.run(_observed, len(gradients), answer, gradients, *options, timeout=3.0)
+        return virtual.run(function, world_size, *args, timeout=3.0)
     except RuntimeError as error:
         cause = error.__cause__
         if isinstance(cause, StillTheStub) or cause is None:
             raise (cause or error) from None
         if "did not complete" in str(cause) or "but the ranks call" in str(cause):
             raise ExerciseFailed(
-                f"with {_shown(gradients)}, the ranks do not make the same calls, and wait for each other: "
-                f"{cause} Every rank must make every call, with tensors of one shape and dtype, also a rank "
-                "that owns nothing or has already found what it looked for."
+                f"with {given}, the ranks do not make the same calls, and wait for each other: {cause} "
+                "Every rank must make every call, with tensors of one shape and dtype, also a rank that owns "
+                "nothing or has already found what it looked for."
             ) from None
         raise cause from None
+
+
+def _on_each_rank(answer: Answer, gradients: Sequence[Gradients], *options: Any) -> list[Any]:
+    """What the answer returns on each virtual rank, where each is given its own gradients."""
+    outcomes = _run_virtually(_shown(gradients), _observed, len(gradients), answer, gradients, *options)
     return _values(answer, gradients, outcomes)
 
 
@@ -301,18 +308,7 @@ def _drawn_layers(rng: random.Random) -> tuple[int, list[Owned]]:
 def _ratios_on_virtual_ranks(
     answer: Answer, count: int, owned: Sequence[Owned]
 ) -> list[tuple[Any, list[Call]]]:
-    try:
-        return virtual.run(_ratios_observed, len(owned), answer, count, owned, timeout=3.0)
-    except RuntimeError as error:
-        cause = error.__cause__
-        if isinstance(cause, StillTheStub) or cause is None:
-            raise (cause or error) from None
-        if "did not complete" in str(cause) or "but the ranks call" in str(cause):
-            raise ExerciseFailed(
-                f"with {_owned_in_words(owned)}, the ranks do not make the same calls, and wait for "
-                f"each other: {cause} Every rank makes the same calls, with tensors of one shape."
-            ) from None
-        raise cause from None
+    return _run_virtually(_owned_in_words(owned), _ratios_observed, len(owned), answer, count, owned)
 
 
 def _ratios_here(answer: Answer, count: int, owned: Sequence[Owned]) -> tuple[Any, list[Call]]:
