@@ -176,10 +176,10 @@ def test_all_of_it_can_be_done_with_a_keyboard(visit: Callable[..., Visit]) -> N
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_on_a_phone_it_fits_and_shuts_nobody_out(visit: Callable[..., Visit], axe: str, dark: bool) -> None:
     page = visit(PAGE, dark=dark, width=PHONE).page
-    for name in EXPLORERS:
+    for name in CHAPTERS:
         start(page, name)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE
-    for svg in page.locator(".explorer svg").all():
+    for svg in page.locator('[data-state="live"] svg').all():
         assert float(svg.get_attribute("width") or 0) == pytest.approx(svg.bounding_box()["width"], abs=1)  # type: ignore[index]
     page.evaluate(axe)
     found = page.evaluate("axe.run('.explorer').then((result) => result.violations)")
