@@ -14,7 +14,7 @@ from zero_ref.live.explorer import Value
 PAGE = "book/explorers.html"
 CHAPTERS = {
     "memory": "notebooks/01_ledger.html",
-    "buckets": PAGE,
+    "buckets": "notebooks/05_buckets.html",
     "partition": "notebooks/03_partition.html",
     "overlap": "notebooks/07_overlap.html",
     "design": "notebooks/14_scale.html",
