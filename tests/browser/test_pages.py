@@ -13,8 +13,8 @@ UNFOLD = """() => {
     document.querySelectorAll("details").forEach(fold => { fold.open = true; });
 }"""
 
-# Of the words of a block of code that look alike, one is left in a box of its own: axe-core looks at each box,
-# and most boxes of the book are such words. The others become plain text of the block, whose colour is looked at.
+# Of the words in a block of code that look alike, one keeps a box of its own: axe-core looks at each box,
+# and most boxes of the book are such words. The others become text of the block, whose colour it sees.
 MERGE_CODE = """() => {
     for (const block of document.querySelectorAll(".highlight pre, code.highlight, .sig")) {
         const seen = new Set();
