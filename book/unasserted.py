@@ -184,10 +184,8 @@ def judge(place: str, markdown: str, here: Asserted) -> Reading:
         for sentence in sentences(block):
             if place == "numbers.md" and sentence.startswith("|") and sentence.count("`") > 1:
                 continue  # evaluated
-            linked = re.findall(
-                r"\{doc\}`([^`<]*)<[^`>]*\bnumbers>`|\[([^\]]*)\]\(numbers\.md[^)]*\)", sentence
-            )
-            published = {number.text for text in chain(*linked) for number in numbers(text)}
+            linked = re.findall(r"\[([^\]]*)\]\((?:\.\./book/)?numbers\.md[^)]*\)", sentence)
+            published = {number.text for text in linked for number in numbers(text)}
             for number in numbers(sentence):
                 if number.value in reasons:
                     used.add(number.value)

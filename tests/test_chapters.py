@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,17 @@ from typing import Any
 import pytest
 
 from zero_ref.course.editions import chapters_in
+from zero_ref.course.plain import numbers_in
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = chapters_in(ROOT / "notebooks")  # in the order in which they are read
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))  # the tour, too
 GLOSSARY = (ROOT / "book" / "glossary.md").read_text(encoding="utf-8")
+BIBLIOGRAPHY = (ROOT / "book" / "references.bib").read_text(encoding="utf-8")
+
+sys.path.insert(0, str(ROOT / "book" / "_ext"))
+anchors = importlib.import_module("anchors")
+sys.path.pop(0)
 
 PARTS = ["The question", "The picture", "Predict", "Run", "Compare", "Exercises", "What you can do now"]
 
@@ -25,7 +35,11 @@ EVERYDAY = {
 }
 """Words of the glossary that are also needed in another sense, and an example of it."""
 
-TERM = re.compile(r"\{term\}`(?:[^`<]+\s<([^`>]+)>|([^`]+))`")
+TERM = re.compile(r"\[[^][]+\]\(\.\./book/glossary\.md#(term-[\w-]+)\)")
+"""A link of a chapter to a word of the glossary."""
+
+CITATION = re.compile(r"\[([^][]+?(?:, \d[\d.]*|\(\d{4}\)))\]\((http[^()\s]*)\)")
+"""A link to a work: its authors and year, and where it is."""
 
 each_chapter = pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
 
@@ -45,11 +59,11 @@ def text_of(path: Path) -> str:
 
 
 def in_words(text: str) -> str:
-    """What is read as words: no headings, marks of directives, formulas, code and links."""
-    text = re.sub(r"^(#+ |:::+).*$", "", text, flags=re.M)
+    """What is read as words: no headings, titles of boxes, formulas, code and links."""
+    text = re.sub(r"^#+ .*$|^> \*\*[^*]+\*\*$", "", text, flags=re.M)
     text = re.sub(r"^\$\$$.*?^\$\$[^\n]*$", "", text, flags=re.M | re.S)
-    text = re.sub(r"\$[^$\n]+\$|\[[^]]*\]\([^)]*\)|<[^>`]*>(?!`)", "", text)
-    text = re.sub(r"(\{term\}`[^`]*`)|(?:\{[a-z:]+\})?`[^`]*`", r"\1", text)
+    text = re.sub(rf"\$[^$\n]+\$|({TERM.pattern})|\[[^]]*\]\([^)]*\)|<[^>`]*>(?!`)", r"\1", text)
+    text = re.sub(rf"({TERM.pattern})|`[^`]*`", r"\1", text)
     return " ".join(text.split())
 
 
@@ -64,7 +78,8 @@ def entries() -> dict[str, str]:
 
 def linked(text: str) -> list[str]:
     """The words of the glossary to which a text links, in its order."""
-    return [" ".join((target or word).split()) for target, word in TERM.findall(text)]
+    words = {anchors.slug(word): word for word in entries()}
+    return [words[name] for name in TERM.findall(text)]
 
 
 def stands(term: str, text: str) -> re.Match[str] | None:
@@ -78,7 +93,7 @@ def stands(term: str, text: str) -> re.Match[str] | None:
 
 def too_early(term: str, words: str) -> str:
     """The place where a text uses a word before it links it; nothing if there is none."""
-    link = next((m.start() for m in TERM.finditer(words) if term in (m[1], m[2])), len(words))
+    link = next((m.start() for m in TERM.finditer(words) if m[1] == anchors.slug(term)), len(words))
     plain = TERM.sub(lambda found: "_" * len(found[0]), words)
     first = stands(term, plain)
     return plain[max(0, first.start() - 40) : first.end() + 40] if first and first.start() < link else ""
@@ -87,14 +102,19 @@ def too_early(term: str, words: str) -> str:
 # ------------------------------------------------------------------------------------------------- words
 
 
+def test_the_examples_of_the_extension_hold() -> None:
+    assert doctest.testmod(anchors).failed == 0
+
+
 def test_a_word_used_before_its_link_is_found() -> None:
-    assert too_early("rank", "On two ranks. A {term}`rank` is one.") == "On two ranks. A ____________ is one."
-    assert not too_early("rank", "A {term}`rank`, and its ranks.")
-    assert not too_early("rank", "On {term}`two ranks <rank>` the ranks are frank.")
+    link = "[rank](../book/glossary.md#term-rank)"
+    assert too_early("rank", f"On two ranks. A {link} is one.").startswith("On two ranks. A ____")
+    assert not too_early("rank", f"A {link}, and its ranks.")
+    assert not too_early("rank", "On [two ranks](../book/glossary.md#term-rank) the ranks are frank.")
     assert not too_early("checkpoint", "A sharded checkpoint.")  # another entry
     assert too_early("DDP", "DDP")
     assert not too_early("DDP", "ddp")
-    assert in_words("# A rank\n\na `rank` of $N$ {doc}`ranks <x>` {term}`rank`") == "a of {term}`rank`"
+    assert in_words(f"# A rank\n\na `rank` of $N$ [ranks](x.ipynb) {link}") == f"a of {link}"
 
 
 def test_the_glossary_is_in_order_and_says_where_each_word_is_explained() -> None:
@@ -107,12 +127,11 @@ def test_the_glossary_is_in_order_and_says_where_each_word_is_explained() -> Non
         assert word in linked(text_of(path)), f"{chapter} is to explain {word}, and does not link it"
 
 
-@pytest.mark.parametrize(
-    "page", [*CHAPTERS, *sorted((ROOT / "book").glob("*.md"))], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("page", sorted((ROOT / "book").glob("*.md")), ids=lambda path: path.stem)
 def test_linked_words_are_in_the_glossary(page: Path) -> None:
-    text = text_of(page) if page in CHAPTERS else page.read_text(encoding="utf-8")
-    assert set(linked(text)) <= set(entries())
+    roles = re.findall(r"\{term\}`(?:[^`<]+\s<([^`>]+)>|([^`]+))`", page.read_text(encoding="utf-8"))
+    words = {" ".join((target or word).split()).lower() for target, word in roles}
+    assert words <= {word.lower() for word in entries()}
 
 
 @each_chapter
@@ -150,8 +169,8 @@ def test_a_chapter_ends_with_what_was_learned_and_where_to_go(path: Path) -> Non
     ending = text_of(path).partition(f"## {PARTS[-1]}\n")[2]
     assert len(re.findall(r"^- ", ending, re.M)) >= 3
     number = CHAPTERS.index(path) + 1
-    following = CHAPTERS[number].stem if number < len(CHAPTERS) else "../book/running"
-    assert re.search(rf"^Next: .*<{following}>`", ending, re.M | re.S)
+    following = CHAPTERS[number].name if number < len(CHAPTERS) else "../book/running.md"
+    assert re.search(rf"^Next: .*\]\({following}\)", ending, re.M | re.S)
 
 
 # --------------------------------------------------------------------------------- figures and equations
@@ -170,33 +189,75 @@ def test_each_figure_has_a_name_a_caption_and_a_text_for_who_cannot_see_it(path:
     assert figures >= 1
 
 
-def test_figures_have_names_of_their_own_and_the_text_names_no_other() -> None:
-    names = [
-        cell["metadata"]["mystnb"]["figure"]["name"]
-        for path in CHAPTERS
-        for cell in cells(path)
-        if "figure" in cell["metadata"].get("mystnb", {})
+NUMBERS = numbers_in((int(path.stem[:2]), {"cells": cells(path)}) for path in CHAPTERS)
+
+
+def test_figures_and_equations_have_names_of_their_own() -> None:
+    figures = [
+        cell["metadata"].get("mystnb", {}).get("figure", {}) for path in CHAPTERS for cell in cells(path)
     ]
-    assert len(names) == len(set(names))
-    named = {name for path in CHAPTERS for name in re.findall(r"\{numref\}`([^`]+)`", text_of(path))}
-    assert named <= set(names)
-
-
-def test_displayed_equations_have_a_number_and_are_referred_to_by_it() -> None:
-    texts = [text_of(path) for path in CHAPTERS]
-    labels = [label for text in texts for label in re.findall(r"^\$\$$.*?^\$\$([^\n]*)$", text, re.M | re.S)]
+    labels = [
+        label
+        for path in CHAPTERS
+        for label in re.findall(r"^\$\$$.*?^\$\$([^\n]*)$", text_of(path), re.M | re.S)
+    ]
     assert all(re.fullmatch(r" \(eq-[a-z-]+\)", label) for label in labels), labels
-    names = [label[2:-1] for label in labels]
-    assert len(names) == len(set(names))
-    assert set(names) == {name for text in texts for name in re.findall(r"\{eq\}`([^`]+)`", text)}
+    names = [figure["name"] for figure in figures if figure] + [label[2:-1] for label in labels]
+    assert sorted(names) == sorted(NUMBERS)
+
+
+def test_the_text_refers_to_figures_and_equations_by_their_numbers_and_to_every_equation() -> None:
+    link = re.compile(r"\[([^][]+)\]\((\w+)\.ipynb#([\w-]+)\)")
+    links = [found for path in CHAPTERS for found in link.findall(text_of(path))]
+    for said, chapter, name in links:
+        assert said == NUMBERS[name], name
+        assert int(chapter[:2]) == int(re.findall(r"\d+", said)[0]), name
+        assert (ROOT / "notebooks" / f"{chapter}.ipynb").exists(), chapter
+    assert {name for name in NUMBERS if name.startswith("eq-")} <= {name for *_, name in links}
+
+
+# ------------------------------------------------------------------------------- plain text, and works cited
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_plain_markdown(path: Path) -> None:
+    """It has no marks that GitHub and Jupyter show as they are written."""
+    assert not re.findall(r"\{[a-z:]+\}`|^:::+.*$|^```\{.*$|^\([\w-]+\)=$", text_of(path), re.M)
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text_of(path)):
+        assert (path.parent / target).exists(), target
+
+
+def works() -> dict[str, tuple[str, str, str]]:
+    """By address, the key, the authors and the year of each work of the bibliography."""
+    found = {}
+    for entry in re.split(r"^@\w+\{", BIBLIOGRAPHY, flags=re.M)[1:]:
+        fields = dict(re.findall(r"^\s*(\w+)\s*=\s*\{(.*)\},?\s*$", entry, re.M))
+        group = fields["author"].startswith("{")  # whose name is not to be taken apart
+        names = [name if group else name.partition(",")[0] for name in fields["author"].split(" and ")]
+        authors = " and ".join(names) if len(names) < 3 else f"{names[0]} et al."
+        address = fields.get("url") or f"https://doi.org/{fields['doi']}"
+        found[address] = entry.partition(",")[0], authors.strip("{}"), fields.get("year", "")
+    return found
+
+
+def test_works_are_cited_by_their_authors_and_year() -> None:
+    cited = {found for path in NOTEBOOKS for found in CITATION.findall(text_of(path))}
+    for said, address in cited:
+        _, authors, year = works()[address]
+        assert said in (f"{authors}, {year}", f"{authors} ({year})"), address
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "book").glob("*.md"))
+    addresses = "".join(text_of(path) for path in NOTEBOOKS)
+    for address, (key, *_) in works().items():
+        assert f"]({address})" in addresses or key in pages, f"{key} is cited nowhere"
 
 
 # ------------------------------------------------------------------------------------------------- shape
 
 
 def words_of(path: Path) -> int:
-    """Words of all of a chapter's text, formulas and tables too."""
-    return sum(len(cell["source"].split()) for cell in cells(path) if cell["cell_type"] == "markdown")
+    """Words of all of a chapter's text, formulas and tables too; a citation and a reference are one."""
+    texts = "\n".join(cell["source"] for cell in cells(path) if cell["cell_type"] == "markdown")
+    return len(re.sub(rf"{CITATION.pattern}|\[[^][]+\]\(\w+\.ipynb#[\w-]+\)", "[]", texts).split())
 
 
 @each_chapter
@@ -237,4 +298,4 @@ def test_a_chapter_ends_with_its_card(path: Path) -> None:
     assert (card["id"], done["id"]) == ("card", "done")
     assert card["source"].startswith("### The card\n")
     assert 3 <= len(re.findall(r"^\|", card["source"], re.M)) - 2 <= 8
-    assert not re.search(r"\$\$|\{eq\}|\{numref\}", card["source"])  # it is shown on two pages
+    assert not re.search(r"\$\$|\.ipynb", card["source"])  # it is shown on two pages

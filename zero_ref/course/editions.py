@@ -2,7 +2,7 @@
 
 Both editions are made from the book's own notebooks, which have a stub, a check and a solution for each
 exercise. The book skips the check when it is built; in an edition it runs, so that running the notebook
-grades it. The text is in plain Markdown, without the marks that only the book's pages make something of.
+grades it. The text has in it what only the book's pages add: captions, and the numbers of equations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from zero_ref.course import CHAPTERS
 from zero_ref.course.notebook import read_notebook
-from zero_ref.course.plain import numbers_in, plain, works_in
+from zero_ref.course.plain import numbers_in, plain
 
 Audience = Literal["students", "teachers"]
 
@@ -89,8 +89,7 @@ def write_editions(
     Nothing is written unless all of it can be made.
 
     Args:
-        source: the folder with the book's notebooks. Of `book/` beside it, if there is one, it takes what the
-            works are that are cited.
+        source: the folder with the book's notebooks.
         folder: new or empty.
         chapters: which ones, each by its number or its name: `["3", "step"]`. None named: all.
     Raises:
@@ -108,12 +107,10 @@ def write_editions(
         )
     book = {path: read_notebook(path) for path in chapters_in(source)}  # a chapter names figures of others
     numbers = numbers_in((int(path.stem.partition("_")[0]), notebook) for path, notebook in book.items())
-    bibliography = Path(source).resolve().parent / "book" / "references.bib"
-    works = works_in(bibliography.read_text(encoding="utf-8")) if bibliography.exists() else {}
     texts: dict[str, str] = {}
     for path in chosen:
         try:
-            made = plain(edition(book[path], audience), numbers, works)
+            made = plain(edition(book[path], audience), numbers)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         texts[path.name] = json.dumps(made, indent=1, ensure_ascii=False) + "\n"  # as Jupyter writes it
