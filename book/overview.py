@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zero_ref.lab import plots
-from zero_ref.plan.rules import plan_partition
+from zero_ref.plan.choice import plan_partition
 from zero_ref.simulator.models import shapes, specs
 from zero_ref.simulator.schedule import schedule
 

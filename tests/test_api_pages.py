@@ -23,7 +23,8 @@ NOTEBOOKS = BOOK.parent / "notebooks"
 
 NOT_FOR_READERS = {
     "zero_ref.plan.partition": {"OfEachRank", "check_world_size", "round_up"},
-    "zero_ref.plan.rules": {"elements", "elements_if_trainable", "may_cut", "rule_named"},
+    "zero_ref.plan.choice": {"may_cut", "rule_named"},
+    "zero_ref.plan.rules": {"elements", "elements_if_trainable"},
     "zero_ref.plan.layout": {"end_to_end"},
     "zero_ref.comm.agreement": {"RanksLostError", "agree", "agreement"},
     "zero_ref.comm.collectives": {

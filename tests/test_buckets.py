@@ -26,9 +26,10 @@ from zero_ref.optimizer.buckets import (
 )
 from zero_ref.optimizer.groups import specs_of
 from zero_ref.plan.calls import Call
+from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import Partition, Slice
-from zero_ref.plan.rules import even, plan_partition, sorted_greedy
+from zero_ref.plan.rules import even, sorted_greedy
 
 
 def flatten(

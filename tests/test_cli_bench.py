@@ -19,7 +19,7 @@ from zero_ref.bench.starts import Starts
 from zero_ref.bench.suites import SINGLES, SUITES, of_starts
 from zero_ref.bench.targets import judge
 from zero_ref.cli import bench as command
-from zero_ref.plan.rules import RULES
+from zero_ref.plan.choice import RULES
 
 # ------------------------------------------------------------------------------------------- where and when
 

@@ -8,9 +8,10 @@ from itertools import chain
 import pytest
 from hypothesis import given, strategies as st
 
+from zero_ref.plan.choice import RULES, plan_partition
 from zero_ref.plan.gradients import SMALL_NUMEL, Cut, GradientPlan, GradientTensors, gradient_plans
 from zero_ref.plan.partition import ALIGNMENT, ParamSpec, Partition, SharedRange, Slice
-from zero_ref.plan.rules import RULES, equal_shares, from_lists, plan_partition
+from zero_ref.plan.rules import equal_shares, from_lists
 
 # ----------------------------------------------------------------------------------------------- example
 

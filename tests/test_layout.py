@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.layout import (
     ITEMSIZE,
     Bucket,
@@ -20,14 +21,7 @@ from zero_ref.plan.layout import (
     runs_within,
 )
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
-from zero_ref.plan.rules import (
-    equal_shares,
-    even,
-    from_lists,
-    plan_partition,
-    registration_greedy,
-    sorted_greedy,
-)
+from zero_ref.plan.rules import equal_shares, even, from_lists, registration_greedy, sorted_greedy
 
 params_of_model = st.lists(
     st.builds(

@@ -18,7 +18,7 @@ from zero_ref.live.memory import DEVICES
 from zero_ref.live.page import NARROW, WIDE, frames, html
 from zero_ref.live.palette import MANY_RANKS, RANK_COLOURS, rank_colour
 from zero_ref.live.svg import bar, element, key, text_width, ticks, wrapped
-from zero_ref.plan.rules import plan_partition
+from zero_ref.plan.choice import plan_partition
 from zero_ref.simulator.cluster import CLUSTERS, Link
 from zero_ref.simulator.memory import MemorySettings, average_memory, with_peak
 from zero_ref.simulator.models import MODELS, shapes, specs

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition
-from zero_ref.plan.rules import even, plan_partition, sorted_greedy
+from zero_ref.plan.rules import even, sorted_greedy
 from zero_ref.simulator.ledger import (
     BOTH_GRADS_20,
     CONVENTIONS,

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
+from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.plan.rules import plan_partition
 from zero_ref.simulator.models import (
     GPT2,
     MLP,

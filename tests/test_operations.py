@@ -11,8 +11,9 @@ from scheduled import scheduled
 
 from zero_ref.local_sgd.averaging import AveragingSchedule, Level
 from zero_ref.plan.calls import Call
+from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.partition import ParamSpec, Slice
-from zero_ref.plan.rules import from_lists, plan_partition
+from zero_ref.plan.rules import from_lists
 from zero_ref.simulator.data_parallel import data_parallel, owned_bytes
 from zero_ref.simulator.ledger import nbytes_of
 from zero_ref.simulator.local_sgd import local_sgd

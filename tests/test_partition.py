@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 import zero_ref
+from zero_ref.plan.choice import loads_under, plan_partition
 from zero_ref.plan.partition import ParamSpec, Partition, SharedRange, Slice
 from zero_ref.plan.rules import (
     bucket_round_robin,
@@ -25,9 +26,7 @@ from zero_ref.plan.rules import (
     equal_shares,
     even,
     from_lists,
-    loads_under,
     partition_rule,
-    plan_partition,
     registration_greedy,
     sorted_greedy,
 )

@@ -26,8 +26,9 @@ from zero_ref.lab.plots._step import TITLE
 from zero_ref.lab.plots._style import FittingText
 from zero_ref.live.numbers import short_bytes
 from zero_ref.live.palette import PART_COLOURS, RANK_COLOURS
+from zero_ref.plan.choice import RULES
 from zero_ref.plan.partition import Partition
-from zero_ref.plan.rules import RULES, even, from_lists, sorted_greedy
+from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.simulator.ledger import MIXED_16, ledger
 
 NUMELS = [600, 500, 400, 100, 0, 30]

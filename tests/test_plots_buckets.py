@@ -15,9 +15,10 @@ from pictures import Plot, assert_readable, assert_repeatable, drawn, written
 
 from zero_ref.lab import plots
 from zero_ref.lab.plots._buckets import ROW
+from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.layout import BucketLayout, lay_out
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.plan.rules import even, plan_partition
+from zero_ref.plan.rules import even
 
 NAMES = ["W1", "b1", "W2", "b2"]
 NUMELS = [12, 4, 8, 2]

@@ -18,8 +18,9 @@ from zero_ref.lab.meter import held_bytes, recording
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
+from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.plan.rules import from_lists, plan_partition
+from zero_ref.plan.rules import from_lists
 from zero_ref.simulator.ledger import nbytes_of
 from zero_ref.simulator.models import from_module, shapes, specs
 from zero_ref.simulator.recipe import RECIPES, recipe

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
+from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.plan.rules import even, plan_partition, sorted_greedy
+from zero_ref.plan.rules import even, sorted_greedy
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES, StateRule
 from zero_ref.simulator.memory import MemorySettings, memory_of_ranks, whole_bytes
 from zero_ref.simulator.models import shapes, specs

@@ -72,6 +72,7 @@ CHAPTER_OF = {
     "zero_ref.PostLocalSGDOptimizer": 11,
     "zero_ref.DistributedOptimizer": 12,
     "zero_ref.plan.partition": 3,
+    "zero_ref.plan.choice": 3,
     "zero_ref.plan.rules": 3,
     "zero_ref.dropin.oss": 3,
     "zero_ref.comm.agreement": 2,

@@ -20,7 +20,7 @@ from zero_ref.bench.rounds import COUNTS, WARM_UP, Case, take_turns
 from zero_ref.bench.suites import SUITES
 from zero_ref.bench.targets import judge
 from zero_ref.lab import ranks
-from zero_ref.plan.rules import RULES
+from zero_ref.plan.choice import RULES
 
 pytestmark = pytest.mark.ranks
 

@@ -13,8 +13,8 @@ from functools import partial
 
 from zero_ref.bench import machine
 from zero_ref.bench.results import Figure
+from zero_ref.plan.choice import RULES, plan_partition
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.plan.rules import RULES, plan_partition
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.models import blocks, shapes, specs
 from zero_ref.simulator.play import play

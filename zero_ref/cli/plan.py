@@ -9,9 +9,10 @@ from typing import Any
 
 from zero_ref.cli._common import Subparsers, need, no_collecting
 from zero_ref.lab._arguments import simulated_ranks
+from zero_ref.plan.choice import RULES as PARTITIONS, loads_under, plan_partition
 from zero_ref.plan.layout import ITEMSIZE, lay_out
 from zero_ref.plan.partition import ParamSpec, Partition
-from zero_ref.plan.rules import RULES as PARTITIONS, loads_under, newton_schulz_operations, plan_partition
+from zero_ref.plan.rules import newton_schulz_operations
 from zero_ref.simulator.ledger import STATE_RULES, format_bytes, state_bytes_of_rank
 from zero_ref.simulator.models import MODELS, matrices_whole, shapes, specs
 from zero_ref.simulator.schedule import broadcasts_of_buckets, broadcasts_of_slices

@@ -17,9 +17,10 @@ from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.meter import recording
 from zero_ref.lab.model import GPT
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
-from zero_ref.plan.rules import even, from_lists, plan_partition, sorted_greedy
+from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.simulator.models import from_module, shapes
 from zero_ref.simulator.schedule import broadcasts_of_buckets, ddp_buckets
 

@@ -17,7 +17,7 @@ from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.meter import recording
 from zero_ref.lab.model import GPT
 from zero_ref.plan.calls import Call
-from zero_ref.plan.rules import plan_partition
+from zero_ref.plan.choice import plan_partition
 from zero_ref.simulator.models import from_module
 
 T = TypeVar("T")

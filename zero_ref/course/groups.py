@@ -18,8 +18,9 @@ from zero_ref.lab.meter import recording
 from zero_ref.lab.model import GPT
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
+from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
-from zero_ref.plan.rules import even, from_lists, plan_partition, sorted_greedy
+from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.models import from_module
 from zero_ref.simulator.schedule import broadcasts_of_slices

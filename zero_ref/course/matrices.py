@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zero_ref.course import Answer, ExerciseFailed, call_text, exercise, shown
 from zero_ref.course.predictions import prediction
+from zero_ref.plan.choice import loads_under, plan_partition
 from zero_ref.plan.partition import ParamSpec
-from zero_ref.plan.rules import loads_under, newton_schulz_operations, plan_partition
+from zero_ref.plan.rules import newton_schulz_operations
 from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.models import matrices_whole, shapes, specs
 
@@ -257,7 +258,7 @@ def _drawn_alike(rng: random.Random) -> tuple[Shapes, int]:
 @exercise(
     "matrices.by_cost",
     forbids=(
-        "zero_ref.plan.rules.plan_partition",
+        "zero_ref.plan.choice.plan_partition",
         "zero_ref.plan.rules.sorted_greedy",
     ),
 )

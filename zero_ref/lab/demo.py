@@ -14,7 +14,7 @@ from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.model import GPT
 from zero_ref.lab.outcome import as_json, environment, problems
 from zero_ref.lab.report import Check, write_report
-from zero_ref.plan.rules import plan_partition
+from zero_ref.plan.choice import plan_partition
 from zero_ref.simulator.models import from_module
 from zero_ref.simulator.recipe import RECIPES
 

@@ -10,8 +10,8 @@ from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
 from zero_ref.live.numbers import short, short_count
 from zero_ref.live.palette import ALARM, INK, MUTED, SERIES_COLOURS, rank_colour
 from zero_ref.live.svg import LINE, MARGIN, Stacked, bar, curve, key, line, picture, text
+from zero_ref.plan.choice import RULES, plan_partition
 from zero_ref.plan.partition import Partition
-from zero_ref.plan.rules import RULES, plan_partition
 from zero_ref.simulator.models import MODELS
 
 POWERS = tuple(2**power for power in range(11))

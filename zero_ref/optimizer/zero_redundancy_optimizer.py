@@ -56,8 +56,8 @@ from zero_ref.optimizer.offload import StatePlace
 from zero_ref.optimizer.rounding import Masters
 from zero_ref.optimizer.several import SeveralOptimizers, class_of, name_classes, title, with_group
 from zero_ref.optimizer.shard import Shard, log_share
+from zero_ref.plan.choice import Choice, loads_under, may_cut, plan_partition
 from zero_ref.plan.partition import ParamSpec, Partition
-from zero_ref.plan.rules import Choice, loads_under, may_cut, plan_partition
 from zero_ref.state.repartition import Handover
 from zero_ref.state.whole import WithWholeState
 

@@ -174,7 +174,7 @@ def gradient_plans(
 ) -> list[GradientPlan]:
     """The buckets of a model's gradients, in the order in which all ranks reduce them: the last ones first.
 
-    >>> from zero_ref.plan.rules import plan_partition
+    >>> from zero_ref.plan.choice import plan_partition
     >>> params = [ParamSpec(640), ParamSpec(64, shape=(8, 8), whole=True), ParamSpec(128)]
     >>> [list(plan.starts) for plan in gradient_plans(plan_partition("equal_shares", params, 2), params)]
     [[1], [0, 2]]

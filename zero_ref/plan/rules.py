@@ -1,9 +1,7 @@
 """The rules that give each element an owner: from parameter sizes and a world size they make a `Partition`.
 
-This module adds to `assign_owners` of `minimal.py` that there are several rules, and that a user's own
-assignment is checked.
-
-Reading order: the rules (pure functions), then `plan_partition`, which makes a Partition of a user's choice.
+This module adds to `assign_owners` of `minimal.py` that there are several rules. They are pure functions;
+`choice.py` says which of them a user gets.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import heapq
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import TypeVar
 
 from zero_ref.plan.partition import (
@@ -62,6 +59,7 @@ def partition_rule(
 
     A function without this mark is called with `(numels, world_size)`.
 
+    >>> from zero_ref.plan.choice import plan_partition
     >>> @partition_rule(weight=lambda param: param.numel * len(param.shape))
     ... def all_to_the_least_loaded(params, world_size, *, loads=None):
     ...     owner = min(range(world_size), key=(loads or [0] * world_size).__getitem__)
@@ -344,123 +342,6 @@ def from_lists(numels: Sequence[int], owned: Iterable[Iterable[int | Slice]]) ->
                 f"rank {rank} is given {of_rank!r}; it takes a list of parameter numbers or slices."
             ) from None
     return Partition(tuple(numels), tuple(slices_of_rank))
-
-
-# ------------------------------------------------------------------------------------- a user's choice
-
-
-Choice = str | Partition | Callable[..., "Partition | Sequence[Sequence[int]]"] | Sequence[Sequence[int]]
-"""A choice of owners: a name in `RULES`, such as "even"; a `Partition`; a list of parameter numbers for each
-rank; a function `(numels, world_size)` that returns a `Partition` or such lists; or a rule marked by
-`partition_rule`."""
-
-RULES: dict[str, Callable[..., Partition]] = {
-    "sorted_greedy": sorted_greedy,
-    "registration_greedy": registration_greedy,
-    "even": even,
-    "equal_shares": equal_shares,
-    "balanced": balanced(newton_schulz_operations),
-}
-
-
-def rule_named(choice: Choice) -> Choice:
-    """The rule of that name; a choice that is not a name is returned unchanged.
-
-    Raises:
-        ValueError: no rule has this name.
-    """
-    if not isinstance(choice, str):
-        return choice
-    name = choice.replace("-", "_")
-    if name not in RULES:
-        raise ValueError(f"unknown partition {choice!r}; choose one of {', '.join(RULES)}.")
-    return RULES[name]
-
-
-def plan_partition(
-    choice: Choice,
-    params: Sequence[ParamSpec],
-    world_size: int,
-    *,
-    loads: Sequence[float] | None = None,
-) -> Partition:
-    """Make a Partition of these parameters from what a user passed as `partition=`.
-
-    >>> plan_partition("even", [ParamSpec(640), ParamSpec(128)], world_size=2).loads
-    (384, 384)
-
-    Args:
-        choice: a name in RULES ("sorted_greedy" or "sorted-greedy"), a function `(numels, world_size)` that
-            returns a Partition or one list of parameter numbers for each rank, a rule marked by
-            `partition_rule`, such lists, or a Partition.
-        params: in registration order.
-        loads: what each rank already owns (`loads_under`), when parameters are added to an optimizer.
-    Raises:
-        ValueError: the name is unknown, or the result does not fit these parameters and this world size.
-        TypeError: `choice` is none of the above.
-    """
-    numels = [param.numel for param in params]
-    rule = rule_named(choice)
-    made: object = rule
-    if callable(rule):
-        takes_specs = _weight_of(rule) is not None
-        made = rule(params, world_size, loads=loads) if takes_specs else rule(numels, world_size)
-    if not isinstance(made, Partition):
-        if not isinstance(made, Sequence):
-            raise TypeError(
-                f"partition= takes a name, a function, lists of parameter numbers or a Partition, "
-                f"not {type(made).__name__}."
-            )
-        made = from_lists(numels, made)
-    if made.world_size != world_size or made.numels != tuple(numels):
-        raise ValueError(
-            f"the partition is for {len(made.numels)} parameters ({sum(made.numels):,} elements) on "
-            f"{made.world_size} ranks; these are {len(numels)} parameters ({sum(numels):,} elements) "
-            f"on {world_size} ranks."
-        )
-    return made
-
-
-def _weight_of(rule: Choice) -> Callable[[ParamSpec], float] | None:
-    """The weight that `partition_rule` set on a rule; None if not set."""
-    return getattr(_inner(rule), "partition_weight", None)
-
-
-def _inner(rule: Choice) -> Choice:
-    """The function inside of functools.partial."""
-    while isinstance(rule, partial):
-        rule = rule.func
-    return rule
-
-
-def may_cut(choice: Choice) -> bool:
-    """Whether the chosen rule or assignment may cut a parameter.
-
-    >>> may_cut("even"), may_cut("sorted_greedy")
-    (True, False)
-    """
-    if isinstance(choice, Partition):
-        return not choice.is_whole
-    return getattr(_inner(rule_named(choice)), "partition_cuts", True)
-
-
-def loads_under(choice: Choice, partition: Partition, params: Sequence[ParamSpec]) -> tuple[float, ...]:
-    """Each rank's load, in the weights of the chosen rule.
-
-    >>> frozen = [ParamSpec(6), ParamSpec(9, trainable=False)]
-    >>> loads_under("registration_greedy", from_lists([6, 9], [[0], [1]]), frozen)
-    (6, 1)
-
-    Args:
-        params: the parameters of the partition; more may follow.
-    """
-    weight = _weight_of(rule_named(choice)) or elements
-
-    def load(piece: Slice) -> float:
-        whole, numel = weight(params[piece.param]), partition.numels[piece.param]
-        return whole if piece.numel == numel else whole * piece.numel / numel
-
-    return tuple(sum(map(load, slices)) for slices in partition.slices_of_rank)
 
 
 # ------------------------------------------------------------------------------------------- small parts

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
-from zero_ref.plan.rules import Choice
+from zero_ref.plan.choice import Choice
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.ledger import StateRule, check_stage, state_rule
 from zero_ref.simulator.operations import WAYS, WAYS_OF_DDP, WAYS_WITHOUT_DDP

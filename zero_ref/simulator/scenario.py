@@ -12,9 +12,9 @@ from functools import cache, cached_property
 from typing import Any
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
+from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import ParamSpec, Partition
-from zero_ref.plan.rules import plan_partition
 from zero_ref.simulator._checks import check_name, check_world_size
 from zero_ref.simulator.activations import CHECKPOINTING, Activations, activations
 from zero_ref.simulator.cluster import Cluster

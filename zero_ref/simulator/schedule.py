@@ -14,10 +14,10 @@ from itertools import accumulate, islice
 from typing import NamedTuple
 
 from zero_ref.plan.calls import Call
+from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.layout import BucketLayout, lay_out
 from zero_ref.plan.partition import ParamSpec, Partition
-from zero_ref.plan.rules import plan_partition
 from zero_ref.simulator.data_parallel import broadcasts_of, data_parallel, messages_of, owned_bytes
 from zero_ref.simulator.ledger import itemsize_of, nbytes_of, state_bytes_of_rank, state_rule
 from zero_ref.simulator.local_sgd import local_sgd

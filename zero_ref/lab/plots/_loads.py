@@ -10,8 +10,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, label_box, rank_ticks
 from zero_ref.live.numbers import short, short_bytes, short_count
 from zero_ref.live.palette import FAINT, INK, PAPER, SERIES_COLOURS, rank_colour, text_colour_on
+from zero_ref.plan.choice import RULES
 from zero_ref.plan.partition import Partition
-from zero_ref.plan.rules import RULES
 
 MOST_BARS = 64
 """Above this many ranks a bar is thinner than a line: one filled outline says more."""
@@ -133,7 +133,7 @@ def balance_against_ranks(
     Args:
         numels: elements per parameter, in registration order.
         world_sizes: numbers of ranks, rising.
-        strategies: names in `zero_ref.plan.rules.RULES`.
+        strategies: names in `zero_ref.plan.choice.RULES`.
         bytes_per_element: draw the fullest rank's bytes, this many an element (8: Adam's two running means in
             fp32). Its load divided by the mean if None.
     Raises:
