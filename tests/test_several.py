@@ -14,8 +14,8 @@ from training import assert_state_dicts_equal
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import state_bytes
+from zero_ref.optimizer.owned import MASTER
 from zero_ref.optimizer.several import SeveralOptimizers, split_state_dict
-from zero_ref.optimizer.shard import MASTER
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.choice import loads_under, plan_partition
 from zero_ref.plan.rules import even, newton_schulz_operations

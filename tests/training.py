@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.optimizer.groups import PARAM_KEYS, given_in, replace_options
+from zero_ref.optimizer.owned import MASTER
 from zero_ref.optimizer.rounding import round_stochastically
-from zero_ref.optimizer.shard import MASTER
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition
 from zero_ref.plan.rules import equal_shares, even, sorted_greedy

@@ -34,7 +34,8 @@ from zero_ref.comm.collectives import Collectives, ToPeer, broadcast_json
 from zero_ref.optimizer.buckets import flat_like
 from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.groups import describe_options, options_of
-from zero_ref.optimizer.shard import Shard, own_slices
+from zero_ref.optimizer.owned import own_slices
+from zero_ref.optimizer.shard import Shard
 from zero_ref.plan.partition import Slice
 
 Layout = list[int] | None

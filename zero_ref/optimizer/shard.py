@@ -1,7 +1,7 @@
 """What this rank owns: its slices, and the local optimizer that steps them.
 
-In `minimal.py` the local optimizer steps whole parameters. This module adds slices of parameters, and copies
-of them in another dtype. A step calls three methods:
+`minimal.py` has this in its constructor and its step. This module adds slices and copies of parameters.
+A step calls three methods:
 
     shard.take(gradients)     set the `.grad` of each local tensor to the gradient of its slice
     shard.step(closure)       step the local optimizer
@@ -14,17 +14,18 @@ import logging
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from zero_ref.optimizer.buckets import flat_like, flat_view, kept_view
+from zero_ref.optimizer.buckets import kept_view
 from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.groups import ParamGroup, loaded_options, options_of, replace_options
 from zero_ref.optimizer.merged import SMALL_NUMEL, MergedSlices, place_end_to_end
 from zero_ref.optimizer.offload import Arrival, StatePlace, in_pieces
+from zero_ref.optimizer.owned import MASTER, Copies, OwnedSlice, own_slices
 from zero_ref.optimizer.rounding import Masters
 from zero_ref.optimizer.several import (
     defaults_of,
@@ -41,87 +42,6 @@ logger = logging.getLogger("zero_ref.optimizer")
 CAST_NBYTES = 2**22
 """Gradients that are cast for a step at a time: they stay in the cache until they are used."""
 
-MASTER = "master_weight"
-"""The key under which the state that is sent and saved has the values of a copy."""
-
-
-class OwnedSlice(NamedTuple):
-    """A slice that this rank owns, and the tensor that the local optimizer steps for it.
-
-    `local` is the parameter itself if the slice is all of it, else a 1-D leaf that shares the parameter's
-    memory. If `is_copy`, it is a copy in the same shape, in another dtype (masters) or place (offload).
-    """
-
-    piece: Slice
-    param: torch.Tensor
-    local: torch.Tensor
-    is_copy: bool = False
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the slice is all of the parameter."""
-        return self.piece.numel == self.param.numel()
-
-    @property
-    def is_master(self) -> bool:
-        """Whether `local` is a copy whose values the parameter cannot represent."""
-        return self.local.dtype != self.param.dtype
-
-    @property
-    def window(self) -> torch.Tensor:
-        """The slice as a view of the parameter, in the shape of `local`."""
-        return self.local.detach() if not self.is_copy else _window(self.piece, self.param)
-
-
-def _window(piece: Slice, param: torch.Tensor) -> torch.Tensor:
-    # detach, not .data: autograd then still detects that a tensor it saved was overwritten.
-    whole = piece.numel == param.numel()
-    return param.detach() if whole else flat_view(param.detach())[piece.start : piece.stop]
-
-
-def own_slices(
-    pieces: Iterable[Slice],
-    params: Sequence[torch.Tensor],
-    masters: Masters | None = None,
-    place: StatePlace | None = None,
-    kept: Mapping[Slice, torch.Tensor] | None = None,
-) -> list[OwnedSlice]:
-    """The owned slices, each with the tensor to step.
-
-    Args:
-        masters: which parameters are copied into another dtype; None for none.
-        place: where copies are; None for the parameters' own devices.
-        kept: existing copies, which are reused.
-    """
-    owned, kept = [], kept or {}
-    for piece in pieces:
-        param = params[piece.param]
-        dtype = masters.dtype if masters is not None and masters.copies(param) else param.dtype
-        held = place if place is not None and place.holds(param) else None
-        if is_copy := held is not None or dtype != param.dtype:
-            local = _copy(_window(piece, param), dtype, held, kept.get(piece))
-            local.requires_grad_(param.requires_grad)
-        elif piece.numel == param.numel():
-            local = param
-        else:
-            local = _window(piece, param).requires_grad_(param.requires_grad)
-        owned.append(OwnedSlice(piece, param, local, is_copy))
-    if place is None:
-        place_end_to_end(own.local for own in owned if own.is_copy and own.local is not kept.get(own.piece))
-    return owned
-
-
-def _copy(
-    window: torch.Tensor, dtype: torch.dtype, place: StatePlace | None, kept: torch.Tensor | None
-) -> torch.Tensor:
-    """A copy of the window in a place: `kept` itself if it is there and its strides are the window's."""
-    device = window.device if place is None else place.device
-    if kept is not None and (kept.device, kept.dtype) == (device, dtype) and kept.stride() == window.stride():
-        return kept
-    empty = torch.empty_like(window, dtype=dtype) if place is None else place.empty_like(window, dtype)
-    is_master = dtype != window.dtype
-    return empty.copy_(kept.detach() if kept is not None and is_master else window)
-
 
 class Shard:
     """A rank's part of an optimizer.
@@ -137,6 +57,7 @@ class Shard:
 
     Attributes:
         owned: the slices that this rank owns.
+        copies: those of them whose local tensors are copies.
         optim: the local optimizer.
         cut: (number, parameter, strides) of each parameter that more than one rank owns a part of.
     """
@@ -170,7 +91,6 @@ class Shard:
         self._small = self._shares = self.merged = MergedSlices(self.optim, {})
         self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._used: set[int] = set()  # numbers of the parameters whose local tensors have had a gradient
-        self._versions: list[int] = []  # of each copied parameter, when last equal to its rounded copy
         self._arrange(built)
 
     # ---------------------------------------------------------------------------------------- the three verbs
@@ -201,7 +121,7 @@ class Shard:
             if parts is not None and not own.is_whole:
                 return parts.get(own.piece)
             grad = gradient_of(own.piece.param, own.param)
-            return None if grad is None else _part(own, grad)
+            return None if grad is None else own.part_of(grad)
 
         for number, param, _ in self.cut:
             grad = gradient_of(number, param)
@@ -284,7 +204,7 @@ class Shard:
                 self._replace(own.param, None)  # it is stepped with the first piece
         for own in self._apart:
             own.local.grad = None
-        self._publish(self._copy_of[local] for local in piece.locals)
+        self.copies.publish((self._copy_of[local] for local in piece.locals), self.optim.state)
         self._published.update(piece.locals)
         return result
 
@@ -326,54 +246,18 @@ class Shard:
                 stacklevel=4,
             )
 
-    @torch.no_grad()
     def publish(self, numbers: Container[int] | None = None) -> None:
         """Round the new values of copies into their parameters: all trained ones, or those in `numbers`."""
-        self._publish(
-            own
-            for own in self._copies
-            if own.param.requires_grad
-            and own.local not in self._published
-            and (numbers is None or own.piece.param in numbers)
+        self.copies.publish(
+            (
+                own
+                for own in self.copies.slices
+                if own.param.requires_grad
+                and own.local not in self._published
+                and (numbers is None or own.piece.param in numbers)
+            ),
+            self.optim.state,
         )
-
-    @torch.no_grad()
-    def _publish(self, slices: Iterable[OwnedSlice]) -> None:
-        new = list(slices)
-        if self.place_of_state is not None:
-            for own in new:
-                self.place_of_state.keep(self.optim.state.get(own.local, {}), own.local)
-            self.place_of_state.send([self._rounded(own) for own in new], [own.window for own in new])
-            return
-        if self.masters is not None and self.masters.rounding == "nearest" and new:
-            into = [own.param if own.is_whole else own.window for own in new]
-            torch._foreach_copy_(into, [own.local for own in new])
-            return
-        for own in new:
-            own.window.copy_(self._rounded(own))
-
-    def _rounded(self, own: OwnedSlice) -> torch.Tensor:
-        """The values of a copy in its parameter's dtype."""
-        if self.masters is None:
-            return own.local.detach()
-        return self.masters.rounded(own.local.detach(), own.param.dtype, own.piece.start)
-
-    @torch.no_grad()
-    def follow_parameters(self) -> None:
-        """Copy values that others have written into the parameters, such as a loaded model, to the copies.
-
-        A copy keeps the elements whose rounded value the parameter still has. Changes are detected by the
-        parameter's version counter; a write through `.data` is not detected, and is overwritten.
-        """
-        for own, version in zip(self._copies, self._versions, strict=True):
-            if own.param._version != version:
-                window, copy = own.window, own.local.to(own.param.device)  # it may have moved, too
-                changed = window != self._rounded(own).to(window.device)
-                own.local.copy_(torch.where(changed, window.to(copy.dtype), copy))
-
-    def note_versions(self) -> None:
-        """Record that each parameter now equals its rounded copy."""
-        self._versions = [own.param._version for own in self._copies]
 
     def give_back(self) -> None:
         """Undo `take`."""
@@ -394,13 +278,10 @@ class Shard:
             self._warn_if_drawn()
             # An optimizer may change its parameters before it calls the closure. Publish only the changed
             # ones: a write would invalidate an autograd graph that was made before the step.
-            moved = {
-                own.piece.param for own in self._copies if not torch.equal(self._rounded(own), own.window)
-            }
-            self.publish(moved)
-            self.note_versions()
+            self.publish(self.copies.changed())
+            self.copies.note_versions()
             loss = closure()
-            self.follow_parameters()  # it may have changed parameters, too
+            self.copies.follow_parameters()  # it may have changed parameters, too
             self._watch_generator()  # the closure may draw, as dropout does
             self._published.clear()
             take()
@@ -450,9 +331,8 @@ class Shard:
             if built.is_cut(number)
         ]
         self._devices = [own.local.device for own in self.owned]
-        self._copies = [own for own in self.owned if own.is_copy]
-        self._copy_of = {own.local: own for own in self._copies}
-        self.note_versions()
+        self.copies = Copies(self.owned, self.masters, self.place_of_state)
+        self._copy_of = {own.local: own for own in self.copies.slices}
         trained = [own for own in self.owned if own.param.requires_grad]
         self._in_place = [own for own in trained if own.local is own.param]
         self._apart = [own for own in trained if own.local is not own.param]
@@ -531,7 +411,7 @@ class Shard:
             )
         copies = {
             own.local: {**self.optim.state.get(own.local, {}), MASTER: own.local.detach()}
-            for own in self._copies
+            for own in self.copies.slices
             if own.is_master and own.piece.param in self._used
         }
         return {**self.optim.state, **copies} if copies else self.optim.state
@@ -589,12 +469,7 @@ class Shard:
             if own.is_copy:
                 own.local.copy_(own.window if values is None or not own.is_master else values)
                 self._used |= {own.piece.param} if values is not None and own.is_master else set()
-        self.note_versions()
-
-
-def _part(own: OwnedSlice, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient of a slice."""
-    return grad if own.is_whole else flat_like(grad, own.param)[own.piece.start : own.piece.stop]
+        self.copies.note_versions()
 
 
 def _is_cast_in_pieces(own: OwnedSlice, grad: torch.Tensor) -> bool:

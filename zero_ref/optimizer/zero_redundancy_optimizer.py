@@ -275,7 +275,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         # Autograd does not see that a broadcast wrote into parameters, so increment their versions.
         # Frozen parameters have not changed, and a running backward may still need them.
         torch.autograd.graph.increment_version([param for param in self.built.params if param.requires_grad])
-        self.shard.note_versions()
+        self.shard.copies.note_versions()
         copy_options(self.optim.param_groups, self.param_groups)
         self.backward.stepped()
         self._opt_called = True  # learning-rate schedulers warn where step() was never called
@@ -347,7 +347,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         """
         self.arriving.wait()
         self.accord.check_certain()
-        self.shard.follow_parameters()  # before anything moves them
+        self.shard.copies.follow_parameters()  # before anything moves them
         built = self.built
         now = places_of(params_of(self.param_groups))
         if now == built.places:

@@ -36,8 +36,8 @@ from zero_ref.optimizer.groups import (
     params_of,
     specs_of,
 )
+from zero_ref.optimizer.owned import OwnedSlice
 from zero_ref.optimizer.several import class_of
-from zero_ref.optimizer.shard import OwnedSlice
 from zero_ref.state import subclasses
 
 State = dict[int, dict[str, Any]]

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zero_ref.optimizer.buckets import flat_like, flat_view
 from zero_ref.optimizer.groups import dtype_name
+from zero_ref.optimizer.owned import MASTER, OwnedSlice
 from zero_ref.optimizer.rounding import Masters
-from zero_ref.optimizer.shard import MASTER, OwnedSlice
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.state import checkpoint, subclasses
 from zero_ref.state.checkpoint import Entry, dtype_of

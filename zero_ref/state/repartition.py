@@ -17,7 +17,7 @@ import torch
 from zero_ref.comm.agreement import agreement
 from zero_ref.comm.collectives import Collectives, ToPeer, exchange_json
 from zero_ref.optimizer.buckets import flat_view
-from zero_ref.optimizer.shard import OwnedSlice
+from zero_ref.optimizer.owned import OwnedSlice
 from zero_ref.plan.moves import Move, moves
 from zero_ref.plan.partition import Partition
 from zero_ref.state import checkpoint, subclasses

@@ -20,8 +20,9 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.coupling import trial
 from zero_ref.optimizer.groups import ParamGroup, params_of, replace_options
+from zero_ref.optimizer.owned import MASTER
 from zero_ref.optimizer.several import is_known, keys_beside_state, local_optimizer, optimizers_in
-from zero_ref.optimizer.shard import MASTER, Shard
+from zero_ref.optimizer.shard import Shard
 from zero_ref.state import checkpoint
 
 
