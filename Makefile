@@ -13,6 +13,8 @@ SHELL       := bash
 MAKEFLAGS   += --no-print-directory
 .DEFAULT_GOAL := help
 .PHONY: help install lock demo notebook test lint types imports unit ranks notebooks book browser pages-in-browser links loc address offline pdf gpu clean
+# Hundreds of processes import the package. Where a variable keeps Python from writing bytecode, each compiles it anew.
+export PYTHONDONTWRITEBYTECODE :=
 # Notebooks and tests may start the environment's own programs, such as torchrun.
 export PATH := $(abspath $(BIN)):$(PATH)
 
