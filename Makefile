@@ -12,7 +12,7 @@ PIP_LOCKED := $(PIP) --require-hashes --no-deps --only-binary :all: --requiremen
 SHELL       := bash
 MAKEFLAGS   += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo notebook test lint types imports unit ranks notebooks book browser pages-in-browser links loc address offline pdf gpu clean
+.PHONY: help install lock demo notebook test thorough lint types imports unit ranks notebooks book browser pages-in-browser links loc address offline pdf gpu clean
 # Hundreds of processes import the package. Where a variable keeps Python from writing bytecode, each compiles it anew.
 export PYTHONDONTWRITEBYTECODE :=
 # Notebooks and tests may start the environment's own programs, such as torchrun.
@@ -62,8 +62,14 @@ notebook: $(STAMP)  ## open the chapters in JupyterLab, installed into .venv the
 	@$(BIN)/python -c 'import jupyterlab, jupyterlab_myst' 2>/dev/null || $(PIP_LOCKED) requirements/notebook.txt
 	@$(BIN)/jupyter lab notebooks
 
-test: $(STAMP)  ## everything below; what failed stands in the table at the end
+test: $(STAMP)  ## what each change has to pass: all parts from lint to browser; what failed stands in the table at the end
 	@$(BIN)/python tests/parts.py '$(MAKE)'
+
+# The browser's are left out where no Chromium starts, as by `make browser`.
+thorough: $(STAMP)  ## what `make test` leaves out: further cases, random ones, other libraries' trainers; for once a day
+	$(call step,thorough tests,$(BIN)/python -m pytest -q -m 'thorough and not browser' -n 2 --dist loadfile --durations=40)
+	@test -f _build/html/index.html || $(MAKE) book
+	@$(MAKE) browser PAGES_TESTED=thorough
 
 lint: $(STAMP)  ## format, style, spelling, notebooks without outputs, numbers that nothing asserts
 	$(call step,lint,\
@@ -83,11 +89,11 @@ imports: $(STAMP)  ## who may import whom; the plan and the simulator without an
 	    $(BIN)/python -S -c "$$STANDARD_LIBRARY_ONLY")
 
 unit: $(STAMP)  ## tests that start no processes, and the examples in docstrings
-	$(call step,unit tests and doctests,$(BIN)/python -m pytest -q -m 'not ranks and not browser' -n 2 --durations=40)
+	$(call step,unit tests and doctests,$(BIN)/python -m pytest -q -m 'not ranks and not browser and not thorough' -n 2 --durations=40)
 
 # Two files at a time: much of the time is waiting, for processes to start and for time-outs to pass.
 ranks: $(STAMP)  ## tests on real ranks
-	$(call step,tests on real ranks,$(BIN)/python -m pytest -q -m ranks -n 2 --dist loadfile --durations=5)
+	$(call step,tests on real ranks,$(BIN)/python -m pytest -q -m 'ranks and not thorough' -n 2 --dist loadfile --durations=5)
 
 notebooks: $(STAMP)  ## run every notebook from top to bottom
 	$(call step,notebooks,\
@@ -105,8 +111,9 @@ book: $(STAMP)  ## write the book to _build/html; a warning is an error
 browser: $(STAMP)  ## read every page of the built book in Chromium: offline, accessible, on a phone
 	@if $(BIN)/python tests/browser/ready.py; then $(MAKE) pages-in-browser; else test -z "$$NEEDS_BROWSER"; fi
 
+PAGES_TESTED := not thorough
 pages-in-browser:
-	$(call step,browser,$(BIN)/python -m pytest -q -m browser -n 2 tests/browser)
+	$(call step,browser,$(BIN)/python -m pytest -q -m 'browser and $(PAGES_TESTED)' -n 2 --durations=10 tests/browser)
 
 # Nothing is run again: it is put together from the pages.
 offline: $(STAMP)  ## the whole book as one file, _build/zero_ref-book.html, from what `make book` wrote

@@ -32,6 +32,7 @@ def kinds(row: Row) -> Any:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(3600)  # torchao's are compiled, and pytorch_optimizer has more than 100

@@ -121,5 +121,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         addresses = [name for name in found if not name.startswith("_static/") and name != "index.html"]
         # The package's sources are coloured by one program and framed by one template: two stand for all.
         sources = [name for name in addresses if name.startswith("_modules/")]
-        addresses = [name for name in addresses if name not in sources[2:]]
-        metafunc.parametrize("address", addresses or ["book/index.html"])
+        addresses = [name for name in addresses if name not in sources[2:]] or ["book/index.html"]
+        # So are the pages of the reference, but they have what the docstrings have.
+        reference = [name for name in addresses if name.startswith("book/api/")]
+        thorough = pytest.mark.thorough
+        metafunc.parametrize(
+            "address",
+            [pytest.param(name, marks=thorough if name in reference[3:] else ()) for name in addresses],
+        )

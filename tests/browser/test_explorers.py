@@ -2,14 +2,14 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 from playwright.sync_api import Locator, Page
 from reader import PATIENCE_MS, PHONE, Visit
 
 from zero_ref.live import EXPLORERS
-from zero_ref.live.explorer import Value
+from zero_ref.live.explorer import Control, Value
 
 PAGE = "book/explorers.html"
 CHAPTERS = {
@@ -73,30 +73,34 @@ def drawn(svg: str) -> list[tuple[str, dict[str, str], str]]:
     ]
 
 
-def settings_of(name: str) -> Iterator[dict[str, Value]]:
-    """Each control through all its options, the others at their start; then all at their ends.
+def options_of(name: str, control: Control) -> Sequence[Value]:
+    """All options; of a search, which takes Python in a browser seconds, only the first and the last."""
+    return control.options[:: max(1, len(control.options) - 1)] if name == "search" else control.options
 
-    A search takes Python in a browser seconds, so its controls go to the first and the last option only.
-    """
+
+def settings_of(name: str, every: bool) -> Iterator[dict[str, Value]]:
+    """All controls at their ends; before that each through its options, the others at their start."""
     explorer = EXPLORERS[name]
-    for control in explorer.controls:
-        ends = dict.fromkeys((control.options[0], control.options[-1]))
-        for option in ends if name == "search" else control.options:
+    for control in explorer.controls if every else ():
+        for option in options_of(name, control):
             yield {**explorer.values, control.name: option}
     for end in (0, -1):
         yield {control.name: control.options[end] for control in explorer.controls}
 
 
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["ends", "every"]
+)
 @pytest.mark.parametrize("name", CHAPTERS)  # "ring" has its slider alone
-def test_every_setting_gives_the_packages_picture_words_and_numbers(
-    visit: Callable[..., Visit], name: str
+def test_each_setting_gives_the_packages_picture_words_and_numbers(
+    visit: Callable[..., Visit], name: str, every: bool
 ) -> None:
     one = visit(CHAPTERS[name])
     section = start(one.page, name)
     width = section.evaluate("section => Math.floor(section.querySelector('.explorer-picture').clientWidth)")
     width = max(280, min(760, width))
     now, compared = dict(EXPLORERS[name].values), 0
-    for values in settings_of(name):
+    for values in settings_of(name, every):
         for control, value in values.items():
             if now[control] != value:
                 move(section, name, control, value)
@@ -120,8 +124,8 @@ def test_every_setting_gives_the_packages_picture_words_and_numbers(
         assert sorted(shown["idle"]) == sorted(answer.idle)
         assert drawn(shown["svg"]) == drawn(answer.svg), now
         compared += 1
-    most = 2 if name == "search" else None
-    assert compared == sum(len(control.options[:most]) for control in EXPLORERS[name].controls) + 2
+    controls = EXPLORERS[name].controls if every else ()
+    assert compared == 2 + sum(len(options_of(name, control)) for control in controls)
     assert one.trouble() == []
 
 

@@ -168,6 +168,7 @@ def test_everybody_gets_what_their_kind_deserves(ten: Class) -> None:
     assert (late, broken) == ({"late"}, {"broken"})
 
 
+@pytest.mark.thorough
 def test_what_was_graded_already_is_not_graded_again(ten: Class, tmp_path: Path) -> None:
     lines = ten.kept.read_text().splitlines(keepends=True)
     kept, again = tmp_path / "kept.jsonl", list[str]()
@@ -431,6 +432,7 @@ def test_the_dockerfile_copies_what_is_there_and_starts_a_command_that_is_one() 
     assert {"Makefile", "pyproject.toml", "requirements", "zero_ref", "notebooks", "README.md"} <= {*copied}
 
 
+@pytest.mark.thorough
 def test_the_instructors_page_leads_from_a_clone_to_marks_in_ten_commands(tmp_path: Path) -> None:
     page = (CHAPTER.parents[1] / "book" / "grading.md").read_text(encoding="utf-8")
     [block] = re.findall(r"## From a clone to marks\n.*?```bash\n(.*?)```", page, re.DOTALL)

@@ -57,6 +57,7 @@ def message(nursery: Nursery, exercise: str, source: str, seed: int = 0) -> str:
 # ------------------------------------------------------------------------- honest answers, as before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("exercise", ASSIGNED)
 def test_a_solution_passes_also_in_hidden_cases(nursery: Nursery, exercise: str) -> None:
     assert judge(nursery, exercise, cells_of(exercise, SOLUTIONS[exercise]), SEED).status == "passed"

@@ -92,6 +92,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("strategy", "way", "master_dtype"), RUNS)
 def test_calls_and_bytes_are_the_plan_s(
     pool: Ranks, strategy: str, way: str, master_dtype: str | None

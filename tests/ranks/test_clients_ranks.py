@@ -52,7 +52,9 @@ def changed(program: str, *changes: tuple[str, str]) -> str:
     return program
 
 
-@pytest.mark.parametrize("client", programs())
+@pytest.mark.parametrize(
+    "client", [pytest.param(one, marks=() if one == DCP else pytest.mark.thorough) for one in programs()]
+)
 def test_the_pages_program_trains_saves_and_resumes_as_with_the_plain_optimizer(
     client: str, tmp_path: Path
 ) -> None:
@@ -93,6 +95,7 @@ def test_accelerate_prepares_all_in_one_call_where_all_ranks_make_the_same_model
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("more", "saves"),
     [

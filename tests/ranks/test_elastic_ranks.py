@@ -177,6 +177,7 @@ def environ() -> dict[str, str]:
     return {**os.environ, **quiet, "PYTHONPATH": str(ROOT)}
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="the script finds the ranks in /proc")
 @pytest.mark.timeout(1900)  # two minutes alone, fourteen beside fifteen other processes
 @pytest.mark.parametrize("way", ["torchrun", "zero-ref"])

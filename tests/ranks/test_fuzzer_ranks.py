@@ -18,6 +18,8 @@ def _nothing_left_behind() -> Iterator[None]:
     shutdown()
 
 
-@pytest.mark.parametrize(("world_size", "sequences"), [(2, 16), (4, 8)])
+@pytest.mark.parametrize(
+    ("world_size", "sequences"), [pytest.param(2, 16, marks=pytest.mark.thorough), (4, 8)]
+)
 def test_random_sequences_train_as_ddp_and_the_unsharded_optimizer(world_size: int, sequences: int) -> None:
     assert not [*search([Trial(seed, world_size, real=True) for seed in range(sequences)])]

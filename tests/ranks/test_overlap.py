@@ -643,7 +643,7 @@ def masters_of_16_bits(name: str) -> int:
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", ON_MASTERS)
 def test_masters_equal_a_loop_that_keeps_them_whole(name: str, world_size: int) -> None:
     assert run(masters_of_16_bits, world_size, name, timeout=120) == [(8 + 2) * 6] * world_size

@@ -167,6 +167,7 @@ def test_a_scenario_foresees_the_bytes_of_a_16_bit_model(strategy: str) -> None:
     assert foreseen == [sum(rank.held) for rank in measured]
 
 
+@pytest.mark.thorough
 def test_the_front_page_s_command_measures_the_bytes_of_its_picture(tmp_path: Path) -> None:
     book = Path(__file__).parents[2] / "book"
     drawn = re.findall(r'class="total">(\d+)<', (book / "front_picture.html").read_text(encoding="utf-8"))
@@ -682,6 +683,7 @@ def test_a_wrong_prediction_fails_a_rank_of_torchrun_too(
     assert "ddp: collectives predicted 0, measured 1" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_one_file_of_settings_and_one_log_serve_torchrun_and_then_zero_ref(tmp_path: Path) -> None:
     settings, logs, model = tmp_path / "run.toml", tmp_path / "logs", tmp_path / "run.pt"
     sizes = zip(small_arguments()[::2], small_arguments()[1::2], strict=True)
