@@ -908,7 +908,7 @@ def beside_ddp(partition: Any) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_processes_equal_ddp_and_hold_a_share_of_gradients(world_size: int) -> None:
     """A share, two buckets, and what is received of one. DDP holds all, in its buckets and in `.grad`."""
     for partition in ("sorted_greedy", "even", partial(equal_shares, range_numel=5000)):

@@ -138,6 +138,7 @@ TORCHS = "from torch.distributed.optim import ZeroRedundancyOptimizer"
 OURS = "from zero_ref import ZeroRedundancyOptimizer"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("client", "save"), [("lightning", "epoch=0.ckpt"), ("accelerate", "optimizer.pt")])
 def test_a_program_for_torchs_class_gives_equal_results_with_only_the_import_changed(
     client: str, save: str, tmp_path: Path
@@ -163,6 +164,7 @@ def with_torchs_class(program: str) -> str:
     return program.replace("consolidation_callback()", "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("program", "error"),
     [

@@ -271,7 +271,7 @@ def every_way() -> list[str]:
     return compared
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_each_of_ten_iterations_equals_ddp_and_the_plain_optimizer(world_size: int) -> None:
     compared = run(every_way, world_size, timeout=60)
     assert [len(set(of_rank)) for of_rank in compared] == [36] * world_size

@@ -136,7 +136,7 @@ def foreseen(run: int, name: str, world_size: int) -> Schedule:
     )
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.thorough), 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.thorough)])
 def of_ranks(request: pytest.FixtureRequest) -> list[dict[tuple[int, str], Seen]]:
     return ranks.run(all_recorded, request.param, timeout=240, backend="gloo")
 

@@ -256,7 +256,7 @@ def all_recorded() -> dict[tuple[str, Run], Seen]:
 OfRanks = list[dict[tuple[str, Run], Seen]]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.thorough), 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.thorough)])
 def of_ranks(request: pytest.FixtureRequest) -> OfRanks:
     return ranks.run(all_recorded, request.param, timeout=120, backend="gloo")
 
