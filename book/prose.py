@@ -146,10 +146,8 @@ def plain(text: str) -> str:
     text = re.sub(r"^\*\d+ minutes, and \d+ for the exercises\.", "", text)
     text = re.sub(r"\{cite:?\w*\}`[^`]*`", "", text)
     text = re.sub(r"\{\w+\}`([^`<]*?)\s*(?:<[^`]*>)?`", r"\1", text)
-    text = re.sub(
-        r"\[[^\]]*(?:, \d[\d.]*|\(\d{4}\))\]\(http[^)]*\)", "", text
-    )  # a work, by its authors and year
-    # A row's number, a chapter's title, a figure or an equation.
+    # Links to works, by authors and year; a row's number; links to chapters, figures and equations.
+    text = re.sub(r"\[[^\]]*(?:, \d[\d.]*|\(\d{4}\))\]\(http[^)]*\)", "", text)
     text = re.sub(r"^\| *\d+ *\||\[[^\]]*\]\([^)]*\.ipynb(?:#[^)]*)?\)", "", text)
     text = re.sub(r"\]\([^)]*\)|https?://\S+", "]", text)
     text = re.sub(rf"`({VALUE})`", r"\1", text)
