@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from zero_ref.comm.agreement import Fact
 from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.coupling import couples_parameters, updates_elementwise
 from zero_ref.optimizer.groups import (
@@ -155,7 +154,7 @@ def _check_is_held_whole(name: str, param: torch.Tensor) -> None:
     what = ""
     if tensor_module is not None and isinstance(param, tensor_module.DTensor):
         what = f"a DTensor, as `fully_shard` and `parallelize_module` make them ({param.placements})"
-    elif getattr(param, "_fsdp_flattened", False):
+    elif getattr(param, "_fsdp_flattened", False) or getattr(param, "_is_fsdp_flat_param", False):
         what = "one of FullyShardedDataParallel's, which cuts and moves it"
     if what:
         raise ValueError(
@@ -211,74 +210,6 @@ def facts_of(
             facts.append(f"group {index}: {group[OPTIMIZER_CLASS].__name__}")
     plan = repr(partition.slices_of_rank).encode()
     return [*facts, f"partition {hashlib.sha256(plan).hexdigest()[:12]}"]
-
-
-def facts_of_values(params: Sequence[torch.Tensor], specs: Sequence[ParamSpec], first: int = 0) -> list[str]:
-    """As `facts_of`, about the parameters' initial values."""
-    remedy = (
-        "Ranks start from the same values, in the same order: call torch.manual_seed with one number on all "
-        "before the model is made, or construct DistributedDataParallel before the optimizer (it sends rank "
-        "0's values to all), or torch.distributed.broadcast each parameter. If only their order differs, "
-        "list the parameters in one that all processes share, as that of a set is not."
-    )
-    return [
-        Fact(f"parameter {name_of(specs, number)}: values with the digest {digest}", remedy)
-        for number, digest in enumerate(digests(params[first:]), start=first)
-    ]
-
-
-WORDS = 16_381
-"""The number of different weights. A prime, so that no two rows of a matrix get the same weights."""
-
-
-@torch.no_grad()
-def digests(params: Iterable[torch.Tensor]) -> list[str]:
-    """A digest of each parameter's bits, in hexadecimal; empty if its values cannot be read.
-
-    The digest is a sum of the bits, read as 64-bit integers, each times a weight that depends on its offset.
-    Integer sums are exact in any order. NaNs compare by their bits.
-
-    >>> digests([torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), torch.tensor([1.0, 2.0])])
-    ['400000003f800000', '3f80000040000000', '400000003f800000']
-
-    Cost: one pass over the parameters' memory, on their devices, and one synchronization with each device.
-    """
-    weights: dict[torch.device, torch.Tensor] = {}
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    places: list[tuple[torch.device, int] | None] = []
-    for param in params:
-        # The values of a "meta" tensor, or of a subclass with its own dispatch, cannot be read this way.
-        if param.is_meta or type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            places.append(None)
-            continue
-        device = param.device
-        if device not in weights:
-            weights[device] = 2 * torch.arange(WORDS, device=device) + 1
-            sums[device] = []
-        places.append((device, len(sums[device])))
-        sums[device].append(_sum_of_bits(flat_view(param.detach()), weights[device]))
-    numbers = {device: torch.stack(of_device).tolist() for device, of_device in sums.items()}
-    return [f"{numbers[place[0]][place[1]] % 2**64:016x}" if place else "" for place in places]
-
-
-def _sum_of_bits(flat: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weighted sum modulo 2**64, shape ()."""
-    if flat.storage_offset() * flat.itemsize % 8:  # not aligned to int64, as it may be on another rank
-        flat = flat.clone()
-    split = flat.nbytes // 8 * 8
-    whole = split == flat.nbytes  # most parameters are; skip the views, for a model may have thousands
-    words = flat.view(torch.int64) if whole else flat.view(torch.uint8)[:split].view(torch.int64)
-    in_rows = words.numel() // WORDS * WORDS
-    total = _weighted(words[in_rows:] if in_rows else words, weights)
-    if in_rows:
-        total = total + _weighted(words[:in_rows].view(-1, WORDS).sum(0), weights)
-    return total if whole else total + _weighted(flat.view(torch.uint8)[split:].long(), weights)
-
-
-def _weighted(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    weights = weights[: words.numel()]
-    # A GPU has no dot product of integers.
-    return torch.dot(words, weights) if words.device.type == "cpu" else (words * weights).sum()
 
 
 def _kind(value: object) -> str:

@@ -60,6 +60,11 @@ def params_of(param_groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
     return [param for group in param_groups for param in group["params"]]
 
 
+def ids_in(param_groups: Sequence[ParamGroup]) -> list[list[int]]:
+    """By group, the identity of each parameter: to notice that a list has changed."""
+    return [[*map(id, group["params"])] for group in param_groups]
+
+
 def options_of(group: ParamGroup) -> dict[str, Any]:
     """A parameter group without its parameters: learning rate, betas and so on."""
     return {key: value for key, value in group.items() if key not in PARAM_KEYS}

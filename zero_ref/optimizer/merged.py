@@ -3,14 +3,15 @@
 An optimizer spends some microseconds on each tensor, whatever its size. In a bucket the parameters of a rank
 are contiguous, and so are small master copies, so an elementwise optimizer can step one tensor over many of
 them instead. The merging is undone after every step: the groups list the members, and each has its own state,
-whose tensors are views of the merged state. These views may be changed in place; replacing one by another
-tensor has no effect. What does not have the member's shape, such as a counter, is one tensor for all.
+whose tensors are views of the merged state. These views may be changed in place. A member's entry that was
+replaced, or a counter that was changed, is found at the next step, which merges the state anew if it can.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -82,8 +83,10 @@ class MergedRun:
         self.gradients: list[torch.Tensor] = []  # views of the merged gradient
         self.gradient: torch.Tensor | None = None
         self.state: dict[Any, Any] = {}
-        self.given: list[Any] = []
+        self.given: list[Any] = []  # the values of `state` that members have views of
         self.of_members: list[dict[Any, Any]] = []  # the state that each member was given
+        self.values: list[Any] = []  # all that is in `of_members`, one after the other
+        self.counters: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def windows(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The views of a merged tensor, one for each member, in its shape and strides."""
@@ -123,11 +126,9 @@ class MergedRun:
 
     def take_state(self, state: dict[Any, dict[Any, Any]]) -> bool:
         """Merge the members' state, if it is not merged yet; False if they were not stepped together."""
-        if self.of_members and all(
-            state.get(member) is given for member, given in zip(self.members, self.of_members)
-        ):
+        states = [dict.get(state, member) or {} for member in self.members]
+        if self.of_members and self._are_as_given(states):
             return True
-        states = [state.get(member, {}) for member in self.members]
         self.state, self.given = {}, []
         for key, value in states[0].items():
             values: list[Any] = [of_member.get(key) for of_member in states]
@@ -141,18 +142,38 @@ class MergedRun:
             self.state[key] = value
         return all(of_member.keys() == self.state.keys() for of_member in states)
 
+    def _are_as_given(self, states: Sequence[Mapping[Any, Any]]) -> bool:
+        """Whether nobody has replaced what members have, or written to their counters."""
+        values = [value for of_member in states for value in of_member.values()]
+        return (
+            len(values) == len(self.values)
+            and all(map(is_, values, self.values))
+            and all(of_members._version == version for _, of_members, version in self.counters)
+        )
+
     def give_state(self, state: dict[Any, dict[Any, Any]]) -> None:
-        """Give each member its view of the merged state; values without the shape of the run are shared."""
+        """Give each member its view of the merged state, and a counter of its own for each of the run's."""
         values = list(self.state.values())
-        if [id(value) for value in values] == [id(value) for value in self.given]:
-            return
-        parts = [
-            self.windows(value) if _follows(value, self.whole) else [value] * len(self.members)
-            for value in values
-        ]
-        for member, *of_member in zip(self.members, *parts):
-            state[member] = dict(zip(self.state, of_member))
-        self.given, self.of_members = values, [state[member] for member in self.members]
+        if len(values) != len(self.given) or not all(map(is_, values, self.given)):
+            self.given, self.counters = values, []
+            parts = [self._of_members(value) for value in values]
+            for member, *of_member in zip(self.members, *parts):
+                state[member] = dict(zip(self.state, of_member))
+            self.of_members = [state[member] for member in self.members]
+            self.values = [value for of_member in self.of_members for value in of_member.values()]
+        for number, (value, of_members, _) in enumerate(self.counters):
+            of_members.copy_(value.expand_as(of_members))
+            self.counters[number] = value, of_members, of_members._version
+
+    def _of_members(self, value: Any) -> Sequence[Any]:
+        """What each member gets of a value of the merged state."""
+        if not isinstance(value, torch.Tensor):
+            return [value] * len(self.members)
+        if _follows(value, self.whole):
+            return self.windows(value)
+        of_members = value.new_empty(len(self.members), *value.shape)
+        self.counters.append((value, of_members, 0))
+        return of_members.unbind()
 
 
 class MergedSlices:

@@ -161,6 +161,10 @@ class Copies:
                 changed = window != self._rounded(own).to(window.device)
                 own.local.copy_(torch.where(changed, window.to(copy.dtype), copy))
 
+    def forget_versions(self) -> None:
+        """Compare all next time: a model may be initialized through `.data`, which no version counts."""
+        self._versions = [-1] * len(self.slices)
+
     def note_versions(self) -> None:
         """Record that each parameter now equals its rounded copy."""
         self._versions = [own.param._version for own in self.slices]

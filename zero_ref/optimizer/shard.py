@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from zero_ref.optimizer.buckets import kept_view
 from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.groups import ParamGroup, loaded_options, options_of, replace_options
+from zero_ref.optimizer.local_state import LocalStates, StateOfParameters
 from zero_ref.optimizer.merged import SMALL_NUMEL, MergedSlices, place_end_to_end
 from zero_ref.optimizer.offload import Arrival, StatePlace, in_pieces
 from zero_ref.optimizer.owned import MASTER, Copies, OwnedSlice, own_slices
@@ -91,7 +92,10 @@ class Shard:
         self._small = self._shares = self.merged = MergedSlices(self.optim, {})
         self._withheld: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._used: set[int] = set()  # numbers of the parameters whose local tensors have had a gradient
-        self._arrange(built)
+        self.built = built
+        self.replace_state(self.optim.state)
+        self._arrange()
+        self.copies.forget_versions()
 
     # ---------------------------------------------------------------------------------------- the three verbs
 
@@ -304,27 +308,28 @@ class Shard:
     @torch.no_grad()
     def place(self, built: Built) -> None:
         """Make the owned slices anew, after parameters were moved (also to another device) or frozen."""
-        before = self.owned
+        before, self.built = self.owned, built
         pieces = built.partition.slices_of_rank[self.rank]
         self.owned = own_slices(pieces, built.params, self.masters, self.place_of_state, self._kept)
+        state = dict(self.states)
         for old, new in zip(before, self.owned, strict=True):
-            if old.local is not new.local and old.local in self.optim.state:
-                self.optim.state[new.local] = self.optim.state.pop(old.local)
+            if old.local is not new.local and old.local in state:
+                state[new.local] = state.pop(old.local)
+        self.replace_state(state)
         for group, local in zip(
             self.optim.param_groups, self._by_group(built, len(self.optim.param_groups)), strict=True
         ):
             group["params"] = local
         if any(old != own.local.device for old, own in zip(self._devices, self.owned)):
             # load_state_dict moves each value to the right device; step counters may stay on the CPU.
-            state = self.optim.state
             here = {n: state[own.local] for n, own in enumerate(self.owned) if own.local in state}
             self.load(here, self.optim.param_groups)
-        self._arrange(built)
+        self._arrange()
 
     @torch.no_grad()
-    def _arrange(self, built: Built) -> None:
+    def _arrange(self) -> None:
         """Sort the slices by what `take` and `publish` do with them."""
-        self.built = built
+        built = self.built
         self.cut = [
             (number, param, param.stride())
             for number, param in enumerate(built.params)
@@ -345,6 +350,20 @@ class Shard:
         # In a share neighbours lie together, as do their gradients after ShardedDataParallel's backward.
         in_place = {own.local: own.local for own in mine if built.partition.ranges and not own.is_copy}
         self._shares = MergedSlices(self.optim, in_place)
+
+    def follow(self) -> None:
+        """Follow what the user has written into parameters, or put in place of the local state."""
+        self.copies.follow_parameters()
+        if not isinstance(self.optim.state, LocalStates):
+            self.replace_state(self.optim.state)
+
+    def replace_state(self, state: Mapping[Any, Any]) -> None:
+        """Go on with this state, by parameter or by local tensor."""
+        states = LocalStates(
+            self.built, self.owned, state.states if isinstance(state, StateOfParameters) else state
+        )
+        for one in (self.optim, *optimizers_in(self.optim)):
+            one.state = states  # type: ignore[assignment]
 
     def _by_group(self, built: Built, count: int) -> list[list[torch.Tensor]]:
         """For each parameter group the local tensors of this rank's slices."""
@@ -393,6 +412,13 @@ class Shard:
     # ---------------------------------------------------------------------------------------------- its state
 
     @property
+    def states(self) -> LocalStates:
+        """The local optimizer's state; it may have been replaced by the user."""
+        if not isinstance(self.optim.state, LocalStates):
+            self.replace_state(self.optim.state)
+        return self.optim.state  # type: ignore[return-value]
+
+    @property
     def state(self) -> Mapping[Any, dict[str, Any]]:
         """By local tensor, the state that is sent and saved: the optimizer's state and the values of copies.
 
@@ -410,11 +436,11 @@ class Shard:
                 "other owners. Use an optimizer whose state_dict has only 'state' and 'param_groups'."
             )
         copies = {
-            own.local: {**self.optim.state.get(own.local, {}), MASTER: own.local.detach()}
+            own.local: {**self.states.get(own.local, {}), MASTER: own.local.detach()}
             for own in self.copies.slices
             if own.is_master and own.piece.param in self._used
         }
-        return {**self.optim.state, **copies} if copies else self.optim.state
+        return {**self.states, **copies} if copies else self.states
 
     def load(self, state: Mapping[int, Mapping[str, Any]], saved_groups: Sequence[ParamGroup]) -> None:
         """Load state and options into the local optimizer, which converts their device and dtype.
@@ -446,6 +472,7 @@ class Shard:
             # torch treats a string as an iterable and replaces it by str(generator), so restore the strings.
             texts = {key: value for key, value in of_slice.items() if isinstance(value, str)}
             self.optim.state[self.owned[number].local].update(texts)
+        self.replace_state(self.optim.state)
 
     def adopt(self, owned: list[OwnedSlice], state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Replace the owned slices and their state. Call `place` afterwards."""
@@ -453,8 +480,7 @@ class Shard:
         if self.place_of_state is None:
             place_end_to_end(own.local for own in owned if own.is_copy)
         self._devices = [own.local.device for own in owned]
-        self.optim.state.clear()
-        self.optim.state.update(state)
+        self.replace_state(state)
         self.settle()
 
     @torch.no_grad()

@@ -39,7 +39,6 @@ from zero_ref.optimizer.checks import (
     check_is_class,
     check_updates_apart,
     facts_of,
-    facts_of_values,
     groups_kept_whole,
 )
 from zero_ref.optimizer.groups import (
@@ -47,6 +46,7 @@ from zero_ref.optimizer.groups import (
     ParamGroup,
     copy_options,
     given_in,
+    ids_in,
     options_of,
     params_of,
     replace_options,
@@ -56,6 +56,7 @@ from zero_ref.optimizer.offload import StatePlace
 from zero_ref.optimizer.rounding import Masters
 from zero_ref.optimizer.several import SeveralOptimizers, class_of, name_classes, title, with_group
 from zero_ref.optimizer.shard import Shard, log_share
+from zero_ref.optimizer.start_values import compare_start_values
 from zero_ref.plan.choice import Choice, loads_under, may_cut, plan_partition
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.state.repartition import Handover
@@ -116,12 +117,12 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
 
     Raises:
         TypeError, ValueError: as torch's optimizers on wrong `params` or options; also if the partition does
-            not suit the optimizer, a parameter is sharded already (DTensor), initial values differ between
-            ranks, or the optimizer's update of a parameter depends on others. If one rank raises, or ranks
-            pass different arguments, all raise.
+            not suit the optimizer, a parameter is sharded already (DTensor, FSDP), or the optimizer's update
+            of a parameter depends on others. If one rank raises, or ranks pass different arguments, all
+            raise.
 
     Collective: all ranks of the group construct it together.
-    Cost: one all-gather of 32 bytes, and one pass over the parameters' memory.
+    Cost: one all-gather of 32 bytes. The values from which ranks start are compared in the first step.
     Source: ZeRO stage 1, "P_os" (arXiv:1910.02054, section 5.1).
     """
 
@@ -152,6 +153,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         self.backward = Backward()
         self.arriving = Arriving()
         self._choice = partition
+        self._compared = 0  # parameters whose start values were compared
 
         # Errors are raised here, before the first message of parameters, and on all ranks.
         number = number_on(self.process_group)
@@ -161,7 +163,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             self._given: list[dict[str, Any]] = []
             self._main = optimizer_class, defaults
             Optimizer.__init__(self, params, defaults)
-            self.built, start_values = self._planned(optimizer_class, defaults)
+            self.built = self._planned(optimizer_class)
             # An update in backward steps only some parameters at a time, so they cannot be merged.
             merge, masters = not overlap_with_ddp, Masters.of(master_dtype, rounding, rounding_seed)
             self.shard = Shard(
@@ -177,9 +179,8 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             self.defaults = self.optim.defaults
             replace_options(self.optim.param_groups, self.param_groups)
             name_classes(self.param_groups, self.optim)
-            # Start values come last, so that an error about a different shape names the shape.
             facts += [f"optimizer {number} of the group", *self._facts(self.built.specs, self.partition)]
-            facts += start_values
+        self._listed = ids_in(self.param_groups)
         alarm = self.collectives.open_channel(number, {param.device for param in self.built.params})
         self.accord = Accord(self.collectives, alarm, f"optimizer {number} ({title(self.optim)})")
         log_share(self.built, self.shard, self.world_size)
@@ -217,7 +218,8 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         Collective: all ranks of the group, once each iteration, after their gradients were reduced.
         Cost: each rank receives (N-1)/N of the trainable parameters, and sends its own 1/N to the others. The
             first step after a change of `requires_grad`, and updates 1, 2, 4, 8, ..., also make an all-gather
-            of 32 bytes. Nothing is sent if backward has made the update already (`overlap_with_ddp`).
+            of 32 bytes; so does the first one with new parameters, which reads them all, for start values.
+            Nothing is sent if backward has made the update already (`overlap_with_ddp`).
         """
         self.begin_update()
         return self.make_update(closure, **kwargs)
@@ -227,6 +229,9 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         self.state_changes()
         self.current()
         self.accord.before_update(self.standing_facts)
+        if self._compared < len(self.built.params):
+            compare_start_values(self.collectives, self.built, self._compared)
+            self._compared = len(self.built.params)
         copy_options(self.param_groups, self.optim.param_groups)
 
     def make_update(
@@ -294,10 +299,8 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
 
     # --------------------------------------------------------------------------- building what step uses
 
-    def _planned(
-        self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any]
-    ) -> tuple[Built, list[str]]:
-        """The checked plan with its messages, and the parameters' initial values as facts."""
+    def _planned(self, optimizer_class: type[Optimizer]) -> Built:
+        """The checked plan with its messages."""
         classes = [group.get(OPTIMIZER_CLASS, optimizer_class) for group in self.param_groups]
         for of_class in dict.fromkeys(classes):
             check_is_class(of_class)
@@ -306,10 +309,8 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         check_can_be_sharded(classes, partition, params, specs)
         if self.parameters_as_bucket_view:
             check_can_be_flattened(params)
-        # Compute digests before the parameters move to addresses with another alignment.
-        start_values = facts_of_values(params, specs)
         self._check_apart(self._given)
-        return Built.of(params, specs, partition, self.parameters_as_bucket_view), start_values
+        return Built.of(params, specs, partition, self.parameters_as_bucket_view)
 
     def _rebuild(self, partition: Partition) -> None:
         """Make messages and local tensors for this partition of the current parameters."""
@@ -335,21 +336,48 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         """The specs of the current parameters, for a partition by this rule."""
         return specs_of(self.param_groups, groups_kept_whole(self._given, *self._main, tried=may_cut(choice)))
 
+    def check_groups(self) -> None:
+        """Refuse parameter groups that list other parameters than the plan, or in another order.
+
+        Raises:
+            RuntimeError: names the first difference, and what to do instead.
+        """
+        now, planned = ids_in(self.param_groups), self._listed
+        if now == planned:
+            return
+        what = f"has {len(now)} groups, and the optimizer was built with {len(planned)}"
+        for index, (ours, theirs) in enumerate(zip(now, planned)):
+            if len(now) == len(planned) and ours != theirs:
+                what = f"has {len(ours)} parameters in group {index}, and the optimizer knows {len(theirs)}"
+                if len(ours) == len(theirs):
+                    place = next(place for place, pair in enumerate(zip(ours, theirs)) if len({*pair}) > 1)
+                    what = f"has another parameter than before in group {index}, at place {place}"
+                break
+        raise RuntimeError(
+            f"rank {self.rank}: param_groups {what}. Ranks own parameters by their places in these lists, so "
+            "that nothing was computed. To stop training a parameter, leave it there and call "
+            "requires_grad_(False); for new ones call add_param_group(). To take out, replace or reorder "
+            'parameters, put the lists back, call consolidate_state_dict("all"), make the same change to '
+            "what state_dict() returns, and load that into a new optimizer."
+        )
+
     def current(self) -> Built:
         """`built`, made anew if parameters were moved or frozen.
 
         Raises:
-            RuntimeError: this rank may not continue, as after a load that was cut off; the elements of a
-                parameter have changed; the local optimizer keeps views of parameters that have moved.
+            RuntimeError: as `check_groups`; this rank may not continue, as after a load that was cut off; the
+                elements of a parameter have changed; the local optimizer keeps views of parameters that have
+                moved.
             ValueError: `requires_grad` differs between ranks.
         Collective: all ranks of the group, if `requires_grad` of a parameter has changed.
         Cost: one all-gather of 32 bytes, in that case.
         """
         self.arriving.wait()
         self.accord.check_certain()
-        self.shard.copies.follow_parameters()  # before anything moves them
+        self.check_groups()
+        self.shard.follow()  # before anything moves the parameters
         built = self.built
-        now = places_of(params_of(self.param_groups))
+        now = places_of(built.params)
         if now == built.places:
             return built
         keeps_views: RuntimeError | None = None
@@ -415,7 +443,6 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
                 replace_options(self.optim.param_groups[-1:], self.param_groups[-1:])
                 name_classes(self.param_groups, self.optim)
                 facts += self._facts(specs, partition, first=known)
-                facts += facts_of_values(all_params, specs, first=known)
         except Exception:
             self.shard.optim = optim
             del self.param_groups[count:], optim.param_groups[count:], self._given[count:]
@@ -426,7 +453,7 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         self.built = replace(
             built, params=tuple(all_params), specs=tuple(specs), partition=partition, places=()
         )
-        self._consolidated = None
+        self._consolidated, self._listed = None, ids_in(self.param_groups)
         self._rebuild(partition)
 
     @property

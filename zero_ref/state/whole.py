@@ -7,7 +7,6 @@ refuse a state that does not fit, and a load that fails leaves the optimizer unc
 from __future__ import annotations
 
 import contextlib
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal
 
@@ -20,32 +19,11 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.coupling import trial
 from zero_ref.optimizer.groups import ParamGroup, params_of, replace_options
+from zero_ref.optimizer.local_state import SliceState, StateOfParameters
 from zero_ref.optimizer.owned import MASTER
 from zero_ref.optimizer.several import is_known, keys_beside_state, local_optimizer, optimizers_in
 from zero_ref.optimizer.shard import Shard
 from zero_ref.state import checkpoint
-
-
-class LocalState(ChainMap[Any, Any]):
-    """A view of a local optimizer's state that is true even where it is empty, and says what is elsewhere.
-
-    torch.distributed.checkpoint takes an optimizer with an empty state for one that was never stepped, and
-    steps it. A rank that owns nothing would do so alone.
-    """
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __missing__(self, key: Any) -> Any:
-        raise KeyError(
-            "this rank has no state of that tensor: another rank owns the parameter, or a part of it, or "
-            "there is no state yet. torch's set_optimizer_state_dict asks for it where a state dict is flat: "
-            "get it with flatten_optimizer_state_dict=False, or load it by zero_ref.StatefulOptimizer."
-        )
-
-    def __getitem__(self, key: Any) -> Any:
-        # Not by ChainMap's own way: a defaultdict would make an entry for the parameter.
-        return self.maps[0][key] if key in self.maps[0] else self.__missing__(key)
 
 
 class WithWholeState(Optimizer):
@@ -54,6 +32,7 @@ class WithWholeState(Optimizer):
     accord: Accord
     collectives: Collectives
     shard: Shard
+    check_groups: Callable[[], None]
     current: Callable[[], Built]
     standing_facts: Callable[[], list[str]]
     _given: list[ParamGroup]
@@ -75,12 +54,35 @@ class WithWholeState(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Any, Any]:
-        """The local optimizer's state: that of the slices of this rank."""
-        return LocalState(self.optim.state)
+        """This rank's part of the state, by parameter; it may be changed in place, or replaced.
+
+        For a parameter that is cut it has a `SliceState`, which says the range of its elements. It has
+        nothing for a parameter of another rank. Call `consolidate_state_dict` after a change.
+
+        Raises:
+            KeyError: this rank has no state of that parameter.
+            RuntimeError: it has several parts of it; see `parts_of_state`. All ranks raise.
+        """
+        return StateOfParameters(self.shard.states)
 
     @state.setter
-    def state(self, _: Any) -> None:
-        """torch's constructor sets it to an empty one."""
+    def state(self, state: Mapping[Any, Any]) -> None:
+        if hasattr(self, "shard"):  # else torch's constructor sets it to an empty one
+            self.shard.replace_state(state)
+            self.state_changes()
+
+    def parts_of_state(self, param: torch.Tensor) -> list[SliceState]:
+        """The parts that this rank has of a parameter's state, each with the range of its elements.
+
+        >>> for part in optimizer.parts_of_state(param):                                     # doctest: +SKIP
+        ...     part["exp_avg"].mul_(mask.view(-1)[part.start : part.stop])
+
+        Returns:
+            One part if the rank owns all of the parameter, none if it owns nothing of it.
+        Raises:
+            KeyError: it is no parameter of this optimizer.
+        """
+        return self.shard.states.parts(param)
 
     def consolidate_state_dict(self, to: int | Literal["all"] = 0) -> None:
         """Gather the optimizer state onto one rank, or onto all; then `state_dict()` returns it there.
@@ -117,6 +119,7 @@ class WithWholeState(Optimizer):
             RuntimeError: the state was not consolidated onto this rank since the last update or load; or,
                 before the first, a class that is not torch's makes state in its constructor.
         """
+        self.check_groups()
         for before_hook in self._optimizer_state_dict_pre_hooks.values():
             before_hook(self)
         whole = self._consolidated
