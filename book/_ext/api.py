@@ -42,6 +42,7 @@ CHAPTER_OF = {
     "zero_ref.optimizer.coupling": 16,
     "zero_ref.ZeroRedundancyOptimizer": 4,
     "zero_ref.ZeroRedundancyOptimizer.add_param_group": 6,
+    "zero_ref.optimizer.local_state": 8,
     "zero_ref.ZeroRedundancyOptimizer.repartition": 8,
     "zero_ref.ZeroRedundancyOptimizer.consolidate_state_dict": 8,
     "zero_ref.ZeroRedundancyOptimizer.load_state_dict": 8,
