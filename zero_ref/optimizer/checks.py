@@ -154,7 +154,7 @@ def _check_is_held_whole(name: str, param: torch.Tensor) -> None:
     what = ""
     if tensor_module is not None and isinstance(param, tensor_module.DTensor):
         what = f"a DTensor, as `fully_shard` and `parallelize_module` make them ({param.placements})"
-    elif getattr(param, "_fsdp_flattened", False) or getattr(param, "_is_fsdp_flat_param", False):
+    elif getattr(param, "_fsdp_flattened", False):
         what = "one of FullyShardedDataParallel's, which cuts and moves it"
     if what:
         raise ValueError(

@@ -65,6 +65,17 @@ def ids_in(param_groups: Sequence[ParamGroup]) -> list[list[int]]:
     return [[*map(id, group["params"])] for group in param_groups]
 
 
+def difference(now: Sequence[Sequence[int]], before: Sequence[Sequence[int]]) -> str:
+    """The first difference between two results of `ids_in`, as the end of a sentence about `param_groups`."""
+    if len(now) != len(before):
+        return f"has {len(now)} groups, and the optimizer was built with {len(before)}"
+    index, ours, theirs = next((i, *pair) for i, pair in enumerate(zip(now, before)) if pair[0] != pair[1])
+    if len(ours) != len(theirs):
+        return f"has {len(ours)} parameters in group {index}, and the optimizer was built with {len(theirs)}"
+    place = next(place for place, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1])
+    return f"has another parameter than before at place {place} of group {index}"
+
+
 def options_of(group: ParamGroup) -> dict[str, Any]:
     """A parameter group without its parameters: learning rate, betas and so on."""
     return {key: value for key, value in group.items() if key not in PARAM_KEYS}

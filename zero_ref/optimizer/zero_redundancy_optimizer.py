@@ -45,6 +45,7 @@ from zero_ref.optimizer.groups import (
     OPTIMIZER_CLASS,
     ParamGroup,
     copy_options,
+    difference,
     given_in,
     ids_in,
     options_of,
@@ -342,24 +343,15 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         Raises:
             RuntimeError: names the first difference, and what to do instead.
         """
-        now, planned = ids_in(self.param_groups), self._listed
-        if now == planned:
-            return
-        what = f"has {len(now)} groups, and the optimizer was built with {len(planned)}"
-        for index, (ours, theirs) in enumerate(zip(now, planned)):
-            if len(now) == len(planned) and ours != theirs:
-                what = f"has {len(ours)} parameters in group {index}, and the optimizer knows {len(theirs)}"
-                if len(ours) == len(theirs):
-                    place = next(place for place, pair in enumerate(zip(ours, theirs)) if len({*pair}) > 1)
-                    what = f"has another parameter than before in group {index}, at place {place}"
-                break
-        raise RuntimeError(
-            f"rank {self.rank}: param_groups {what}. Ranks own parameters by their places in these lists, so "
-            "that nothing was computed. To stop training a parameter, leave it there and call "
-            "requires_grad_(False); for new ones call add_param_group(). To take out, replace or reorder "
-            'parameters, put the lists back, call consolidate_state_dict("all"), make the same change to '
-            "what state_dict() returns, and load that into a new optimizer."
-        )
+        listed = ids_in(self.param_groups)
+        if listed != self._listed:
+            raise RuntimeError(
+                f"rank {self.rank}: param_groups {difference(listed, self._listed)}. Ranks own parameters by "
+                "their places in these lists, so nothing was computed. To stop training a parameter, leave "
+                "it there and call requires_grad_(False); for new ones call add_param_group(). To take out, "
+                'replace or reorder parameters, put the lists back, call consolidate_state_dict("all"), make '
+                "the same change to what state_dict() returns, and load that into a new optimizer."
+            )
 
     def current(self) -> Built:
         """`built`, made anew if parameters were moved or frozen.
