@@ -32,11 +32,13 @@ class WithWholeState(Optimizer):
     accord: Accord
     collectives: Collectives
     shard: Shard
+    broadcast_dtype: torch.dtype | None
     check_groups: Callable[[], None]
     current: Callable[[], Built]
     standing_facts: Callable[[], list[str]]
     _given: list[ParamGroup]
     _main: tuple[type[Optimizer], Mapping[str, Any]]
+    _compared: int
     _consolidated: checkpoint.State | None = None
     _is_as_constructed = True  # no update and no load since, on any rank
 
@@ -250,6 +252,8 @@ class WithWholeState(Optimizer):
         replace_options(self.optim.param_groups, self.param_groups)
         self.state_changes()
         self.accord.lost = {}
+        if self.broadcast_dtype is not None:
+            self._compared = len(self.shard.built.params)  # a rank may have loaded rounded values
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
