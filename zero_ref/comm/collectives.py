@@ -464,6 +464,13 @@ def as_collectives(process_group: dist.ProcessGroup | DeviceMesh | Collectives |
     return process_group
 
 
+def global_ranks(comm: Collectives) -> list[int]:
+    """The global rank of each of its ranks; where there is no process group, the ranks themselves."""
+    if isinstance(comm, ProcessGroupCollectives):
+        return dist.get_process_group_ranks(comm.group)
+    return list(range(comm.world_size))
+
+
 def gather_bytes(comm: Collectives, content: bytes, told_as: str = "all_gather") -> list[bytearray]:
     """The `content` of each rank, in rank order; equally many bytes on all ranks.
 
