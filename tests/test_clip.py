@@ -454,6 +454,112 @@ def test_get_total_norm_leaves_gradients_as_they_are_and_serves_to_scale_others(
     assert virtual.run(on_rank, 2) == [[3.0, 1.5, 2.0]] * 2
 
 
+# ----------------------------------------------------------------------------------------- several optimizers
+
+
+def split_in_two(params: Params) -> list[Params]:
+    return [params[: len(params) // 3], params[len(params) // 3 :]]
+
+
+@pytest.mark.parametrize("norm_type", NORMS, ids=str)
+@pytest.mark.parametrize("partition", PARTITIONS, ids=describe)
+@pytest.mark.parametrize("owner_only", [False, True])
+def test_two_optimizers_have_torchs_norm_of_all(partition: Any, owner_only: bool, norm_type: Any) -> None:
+    def on_rank(comm: Collectives) -> Outcome:
+        params = many([FLOAT32, BFLOAT16])
+        zeros = [sharded(part, comm, partition=partition) for part in split_in_two(params)]
+        for zero in zeros if owner_only else ():
+            keep_own(zero)
+        total = clip_grad_norm_(zeros, 0.1, norm_type)
+        return total, [param.grad for param in params]
+
+    expected = plain(many([FLOAT32, BFLOAT16]), 0.1, norm_type)
+    of_rank = virtual.run(on_rank, 3)
+    for ours in of_rank:
+        assert_equal(ours, expected, owner_only, partition in WHOLE, describe(partition))
+        assert torch.equal(ours[0].nan_to_num(), of_rank[0][0].nan_to_num())
+
+
+def test_get_total_norm_of_two_optimizers_counts_some_parameters_of_both() -> None:
+    def on_rank(comm: Collectives) -> list[float]:
+        params = weights([3.0], [4.0], [12.0], [84.0])
+        zeros = [sharded(params[:2], comm), sharded(params[2:], comm)]
+        some = get_total_norm(zeros, params=iter([params[2], params[0], params[1]]))
+        assert [param.grad.item() for param in params] == [3.0, 4.0, 12.0, 84.0]  # type: ignore[union-attr]
+        return [some.item(), get_total_norm(zeros).item(), get_total_norm(zeros[:1]).item()]
+
+    assert virtual.run(on_rank, 2) == [[13.0, 85.0, 5.0]] * 2
+
+
+# Of optimizers over gradients of the norms 3, 4 and 12, 84, and a third one over those of 3, 4 again.
+TOGETHER: dict[str, tuple[Callable[[list[ZeroRedundancyOptimizer], int], Any], str]] = {
+    "none": (lambda zeros, rank: clip_grad_norm_([], 1.0), "ValueError: clip over shards takes each optim"),
+    "twice": (
+        lambda zeros, rank: clip_grad_norm_([zeros[0], zeros[0]], 1.0),
+        "ValueError: clip over shards takes each optimizer once, and was given 2.",
+    ),
+    "a parameter twice": (
+        lambda zeros, rank: clip_grad_norm_([*zeros[:2], zeros[2]], 1.0),
+        "ValueError: rank {rank}: a parameter is in two of the optimizers and would count twice.",
+    ),
+    "a stranger": (
+        lambda zeros, rank: clip_grad_norm_(zeros[:2], 1.0, params=[torch.ones(3)]),
+        "ValueError: rank {rank}: `params` holds a Tensor of shape (3,) that is no parameter of this optim",
+    ),
+    "not finite": (
+        lambda zeros, rank: clip_grad_norm_(zeros[:2], 1.0, 300.0, error_if_nonfinite=True),
+        "RuntimeError: rank {rank}: The total norm of order 300.0 for gradients from `parameters` is non-fin",
+    ),
+}
+DISAGREE = "ValueError: ranks disagree, so none can clip the gradients: "
+BY_RANK_1: dict[str, tuple[Callable[[list[ZeroRedundancyOptimizer], int], Any], str]] = {
+    "order": (
+        lambda zeros, rank: clip_grad_norm_(zeros[1::-1] if rank else zeros[:2], 1.0),
+        DISAGREE + "rank 0 has [optimizer 0 (SGD), all parameters]",
+    ),
+    "number": (
+        lambda zeros, rank: clip_grad_norm_(zeros if rank else zeros[:2], 1.0),
+        "RuntimeError: rank 0: rank 1 could not clip the gradients: ValueError: rank 1: a parameter is",
+    ),
+    "another": (
+        lambda zeros, rank: clip_grad_norm_(zeros[1:] if rank else zeros[:2], 1.0),
+        DISAGREE + "rank 0 has [optimizer 0 (SGD), all parameters]",
+    ),
+    "alone": (
+        lambda zeros, rank: clip_grad_norm_(zeros[2] if rank else zeros[0], 1.0),
+        DISAGREE + "rank 1 has [optimizer 2 (SGD), all parameters] where rank 0 has [optimizer 0 (SGD), all",
+    ),
+    "options": (
+        lambda zeros, rank: clip_grad_norm_(zeros[:2], 1.0 + rank),
+        DISAGREE + "rank 1 has [max_norm=2.0, norm_type=2.0",
+    ),
+    "params": (
+        lambda zeros, rank: clip_grad_norm_(zeros[:2], 1.0, params=zeros[rank].built.params),
+        DISAGREE + "rank 0 has [optimizer 0 (SGD), all parameters]",
+    ),
+}
+
+
+def make_mistakes_together(comm: Collectives, mistakes: list[Any]) -> list[str]:
+    params = weights([3.0], [4.0], [12.0], [84.0])
+    zeros = [sharded(some, comm) for some in (params[:2], params[2:], params[:2])]
+    messages = []
+    for mistake in mistakes:
+        messages.append(caught(lambda mistake=mistake: mistake(zeros, comm.rank)))  # type: ignore[misc]
+        assert clip_grad_norm_(zeros[:2], 100.0).item() == 85.0, messages[-1]
+    return messages
+
+
+def test_mistakes_with_several_optimizers_raise_on_all_ranks() -> None:
+    cases = [*TOGETHER.values(), *BY_RANK_1.values()]
+    of_rank = virtual.run(make_mistakes_together, 2, [mistake for mistake, _ in cases])
+    for rank, messages in enumerate(of_rank):
+        for (_, text), message in zip(cases, messages, strict=True):
+            if rank == 1 and "rank 1 could not" in text:
+                text = "ValueError: rank 1: a parameter is in two"
+            assert message.startswith(text.format(rank=rank)), message
+
+
 # --------------------------------------------------------------------------------------------- what travels
 
 
@@ -638,8 +744,8 @@ SAME_ON_ALL: dict[str, tuple[Mistake, str]] = {
     ),
     "optimizer": (
         lambda zero, rank: clip_grad_norm_(list(zero.built.params), 1.0),  # type: ignore[arg-type]
-        "TypeError: clip over shards takes the ZeroRedundancyOptimizer, not list: it knows which rank owns "
-        "what. For an unsharded model use torch.nn.utils.clip_grad_norm_.",
+        "TypeError: clip over shards takes the ZeroRedundancyOptimizer, or a list of them, not Parameter: it "
+        "knows which rank owns what. For an unsharded model use torch.nn.utils.clip_grad_norm_.",
     ),
 }
 DIFFERENT: dict[str, tuple[Mistake, str]] = {
@@ -657,7 +763,7 @@ DIFFERENT: dict[str, tuple[Mistake, str]] = {
     ),
     "params": (
         lambda zero, rank: get_total_norm(zero, params=zero.built.params[rank:]),
-        "rank 1 has [parameters [1]] where rank 0 has [parameters [0, 1]]",
+        "rank 1 has [optimizer 0 (SGD), parameters [1]] where rank 0 has [optimizer 0 (SGD), all parameters]",
     ),
     "function": (
         lambda zero, rank: get_total_norm(zero) if rank else clip_grad_norm_(zero, 1.0),

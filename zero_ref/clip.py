@@ -6,17 +6,24 @@ norms. So each rank computes the norms of the slices that it owns, 1/N of the wo
 gives every rank the norms of all slices. It is exact, because all ranks but the owner add zero. From there on
 each rank does what torch's function does: it takes the norm of the norms, and multiplies every gradient by
 one factor. With whole parameters the total is that of torch on the unsharded model, bit for bit.
+
+Several optimizers have one norm. One of them may be over fewer ranks, such as that of experts, of which each
+group of ranks has others. Then no rank knows all slices, so ranks send each norm together with its slice.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_
 
 # torch's own choice of kernels and order, which decide the last bits of a norm (tests/test_clip.py).
@@ -27,8 +34,11 @@ from torch.utils._foreach_utils import (
 )
 
 from zero_ref.comm.agreement import agree
+from zero_ref.comm.collectives import Collectives, as_collectives, gather_texts, global_ranks
+from zero_ref.comm.devices import CPU
 from zero_ref.optimizer.buckets import flat_like
-from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.optimizer.groups import dtype_name
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer, listed
 from zero_ref.plan.partition import Slice
 
 # In place of a norm or of a digest, neither of which is ever negative.
@@ -36,14 +46,18 @@ ABSENT = -1.0
 FAILED = -1.0
 
 
+Optimizers = ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer]
+
+
 def clip_grad_norm_(
-    optimizer: ZeroRedundancyOptimizer,
+    optimizer: Optimizers,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
     params: Iterable[torch.Tensor] | torch.Tensor | None = None,
+    across: dist.ProcessGroup | Collectives | None = None,
 ) -> torch.Tensor:
     """Scale the gradients of all ranks by one factor, so that their norm together is at most `max_norm`.
 
@@ -62,125 +76,200 @@ def clip_grad_norm_(
     >>> virtual.run(on_rank, 2)
     [(5.0, [1.5, 0.0]), (5.0, [0.0, 2.0])]
 
+    Several optimizers have one norm, and are scaled by one factor: `clip_grad_norm_([body, head], 1.0)`. If
+    one is over fewer ranks than another, its groups count as different parameters: so
+    `clip_grad_norm_([dense, experts], 1.0)`, where `dense` is over all ranks and `experts` over those that
+    share some experts, clips by the norm of the dense parameters and of the experts of all groups. If groups
+    have copies of the same parameters (hybrid sharding), give all optimizers the same group: beside a wider
+    one each copy would count, of which a warning tells.
+
     Args:
+        optimizer: the optimizer, or a list of them.
         max_norm, norm_type, error_if_nonfinite, foreach: as torch's; `norm_type` may be "inf".
         params: some of the optimizer's parameters, in any order; only their gradients are counted and scaled.
             None is all. To count some and scale others, use `get_total_norm`, then
             `torch.nn.utils.clip_grads_with_norm_`.
+        across: all ranks whose gradients count; None for those of the optimizer with the most. A wider group
+            is needed if each optimizer is over a part of them, such as experts alone.
     Returns:
         The norm before clipping, shape (), the same on all ranks. It is torch's total over the parameters in
         registration order, in torch's dtype (what the gradients' dtypes promote to) and on torch's device
         (that of the first gradient); 0.0 if there is no gradient. If no parameter is split between ranks, it
-        is equal to the last bit. Otherwise it is more exact, because shorter sums round less: float32 2-norms
+        is equal to the last bit. With several optimizers torch's total is that over the parameters of the
+        first, then of the second, and so on, each time of all groups in the order of their ranks; for a model
+        that lists them otherwise torch adds the same norms in another order, and the last bit may differ. If
+        parameters are split, the total is more exact, because shorter sums round less: float32 2-norms
         on a CPU are within 1e-6 of torch's for split parameters of a thousand elements, 1e-5 for a million
         and 4e-4 for ten million; in bfloat16, within a unit in the last place (2**-7).
     Raises:
         RuntimeError: the total is not finite and `error_if_nonfinite` (names the parameter; no gradient is
             changed); the update was already made in backward (`overlap_with_ddp`), or backward did not end; a
             gradient is sparse; another rank stopped, or makes other calls.
-        ValueError: ranks pass different arguments; `params` holds one that the optimizer does not have.
+        ValueError: ranks pass different arguments or optimizers; `params` holds one that no optimizer has; a
+            parameter is in two optimizers; `across`, or the widest group, lacks ranks of an optimizer.
         TypeError, ValueError: as torch's, on arguments that are no numbers. If one rank raises, all raise.
-    Collective: all ranks of the optimizer's group. Inside `Join`, those that still have data.
+    Collective: all ranks of the optimizer's group, or of `across`. Inside `Join`, those that still have data.
     Cost: one all-reduce of 8 bytes for each slice and each rank, and on an accelerator one wait, for the
-        norms. Inside `Join` nothing is sent, and each rank computes all norms.
+        norms. Of several optimizers, or with `across`, three all-gathers: of 32 bytes, of 8, and of a text of
+        about 50 bytes for each slice that a rank owns. Inside `Join` nothing is sent, and each rank computes
+        all norms.
     """
-    chosen, total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params, max_norm)
-    parts = optimizer.backward.gradients.parts or {}
-    apart = [_with_gradient(part) for piece, part in parts.items() if piece.param in chosen]
-    clip_grads_with_norm_([*chosen.values(), *apart], float(max_norm), total, foreach)
-    optimizer.backward.gradients.note_change()
+    chosen, total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params, across, max_norm)
+    tensors: list[torch.Tensor] = []
+    for zero, of_zero in chosen.items():
+        parts = zero.backward.gradients.parts or {}
+        tensors += of_zero.values()
+        tensors += (_with_gradient(part) for piece, part in parts.items() if piece.param in of_zero)
+    clip_grads_with_norm_(tensors, float(max_norm), total, foreach)
+    for zero in chosen:
+        zero.backward.gradients.note_change()
     return total
 
 
 def get_total_norm(
-    optimizer: ZeroRedundancyOptimizer,
+    optimizer: Optimizers,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
     params: Iterable[torch.Tensor] | torch.Tensor | None = None,
+    across: dist.ProcessGroup | Collectives | None = None,
 ) -> torch.Tensor:
     """The norm of the gradients of all ranks, which stay as they are. See `clip_grad_norm_`.
 
-    For a norm that is only logged, or for one that covers a second optimizer too:
+    For a norm that is only logged, or one of some parameters, by which you scale more than those:
 
-    >>> norms = torch.stack([get_total_norm(first), get_total_norm(second)])             # doctest: +SKIP
-    >>> total = torch.linalg.vector_norm(norms)                                          # doctest: +SKIP
+    >>> total = get_total_norm([body, head], params=model.body.parameters())             # doctest: +SKIP
     >>> torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, total)             # doctest: +SKIP
 
     Args, Returns, Raises, Collective, Cost: as `clip_grad_norm_`.
     """
-    total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params)[1]
-    optimizer.backward.gradients.show(optimizer.built.params)  # the caller may scale them, as above
-    optimizer.backward.gradients.note_change(freely=True)
+    chosen, total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params, across)
+    for zero in chosen:
+        zero.backward.gradients.show(zero.built.params)  # the caller may scale them, as above
+        zero.backward.gradients.note_change(freely=True)
     return total
+
+
+Chosen = dict[ZeroRedundancyOptimizer, dict[int, torch.Tensor]]
+"""For each optimizer the parameters to clip, by their numbers."""
+
+
+class SliceNorm(NamedTuple):
+    """The norm of the gradient of a slice of parameter `number`."""
+
+    number: int
+    start: int
+    stop: int
+    owner: int
+    dtype: str
+    norm: float
+
+
+class ParameterNorm(NamedTuple):
+    """The norm of the gradient of a parameter. `like` has its dtype and device."""
+
+    name: str
+    owners: list[int]
+    like: torch.Tensor
+    norm: float
 
 
 @torch.no_grad()
 def _total_norm(
-    zero: ZeroRedundancyOptimizer,
+    optimizer: Optimizers,
     norm_type: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
     params: Iterable[torch.Tensor] | torch.Tensor | None,
+    across: dist.ProcessGroup | Collectives | None,
     max_norm: float = math.inf,
-) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """The parameters to clip, by their numbers, and the norm of their gradients."""
-    if not isinstance(zero, ZeroRedundancyOptimizer):
-        raise TypeError(
-            f"clip over shards takes the ZeroRedundancyOptimizer, not {type(zero).__name__}: it knows which "
-            "rank owns what. For an unsharded model use torch.nn.utils.clip_grad_norm_."
-        )
+) -> tuple[Chosen, torch.Tensor]:
+    """The parameters to clip, and the norm of their gradients."""
+    zeros = listed(
+        optimizer, "clip over shards", " For an unsharded model use torch.nn.utils.clip_grad_norm_."
+    )
+    widest = max((zero.collectives for zero in zeros), key=lambda one: one.world_size)
+    comm = widest if across is None else as_collectives(across)
+    is_one = len(zeros) == 1 and comm is widest
     # Ranks that have left a Join loop do not call this function. Those in the loop have all gradients.
-    alone = zero.joined is not None
-    facts: Sequence[str] | Exception
-    pieces = _pieces(zero)
-    norms = torch.empty(0, device="cpu")
+    alone = any(zero.joined is not None for zero in zeros)
+    facts: list[str] | Exception
+    chosen: Chosen = {}
+    norms = [torch.empty(0, device="cpu")]
     try:
         norm_type = float(norm_type)
-        chosen = _chosen(zero, params)
         facts = [
-            f"max_norm={float(max_norm)}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}",
-            "all parameters" if params is None else f"parameters {list(chosen)}",
+            f"max_norm={float(max_norm)}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}"
         ]
-        _check_can_be_clipped(zero, chosen)
-        counted = pieces if alone else zero.partition.slices_of_rank[zero.rank]
-        norms = _norms_of_slices(zero, counted, chosen, norm_type, foreach)
+        chosen = _chosen(zeros, params)
+        facts.append(_told(zeros[0], chosen[zeros[0]]) if is_one else f"{len(zeros)} optimizers")
+        for zero, of_zero in chosen.items():
+            _check_ranks(zero, comm, alone)
+            _check_can_be_clipped(zero, of_zero)
+        norms = [_norms_of_slices(*of, norm_type, foreach, alone) for of in chosen.items()]
     except Exception as error:
         if alone:
             raise
         facts = error
-    of_pieces = zip(pieces, norms.tolist() if alone else _shared(zero, norms, facts), strict=True)
-    present = {piece: norm for piece, norm in of_pieces if norm != ABSENT}
-    norm_of_param = _norms_of_params(zero, present, norm_type)
-    if not norm_of_param:
+    if is_one:
+        of_all = norms[0].tolist() if alone else _shared(zeros[0], norms[0], facts)
+        found = _norms_of_one(zeros[0], chosen[zeros[0]], of_all, norm_type)
+    else:
+        found = _norms_of_several(comm, chosen, norms, facts, norm_type, alone)
+    if not found:
         return chosen, torch.tensor(0.0)
-    params = [chosen[number] for number in norm_of_param]
-    together = _in_torchs_order(params, [*norm_of_param.values()])
+    together = _in_torchs_order([one.like for one in found], [one.norm for one in found])
     if error_if_nonfinite and not bool(torch.linalg.vector_norm(together, norm_type).isfinite()):
-        raise RuntimeError(_nonfinite_error(zero, norm_of_param, norm_type))
+        raise RuntimeError(_nonfinite_error(comm.rank, found, norm_type))
     # By the kernel that torch's function would use, without waiting until the accelerator can take the norms.
-    return chosen, torch.linalg.vector_norm(together.to(params[0].device, non_blocking=True), norm_type)
+    device = found[0].like.device
+    return chosen, torch.linalg.vector_norm(together.to(device, non_blocking=True), norm_type)
 
 
 def _chosen(
-    zero: ZeroRedundancyOptimizer, params: Iterable[torch.Tensor] | torch.Tensor | None
-) -> dict[int, torch.Tensor]:
+    zeros: Sequence[ZeroRedundancyOptimizer], params: Iterable[torch.Tensor] | torch.Tensor | None
+) -> Chosen:
     """These parameters by their numbers, in registration order."""
-    all_params = dict(enumerate(zero.built.params))
+    chosen: Chosen = {zero: dict(enumerate(zero.built.params)) for zero in zeros}
+    known = {param for zero in zeros for param in zero.built.params}
+    if len(known) < sum(map(len, chosen.values())):
+        raise ValueError(
+            f"rank {zeros[0].rank}: a parameter is in two of the optimizers and would count twice."
+        )
     if params is None:
-        return all_params
-    known = set(all_params.values())
+        return chosen
     wanted = [params] if isinstance(params, torch.Tensor) else list(params)
     for param in wanted:
         if not (isinstance(param, torch.Tensor) and param in known):
             shape = f" of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else ""
             raise ValueError(
-                f"rank {zero.rank}: `params` holds a {type(param).__name__}{shape} that is no parameter of "
-                "this optimizer. Pass some of those that it was constructed with."
+                f"rank {zeros[0].rank}: `params` holds a {type(param).__name__}{shape} that is no parameter "
+                "of this optimizer. Pass some of those that it was constructed with."
             )
-    chosen = set(wanted)
-    return {number: param for number, param in all_params.items() if param in chosen}
+    some = set(wanted)
+    return {zero: {n: param for n, param in of.items() if param in some} for zero, of in chosen.items()}
+
+
+def _told(zero: ZeroRedundancyOptimizer, chosen: Mapping[int, torch.Tensor]) -> str:
+    """What ranks compare: the optimizer, and the numbers of the parameters to clip."""
+    some = "all parameters" if len(chosen) == len(zero.built.params) else f"parameters {list(chosen)}"
+    return f"{zero.accord.what}, {some}"
+
+
+def _check_ranks(zero: ZeroRedundancyOptimizer, comm: Collectives, alone: bool) -> None:
+    """Refuse an optimizer with ranks that `comm` lacks, and inside Join one over fewer ranks."""
+    ours, theirs = global_ranks(zero.collectives), global_ranks(comm)
+    if not {*ours} <= {*theirs}:
+        raise ValueError(
+            f"rank {zero.rank}: the ranks {theirs} are to have one norm, and an optimizer is over {ours}. "
+            "Pass across=, the process group of all ranks whose gradients count."
+        )
+    if alone and (zero.joined is None or ours != theirs):
+        raise RuntimeError(
+            f"rank {zero.rank}: inside Join nothing is sent for a norm, so the optimizers must all be in it, "
+            "and over the same ranks."
+        )
 
 
 def _check_can_be_clipped(zero: ZeroRedundancyOptimizer, chosen: Mapping[int, torch.Tensor]) -> None:
@@ -211,12 +300,16 @@ def _with_gradient(part: torch.Tensor) -> torch.Tensor:
 
 def _norms_of_slices(
     zero: ZeroRedundancyOptimizer,
-    pieces: Sequence[Slice],
     chosen: Mapping[int, torch.Tensor],
     norm_type: float,
     foreach: bool | None,
+    alone: bool,
 ) -> torch.Tensor:
-    """The norm of each slice's gradient, or ABSENT: (pieces,), float64, where control messages are made."""
+    """The norm of the gradient of each slice to count, or ABSENT: (slices,), float64.
+
+    It lies where control messages are made.
+    """
+    pieces = [piece for piece, _ in _counted(zero, alone)]
     parts, control = zero.backward.gradients.parts, zero.collectives.control_device
     whole: dict[Slice, torch.Tensor] = {}
     norms: dict[Slice, torch.Tensor] = {}
@@ -265,7 +358,7 @@ def _norms(
 def _shared(
     zero: ZeroRedundancyOptimizer, own: torch.Tensor, facts: Sequence[str] | Exception
 ) -> list[float]:
-    """The norms of all `_pieces`, from those of each rank's. If `facts` differ, all ranks raise as `agree`.
+    """The norms of all slices, from those of each rank's. If `facts` differ, all ranks raise as `agree`.
 
     Collective: all ranks of the group.
     Cost: one all-reduce of 8 bytes for each slice and each rank.
@@ -288,18 +381,109 @@ def _shared(
     return shared[:count]
 
 
-def _norms_of_params(
-    zero: ZeroRedundancyOptimizer, norms: Mapping[Slice, float], norm_type: float
-) -> dict[int, float]:
-    """The norm of each parameter that has a gradient on its owners, from the norms of its slices."""
-    of_param = {}
-    for number, parts in itertools.groupby(sorted(norms), key=lambda piece: piece.param):
-        of_parts = [norms[piece] for piece in parts]
-        if len(zero.partition.pieces_of_param[number]) > 1:
-            together = torch.tensor(of_parts, dtype=torch.float64, device="cpu")
-            of_parts = [torch.linalg.vector_norm(together, norm_type).item()]
-        of_param[number] = of_parts[0]
-    return of_param
+def _norms_of_one(
+    zero: ZeroRedundancyOptimizer,
+    chosen: Mapping[int, torch.Tensor],
+    norms: Sequence[float],
+    norm_type: float,
+) -> list[ParameterNorm]:
+    """The norms of an optimizer's parameters, from those of all slices."""
+    slices = _present(_counted(zero, alone=True), norms, chosen)
+    return [
+        ParameterNorm(zero.built.name(number), owners, chosen[number], norm)
+        for number, owners, _, norm in _of_params(slices, norm_type)
+    ]
+
+
+def _norms_of_several(
+    comm: Collectives,
+    chosen: Chosen,
+    norms: Sequence[torch.Tensor],
+    facts: list[str] | Exception,
+    norm_type: float,
+    alone: bool,
+) -> list[ParameterNorm]:
+    """The norms of the parameters of several optimizers, and of all groups of each, from those of this rank.
+
+    Raises: as `agree`, and ValueError on all ranks if those of a group were given other optimizers.
+    Collective: all ranks of `comm`.
+    Cost: three all-gathers, of 32 bytes, 8 bytes and the norms.
+    """
+    if not alone:
+        agree(comm, "clip the gradients", facts)
+    place_of_rank = {rank: place for place, rank in enumerate(global_ranks(comm))}
+    mine: list[tuple[list[int], str, list[SliceNorm]]] = []
+    for (zero, of_zero), of_slices in zip(chosen.items(), norms, strict=True):
+        group = [place_of_rank[rank] for rank in global_ranks(zero.collectives)]
+        slices = _present(_counted(zero, alone), of_slices.tolist(), of_zero)
+        slices = [one._replace(owner=group[one.owner]) for one in slices]
+        mine.append(([comm.rank] if alone else group, _told(zero, of_zero), slices))
+    of_rank = {comm.rank: mine}
+    if not alone:
+        of_rank = dict(enumerate(map(json.loads, gather_texts(comm, json.dumps(mine)))))
+    device = next((param.device for of_zero in chosen.values() for param in of_zero.values()), CPU)
+    found = []
+    for index, zero in enumerate(chosen):
+        groups: dict[tuple[int, ...], list[SliceNorm]] = {}
+        for rank, tables in of_rank.items():
+            group, told, slices = tables[index]
+            groups.setdefault(tuple(group), []).extend(SliceNorm(*one) for one in slices)
+            for member in group:
+                their_group, theirs, _ = of_rank[member][index]
+                if (their_group, theirs) != (group, told):
+                    raise ValueError(
+                        f"ranks disagree, so none can clip the gradients: rank {rank} has [{told}] over the "
+                        f"ranks {group} where rank {member} has [{theirs}] over {their_group}. Pass the same "
+                        "optimizers, in the same order, on every rank."
+                    )
+        if norm_type:  # that of order 0 is a count
+            _warn_of_copies(told, groups.values())
+        for members, slices in groups.items():  # each group of ranks has parameters of its own
+            for number, owners, dtype, norm in _of_params(slices, norm_type):
+                name = zero.built.name(number) if comm.rank in members else f"{number} of ranks {[*members]}"
+                like = torch.empty(0, dtype=getattr(torch, dtype), device=device)
+                found.append(ParameterNorm(name, owners, like, norm))
+    return found
+
+
+def _warn_of_copies(told: str, groups: Iterable[Sequence[SliceNorm]]) -> None:
+    """Warn if groups of ranks have gradients of the same norms, which those of other parameters have not."""
+    norms = [tuple(sorted((*one[:3], one.norm) for one in slices)) for slices in groups]
+    used = [of_group for of_group in norms if any(norm for *_, norm in of_group)]
+    if len(set(used)) < len(used):
+        warnings.warn(
+            f"groups of ranks have the same norms of {told}, and each group counts: if these parameters "
+            "are copies (hybrid sharding), the norm is too large. Clip optimizers of one group together.",
+            stacklevel=6,
+        )
+
+
+def _counted(zero: ZeroRedundancyOptimizer, alone: bool) -> list[tuple[Slice, int]]:
+    """The slices whose norms this rank computes, with their owners: its own, or if it is `alone` all."""
+    of_ranks = enumerate(zero.partition.slices_of_rank)
+    return [(piece, rank) for rank, owned in of_ranks if alone or rank == zero.rank for piece in owned]
+
+
+def _present(
+    counted: Sequence[tuple[Slice, int]], norms: Sequence[float], chosen: Mapping[int, torch.Tensor]
+) -> list[SliceNorm]:
+    """The slices that have a gradient."""
+    return [
+        SliceNorm(*piece, owner, dtype_name(chosen[piece.param].dtype), norm)
+        for (piece, owner), norm in zip(counted, norms, strict=True)
+        if norm != ABSENT
+    ]
+
+
+def _of_params(slices: Iterable[SliceNorm], norm_type: float) -> Iterator[tuple[int, list[int], str, float]]:
+    """By parameter its number, its owners, its dtype, and the norm of the norms of its slices."""
+    for number, of_param in itertools.groupby(sorted(slices), key=itemgetter(0)):
+        parts = list(of_param)
+        norm = parts[0].norm
+        if len(parts) > 1:
+            together = torch.tensor([part.norm for part in parts], dtype=torch.float64, device="cpu")
+            norm = torch.linalg.vector_norm(together, norm_type).item()
+        yield number, [part.owner for part in parts], parts[0].dtype, norm
 
 
 def _in_torchs_order(params: Sequence[torch.Tensor], norms: Sequence[float]) -> torch.Tensor:
@@ -318,24 +502,17 @@ def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
     return _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
 
 
-def _pieces(zero: ZeroRedundancyOptimizer) -> list[Slice]:
-    """Every slice, rank by rank: in the same order on all of them."""
-    return [piece for owned in zero.partition.slices_of_rank for piece in owned]
-
-
-def _nonfinite_error(
-    zero: ZeroRedundancyOptimizer, norm_of_param: Mapping[int, float], norm_type: float
-) -> str:
-    culprits = [number for number, norm in norm_of_param.items() if not math.isfinite(norm)]
+def _nonfinite_error(rank: int, norms: Sequence[ParameterNorm], norm_type: float) -> str:
+    culprits = [one for one in norms if not math.isfinite(one.norm)]
     where = "though that of each parameter is finite"
     if culprits:
-        owners = " and ".join(str(owner) for _, owner in zero.partition.pieces_of_param[culprits[0]])
+        first = culprits[0]
         where = (
-            f"as that of parameter {zero.built.name(culprits[0])}, owned by rank {owners}, is "
-            f"{norm_of_param[culprits[0]]} (one of {len(culprits)} such parameters)"
+            f"as that of parameter {first.name}, owned by rank {' and '.join(map(str, first.owners))}, is "
+            f"{first.norm} (one of {len(culprits)} such parameters)"
         )
     return (
-        f"rank {zero.rank}: The total norm of order {norm_type} for gradients from `parameters` is "
+        f"rank {rank}: The total norm of order {norm_type} for gradients from `parameters` is "
         f"non-finite, {where}, so it cannot be clipped. All ranks raise this and no gradient was changed: "
         "to skip the step, call zero_grad() on all of them. To disable this error and scale the gradients by "
         "the non-finite norm anyway, set `error_if_nonfinite=False`."

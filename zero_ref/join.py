@@ -24,6 +24,7 @@ Write `with Join(...)`: as long as a `Join` is kept in a variable, it counts as 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -109,14 +110,23 @@ class ShadowStep(JoinHook):
         share_options(self.zero, active=is_last_joiner)
 
 
-def divisor_of_gradients(zero: Zero, active: bool) -> int:
+def divisor_of_gradients(zeros: Sequence[Zero], active: bool) -> int:
     """The divisor of DDP's sum of gradients: the number of all ranks, or of those that have data.
 
     Args:
+        zeros: the optimizers of the model, over the same ranks.
         active: this rank still has data.
+    Raises:
+        ValueError: some of the optimizers are in a `Join`, and others are not.
     Collective: all ranks of the group, inside a `Join` with `divide_by_initial_world_size=False`.
     Cost: there one all-reduce of 8 bytes, else nothing.
     """
+    zero = zeros[0]
+    if any((other.joined is None) != (zero.joined is None) for other in zeros):
+        raise ValueError(
+            "some of this model's optimizers are in the Join and others are not, whose steps a rank without "
+            "data would leave out. List all of them: Join([ddp, first, second])."
+        )
     if zero.joined is None or zero.joined.divide_by_initial_world_size:
         return zero.collectives.world_size
     count = torch.full((1,), int(active), device=zero.collectives.control_device)

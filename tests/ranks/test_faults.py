@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -101,6 +102,35 @@ def test_a_rank_that_cannot_construct_it_makes_all_raise() -> None:
         for rank in (0, 1):
             prefix = f"RuntimeError: rank {rank}: rank 2 could not construct the optimizer: {text}"
             assert messages[rank].startswith(prefix)
+
+
+def construct_and_leave() -> str:
+    """Rank 1 leaves the group at once, before rank 0 opens its channel for alarms: what that raises."""
+    group = dist.new_group([0, 1])
+    open_channel = ProcessGroupCollectives.open_channel
+
+    def open_late(*args: Any) -> Any:
+        dist.barrier()
+        with contextlib.suppress(RuntimeError):  # until this rank's network has noticed
+            while True:
+                dist.irecv(torch.empty(1), group=group, group_src=1, tag=99)
+        return open_channel(*args)
+
+    def made() -> None:
+        ZeroRedundancyOptimizer(Tangle().parameters(), optim.AdamW, group)
+
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ProcessGroupCollectives, "open_channel", open_late)
+            return caught(made)
+    message = caught(made)
+    dist.destroy_process_group(group)
+    dist.barrier()
+    return message
+
+
+def test_a_rank_may_leave_as_soon_as_it_has_constructed() -> None:
+    assert run(construct_and_leave, 2, timeout=NEVER_S) == ["nothing"] * 2
 
 
 def different_calls() -> str:

@@ -381,6 +381,15 @@ def test_a_gradient_that_is_not_finite_becomes_known_without_a_read_of_any(infin
         assert reads == 0
 
 
+def test_a_rank_whose_parameters_nobody_has_used_learns_of_nothing_and_holds_nobody_up() -> None:
+    def on_rank(comm: Collectives) -> list[torch.Tensor]:
+        own = [] if comm.rank else [torch.tensor([torch.inf])]
+        share_infinities(comm, own)
+        return own
+
+    assert virtual.run(on_rank, 2, timeout=10)[1] == []
+
+
 # ---------------------------------------------------------------- what cannot work says so, on all ranks
 
 

@@ -33,7 +33,7 @@ from zero_ref.backward.reduction import (
     in_backward,
 )
 from zero_ref.comm import devices
-from zero_ref.comm.collectives import PendingCall, ProcessGroupCollectives
+from zero_ref.comm.collectives import PendingCall, ProcessGroupCollectives, global_ranks
 from zero_ref.optimizer.buckets import finish_broadcasts, messages_within, start_broadcasts
 from zero_ref.optimizer.groups import replace_options
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -277,17 +277,17 @@ def _check_fits(
         raise ValueError(
             "the optimizer was not made for updates during backward. Construct it with overlap_with_ddp=True."
         )
-    if to_owners is not None and to_owners.zero is not zero:
+    if to_owners is not None and to_owners.zeros != [zero]:
         raise ValueError(
             "reduce_to_owners was made for another optimizer, whose owners are others. Pass the same "
-            "optimizer to reduce_to_owners and to the hook that steps it."
+            "optimizer, and no other, to reduce_to_owners and to the hook that steps it."
         )
     if not isinstance(zero.collectives, ProcessGroupCollectives):
         raise ValueError(
             "the optimizer's ranks are no torch.distributed process group, so DistributedDataParallel does "
             "not reduce over them. Pass the same process_group to both."
         )
-    ours = dist.get_process_group_ranks(zero.collectives.group)
+    ours = global_ranks(zero.collectives)
     theirs = dist.get_process_group_ranks(ddp.process_group)
     # Where all of DDP's ranks get every gradient, a part of them may share an optimizer.
     if ours != theirs and (to_owners is not None or not set(ours) <= set(theirs)):

@@ -17,9 +17,10 @@ import torch
 
 from zero_ref import join
 from zero_ref.comm import devices
-from zero_ref.comm.collectives import AllOf, Collectives, PendingCall
+from zero_ref.comm.agreement import agreement
+from zero_ref.comm.collectives import AllOf, Collectives, PendingCall, global_ranks
 from zero_ref.optimizer.buckets import flat_view
-from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer, listed
 from zero_ref.plan.partition import Partition
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -138,11 +139,15 @@ def _packed(flat: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
 
 
 def reduce_to_owners(
-    zero: ZeroRedundancyOptimizer, *, scaled: bool = False, may_change: bool = False
+    zero: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
+    *,
+    scaled: bool = False,
+    may_change: bool = False,
 ) -> Hook:
     """A DDP communication hook after which each rank has the gradients of what it owns, and no others.
 
     >>> ddp.register_comm_hook(None, reduce_to_owners(zero))                 # doctest: +SKIP
+    >>> ddp.register_comm_hook(None, reduce_to_owners([body, head]))         # doctest: +SKIP
 
     With the parameter broadcasts of a step, 2Ψ elements travel in an iteration of a model with Ψ parameters,
     as in plain data parallelism; all-reduced gradients and broadcasts are 3Ψ. After backward `.grad` is None
@@ -154,7 +159,8 @@ def reduce_to_owners(
     the gradients that are left on owners would be averaged once more.
 
     Args:
-        zero: over the same ranks as DDP. It must have all parameters that DDP reduces.
+        zero: the optimizer, over the same ranks as DDP; or a list, if several optimizers have the parameters
+            of the model. Every parameter that DDP reduces must be in exactly one.
         scaled: for use with torch.amp.GradScaler, which looks for infinite gradients on each rank by itself:
             if one rank has one, all ranks get one. Without, `zero.step` refuses such a scaler.
         may_change: gradients may be changed between backward and step by a function that treats each element
@@ -163,31 +169,46 @@ def reduce_to_owners(
     Raises:
         RuntimeError: (in backward) the reduced gradients of an earlier backward are still there, so they
             would be averaged twice: zero them after each step. Accumulate under `ddp.no_sync()`.
-        ValueError: (in backward) DDP reduces a parameter that the optimizer does not have, or a sparse
-            gradient.
-    Collective: all ranks, in backward.
-    Cost: each rank sends (N-1)/N of its gradients and receives N-1 shares of its own; `scaled` adds an
-        all-reduce of 4 bytes, a `Join` with `divide_by_initial_world_size=False` one of 8.
+        TypeError: `zero` is no ZeroRedundancyOptimizer, nor a list of them.
+        ValueError: a parameter is in two of the optimizers, or these are over different ranks; ranks pass
+            other optimizers or options. (In backward) DDP reduces a parameter that no optimizer has, or a
+            sparse gradient; or a `Join` has only some of the optimizers.
+    Collective: all ranks, here and in backward.
+    Cost: here one all-gather of 32 bytes. In backward each rank sends (N-1)/N of its gradients and receives
+        N-1 shares of its own; for each optimizer `scaled` adds an all-reduce of 4 bytes, and for one a `Join`
+        with `divide_by_initial_world_size=False` one of 8.
     Source: ZeRO stage 2, "P_os+g" (arXiv:1910.02054, section 5.2).
     """
-    return OwnerReduction(zero, scaled, may_change).on_bucket
+    return OwnerReduction(listed(zero, "reduce_to_owners"), scaled, may_change).on_bucket
 
 
 class OwnerReduction:
     """What `reduce_to_owners` keeps from one bucket of a backward to the next."""
 
-    def __init__(self, zero: ZeroRedundancyOptimizer, scaled: bool, may_change: bool) -> None:
-        self.zero = zero
+    def __init__(self, zeros: Sequence[ZeroRedundancyOptimizer], scaled: bool, may_change: bool) -> None:
+        self.zeros = zeros
         self.scaled, self.may_change = scaled, may_change
-        self._divisor = zero.world_size
-        self._planned_for: Partition | None = None
+        # A bucket may have parameters of several optimizers, and is sent as one, by the first of them.
+        self.comm = zeros[0].collectives
+        self._divisor = self.comm.world_size
+        self._planned_for: list[Partition] = []
+        self._place_of: dict[torch.Tensor, tuple[ZeroRedundancyOptimizer, int]] = {}
         self._plans: dict[tuple[int, ...], tuple[list[torch.Tensor], list[list[slice]]]] = {}
+        with agreement(self.comm, "reduce gradients to owners") as facts:
+            facts += [f"scaled={scaled}, may_change={may_change}", *(zero.accord.what for zero in zeros)]
+            for zero in zeros[1:]:
+                if (ours := global_ranks(self.comm)) != (theirs := global_ranks(zero.collectives)):
+                    raise ValueError(
+                        f"reduce_to_owners was given an optimizer over the ranks {ours} and one over the "
+                        f"ranks {theirs}. Construct all of them over the ranks of DistributedDataParallel."
+                    )
+            self._find_places()
 
     # DDP refuses annotations other than its own classes, and typing knows no name for those.
     def on_bucket(self, _, bucket):  # type: ignore[no-untyped-def]
         """Start to reduce a bucket, and complete those before it, whose gradients have had time to arrive."""
         reduction = self.start(bucket)
-        for earlier in self.zero.backward.under_way[:-1]:
+        for earlier in self._under_way[:-1]:
             earlier.wait()
         if bucket.is_last():
             reduction.wait()
@@ -196,9 +217,12 @@ class OwnerReduction:
             after_backward(self.release_others)
         return reduction.future
 
+    @property
+    def _under_way(self) -> list[Any]:
+        return self.zeros[0].backward.under_way
+
     def start(self, bucket: Any) -> ToOwners:
         """Start to send the bucket's gradients to their owners."""
-        zero = self.zero
         flat, params = bucket.buffer(), bucket.parameters()
         if flat.layout != torch.strided:
             raise ValueError("reduce_to_owners takes dense gradients; use allreduce_hook for sparse ones.")
@@ -206,33 +230,48 @@ class OwnerReduction:
             memory = flat.untyped_storage().data_ptr()
             gradients = [param.grad for param in params if param.grad is not None]
             are_views = any(grad.untyped_storage().data_ptr() == memory for grad in gradients)
-            zero.backward.begin(params, are_views)
-            zero.current()
-            self._divisor = join.divisor_of_gradients(zero, active=in_backward())
+            for zero in self.zeros:
+                zero.backward.begin(params, are_views)
+                zero.current()
+            self._find_places()
+            self._divisor = join.divisor_of_gradients(self.zeros, active=in_backward())
         # Every backward has the same buckets. A plan keeps its parameters alive, so their ids stay theirs.
-        if self._planned_for is not zero.partition:
-            self._planned_for, self._plans = zero.partition, {}
         key = tuple(map(id, params))
         if key not in self._plans:
             self._plans[key] = params, self._runs_of_rank(params)
-        reduction = ToOwners(zero.collectives, flat, params, self._plans[key][1], self._divisor)
-        zero.backward.under_way.append(reduction)
+        reduction = ToOwners(self.comm, flat, params, self._plans[key][1], self._divisor)
+        self._under_way.append(reduction)
         return reduction
+
+    def _find_places(self) -> None:
+        """Find the optimizer and the number of each parameter; forget the plans made for other owners."""
+        partitions = [zero.partition for zero in self.zeros]
+        if [*map(id, partitions)] == [*map(id, self._planned_for)]:
+            return
+        self._planned_for, self._plans, self._place_of = partitions, {}, {}
+        for zero in self.zeros:
+            for number, param in enumerate(zero.built.params):
+                if param in self._place_of:
+                    raise ValueError(
+                        f"parameter {zero.built.name(number)} is in two of the optimizers that "
+                        "reduce_to_owners was given, so it has two owners. Leave it out of one."
+                    )
+                self._place_of[param] = zero, number
 
     def _runs_of_rank(self, params: Sequence[torch.Tensor]) -> list[list[slice]]:
         """The runs of a bucket that each rank owns."""
-        zero = self.zero
-        number_of_param = {param: number for number, param in enumerate(zero.built.params)}
         owned: list[tuple[int, int]] = []  # owner and elements, end to end in the bucket
         for param in params:
-            if param not in number_of_param:
+            if param not in self._place_of:
                 raise ValueError(
                     f"DDP reduces a parameter of shape {tuple(param.shape)} that the optimizer does not "
-                    "have, so it has no owner. Give the optimizer all parameters of the model."
+                    "have, so it has no owner. Give the optimizer all parameters of the model, or "
+                    "reduce_to_owners a list of the optimizers that have them."
                 )
-            pieces = zero.partition.pieces_of_param[number_of_param[param]]
+            zero, number = self._place_of[param]
+            pieces = zero.partition.pieces_of_param[number]
             owned += [(owner, piece.numel) for piece, owner in pieces if piece.numel]
-        runs_of_rank: list[list[slice]] = [[] for _ in range(zero.world_size)]
+        runs_of_rank: list[list[slice]] = [[] for _ in range(self.comm.world_size)]
         start = 0
         for owner, run in groupby(owned, key=itemgetter(0)):
             stop = start + sum(numel for _, numel in run)
@@ -242,15 +281,18 @@ class OwnerReduction:
 
     def keep_own_gradients(self) -> None:
         """Set `.grad` on a rank that only shadows a backward: there DDP does not."""
-        for reduction in self.zero.backward.under_way:
+        for reduction in self._under_way:
             gradients = gradients_in(reduction.flat, reduction.params)
             for param, grad in zip(reduction.params, gradients, strict=True):
                 param.grad = grad.clone()
 
-    @torch.no_grad()
     def release_others(self) -> None:
         """Release the gradients of what other ranks own."""
-        zero = self.zero
+        for zero in self.zeros:
+            self._release_others(zero)
+
+    @torch.no_grad()
+    def _release_others(self, zero: ZeroRedundancyOptimizer) -> None:
         used = frozenset(n for n, param in enumerate(zero.built.params) if param.grad is not None)
         kept = {  # ordered, unlike a set, so that the same gradients are watched in every run
             own.param: None for own in zero.shard.owned if own.param.requires_grad
@@ -258,6 +300,10 @@ class OwnerReduction:
         for param in zero.built.params:
             if param not in kept:
                 param.grad = None
+            elif param.grad is not None and len(self.zeros) > 1:
+                # Views of a DDP bucket count writes together. With a count of its own, as `.data` has, a
+                # gradient does not look changed when that of another optimizer was.
+                param.grad = param.grad.data
         for number, param, _ in zero.shard.cut:
             for piece, owner in zero.partition.pieces_of_param[number]:
                 if param.grad is not None and owner != zero.rank:
@@ -290,10 +336,13 @@ def share_infinities(comm: Collectives, own: Sequence[torch.Tensor]) -> None:
     """Give every rank a gradient that is not finite if one rank has one, so that GradScaler finds it.
 
     Args:
-        own: the gradients of this rank; one at least.
+        own: the gradients of this rank; none if it has all parameters, and none of them was used.
     Collective: all ranks.
     Cost: an all-reduce of 4 bytes, and a wait for an accelerator if control messages are on the CPU.
     """
+    if not own:
+        comm.all_reduce(torch.zeros(1, device=comm.control_device)).wait()
+        return
     first = flat_view(own[0])[:1]
     norms = torch._foreach_norm(list(own), torch.inf)
     finite = torch.stack([norm.to(first.device) for norm in norms]).isfinite().all()

@@ -8,6 +8,7 @@ them on a torch.distributed process group (NCCL, Gloo), `zero_ref.lab.virtual` o
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -363,7 +364,10 @@ class _PairwiseAlarm:
     def _listen(self, peer: int) -> None:
         self.received[peer] = bytearray(ALARM_NBYTES)
         tensor = torch.frombuffer(self.received[peer], dtype=torch.uint8)
-        self.receives[peer] = dist.irecv(tensor, group=self.comm.group, group_src=peer, tag=self.tag)
+        # A peer whose process has ended, as a short program does that only constructs, rings no alarm.
+        # The next call to it raises.
+        with contextlib.suppress(RuntimeError):
+            self.receives[peer] = dist.irecv(tensor, group=self.comm.group, group_src=peer, tag=self.tag)
 
     def ring(self, text: str, update: int) -> None:
         limit = ALARM_NBYTES - 9
@@ -462,6 +466,13 @@ def as_collectives(process_group: dist.ProcessGroup | DeviceMesh | Collectives |
             "Options of the optimizer are passed by name, such as lr=0.001."
         )
     return process_group
+
+
+def global_ranks(comm: Collectives) -> list[int]:
+    """The global rank of each of its ranks; where there is no process group, the ranks themselves."""
+    if isinstance(comm, ProcessGroupCollectives):
+        return dist.get_process_group_ranks(comm.group)
+    return list(range(comm.world_size))
 
 
 def gather_bytes(comm: Collectives, content: bytes, told_as: str = "all_gather") -> list[bytearray]:

@@ -520,3 +520,24 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
             f"{self.shard.masters or 'no masters'}, {self.shard.place_of_state or 'state beside parameters'}"
         )
         return [way, *facts_of(self.param_groups, specs, partition, first)]
+
+
+def listed(given: Any, function: str, otherwise: str = "") -> list[ZeroRedundancyOptimizer]:
+    """The optimizers that a function was given: one, or several.
+
+    Args:
+        otherwise: advice to who gave something else.
+    Raises:
+        TypeError: something else was given.
+        ValueError: none was given, or one was given twice.
+    """
+    optimizers = list(given) if isinstance(given, (list, tuple)) else [given]
+    for one in optimizers:
+        if not isinstance(one, ZeroRedundancyOptimizer):
+            raise TypeError(
+                f"{function} takes the ZeroRedundancyOptimizer, or a list of them, not {type(one).__name__}: "
+                f"it knows which rank owns what.{otherwise}"
+            )
+    if not optimizers or len({id(one) for one in optimizers}) < len(optimizers):
+        raise ValueError(f"{function} takes each optimizer once, and was given {len(optimizers)}.")
+    return optimizers
