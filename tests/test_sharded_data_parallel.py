@@ -18,12 +18,12 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import OnMasters, filled, sum_in_rank_order
+from training import OnMasters, filled, owned_gradients, sum_in_rank_order
 
 from zero_ref import OSS, ShardedDataParallel, clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import meter, ranks, virtual
-from zero_ref.optimizer.buckets import flat_like, flat_view
+from zero_ref.optimizer.buckets import flat_like
 from zero_ref.optimizer.several import SeveralOptimizers
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
@@ -317,21 +317,6 @@ def test_what_no_rank_has_used_is_not_stepped(partition: Any) -> None:
 
 def twice(model: nn.Module, rank: int, step: int) -> Sequence[torch.Tensor]:
     return [model(data(rank, 10 * step + batch)) for batch in range(2)]
-
-
-def owned_gradients(zero: ZeroRedundancyOptimizer) -> dict[Slice, torch.Tensor]:
-    """This rank's gradients by slice, 1-D in memory order."""
-    parts = zero.backward.gradients.parts
-    found = {}
-    for piece, param, *_ in zero.shard.owned:
-        whole = piece.numel == param.numel()
-        if parts is not None and not whole:
-            assert param.grad is None or not param.grad.any()
-            if piece in parts:
-                found[piece] = parts[piece].clone()
-        elif param.grad is not None:
-            found[piece] = flat_view(param.grad)[piece.start : piece.stop].clone()
-    return found
 
 
 @pytest.mark.parametrize("keep_memory", [False, True])

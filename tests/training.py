@@ -30,11 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
+from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.groups import PARAM_KEYS, given_in, replace_options
 from zero_ref.optimizer.owned import MASTER
 from zero_ref.optimizer.rounding import round_stochastically
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.partition import Partition
+from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import equal_shares, even, sorted_greedy
 
 T = TypeVar("T")
@@ -273,6 +274,21 @@ def assert_state_dicts_equal(ours: dict[str, Any], plain: dict[str, Any]) -> Non
 
 
 # ------------------------------------------------------------------------------------------- checkpoints
+
+
+def owned_gradients(zero: ZeroRedundancyOptimizer) -> dict[Slice, torch.Tensor]:
+    """This rank's gradients by slice, 1-D in memory order."""
+    parts = zero.backward.gradients.parts
+    found = {}
+    for piece, param, *_ in zero.shard.owned:
+        whole = piece.numel == param.numel()
+        if parts is not None and not whole:
+            assert param.grad is None or not param.grad.any()
+            if piece in parts:
+                found[piece] = parts[piece].clone()
+        elif param.grad is not None:
+            found[piece] = flat_view(param.grad)[piece.start : piece.stop].clone()
+    return found
 
 
 def all_parameters(model: nn.Module) -> Any:

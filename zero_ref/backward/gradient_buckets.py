@@ -90,8 +90,10 @@ class GradientBucket:
     _part: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        self._device = next(iter(self.params.values())).device
+        like = next(iter(self.params.values()))
+        self._dtype, self._device = like.dtype, like.device
         self._wire = self.comm.wire_of(self._device)
+        self._averages_in_place = self._wire == self._device
         self.is_native = self.plan.is_shared and not self.comm.goes_pairwise(self._device)
         self._in = self.plan.tensors(as_one=self.is_native)
         self._cuts = [list(self._in.cuts(self.plan.runs(owner))) for owner in range(self.comm.world_size)]
@@ -119,7 +121,10 @@ class GradientBucket:
         if self._in.joint[tensor]:
             self._joint(tensor)[start : start + flat.numel()] = flat
         else:
-            self._tensors[tensor] = flat.to(self.dtype)
+            # A gradient that was set to zero, and not to None, lies where peers are about to send theirs.
+            self._tensors[tensor] = flat.to(
+                self.dtype, copy=self._kept is not None and _share(flat, self._kept)
+            )
         self.missing.discard(number)
 
     def _joint(self, tensor: int) -> torch.Tensor:
@@ -139,7 +144,7 @@ class GradientBucket:
         if self.is_native:
             # Divided before the sum: float16 could overflow.
             flat = tensors[0][: self.plan.numel].mul_(1 / comm.world_size)
-            self._received = {comm.rank: self._result(flat.device)}
+            self._received = {comm.rank: self._result()}
             self._work = comm.reduce_shares(flat, self._received[comm.rank])
             return
         peers = [peer for peer in range(comm.world_size) if peer != comm.rank]
@@ -176,11 +181,16 @@ class GradientBucket:
         self._part = self._work = None
         if work is not None:
             work.wait()
-        if part is not None and self.gradient is None:
-            self.gradient = part.to(next(iter(self.params.values())).dtype)
-        elif part is not None and self.gradient is not None:
+        if part is None:
+            return
+        if self.gradient is not None:
             self.gradient.add_(part)
-            self.memory.give_back([part])
+        elif part.dtype == self._dtype:
+            self.gradient = part
+            return
+        else:
+            self.gradient = self.new_gradient().copy_(part)
+        self.memory.give_back([part])
 
     def wait(self) -> None:
         """Complete the reduction."""
@@ -189,26 +199,30 @@ class GradientBucket:
 
     def _receiver(self, peer: int) -> torch.Tensor:
         """Memory for what a peer sends. The average is computed where the first of them has sent its part."""
-        if peer == (1 if self.comm.rank == 0 else 0):
-            return self._result(self._wire)
+        if self._averages_in_place and peer == (1 if self.comm.rank == 0 else 0):
+            return self._result()
         return self.memory.take(self.own_numel, self.dtype, self._wire)
 
-    def _result(self, device: torch.device) -> torch.Tensor:
-        """Memory for this rank's part, which becomes its gradient."""
-        if not self.memory.keeps:
-            return torch.empty(self.own_numel, dtype=self.dtype, device=device)
-        if self._kept is None:
-            self._kept = torch.empty(self.own_numel, dtype=self.dtype, device=device)
-        elif self.gradient is not None and self.gradient.data_ptr() == self._kept.data_ptr():
-            # What is kept has the gradient of earlier backwards, to which this one is added.
-            return self.memory.take(self.own_numel, self.dtype, device)[: self.own_numel]
-        return self._kept
+    def _result(self) -> torch.Tensor:
+        """Memory for this rank's part, which becomes the gradient if there is none yet."""
+        if self.gradient is None and self.dtype == self._dtype:
+            return self.new_gradient()
+        return self.memory.take(self.own_numel, self.dtype, self._device)[: self.own_numel]
+
+    def new_gradient(self) -> torch.Tensor:
+        """Memory for `gradient`, whatever is in it: the same one each time, if memory is kept."""
+        if self._kept is not None:
+            return self._kept
+        memory = torch.empty(self.own_numel, dtype=self._dtype, device=self._device)
+        self._kept = memory if self.memory.keeps else None
+        return memory
 
     def _averaged(self) -> torch.Tensor:
         rank, device = self.comm.rank, self._device
         received = {peer: part[: self.own_numel].to(device) for peer, part in self._received.items()}
         first = min(received, default=rank)
-        average = self._result(device) if first == rank else received[first]
+        in_place = first != rank and self._averages_in_place
+        average = received[first] if in_place else self._result()
         for cut in self._cuts[rank]:
             mine = self._tensors[cut.tensor]
             assert mine is not None
@@ -219,7 +233,8 @@ class GradientBucket:
                 parts = {peer: part[inside] for peer, part in received.items()}
                 parts[rank] = mine[cut.start + start : cut.start + stop]
                 average_into(average[inside], [parts[peer] for peer in sorted(parts)])
-        self._received.pop(first, None)
+        if in_place:
+            del self._received[first]
         return average
 
     def parts(self) -> Iterator[tuple[Slice, torch.Tensor]]:
@@ -227,6 +242,11 @@ class GradientBucket:
         assert self.gradient is not None
         for piece, start in self.own:
             yield piece, self.gradient[start : start + piece.numel]
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the tensors have the same memory."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def average_into(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -57,6 +57,7 @@ class ShardReduction:
         self.bucket_of: dict[int, GradientBucket] = {}
         self._memory = Memory(keep_memory)
         self._before: set[Slice] = set()
+        self._of_frozen: dict[Slice, torch.Tensor] = {}  # gradients that stay as they are
         self._unused: set[int] = set()
         self._open = False
         self._planned_for: object = None
@@ -68,10 +69,9 @@ class ShardReduction:
         """Make the buckets for the current owners and for the parameters that are trained now."""
         zero = self.zero
         built = zero.current()
-        planned_for = built.partition, tuple(param.requires_grad for param in built.params)
-        if planned_for == self._planned_for:
+        if built is self._planned_for:
             return
-        self._planned_for = planned_for
+        self._planned_for = built
         self._memory = Memory(self._memory.keeps)  # other buckets need other sizes
         plans = gradient_plans(built.partition, built.specs, self.cap)
         self.buckets = [self._bucket(plan) for plan in plans]
@@ -103,11 +103,12 @@ class ShardReduction:
         self._open = True
         zero.backward.begin(adds=True)  # waits for what a backward that raised has left
         self._before, self._unused, self._under_way, self._averaged = set(), set(), [], []
-        hidden = gradients.parts
+        hidden = gradients.parts or {}
+        self._of_frozen = {piece: part for piece, part in hidden.items() if piece.param not in self.bucket_of}
         for bucket in self.buckets:
             bucket.begin()
             if gradients.versions is not None:
-                self._put_aside(bucket, hidden or {}, gradients.flats.get(bucket))
+                self._put_aside(bucket, hidden, gradients.flats.get(bucket))
 
     def _put_aside(
         self, bucket: GradientBucket, hidden: Mapping[Slice, torch.Tensor], flat: torch.Tensor | None
@@ -124,8 +125,7 @@ class ShardReduction:
             param.grad = None
         if not left:
             return
-        like = next(iter(left.values()))
-        bucket.gradient = like.new_zeros(bucket.own_numel) if flat is None else flat
+        bucket.gradient = bucket.new_gradient().zero_() if flat is None else flat
         for piece, window in bucket.parts():
             if piece not in left:
                 window.zero_()
@@ -197,7 +197,7 @@ class ShardReduction:
         zero = self.zero
         self._complete()
         nowhere = self._used_nowhere()
-        hidden: dict[Slice, torch.Tensor] = {}
+        hidden = dict(self._of_frozen)
         flats = {bucket: flat for bucket in self.buckets if (flat := bucket.gradient) is not None}
         watched: dict[torch.Tensor, None] = {}
         used = set()
@@ -239,6 +239,7 @@ class ShardReduction:
     def drop(self) -> None:
         """Free what a backward holds; one that did not come to its end is forgotten."""
         self._before, self._unused, self._open, self._counting = set(), set(), False, None
+        self._of_frozen = {}
         self._memory.release()
         for bucket in self.buckets:
             bucket.drop()

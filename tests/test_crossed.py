@@ -1,0 +1,20 @@
+"""Random programs over all options, on virtual ranks; `python tests/crossed.py` plays as many as you like."""
+
+from __future__ import annotations
+
+import pytest
+from crossed import OPTIONS, Trial, pairs_of, search
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.thorough)], ids=repr
+)
+def test_random_programs_train_as_the_unsharded_loop(seeds: range) -> None:
+    assert not [*search([Trial(seed) for seed in seeds])]
+
+
+def test_every_pair_of_values_is_drawn_at_least_20_times_in_2000_programs() -> None:
+    counts = pairs_of([Trial(seed) for seed in range(2000)])
+    assert {name for pair in counts for name, _ in pair} == {*OPTIONS}
+    assert min(counts.values()) >= 20

@@ -1,0 +1,212 @@
+"""Sums of gradients under all options of ShardedDataParallel together, on integers: they are exact."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn, optim
+from training import owned_gradients
+
+from zero_ref import ShardedDataParallel
+from zero_ref.comm.collectives import Collectives
+from zero_ref.lab import virtual
+from zero_ref.optimizer.buckets import flat_like
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.gradients import SMALL_NUMEL
+from zero_ref.plan.rules import equal_shares
+
+LARGE = SMALL_NUMEL + 8  # such a gradient is sent from where autograd has put it
+
+
+class Case(NamedTuple):
+    """What a run crosses. `zeroing` is by which call gradients are reset before each update."""
+
+    keep_memory: bool
+    reduce_dtype: torch.dtype | None
+    dtype: torch.dtype
+    accumulation: str
+    world_size: int
+    replicas: int
+    native: bool
+    zeroing: str
+    partition: Any
+    flat: bool
+    bucket: int
+    shown: str
+    freezes: bool
+
+
+CROSSED: dict[str, list[Any]] = {
+    "keep_memory": [True, False],
+    "reduce_dtype": [None, torch.float32, torch.bfloat16, torch.float16, torch.float64],
+    "dtype": [torch.float32, torch.bfloat16],
+    "accumulation": ["none", "in the shard", "no_sync", "both"],
+}
+DRAWN: dict[str, list[Any]] = {
+    "world_size": [1, 2, 3, 4],
+    "replicas": [1, 1, 2],
+    "native": [False, True],
+    "zeroing": ["optimizer", "optimizer to zeros", "model", "wrapper", "never"],
+    "partition": ["sorted_greedy", "even", "equal_shares", partial(equal_shares, range_numel=LARGE)],
+    "flat": [False, True],
+    "bucket": [0, 100, 10**6],
+    "shown": ["", "scaled", "may_change"],
+    "freezes": [False, True],
+}
+
+
+def in_groups(function: Callable[..., Any], world_size: int, replicas: int) -> list[Any]:
+    """Call `function(its group, the same ranks of other groups, the group's number)` on each rank."""
+    groups = [virtual._World(world_size, 60.0) for _ in range(replicas)]
+    across = [virtual._World(replicas, 60.0) for _ in range(world_size)]
+
+    def on_rank(all_ranks: Collectives) -> Any:
+        group, rank = divmod(all_ranks.rank, world_size)
+        others = virtual.VirtualCollectives(across[rank], group)
+        return function(virtual.VirtualCollectives(groups[group], rank), others, group)
+
+    return virtual.run(on_rank, world_size * replicas)
+
+
+class Batches:
+    """Integers by which a rank multiplies each parameter; None for one that it does not use."""
+
+    def __init__(self, case: Case, params: list[nn.Parameter]) -> None:
+        self.params, self.ranks = params, case.world_size * case.replicas
+
+    def of(self, rank: int, batch: int) -> list[torch.Tensor | None]:
+        used = random.Random(100 * batch + rank)
+        numbers = torch.Generator().manual_seed(100 * batch + rank)
+        return [
+            self.ranks * torch.randint(-1, 2, param.shape, generator=numbers).to(param.dtype)
+            if number and used.random() < 0.8
+            else None
+            for number, param in enumerate(self.params)
+        ]
+
+    def mean(self, batch: int) -> list[torch.Tensor]:
+        of_ranks = zip(*(self.of(rank, batch) for rank in range(self.ranks)), strict=True)
+        return [
+            sum((factor for factor in factors if factor is not None), torch.zeros_like(param)) / self.ranks
+            for param, factors in zip(self.params, of_ranks, strict=True)
+        ]
+
+
+class Scaled(nn.Module):
+    """The sum of all parameters, each times some factors: these are the gradients."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        shapes = [(3,), (5,), (LARGE,), (64,), (2, LARGE), (9, 6), (1,)]
+        self.params = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
+        self.params.append(torch.zeros(6, 10, dtype=dtype).t())
+        self.params.append(torch.zeros(70, dtype=torch.float32))  # beside those of another dtype
+
+    def forward(self, factors: list[torch.Tensor | None]) -> torch.Tensor:
+        of_params = zip(self.params, factors, strict=True)
+        return sum((p * f).sum().float() for p, f in of_params if f is not None)  # type: ignore[return-value]
+
+
+def sums_are_exact(case: Case, comm: Any, others: Any, group: int) -> None:
+    if case.native:
+        comm.goes_pairwise = lambda device: False
+    model = Scaled(case.dtype)
+    params: list[nn.Parameter] = list(model.params)
+    zero = ZeroRedundancyOptimizer(params, optim.SGD, comm, case.flat, partition=case.partition, lr=1.0)
+    sharded = ShardedDataParallel(
+        model,
+        zero,
+        reduce_buffer_size=case.bucket,
+        keep_memory=case.keep_memory,
+        reduce_dtype=case.reduce_dtype,
+        scaled=case.shown == "scaled",
+        may_change=case.shown == "may_change",
+        replicas=others if case.replicas > 1 else None,
+    )
+    reset = {
+        "optimizer": zero.zero_grad,
+        "optimizer to zeros": partial(zero.zero_grad, set_to_none=False),
+        "model": model.zero_grad,
+        "wrapper": sharded.zero_grad,
+        "never": lambda: None,
+    }[case.zeroing]
+    under_no_sync = {"none": [False], "in the shard": [False] * 3, "no_sync": [True, True, False]}
+    batches, values = Batches(case, params), [torch.zeros_like(param) for param in params]
+    sums = [torch.zeros_like(param) for param in params]
+    for step in range(3):
+        reset()
+        if case.zeroing != "never":
+            sums = [torch.zeros_like(param) for param in params]
+        pattern = under_no_sync.get(case.accumulation, [True, False, False])
+        if case.zeroing == "never" and step:  # under no_sync nothing may be added to averages
+            pattern = [False] * len(pattern)
+        local: list[list[torch.Tensor]] = []
+        for number, without in enumerate(pattern):
+            # Frozen between two backwards, whose buckets then differ.
+            frozen = case.freezes and not any(pattern) and step == 1 and number == len(pattern) - 1
+            for param in params[2:5]:
+                param.requires_grad_(not frozen)
+            batch = 10 * step + number
+            with sharded.no_sync() if without else contextlib.nullcontext():
+                sharded(batches.of(group * comm.world_size + comm.rank, batch)).backward()
+            local.append(
+                [mean * param.requires_grad for mean, param in zip(batches.mean(batch), params, strict=True)]
+            )
+            if without:
+                continue
+            for means in local:
+                sums = [total + mean for total, mean in zip(sums, means, strict=True)]
+            local = []
+            for piece, found in owned_gradients(zero).items():
+                if params[piece.param].requires_grad:
+                    right = flat_like(sums[piece.param], params[piece.param])[piece.start : piece.stop]
+                    assert torch.equal(found, right), (case, step, number, piece)
+        zero.step()
+        for number, (value, total) in enumerate(zip(values, sums, strict=True)):
+            if params[number].requires_grad:
+                value -= total
+        for number, (param, value) in enumerate(zip(params, values, strict=True)):
+            assert torch.equal(param, value), (case, step, number)
+        for param in params:
+            param.requires_grad_(True)
+
+
+@pytest.mark.parametrize("accumulation", CROSSED["accumulation"])
+@pytest.mark.parametrize("keep_memory", CROSSED["keep_memory"])
+def test_sums_are_exact_under_all_options_together(keep_memory: bool, accumulation: str) -> None:
+    pairs = itertools.product(CROSSED["reduce_dtype"], CROSSED["dtype"])
+    for number, (reduce_dtype, dtype) in enumerate(pairs):
+        rng = random.Random(f"{number} {keep_memory} {accumulation}")
+        drawn = {name: rng.choice(values) for name, values in DRAWN.items()}
+        case = Case(keep_memory, reduce_dtype, dtype, accumulation, **drawn)
+        in_groups(partial(sums_are_exact, case), case.world_size, case.replicas)
+
+
+@pytest.mark.parametrize(
+    ("partition", "differing"),
+    [
+        (
+            "sorted_greedy",
+            {"zeroing": "optimizer to zeros"},
+        ),  # its own gradient lies where peers' are received
+        ("sorted_greedy", {"reduce_dtype": torch.float64, "accumulation": "in the shard"}),
+        ("sorted_greedy", {"freezes": True, "accumulation": "in the shard"}),  # other buckets in between
+        (
+            "even",
+            {"freezes": True, "accumulation": "in the shard", "zeroing": "never"},
+        ),  # a frozen part stays
+    ],
+)
+def test_what_two_backwards_keep_lies_apart(partition: str, differing: dict[str, Any]) -> None:
+    usual = Case(
+        True, None, torch.float32, "none", 3, 1, False, "optimizer", partition, False, 100, "", False
+    )
+    case = usual._replace(**differing)
+    in_groups(partial(sums_are_exact, case), case.world_size, case.replicas)
