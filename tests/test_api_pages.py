@@ -29,7 +29,7 @@ NOT_FOR_READERS = {
     "zero_ref.comm.agreement": {"RanksLostError", "agree", "agreement"},
     "zero_ref.comm.collectives": {
         *("Observable", "AllOf", "PendingCall", "Then", "as_collectives"),
-        *("broadcast_json", "exchange_json", "gather_bytes", "gather_texts"),
+        *("broadcast_json", "exchange_json", "gather_bytes", "gather_texts", "global_ranks"),
     },
     "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
     "zero_ref.simulator.memory": {"StateBytes", "costs", "offloaded", "whole_bytes"},
