@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -126,9 +128,9 @@ class MergedRun:
 
     def take_state(self, state: dict[Any, dict[Any, Any]]) -> bool:
         """Merge the members' state, if it is not merged yet; False if they were not stepped together."""
-        states = [dict.get(state, member) or {} for member in self.members]
-        if self.of_members and self._are_as_given(states):
+        if self.of_members and self._is_as_given(state):
             return True
+        states = [state.get(member) or {} for member in self.members]
         self.state, self.given = {}, []
         for key, value in states[0].items():
             values: list[Any] = [of_member.get(key) for of_member in states]
@@ -142,11 +144,12 @@ class MergedRun:
             self.state[key] = value
         return all(of_member.keys() == self.state.keys() for of_member in states)
 
-    def _are_as_given(self, states: Sequence[Mapping[Any, Any]]) -> bool:
+    def _is_as_given(self, state: dict[Any, dict[Any, Any]]) -> bool:
         """Whether nobody has replaced what members have, or written to their counters."""
-        values = [value for of_member in states for value in of_member.values()]
+        values = _values_of(self.of_members)
         return (
-            len(values) == len(self.values)
+            all(map(is_, map(partial(dict.get, state), self.members), self.of_members))
+            and len(values) == len(self.values)
             and all(map(is_, values, self.values))
             and all(of_members._version == version for _, of_members, version in self.counters)
         )
@@ -160,7 +163,7 @@ class MergedRun:
             for member, *of_member in zip(self.members, *parts):
                 state[member] = dict(zip(self.state, of_member))
             self.of_members = [state[member] for member in self.members]
-            self.values = [value for of_member in self.of_members for value in of_member.values()]
+            self.values = _values_of(self.of_members)
         for number, (value, of_members, _) in enumerate(self.counters):
             of_members.copy_(value.expand_as(of_members))
             self.counters[number] = value, of_members, of_members._version
@@ -263,6 +266,11 @@ class MergedSlices:
     def _list(self, params_of_group: Sequence[list[torch.Tensor]]) -> None:
         for group, params in zip(self.optim.param_groups, params_of_group):
             group["params"] = params
+
+
+def _values_of(states: Iterable[dict[Any, Any]]) -> list[Any]:
+    # Thousands in each step, so without a loop in Python.
+    return [*chain.from_iterable(map(dict.values, states))]
 
 
 def _same(one: Any, other: Any) -> bool:
