@@ -340,10 +340,11 @@ class Loop:
         factor: of all data.
         options: of each parameter group.
         buffers: those of each rank's model.
+        source: the rank whose buffers are sent.
     """
 
     def __init__(self, chosen: Values, passed: Passed, total: int) -> None:
-        self.chosen, self.total, self.buffers = chosen, total, [passed.buffers]
+        self.chosen, self.total, self.buffers, self.source = chosen, total, [passed.buffers], 0
         # An average to which DDP adds before it averages again must be divisible, too.
         self.factor = total**2 if chosen["wrapper"] in DDP_WITH else total
         self.model, self.options = Model(), list[dict[str, Any]]()
@@ -405,7 +406,7 @@ class Loop:
         return loss
 
     def send_buffers(self) -> None:
-        self.buffers = [[value.clone() for value in self.buffers[0]] for _ in range(self.total)]
+        self.buffers = [[value.clone() for value in self.buffers[self.source]] for _ in range(self.total)]
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
@@ -832,7 +833,7 @@ class UnderDDP(Rank):
     def wrap(self, rng: Random) -> None:
         gc.collect()  # a DDP that lives listens to the parameters
         chosen, name = self.chosen, self.chosen["wrapper"]
-        self.overlaps, self.sends_buffers = name in OVERLAPPED, True
+        self.overlaps, self.sends_buffers, self.loop.source = name in OVERLAPPED, True, 0
         self.on_owners = name == "to_owners" or (self.overlaps and rng.random() < 0.5)
         self.wrapped = DDP(
             self.model, process_group=self.group, init_sync=False, find_unused_parameters=chosen["unused"],
@@ -908,7 +909,8 @@ class UnderDDP(Rank):
             self.loop.backward([batch], None if by_initial else len(there))
             self.loop.optimizer.step()
             self.loop.optimizer.zero_grad()
-        self.loop.factor, self.sends_buffers = factor, True
+        # torch leaves Join's mark on DDP, which then takes the last rank for the one that has data.
+        self.loop.factor, self.sends_buffers, self.loop.source = factor, True, self.loop.total - 1
         buffers: list[Any] = [None] * len(counts)
         dist.all_gather_object(buffers, [buffer.clone() for buffer in self.model.buffers()], self.group)
         self.loop.buffers = buffers

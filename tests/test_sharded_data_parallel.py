@@ -528,20 +528,20 @@ def test_clipping_sees_the_norm_of_all_gradients(partition: Any, by_hand: bool) 
 
 
 class Three(nn.Module):
-    """Two parameters that every forward uses, and one that none does, all of the same shape."""
+    """Two parameters that every forward uses, and a smaller one that none does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.params = nn.ParameterList(torch.zeros(4, 64) for _ in range(3))
+        self.params = nn.ParameterList(torch.zeros(rows, 64) for rows in (4, 4, 2))
 
     def forward(self) -> torch.Tensor:
         return self.params[0].sum() + 2 * self.params[1].sum()
 
 
 def in_pieces(_: Sequence[int], world_size: int) -> list[list[Slice]]:
-    """Each rank has a piece of each parameter, and rank 0 two that are not adjacent."""
+    """Each rank has a piece of each parameter, and rank 0 two of the larger ones, which are not adjacent."""
     assert world_size == 2
-    first = [Slice(number, *ends) for number in range(3) for ends in ((0, 64), (128, 256))]
+    first = [Slice(0, 0, 64), Slice(0, 128, 256), Slice(1, 0, 64), Slice(1, 128, 256), Slice(2, 0, 64)]
     return [first, [Slice(number, 64, 128) for number in range(3)]]
 
 
