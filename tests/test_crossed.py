@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from crossed import OPTIONS, Trial, pairs_of, search
+from crossed import search
+from crossed_options import OPTIONS, Trial, pairs_of
 
 
 @pytest.mark.timeout(900)

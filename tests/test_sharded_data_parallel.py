@@ -527,6 +527,55 @@ def test_clipping_sees_the_norm_of_all_gradients(partition: Any, by_hand: bool) 
         assert all(map(close, ours, [norm, *values_of(models[0])]))
 
 
+class Three(nn.Module):
+    """Two parameters that every forward uses, and a smaller one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.zeros(rows, 64) for rows in (4, 4, 2))
+
+    def forward(self) -> torch.Tensor:
+        return self.params[0].sum() + 2 * self.params[1].sum()
+
+
+def in_pieces(_: Sequence[int], world_size: int) -> list[list[Slice]]:
+    """Each rank has a piece of each parameter, and rank 0 two of the larger ones, which are not adjacent."""
+    assert world_size == 2
+    first = [Slice(0, 0, 64), Slice(0, 128, 256), Slice(1, 0, 64), Slice(1, 128, 256), Slice(2, 0, 64)]
+    return [first, [Slice(number, 64, 128) for number in range(3)]]
+
+
+def gradient_of_pieces(comm: Collectives, show: Callable[[Any], Any], backwards: int) -> list[Any]:
+    """The values of each parameter after one step of SGD, which subtracts gradient and decay."""
+    model = Three()
+    model.params[2].data.fill_(1.0)
+    options = {"lr": 1.0, "weight_decay": 0.5}
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, partition=in_pieces, **options)
+    sharded = ShardedDataParallel(model, zero)
+    sharded().backward()
+    show(zero)
+    for _ in range(backwards - 1):
+        sharded().backward()
+    zero.step()
+    return [param.unique().tolist() for param in model.parameters()]
+
+
+def test_gradients_of_several_pieces_of_a_parameter_are_shown() -> None:
+    for values in virtual.run(gradient_of_pieces, 2, get_total_norm, 1):
+        assert values[:2] == [[-1.0], [-2.0]]
+
+
+def test_gradients_that_were_shown_are_added_to() -> None:
+    for values in virtual.run(gradient_of_pieces, 2, get_total_norm, 2):
+        assert values[:2] == [[-2.0], [-4.0]]
+
+
+@pytest.mark.parametrize("show", [get_total_norm, lambda zero: zero.zero_grad(set_to_none=False)])
+def test_a_parameter_that_is_nowhere_used_is_not_decayed(show: Callable[[Any], Any]) -> None:
+    for values in virtual.run(gradient_of_pieces, 2, show, 1):
+        assert values[2] == [1.0]
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_masters_of_shares_equal_masters_of_whole_parameters(scaled: bool, rounding: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from crossed import Trial, search
+from crossed import search
+from crossed_options import Trial
 
 from zero_ref.lab.ranks import shutdown
 

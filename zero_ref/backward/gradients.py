@@ -26,7 +26,7 @@ class Gradients:
 
     Attributes:
         on_owners: each rank has the reduced gradients of what it owns, and no others.
-        used: if `on_owners`, the numbers of the parameters that have a gradient on their owner.
+        used: if only owners have them, the numbers of the parameters that have a gradient on their owner.
         why_no_scaler: why torch.amp.GradScaler cannot work on them; None if it can.
         why_no_clipping: why they have no common norm; None if they have.
         versions: of the gradients to which a second backward must not add.
@@ -101,7 +101,7 @@ class _Kept(Gradients):
 
     Args:
         versions: of the gradients that this rank has kept.
-        parts, flats: as `Gradients`.
+        used, parts, flats: as `Gradients`.
     """
 
     versions: GradientVersions
@@ -114,10 +114,11 @@ class _Kept(Gradients):
     def __init__(
         self,
         versions: GradientVersions,
+        used: frozenset[int],
         parts: Mapping[Slice, torch.Tensor] | None,
         flats: Mapping[Any, torch.Tensor],
     ) -> None:
-        self.versions, self._parts, self.flats = versions, parts, flats
+        self.versions, self.used, self._parts, self.flats = versions, used, parts, flats
 
     @property
     def parts(self) -> Mapping[Slice, torch.Tensor] | None:  # type: ignore[override]
@@ -126,10 +127,18 @@ class _Kept(Gradients):
 
     @torch.no_grad()
     def show(self, params: Sequence[torch.Tensor]) -> None:
-        for piece, part in (self.parts or {}).items():
-            param = params[piece.param]
-            param.grad = torch.zeros_like(param, requires_grad=False)
-            flat_view(param.grad)[piece.start : piece.stop] = part
+        parts = self.parts
+        if parts is None:
+            return
+        for number, param in enumerate(params):
+            if number not in self.used:
+                param.grad = None  # one of zeros that was only watched: a step would use it now
+        shown: dict[int, torch.Tensor] = {}  # a rank may own several pieces of a parameter
+        for piece, part in parts.items():
+            grad = shown.setdefault(piece.param, torch.zeros_like(params[piece.param], requires_grad=False))
+            flat_view(grad)[piece.start : piece.stop] = part
+        for number, grad in shown.items():
+            params[number].grad = grad
         self._parts = None
 
 
@@ -137,8 +146,7 @@ class OnOwners(_Kept):
     """Reduced to their owners by `reduce_to_owners` or `ShardedDataParallel`.
 
     Args:
-        versions, parts, flats: as `_Kept`.
-        used: as `Gradients.used`.
+        versions, used, parts, flats: as `_Kept`.
         scaled, may_change: as `reduce_to_owners`.
     """
 
@@ -153,8 +161,8 @@ class OnOwners(_Kept):
         parts: Mapping[Slice, torch.Tensor] | None,
         flats: Mapping[Any, torch.Tensor],
     ) -> None:
-        super().__init__(versions, parts, flats)
-        self.used, self.may_change = used, may_change
+        super().__init__(versions, used, parts, flats)
+        self.may_change = may_change
         if not scaled:
             self.why_no_scaler = (
                 "torch.amp.GradScaler looks for infinite gradients on each rank by itself, and with "
@@ -181,7 +189,7 @@ class OnOwners(_Kept):
 
     def stepped(self) -> Gradients:
         self.versions.renew()
-        return Stepped(self.versions, self._parts, self.flats)
+        return Stepped(self.versions, self.used, self._parts, self.flats)
 
 
 class Stepped(_Kept):

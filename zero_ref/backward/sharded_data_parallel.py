@@ -103,23 +103,26 @@ class ShardReduction:
         self._open = True
         zero.backward.begin(adds=True)  # waits for what a backward that raised has left
         self._before, self._unused, self._under_way, self._averaged = set(), set(), [], []
-        hidden = gradients.parts or {}
-        self._of_frozen = {piece: part for piece, part in hidden.items() if piece.param not in self.bucket_of}
+        hidden = gradients.parts  # None where `.grad` has all
+        self._of_frozen = {
+            piece: part for piece, part in (hidden or {}).items() if piece.param not in self.bucket_of
+        }
         for bucket in self.buckets:
             bucket.begin()
             if gradients.versions is not None:
                 self._put_aside(bucket, hidden, gradients.flats.get(bucket))
 
     def _put_aside(
-        self, bucket: GradientBucket, hidden: Mapping[Slice, torch.Tensor], flat: torch.Tensor | None
+        self, bucket: GradientBucket, hidden: Mapping[Slice, torch.Tensor] | None, flat: torch.Tensor | None
     ) -> None:
         """Take what earlier backwards have left of a bucket: it lies in `flat`, if that has the same plan."""
         left: dict[Slice, torch.Tensor] = {}
         for piece, _ in bucket.own:
             param = bucket.params[piece.param]
-            if piece in hidden:
-                left[piece] = hidden[piece]
-            elif param.grad is not None and (self._is_shown or piece.numel == param.numel()):
+            if hidden is not None and piece.numel != param.numel():
+                if piece in hidden:
+                    left[piece] = hidden[piece]
+            elif param.grad is not None:
                 left[piece] = flat_like(param.grad, param)[piece.start : piece.stop]
         for param in bucket.params.values():
             param.grad = None
