@@ -188,8 +188,6 @@ class OwnerReduction:
     def __init__(self, zeros: Sequence[ZeroRedundancyOptimizer], scaled: bool, may_change: bool) -> None:
         self.zeros = zeros
         self.scaled, self.may_change = scaled, may_change
-        # A bucket may have parameters of several optimizers, and is sent as one, by the first of them.
-        self.comm = zeros[0].collectives
         self._divisor = self.comm.world_size
         self._planned_for: list[Partition] = []
         self._place_of: dict[torch.Tensor, tuple[ZeroRedundancyOptimizer, int]] = {}
@@ -216,6 +214,11 @@ class OwnerReduction:
                 self.keep_own_gradients()
             after_backward(self.release_others)
         return reduction.future
+
+    @property
+    def comm(self) -> Collectives:
+        """Sends the buckets: each may have parameters of several optimizers, and is sent as one."""
+        return self.zeros[0].collectives
 
     @property
     def _under_way(self) -> list[Any]:
