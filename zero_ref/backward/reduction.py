@@ -168,7 +168,8 @@ def reduce_to_owners(
             those by `zero_ref.clip_grad_norm_` and a scaler.
     Raises:
         RuntimeError: (in backward) the reduced gradients of an earlier backward are still there, so they
-            would be averaged twice: zero them after each step. Accumulate under `ddp.no_sync()`.
+            would be averaged twice: zero them after each step. Accumulate under `ddp.no_sync()`. (In step) a
+            backward that reduced nothing has added to them.
         TypeError: `zero` is no ZeroRedundancyOptimizer, nor a list of them.
         ValueError: a parameter is in two of the optimizers, or these are over different ranks; ranks pass
             other optimizers or options. (In backward) DDP reduces a parameter that no optimizer has, or a
