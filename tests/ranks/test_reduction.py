@@ -508,6 +508,50 @@ def test_gradients_that_each_rank_has_changed_by_itself_are_refused_on_all_ranks
             assert "zero_ref.clip_grad_norm_(optimizer, max_norm)" in message
 
 
+def added_by_another_backward() -> list[str]:
+    """What a step and a norm say after a second backward that reduced nothing, or was refused."""
+    backwards: list[Callable[[Any], Any]] = [
+        under_no_sync,
+        lambda ddp: backward(ddp.module),
+        lambda ddp: caught(lambda: backward(ddp)),
+    ]
+    messages = []
+    for reduction, partition, again in itertools.product(
+        (OWNERS, MAY_CHANGE), ("sorted_greedy", "even"), backwards
+    ):
+        ddp, zero = made(None, reduction, partition=partition)
+        backward(ddp)
+        again(ddp)
+        messages += [caught(zero.step), caught(lambda zero=zero: get_total_norm(zero))]
+        zero.zero_grad()
+        zero.step()
+    return messages
+
+
+def test_a_backward_that_adds_to_reduced_gradients_is_not_taken_for_clipping() -> None:
+    for rank, messages in enumerate(run(added_by_another_backward, 2, timeout=120)):
+        assert len(messages) == 24
+        for message in messages:
+            assert message.startswith(
+                f"RuntimeError: rank {rank}: a backward that reduced nothing, as under ddp"
+            )
+
+
+def one_rank_adds() -> str:
+    """One rank owns all parameters, and so has no gradient that could tell."""
+    ddp, zero = made(None, OWNERS, partition=all_to_rank_0)
+    backward(ddp)
+    under_no_sync(ddp)
+    return caught(zero.step)
+
+
+def test_where_a_second_backward_and_clipping_look_alike_the_message_names_both() -> None:
+    first, second = run(one_rank_adds, 2)
+    assert "was changed after backward" in first
+    assert "If another backward has added to the gradient, call zero_grad() before it." in first
+    assert "a backward that reduced nothing" in second
+
+
 def clipping_by_value(job: Job, ddp: Any, optimizer: Any) -> Iterator[None]:
     for step in range(job.steps):
         optimizer.zero_grad()

@@ -48,7 +48,8 @@ class Gradients:
         """Refuse gradients that each rank may have changed in its own way, where only owners have them.
 
         Raises:
-            RuntimeError: the gradient of a parameter was changed, as by torch's `clip_grad_norm_`.
+            RuntimeError: another backward has added to them; or the gradient of a parameter was changed, as
+                by torch's `clip_grad_norm_`.
         """
 
     def check_may_be_added_to(self, first_bucket: Iterable[torch.Tensor], are_views: bool) -> None:
@@ -139,6 +140,7 @@ class _Kept(Gradients):
             flat_view(grad)[piece.start : piece.stop] = part
         for number, grad in shown.items():
             params[number].grad = grad
+            self.versions.params[params[number]] = None
         self._parts = None
 
 
@@ -171,6 +173,14 @@ class OnOwners(_Kept):
             )
 
     def check_as_left(self, rank: int, built: Built) -> None:
+        for number, param in enumerate(built.params):
+            if param.grad is not None and param not in self.versions.params:
+                raise RuntimeError(
+                    f"rank {rank}: a backward that reduced nothing, as under ddp.no_sync(), has added to "
+                    "gradients that an earlier one had reduced to their owners: parameter "
+                    f"{built.name(number)} is not owned here and has a gradient. Call zero_grad() before it; "
+                    "to accumulate, run all but the last backward under ddp.no_sync()."
+                )
         # torch does not count GradScaler's unscaling as a change.
         changed = None if self.may_change else self.versions.first_changed()
         if changed is not None:
@@ -180,7 +190,8 @@ class OnOwners(_Kept):
                 "With reduce_to_owners each rank has only the gradients of what it owns, and "
                 "torch.nn.utils.clip_grad_norm_ finds another norm and scales by another factor on each. "
                 "Use zero_ref.clip_grad_norm_(optimizer, max_norm). To change each element by itself, as "
-                "torch.nn.utils.clip_grad_value_ does, pass reduce_to_owners(zero, may_change=True)."
+                "torch.nn.utils.clip_grad_value_ does, pass reduce_to_owners(zero, may_change=True). If "
+                "another backward has added to the gradient, call zero_grad() before it."
             )
 
     def note_change(self, *, freely: bool = False) -> None:
@@ -417,7 +428,7 @@ class GradientVersions:
     but on how often it was written to.
 
     Args:
-        params: those without a gradient are left out.
+        params: the parameters; of those without a gradient nothing is noted.
         strict: a gradient that is the same tensor counts as still there, however often it was written to.
         prefer: watch one parameter only, one of these if possible; None to watch all.
         are_views: gradients are views of DDP's buckets. These are the same tensors even after `zero_grad`,
@@ -431,7 +442,7 @@ class GradientVersions:
         prefer: set[torch.Tensor] | None = None,
         are_views: bool = False,
     ) -> None:
-        self._params, self._strict = list(params), strict
+        self.params, self._strict = dict.fromkeys(params), strict
         self._prefer, self._are_views = prefer, are_views
         self._watches: list[_Watch] = []
         self.renew()
@@ -440,7 +451,7 @@ class GradientVersions:
         """Take the gradients as they are now."""
         self._versions = [
             GradientVersion(param, TensorWeakRef(param.grad), param.grad._version)
-            for param in self._params
+            for param in self.params
             if param.grad is not None
         ]
         self._watch()

@@ -168,7 +168,8 @@ def reduce_to_owners(
             those by `zero_ref.clip_grad_norm_` and a scaler.
     Raises:
         RuntimeError: (in backward) the reduced gradients of an earlier backward are still there, so they
-            would be averaged twice: zero them after each step. Accumulate under `ddp.no_sync()`.
+            would be averaged twice: zero them after each step. Accumulate under `ddp.no_sync()`. (In step) a
+            backward that reduced nothing has added to them.
         TypeError: `zero` is no ZeroRedundancyOptimizer, nor a list of them.
         ValueError: a parameter is in two of the optimizers, or these are over different ranks; ranks pass
             other optimizers or options. (In backward) DDP reduces a parameter that no optimizer has, or a
@@ -188,8 +189,6 @@ class OwnerReduction:
     def __init__(self, zeros: Sequence[ZeroRedundancyOptimizer], scaled: bool, may_change: bool) -> None:
         self.zeros = zeros
         self.scaled, self.may_change = scaled, may_change
-        # A bucket may have parameters of several optimizers, and is sent as one, by the first of them.
-        self.comm = zeros[0].collectives
         self._divisor = self.comm.world_size
         self._planned_for: list[Partition] = []
         self._place_of: dict[torch.Tensor, tuple[ZeroRedundancyOptimizer, int]] = {}
@@ -216,6 +215,11 @@ class OwnerReduction:
                 self.keep_own_gradients()
             after_backward(self.release_others)
         return reduction.future
+
+    @property
+    def comm(self) -> Collectives:
+        """Sends the buckets: each may have parameters of several optimizers, and is sent as one."""
+        return self.zeros[0].collectives
 
     @property
     def _under_way(self) -> list[Any]:
