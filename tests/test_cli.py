@@ -16,9 +16,11 @@ from zero_ref import cli
 from zero_ref.cli._common import need
 from zero_ref.cli.plan import plan_of, print_plan
 from zero_ref.lab.outcome import Outcome, Pair
+from zero_ref.plan.choice import plan_partition
+from zero_ref.plan.layout import lay_out
 from zero_ref.simulator.models import shapes, specs
 from zero_ref.simulator.recipe import recipe
-from zero_ref.simulator.schedule import schedule
+from zero_ref.simulator.schedule import broadcasts_of_buckets, broadcasts_of_slices, schedule
 
 PLAN = ["plan", "--model", "gpt2-xl", "--ranks", "64"]
 
@@ -55,6 +57,18 @@ def test_plan_agrees_with_the_schedule(capsys: pytest.CaptureFixture[str], parti
     broadcasts = sum(call.op == "broadcast" for call in foreseen.calls)
     assert plan["messages_per_step"]["parameters"] == broadcasts
     assert plan["dtype"] == "bfloat16"
+
+
+def test_messages_are_counted_where_each_rank_owns_a_part_of_every_parameter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = plan_json(capsys, "--model", "gpt2", "--ranks", "7", "--partition", "equal-shares")
+    params = specs(shapes("gpt2"))
+    owned = plan_partition("equal_shares", params, 7)
+    assert plan["messages_per_step"] == {
+        "parameters": len(broadcasts_of_slices(owned, params)),
+        "buckets": len(broadcasts_of_buckets(lay_out(owned, params))),
+    }
 
 
 def test_ranks_that_own_nothing_are_counted(capsys: pytest.CaptureFixture[str]) -> None:

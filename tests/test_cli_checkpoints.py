@@ -6,15 +6,17 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from zero_ref import cli
+from zero_ref.cli import checkpoints
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.state.saves import MARK
+from zero_ref.state.saves import MARK, sealed
 from zero_ref.state.sharded import save_sharded
 
 
@@ -80,6 +82,37 @@ def test_damaged_data_is_found_by_verifying_and_damaged_tables_and_marks_without
         assert name in save["problems"][0]
         assert text in save["problems"][0]
         table.write_bytes(original)
+
+
+def test_what_a_folder_says_is_printed_and_does_not_reach_the_terminal_as_commands(
+    capsys: pytest.CaptureFixture[str], directory: Path
+) -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2J"
+    path = directory / "save-00000001" / MARK
+    mark = json.loads(path.read_text())
+    del mark["sha256"]
+    path.write_bytes(sealed({**mark, "began": hostile}))
+    (directory / "save-00000002" / MARK).unlink()
+    renamed = directory.rename(directory.with_name("saves\x9b2J\n\x1b[2J"))
+    code, printed = asked(capsys, renamed)
+    assert code == 1
+    first, _, problem = printed.splitlines()
+    assert first.startswith(r"save-00000001  \x1b]0;owned\x07\x1b[2J")
+    assert problem.strip().startswith(
+        rf"{directory.parent}/saves\x9b2J\n\x1b[2J/save-00000002 has no save.json"
+    )
+    (renamed / "empty").mkdir()
+    assert asked(capsys, renamed / "empty")[1] == (
+        rf"{directory.parent}/saves\x9b2J\n\x1b[2J/empty holds no sharded checkpoint." + "\n"
+    )
+
+
+def test_an_error_keeps_its_lines_and_does_not_reach_the_terminal_as_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(checkpoints, "listed", Mock(side_effect=OSError("a file \x1b[2J\nof two lines")))
+    assert cli.main(["checkpoints", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "zero-ref checkpoints: a file \\x1b[2J\nof two lines\n"
 
 
 def test_an_interrupted_save_is_incomplete_and_no_damage(

@@ -117,6 +117,26 @@ def test_a_shard_in_files_gives_the_same_numbers(
     assert not list(tmp_path.glob("zero_ref_state_*"))  # the files have no names
 
 
+def test_state_that_lies_in_a_file_stays_there(tmp_path: Path) -> None:
+    """Each step would else write all of the state into new files."""
+
+    def on_rank(comm: Collectives) -> None:
+        params = start(torch.float32)
+        optimizer = ZeroRedundancyOptimizer(params, optim.AdamW, comm, state_device=tmp_path, **ADAMW)
+
+        def places() -> list[int]:
+            moments = [value for state in optimizer.state.values() for value in state.values()]
+            return [value.data_ptr() for value in moments if value.nbytes >= 2**12]
+
+        train(params, optimizer, range(1))
+        before = places()
+        train(params, optimizer, range(1, 3))
+        assert places() == before
+        assert len(before) >= 2
+
+    virtual.run(on_rank, 2, timeout=180)
+
+
 def test_torchs_classes_are_stepped_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others make one step for all: where they count their steps is not known."""
 

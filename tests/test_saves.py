@@ -164,6 +164,42 @@ def test_an_interrupted_removal_leaves_nothing_that_looks_complete(
         assert names_in(directory) == ["save-00000002"]
 
 
+def test_a_crash_before_the_mark_or_after_it_leaves_no_folder_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for number, (owner, step) in enumerate(((os, "fsync"), (Path, "replace"), (Path, "rmdir"))):
+        directory = tmp_path / str(number)
+        first = saved(directory, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, step, crash)
+            with pytest.raises(KeyboardInterrupt):
+                remove_old(saved(directory, 2), 1, always) if step == "rmdir" else new_save(directory, 2, {})
+        [left] = {*directory.iterdir()} - {save.path for save in saves_in(directory)}
+        assert left.name == ("save-00000001" if step == "rmdir" else "save-00000002")
+        assert not names_in(left) or (left / f"{MARK}.part").exists()
+        newest, _ = new_save(directory, 2, {})
+        remove_old(complete(newest), 2, always)
+        assert names_in(directory) == sorted(
+            [first.name if step != "rmdir" else "save-00000002", newest.name]
+        )
+
+
+def test_an_unmarked_folder_with_anything_else_in_it_stays(tmp_path: Path) -> None:
+    for number, name in ((1, "mine.txt"), (2, f"{MARK}.part")):
+        (tmp_path / f"save-0000000{number}").mkdir()
+        (tmp_path / f"save-0000000{number}" / name).write_text("no mark of ours")
+    (tmp_path / "elsewhere").mkdir()
+    os.symlink("elsewhere", tmp_path / "save-00000003")
+    (tmp_path / "save-00000009").mkdir()
+    before = names_in(tmp_path)
+    newest, _ = new_save(tmp_path, 2, {})
+    remove_old(complete(newest), 1, always)
+    assert names_in(tmp_path) == sorted([*before, "save-00000004"])
+
+
 def test_where_there_is_no_complete_save_the_error_says_what_is_missing(tmp_path: Path) -> None:
     for directory in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(FileNotFoundError, match=f"{directory} holds no complete sharded checkpoint"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,19 @@ def test_one_optimizer_equals_the_plain_ones(partition: str, flat: bool, world_s
     expected = Plain(start()).train(range(6))
     for values in virtual.run(on_rank, world_size, timeout=180):
         assert all(map(torch.equal, values, expected))
+
+
+def test_what_is_put_in_place_of_state_and_groups_counts_in_the_next_step() -> None:
+    """As of a plain optimizer: a new state begins anew, and a group that was taken out is not stepped."""
+    params, plain = start(), Plain(start())
+    several = SeveralOptimizers(groups_of(params), optim.AdamW, **ADAMW)
+    assert all(map(torch.equal, train(params, several, range(2)), plain.train(range(2))))
+    several.param_groups = several.param_groups[:2]
+    plain.muon.param_groups.pop()
+    plain.adamw.param_groups.pop()
+    for one in (several, plain.muon, plain.adamw):
+        one.state = defaultdict(dict)
+    assert all(map(torch.equal, train(params, several, range(2, 4)), plain.train(range(2, 4))))
 
 
 def test_groups_have_the_options_of_their_own_class() -> None:

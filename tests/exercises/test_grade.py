@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -22,9 +23,17 @@ from class_of_students import CHAPTER, KINDS, write_class
 
 from zero_ref import cli
 from zero_ref.course.grading import Assigned, Status, Verdict, answer_in, assigned_in
+from zero_ref.course.isolated import Cells
 from zero_ref.course.marks import Scale, as_csv, as_gradescope, as_junit, read_points
 from zero_ref.course.predictions import predictions
-from zero_ref.course.submissions import Graded, Submission, grade_submissions, submissions_in
+from zero_ref.course.submissions import (
+    Graded,
+    Job,
+    Submission,
+    _Worker,
+    grade_submissions,
+    submissions_in,
+)
 
 pytestmark = [
     pytest.mark.ranks,
@@ -250,6 +259,30 @@ def test_what_students_write_is_no_formula_and_no_markup() -> None:
     jsonschema.validate(json.loads(as_gradescope(one, Scale())), GRADESCOPE)
 
 
+def test_names_in_another_encoding_and_with_control_characters_are_written_and_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A zip made on Windows has such names: one must not cost the whole class its marks."""
+    ada, bob = tmp_path / "in" / "ada", os.fsencode(tmp_path / "in") + b"/b\xf6b\x1b[2J\n9 of 9"
+    ada.mkdir(parents=True)
+    os.mkdir(bob)
+    notebook = {"cells": [{"cell_type": "code", "source": "a = 1", "metadata": {}}], "nbformat": 4}
+    (ada / "3.ipynb").write_text(json.dumps(notebook))
+    with open(bob + b"/\xdcbung 3.ipynb", "w") as file:
+        file.write("{}")
+    words = ["grade", str(tmp_path / "in"), "--source", str(CHAPTER.parent), "--chapter", "3"]
+    for option, name in (("--csv", "m.csv"), ("--junit", "m.xml"), ("--gradescope", "g")):
+        words += [option, str(tmp_path / name)]
+    assert cli.main(words) == 1
+    [row, _] = check_csv((tmp_path / "m.csv").read_text())[::-1]
+    assert row["student"] == "b\ufffdb\ufffd[2J\n9 of 9"
+    assert "\ufffdbung 3.ipynb" in row["problems"]
+    check_junit((tmp_path / "m.xml").read_text())
+    assert len(list((tmp_path / "g").glob("*/results.json"))) == 2
+    [_, line] = capsys.readouterr().out.splitlines()
+    assert r"b\udcf6b\x1b[2J\n9 of 9  cannot be read: b\udcf6b\x1b[2J\n9 of 9/\udcdcbung 3.ipynb" in line
+
+
 @pytest.mark.parametrize(
     ("what", "instead"),
     [
@@ -283,7 +316,7 @@ def test_who_handed_in_what_is_read_from_names(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "dan").mkdir()
-    (tmp_path / "dan" / "link.ipynb").symlink_to(path)
+    (tmp_path / "...ipynb").write_text(text)  # a student's name is a folder's, and this would be called ..
     found = submissions_in(tmp_path, [CHAPTER.stem], roster=["eve"])
     assert {one.student: (len(one.notebooks), bool(one.late)) for one in found} == {
         "ada": (1, False),
@@ -294,6 +327,49 @@ def test_who_handed_in_what_is_read_from_names(tmp_path: Path) -> None:
     }
     with pytest.raises(ValueError, match="there are no notebooks in"):
         submissions_in(tmp_path / "dan", [CHAPTER.stem])
+
+
+def test_no_link_is_followed_and_each_is_named(tmp_path: Path) -> None:
+    ada = tmp_path / "ada"
+    ada.mkdir()
+    (ada / CHAPTER.name).write_text(CHAPTER.read_text())
+    for link, to in (
+        ("eve", ada),
+        ("fred", Path("/")),
+        ("gil_03_partition.ipynb", ada / CHAPTER.name),
+        ("hal/03_partition.ipynb", ada / CHAPTER.name),
+        ("ida/broken.ipynb", tmp_path / "nowhere"),
+        ("notes.txt", ada / CHAPTER.name),
+    ):
+        (tmp_path / link).parent.mkdir(exist_ok=True)
+        (tmp_path / link).symlink_to(to)
+    found = {one.student: one for one in submissions_in(tmp_path, [CHAPTER.stem], DUE)}
+    assert {name: list(one.notebooks) for name, one in found.items() if one.notebooks} == {
+        "ada": [ada / CHAPTER.name]
+    }
+    assert {name: one.problems for name, one in found.items() if one.problems} == {
+        name: (f"{link}: it is a link, and links are not followed",)
+        for name, link in (
+            ("eve", "eve"),
+            ("fred", "fred"),
+            ("gil", "gil_03_partition.ipynb"),
+            ("hal", "hal/03_partition.ipynb"),
+            ("ida", "ida/broken.ipynb"),
+        )
+    }
+
+
+def test_an_exercise_that_runs_out_of_time_is_told_from_a_check_that_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker, job = _Worker("nowhere"), Job("ada", NAMES[0], Cells((), "", "f"), SEED)
+    for error, said in (
+        (TimeoutError, "it did not end within 2 s, and was ended."),
+        (EOFError, "the check ended before it had a verdict."),
+        (BrokenPipeError, "the check ended before it had a verdict."),
+    ):
+        monkeypatch.setattr(worker, "_started", Mock(side_effect=error))
+        assert worker.judge(job, 2.0) == Verdict("failed", said)
 
 
 @pytest.mark.parametrize(
@@ -367,13 +443,19 @@ def test_the_command_writes_all_files_and_ends_with_1_because_some_handed_in_not
         (["{class}", "--workers", "0"], "--workers is 1 or more"),
         (["{class}", "--due", "tomorrow"], "Invalid isoformat string"),
         (["{class}", "--csv", "{nowhere}/m.csv"], "cannot be written"),
+        (["{class}", "--points", "/dev/zero"], "--points /dev/zero cannot be read: it is a folder, a pipe"),
+        (["{class}", "--roster", "/dev/zero"], "--roster /dev/zero cannot be read: it is a folder, a pipe"),
+        (["{class}", "--points", "{pipe}"], "a pipe or a device, and no file"),
+        (["{class}", "--roster", "{pipe}"], "a pipe or a device, and no file"),
+        (["{class}", "--roster", "{nowhere}"], "cannot be read: No such file"),
     ],
 )
 def test_a_users_mistake_ends_with_2(
     ten: Class, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     (tmp_path / "nothing").mkdir()
-    places = {"class": ten.folder, "nothing": tmp_path / "nothing", "nowhere": tmp_path / "nowhere"}
+    os.mkfifo(tmp_path / "pipe")
+    places = {name: tmp_path / name for name in ("nothing", "nowhere", "pipe")} | {"class": ten.folder}
     filled = [word.format(**places) for word in words]
     assert cli.main(["grade", *filled, "--source", str(CHAPTER.parent)]) == 2
     assert message in capsys.readouterr().err

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from training import Snapshot, assert_same, filled
 
 from zero_ref.lab.ranks import run, shutdown
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.partition import Partition, Slice
+from zero_ref.plan.rules import from_lists
 from zero_ref.state.dcp import OptimizerToLoad, StatefulOptimizer
 from zero_ref.state.dcp_reader import DCPReader
 from zero_ref.state.sharded import save_sharded
@@ -252,6 +254,22 @@ def test_a_save_here_goes_on_here_at_another_world_size(tmp_path: Path, partitio
     run(ours_saves, 2, tmp_path, partition=partition, channels_last=True)
     for trained, _ in run(ours_goes_on, 3, tmp_path, turned=True):
         assert_same(trained, rest, "here and here")
+
+
+def in_turn(numels: Sequence[int], world_size: int) -> Partition:
+    """Each parameter in pieces of 10 elements, which the ranks own in turn."""
+    owned: list[list[Slice]] = [[] for _ in range(world_size)]
+    for number, numel in enumerate(numels):
+        for start in range(0, numel, 10):
+            owned[start // 10 % world_size].append(Slice(number, start, min(start + 10, numel)))
+    return from_lists(numels, owned)
+
+
+def test_slices_of_one_parameter_on_one_rank_count_their_own_steps(tmp_path: Path) -> None:
+    rest, _ = plain()
+    run(ours_saves, 2, tmp_path)
+    for trained, _ in run(ours_goes_on, 2, tmp_path, partition=in_turn):
+        assert_same(trained, rest, "in turn")
 
 
 # ---------------------------------------------------------------------------- save_sharded, and DCP's loader

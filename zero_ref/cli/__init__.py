@@ -27,7 +27,7 @@ from zero_ref.cli.search import register_search
 from zero_ref.cli.simulate import register_simulate
 from zero_ref.cli.train import register_demo, register_train
 from zero_ref.cli.validate import register_validate
-from zero_ref.lab._arguments import Parser, complain, unwritable
+from zero_ref.lab._arguments import Parser, complain, printable, unwritable
 
 COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
     register_plan,
@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.code == 2:
             complain(f"zero-ref {arguments.command}", str(error))
         else:  # all lines of what went wrong on a rank
-            print(f"zero-ref {arguments.command}: {error}", file=sys.stderr)
+            lines = "\n".join(map(printable, str(error).split("\n")))
+            print(f"zero-ref {arguments.command}: {lines}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
         print(f"zero-ref {arguments.command}: interrupted", file=sys.stderr)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,14 @@ def reason(error: OSError | ValueError) -> str:
     return str(error)
 
 
-def read_input(option: str, path: str) -> Any:
-    """The values in a JSON file that the user named.
+def read_input(option: str, path: str, read: Callable[[str], Any] = read_json) -> Any:
+    """The values in a JSON file that the user named; with `read_text`, the text in a file.
 
     Raises:
         CommandError: the file cannot be read.
     """
     try:
-        return read_json(path)
+        return read(path)
     except (OSError, ValueError) as error:
         said = getattr(error, "strerror", None) or error
         raise CommandError(f"{option} {path} cannot be read: {said}.") from None
@@ -71,9 +72,19 @@ def write_text(option: str, path: str, text: str) -> None:
         raise CommandError(f"{option} {path} could not be written: {error.strerror or error}.", 1) from None
 
 
+MANY_RANKS = 100_000
+"""To plan more ranks than these takes from some seconds to minutes."""
+
+
 @contextlib.contextmanager
-def no_collecting() -> Iterator[None]:
-    """Pause garbage collection, which would visit the millions of small tuples of a plan again and again."""
+def planning(ranks: int = 0) -> Iterator[None]:
+    """Pause garbage collection, which would visit the millions of small tuples of a plan again and again.
+
+    If there are more than MANY_RANKS, say on standard error that it will take a while.
+    """
+    if ranks > MANY_RANKS:
+        said = f"zero-ref: each of {ranks:,} ranks is planned, which may take a minute or more"
+        print(said, file=sys.stderr, flush=True)
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_ref.cli._common import CommandError, Subparsers
+from zero_ref.lab._arguments import printable
 
 
 def register_checkpoints(subparsers: Subparsers) -> None:
@@ -38,11 +39,11 @@ def run_checkpoints(arguments: argparse.Namespace) -> int:
         print(json.dumps(saves, indent=2))
     else:
         for save in saves:
-            print(_line(save))
+            print(printable(_line(save)))
             for problem in save["problems"]:
-                print(f"    {problem}")
+                print(f"    {printable(problem)}")
         if not saves:
-            print(f"{directory} holds no sharded checkpoint.")
+            print(printable(f"{directory} holds no sharded checkpoint."))
     complete = [save for save in saves if save["state"] in ("complete", "verified")]
     return 0 if complete and not any(save["problems"] for save in saves) else 1
 

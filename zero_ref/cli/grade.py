@@ -8,8 +8,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from zero_ref.cli._common import CommandError, Subparsers, need, reason, write_text
-from zero_ref.lab._arguments import OutputFile, OutputFolder
+from zero_ref.cli._common import CommandError, Subparsers, need, read_input, reason, write_text
+from zero_ref.lab._arguments import OutputFile, OutputFolder, printable
+from zero_ref.simulator._records import read_text
 
 
 def register_grade(subparsers: Subparsers) -> None:
@@ -77,7 +78,8 @@ def run_grade(arguments: argparse.Namespace) -> int:
     marks = need("zero_ref.course.marks")
     try:
         every = grading.assigned_in(arguments.source, arguments.chapter)
-        roster = _lines(arguments.roster) if arguments.roster else []
+        lines = read_input("--roster", arguments.roster, read_text).splitlines() if arguments.roster else []
+        roster = [line.strip() for line in lines if line.strip()]
         due = datetime.fromisoformat(arguments.due).astimezone() if arguments.due else None
         chapters = {one.chapter for one in grading.assigned_in(arguments.source)}
         handed_in = submissions.submissions_in(arguments.submissions, chapters, due, roster)
@@ -90,14 +92,16 @@ def run_grade(arguments: argparse.Namespace) -> int:
             raise ValueError(f"no notebook in {arguments.submissions} has an exercise of the book.")
         names = [one.exercise for one in every]
         points = (
-            marks.read_points(Path(arguments.points).read_text("utf-8"), names) if arguments.points else {}
+            marks.read_points(read_input("--points", arguments.points, read_text), names)
+            if arguments.points
+            else {}
         )
     except (OSError, ValueError) as error:
         raise CommandError(reason(error)) from None
     scale = marks.Scale(points, arguments.hidden_share)
 
     def tell(student: str, exercise: str, verdict: Any) -> None:
-        print(f"{verdict.status:<19}  {student}  {exercise}", flush=True)
+        print(f"{verdict.status:<19}  {printable(student)}  {exercise}", flush=True)
 
     try:
         graded = submissions.grade_submissions(
@@ -144,11 +148,6 @@ def _print_summary(graded: Any, marks: Any, scale: Any) -> int:
             said.append("handed in nothing")
         said += [f"cannot be read: {problem}" for problem in submission.problems]
         could_not += bool(submission.problems) or not submission.notebooks
-        print(
-            f"{marks.total(one, scale):>7.4g} of {worth:g}  {submission.student}  {'; '.join(said)}".rstrip()
-        )
+        line = f"{marks.total(one, scale):>7.4g} of {worth:g}  {submission.student}  {'; '.join(said)}"
+        print(printable(line.rstrip()))
     return 1 if could_not else 0
-
-
-def _lines(path: str) -> list[str]:
-    return [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]

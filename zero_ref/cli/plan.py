@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from zero_ref.cli._common import Subparsers, need, no_collecting
+from zero_ref.cli._common import Subparsers, need, planning
 from zero_ref.lab._arguments import simulated_ranks
 from zero_ref.plan.choice import RULES as PARTITIONS, loads_under, plan_partition
 from zero_ref.plan.layout import ITEMSIZE, lay_out
@@ -15,7 +15,6 @@ from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.plan.rules import newton_schulz_operations
 from zero_ref.simulator.ledger import STATE_RULES, format_bytes, state_bytes_of_rank
 from zero_ref.simulator.models import MODELS, matrices_whole, shapes, specs
-from zero_ref.simulator.schedule import broadcasts_of_buckets, broadcasts_of_slices
 
 
 def register_plan(subparsers: Subparsers) -> None:
@@ -59,7 +58,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan as JSON, or as a table where rich is installed."""
     if not arguments.json:
         need("rich")  # before the work, not after it
-    with no_collecting():
+    with planning(arguments.ranks):
         plan = plan_of(
             arguments.model, arguments.ranks, arguments.partition, arguments.dtype, arguments.optimizer
         )
@@ -84,11 +83,9 @@ def plan_of(model: str, ranks: int, partition: str, dtype: str, optimizer: str) 
     fullest, emptiest = by_load.index(max(by_load)), by_load.index(min(by_load))
     largest = max(shapes_of_model, key=lambda param: param.numel)
 
-    as_parameters, as_buckets = (
-        broadcasts_of_slices(owned, params),
-        broadcasts_of_buckets(lay_out(owned, params)),
-    )
-
+    # They are counted, not listed: of a million ranks each may own a part of every parameter.
+    as_parameters = sum(owned.totals([0] * len(params), of_slice=[1] * len(params)))
+    as_buckets = sum(len(flat.buckets) for flat in lay_out(owned, params).flats)
     return {
         "model": model,
         "elements": elements,
@@ -105,8 +102,8 @@ def plan_of(model: str, ranks: int, partition: str, dtype: str, optimizer: str) 
         "max_over_mean": owned.loads[fullest] / (elements / ranks),
         "ranks_that_own_nothing": owned.loads.count(0),
         "messages_per_step": {
-            "parameters": len(as_parameters) if ranks > 1 else 0,
-            "buckets": len(as_buckets) if ranks > 1 else 0,
+            "parameters": as_parameters if ranks > 1 else 0,
+            "buckets": as_buckets if ranks > 1 else 0,
         },
         "elements_of_rank": owned.loads,
         "orthogonalization": _operations(owned, params) if muon else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from zero_ref.cli._common import CommandError, Subparsers, need, no_collecting
+from zero_ref.cli._common import CommandError, Subparsers, need, planning
 from zero_ref.cli.simulate import add_machines, add_model, add_numerics, add_places, architecture_of
 from zero_ref.lab._arguments import whole
 from zero_ref.lab.searched import as_json, print_found
@@ -40,7 +40,7 @@ def run_search(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         need("rich")  # before the work, not after it
     named = ["--model", arguments.model] if arguments.model else ["--config", arguments.config]
-    with no_collecting():
+    with planning(arguments.ranks):
         try:
             scenario = Scenario(
                 architecture_of(arguments),

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 
-from zero_ref.cli._common import CommandError, Subparsers, need, no_collecting, read_input
+from zero_ref.cli._common import CommandError, Subparsers, need, planning, read_input
 from zero_ref.lab._arguments import (
     MOST_SIMULATED_RANKS,
     OutputFile,
@@ -171,7 +171,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     strategies = list(dict.fromkeys([arguments.strategy, *arguments.compare]))
     _check_used(arguments, strategies)
     slow = _slow(arguments.straggler, arguments.ranks)
-    with no_collecting():
+    with planning(arguments.ranks):
         try:
             scenario = scenario_of(arguments)
             _check_size(scenario, strategies)

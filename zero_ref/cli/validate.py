@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from zero_ref.cli._common import CommandError, Subparsers, need, no_collecting
+from zero_ref.cli._common import CommandError, Subparsers, need, planning
 from zero_ref.simulator import validation
 from zero_ref.simulator.published import published
 from zero_ref.simulator.validation import FIGURES, Compared, Summary, Validation
@@ -37,7 +37,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     """Simulate, and print a table for times and one for memory, each with its summary."""
     if not arguments.json:
         need("rich")  # before the work, not after it
-    with no_collecting():
+    with planning():
         result = validation.validate()
     figures = [arguments.figure] if arguments.figure else list(FIGURES)
     chosen = {figure: result.of(figure, tested=None, source=arguments.source) for figure in figures}

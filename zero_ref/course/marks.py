@@ -103,7 +103,7 @@ def as_junit(graded: Sequence[Graded], scale: Scale) -> str:
         suite = ET.SubElement(
             suites,
             "testsuite",
-            name=_for_xml(one.submission.student),
+            name=_for_files(one.submission.student),
             package="zero_ref.course",
             id=str(number),
             timestamp="1970-01-01T00:00:00",
@@ -116,9 +116,9 @@ def as_junit(graded: Sequence[Graded], scale: Scale) -> str:
         )
         ET.SubElement(suite, "properties")
         for exercise, verdict in one.verdicts.items():
-            student = _for_xml(one.submission.student)
+            student = _for_files(one.submission.student)
             case = ET.SubElement(suite, "testcase", classname=student, name=exercise, time="0")
-            message = _for_xml(verdict.message)
+            message = _for_files(verdict.message)
             if verdict.status in FAILED:
                 ET.SubElement(
                     case, "failure", type=verdict.status, message=message.split("\n")[0]
@@ -126,7 +126,7 @@ def as_junit(graded: Sequence[Graded], scale: Scale) -> str:
             elif verdict.status != "passed":
                 ET.SubElement(case, "skipped", message=f"{verdict.status}: {message}")
         said = [*(f"late: {name}" for name in one.submission.late), *one.submission.problems]
-        ET.SubElement(suite, "system-out").text = _for_xml("\n".join(said))
+        ET.SubElement(suite, "system-out").text = _for_files("\n".join(said))
         ET.SubElement(suite, "system-err")
     ET.indent(suites)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(suites, encoding="unicode") + "\n"
@@ -143,7 +143,7 @@ def as_gradescope(graded: Graded, scale: Scale) -> str:
                 "score": scale.score(exercise, verdict),
                 "max_score": scale.worth(exercise),
                 "status": "passed" if verdict.status == "passed" else "failed",
-                "output": SAID_TO_STUDENTS if hidden else f"{verdict.status}: {_for_xml(verdict.message)}",
+                "output": SAID_TO_STUDENTS if hidden else f"{verdict.status}: {_for_files(verdict.message)}",
                 "output_format": "text",
                 "visibility": "visible",
             }
@@ -154,7 +154,7 @@ def as_gradescope(graded: Graded, scale: Scale) -> str:
         said.append(
             f"Predictions: {_short(sum(made))} of {len(graded.predictions)} points; no part of the marks."
         )
-    results = {"output": _for_xml("\n".join(said)), "output_format": "text", "tests": tests}
+    results = {"output": _for_files("\n".join(said)), "output_format": "text", "tests": tests}
     return json.dumps(results, indent=1, allow_nan=False) + "\n"
 
 
@@ -164,8 +164,10 @@ def _short(points: float) -> str:
 
 def _as_cell(value: str) -> str:
     """A spreadsheet takes what begins like this for a formula, and a student has named the file."""
+    value = _for_files(value)
     return f"'{value}" if value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
-def _for_xml(text: str) -> str:
+def _for_files(text: str) -> str:
+    """The text with a replacement for what neither UTF-8 nor XML has, such as a name in another encoding."""
     return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)

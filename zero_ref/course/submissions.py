@@ -91,6 +91,8 @@ def submissions_in(
 ) -> list[Submission]:
     """What is in a folder, student by student, in the order of their names.
 
+    No link is followed: it may lead to what another student has handed in, or out of the folder.
+
     Args:
         chapters: the names of the chapters' notebooks, "03_partition": they are no part of a student's name.
         due: a file is late if it was changed after that, or if Canvas has put LATE into its name.
@@ -102,9 +104,12 @@ def submissions_in(
     folder = Path(folder)
     files: dict[str, list[Path]] = {student: [] for student in roster}
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.name.startswith("."):
-            files.setdefault(path.name, []).extend(sorted(_notebooks_in(path)))
-        elif path.suffix == ".ipynb" and path.is_file() and not path.is_symlink():
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            found = [path] if path.is_symlink() else sorted(_notebooks_in(path))
+            files.setdefault(path.name, []).extend(found)
+        elif path.suffix == ".ipynb" and (path.is_file() or path.is_symlink()):
             files.setdefault(student_of(path.stem, chapters), []).append(path)
     if not any(files.values()):
         raise ValueError(f"there are no notebooks in {folder}: it has a folder or a file for each student.")
@@ -125,9 +130,9 @@ def student_of(stem: str, chapters: Iterable[str]) -> str:
 
 
 def _notebooks_in(folder: Path) -> list[Path]:
-    hidden = (path for path in folder.rglob("*.ipynb") if path.is_file() and not path.is_symlink())
+    found = (path for path in folder.rglob("*.ipynb") if path.is_file() or path.is_symlink())
     return [
-        path for path in hidden if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)
     ]
 
 
@@ -136,6 +141,8 @@ def _submission(student: str, paths: Sequence[Path], folder: Path, due: datetime
     for path in paths:
         name = str(path.relative_to(folder))
         try:
+            if path.is_symlink():
+                raise ValueError("it is a link, and links are not followed")
             if path.stat().st_size > LARGEST_NOTEBOOK:
                 raise ValueError(f"it has more than {LARGEST_NOTEBOOK:,} bytes")
             notebooks[path] = read_notebook(path)
@@ -144,7 +151,9 @@ def _submission(student: str, paths: Sequence[Path], folder: Path, due: datetime
         except (OSError, ValueError, RecursionError) as error:
             notebooks.pop(path, None)
             problems.append(f"{name}: {str(error).removeprefix(str(path)).strip()}")
-        if "_LATE_" in path.name or (due and datetime.fromtimestamp(path.stat().st_mtime).astimezone() > due):
+        if "_LATE_" in path.name or (
+            due and datetime.fromtimestamp(path.lstat().st_mtime).astimezone() > due
+        ):
             late.append(name)
     return Submission(student, notebooks, tuple(problems), tuple(late))
 
@@ -218,7 +227,7 @@ def grade_submissions(
 
 def _read_kept(kept: Path | None) -> dict[str, Verdict]:
     known = {}
-    if kept and kept.exists():
+    if kept and kept.is_file():
         for line in kept.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):  # the last one, if we were ended as we wrote it
                 key, status, message = json.loads(line)
@@ -284,12 +293,12 @@ class _Worker:
             process.stdin.write(json.dumps(asked).encode() + b"\n")
             process.stdin.flush()
             said = self._line(process, nonce, time.monotonic() + seconds)
+        except TimeoutError:  # an OSError too
+            self.end()
+            return Verdict("failed", f"it did not end within {seconds:g} s, and was ended.")
         except (OSError, EOFError):
             self.end()
             return Verdict("failed", "the check ended before it had a verdict.")
-        except TimeoutError:
-            self.end()
-            return Verdict("failed", f"it did not end within {seconds:g} s, and was ended.")
         return Verdict(*said)
 
     def _started(self, seconds: float) -> subprocess.Popen[bytes]:

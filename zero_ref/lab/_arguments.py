@@ -90,6 +90,18 @@ def short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:40]}... ({len(text):,} characters)"
 
 
+def printable(text: str) -> str:
+    r"""What comes from a file or its name, with escapes for what a terminal would obey or cannot show.
+
+    >>> printable("a title\x1b[2J\n") == r"a title\x1b[2J\n"
+    True
+    """
+    return "".join(
+        each if each.isprintable() or (each.isspace() and each > "\x9f") else ascii(each)[1:-1]
+        for each in text
+    )
+
+
 # ----------------------------------------------------------------------------------------------------- files
 
 
@@ -228,7 +240,7 @@ class Parser(argparse.ArgumentParser):
 def complain(who: str, message: str) -> None:
     """One paragraph on standard error, at most some lines long, whatever words the user gave."""
     message = re.sub(r"\S{120,}", lambda word: short(word[0]), message)
-    message = "".join(each if each.isprintable() or each.isspace() else ascii(each)[1:-1] for each in message)
+    message = printable(" ".join(message.split()))
     print(f"{who}: {textwrap.shorten(message, 1500, placeholder=' ...')}", file=sys.stderr)
 
 

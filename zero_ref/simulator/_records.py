@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import stat
 import types
 from collections.abc import Mapping
@@ -141,7 +142,10 @@ def _checked(hint: Any, value: Any, what: str) -> Any:
     if origin in (dict, Mapping):
         if not isinstance(value, dict):
             raise ValueError(f"{what} must be an object, not {_shown(value)}")
-        return {name: _checked(of[1], each, f"{what}[{_shown(name)}]") for name, each in value.items()}
+        return {
+            _text(name, what): _checked(of[1], each, f"{what}[{_shown(name)}]")
+            for name, each in value.items()
+        }
     if hint is float:
         return _number(value, what)
     if hint is int:
@@ -152,8 +156,15 @@ def _checked(hint: Any, value: Any, what: str) -> Any:
         if not isinstance(value, hint):
             kind = "text" if hint is str else "true or false"
             raise ValueError(f"{what} must be {kind}, not {_shown(value)}")
-        return value
+        return _text(value, what) if isinstance(value, str) else value
     return record(hint, value, what)
+
+
+def _text(value: str, what: str) -> str:
+    """The text, which a terminal may be shown."""
+    if re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", value):
+        raise ValueError(f"{what} has a control character: {_shown(value)}")
+    return value
 
 
 def _checked_items(kind: Any, of: tuple[Any, ...], value: Any, what: str) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zero_ref.simulator._checks import check_name
-from zero_ref.simulator.models import Transformer
+from zero_ref.simulator.models import Transformer, outputs_of
 
 CHECKPOINTING: dict[str, str] = {
     "none": "everything is kept",
@@ -208,7 +208,7 @@ def activations(
     check_name("checkpointing", checkpointing, CHECKPOINTING)
     sequence = _tokens_of_sequence(architecture, batch, sequence)
     tokens, depth, kind = sequence * batch, architecture.depth, architecture.kind
-    width, vocabulary = architecture.width, architecture.vocabulary
+    width, outputs = architecture.width, outputs_of(architecture)
 
     def of_block(flash: bool) -> int:
         kept = kept_of_block(architecture, sequence, flash_attention=flash)
@@ -234,8 +234,8 @@ def activations(
     of_logit, in_loss = (itemsize, itemsize) if fused_loss else (loss_itemsize, 2 * loss_itemsize)
     return Activations(
         blocks,
-        head=tokens * (of_norm + of_logit * vocabulary),
-        loss=tokens * in_loss * vocabulary,
+        head=tokens * (of_norm + of_logit * outputs),
+        loss=tokens * in_loss * outputs,
         again=again,
         gradients=tokens * itemsize * (2 * width + (1 + kind.gated) * architecture.hidden),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,34 @@ class ParamShape(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+class Head(NamedTuple):
+    """What a model computes from the last hidden states, where it is no head over the vocabulary.
+
+    >>> REWARD = Head("score", 1)
+    >>> REWARD.behind([ParamShape("model.norm.weight", (8,))], width=8)[1]
+    ParamShape(name='score.weight', shape=(1, 8))
+    >>> Head().behind([ParamShape("model.norm.weight", (8,))], width=8)
+    (ParamShape(name='norm.weight', shape=(8,)),)
+
+    Args:
+        name: of the layer; empty where there is none, and names do not begin with the body's either.
+        outputs: of the layer, for each token.
+        bias: the layer has one.
+    """
+
+    name: str = ""
+    outputs: int = 0
+    bias: bool = False
+
+    def behind(self, body: Iterable[ParamShape], width: int) -> tuple[ParamShape, ...]:
+        """The parameters of the body and of this head."""
+        if not self.name:
+            return tuple(param._replace(name=param.name.partition(".")[2]) for param in body)
+        layer = [ParamShape(f"{self.name}.weight", (self.outputs, width))]
+        layer += [ParamShape(f"{self.name}.bias", (self.outputs,))] * self.bias
+        return (*body, *layer)
 
 
 class BlockKind(NamedTuple):
@@ -295,6 +323,7 @@ class Decoder:
         head_dim: elements of a head; 0 for `width / heads`.
         tied: the output head is the embedding.
         options: of the family's, those that are true.
+        head: in place of the output head over the vocabulary.
     """
 
     family: str
@@ -308,6 +337,7 @@ class Decoder:
     head_dim: int = 0
     tied: bool = False
     options: tuple[str, ...] = ()
+    head: Head | None = None
 
     @property
     def head_width(self) -> int:
@@ -323,9 +353,8 @@ class Decoder:
         """All parameters, in registration order."""
         family = FAMILIES[self.family]
         base = family.blocks.rpartition(".")[0]
-        head = list(self._tensors("lm_head(v,d)+" if family.head_bias else "lm_head(v,d)"))
         of_block = list(self._tensors(family.block))
-        return (
+        body = (
             ParamShape(f"{family.embedding}.weight", (self.vocabulary, self.width)),
             *(
                 ParamShape(f"{family.blocks}.{number}.{name}", shape)
@@ -333,8 +362,11 @@ class Decoder:
                 for name, shape in of_block
             ),
             *(ParamShape(f"{base}.{name}", shape) for name, shape in self._tensors(family.last)),
-            *head[self.tied :],
         )
+        if self.head is not None:
+            return self.head.behind(body, self.width)
+        head = list(self._tensors("lm_head(v,d)+" if family.head_bias else "lm_head(v,d)"))
+        return (*body, *head[self.tied :])
 
     def _tensors(self, written: str) -> Iterator[ParamShape]:
         query, key = self.heads * self.head_width, self.key_value_heads * self.head_width

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero_ref.simulator.cluster import Device
-from zero_ref.simulator.models import ParamShape, Transformer, blocks
+from zero_ref.simulator.models import ParamShape, Transformer, blocks, outputs_of
 
 
 class Product(NamedTuple):
@@ -307,7 +307,7 @@ def kernels(
     """
     again, costs = recomputed(checkpointing), COMPILED if compiled else EAGER
     flash = checkpointing != "none"  # as `activations` has it
-    tokens, depth, vocabulary = batch * sequence, architecture.depth, architecture.vocabulary
+    tokens, depth, outputs = batch * sequence, architecture.depth, outputs_of(architecture)
     shapes = architecture.shapes()
     in_blocks = Counter(_products_of(shapes))
     short, long = sorted((architecture.width, architecture.hidden))  # of a block's last product
@@ -326,12 +326,12 @@ def kernels(
     back = matrices.times(2).plus(attention_back).touching(scale * tokens * depth * of_block.backward)
     back = back.plus(computed_again)
 
-    product = Product(tokens, architecture.width, vocabulary)
+    product = Product(tokens, architecture.width, outputs, float(outputs > 0))
     of_head, of_loss = (
-        scale * tokens * vocabulary * nbytes for nbytes in (COMPILED if fused_loss else EAGER).logits
+        scale * tokens * outputs * nbytes for nbytes in (COMPILED if fused_loss else EAGER).logits
     )
     head = Pass((product,), 0.0, of_head, itemsize)
-    back = back.plus(Pass((product._replace(times=2),), 0.0, of_loss, itemsize))
+    back = back.plus(Pass((product._replace(times=2 * product.times),), 0.0, of_loss, itemsize))
     return Kernels(body.plus(head), back, sum(param.numel for param in shapes))
 
 

@@ -8,6 +8,7 @@ transformers has the attributes of `Transformer` too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,7 @@ from zero_ref.simulator.decoders import (
     BlockKind,
     Decoder,
     Family,
+    Head,
     ParamShape as ParamShape,
 )
 
@@ -71,8 +73,21 @@ class Transformer(Architecture, Protocol):
         """Tokens that there are, each with a row in the embedding."""
 
     @property
+    def head(self) -> Head | None:
+        """In place of the output head over the vocabulary."""
+
+    @property
     def positions(self) -> int:
         """Tokens in a sequence, at most."""
+
+
+def outputs_of(architecture: Transformer) -> int:
+    """What the output head gives for each token: a logit for each entry of the vocabulary, labels or nothing.
+
+    >>> outputs_of(GPT2(width=8, depth=1, heads=2)), outputs_of(GPT2(8, 1, 2, head=Head("score", 1)))
+    (50257, 1)
+    """
+    return architecture.vocabulary if architecture.head is None else architecture.head.outputs
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,7 @@ class GPT2:
 
     Args:
         dropout: of scores and results. No parameter depends on it, but activations and kernels do.
+        head: in place of the output head over the vocabulary.
     """
 
     width: int
@@ -93,6 +109,7 @@ class GPT2:
     vocabulary: int = 50257
     positions: int = 1024
     dropout: bool = True
+    head: Head | None = None
 
     @property
     def key_value_heads(self) -> int:
@@ -130,7 +147,8 @@ class GPT2:
                 *_linear(f"{block}.mlp.c_fc", d, 4 * d),
                 *_linear(f"{block}.mlp.c_proj", 4 * d, d),
             ]
-        return (*listed, *_norm("transformer.ln_f", d))
+        listed += _norm("transformer.ln_f", d)
+        return tuple(listed) if self.head is None else self.head.behind(listed, d)
 
 
 @dataclass(frozen=True)
@@ -145,6 +163,7 @@ class Llama:
         positions: 8,192 is what Llama 3 was first trained with (section 3.4.1). No parameter depends on it.
         head_dim: elements of a head; 0 for `width / heads`.
         tied: the output head is the token embedding.
+        head: in place of the output head over the vocabulary.
     """
 
     width: int
@@ -156,6 +175,7 @@ class Llama:
     positions: int = 8192
     head_dim: int = 0
     tied: bool = False
+    head: Head | None = None
 
     @property
     def head_width(self) -> int:
@@ -185,6 +205,8 @@ class Llama:
                 ParamShape(f"{block}.post_attention_layernorm.weight", (d,)),
             ]
         listed.append(ParamShape("model.norm.weight", (d,)))
+        if self.head is not None:
+            return self.head.behind(listed, d)
         if not self.tied:
             listed.append(ParamShape("lm_head.weight", (self.vocabulary, d)))
         return tuple(listed)
@@ -353,38 +375,108 @@ def from_config(config: Mapping[str, Any]) -> GPT2 | Llama | Decoder:
 
     >>> sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 10, "n_positions": 4}
     >>> from_config({"model_type": "gpt2", **sizes})
-    GPT2(width=8, depth=1, heads=2, vocabulary=10, positions=4, dropout=True)
+    GPT2(width=8, depth=1, heads=2, vocabulary=10, positions=4, dropout=True, head=None)
+    >>> reward = {"architectures": ["GPT2ForSequenceClassification"], "num_labels": 1}
+    >>> from_config({"model_type": "gpt2", **sizes, **reward}).head
+    Head(name='score', outputs=1, bias=False)
 
     Args:
         config: of a dense decoder, whose `model_type` is "gpt2" or in `decoders.FAMILIES`, and its sizes.
             What may be absent is then what transformers takes: `head_dim`, `tie_word_embeddings`,
-            `max_position_embeddings`, `num_key_value_heads` and options that add biases.
+            `max_position_embeddings`, `num_key_value_heads` and options that add biases. `architectures`
+            names the class, and so the output head: that over the vocabulary where it is absent, labels of
+            a classifier or a reward model, as many as in `id2label` or `num_labels`, or none. Where
+            neither is there, it is one, a reward; transformers would take two.
     Raises:
-        ValueError: the model type is another, a size is missing or not a positive integer, sizes do not
-            divide, or an option adds parameters that are not counted here.
+        ValueError: the model type or the class is another, a size is missing or not a positive integer, sizes
+            do not divide, an option adds parameters that are not counted here or has no value that it can
+            have, or the weights are quantized, which cannot be trained.
     Source: the configurations of transformers 5.24.
     """
     kind = config.get("model_type")
-    if kind == "gpt2":
-        sizes = _sizes(config, _GPT2_KEYS)
-        accepted = {"n_inner": 4 * sizes["width"], "tie_word_embeddings": True, "add_cross_attention": False}
-        _refuse_other(config, accepted)
-        _divides(config, "n_head", "n_embd")
-        return GPT2(**sizes, dropout=bool(config.get("resid_pdrop", 0.1)))
-    if isinstance(kind, str) and kind in FAMILIES:
-        return _decoder(kind, FAMILIES[kind], config)
     if isinstance(kind, str) and kind in MIXTURES:
         raise ValueError(
             f"model_type {kind!r} is a mixture of experts, whose routing and expert parallelism are not "
             "modelled. Its memory can be had from the module itself: from_module."
         )
-    raise ValueError(
-        f"model_type {kind!r} is not known; known are 'gpt2', {', '.join(map(repr, FAMILIES))}. "
-        "Of any other model, take the parameters from the module itself: from_module."
-    )
+    if not isinstance(kind, str) or kind not in ("gpt2", *FAMILIES):
+        raise ValueError(
+            f"model_type {kind!r} is not known; known are 'gpt2', {', '.join(map(repr, FAMILIES))}. "
+            "Of any other model, take the parameters from the module itself: from_module."
+        )
+    _refuse_quantized(config)
+    for key in ("dtype", "torch_dtype"):
+        if not isinstance(config.get(key), str | None):
+            raise ValueError(f"{key} is {config[key]!r}, which is no name of a dtype, such as 'bfloat16'.")
+    head = _head(kind, config)
+    if kind != "gpt2":
+        return _decoder(kind, FAMILIES[kind], config, head)
+    sizes = _sizes(config, _GPT2_KEYS)
+    accepted = {"n_inner": 4 * sizes["width"], "tie_word_embeddings": True, "add_cross_attention": False}
+    _refuse_other(config, accepted)
+    _divides(config, "n_head", "n_embd")
+    dropout = config.get("resid_pdrop", 0.1)
+    if not isinstance(dropout, int | float):
+        raise ValueError(f"resid_pdrop is {dropout!r}, which is no number.")
+    return GPT2(**sizes, dropout=bool(dropout), head=head)
 
 
-def _decoder(kind: str, family: Family, config: Mapping[str, Any]) -> Llama | Decoder:
+def _refuse_quantized(config: Mapping[str, Any]) -> None:
+    """Refuse weights that were rounded to few bits, which no optimizer updates."""
+    for key in ("quantization_config", "compression_config"):
+        how = config.get(key)
+        if how is not None:
+            said = how if isinstance(how, dict) else {}
+            method = ", ".join(f"{name} {said[name]!r}" for name in _QUANTIZED_BY if name in said)
+            raise ValueError(
+                f"{key} ({method or 'without a quant_method'}) says that the weights are quantized, and an "
+                "optimizer such as AdamW cannot update quantized weights. Take the config.json of the model "
+                "before it was quantized; or remove the entry, to simulate that model with all of its "
+                "parameters trained."
+            )
+
+
+_QUANTIZED_BY = ("quant_method", "bits", "load_in_4bit", "load_in_8bit")
+
+HEADS = ("ForCausalLM", "LMHeadModel", "Model", "ForSequenceClassification", "ForTokenClassification")
+"""How the names end of transformers' classes whose output heads are known."""
+
+
+def _head(kind: str, config: Mapping[str, Any]) -> Head | None:
+    """What is in place of the output head over the vocabulary, by the class in `architectures`."""
+    named = config.get("architectures")
+    if named is None or named == []:
+        return None
+    # As in OlmoForCausalLM, GPTNeoXModel, Gemma3ForCausalLM and Gemma3TextModel.
+    begins = kind.replace("_", "").removesuffix("text")
+    found = None
+    if isinstance(named, list) and len(named) == 1 and isinstance(named[0], str):
+        found = re.fullmatch(f"{begins}(?:text)?({'|'.join(HEADS)})", named[0], re.IGNORECASE)
+    if found is None:
+        raise ValueError(
+            f"architectures is {named!r}, whose output head is not known. Of model_type {kind!r} it must be "
+            f"one class of transformers, whose name ends in {', '.join(HEADS)}. Correct or remove the entry "
+            "(without it, the output head is that over the vocabulary), or take the parameters from the "
+            "module itself: from_module."
+        )
+    ending = found[1].lower()
+    if ending in ("forcausallm", "lmheadmodel"):
+        return None
+    if ending == "model":
+        return Head()
+    labels = config.get("id2label")
+    count = config.get("num_labels", 1) if labels is None else len(labels) if isinstance(labels, dict) else 0
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= LARGEST_SIZE:
+        raise ValueError(
+            f"{named[0]} needs id2label, an object with an entry for each label, or num_labels, how many "
+            f"there are; id2label is {labels!r} and num_labels {config.get('num_labels')!r}."
+        )
+    if ending == "forsequenceclassification":
+        return Head("score", count)
+    return Head("classifier" if kind in ("gpt2", "gpt_neox") else "score", count, bias=True)
+
+
+def _decoder(kind: str, family: Family, config: Mapping[str, Any], head: Head | None) -> Llama | Decoder:
     _refuse_other(config, family.fixed)
     if kind == "gpt_neox":  # its configuration has no such size
         config = {**config, "num_key_value_heads": config.get("num_attention_heads")}
@@ -402,17 +494,19 @@ def _decoder(kind: str, family: Family, config: Mapping[str, Any]) -> Llama | De
     if "head_dim" not in sizes:
         _divides(full, "num_attention_heads", "hidden_size")
     _divides(full, "num_key_value_heads", "num_attention_heads")
-    said = config.get("tie_word_embeddings")
-    tied = family.tied if said is None else bool(said)
-    said_of = {option: config.get(option) for option in family.options}
-    options = tuple(
-        option
-        for option, usual in family.options.items()
-        if (usual if said_of[option] is None else said_of[option])
-    )
+    tied = _flag(config, "tie_word_embeddings", family.tied)
+    options = tuple(option for option, usual in family.options.items() if _flag(config, option, usual))
     if kind in ("llama", "mistral") and not options:
-        return Llama(**sizes, tied=tied)
-    return Decoder(kind, **sizes, tied=tied, options=options)
+        return Llama(**sizes, tied=tied, head=head)
+    return Decoder(kind, **sizes, tied=tied, options=options, head=head)
+
+
+def _flag(config: Mapping[str, Any], key: str, usual: bool) -> bool:
+    """An option that is true or false; `usual` where it is absent or null."""
+    value = config.get(key)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"{key} is {value!r}, and must be true or false.")
+    return usual if value is None else value
 
 
 def _sizes(config: Mapping[str, Any], key_of_size: Mapping[str, str]) -> dict[str, int]:

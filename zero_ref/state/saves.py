@@ -15,7 +15,8 @@ tables of all its ranks are there. So no rank has to be told that a save is comp
 never looks complete, and the one before it is not touched.
 
 Marks and tables are sealed JSON: they begin with the SHA-256 of the rest. Only folders with a mark are ever
-counted or removed, and in these only the files that a save writes: a user's own folder may have any name.
+counted or removed, and in these only the files that a save writes: a user's own folder may have any name. An
+older empty folder of such a name is removed too, as a crash just before the mark is there leaves one.
 Standard library only.
 """
 
@@ -256,7 +257,7 @@ def new_save(directory: Path, ranks: int, owner: Mapping[str, Any]) -> tuple[Pat
 def remove_old(
     newest: Path, keep: int, may_remove: Callable[[Mark], bool], damaged: Collection[str] = ()
 ) -> None:
-    """Keep `keep` complete saves; remove older ones, and those before `newest` that were interrupted.
+    """Keep `keep` complete saves; remove older ones, and what interrupted saves and removals left before.
 
     Args:
         newest: the save under way, or just completed. Saves after it stay, and do not count.
@@ -272,6 +273,10 @@ def remove_old(
         old = save.number < oldest or not save.is_complete
         if old and save.path != newest and may_remove(save.mark):
             _remove(save)
+    for folder in newest.parent.iterdir():
+        match = _FOLDER.fullmatch(folder.name)
+        if match and int(match[1]) < last and not folder.is_symlink():
+            _remove_unmarked(folder)
 
 
 def _remove(save: Save) -> None:
@@ -282,3 +287,12 @@ def _remove(save: Save) -> None:
         for name in sorted(ours, key=lambda name: (name == MARK, not TABLE.fullmatch(name))):
             (save.path / name).unlink(missing_ok=True)
         save.path.rmdir()
+
+
+def _remove_unmarked(folder: Path) -> None:
+    """Remove what a crash leaves before a folder has its mark, or when its mark is gone: nothing is in it."""
+    part = folder / f"{MARK}.part"
+    with contextlib.suppress(OSError):
+        if os.listdir(folder) == [part.name] and begins_as_sealed(part):
+            part.unlink()
+        folder.rmdir()  # only if it is empty
