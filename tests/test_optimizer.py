@@ -420,6 +420,14 @@ def test_a_digest_depends_on_each_bit_and_its_place_and_on_no_address(dtype: tor
         assert digests([turned.view(dtype)]) != [digest]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128])
+@pytest.mark.parametrize("factor", [-1, 0.5])
+def test_a_digest_sees_that_all_values_change_in_the_same_bits(dtype: torch.dtype, factor: float) -> None:
+    for numel in (2, 128, 2**14):
+        for values in (torch.ones(numel).to(dtype), torch.linspace(1, 2, numel).to(dtype)):
+            assert digests([values]) != digests([values * factor]), numel
+
+
 def test_a_parameter_of_another_size_in_the_place_of_one_is_refused() -> None:
     def on_rank(comm: Collectives) -> str:
         weight = nn.Parameter(torch.ones(8))

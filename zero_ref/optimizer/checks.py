@@ -268,6 +268,9 @@ def _sum_of_bits(flat: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     split = flat.nbytes // 8 * 8
     whole = split == flat.nbytes  # most parameters are; skip the views, for a model may have thousands
     words = flat.view(torch.int64) if whole else flat.view(torch.uint8)[:split].view(torch.int64)
+    if flat.itemsize >= 8:
+        # The highest bits of many words would add up to multiples of 2**64, as where all signs change.
+        words = words ^ (words >> 32)
     in_rows = words.numel() // WORDS * WORDS
     total = _weighted(words[in_rows:] if in_rows else words, weights)
     if in_rows:
