@@ -18,7 +18,7 @@ from zero_ref.comm.accord import Accord, facts_of_options
 from zero_ref.comm.agreement import RanksLostError, agreement
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.coupling import trial
+from zero_ref.optimizer.coupling import switch, trial
 from zero_ref.optimizer.groups import ParamGroup, params_of, replace_options
 from zero_ref.optimizer.owned import MASTER
 from zero_ref.optimizer.several import is_known, keys_beside_state, local_optimizer, optimizers_in
@@ -184,6 +184,8 @@ class WithWholeState(Optimizer):
 
         with trial():
             optim = self._optimizer_of(stand_in)
+            for one in optimizers_in(optim):
+                switch(one, "train")
             optim.step()
         masters = self.shard.masters
         return [
