@@ -41,7 +41,7 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording, state_bytes
 from zero_ref.optimizer.buckets import flat_view
-from zero_ref.optimizer.start_values import WORDS, digests
+from zero_ref.optimizer.digests import WORDS, digests
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import Partition, Slice
@@ -459,6 +459,14 @@ def test_a_digest_depends_on_each_bit_and_its_place_and_on_no_address(dtype: tor
     if numel > 2 and raw.view(numel, -1)[0].ne(raw.view(numel, -1)[-1]).any():
         turned = raw.view(numel, -1).flip(0).reshape(-1)
         assert digests([turned.view(dtype)]) != [digest]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128])
+@pytest.mark.parametrize("factor", [-1, 0.5])
+def test_a_digest_sees_that_all_values_change_in_the_same_bits(dtype: torch.dtype, factor: float) -> None:
+    for numel in (2, 128, 2**14):
+        for values in (torch.ones(numel).to(dtype), torch.linspace(1, 2, numel).to(dtype)):
+            assert digests([values]) != digests([values * factor]), numel
 
 
 @pytest.mark.parametrize("with_files", [False, True])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from clients import launch, outcome, programs
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from training import assert_state_dicts_equal
 
@@ -130,6 +131,62 @@ def test_without_the_callback_the_first_save_says_what_to_call(tmp_path: Path) -
     code, said = launch("sorted_greedy", program, tmp_path / "without")
     assert code != 0
     assert "Call consolidate_state_dict(0) on all ranks" in said
+
+
+# ------------------------------------------------------------------------------------------- schedule-free
+
+FREE = ("torch.optim.AdamW", "schedulefree.AdamWScheduleFree")
+IMPORT = ("import sys\n", "import sys\n\nimport schedulefree\n")
+RISING = "torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)"
+
+
+def schedule_free(client: str) -> str:
+    """The page's program with a schedule-free optimizer, which is evaluated before each save."""
+    program = changed(programs()[client], FREE, IMPORT)
+    if client == ACCELERATE:
+        onecycle = "torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=len(loader))"
+        return changed(
+            program,
+            (onecycle, RISING),
+            (
+                "    with accelerator.accumulate(model):",
+                "    optimizer.train()\n    with accelerator.accumulate(model):",
+            ),
+            ("    if batch % 6 == 0:\n", "    if batch % 6 == 0:\n        optimizer.eval()\n"),
+        )
+    return changed(
+        program,
+        ("save_steps=3,", 'save_steps=3, eval_strategy="steps", eval_steps=3,'),
+        ("train_dataset=examples,", "train_dataset=examples, eval_dataset=examples[:8],"),
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("client", [ACCELERATE, TRAINER])
+def test_a_schedule_free_optimizer_trains_evaluates_saves_and_resumes_as_the_plain_one(
+    client: str, tmp_path: Path
+) -> None:
+    program = schedule_free(client)
+    plain = outcome("plain", program, tmp_path / "plain")
+    assert not any(map(torch.equal, plain[0]["start"], plain[0]["params"])), "all have moved"
+    whole = outcome("sorted_greedy", program, tmp_path / "whole")
+    half = tmp_path / "whole" / HALF[client]
+    resumed = outcome("even", program, tmp_path / "resumed", half)
+    back = outcome("plain", program, tmp_path / "back", half)
+    for ranks in (whole, resumed, back):
+        assert_equal(ranks, plain)
+    expected = saved_state(client, tmp_path / "plain")
+    assert [group["train_mode"] for group in expected["param_groups"]].count(False) > 0
+    for folder in ("whole", "resumed"):
+        assert_state_dicts_equal(saved_state(client, tmp_path / folder), expected)
+        # The models in the saves have the averaged weights.
+        saves = (Path(END[client]).parent, *([Path(HALF[client])] if folder == "whole" else []))
+        for save in saves:
+            ours, theirs = (
+                load_file(tmp_path / one / save / "model.safetensors") for one in (folder, "plain")
+            )
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 # ------------------------------------------------------------------------------- only the import is changed

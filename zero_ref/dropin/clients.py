@@ -46,8 +46,9 @@ def consolidation_callback() -> TrainerCallback:
     >>> Trainer(model, arguments, callbacks=[consolidation_callback()])                      # doctest: +SKIP
 
     It acts where the Trainer has decided to save. With `save_strategy="best"` the Trainer decides after its
-    callbacks, so every evaluation gathers. A callback of yours that sets `should_save` comes before it in the
-    list.
+    callbacks, so every evaluation gathers. An evaluation before a save also gathers if the optimizer has
+    `eval()`, which the Trainer has called in between. A callback of yours that sets `should_save` comes
+    before it in the list.
 
     Raises:
         TypeError: when training begins, if the Trainer's optimizer is not sharded.
@@ -71,7 +72,10 @@ def consolidation_callback() -> TrainerCallback:
         on_epoch_end = on_step_end
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if args.save_strategy == "best" and kwargs["optimizer"] is not None:  # None before training
+            if kwargs["optimizer"] is None:  # before training
+                return
+            switched = control.should_save and hasattr(_sharded(kwargs["optimizer"]), "eval")
+            if args.save_strategy == "best" or switched:
                 consolidate(args, kwargs["optimizer"])
 
     return ConsolidationCallback()

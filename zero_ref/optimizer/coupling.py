@@ -19,12 +19,35 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-STEPS = 2
-"""Two, since state from the first update may affect only the second."""
+STEPS, WITH_CLOSURE = 2, 12
+"""The number of updates. Two, since state from the first update may affect only the second.
+
+With a closure, twelve: a schedule-free optimizer moves tensors before the closure by the distance between
+their average and their last values, which is zero in its first updates.
+"""
+
+
+Then = Callable[[Optimizer], object]
+"""What a trial calls after its updates."""
+
+
+def switch(optimizer: Optimizer, mode: str) -> None:
+    """Call `train()` or `eval()` of an optimizer that has it: a schedule-free one steps after `train()`."""
+    if callable(getattr(optimizer, mode, None)):
+        with contextlib.suppress(TypeError):  # a method of another kind, which takes arguments
+            getattr(optimizer, mode)()
+
+
+def evaluate(optimizer: Optimizer) -> None:
+    """Call `eval()` of an optimizer that has it."""
+    switch(optimizer, "eval")
 
 
 def couples_parameters(
-    optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any]
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    then: Then = evaluate,
 ) -> bool:
     """Whether the update of a tensor changes when a second tensor is beside it, under these options.
 
@@ -38,6 +61,7 @@ def couples_parameters(
     Args:
         options: those of a parameter group.
         defaults: those of the optimizer's constructor.
+        then: is called after the updates, and what it changes is compared too.
     Returns:
         Also False if the trial says nothing: the optimizer needs other tensors, or its updates are random.
     Cost: a few updates of 64 elements on the CPU.
@@ -48,7 +72,7 @@ def couples_parameters(
         for with_closure in (False, True):
 
             def tried(tensors: int, with_closure: bool = with_closure) -> list[torch.Tensor]:
-                return _tried(optimizer_class, options, defaults, tensors, with_closure)
+                return _tried(optimizer_class, options, defaults, tensors, with_closure, then)
 
             with contextlib.suppress(Exception):
                 beside = tried(2)
@@ -73,7 +97,10 @@ UPDATES = 30
 
 
 def updates_elementwise(
-    optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any]
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    then: Then = evaluate,
 ) -> bool:
     """Whether elements are updated, and have the same state, if their tensors are cut, under these options.
 
@@ -87,21 +114,23 @@ def updates_elementwise(
     False
 
     Args:
-        options, defaults: as for `couples_parameters`.
+        options, defaults, then: as for `couples_parameters`.
     Returns:
         Also False if the trial says nothing: the optimizer needs other tensors, or its updates are random.
     Cost: up to 30 updates of 30,000 elements on the CPU, twice; far less where a small tensor shows enough.
         Answers are kept by class and options.
     """
-    if couples_parameters(optimizer_class, options, defaults):
+    if couples_parameters(optimizer_class, options, defaults, then):
         return False
     options, defaults = _moving(options), _moving(defaults)
-    case = optimizer_class, tuple(options.items()), tuple(defaults.items())
+    case = optimizer_class, tuple(options.items()), tuple(defaults.items()), then
     with trial():
         try:
-            return _cuts_change_nothing(*case)  # type: ignore[arg-type]
+            if then is evaluate:
+                return _cuts_change_nothing(*case)  # type: ignore[arg-type]
         except TypeError:  # an option cannot be part of a key, as lists cannot
-            return _cuts_change_nothing.__wrapped__(*case)
+            pass
+        return _cuts_change_nothing.__wrapped__(*case)
 
 
 @functools.lru_cache(maxsize=64)
@@ -109,19 +138,22 @@ def _cuts_change_nothing(
     optimizer_class: type[Optimizer],
     options: tuple[tuple[str, Any], ...],
     defaults: tuple[tuple[str, Any], ...],
+    then: Then,
 ) -> bool:
     def optimizer_of(tensors: list[torch.Tensor]) -> Optimizer:
         params = [tensor.requires_grad_() for tensor in tensors]
         return optimizer_class([{**dict(options), "params": params}], **dict(defaults))
 
     try:
-        return all(_are_made_of_pieces(optimizer_of, cut) for cut in (SMALL, CUT))
+        return all(_are_made_of_pieces(optimizer_of, cut, then) for cut in (SMALL, CUT))
     except Exception:
         return False
 
 
 def _are_made_of_pieces(
-    optimizer_of: Callable[[list[torch.Tensor]], Optimizer], cut: Mapping[tuple[int, ...], list[int]]
+    optimizer_of: Callable[[list[torch.Tensor]], Optimizer],
+    cut: Mapping[tuple[int, ...], list[int]],
+    then: Then,
 ) -> bool:
     """Whether tensors of these shapes, stepped together, stay equal to their pieces, each stepped alone."""
     # The values and all gradients are windows of one row of random numbers.
@@ -132,6 +164,12 @@ def _are_made_of_pieces(
         for flat, numels in zip([whole.clone().view(-1) for whole in wholes], cut.values())
     ]
     optimizers = [optimizer_of(wholes), *(optimizer_of([piece]) for of in pieces for piece in of)]
+    for optimizer in optimizers:
+        switch(optimizer, "train")
+
+    def are_alike() -> bool:
+        return all(torch.equal(torch.cat(of), whole.flatten()) for whole, of in zip(wholes, pieces))
+
     for update in range(UPDATES):
         for whole, of in zip(wholes, pieces):
             grad = row[64 * update :][: whole.numel()]
@@ -140,8 +178,12 @@ def _are_made_of_pieces(
                 piece.grad = part.clone()
         for optimizer in optimizers:
             optimizer.step()
-        if not all(torch.equal(torch.cat(of), whole.flatten()) for whole, of in zip(wholes, pieces)):
+        if not are_alike():
             return False
+    for optimizer in optimizers:
+        then(optimizer)
+    if not are_alike():
+        return False
     state = {param: of for optimizer in optimizers for param, of in optimizer.state.items()}
     return all(
         _is_made_of(state[whole], [state[piece] for piece in of], whole.shape)
@@ -194,12 +236,14 @@ def _tried(
     defaults: Mapping[str, Any],
     tensors: int,
     with_closure: bool,
+    then: Then,
 ) -> list[torch.Tensor]:
-    """The update of the first of that many tensors, and the numbers in the optimizer's group."""
+    """The update of the first of that many tensors, also after `then`, and the numbers in its group."""
     # float64: rounding would hide the first updates of an optimizer that begins with tiny ones.
     places = torch.arange(64, dtype=torch.float64).view(8, 8)
     params = [torch.nn.Parameter(torch.cos(places + number)) for number in range(tensors)]
     optimizer = optimizer_class([{**options, "params": params}], **defaults)
+    switch(optimizer, "train")
 
     def gradients(step: int, at_start: list[torch.Tensor]) -> torch.Tensor:
         for number, param in enumerate(params):
@@ -209,13 +253,15 @@ def _tried(
                 param.grad += other.detach() - before  # zero, unless the step has moved tensors already
         return torch.ones(())
 
-    for step in range(STEPS):
+    for step in range(WITH_CLOSURE if with_closure else STEPS):
         closure = functools.partial(gradients, step, [param.detach().clone() for param in params])
         closure()
         optimizer.step(*[closure] * with_closure)  # type: ignore[arg-type]
     (group,) = optimizer.param_groups
     kept = [torch.as_tensor(value).double() for value in group.values() if _is_number(value)]
-    return [params[0].detach() - torch.cos(places), *kept]
+    trained = params[0].detach() - torch.cos(places)
+    then(optimizer)
+    return [trained, params[0].detach() - torch.cos(places), *kept]
 
 
 def _is_number(value: object) -> bool:

@@ -166,9 +166,9 @@ class SeveralOptimizers(Optimizer):
         self.state = defaultdict(dict)
         for optim in self.optimizers.values():
             self.state.update(optim.state)
-        self._hand_out()
+        self.hand_out()
 
-    def _hand_out(self) -> None:
+    def hand_out(self) -> None:
         """Give each optimizer its groups, and all of them the common state."""
         for of_class, optim in self.optimizers.items():
             optim.param_groups = [group for group in self.param_groups if group[OPTIMIZER_CLASS] is of_class]
@@ -176,7 +176,7 @@ class SeveralOptimizers(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._hand_out()
+        self.hand_out()
 
     def add_param_group(self, group: ParamGroup) -> None:
         """Add a group, which may name a class that is new here."""
@@ -184,7 +184,7 @@ class SeveralOptimizers(Optimizer):
             super().add_param_group(group)
             return
         of_class = group.get(OPTIMIZER_CLASS, self.main)
-        self._hand_out()
+        self.hand_out()
         if of_class in self.optimizers:
             self.optimizers[of_class].add_param_group(_unnamed(group))
         else:
@@ -198,7 +198,7 @@ class SeveralOptimizers(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._hand_out()
+        self.hand_out()
         for optim in self.optimizers.values():
             optim.step(**kwargs)
         self._check_keys()
@@ -226,7 +226,7 @@ class SeveralOptimizers(Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict into the optimizers, each of which converts its own part."""
         classes = [group[OPTIMIZER_CLASS] for group in self.param_groups]
-        self._hand_out()
+        self.hand_out()
         of_groups = list(zip(state_dict["param_groups"], classes, strict=True))
         for of_class, optim in self.optimizers.items():
             groups = [group for group, its_class in of_groups if its_class is of_class]

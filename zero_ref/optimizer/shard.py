@@ -25,10 +25,12 @@ from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.groups import ParamGroup, loaded_options, options_of, replace_options
 from zero_ref.optimizer.local_state import LocalStates, StateOfParameters
 from zero_ref.optimizer.merged import SMALL_NUMEL, MergedSlices, place_end_to_end
+from zero_ref.optimizer.methods import DirectCalls, has_method
 from zero_ref.optimizer.offload import Arrival, StatePlace, in_pieces
 from zero_ref.optimizer.owned import MASTER, Copies, OwnedSlice, own_slices
 from zero_ref.optimizer.rounding import Masters
 from zero_ref.optimizer.several import (
+    SeveralOptimizers,
     defaults_of,
     is_known,
     keys_beside_state,
@@ -84,6 +86,7 @@ class Shard:
             defaults,
         )
         self._merge = merge and place is None
+        self._calls = DirectCalls(rank)
         self._coming: list[Arrival] = []
         self._published: set[torch.Tensor] = set()  # local tensors
         self._casts: torch.Tensor | None = None  # memory for the gradients of a piece, within a step
@@ -103,6 +106,7 @@ class Shard:
         self,
         gradients: Mapping[int, torch.Tensor] | None = None,
         parts: Mapping[Slice, torch.Tensor] | None = None,
+        merge: bool = True,
     ) -> None:
         """Set the `.grad` of each local tensor, and hide that of frozen parameters.
 
@@ -113,6 +117,7 @@ class Shard:
                 only these parameters. None means the `.grad` of each parameter.
             parts: by slice, the gradients of slices of parameters that are cut, (numel,) each; None if those
                 of their parameters have them.
+            merge: step adjacent small tensors as one, where that was chosen at construction.
         Raises:
             RuntimeError: a parameter that is split has a sparse gradient. Every rank checks all split
                 parameters, so all raise.
@@ -137,7 +142,7 @@ class Shard:
         for own in self._frozen:
             # A gradient from before the parameter was frozen would update the parameter on its owner only.
             self._replace(own.param, None)
-        in_shares = parts is not None and bool(self._shares.runs)
+        in_shares = merge and parts is not None and bool(self._shares.runs)
         if self.merged is not (merged := self._shares if in_shares else self._small):
             self.merged.unshare()
             self.merged = merged
@@ -145,9 +150,11 @@ class Shard:
             self.merged.dissolve()
             for own in self._in_place:
                 self._replace(own.param, gradients.get(own.piece.param))
+        elif not merge:
+            self.merged.unshare()
         elif not in_shares:
             self.merged.merge()
-        members = () if in_shares else self.merged.members  # these have their gradients
+        members = self.merged.members if merge and not in_shares else ()  # these have their gradients
         alone = [own for own in self._apart if own.local not in members]
         given = [(own, part) for own in alone if (part := part_of(own)) is not None]
         if self.place_of_state is not None:
@@ -183,6 +190,7 @@ class Shard:
         self._published.clear()
         self._steps += 1
         self._watch_generator()
+        self._calls.expected = True
         options = [options_of(group) for group in self.optim.param_groups]
         try:
             while len(self._coming) > 1 and closure is None and is_known(self.optim):
@@ -194,14 +202,67 @@ class Shard:
             self._arrive_all()
             return self.optim.step(**kwargs)
         finally:
+            self._calls.expected = False
+            self._put_back()
             self.give_back()
             self._casts, self._coming = None, []
             self._warn_if_drawn()
+
+    def call(
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        parts: Mapping[Slice, torch.Tensor] | None,
+    ) -> Any:
+        """Call a method of the local optimizer's class while the local tensors have their gradients.
+
+        Args:
+            name, args, kwargs: the method, and its arguments.
+            parts: as for `take`.
+        Returns:
+            What the method returns; a list if several classes have it.
+        """
+        used = set(self._used)
+        if isinstance(self.optim, SeveralOptimizers):
+            self.optim.hand_out()
+        self._calls.expected = True
+        self._generator_was = None if is_known(self.optim) else torch.get_rng_state()
+        try:
+            self.take(None, parts, merge=False)
+            self._arrive_all()
+            having = [one for one in optimizers_in(self.optim) if has_method(type(one), name)]
+            results = [getattr(one, name)(*args, **kwargs) for one in having]
+        finally:
+            self._calls.expected = False
+            self._put_back()
+            self.give_back()
+            self._casts, self._coming, self._used = None, [], used
+            self._warn_if_drawn(f"{name}()")
+        return results if len(results) > 1 else results[0]
+
+    def publish_written(self, numbers: set[int]) -> None:
+        """Round the copies of these parameters into them, also into frozen ones."""
+        self._used |= numbers
+        self.copies.publish(
+            (own for own in self.copies.slices if own.piece.param in numbers), self.optim.state
+        )
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        """Where the class has given a tensor other memory (`p.data = ...`), copy the values to its own.
+
+        Messages and parameters share memory with the local tensors.
+        """
+        for tensor, memory in self._memory:
+            if tensor.data_ptr() != memory.data_ptr():
+                tensor.data = memory.copy_(tensor)
 
     def _step_piece(self, piece: Arrival, kwargs: dict[str, Any]) -> Any:
         """Step the local tensors that have gradients, and those of the piece, whose gradients arrive."""
         self._arrive(piece)
         result = self.optim.step(**kwargs)
+        self._put_back()
         self.merged.done()
         for own in self._in_place:
             if own.param.grad is not None:
@@ -241,11 +302,11 @@ class Shard:
         watch = self._steps & (self._steps - 1) == 0 and not is_known(self.optim)
         self._generator_was = torch.get_rng_state() if watch else None
 
-    def _warn_if_drawn(self) -> None:
+    def _warn_if_drawn(self, where: str = "its step") -> None:
         before, self._generator_was = self._generator_was, None
         if before is not None and not torch.equal(before, torch.get_rng_state()):
             warnings.warn(
-                f"{title(self.optim)} drew random numbers in its step. Each rank draws other ones, so the "
+                f"{title(self.optim)} drew random numbers in {where}. Each rank draws other ones, so the "
                 "result is not that of one process with all parameters, and depends on who owns what.",
                 stacklevel=4,
             )
@@ -280,6 +341,7 @@ class Shard:
         def closure_then_take() -> Any:
             self.give_back()  # the user's code must see its own gradients
             self._warn_if_drawn()
+            self._put_back()
             # An optimizer may change its parameters before it calls the closure. Publish only the changed
             # ones: a write would invalidate an autograd graph that was made before the step.
             self.publish(self.copies.changed())
@@ -350,6 +412,12 @@ class Shard:
         # In a share neighbours lie together, as do their gradients after ShardedDataParallel's backward.
         in_place = {own.local: own.local for own in mine if built.partition.ranges and not own.is_copy}
         self._shares = MergedSlices(self.optim, in_place)
+        self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if not is_known(self.optim):
+            runs = [*self._small.runs, *self._shares.runs]
+            tensors = [own.local for own in self.owned] + [run.whole for run in runs]
+            self._memory = [(tensor, tensor.detach()) for tensor in tensors]
+            self._calls.watch(self.optim)
 
     def follow(self) -> None:
         """Follow what the user has written into parameters, or put in place of the local state."""

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable
-
-import torch
 
 from zero_ref.comm.collectives import Collectives, gather_bytes
-from zero_ref.optimizer.buckets import broadcast_messages, flat_view, messages_by_parameter
+from zero_ref.optimizer.buckets import broadcast_messages, messages_by_parameter
 from zero_ref.optimizer.built import Built
+from zero_ref.optimizer.digests import digests
 from zero_ref.plan.calls import CHECK
 
 DIGEST_NBYTES = 8
@@ -57,57 +55,3 @@ def compare_start_values(comm: Collectives, built: Built, first: int = 0) -> Non
     )
     # An update does not send parameters that are not trained.
     broadcast_messages(comm, messages_by_parameter(built.partition, built.params, frozen=True))
-
-
-WORDS = 16_381
-"""The number of different weights. A prime, so that no two rows of a matrix get the same weights."""
-
-
-@torch.no_grad()
-def digests(params: Iterable[torch.Tensor]) -> list[str]:
-    """A digest of each parameter's bits, in hexadecimal; empty if its values cannot be read.
-
-    The digest is a sum of the bits, read as 64-bit integers, each times a weight that depends on its offset.
-    Integer sums are exact in any order. NaNs compare by their bits.
-
-    >>> digests([torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), torch.tensor([1.0, 2.0])])
-    ['400000003f800000', '3f80000040000000', '400000003f800000']
-
-    Cost: one pass over the parameters' memory, on their devices, and one synchronization with each device.
-    """
-    weights: dict[torch.device, torch.Tensor] = {}
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    places: list[tuple[torch.device, int] | None] = []
-    for param in params:
-        # The values of a "meta" tensor, or of a subclass with its own dispatch, cannot be read this way.
-        if param.is_meta or type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            places.append(None)
-            continue
-        device = param.device
-        if device not in weights:
-            weights[device] = 2 * torch.arange(WORDS, device=device) + 1
-            sums[device] = []
-        places.append((device, len(sums[device])))
-        sums[device].append(_sum_of_bits(flat_view(param.detach()), weights[device]))
-    numbers = {device: torch.stack(of_device).tolist() for device, of_device in sums.items()}
-    return [f"{numbers[place[0]][place[1]] % 2**64:016x}" if place else "" for place in places]
-
-
-def _sum_of_bits(flat: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weighted sum modulo 2**64, shape ()."""
-    if flat.storage_offset() * flat.itemsize % 8:  # not aligned to int64, as it may be on another rank
-        flat = flat.clone()
-    split = flat.nbytes // 8 * 8
-    whole = split == flat.nbytes  # most parameters are; skip the views, for a model may have thousands
-    words = flat.view(torch.int64) if whole else flat.view(torch.uint8)[:split].view(torch.int64)
-    in_rows = words.numel() // WORDS * WORDS
-    total = _weighted(words[in_rows:] if in_rows else words, weights)
-    if in_rows:
-        total = total + _weighted(words[:in_rows].view(-1, WORDS).sum(0), weights)
-    return total if whole else total + _weighted(flat.view(torch.uint8)[split:].long(), weights)
-
-
-def _weighted(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    weights = weights[: words.numel()]
-    # A GPU has no dot product of integers.
-    return torch.dot(words, weights) if words.device.type == "cpu" else (words * weights).sum()

@@ -41,6 +41,7 @@ from zero_ref.optimizer.checks import (
     facts_of,
     groups_kept_whole,
 )
+from zero_ref.optimizer.forwarded import ForwardsMethods
 from zero_ref.optimizer.groups import (
     OPTIMIZER_CLASS,
     ParamGroup,
@@ -64,7 +65,7 @@ from zero_ref.state.repartition import Handover
 from zero_ref.state.whole import WithWholeState
 
 
-class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
+class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
     """Shards an optimizer over the ranks of a process group. A drop-in for torch's class of that name.
 
     Gradients must be averaged over the ranks before `step`, as DistributedDataParallel does in its backward.
@@ -76,7 +77,9 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         params: an iterable of parameters, of dicts (parameter groups) or of `named_parameters()`.
         optimizer_class: the class to shard, which must update each parameter by itself. A parameter group
             may name another one: `{"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 0.02}`.
-            Its other options are then the defaults of that class.
+            Its other options are then the defaults of that class. Public methods that the class has beyond
+            those of torch's `Optimizer`, such as `train` and `eval` of a schedule-free one, are methods here:
+            all ranks call them together, and what they write is sent to all.
         process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
         parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
             message for each owner, not one for each parameter, and (without masters) steps adjacent small

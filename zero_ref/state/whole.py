@@ -17,7 +17,7 @@ from zero_ref.comm.accord import Accord, facts_of_options
 from zero_ref.comm.agreement import RanksLostError, agreement
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.coupling import trial
+from zero_ref.optimizer.coupling import switch, trial
 from zero_ref.optimizer.groups import ParamGroup, params_of, replace_options
 from zero_ref.optimizer.local_state import SliceState, StateOfParameters
 from zero_ref.optimizer.owned import MASTER
@@ -189,6 +189,8 @@ class WithWholeState(Optimizer):
 
         with trial():
             optim = self._optimizer_of(stand_in)
+            for one in optimizers_in(optim):
+                switch(one, "train")
             optim.step()
         masters = self.shard.masters
         return [

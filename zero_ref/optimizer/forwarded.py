@@ -1,0 +1,214 @@
+"""Methods of the wrapped class as methods of the sharded optimizer, such as `train` and `eval`.
+
+`minimal.py` knows `step` alone. But a schedule-free optimizer has `eval()`, which puts the averaged weights
+into the parameters, and `train()`, which takes them out again. `optimizer.eval()` calls the `eval()` of each
+rank's local optimizer and then, as a step does, sends what each has written to all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zero_ref.backward.gradients import Backward
+from zero_ref.comm.accord import Accord
+from zero_ref.comm.agreement import agree, agreement
+from zero_ref.comm.collectives import Collectives, gather_bytes
+from zero_ref.optimizer.buckets import broadcast_messages, messages_by_parameter, messages_within
+from zero_ref.optimizer.built import Built
+from zero_ref.optimizer.checks import is_elementwise
+from zero_ref.optimizer.coupling import couples_parameters, updates_elementwise
+from zero_ref.optimizer.digests import digests
+from zero_ref.optimizer.groups import (
+    OPTIMIZER_CLASS,
+    ParamGroup,
+    copy_options,
+    describe_options,
+    options_of,
+)
+from zero_ref.optimizer.methods import has_method
+from zero_ref.optimizer.several import optimizers_in, title
+from zero_ref.optimizer.shard import Shard
+
+
+class ForwardsMethods:
+    """Has the public methods of the wrapped class as attributes, and no others."""
+
+    _given: list[ParamGroup]
+    _main: tuple[type[Optimizer], Mapping[str, Any]]
+
+    @property
+    def constructed_with(self) -> list[tuple[type[Optimizer], dict[str, Any], Mapping[str, Any]]]:
+        """For each parameter group its class, and the options that group and constructor were given."""
+        main, defaults = self._main
+        classes = [given.get(OPTIMIZER_CLASS, main) for given in self._given]
+        return [
+            (its_class, options_of(given), defaults if its_class is main else {})
+            for its_class, given in zip(classes, self._given)
+        ]
+
+    if not TYPE_CHECKING:  # a type checker would take any attribute for one of these
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            shard = vars(self).get("shard")  # none while the optimizer is constructed
+            for one in optimizers_in(shard.optim) if shard is not None else ():
+                if has_method(type(one), name):
+                    method = getattr(type(one), name)
+                    return functools.update_wrapper(functools.partial(call_on_all, self, name), method)
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+            )
+
+
+class Zero(Protocol):
+    """What this module uses of a `ZeroRedundancyOptimizer`."""
+
+    accord: Accord
+    collectives: Collectives
+    shard: Shard
+    built: Built
+    backward: Backward
+    broadcast_dtype: torch.dtype | None
+    param_groups: list[ParamGroup]
+
+    @property
+    def constructed_with(self) -> list[tuple[type[Optimizer], dict[str, Any], Mapping[str, Any]]]: ...
+    @property
+    def joined(self) -> object | None: ...
+    def current(self) -> Built: ...
+    def standing_facts(self) -> list[str]: ...
+    def state_changes(self) -> None: ...
+
+
+def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the wrapped class on the local optimizer of each rank, and send what it has written.
+
+    The local tensors have their gradients meanwhile, as in a step.
+
+    Args:
+        *args, **kwargs: for the method, alike on all ranks, with no parameters or parameter groups in them.
+    Returns:
+        What the method of this rank's local optimizer returns; a list if several classes have the method.
+    Raises:
+        TypeError: a parameter is among the arguments.
+        ValueError: arguments or options differ between ranks; a trial showed that the method computes
+            something from all parameters together, or, where parameters are split, uses their shape.
+        RuntimeError: another rank makes another call, or raised; inside a `Join`. If the method raises on
+            some ranks and not on others, all raise, and refuse to go on until a sharded checkpoint is loaded.
+    Collective: all ranks of the group.
+    Cost: an all-gather of 32 bytes, one of a bit for each parameter, and two passes over what this rank owns.
+        The parameters that the method has changed on any rank, frozen ones too, are sent as in a step.
+    """
+    if zero.joined is not None:
+        raise RuntimeError(
+            f"rank {zero.collectives.rank}: {name}() was called inside a Join, where a rank that has run out "
+            "of data would not take part. Call it before the Join or after."
+        )
+    built, comm, shard = zero.current(), zero.collectives, zero.shard
+    action = f"call {name}() of {zero.accord.what}"
+    with agreement(comm, action) as facts:
+        facts += _described(built, args, kwargs)
+        _check_works_apart(zero, name, args, kwargs)
+        facts += zero.standing_facts()
+
+    # Each rank calls the method on what it owns. Values are compared, since writes through `.data` leave no
+    # trace in the versions; an empty digest is of a tensor that cannot be read.
+    copy_options(zero.param_groups, shard.optim.param_groups)
+    result, failure = None, None
+    before = digests(own.local for own in shard.owned)
+    try:
+        result = shard.call(name, args, kwargs, zero.backward.gradients.parts)
+    except Exception as error:
+        failure = error
+    after = digests(own.local for own in shard.owned)
+    changed = {own.piece.param for own, was, now in zip(shard.owned, before, after) if was != now or not now}
+    shard.publish_written(changed)
+
+    # All ranks learn which parameters were written anywhere, and owners send these. Messages of a step leave
+    # out frozen ones, which a method may write too.
+    has_state = any(not isinstance(of_key, dict) or of_key for of_key in shard.optim.state.values())
+    bits = sum(1 << number for number in changed).to_bytes(len(built.params) // 8 + 1, "big")
+    told = gather_bytes(comm, bytes([failure is not None, has_state]) + bits)
+    anywhere = functools.reduce(int.__or__, (int.from_bytes(other[2:], "big") for other in told))
+    written = {number for number in range(len(built.params)) if anywhere >> number & 1}
+    frozen = messages_by_parameter(built.partition, built.params, frozen=True)
+    messages = messages_within([*built.messages, *frozen], written)
+    broadcast_messages(comm, messages, zero.broadcast_dtype, name=built.name)
+
+    torch.autograd.graph.increment_version([built.params[number] for number in written])
+    shard.copies.note_versions()
+    copy_options(shard.optim.param_groups, zero.param_groups)
+    if written or any(other[1] for other in told):
+        zero.state_changes()
+
+    failed = [rank for rank, other in enumerate(told) if other[0]]
+    if failed:
+        if len(failed) < comm.world_size:
+            zero.accord.uncertain = (
+                f"rank {comm.rank}: {name}() of {title(shard.optim)} raised on ranks {failed} and not on the "
+                "others, so parameters and state are those of no unsharded optimizer. Load a sharded "
+                "checkpoint with its parameters, or start again."
+            )
+        agree(comm, action, failure or [])
+    return result
+
+
+def _check_works_apart(zero: Zero, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a method that would do something else on shards, as the constructor refuses such a `step`.
+
+    Raises:
+        ValueError: a trial showed that it does. `train` and `eval` were tried by the constructor; a method
+            that gets a function is not tried, since that may have effects.
+    """
+    tried: set[str] = vars(zero).setdefault("_tried", {"train", "eval"})
+    if name in tried or any(map(callable, tree_leaves((args, kwargs)))):
+        return
+
+    def call(optimizer: Optimizer) -> None:
+        getattr(optimizer, name)(*args, **kwargs)
+
+    split = {spec.group: n for n, spec in enumerate(zero.built.specs) if zero.built.is_cut(n)}
+    for index, (of_class, options, defaults) in enumerate(zero.constructed_with):
+        if is_elementwise(of_class) or not has_method(of_class, name):
+            continue
+        if couples_parameters(of_class, options, defaults, call):
+            raise ValueError(
+                f"{name}() of {of_class.__name__} changed a tensor otherwise beside another one than by "
+                "itself: it computes something from all parameters together, such as a norm, and each rank "
+                "has only some of them. Compute it from the parameters instead, and write it into them, on "
+                "all ranks alike: the optimizer goes on from there."
+            )
+        if index in split and not updates_elementwise(of_class, options, defaults, call):
+            raise ValueError(
+                f"{name}() of {of_class.__name__} may use the shape of a parameter, and parameter "
+                f"{zero.built.name(split[index])} is split between ranks. Use a partition of whole "
+                'parameters, such as "sorted_greedy", or, if the method treats each element by itself in '
+                f"spite of the trial, set {of_class.__name__}.elementwise = True."
+            )
+    tried.add(name)
+
+
+def _described(built: Built, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """The arguments as facts.
+
+    Raises:
+        TypeError: a parameter is among them.
+    """
+    params = set(built.params)
+    if any(isinstance(leaf, torch.Tensor) and leaf in params for leaf in tree_leaves((args, kwargs))):
+        raise TypeError(
+            "a parameter, or a group of them, is among the arguments, and the local optimizer does not know "
+            "it: it has other tensors in its groups, only of what this rank owns."
+        )
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return f"{value.dtype} of shape {tuple(value.shape)} with the digest {digests([value])}"
+
+    return describe_options(tree_map(plain, {"arguments": list(args), **kwargs}))
