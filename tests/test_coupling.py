@@ -62,6 +62,24 @@ class ByNumberOfTensors(Each):
         return 1 / len(grads)
 
 
+class SkipsAll(Each):
+    """Leaves out an update if one gradient of all is not finite."""
+
+    def factor(self, grads: list[torch.Tensor]) -> Any:
+        return 1.0 if all(bool(grad.isfinite().all()) for grad in grads) else 0.0
+
+
+class SkipsOne(Each):
+    """Leaves out the update of a parameter whose own gradient is not finite."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.grad.isfinite().all():
+                    param.sub_(param.grad)
+
+
 class PerTensor(Each):
     """As LARS: each by a norm of its own."""
 
@@ -109,8 +127,8 @@ class Sharpness(WithClosure):
             param += param.grad / param.grad.norm()
 
 
-COUPLED = [ByGlobalNorm, ByMeanOfSquares, Estimating, ByNumberOfTensors, Sharpness]
-APART = [Each, PerTensor, Noisy, OnlyVectors, WithClosure]
+COUPLED = [ByGlobalNorm, ByMeanOfSquares, Estimating, ByNumberOfTensors, Sharpness, SkipsAll]
+APART = [Each, SkipsOne, PerTensor, Noisy, OnlyVectors, WithClosure]
 
 
 @pytest.mark.parametrize("optimizer_class", COUPLED)

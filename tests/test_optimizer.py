@@ -844,6 +844,22 @@ def test_options_changed_by_hand_reach_the_local_optimizer() -> None:
     assert_trains_as_plain(script, world_sizes=[2], modes=TWO_MODES)
 
 
+def test_an_option_that_was_deleted_stays_deleted() -> None:
+    """As `initial_lr`, which a program removes to begin a schedule anew."""
+
+    def on_rank(comm: Collectives) -> bool:
+        params = [nn.Parameter(torch.ones(4))]
+        optimizer = zero(comm, params, optim.SGD, lr=0.1)
+        lr_scheduler.StepLR(optimizer, 1)
+        for step in range(2):
+            fill_gradients(params, step, 1)
+            optimizer.step()
+            optimizer.param_groups[0].pop("initial_lr", None)
+        return "initial_lr" in optimizer.param_groups[0]
+
+    assert virtual.run(on_rank, 2, timeout=20) == [False, False]
+
+
 def test_options_that_the_local_optimizer_changes_are_seen_outside() -> None:
     class Decaying(optim.SGD):
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -1465,6 +1481,8 @@ def test_it_is_not_copied_or_pickled() -> None:
         optimizer = zero(comm, filled(nn.Linear(4, 2)).parameters(), optim.SGD, lr=0.1)
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
             copy.deepcopy(optimizer)
+        with pytest.raises(TypeError, match=r"load_state_dict\(\), or assign optimizer\.state"):
+            optimizer.__setstate__({"state": {}, "param_groups": []})
 
     virtual.run(on_rank, 2)
 

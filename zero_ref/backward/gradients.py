@@ -190,8 +190,9 @@ class OnOwners(_Kept):
                 "With reduce_to_owners each rank has only the gradients of what it owns, and "
                 "torch.nn.utils.clip_grad_norm_ finds another norm and scales by another factor on each. "
                 "Use zero_ref.clip_grad_norm_(optimizer, max_norm). To change each element by itself, as "
-                "torch.nn.utils.clip_grad_value_ does, pass reduce_to_owners(zero, may_change=True). If "
-                "another backward has added to the gradient, call zero_grad() before it."
+                "torch.nn.utils.clip_grad_value_ does, pass may_change=True to reduce_to_owners or "
+                "ShardedDataParallel. If another backward has added to the gradient, call zero_grad() before "
+                "it."
             )
 
     def note_change(self, *, freely: bool = False) -> None:

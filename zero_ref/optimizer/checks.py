@@ -137,8 +137,9 @@ def check_updates_apart(
     if not known and couples_parameters(optimizer_class, options, defaults):
         raise ValueError(
             f"{optimizer_class.__name__} moved a tensor otherwise beside another one than by itself: it "
-            "computes something from all parameters together, such as a norm or a learning rate. On shards, "
-            "where each rank has other parameters, that would be another algorithm. Use an optimizer that "
+            "computes something from all parameters together, such as a norm or a learning rate, or skips an "
+            "update of all if one gradient is not finite. On shards, where each rank has other parameters, "
+            "that would be another algorithm. Use an optimizer that "
             "updates each parameter by itself, or turn that off in its options."
         )
 

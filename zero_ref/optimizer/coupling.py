@@ -71,12 +71,18 @@ def couples_parameters(
     with trial():
         for with_closure in (False, True):
 
-            def tried(tensors: int, with_closure: bool = with_closure) -> list[torch.Tensor]:
-                return _tried(optimizer_class, options, defaults, tensors, with_closure, then)
+            def tried(
+                tensors: int, nan: bool = False, with_closure: bool = with_closure
+            ) -> list[torch.Tensor]:
+                return _tried(optimizer_class, options, defaults, tensors, with_closure, then, nan)
 
             with contextlib.suppress(Exception):
-                beside = tried(2)
-                return not _alike(beside, tried(1)) and _alike(beside, tried(2))
+                alone = tried(1)
+                for nan in (False, True):
+                    beside = tried(2, nan)
+                    if not _alike(beside, alone):
+                        return _alike(beside, tried(2, nan))
+                return False
     return False
 
 
@@ -237,10 +243,14 @@ def _tried(
     tensors: int,
     with_closure: bool,
     then: Then,
+    nan: bool,
 ) -> list[torch.Tensor]:
-    """The update of the first of that many tensors, also after `then`, and the numbers in its group."""
+    """The update of the first of that many tensors, also after `then`, and the numbers in its group.
+
+    With `nan` the last gradient of the second tensor is not finite, for which a class may skip an update.
+    """
     # float64: rounding would hide the first updates of an optimizer that begins with tiny ones.
-    places = torch.arange(64, dtype=torch.float64).view(8, 8)
+    places, steps = torch.arange(64, dtype=torch.float64).view(8, 8), WITH_CLOSURE if with_closure else STEPS
     params = [torch.nn.Parameter(torch.cos(places + number)) for number in range(tensors)]
     optimizer = optimizer_class([{**options, "params": params}], **defaults)
     switch(optimizer, "train")
@@ -251,9 +261,11 @@ def _tried(
             param.grad = torch.sin(places * (1 + step + number)) * 0.1 * 300**number
             for other, before in zip(params, at_start):
                 param.grad += other.detach() - before  # zero, unless the step has moved tensors already
+            if nan and number and step == steps - 1:
+                param.grad.fill_(torch.nan)
         return torch.ones(())
 
-    for step in range(WITH_CLOSURE if with_closure else STEPS):
+    for step in range(steps):
         closure = functools.partial(gradients, step, [param.detach().clone() for param in params])
         closure()
         optimizer.step(*[closure] * with_closure)  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ from zero_ref.optimizer.groups import (
     copy_options,
     describe_options,
     options_of,
+    replace_options,
 )
 from zero_ref.optimizer.methods import has_method
 from zero_ref.optimizer.several import optimizers_in, title
@@ -118,7 +119,7 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
 
     # Each rank calls the method on what it owns. Values are compared, since writes through `.data` leave no
     # trace in the versions; an empty digest is of a tensor that cannot be read.
-    copy_options(zero.param_groups, shard.optim.param_groups)
+    replace_options(zero.param_groups, shard.optim.param_groups)
     result, failure = None, None
     before = digests(own.local for own in shard.owned)
     try:

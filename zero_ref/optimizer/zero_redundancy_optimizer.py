@@ -236,7 +236,7 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         if self._compared < len(self.built.params):
             compare_start_values(self.collectives, self.built, self._compared)
             self._compared = len(self.built.params)
-        copy_options(self.param_groups, self.optim.param_groups)
+        replace_options(self.param_groups, self.optim.param_groups)
 
     def make_update(
         self,

@@ -132,7 +132,7 @@ class WithWholeState(Optimizer):
                 f"rank {self.rank}: the optimizer state is spread over {self.world_size} ranks and has not "
                 "been gathered on this one since the last step. Call "
                 f"consolidate_state_dict({self.rank}) on all ranks, or state_dict() only on the rank that "
-                "the state was gathered to."
+                "the state was gathered to. Options, such as lr, are in optimizer.param_groups at any time."
             )
         state_dict: dict[str, Any] = {
             "state": {param: dict(state) for param, state in whole.items()},
@@ -260,5 +260,12 @@ class WithWholeState(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
             "a ZeroRedundancyOptimizer cannot be copied or pickled: it is tied to those of the other ranks. "
-            "Use consolidate_state_dict() and state_dict()."
+            "Use consolidate_state_dict() and state_dict(). To copy a model in ShardedDataParallel, copy its "
+            "`module`."
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise TypeError(
+            "a ZeroRedundancyOptimizer takes no __setstate__(), which would give this rank the state of all. "
+            "Use load_state_dict(), or assign optimizer.state."
         )
