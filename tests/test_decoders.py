@@ -189,6 +189,7 @@ REWARD = {"model_type": "llama", **SIZES, "architectures": ["LlamaForSequenceCla
         ({"id2label": {"0": "A", "1": "B", "2": "C"}, "num_labels": 5}, 3),
         ({"num_labels": 5, "id2label": None}, 5),
         ({}, 1),
+        ({"num_labels": None, "id2label": None}, 1),
     ],
 )
 def test_labels_are_counted_as_a_configuration_lists_them(labels: dict[str, Any], count: int) -> None:

@@ -98,6 +98,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.models.GPT2": 14,
     "zero_ref.simulator.models.Llama": 14,
     "zero_ref.simulator.models.from_config": 14,
+    "zero_ref.simulator.models.outputs_of": 14,
     "zero_ref.simulator.models.blocks": 13,
     "zero_ref.simulator.activations": 14,
     "zero_ref.simulator.memory": 13,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,29 @@ def gets_and_sets() -> list[tuple[list[Snapshot], bool]]:
         expected = get_optimizer_state_dict(reference, plain_optimizer, options=flatten)
         results.append((trained, equal(found, expected)))
     return results
+
+
+def sets_without_keys(state: Any) -> list[str]:
+    """What torch's function ends with before a step and after it, and where rank 0 or all have the whole."""
+    model, optimizer = ours()
+    said = []
+    for gather_to in (None, "nobody", 0, "all"):
+        for options in ({}, {"broadcast_from_rank0": True}):
+            if gather_to == "nobody":
+                steps(model, optimizer, range(2))
+            elif gather_to is not None:
+                optimizer.consolidate_state_dict(gather_to)  # type: ignore[arg-type]
+            mine = state if optimizer.rank == 0 or not options else {}
+            full = StateDictOptions(full_state_dict=True, strict=False, **options)
+            said.append(caught(partial(set_optimizer_state_dict, model, optimizer, mine, options=full)))
+    return said
+
+
+def test_where_torch_asks_for_keys_that_no_rank_has_the_error_names_the_way() -> None:
+    for *without, one, another in run(sets_without_keys, 3, plain()[1]):
+        assert len(without) == 6
+        assert all("Pass zero_ref.OptimizerToLoad(optimizer) in place of" in said for said in without)
+        assert (one, another) == ("nothing", "nothing"), "all have the whole, and so its keys"
 
 
 def equal(found: Any, expected: Any) -> bool:

@@ -464,8 +464,11 @@ def _head(kind: str, config: Mapping[str, Any]) -> Head | None:
         return None
     if ending == "model":
         return Head()
-    labels = config.get("id2label")
-    count = config.get("num_labels", 1) if labels is None else len(labels) if isinstance(labels, dict) else 0
+    labels, count = config.get("id2label"), config.get("num_labels")
+    if labels is not None:
+        count = len(labels) if isinstance(labels, dict) else 0
+    elif count is None:
+        count = 1  # a reward
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= LARGEST_SIZE:
         raise ValueError(
             f"{named[0]} needs id2label, an object with an entry for each label, or num_labels, how many "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from traceback import walk_stack
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,14 @@ from zero_ref.optimizer.shard import Shard
 from zero_ref.state import checkpoint
 
 
+def _is_asked_by_torchs_setter() -> bool:
+    """Whether the caller is `set_optimizer_state_dict`, which gives no other sign of it.
+
+    Where it gets no keys, it fails with "Expected device to be set" (torch 2.13; tests/ranks/test_dcp.py).
+    """
+    return any(frame.f_code.co_name == "_load_optim_state_dict" for frame, _ in walk_stack(None))
+
+
 class WithWholeState(Optimizer):
     """The part of `ZeroRedundancyOptimizer` that gathers the state onto a rank and loads a shard of it."""
 
@@ -40,6 +49,7 @@ class WithWholeState(Optimizer):
     _main: tuple[type[Optimizer], Mapping[str, Any]]
     _compared: int
     _consolidated: checkpoint.State | None = None
+    _is_everywhere = True  # all ranks have `_consolidated`, or what the constructor made
     _is_as_constructed = True  # no update and no load since, on any rank
 
     @property
@@ -110,6 +120,7 @@ class WithWholeState(Optimizer):
                 )
             packed = checkpoint.pack(self.shard.owned, self.shard.state)
         self._consolidated = checkpoint.consolidate(self.collectives, to, built.params, packed)
+        self._is_everywhere = to == "all"
 
     def state_dict(self) -> dict[str, Any]:
         """The state that the unsharded optimizer would have. It loads there, and here at any world size.
@@ -119,7 +130,8 @@ class WithWholeState(Optimizer):
 
         Raises:
             RuntimeError: the state was not consolidated onto this rank since the last update or load; or,
-                before the first, a class that is not torch's makes state in its constructor.
+                before the first, a class that is not torch's makes state in its constructor. Or torch's
+                `set_optimizer_state_dict` asks for it, to find the keys that a whole state has.
         """
         self.check_groups()
         for before_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -127,6 +139,12 @@ class WithWholeState(Optimizer):
         whole = self._consolidated
         if whole is None and self._is_as_constructed:
             whole = self._constructed_state()
+        if not (whole and self._is_everywhere) and _is_asked_by_torchs_setter():
+            raise RuntimeError(
+                f"rank {self.rank}: torch's set_optimizer_state_dict, with full_state_dict or "
+                "broadcast_from_rank0, asks the optimizer for the keys of the whole state, and a rank has "
+                "those of its shard. Pass zero_ref.OptimizerToLoad(optimizer) in place of the optimizer."
+            )
         if whole is None:
             raise RuntimeError(
                 f"rank {self.rank}: the optimizer state is spread over {self.world_size} ranks and has not "
