@@ -694,6 +694,7 @@ def test_a_method_called_on_the_local_optimizer_is_an_error_if_it_writes(
         optimizer: Any = ZeroRedundancyOptimizer(
             params, Handy, comm, as_view, partition=partition, master_dtype=master_dtype, lr=0.1
         )
+        update(params, optimizer)
         local = optimizer.optim
         messages = [caught(local.largest), caught(lambda: local.halve(0.5)), caught(local.largest)]
         update(params, optimizer)
