@@ -69,8 +69,39 @@ class Together(Free):
     elementwise = True
 
 
-def test_small_parameters_that_are_stepped_as_one_switch_as_plain() -> None:
+def test_small_parameters_that_are_stepped_as_one_switch_as_plain_and_stay_so() -> None:
     assert_trains_as_plain(switching, Together, modes=EVERY_MODE, make_model=Beads)
+
+    def on_rank(comm: Collectives) -> list[int]:
+        params = params_of_ones(6)
+        optimizer: Any = ZeroRedundancyOptimizer(params, Together, comm, True)
+        optimizer.train()  # without gradients
+        update(params, optimizer)
+        return [len(run.members) for run in optimizer.shard.merged.runs]
+
+    assert virtual.run(on_rank, 2) == [[3], [3]]
+
+
+class Skipping(optim.Adam):
+    elementwise = True
+
+    def skip(self) -> None:
+        """Count ten updates that were not made, in place: each parameter has a counter of its own."""
+        for state in self.state.values():
+            state["step"] += 10
+
+
+def skipping(model: Any, optimizer: Any, backward: Backward) -> Iterator[None]:
+    for step in range(4):
+        backward(step)
+        optimizer.step()
+        yield
+        optimizer.skip()
+        yield
+
+
+def test_parameters_that_are_stepped_as_one_have_counters_of_their_own_in_a_method() -> None:
+    assert_trains_as_plain(skipping, Skipping, world_sizes=[2], modes=EVERY_MODE, make_model=Beads, lr=0.1)
 
 
 def test_more_ranks_than_parameters_switch_as_plain() -> None:
@@ -119,6 +150,23 @@ def test_groups_added_later_are_switched() -> None:
     assert_trains_as_plain(adding, Free, modes=EVERY_MODE, groups=all_but_one, check_moved=False)
 
 
+def by_hand(model: Any, optimizer: Any, backward: Backward) -> Iterator[None]:
+    """An option is changed between an update and a switch that uses it."""
+    optimizer.train()
+    for step in range(3):
+        backward(step)
+        optimizer.step()
+        yield
+        optimizer.param_groups[0]["beta"] = 0.5 + step / 10
+        for switch in (optimizer.eval, optimizer.train):
+            switch()
+            yield
+
+
+def test_options_set_by_hand_count_in_a_switch() -> None:
+    assert_trains_as_plain(by_hand, Free, world_sizes=[3], modes=[("sorted_greedy", True), ("even", False)])
+
+
 def in_16_bits() -> nn.Module:
     model = Tangle()
     model.down.bfloat16()
@@ -130,11 +178,12 @@ def in_16_bits() -> nn.Module:
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize(("partition", "as_view"), [("sorted_greedy", False), ("even", True)])
 @pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.parametrize("script", [switching, freezing])
 def test_masters_and_state_in_files_are_switched(
-    in_files: bool, partition: str, as_view: bool, rounding: str, tmp_path: Path
+    script: Any, in_files: bool, partition: str, as_view: bool, rounding: str, tmp_path: Path
 ) -> None:
     model = in_16_bits()
-    plain = run_script(switching, model, FreeOnMasters(model.parameters(), Free, rounding), 3)
+    plain = run_script(script, model, FreeOnMasters(model.parameters(), Free, rounding), 3)
 
     def on_rank(comm: Collectives) -> Any:
         model = in_16_bits()
@@ -142,7 +191,7 @@ def test_masters_and_state_in_files_are_switched(
             model.parameters(), Free, comm, as_view, partition=partition, master_dtype=torch.float32,
             rounding=rounding, rounding_seed=7, state_device=tmp_path if in_files else None,
         )  # fmt: skip
-        return run_script(switching, model, optimizer, comm.world_size, comm)
+        return run_script(script, model, optimizer, comm.world_size, comm)
 
     for ours in virtual.run(on_rank, 3):
         assert_same(ours, plain, f"{partition}, {rounding}")
@@ -309,6 +358,19 @@ def test_a_fresh_optimizer_in_train_mode_has_the_plain_state_dict() -> None:
     for state in virtual.run(on_rank, 2):
         assert state["param_groups"] == plain.state_dict()["param_groups"]
         assert not any(state["state"].values())
+
+
+def test_a_method_alone_makes_no_masters_into_state() -> None:
+    def on_rank(comm: Collectives) -> Any:
+        params = [param.bfloat16().detach().requires_grad_() for param in params_of_ones(2)]
+        optimizer: Any = ZeroRedundancyOptimizer(params, Free, comm, master_dtype=torch.float32)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.train()
+        optimizer.consolidate_state_dict("all")
+        return optimizer.state_dict()["state"]
+
+    assert virtual.run(on_rank, 2) == [{}, {}]
 
 
 def test_a_gathered_state_is_not_given_out_after_a_method_may_have_changed_it() -> None:
@@ -632,6 +694,7 @@ def test_a_method_called_on_the_local_optimizer_is_an_error_if_it_writes(
         optimizer: Any = ZeroRedundancyOptimizer(
             params, Handy, comm, as_view, partition=partition, master_dtype=master_dtype, lr=0.1
         )
+        update(params, optimizer)
         local = optimizer.optim
         messages = [caught(local.largest), caught(lambda: local.halve(0.5)), caught(local.largest)]
         update(params, optimizer)
@@ -652,6 +715,22 @@ def test_methods_of_a_class_that_comes_later_are_watched() -> None:
         return caught(optimizer.optim.optimizers[Handy].halve)
 
     assert all("Call optimizer.halve()" in message for message in virtual.run(on_rank, 2))
+
+
+def test_a_refused_group_is_not_reached_by_a_method() -> None:
+    def on_rank(comm: Collectives) -> None:
+        groups = [
+            {"params": params_of_ones(1)},
+            {"params": params_of_ones(1), "optimizer_class": Handy, "lr": 1},
+        ]
+        optimizer: Any = ZeroRedundancyOptimizer(groups, optim.AdamW, comm)
+        refused = params_of_ones()
+        with pytest.raises(ValueError, match="ranks disagree"):
+            optimizer.add_param_group({"params": refused, "optimizer_class": Handy, "lr": float(comm.rank)})
+        optimizer.halve()
+        assert all(param.eq(1).all() for param in refused)
+
+    virtual.run(on_rank, 2)
 
 
 class CallsItsOwn(Handy):

@@ -76,6 +76,24 @@ def test_so_it_is_with_the_official_package(way: Any, world_size: int) -> None:
     assert run(each_partition, world_size, way, OFFICIAL, timeout=120) == [60] * world_size
 
 
+def overwrite_what_autograd_saved() -> list[str]:
+    params = [torch.nn.Parameter(torch.ones(64)) for _ in range(2)]
+    optimizer: Any = ZeroRedundancyOptimizer(params, schedulefree.SGDScheduleFree)
+    optimizer.train()
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    losses = [param.square().sum() for param in params]
+    optimizer.eval()
+    return [caught(loss.backward) for loss in losses]
+
+
+def test_autograd_notices_on_every_rank_that_a_switch_overwrote_what_it_saved() -> None:
+    for messages in run(overwrite_what_autograd_saved, 2, timeout=60):
+        assert all("modified by an inplace operation" in message for message in messages)
+
+
 def inside_a_join() -> tuple[str, str]:
     model = Tangle()
     ddp = DistributedDataParallel(model)

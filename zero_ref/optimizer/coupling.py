@@ -33,9 +33,8 @@ Then = Callable[[Optimizer], object]
 
 def switch(optimizer: Optimizer, mode: str) -> None:
     """Call `train()` or `eval()` of an optimizer that has it: a schedule-free one steps after `train()`."""
-    if callable(getattr(optimizer, mode, None)):
-        with contextlib.suppress(TypeError):  # a method of another kind, which takes arguments
-            getattr(optimizer, mode)()
+    with contextlib.suppress(TypeError):  # it is something else, or takes arguments
+        getattr(optimizer, mode, int)()
 
 
 def evaluate(optimizer: Optimizer) -> None:
