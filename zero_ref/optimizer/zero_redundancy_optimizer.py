@@ -69,7 +69,8 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
     """Shards an optimizer over the ranks of a process group. A drop-in for torch's class of that name.
 
     Gradients must be averaged over the ranks before `step`, as DistributedDataParallel does in its backward.
-    Otherwise each owner would train on its own data only.
+    Otherwise each owner would train on its own data only. Unlike torch's optimizers this one leaves a frozen
+    parameter (`requires_grad=False`) as it is, even if it still has a gradient.
 
     >>> optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)  # doctest: +SKIP
 

@@ -125,6 +125,7 @@ class WithWholeState(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state that the unsharded optimizer would have. It loads there, and here at any world size.
 
+        Its tensors are copies; to change the state, write into `state`, then consolidate again.
         Before the first update or load it needs no consolidation: it is what the constructor makes, for most
         classes nothing.
 
