@@ -48,12 +48,26 @@ def couples_parameters(
         for with_closure in (False, True):
 
             def tried(tensors: int, with_closure: bool = with_closure) -> list[torch.Tensor]:
-                return _tried(optimizer_class, options, defaults, tensors, with_closure)
+                return _moves(_stepped(optimizer_class, options, defaults, tensors, with_closure))
 
             with contextlib.suppress(Exception):
                 beside = tried(2)
                 return not _alike(beside, tried(1)) and _alike(beside, tried(2))
     return False
+
+
+def stepped_in_trial(
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Optimizer | None:
+    """An optimizer of the class that has stepped a matrix of 64 elements; None if it needs other tensors.
+
+    Args, Cost: as `couples_parameters`.
+    """
+    with trial():
+        for with_closure in (False, True):
+            with contextlib.suppress(Exception):
+                return _stepped(optimizer_class, _moving(options), _moving(defaults), 1, with_closure)
+    return None
 
 
 SMALL: dict[tuple[int, ...], list[int]] = {(24, 16): [192, 192]}
@@ -154,6 +168,8 @@ def _is_made_of(whole: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]], s
     """Whether the state of a tensor of that shape is that of its pieces: end to end, and equal numbers."""
     for key, value in whole.items():
         of_pieces = [piece[key] for piece in pieces]
+        if isinstance(value, (list, tuple, dict)):  # state of slices cannot be gathered from these
+            return False
         if isinstance(value, torch.Tensor) and value.shape == shape:
             alike = torch.equal(torch.cat(of_pieces), value.flatten())
         else:
@@ -188,23 +204,25 @@ def _without_compiling() -> contextlib.AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager")
 
 
-def _tried(
+PLACES = torch.arange(64, dtype=torch.float64, device="cpu").view(8, 8)
+
+
+def _stepped(
     optimizer_class: type[Optimizer],
     options: Mapping[str, Any],
     defaults: Mapping[str, Any],
     tensors: int,
     with_closure: bool,
-) -> list[torch.Tensor]:
-    """The update of the first of that many tensors, and the numbers in the optimizer's group."""
+) -> Optimizer:
+    """An optimizer of that many tensors, after some steps."""
     # float64: rounding would hide the first updates of an optimizer that begins with tiny ones.
-    places = torch.arange(64, dtype=torch.float64).view(8, 8)
-    params = [torch.nn.Parameter(torch.cos(places + number)) for number in range(tensors)]
+    params = [torch.nn.Parameter(torch.cos(PLACES + number)) for number in range(tensors)]
     optimizer = optimizer_class([{**options, "params": params}], **defaults)
 
     def gradients(step: int, at_start: list[torch.Tensor]) -> torch.Tensor:
         for number, param in enumerate(params):
             # The second gradient is larger, so that a norm or mean of both differs from that of the first.
-            param.grad = torch.sin(places * (1 + step + number)) * 0.1 * 300**number
+            param.grad = torch.sin(PLACES * (1 + step + number)) * 0.1 * 300**number
             for other, before in zip(params, at_start):
                 param.grad += other.detach() - before  # zero, unless the step has moved tensors already
         return torch.ones(())
@@ -213,9 +231,14 @@ def _tried(
         closure = functools.partial(gradients, step, [param.detach().clone() for param in params])
         closure()
         optimizer.step(*[closure] * with_closure)  # type: ignore[arg-type]
+    return optimizer
+
+
+def _moves(optimizer: Optimizer) -> list[torch.Tensor]:
+    """How far it has moved its first tensor, and the numbers in its group."""
     (group,) = optimizer.param_groups
     kept = [torch.as_tensor(value).double() for value in group.values() if _is_number(value)]
-    return [params[0].detach() - torch.cos(places), *kept]
+    return [group["params"][0].detach() - torch.cos(PLACES), *kept]
 
 
 def _is_number(value: object) -> bool:

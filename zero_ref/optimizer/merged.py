@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
 
 from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.several import class_of
 from zero_ref.plan.partition import ALIGNMENT
+
+CONTAINERS = (list, tuple, dict)
 
 SMALL_NUMEL = 2**14
 """Up to this size, copying a gradient is faster than stepping one more tensor (bench/NOTES.md)."""
@@ -126,7 +129,8 @@ class MergedRun:
         if self.of_members and all(
             state.get(member) is given for member, given in zip(self.members, self.of_members)
         ):
-            return True
+            # In a list nobody would notice that the optimizer has replaced a tensor.
+            return not any(isinstance(value, CONTAINERS) for value in self.given)
         states = [state.get(member, {}) for member in self.members]
         self.state, self.given = {}, []
         for key, value in states[0].items():
@@ -141,13 +145,27 @@ class MergedRun:
             self.state[key] = value
         return all(of_member.keys() == self.state.keys() for of_member in states)
 
+    def _part(self, value: Any, place: int) -> Any:
+        """A member's copy of a list, tuple or dict of the merged state: it will be stepped by itself."""
+
+        def part(leaf: Any) -> Any:
+            if _follows(leaf, self.whole):
+                return self.windows(leaf)[place]
+            return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+        return tree_map(part, value)
+
     def give_state(self, state: dict[Any, dict[Any, Any]]) -> None:
         """Give each member its view of the merged state; values without the shape of the run are shared."""
         values = list(self.state.values())
         if [id(value) for value in values] == [id(value) for value in self.given]:
             return
-        parts = [
-            self.windows(value) if _follows(value, self.whole) else [value] * len(self.members)
+        parts: list[Sequence[Any]] = [
+            self.windows(value)
+            if _follows(value, self.whole)
+            else [self._part(value, place) for place in range(len(self.members))]
+            if isinstance(value, CONTAINERS)
+            else [value] * len(self.members)
             for value in values
         ]
         for member, *of_member in zip(self.members, *parts):
@@ -245,6 +263,8 @@ class MergedSlices:
 
 
 def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, CONTAINERS):
+        return False
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)
