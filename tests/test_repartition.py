@@ -494,10 +494,10 @@ def history_of(optimizer: Any) -> Any:
     }
 
 
-def keep_a_list(optimizer: Any) -> None:
+def keep_a_set(optimizer: Any) -> None:
     for own in optimizer.shard.owned:
         if optimizer.rank == 1:
-            optimizer.state[own.local]["history"] = [1, 2]
+            optimizer.state[own.local]["history"] = {1, 2}
 
 
 def keep_something_for_all(optimizer: Any) -> None:
@@ -524,7 +524,7 @@ REFUSED: list[tuple[str, Any, Any, Callable[[Any], None] | None, str]] = [
     ),
     ("others", optim.Adam, lambda rank: "even" if rank == 1 else dealt, None, "partition "),
     ("fails on one", optim.Adam, lambda rank: 7 if rank == 1 else "even", None, "partition= takes a name"),
-    ("odd state", optim.Adam, dealt, keep_a_list, "the state 'history' of parameter . is a list"),
+    ("odd state", optim.Adam, dealt, keep_a_set, "the state 'history' of parameter . is a set"),
     ("global state", optim.Adam, "even", keep_something_for_all, "'global' for no parameter in particular"),
     ("not together", optim.Adam, "sorted_greedy", forget_a_counter, "must be stepped together"),
 ]

@@ -399,6 +399,7 @@ class Averaging(optim.SGD):
         return {**super().state_dict(), "average": 1.0}
 
 
+@pytest.mark.filterwarnings("ignore:.* can be trained, but not saved or repartitioned:UserWarning")
 @pytest.mark.parametrize("with_closure", [False, True])
 def test_a_class_that_draws_random_numbers_is_told_of(with_closure: bool) -> None:
     def on_rank(comm: Collectives, optimizer_class: Any) -> None:
@@ -415,6 +416,7 @@ def test_a_class_that_draws_random_numbers_is_told_of(with_closure: bool) -> Non
     virtual.run(on_rank, 1, Averaging, timeout=180)  # a warning would be an error
 
 
+@pytest.mark.filterwarnings("ignore:.* can be trained, but not saved or repartitioned:UserWarning")
 @pytest.mark.parametrize("several", [False, True])
 def test_state_beside_that_of_parameters_is_refused_where_it_would_be_lost(
     several: bool, tmp_path: Path
@@ -574,6 +576,7 @@ class CountsForAll(optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.filterwarnings("ignore:.* can be trained, but not saved or repartitioned:UserWarning")
 def test_state_of_no_parameter_is_refused_beside_another_class() -> None:
     def on_rank(comm: Collectives) -> None:
         params = start()

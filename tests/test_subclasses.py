@@ -1,9 +1,12 @@
-"""State that is a tensor subclass: gathered, loaded, handed over and stored in shards as what it is."""
+"""State that is a tensor subclass or a list: gathered, loaded, handed over and stored in shards as it is."""
 
 from __future__ import annotations
 
+import collections
 import copy
 import json
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +104,49 @@ class Elementwise(HalvedMomentum):
     elementwise = True
 
 
+class InLists(Optimizer):
+    """Turns gradients, as SOAP does, by matrices that it keeps in lists; keeps other things in lists too."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state, grad = self.state[param], param.grad.reshape(param.shape[0], -1)
+            if not state:
+                state["GG"] = [torch.zeros(len(grad), len(grad)), []]
+                state["old"] = ({"low": Halved.of(grad), 2: (0, "text", torch.tensor(0.5))}, None, True)
+            state["GG"][0].lerp_(grad @ grad.T, 0.1)
+            state["Q"] = [torch.linalg.qr(state["GG"][0])[0], None]
+            assert state["Q"][0].stride()[0] == 1, "by columns: a product rounds otherwise by rows"
+            low, count = state["old"][0]["low"], state["old"][0][2][0]
+            step = state["Q"][0] @ (grad + low.values()) * (1 + count)
+            param -= self.param_groups[0]["lr"] * step.reshape(param.shape)
+            state["old"] = ({"low": Halved.of(grad), 2: (count + 1, "text", torch.tensor(0.5))}, None, True)
+
+
+class ListsByElement(Optimizer):
+    """Two averages of the gradient in a list, of each element by itself."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                state = self.state[param]
+                fast, slow = state.setdefault("averages", [torch.zeros_like(param) for _ in range(2)])
+                count = state.setdefault("more", {"count": torch.zeros(())})["count"]
+                state["averages"][0] = fast + param.grad
+                slow.add_(param.grad, alpha=0.1)
+                count += 1
+                param -= self.param_groups[0]["lr"] * (state["averages"][0] + slow) / count
+
+
 MODEL = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(16, 64))
 MODEL.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -150,33 +196,44 @@ def assert_equal(ours: Any, theirs: Any) -> None:
 # --------------------------------------------------------------------------------- kept for what they are
 
 
+BOTH = pytest.mark.parametrize("kind", [HalvedMomentum, InLists])
+
+
+@BOTH
 @pytest.mark.parametrize("to", [0, "all"])
-def test_the_state_dict_is_that_of_the_plain_optimizer_and_each_loads_that_of_the_other(to: Any) -> None:
+def test_the_state_dict_is_that_of_the_plain_optimizer_and_each_loads_that_of_the_other(
+    to: Any, kind: Any
+) -> None:
     def on_rank(comm: Collectives) -> Any:
-        optimizer = zero(comm)
+        optimizer = zero(comm, kind)
         train(optimizer, range(2))
         optimizer.consolidate_state_dict(to)
         return optimizer.state_dict() if to in ("all", comm.rank) else None
 
     def resume(comm: Collectives, state: Any, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        optimizer = zero(comm)
+        optimizer = zero(comm, kind)
         start(optimizer, values)
         optimizer.load_state_dict(state)
         return train(optimizer, range(2, 4))
 
-    reference = plain()
+    reference = plain(kind)
     values = train(reference, range(2))
-    expected = copy.copy(reference.state_dict())
+    expected = {number: cloned(of_param) for number, of_param in reference.state_dict()["state"].items()}
     for gathered in virtual.run(on_rank, 3, timeout=30)[: 1 if to == 0 else 3]:
-        assert_equal(gathered, expected)
+        assert_equal(gathered["state"], expected)
     ends = train(reference, range(2, 4))
     for world_size in (1, 2, 4):
         for resumed in virtual.run(resume, world_size, gathered, values, timeout=30):
             assert_equal(resumed, ends)
-    other = plain()
+    other = plain(kind)
     start(other, values)
     other.load_state_dict(gathered)
     assert_equal(train(other, range(2, 4)), ends)
+
+
+def cloned(of_param: dict[Any, Any]) -> dict[Any, Any]:
+    """A copy of state that later steps may change in place."""
+    return {key: subclasses.cloned(value) for key, value in of_param.items()}
 
 
 def start(optimizer: Optimizer, values: list[torch.Tensor]) -> None:
@@ -185,9 +242,10 @@ def start(optimizer: Optimizer, values: list[torch.Tensor]) -> None:
             param.copy_(value)
 
 
-def test_a_repartition_hands_them_over() -> None:
+@BOTH
+def test_a_repartition_hands_them_over(kind: Any) -> None:
     def on_rank(comm: Collectives) -> list[torch.Tensor]:
-        optimizer = zero(comm)
+        optimizer = zero(comm, kind)
         train(optimizer, range(2))
         owners = optimizer.partition.owner_of_param
         optimizer.repartition(
@@ -198,27 +256,49 @@ def test_a_repartition_hands_them_over() -> None:
         }
         return train(optimizer, range(2, 4))
 
-    expected = train(plain(), range(4))
+    expected = train(plain(kind), range(4))
     for trained in virtual.run(on_rank, 3, timeout=30):
         assert_equal(trained, expected)
 
 
-def test_a_sharded_checkpoint_stores_them(tmp_path: Path) -> None:
+@BOTH
+def test_a_sharded_checkpoint_stores_them(kind: Any, tmp_path: Path) -> None:
     def save(comm: Collectives) -> None:
-        optimizer = zero(comm)
+        optimizer = zero(comm, kind)
         train(optimizer, range(2))
         save_sharded(optimizer, tmp_path)
 
     def load(comm: Collectives) -> list[torch.Tensor]:
-        optimizer = zero(comm)
+        optimizer = zero(comm, kind)
         load_sharded(optimizer, tmp_path)
         return train(optimizer, range(2, 4))
 
     virtual.run(save, 3, timeout=30)
-    expected = train(plain(), range(4))
+    expected = train(plain(kind), range(4))
     for world_size in (1, 2, 4):
         for trained in virtual.run(load, world_size, timeout=30):
             assert_equal(trained, expected)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_lists_of_parameters_that_are_stepped_together_are_of_each(views: bool) -> None:
+    """Small parameters of one owner are merged for a step, until their state has a list."""
+
+    def on_rank(comm: Collectives) -> Any:
+        optimizer = zero(comm, ListsByElement, parameters_as_bucket_view=views)
+        trained = train(optimizer, range(1))
+        optimizer.consolidate_state_dict("all")
+        early = optimizer.state_dict()["state"]
+        trained += train(optimizer, range(1, 4))
+        optimizer.consolidate_state_dict("all")
+        return early, trained, optimizer.state_dict()["state"]
+
+    reference = plain(ListsByElement)
+    trained = train(reference, range(1))
+    early = {number: cloned(of_param) for number, of_param in reference.state_dict()["state"].items()}
+    trained += train(reference, range(1, 4))
+    for ours in virtual.run(on_rank, 2, timeout=30):
+        assert_equal(list(ours), [early, trained, dict(reference.state_dict()["state"])])
 
 
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
@@ -271,12 +351,13 @@ def each_rank_raises(function: Callable[[Collectives], Any], text: str) -> None:
     virtual.run(on_rank, 2, timeout=30)
 
 
-def test_they_are_not_cut(tmp_path: Path) -> None:
-    whole = plain(Elementwise)
+@pytest.mark.parametrize("kind", [Elementwise, ListsByElement])
+def test_they_are_not_cut(kind: Any, tmp_path: Path) -> None:
+    whole = plain(kind)
     train(whole, range(1))
 
     def trained(comm: Collectives, partition: Any) -> ZeroRedundancyOptimizer:
-        optimizer = zero(comm, Elementwise, partition=partition)
+        optimizer = zero(comm, kind, partition=partition)
         train(optimizer, range(1))
         return optimizer
 
@@ -286,8 +367,8 @@ def test_they_are_not_cut(tmp_path: Path) -> None:
         lambda comm: save_sharded(trained(comm, "even"), tmp_path / "even"),
         lambda comm: trained(comm, "even").repartition("sorted_greedy"),
         lambda comm: trained(comm, "sorted_greedy").repartition("even"),
-        lambda comm: zero(comm, Elementwise, partition="even").load_state_dict(whole.state_dict()),
-        lambda comm: load_sharded(zero(comm, Elementwise, partition="even"), tmp_path),
+        lambda comm: zero(comm, kind, partition="even").load_state_dict(whole.state_dict()),
+        lambda comm: load_sharded(zero(comm, kind, partition="even"), tmp_path),
     ]
     for function in refused:
         each_rank_raises(function, "cannot be cut. Use a partition of whole parameters")
@@ -330,3 +411,71 @@ def test_a_recipe_names_a_tensor_class_that_the_program_has_imported_or_nothing_
     recipe = {"class": name, "inner": {}, "size": [2], "stride": [1], "context": None}
     with pytest.raises(TypeError, match=f"{name}, and this program has no such tensor class"):
         subclasses.put_together({"momentum::": json.dumps(recipe)})
+
+
+class Holding(HalvedMomentum):
+    """Keeps `held` in the state of each parameter."""
+
+    held: Any = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["held"] = self.held
+
+
+class HoldsSet(Holding):
+    held = frozenset({1, 2})
+
+
+class HoldsQueueInTuple(Holding):
+    held = (torch.ones(2), collections.deque([1]))
+
+
+class HoldsForAll(HalvedMomentum):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.state["held"] = torch.ones(2)
+
+
+class HoldsBeside(HalvedMomentum):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "held": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (HoldsSet, "the state 'held' of parameter 0 is a frozenset; only tensors"),
+        (
+            HoldsQueueInTuple,
+            "the state 'held' of parameter 0 is a tuple and can be neither checkpointed nor moved",
+        ),
+        (HoldsForAll, "the optimizer keeps the state 'held' for no parameter in particular"),
+        (HoldsBeside, r"HoldsBeside keeps \['held'\] in its state_dict"),
+    ],
+)
+@pytest.mark.parametrize("later", [False, True])
+def test_the_constructor_warns_on_all_ranks_of_state_that_no_save_takes(
+    kind: Any, text: str, later: bool
+) -> None:
+    def on_rank(comm: Collectives) -> None:
+        if later:
+            optimizer = zero(comm, torch.optim.SGD, lr=0.1)
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "optimizer_class": kind})
+        else:
+            optimizer = zero(comm, kind)
+            train(optimizer, range(1))
+            with pytest.raises((TypeError, RuntimeError), match=text.replace("parameter 0", r"parameter \d")):
+                optimizer.consolidate_state_dict()
+
+    told = f"{kind.__name__} can be trained, but not saved or repartitioned: .*{text}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        virtual.run(on_rank, 2, timeout=30)
+    assert [bool(re.match(told, str(one.message))) for one in caught] == [True, True]
+
+
+@pytest.mark.parametrize("kind", [HalvedMomentum, InLists, ListsByElement, torch.optim.SGD])
+def test_the_constructor_says_nothing_of_state_that_can_be_saved(kind: Any) -> None:
+    virtual.run(lambda comm: zero(comm, kind, lr=0.1), 2, timeout=30)  # a warning would be an error

@@ -73,7 +73,10 @@ def couples_parameters(
             def tried(
                 tensors: int, nan: bool = False, with_closure: bool = with_closure
             ) -> list[torch.Tensor]:
-                return _tried(optimizer_class, options, defaults, tensors, with_closure, then, nan)
+                optimizer = _stepped(optimizer_class, options, defaults, tensors, with_closure, nan)
+                trained = _moves(optimizer)
+                then(optimizer)
+                return [*trained, *_moves(optimizer)]
 
             with contextlib.suppress(Exception):
                 alone = tried(1)
@@ -83,6 +86,20 @@ def couples_parameters(
                         return _alike(beside, tried(2, nan))
                 return False
     return False
+
+
+def stepped_in_trial(
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Optimizer | None:
+    """An optimizer of the class that has stepped a matrix of 64 elements; None if it needs other tensors.
+
+    Args, Cost: as `couples_parameters`.
+    """
+    with trial():
+        for with_closure in (False, True):
+            with contextlib.suppress(Exception):
+                return _stepped(optimizer_class, _moving(options), _moving(defaults), 1, with_closure)
+    return None
 
 
 SMALL: dict[tuple[int, ...], list[int]] = {(24, 16): [192, 192]}
@@ -201,6 +218,8 @@ def _is_made_of(whole: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]], s
     """Whether the state of a tensor of that shape is that of its pieces: end to end, and equal numbers."""
     for key, value in whole.items():
         of_pieces = [piece[key] for piece in pieces]
+        if isinstance(value, (list, tuple, dict)):  # state of slices cannot be gathered from these
+            return False
         if isinstance(value, torch.Tensor) and value.shape == shape:
             alike = torch.equal(torch.cat(of_pieces), value.flatten())
         else:
@@ -235,29 +254,31 @@ def _without_compiling() -> contextlib.AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager")
 
 
-def _tried(
+PLACES = torch.arange(64, dtype=torch.float64, device="cpu").view(8, 8)
+
+
+def _stepped(
     optimizer_class: type[Optimizer],
     options: Mapping[str, Any],
     defaults: Mapping[str, Any],
     tensors: int,
     with_closure: bool,
-    then: Then,
-    nan: bool,
-) -> list[torch.Tensor]:
-    """The update of the first of that many tensors, also after `then`, and the numbers in its group.
+    nan: bool = False,
+) -> Optimizer:
+    """An optimizer of that many tensors, after some steps.
 
     With `nan` the last gradient of the second tensor is not finite, for which a class may skip an update.
     """
     # float64: rounding would hide the first updates of an optimizer that begins with tiny ones.
-    places, steps = torch.arange(64, dtype=torch.float64).view(8, 8), WITH_CLOSURE if with_closure else STEPS
-    params = [torch.nn.Parameter(torch.cos(places + number)) for number in range(tensors)]
+    params = [torch.nn.Parameter(torch.cos(PLACES + number)) for number in range(tensors)]
+    steps = WITH_CLOSURE if with_closure else STEPS
     optimizer = optimizer_class([{**options, "params": params}], **defaults)
     switch(optimizer, "train")
 
     def gradients(step: int, at_start: list[torch.Tensor]) -> torch.Tensor:
         for number, param in enumerate(params):
             # The second gradient is larger, so that a norm or mean of both differs from that of the first.
-            param.grad = torch.sin(places * (1 + step + number)) * 0.1 * 300**number
+            param.grad = torch.sin(PLACES * (1 + step + number)) * 0.1 * 300**number
             for other, before in zip(params, at_start):
                 param.grad += other.detach() - before  # zero, unless the step has moved tensors already
             if nan and number and step == steps - 1:
@@ -268,11 +289,14 @@ def _tried(
         closure = functools.partial(gradients, step, [param.detach().clone() for param in params])
         closure()
         optimizer.step(*[closure] * with_closure)  # type: ignore[arg-type]
+    return optimizer
+
+
+def _moves(optimizer: Optimizer) -> list[torch.Tensor]:
+    """How far it has moved its first tensor, and the numbers in its group."""
     (group,) = optimizer.param_groups
     kept = [torch.as_tensor(value).double() for value in group.values() if _is_number(value)]
-    trained = params[0].detach() - torch.cos(places)
-    then(optimizer)
-    return [trained, params[0].detach() - torch.cos(places), *kept]
+    return [group["params"][0].detach() - torch.cos(PLACES), *kept]
 
 
 def _is_number(value: object) -> bool:

@@ -19,11 +19,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
 
 from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.several import class_of
 from zero_ref.plan.partition import ALIGNMENT
+
+CONTAINERS = (list, tuple, dict)
 
 SMALL_NUMEL = 2**14
 """Up to this size, copying a gradient is faster than stepping one more tensor (bench/NOTES.md)."""
@@ -129,7 +132,8 @@ class MergedRun:
     def take_state(self, state: dict[Any, dict[Any, Any]]) -> bool:
         """Merge the members' state, if it is not merged yet; False if they were not stepped together."""
         if self.of_members and self._is_as_given(state):
-            return True
+            # In a list nobody would notice that the optimizer has replaced a tensor.
+            return not any(isinstance(value, CONTAINERS) for value in self.given)
         states = [state.get(member) or {} for member in self.members]
         self.state, self.given = {}, []
         for key, value in states[0].items():
@@ -154,6 +158,16 @@ class MergedRun:
             and all(of_members._version == version for _, of_members, version in self.counters)
         )
 
+    def _part(self, value: Any, place: int) -> Any:
+        """A member's copy of a list, tuple or dict of the merged state: it will be stepped by itself."""
+
+        def part(leaf: Any) -> Any:
+            if _follows(leaf, self.whole):
+                return self.windows(leaf)[place]
+            return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+        return tree_map(part, value)
+
     def give_state(self, state: dict[Any, dict[Any, Any]]) -> None:
         """Give each member its view of the merged state, and a counter of its own for each of the run's."""
         values = list(self.state.values())
@@ -170,6 +184,8 @@ class MergedRun:
 
     def _of_members(self, value: Any) -> Sequence[Any]:
         """What each member gets of a value of the merged state."""
+        if isinstance(value, CONTAINERS):
+            return [self._part(value, place) for place in range(len(self.members))]
         if not isinstance(value, torch.Tensor):
             return [value] * len(self.members)
         if _follows(value, self.whole):
@@ -274,6 +290,8 @@ def _values_of(states: Iterable[dict[Any, Any]]) -> list[Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, CONTAINERS):
+        return False
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)

@@ -46,6 +46,20 @@ def is_known(optim: Optimizer) -> bool:
     return all(type(one).__module__.startswith("torch.optim.") for one in optimizers_in(optim))
 
 
+def check_nothing_beside_state(optim: Optimizer) -> None:
+    """Refuse a class that keeps more in its `state_dict` than the state of parameters, as it would be lost.
+
+    Raises:
+        TypeError: it does.
+    """
+    if more := keys_beside_state(optim):
+        raise TypeError(
+            f"{title(optim)} keeps {more} in its state_dict, beside the state of parameters and the "
+            "options of groups. It belongs to no parameter, so it cannot be gathered, saved or moved to "
+            "other owners. Use an optimizer whose state_dict has only 'state' and 'param_groups'."
+        )
+
+
 def keys_beside_state(optim: Optimizer) -> list[str]:
     """What a class's `state_dict` has beside "state" and "param_groups"."""
     keys = set[str]()

@@ -31,9 +31,9 @@ from zero_ref.optimizer.owned import MASTER, Copies, OwnedSlice, own_slices
 from zero_ref.optimizer.rounding import Masters
 from zero_ref.optimizer.several import (
     SeveralOptimizers,
+    check_nothing_beside_state,
     defaults_of,
     is_known,
-    keys_beside_state,
     local_optimizer,
     optimizers_in,
     title,
@@ -496,13 +496,7 @@ class Shard:
         Raises:
             TypeError: the class keeps more in its `state_dict`, which would be lost.
         """
-        more = keys_beside_state(self.optim)
-        if more:
-            raise TypeError(
-                f"{title(self.optim)} keeps {more} in its state_dict, beside the state of parameters and the "
-                "options of groups. It belongs to no parameter, so it cannot be gathered, saved or moved to "
-                "other owners. Use an optimizer whose state_dict has only 'state' and 'param_groups'."
-            )
+        check_nothing_beside_state(self.optim)
         copies = {
             own.local: {**self.states.get(own.local, {}), MASTER: own.local.detach()}
             for own in self.copies.slices

@@ -61,6 +61,7 @@ from zero_ref.optimizer.shard import Shard, log_share
 from zero_ref.optimizer.start_values import compare_start_values
 from zero_ref.plan.choice import Choice, loads_under, may_cut, plan_partition
 from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.state import checkpoint
 from zero_ref.state.repartition import Handover
 from zero_ref.state.whole import WithWholeState
 
@@ -326,12 +327,18 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         log_share(self.built, self.shard, self.world_size)
 
     def _check_apart(self, groups: Sequence[ParamGroup]) -> None:
-        """Refuse classes whose update of a parameter depends on others, under the options of these groups."""
+        """Refuse classes whose update of a parameter depends on others, under the options of these groups.
+
+        Warns:
+            UserWarning: the state of a class can be neither saved nor moved.
+        """
         main, defaults = self._main
         of_class = {repr(sorted(group.items(), key=str)): group for group in groups}
         for group in of_class.values():
             its_class = group.get(OPTIMIZER_CLASS, main)
-            check_updates_apart(its_class, options_of(group), defaults if its_class is main else {})
+            its_defaults = defaults if its_class is main else {}
+            check_updates_apart(its_class, options_of(group), its_defaults)
+            checkpoint.warn_if_not_saved(its_class, options_of(group), its_defaults)
 
     def _specs(self) -> list[ParamSpec]:
         """The specs of the current parameters, with those kept whole that were planned so."""

@@ -17,6 +17,7 @@ import itertools
 import math
 import numbers
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from zero_ref.comm.collectives import Collectives, PendingCall, broadcast_json, 
 from zero_ref.comm.devices import CPU
 from zero_ref.optimizer.buckets import flat_like, flat_view
 from zero_ref.optimizer.checks import is_elementwise
+from zero_ref.optimizer.coupling import stepped_in_trial
 from zero_ref.optimizer.groups import (
     OPTIMIZER_CLASS,
     describe_options,
@@ -37,7 +39,8 @@ from zero_ref.optimizer.groups import (
     specs_of,
 )
 from zero_ref.optimizer.owned import OwnedSlice
-from zero_ref.optimizer.several import class_of
+from zero_ref.optimizer.several import check_nothing_beside_state, class_of
+from zero_ref.plan.partition import Slice
 from zero_ref.state import subclasses
 
 State = dict[int, dict[str, Any]]
@@ -45,7 +48,8 @@ State = dict[int, dict[str, Any]]
 
 Entry = dict[str, Any]
 """One value of a slice's state, described: "param", "key", and either its "value" or the "dtype", "numel"
-and place of its elements. The place is "start" and "stop" in the parameter, or a "shape" of its own."""
+and place of its elements. The place is "start" and "stop" in the parameter, or a "shape" of its own, with
+"strides" if the elements are not in the usual order."""
 
 Packed = tuple[Entry, torch.Tensor | None]
 """An entry, and its elements as a 1-D tensor; None if the entry has the value."""
@@ -221,8 +225,9 @@ def pack(owned: Sequence[OwnedSlice], state: Mapping[Any, Mapping[Any, Any]]) ->
     """This rank's state as entries and 1-D tensors, which are views of the state where memory allows.
 
     Raises:
-        TypeError: the state holds something that is neither a tensor, a number, a text nor None, or something
-            that belongs to no parameter.
+        TypeError: the state holds something that is neither a tensor, a number, a text nor None, nor a list,
+            tuple or dict of these in the state of a whole parameter; or something that belongs to no
+            parameter.
     """
     check_belongs_to_parameters(state)
     return [packed for own in owned for packed in pack_slice(own, plain_state(own, state))]
@@ -241,8 +246,31 @@ def check_belongs_to_parameters(state: Mapping[Any, Any]) -> None:
         )
 
 
+def warn_if_not_saved(
+    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Warn of a class that is not torch's if a trial shows that its state can be neither saved nor moved.
+
+    Args: as `stepped_in_trial`.
+    """
+    if optimizer_class.__module__.startswith("torch.optim."):
+        return
+    optim = stepped_in_trial(optimizer_class, options, defaults)
+    try:
+        if optim is not None:
+            check_nothing_beside_state(optim)
+            (param,) = params_of(optim.param_groups)
+            pack([OwnedSlice(Slice(0, 0, param.numel()), param, param)], optim.state)
+    except TypeError as error:
+        warnings.warn(
+            f"{optimizer_class.__name__} can be trained, but not saved or repartitioned: "
+            f"consolidate_state_dict, save_sharded and repartition will raise, as after a trial: {error}",
+            stacklevel=5,
+        )
+
+
 def plain_state(own: OwnedSlice, state: Mapping[Any, Mapping[Any, Any]]) -> dict[Any, Any]:
-    """The state of one slice, its tensor subclasses taken apart; raises as `pack`."""
+    """The state of one slice, its tensor subclasses and lists taken apart; raises as `pack`."""
     return subclasses.take_apart(state.get(own.local, {}), own.piece.param, whole=own.is_whole)
 
 
@@ -257,7 +285,8 @@ def pack_slice(own: OwnedSlice, plain: Mapping[Any, Any]) -> list[Packed]:
             if not isinstance(key, str) or not isinstance(value, (int, float, str, bool, type(None))):
                 raise TypeError(
                     f"the state {key!r} of parameter {piece.param} is a {type(value).__name__}; only "
-                    "tensors, numbers, texts and None can be checkpointed or moved."
+                    "tensors, numbers, texts and None, and lists, tuples and dicts of these, can be "
+                    "checkpointed or moved."
                 )
             entry["value"] = value
         elif value.ndim == 0 and not value.is_complex():
@@ -265,9 +294,17 @@ def pack_slice(own: OwnedSlice, plain: Mapping[Any, Any]) -> list[Packed]:
         else:
             # A part of a subclass may have the slice's shape by chance; its elements are in another order.
             follows_param = value.shape == local.shape and not subclasses.is_within(key)
-            tensor = flat_like(value, local) if follows_param else value.contiguous().view(-1)
-            place = {"start": piece.start, "stop": piece.stop} if follows_param else {"shape": [*value.shape]}
-            entry |= {"dtype": dtype_name(value.dtype), "numel": tensor.numel(), **place}
+            if follows_param:
+                tensor = flat_like(value, local)
+                entry |= {"start": piece.start, "stop": piece.stop}
+            else:
+                dense = torch.ops.aten.is_non_overlapping_and_dense(value)
+                value = value if dense else value.contiguous()
+                tensor = flat_view(value)
+                entry |= {"shape": [*value.shape]}
+                if not value.is_contiguous():  # a product of matrices rounds otherwise in another order
+                    entry["strides"] = [*value.stride()]
+            entry |= {"dtype": dtype_name(value.dtype), "numel": tensor.numel()}
         packed.append((entry, tensor))
     return packed
 
@@ -294,6 +331,8 @@ def allocate(
         return None
     if "shape" in entry:
         of_param[key] = torch.empty(entry["shape"], dtype=dtype, device=device)
+        if "strides" in entry:
+            of_param[key] = of_param[key].as_strided(entry["shape"], entry["strides"])
         return flat_view(of_param[key])
     if key not in of_param:
         of_param[key] = torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
@@ -551,11 +590,9 @@ def shard_of(
     """
 
     def part(key: str, value: Any, own: OwnedSlice) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return copy.deepcopy(value)
         if not own.is_whole:
-            subclasses.take_apart({key: value}, own.piece.param, whole=False)  # raises for a tensor subclass
-            if value.shape == own.param.shape and value.ndim:
+            subclasses.take_apart({key: value}, own.piece.param, whole=False)  # raises for what cannot be cut
+            if isinstance(value, torch.Tensor) and value.shape == own.param.shape and value.ndim:
                 return flat_like(value, own.param)[own.piece.start : own.piece.stop].clone()
         return subclasses.cloned(value)
 

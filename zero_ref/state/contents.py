@@ -271,7 +271,7 @@ class LoadedShard:
         name = name_of_state(self._contents.labels[number], key)
         if value.shape == self._contents.params[number].shape and not subclasses.is_within(key):
             return self._allocate_slice(own, name, value)
-        whole = torch.empty(value.shape, dtype=value.dtype)
+        whole = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
         _add_slice(self._slices, name, whole.numel(), 0, flat_view(whole))
         return whole
 

@@ -94,7 +94,7 @@ class StatefulOptimizer:
         """What DCP writes, or fills: this rank's part of each tensor.
 
         Raises:
-            TypeError: the state has a tensor subclass, which DCP would pickle.
+            TypeError: the state has a tensor subclass, which DCP would pickle, or a list, tuple or dict.
             ValueError: the checkpoint has no optimizer under `key`.
             If one rank raises, all raise.
         Collective: all ranks of the optimizer's group.
@@ -140,7 +140,7 @@ class StatefulOptimizer:
             if any(map(subclasses.is_within, plain)):
                 raise TypeError(
                     f"the state of {self.names[own.piece.param]} has a tensor subclass, which DCP would "
-                    "pickle. Use save_sharded."
+                    "pickle, or a list. Use save_sharded."
                 )
             of_param = state.setdefault(self.names[own.piece.param], {}) if plain else {}
             for key, value in plain.items():

@@ -43,8 +43,7 @@ class Handover:
     Attributes:
         planned: the moves that begin or end here.
     Raises:
-        TypeError: the state holds something that is neither a tensor, a number, a text nor None, or something
-            that belongs to no parameter.
+        TypeError: as `checkpoint.pack`.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
-"""State that is a tensor subclass, such as torchao's 8-bit moments, taken apart and put together again.
+"""State that is a tensor subclass (torchao's 8-bit moments) or a list (SOAP's), taken apart and put together.
 
 This module adds to `state_dict` of `minimal.py` that such state needs no pickle. A wrapper holds plain
 tensors: `__tensor_flatten__` names them and what else the wrapper needs, and `__tensor_unflatten__` makes the
 wrapper from both, as torch.compile requires too. While state is sent or stored, plain tensors replace it:
 
     {"exp_avg": wrapper}      {"exp_avg::codes": tensor, "exp_avg::scale": tensor, "exp_avg::": recipe}
+    {"GG": [matrix, None]}    {"GG::0": tensor, "GG::": recipe}
 
 The recipe is JSON. It names the class, which this program must have imported by itself: nothing that another
 rank or a file says causes an import, and no pickle is read.
@@ -12,6 +13,7 @@ rank or a file says causes an import, and no pickle is read.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -22,23 +24,28 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def is_within(key: Any) -> bool:
-    """The key is that of a part of a wrapper."""
+    """The key is that of a part of a wrapper or list."""
     return isinstance(key, str) and PART in key
 
 
+def has_parts(value: Any) -> bool:
+    """The value is a wrapper, or a list, tuple or dict."""
+    return type(value) in _CONTAINERS.values() or is_traceable_wrapper_subclass(value)
+
+
 def take_apart(of_param: Mapping[Any, Any], param: int, whole: bool) -> dict[Any, Any]:
-    """The state of a parameter, with plain tensors and a recipe in place of each wrapper.
+    """The state of a parameter, with plain tensors and a recipe in place of each wrapper or list.
 
     Args:
         param: the parameter's number.
         whole: this is the state of all of the parameter, and not of a slice.
     Raises:
-        TypeError: a wrapper in the state of a slice, or one that holds what JSON cannot express, or whose
-            class other ranks could not find by its name.
+        TypeError: a wrapper or list in the state of a slice, or one that holds what JSON cannot express, or a
+            wrapper whose class other ranks could not find by its name.
     """
     plain: dict[Any, Any] = {}
     for key, value in of_param.items():
-        if not is_traceable_wrapper_subclass(value):
+        if not has_parts(value):
             if is_within(key):
                 raise TypeError(f"the state {key!r} of parameter {param} has {PART!r} in its name, {TAKEN}.")
             plain[key] = value
@@ -56,7 +63,7 @@ def take_apart(of_param: Mapping[Any, Any], param: int, whole: bool) -> dict[Any
 
 
 def check_is_whole(plain: Mapping[Any, Any], whole: bool, what: str) -> None:
-    """Refuse parts of a wrapper in the state of a slice.
+    """Refuse parts of a wrapper or list in the state of a slice.
 
     Args:
         what: the state, in words.
@@ -64,11 +71,11 @@ def check_is_whole(plain: Mapping[Any, Any], whole: bool, what: str) -> None:
         TypeError: there are such parts, and not `whole`.
     """
     if not whole and any(map(is_within, plain)):
-        raise TypeError(f"{what} has a tensor subclass, which cannot be cut. {WHOLE}")
+        raise TypeError(f"{what} has a tensor subclass or a list, which cannot be cut. {WHOLE}")
 
 
 PART = "::"
-TAKEN = "which stands for a part of a tensor subclass"
+TAKEN = "which stands for a part of a tensor subclass or a list"
 WHOLE = 'Use a partition of whole parameters, such as "sorted_greedy".'
 
 
@@ -91,44 +98,63 @@ def put_together(plain: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def cloned(value: Any) -> Any:
-    """A copy of a tensor; of a wrapper, one made from copies of its plain tensors."""
+    """A copy of a value; of a wrapper, list, tuple or dict, one made from copies of what it holds."""
+    if type(value) in (list, tuple):
+        return type(value)(map(cloned, value))
+    if type(value) is dict:
+        return {key: cloned(part) for key, part in value.items()}
     if not is_traceable_wrapper_subclass(value):
-        return value.clone()
+        return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
     names, context = value.__tensor_flatten__()
     inner = {name: cloned(getattr(value, name)) for name in names}
     return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
 
 
-def _flattened(value: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The recipe of a wrapper, and its plain tensors by name."""
-    names, context = value.__tensor_flatten__()
+Recipe = dict[str, Any]
+
+
+def _flattened(value: Any) -> tuple[Recipe | None, dict[str, torch.Tensor]]:
+    """The recipe of a value and its plain tensors by name. A plain tensor has the name "" and no recipe."""
     kind = type(value)
-    recipe: dict[str, Any] = {"class": f"{kind.__module__}:{kind.__qualname__}", "inner": {}}
-    if _named(recipe["class"]) is not kind:
-        raise TypeError(f"nobody else finds its class, {recipe['class']}, by that name")
-    recipe |= {"size": [*value.size()], "stride": [*value.stride()], "context": _encoded(context)}
+    if not has_parts(value):
+        is_tensor = isinstance(value, torch.Tensor)
+        return (None, {"": value}) if is_tensor else ({"value": _encoded(value)}, {})
+    if kind in _CONTAINERS.values():
+        keys = [*value] if kind is dict else [*range(len(value))]
+        recipe: Recipe = {"container": kind.__name__, "keys": _encoded(keys)}
+        parts = {str(place): value[key] for place, key in enumerate(keys)}
+    else:
+        names, context = value.__tensor_flatten__()
+        recipe = {"class": f"{kind.__module__}:{kind.__qualname__}"}
+        if _named(recipe["class"]) is not kind:
+            raise TypeError(f"nobody else finds its class, {recipe['class']}, by that name")
+        recipe |= {"size": [*value.size()], "stride": [*value.stride()], "context": _encoded(context)}
+        parts = {name: getattr(value, name) for name in names}
+    recipe["inner"] = {}
     plain: dict[str, torch.Tensor] = {}
-    for name in names:
-        inner = getattr(value, name)
-        recipe["inner"][name] = None
-        if is_traceable_wrapper_subclass(inner):
-            recipe["inner"][name], parts = _flattened(inner)
-            plain |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
-        else:
-            plain[name] = inner
+    for name, part in parts.items():
+        recipe["inner"][name], tensors = _flattened(part)
+        plain |= {f"{name}.{within}".removesuffix("."): tensor for within, tensor in tensors.items()}
     return recipe, plain
 
 
-def _unflattened(recipe: Mapping[str, Any], plain: Mapping[str, Any], prefix: str) -> Any:
+def _unflattened(recipe: Recipe | None, plain: Mapping[str, Any], prefix: str) -> Any:
+    if recipe is None:
+        return plain[prefix.removesuffix(".")]
+    if "value" in recipe:
+        return _decoded(recipe["value"])
+    inner = {
+        name: _unflattened(within, plain, f"{prefix}{name}.") for name, within in recipe["inner"].items()
+    }
+    if "container" in recipe:
+        container = _CONTAINERS[recipe["container"]]
+        parts = inner.values()
+        return dict(zip(_decoded(recipe["keys"]), parts)) if container is dict else container(parts)
     kind = _named(recipe["class"])
     if kind is None:
         raise TypeError(
             f"the state is a {recipe['class']}, and this program has no such tensor class. Import its module."
         )
-    inner = {
-        name: _unflattened(within, plain, f"{prefix}{name}.") if within else plain[prefix + name]
-        for name, within in recipe["inner"].items()
-    }
     size, stride = torch.Size(recipe["size"]), tuple(recipe["stride"])
     return kind.__tensor_unflatten__(inner, _decoded(recipe["context"]), size, stride)
 
@@ -163,6 +189,8 @@ def _decoded(value: Any) -> Any:
     ((name, parts),) = value.items()
     return _KINDS[name][2](_decoded(parts))
 
+
+_CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "dict": dict}
 
 _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (tuple, list, tuple),

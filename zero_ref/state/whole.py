@@ -103,7 +103,8 @@ class WithWholeState(Optimizer):
             to: a rank of the group, or "all".
         Raises:
             ValueError: `to` is not a rank of the group, or ranks pass different values.
-            TypeError: the state holds something other than tensors, numbers, strings and None.
+            TypeError: the state holds something other than tensors, numbers, strings and None, and lists,
+                tuples and dicts of these; or one of these in the state of a parameter that is cut.
             MemoryError: `to` lacks memory for the state.
             If one rank raises, all raise.
         Collective: all ranks of the group.
