@@ -307,9 +307,19 @@ def test_lists_of_parameters_that_are_stepped_together_are_of_each() -> None:
             seen.append([trained, {number: cloned(of_param) for number, of_param in state.items()}])
         return seen
 
+    def resumed(optimizer: Any) -> list[torch.Tensor]:
+        optimizer.load_state_dict(
+            {"state": expected[-1][1], "param_groups": made().state_dict()["param_groups"]}
+        )
+        return train(optimizer, range(2))
+
     expected = states(made())
     for ours in virtual.run(lambda comm: states(made(comm)), 2, timeout=30):
         assert_equal(ours, expected)
+    wanted = resumed(made())
+    expected = states(made())  # the plain optimizer has changed in place what it was given
+    for ours in virtual.run(lambda comm: resumed(made(comm)), 2, timeout=30):
+        assert_equal(ours, wanted)
 
 
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
