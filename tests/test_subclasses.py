@@ -20,6 +20,7 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.state import subclasses
+from zero_ref.state.dcp import StatefulOptimizer
 from zero_ref.state.sharded import load_sharded, save_sharded
 
 
@@ -393,6 +394,17 @@ def test_they_are_not_cut(kind: Any, tmp_path: Path) -> None:
     ]
     for function in refused:
         each_rank_raises(function, "cannot be cut. Use a partition of whole parameters")
+
+
+@BOTH
+def test_dcp_which_would_pickle_them_does_not_get_them(kind: Any) -> None:
+    def give(comm: Collectives) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), kind, comm)
+        train(optimizer, range(1))
+        StatefulOptimizer(model, optimizer).state_dict()
+
+    each_rank_raises(give, "has a tensor subclass, which DCP would pickle, or a list. Use save_sharded.")
 
 
 def test_a_key_that_reads_as_a_part_of_one_is_refused() -> None:
