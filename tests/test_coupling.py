@@ -272,10 +272,18 @@ class KeepsTwoRows(ElementOrNot):
         return grad
 
 
+class KeepsItsLastSteps(ElementOrNot):
+    """In a list, which state of slices must not have."""
+
+    def changed(self, grad: torch.Tensor, param: torch.Tensor, step: int) -> torch.Tensor:
+        self.state[param]["last"] = [step - 1, step]
+        return grad
+
+
 CUTTABLE = [ElementOrNot, Clamped, LikeLookahead]
 NOT_CUTTABLE = [
     LikeLamb, LateLamb, CentralizesConvolutions, DecaysMatrices, ScalesBlocks, Jittering, KeepsANorm,
-    KeepsTwoRows, OnlyVectors, ByGlobalNorm, Estimating, WithClosure,
+    KeepsTwoRows, KeepsItsLastSteps, OnlyVectors, ByGlobalNorm, Estimating, WithClosure,
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.state import subclasses
+from zero_ref.state.dcp import StatefulOptimizer
 from zero_ref.state.sharded import load_sharded, save_sharded
 
 
@@ -271,34 +272,55 @@ def test_a_sharded_checkpoint_stores_them(kind: Any, tmp_path: Path) -> None:
     def load(comm: Collectives) -> list[torch.Tensor]:
         optimizer = zero(comm, kind)
         load_sharded(optimizer, tmp_path)
+        optimizer.consolidate_state_dict("all")
+        assert_equal(optimizer.state_dict()["state"], saved)
         return train(optimizer, range(2, 4))
 
     virtual.run(save, 3, timeout=30)
-    expected = train(plain(kind), range(4))
+    reference = plain(kind)
+    train(reference, range(2))
+    saved = {number: cloned(of_param) for number, of_param in reference.state_dict()["state"].items()}
+    expected = train(reference, range(2, 4))
     for world_size in (1, 2, 4):
         for trained in virtual.run(load, world_size, timeout=30):
             assert_equal(trained, expected)
 
 
-@pytest.mark.parametrize("views", [False, True])
-def test_lists_of_parameters_that_are_stepped_together_are_of_each(views: bool) -> None:
-    """Small parameters of one owner are merged for a step, until their state has a list."""
+def test_lists_of_parameters_that_are_stepped_together_are_of_each() -> None:
+    """Small parameters in a bucket are merged for a step, until their state has a list."""
 
-    def on_rank(comm: Collectives) -> Any:
-        optimizer = zero(comm, ListsByElement, parameters_as_bucket_view=views)
-        trained = train(optimizer, range(1))
-        optimizer.consolidate_state_dict("all")
-        early = optimizer.state_dict()["state"]
-        trained += train(optimizer, range(1, 4))
-        optimizer.consolidate_state_dict("all")
-        return early, trained, optimizer.state_dict()["state"]
+    def made(comm: Collectives | None = None) -> Any:
+        params = [nn.Parameter(torch.full((8, 8), float(number))) for number in range(4)]
+        if comm is None:
+            return ListsByElement(params)
+        return ZeroRedundancyOptimizer(params, ListsByElement, comm, parameters_as_bucket_view=True)
 
-    reference = plain(ListsByElement)
-    trained = train(reference, range(1))
-    early = {number: cloned(of_param) for number, of_param in reference.state_dict()["state"].items()}
-    trained += train(reference, range(1, 4))
-    for ours in virtual.run(on_rank, 2, timeout=30):
-        assert_equal(list(ours), [early, trained, dict(reference.state_dict()["state"])])
+    def states(optimizer: Any) -> list[Any]:
+        """After each step, the parameters and a copy of the state."""
+        seen = []
+        for step in range(3):
+            trained = train(optimizer, range(step, step + 1))
+            if isinstance(optimizer, ZeroRedundancyOptimizer):
+                merged = {own.local for own in optimizer.shard.owned} & optimizer.shard.merged.members
+                assert len(merged) == (2 if step == 0 else 0)
+                optimizer.consolidate_state_dict("all")
+            state = optimizer.state_dict()["state"]
+            seen.append([trained, {number: cloned(of_param) for number, of_param in state.items()}])
+        return seen
+
+    def resumed(optimizer: Any) -> list[torch.Tensor]:
+        optimizer.load_state_dict(
+            {"state": expected[-1][1], "param_groups": made().state_dict()["param_groups"]}
+        )
+        return train(optimizer, range(2))
+
+    expected = states(made())
+    for ours in virtual.run(lambda comm: states(made(comm)), 2, timeout=30):
+        assert_equal(ours, expected)
+    wanted = resumed(made())
+    expected = states(made())  # the plain optimizer has changed in place what it was given
+    for ours in virtual.run(lambda comm: resumed(made(comm)), 2, timeout=30):
+        assert_equal(ours, wanted)
 
 
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
@@ -372,6 +394,17 @@ def test_they_are_not_cut(kind: Any, tmp_path: Path) -> None:
     ]
     for function in refused:
         each_rank_raises(function, "cannot be cut. Use a partition of whole parameters")
+
+
+@BOTH
+def test_dcp_which_would_pickle_them_does_not_get_them(kind: Any) -> None:
+    def give(comm: Collectives) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), kind, comm)
+        train(optimizer, range(1))
+        StatefulOptimizer(model, optimizer).state_dict()
+
+    each_rank_raises(give, "has a tensor subclass, which DCP would pickle, or a list. Use save_sharded.")
 
 
 def test_a_key_that_reads_as_a_part_of_one_is_refused() -> None:

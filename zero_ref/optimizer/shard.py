@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from zero_ref.optimizer.buckets import kept_view
 from zero_ref.optimizer.built import Built
 from zero_ref.optimizer.groups import ParamGroup, loaded_options, options_of, replace_options
 from zero_ref.optimizer.local_state import LocalStates, StateOfParameters
-from zero_ref.optimizer.merged import SMALL_NUMEL, MergedSlices, place_end_to_end
+from zero_ref.optimizer.merged import CONTAINERS, SMALL_NUMEL, MergedSlices, place_end_to_end
 from zero_ref.optimizer.methods import DirectCalls, has_method
 from zero_ref.optimizer.offload import Arrival, StatePlace, in_pieces
 from zero_ref.optimizer.owned import MASTER, Copies, OwnedSlice, own_slices
@@ -532,8 +533,12 @@ class Shard:
         self.optim.load_state_dict({"state": state, "param_groups": groups})
         for number, of_slice in state.items():
             # torch treats a string as an iterable and replaces it by str(generator), so restore the strings.
-            texts = {key: value for key, value in of_slice.items() if isinstance(value, str)}
-            self.optim.state[self.owned[number].local].update(texts)
+            loaded = self.optim.state[self.owned[number].local]
+            for key, value in of_slice.items():
+                if isinstance(value, (str, *CONTAINERS)):
+                    loaded[key] = tree_map(
+                        lambda now, text: text if type(text) is str else now, loaded[key], value
+                    )
         self.replace_state(self.optim.state)
 
     def adopt(self, owned: list[OwnedSlice], state: Mapping[torch.Tensor, dict[str, Any]]) -> None:

@@ -126,6 +126,8 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
             not suit the optimizer, a parameter is sharded already (DTensor, FSDP), or the optimizer's update
             of a parameter depends on others. If one rank raises, or ranks pass different arguments, all
             raise.
+    Warns:
+        UserWarning: a trial has shown that the state of a class can be neither saved nor moved.
 
     Collective: all ranks of the group construct it together.
     Cost: one all-gather of 32 bytes. The values from which ranks start are compared in the first step.
