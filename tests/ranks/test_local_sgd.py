@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -454,9 +455,40 @@ def test_wrong_parts_are_refused() -> None:
             PostLocalSGDState(None, None, -1, False)
 
     alone(on_rank)
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="there is no GPU to tell which ranks share a machine"):
-            PostLocalSGDState(None, None, 0)
+
+
+def of_machines(host: str) -> list[list[int]]:
+    """The ranks that average gradients if no subgroup is given, where ranks have these host names."""
+    with mock.patch("socket.gethostname", return_value=host.split()[dist.get_rank()]):
+        states = [PostLocalSGDState(None, None, start) for start in (1, 1000)]
+    return [dist.get_process_group_ranks(state.subgroup) for state in states]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there GPUs tell which ranks share a machine")
+def test_without_gpus_the_host_name_tells_which_ranks_share_a_machine() -> None:
+    assert run(of_machines, 3, "a b a") == [[[0, 2]] * 2, [[1]] * 2, [[0, 2]] * 2]
+    assert run(of_machines, 2, "a a") == [[[0, 1]] * 2] * 2
+
+
+def levels_of_one_size() -> tuple[list[list[int]], list[float]]:
+    """As in torch's own test of three levels: two of them are over the same ranks."""
+    averager = HierarchicalModelAverager({2: 2, 4: 4, 8: 4}, warmup_steps=10)
+    groups = [*map(dist.get_process_group_ranks, averager.period_process_group_dict.values())]
+    param, seen = nn.Parameter(torch.empty(1)), []
+    for _ in range(25):
+        with torch.no_grad():
+            param.fill_(float(dist.get_rank()))
+        averager.average_parameters([param])
+        seen.append(param.item())
+    return groups, seen
+
+
+def test_two_levels_may_have_groups_of_one_size() -> None:
+    for rank, (groups, seen) in enumerate(run(levels_of_one_size, 4)):
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert groups == [pair, [0, 1, 2, 3], [0, 1, 2, 3]]
+        of_step = {step: 1.5 if step % 4 == 0 else sum(pair) / 2 for step in range(10, 25, 2)}
+        assert seen == [of_step.get(step, float(rank)) for step in range(25)]
 
 
 # --------------------------------------------------------------------------- sharded within a group of ranks

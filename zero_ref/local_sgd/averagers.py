@@ -159,6 +159,12 @@ class HierarchicalModelAverager(ModelAverager):
         schedule = _planned(process_group, rule, periods, warmup_steps, gradient_group)
         super().__init__(schedule, process_group, timeout=timeout)
 
+    @property
+    def period_process_group_dict(self) -> dict[int, Any]:
+        """{period: this rank's process group}, as torch's."""
+        groups = [(level.period, self.group_of[level.group_size]) for level in self.schedule.levels]
+        return {period: getattr(comm, "group", comm) or self.process_group for period, comm in groups}
+
 
 def _planned(
     process_group: dist.ProcessGroup | Collectives | None,
@@ -185,7 +191,9 @@ def _planned(
 def _consecutive(world: Collectives, size: int, timeout: timedelta | None) -> Any:
     """A process group of `size` consecutive ranks of `world`, among them this rank."""
     assert isinstance(world, ProcessGroupCollectives)
-    members = dist.get_process_group_ranks(world.group or dist.group.WORLD)
+    if world.group in (None, dist.group.WORLD):
+        return dist.new_subgroups(size, timeout=timeout)[0]
+    members = dist.get_process_group_ranks(world.group)
     first = world.rank - world.rank % size
     # Only the group's members make it, because ranks outside of `world` do not call this.
     return dist.new_group(members[first : first + size], timeout=timeout, use_local_synchronization=True)

@@ -43,7 +43,7 @@ class AveragingSchedule:
     [64, None, 8, None, 64]
 
     Args:
-        levels: from the smallest groups, averaged most often, to all ranks.
+        levels: from the smallest groups, averaged most often, to all ranks; two may have groups of one size.
         warmup_steps: how many steps come before local training.
         origin: a level is due at steps that are a multiple of its period away from this one. torch's flat
             averager counts from the end of the warm-up, its hierarchical one from step 0.
@@ -72,7 +72,7 @@ class AveragingSchedule:
         if any(level.group_size is None for level in self.levels[:-1]):
             raise ValueError("only the last level averages over all ranks: group_size=None comes last.")
         for small, wide in pairwise(self.levels):
-            wider = wide.group_size is None or (small.group_size or 0) < wide.group_size
+            wider = wide.group_size is None or (small.group_size or 0) <= wide.group_size
             if not (wider and small.period < wide.period):
                 raise ValueError(
                     f"levels go from small groups averaged often to wide ones averaged seldom, and {small} "

@@ -16,6 +16,7 @@ parameters, at the steps of the schedule. Each part also works with torch's othe
 
 from __future__ import annotations
 
+import socket
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ from torch.optim import Optimizer
 from zero_ref.backward.gradients import check_no_scaler
 from zero_ref.comm import devices
 from zero_ref.comm.agreement import agree
-from zero_ref.comm.collectives import ProcessGroupCollectives, as_collectives
+from zero_ref.comm.collectives import ProcessGroupCollectives, as_collectives, gather_texts, global_ranks
 from zero_ref.local_sgd.averagers import ModelAverager
 from zero_ref.optimizer.groups import params_of
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -46,12 +47,12 @@ class PostLocalSGDState:
 
     Args:
         process_group: all ranks; None is the default group.
-        subgroup: this rank's group after the warm-up, if gradients are averaged then. None for the ranks of
-            this machine's GPUs; without GPUs make it with `torch.distributed.new_subgroups`.
+        subgroup: this rank's group after the warm-up, if gradients are averaged then. None for the ranks on
+            this machine: as many as it has GPUs, or without GPUs those with its host name.
         start_localSGD_iter: steps of the warm-up.
         post_local_gradient_allreduce: whether gradients are averaged after the warm-up, within `subgroup`.
     Raises:
-        ValueError: `start_localSGD_iter` is below 0, or there is no subgroup and no GPU.
+        ValueError: `start_localSGD_iter` is below 0.
     Collective: all ranks, if it has to make the groups of machines.
     """
 
@@ -65,13 +66,7 @@ class PostLocalSGDState:
         if start_localSGD_iter < 0:
             raise ValueError(f"start_localSGD_iter must be at least 0, got {start_localSGD_iter}.")
         if post_local_gradient_allreduce and subgroup is None:
-            if not devices.accelerator_count():
-                raise ValueError(
-                    "there is no GPU to tell which ranks share a machine: pass "
-                    "subgroup=torch.distributed.new_subgroups(ranks)[0], or "
-                    "post_local_gradient_allreduce=False to average no gradients after the warm-up."
-                )
-            subgroup = dist.new_subgroups(devices.accelerator_count())[0]
+            subgroup = _on_this_machine(process_group)
         self.process_group = process_group
         self.subgroup = subgroup
         self.start_localSGD_iter = start_localSGD_iter
@@ -119,6 +114,16 @@ class PostLocalSGDState:
         """Count a step at the last bucket of its backward. The count of an averager does not change."""
         if bucket.is_last():
             self._iter += 1
+
+
+def _on_this_machine(process_group: dist.ProcessGroup | None) -> Any:
+    """A process group of the ranks on this machine."""
+    if devices.accelerator_count():
+        return dist.new_subgroups(devices.accelerator_count())[0]
+    everybody = as_collectives(process_group)
+    hosts = gather_texts(everybody, socket.gethostname())
+    members = [rank for rank, host in zip(global_ranks(everybody), hosts) if host == socket.gethostname()]
+    return dist.new_group(members, use_local_synchronization=True)
 
 
 # DDP refuses annotations other than its own classes, and typing knows no name for those.
