@@ -101,6 +101,8 @@ def test_tensors_that_overlap_do_so_in_the_result_too() -> None:
         "turned": flat[10:14].view(2, 2).t(),
         "other": flat[10:14].view(2, 2),
         "tail": flat[12:16],
+        "inside": flat[13:14],
+        "last": flat[15:16],
         "beside": flat[16:18],
     }
     made = compact(state)
@@ -112,6 +114,9 @@ def test_tensors_that_overlap_do_so_in_the_result_too() -> None:
     assert made["tied"].tolist() == [[-1, -1], [-1, -1]]
     assert made["other"].tolist() == [[10, 11], [12, -2]]
     assert made["tail"].tolist() == [12, -2, 14, 15]
+    made["last"].fill_(-3.0)
+    assert made["tail"].tolist() == [12, -2, 14, -3]
+    assert made["inside"].tolist() == [-2]
     assert made["beside"].tolist() == [16, 17]
     nbytes = {made[name].untyped_storage().data_ptr(): made[name].untyped_storage().nbytes() for name in made}
     assert sum(nbytes.values()) == 4 * (4 + 6 + 2)
