@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         registration_greedy,
         sorted_greedy,
     )
+    from zero_ref.state.compact import compact
     from zero_ref.state.dcp import OptimizerToLoad, StatefulOptimizer
     from zero_ref.state.dcp_reader import DCPReader
     from zero_ref.state.sharded import PendingSave, load_sharded, save_sharded, save_sharded_async
@@ -60,6 +61,7 @@ __all__ = [
     "StatefulOptimizer",
     "OptimizerToLoad",
     "DCPReader",
+    "compact",
     "clip_grad_norm_",
     "get_total_norm",
     "OSS",
@@ -92,6 +94,7 @@ _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.rules") | {
     "StatefulOptimizer": "zero_ref.state.dcp",
     "OptimizerToLoad": "zero_ref.state.dcp",
     "DCPReader": "zero_ref.state.dcp_reader",
+    "compact": "zero_ref.state.compact",
     "clip_grad_norm_": "zero_ref.clip",
     "get_total_norm": "zero_ref.clip",
     "OSS": "zero_ref.dropin.oss",

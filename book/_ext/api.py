@@ -62,6 +62,7 @@ CHAPTER_OF = {
     "zero_ref.StatefulOptimizer": 8,
     "zero_ref.OptimizerToLoad": 8,
     "zero_ref.DCPReader": 8,
+    "zero_ref.compact": 5,
     "zero_ref.consolidation_hook": 8,
     "zero_ref.consolidation_callback": 8,
     "zero_ref.AveragingSchedule": 11,

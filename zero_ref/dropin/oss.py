@@ -55,7 +55,9 @@ class OSS(ZeroRedundancyOptimizer):
 
     Unlike with FairScale's, parameters may have several dtypes, loading does not change the caller's state
     dict, and the next step sees a change of `requires_grad` by itself. All ranks call `load_state_dict`
-    together, and `state_dict` refuses to return a state from before the last step.
+    together, and `state_dict` refuses to return a state from before the last step. As with FairScale's,
+    parameters become views of flat tensors: save a part of the model as
+    `zero_ref.compact(part.state_dict())`.
 
     Args:
         params, optim, group: as `params`, `optimizer_class`, `process_group` of `ZeroRedundancyOptimizer`.

@@ -85,7 +85,8 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
         parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
             message for each owner, not one for each parameter, and (without masters) steps adjacent small
-            parameters as one tensor.
+            parameters as one tensor. Save a part of the model as `zero_ref.compact(part.state_dict())`, or
+            the file has the whole flat tensors of which its parameters are views.
         overlap_with_ddp: make the update during backward, by `hook_with_zero_step` or
             `hook_with_zero_step_interleaved` on the DistributedDataParallel model; see
             `backward/overlap.py`. Without a hook, or where backward did not reduce, `step` makes the update.
