@@ -20,11 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ref.backward.gradient_buckets import GradientBucket, Memory
 from zero_ref.backward.reduction import gradients_to_watch, share_infinities
-from zero_ref.comm.agreement import agreement
-from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
+from zero_ref.comm.agreement import agree_with_replicas, agreement
+from zero_ref.comm.collectives import Collectives, PendingCall, ProcessGroupCollectives, as_collectives
 from zero_ref.optimizer.buckets import flat_like
-from zero_ref.optimizer.checks import facts_of
+from zero_ref.optimizer.checks import fact_of
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import CHECK
 from zero_ref.plan.gradients import BUCKET_NUMEL, GradientPlan, gradient_plans
 from zero_ref.plan.partition import Slice
 
@@ -61,14 +62,30 @@ class ShardReduction:
         self._unused: set[int] = set()
         self._open = False
         self._planned_for: object = None
+        self._facts: list[str] = []  # about the plan
         self._under_way: list[GradientBucket] = []
         self._averaged: list[GradientBucket] = []
         self._counting: tuple[torch.Tensor, PendingCall] | None = None
 
     def _plan(self) -> None:
-        """Make the buckets for the current owners and for the parameters that are trained now."""
+        """Make the buckets for the current owners and for the parameters that are trained now.
+
+        Raises:
+            ValueError: those of the replicas differ.
+        """
         zero = self.zero
-        built = zero.current()
+        if self.replicas is None:
+            built = zero.current()
+        else:  # or sums of different sizes would end the process
+            with agreement(self.replicas, "run a backward on replicas of a model", told_as=CHECK) as facts:
+                built = zero.current()
+                if built is not self._planned_for:
+                    self._facts = [
+                        f"parameter {built.name(number)}: {spec.dtype}, requires_grad={spec.trainable}"
+                        for number, spec in enumerate(built.specs)
+                    ]
+                    self._facts.append(fact_of(built.partition))
+                facts += self._facts
         if built is self._planned_for:
             return
         self._planned_for = built
@@ -319,34 +336,64 @@ class ShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        given = (
-            [sharded_optimizer] if isinstance(sharded_optimizer, torch.optim.Optimizer) else sharded_optimizer
+        given = sharded_optimizer
+        self.sharded_optimizers = (
+            [given]
+            if isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable)
+            else list(given)
         )
-        self.sharded_optimizers = list(given)
-        _check_optimizers(self.sharded_optimizers, process_group, gather_in_forward)
         self.broadcast_buffers, self.require_backward_grad_sync = broadcast_buffers, True
-        dtype = torch.float16 if reduce_fp16 else reduce_dtype
-        self.replicas = None if replicas is None else as_collectives(replicas)
-        self._reductions = [
-            ShardReduction(zero, reduce_buffer_size, dtype, scaled, may_change, self.replicas, keep_memory)
-            for zero in self.sharded_optimizers
-        ]
+        self.replicas: Collectives | None = None
         self._task, self._in_backward, self._syncing = -1, False, True
         self._accumulators: list[Any] = []  # keeps the nodes whose hooks are called
-        self._sent_in = dtype
+        self._sent_in = torch.float16 if reduce_fp16 else reduce_dtype
         self._ordered: list[tuple[ShardReduction, GradientBucket]] = []
         self._waiting: list[tuple[ShardReduction, GradientBucket]] = []  # in the order of their reductions
         self._hooked: set[torch.Tensor] = set()
         self._place_of: dict[torch.Tensor, tuple[ShardReduction, int]] = {}
+        self._reductions: list[ShardReduction] = []
+        options = {
+            "reduce_fp16": reduce_fp16,
+            "reduce_dtype": reduce_dtype,
+            "reduce_buffer_size": reduce_buffer_size,
+            "broadcast_buffers": broadcast_buffers,
+            "sync_models_at_startup": sync_models_at_startup,
+            "scaled": scaled,
+            "may_change": may_change,
+            "gather_in_forward": gather_in_forward,
+            "replicas": replicas and "given",
+        }
+
+        # Until all ranks agree, nothing in the module or the optimizers is changed or sent.
+        facts: list[str] | Exception
+        try:
+            if replicas is not None:  # first: from now on an error reaches their groups, too
+                self.replicas = _replicas_of(self.sharded_optimizers, replicas)
+            _check_dtype(self._sent_in)
+            _check_optimizers(self.sharded_optimizers, process_group, gather_in_forward)
+            self._reductions = [
+                ShardReduction(
+                    zero, reduce_buffer_size, self._sent_in, scaled, may_change, self.replicas, keep_memory
+                )
+                for zero in self.sharded_optimizers
+            ]
+            self._without_hooks()
+            facts = self._facts(options)
+        except Exception as error:
+            facts = error
+        for comm in _groups_of(self.sharded_optimizers, process_group):
+            try:
+                agree_with_replicas(self.replicas, comm, "construct ShardedDataParallel", facts)
+            except Exception as error:
+                facts = error
+        if isinstance(facts, Exception):
+            raise facts
+
         self.refresh_trainable()
-        if gather_in_forward:
-            for zero in self.sharded_optimizers:
+        for zero in self.sharded_optimizers:
+            zero.accord.replicas = self.replicas
+            if gather_in_forward:
                 zero.arriving.watch(module)
-        if self.replicas is not None:
-            with agreement(self.replicas, "train replicas of a model") as facts:
-                for zero in self.sharded_optimizers:
-                    facts += zero.standing_facts()
-                    facts += facts_of(zero.param_groups, zero.built.specs, zero.partition)
         if sync_models_at_startup:
             self._broadcast([*module.parameters(), *module.buffers()])
 
@@ -407,6 +454,16 @@ class ShardedDataParallel(nn.Module):
         Raises:
             ValueError: as the constructor.
         """
+        for param in self._without_hooks():
+            self._hook(param)
+            self._hooked.add(param)
+
+    def _without_hooks(self) -> list[nn.Parameter]:
+        """The trained parameters that have no hooks yet.
+
+        Raises:
+            ValueError: one of them has no owner, or several.
+        """
         if len(self._place_of) != sum(len(zero.built.params) for zero in self.sharded_optimizers):
             self._place_of = {}
             for reduction in self._reductions:
@@ -423,6 +480,7 @@ class ShardedDataParallel(nn.Module):
                         f"parameter {reduction.zero.built.name(number)} of the optimizer is not in the "
                         "module, so its gradients would not be averaged. Give it an optimizer of its own."
                     )
+        found = []
         for name, param in self.module.named_parameters():
             if param.requires_grad and param not in self._hooked:
                 if param not in self._place_of:
@@ -433,16 +491,32 @@ class ShardedDataParallel(nn.Module):
                 if self._sent_in is not None and not self._sent_in.is_complex and param.is_complex():
                     option = "reduce_fp16=True" if self._sent_in == torch.float16 else "reduce_dtype="
                     raise ValueError(f"parameter {name} is complex, and {option} would drop a part of it.")
-                self._hook(name, param)
-                self._hooked.add(param)
+                if getattr(param, "_sharded_by", lambda: None)() not in (None, self):
+                    raise ValueError(
+                        f"parameter {name} is in another ShardedDataParallel. Use that one, or delete it "
+                        "first."
+                    )
+                found.append(param)
+        return found
 
-    def _hook(self, name: str, param: torch.Tensor) -> None:
-        """Be called before and after a gradient is added to the parameter's. The hooks do not keep `self`."""
-        wrapper = getattr(param, "_sharded_by", lambda: None)()
-        if wrapper is not None and wrapper is not self:
-            raise ValueError(
-                f"parameter {name} is in another ShardedDataParallel. Use that one, or delete it first."
+    def _facts(self, options: Mapping[str, Any]) -> list[str]:
+        """What must be equal on all ranks, also of other groups: options, the module, the optimizers."""
+        facts = [f"{name}={value}" for name, value in options.items()]
+        for name, param in self.module.named_parameters():
+            facts.append(
+                f"parameter {name} of the module: shape {tuple(param.shape)}, {param.dtype}, "
+                f"requires_grad={param.requires_grad}"
             )
+        if options["broadcast_buffers"] or options["sync_models_at_startup"]:
+            for name, buffer in self.module.named_buffers():
+                facts.append(f"buffer {name}: shape {tuple(buffer.shape)}, {buffer.dtype}")
+        facts.append(f"optimizers: {', '.join(zero.accord.what for zero in self.sharded_optimizers)}")
+        for zero in self.sharded_optimizers:
+            facts += zero.all_facts()
+        return facts
+
+    def _hook(self, param: nn.Parameter) -> None:
+        """Be called before and after a gradient is added to the parameter's. The hooks do not keep `self`."""
         param._sharded_by = this = weakref.ref(self)  # type: ignore[attr-defined]
 
         def before(*_: Any) -> None:
@@ -534,6 +608,54 @@ class ShardedDataParallel(nn.Module):
                 buckets, key=lambda one: -min(places.get(param, 0) for param in one[1].params.values())
             )
         return list(self._ordered)
+
+
+def _groups_of(
+    optimizers: Iterable[Any], process_group: dist.ProcessGroup | Collectives | None
+) -> list[Collectives]:
+    """The groups of the optimizers, each once; if there is no optimizer, the group that was passed in."""
+    groups = {
+        getattr(zero.collectives, "group", zero.collectives): zero.collectives
+        for zero in optimizers
+        if isinstance(zero, ZeroRedundancyOptimizer)
+    }
+    if not groups:
+        with contextlib.suppress(Exception):
+            return [as_collectives(process_group)]
+    return [*groups.values()]
+
+
+def _replicas_of(
+    optimizers: Sequence[Any], replicas: dist.ProcessGroup | DeviceMesh | Collectives
+) -> Collectives:
+    """The calls to the replicas.
+
+    Raises:
+        ValueError: they have more ranks of the optimizers' group than this one.
+    """
+    comm = as_collectives(replicas)
+    for zero in optimizers:
+        own = getattr(zero, "collectives", None)
+        if not isinstance(own, ProcessGroupCollectives) or not isinstance(comm, ProcessGroupCollectives):
+            continue  # of other networks the place in the group tells
+        ours, theirs = (dist.get_process_group_ranks(one.group) for one in (own, comm))
+        is_same = own.group is comm.group and dist.get_world_size() > 1
+        if is_same or len(set(ours) & set(theirs)) > 1:
+            raise ValueError(
+                f"replicas is the group of ranks {theirs}, and the optimizer shards over {ours}: only this "
+                "rank may be in both. Pass the ranks that own the same slices in other groups, such as "
+                'mesh["replicas"] beside mesh["shard"].'
+            )
+    return comm
+
+
+def _check_dtype(dtype: Any) -> None:
+    is_fit = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+    if dtype is not None and not is_fit:
+        raise ValueError(
+            f"reduce_dtype takes a floating-point dtype such as torch.bfloat16, not {dtype!r}, which has no "
+            "fractions for an average."
+        )
 
 
 def _check_optimizers(

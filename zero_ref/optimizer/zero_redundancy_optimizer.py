@@ -494,6 +494,10 @@ class ZeroRedundancyOptimizer(WithWholeState, TakesPartInJoin):
         """The facts that must be equal on all ranks at any time."""
         return [*self.accord.facts(), *facts_of_options(self.param_groups, self.optim)]
 
+    def all_facts(self) -> list[str]:
+        """`standing_facts`, and those that the constructor has compared."""
+        return [*self.standing_facts(), *self._facts(self.built.specs, self.partition)]
+
     def _facts(self, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:
         way = (
             f"{title(self.optim)}, parameters_as_bucket_view={self.parameters_as_bucket_view}, "
