@@ -1225,6 +1225,26 @@ def test_what_differs_between_groups_is_named_on_all_ranks(usual: Any, other: An
         assert text in message
 
 
+def test_partitions_of_equal_slices_differ_by_their_ranges() -> None:
+    """A range is reduced as one bucket, and its shares are sent as one tensor."""
+
+    def on_rank(comm: Collectives) -> str:
+        model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
+        rules = ("equal_shares", "even")
+        owned = [
+            ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1, partition=rule).partition
+            for rule in rules
+        ]
+        assert owned[0].slices_of_rank == owned[1].slices_of_rank
+        rule = rules[comm.rank]
+        return caught(
+            lambda: ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, partition=rule, lr=1.0)
+        )
+
+    for message in virtual.run(on_rank, 2):
+        assert "so none can construct the optimizer: rank 1 has [partition " in message
+
+
 def test_what_one_rank_of_four_does_otherwise_is_told_to_all() -> None:
     def on_rank(comm: Collectives, replicas: Collectives, group: int) -> list[str]:
         is_odd = group == 1 and comm.rank == 0

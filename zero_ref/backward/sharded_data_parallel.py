@@ -157,22 +157,29 @@ class ShardReduction:
 
     def take(self, number: int, param: torch.Tensor) -> None:
         """Copy a complete gradient to its bucket, and release it."""
-        bucket = self.bucket_of[number]
+        bucket, grad = self.bucket_of.get(number), param.grad
+        assert grad is not None
+        if bucket is None:
+            raise RuntimeError(
+                f"{self._title(number)} was frozen between a forward and its backward. Change requires_grad "
+                "before the forward, on all ranks."
+            )
         if bucket.sent or number not in bucket.missing:
             raise RuntimeError(
-                f"rank {self.zero.rank}: parameter {self.zero.built.name(number)} got a second gradient in "
-                "one backward. Reentrant activation checkpointing does this: pass use_reentrant=False."
+                f"{self._title(number)} got a second gradient in one backward. Reentrant activation "
+                "checkpointing does this: pass use_reentrant=False."
             )
-        grad = param.grad
-        assert grad is not None
         if grad.layout != torch.strided:
             raise ValueError(
-                f"rank {self.zero.rank}: parameter {self.zero.built.name(number)} has a sparse gradient, "
-                "which has no place in a flat bucket. Construct its layer with sparse=False, or use "
-                "DistributedDataParallel."
+                f"{self._title(number)} has a sparse gradient, which has no place in a flat bucket. "
+                "Construct its layer with sparse=False, or use DistributedDataParallel."
             )
+        check_no_graph(grad)
         bucket.take(number, grad)
         param.grad = None
+
+    def _title(self, number: int) -> str:
+        return f"rank {self.zero.rank}: parameter {self.zero.built.name(number)}"
 
     @torch.no_grad()
     def reduce(self, bucket: GradientBucket) -> None:
@@ -262,6 +269,19 @@ class ShardReduction:
             bucket.drop()
 
 
+def check_no_graph(grad: torch.Tensor | None) -> None:
+    """Refuse gradients of which autograd keeps a graph, since a bucket has none.
+
+    Raises:
+        RuntimeError: the gradient requires a gradient.
+    """
+    if grad is not None and grad.requires_grad:
+        raise RuntimeError(
+            "a gradient requires a gradient itself, as backward(create_graph=True) makes it, and its average "
+            "could not. Use torch.autograd.grad for gradients of gradients, and call zero_grad() here."
+        )
+
+
 class ShardedDataParallel(nn.Module):
     """A model whose gradients are averaged and kept in shards. A drop-in for FairScale's class of that name.
 
@@ -273,11 +293,15 @@ class ShardedDataParallel(nn.Module):
     owns, in `.grad`; `.grad` is None for other parameters. The gradient of a part of a parameter is kept
     beside it, or, with `scaled` or `may_change`, in `.grad` with zeros where other ranks own the rest.
     Several backwards without `optimizer.zero_grad()` add up in the shard. Under `no_sync` they add up on each
-    rank, as under DDP, and the next backward outside of it reduces the sum.
+    rank, as under DDP, and the next backward outside of it, or `reduce`, reduces the sum.
 
     A parameter that no rank has used in a backward has no gradient. Every backward reduces all buckets, so
-    all ranks must make equally many backwards, and freeze and unfreeze alike. Not for reentrant activation
-    checkpointing, a `Join`, sparse gradients, or two wrapped models in one backward.
+    all ranks must make equally many backwards, and freeze, unfreeze and cast alike. A cast of the module, as
+    by `module.to(dtype)`, belongs between a step and the next forward. Not for reentrant activation
+    checkpointing, a `Join`, sparse gradients, gradients of gradients, or two wrapped models in one backward.
+
+    The constructor compares options, module and optimizers between all ranks, before anything is sent. Where
+    ranks differ, or one raises, all raise; with `replicas` those of all groups.
 
     Args:
         module: the model. Its trained parameters must all be in the optimizers.
@@ -297,6 +321,7 @@ class ShardedDataParallel(nn.Module):
         replicas: the ranks that own the same slices in other groups, if the optimizers' group is one of
             several that train together (hybrid sharding): a process group, or a DeviceMesh of one dimension.
             Shares are averaged over it, so that gradients travel whole within a group, and a share between.
+            All groups have the same partition and options, which every backward and every update compares.
         gather_in_forward: `optimizer.step` returns while new parameters are on their way, and each module
             waits for its own before its forward, its `state_dict` and its `load_state_dict`. Before you read
             a parameter yourself, or compute with one of a module that you do not call, call
@@ -304,14 +329,19 @@ class ShardedDataParallel(nn.Module):
     Raises:
         TypeError: an optimizer is not a ZeroRedundancyOptimizer.
         ValueError: a trained parameter is in none of the optimizers, in two, or in another wrapper; an
-            optimizer has one that is not in the module.
-        RuntimeError: (in forward) inside a `Join`; (in backward) gradients cannot be added to those that are
-            there, or came twice.
-    Collective: all ranks of the group construct it together, and run forward and backward together.
-    Cost: in a backward each rank sends (N-1)/N of its gradients, and four bytes for each parameter; with R
-        `replicas` also 2(R-1)/R of its share. It holds its own gradients, and up to two buckets with their
-        messages: of a bucket the owner of a part receives N-1 copies of it. Buckets that are full before
-        their turn are held as well.
+            optimizer has one that is not in the module; `replicas` has more ranks of the optimizers' group
+            than this one; ranks differ, in the constructor or, with `replicas`, later.
+        RuntimeError: another rank could not construct it; (in forward) inside a `Join`, or a gradient
+            requires a gradient; (in backward) gradients cannot be added to those that are there, or came
+            twice.
+    Collective: all ranks of the group construct it together, and run forward and backward together; with
+        `replicas` those of all groups.
+    Cost: an all-gather of 32 bytes when it is constructed. In a backward each rank sends (N-1)/N of its
+        gradients, and four bytes for each parameter; with R `replicas` also 2(R-1)/R of its share. With
+        `replicas`, construction, each backward and each update make an all-gather of 32 bytes among these,
+        and each update one within the group. A rank holds its own gradients, and up to two buckets with
+        their messages: of a bucket the owner of a part receives N-1 copies of it. Buckets that are full
+        before their turn are held as well.
     Source: the interface of fairscale.nn.data_parallel.ShardedDataParallel 0.4.13.
     """
 
@@ -345,11 +375,10 @@ class ShardedDataParallel(nn.Module):
         self.broadcast_buffers, self.require_backward_grad_sync = broadcast_buffers, True
         self.replicas: Collectives | None = None
         self._task, self._in_backward, self._syncing = -1, False, True
-        self._accumulators: list[Any] = []  # keeps the nodes whose hooks are called
         self._sent_in = torch.float16 if reduce_fp16 else reduce_dtype
         self._ordered: list[tuple[ShardReduction, GradientBucket]] = []
         self._waiting: list[tuple[ShardReduction, GradientBucket]] = []  # in the order of their reductions
-        self._hooked: set[torch.Tensor] = set()
+        self._hooked: dict[torch.Tensor, tuple[Any, Any]] = {}  # the node that accumulates, and a handle
         self._place_of: dict[torch.Tensor, tuple[ShardReduction, int]] = {}
         self._reductions: list[ShardReduction] = []
         options = {
@@ -397,6 +426,29 @@ class ShardedDataParallel(nn.Module):
         if sync_models_at_startup:
             self._broadcast([*module.parameters(), *module.buffers()])
 
+    # What programs read of DistributedDataParallel.
+    find_unused_parameters = True
+
+    @property
+    def process_group(self) -> Any:
+        """The group of the first optimizer."""
+        return self.sharded_optimizers[0].process_group
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is."""
+        return next(self.module.parameters()).device
+
+    @property
+    def device_type(self) -> str:
+        """As FairScale's: the kind of `device`."""
+        return self.device.type
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        """As FairScale's: parameters are on several devices."""
+        return len({param.device for param in self.module.parameters()}) > 1
+
     # ---------------------------------------------------------------------------------------------- the model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -411,6 +463,8 @@ class ShardedDataParallel(nn.Module):
                     "DistributedDataParallel."
                 )
             self.refresh_trainable()
+            for param in self._hooked:
+                check_no_graph(param.grad)
             if torch._C._current_graph_task_id() == -1:  # else it is computed again, in a backward
                 self._in_backward = False  # the last one may have been cut off by an error
         return self.module(*args, **kwargs)
@@ -423,6 +477,15 @@ class ShardedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def reduce(self) -> None:
+        """Average the gradients that backwards under `no_sync` have added up, without a further backward.
+
+        Raises: as a backward.
+        Collective: all ranks of the group.
+        """
+        self._begin()
+        self._end()
 
     def wait_for_parameters(self) -> None:
         """Wait until the new parameters of the last step are here: with `gather_in_forward`."""
@@ -449,17 +512,17 @@ class ShardedDataParallel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def refresh_trainable(self) -> None:
-        """Note which parameters are trained now. Each forward does this by itself.
+        """Note which parameters are trained now, and which were cast. Each forward does this by itself.
 
         Raises:
-            ValueError: as the constructor.
+            ValueError, RuntimeError: as the constructor.
         """
         for param in self._without_hooks():
             self._hook(param)
-            self._hooked.add(param)
 
+    @torch.enable_grad()
     def _without_hooks(self) -> list[nn.Parameter]:
-        """The trained parameters that have no hooks yet.
+        """The trained parameters that have no hooks yet, or lost them: a cast gives a parameter a new node.
 
         Raises:
             ValueError: one of them has no owner, or several.
@@ -482,7 +545,7 @@ class ShardedDataParallel(nn.Module):
                     )
         found = []
         for name, param in self.module.named_parameters():
-            if param.requires_grad and param not in self._hooked:
+            if param.requires_grad and self._hooked.get(param, (None, None))[0] is not _accumulator(param):
                 if param not in self._place_of:
                     raise ValueError(
                         f"parameter {name} is trained, and no optimizer has it, so it has no owner. Give the "
@@ -515,6 +578,7 @@ class ShardedDataParallel(nn.Module):
             facts += zero.all_facts()
         return facts
 
+    @torch.enable_grad()
     def _hook(self, param: nn.Parameter) -> None:
         """Be called before and after a gradient is added to the parameter's. The hooks do not keep `self`."""
         param._sharded_by = this = weakref.ref(self)  # type: ignore[attr-defined]
@@ -527,11 +591,13 @@ class ShardedDataParallel(nn.Module):
             if (alive := this()) is not None:
                 alive._after_gradient(param)
 
-        # The node that accumulates. A hook on the tensor would be called by torch.autograd.grad, too.
-        node = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        node.register_prehook(before)  # type: ignore[union-attr]
-        self._accumulators.append(node)
-        param.register_post_accumulate_grad_hook(after)
+        _, earlier = self._hooked.get(param, (None, None))
+        if earlier is not None:
+            earlier.remove()
+        # A hook on the tensor would be called by torch.autograd.grad, too.
+        node = _accumulator(param)
+        node.register_prehook(before)
+        self._hooked[param] = node, param.register_post_accumulate_grad_hook(after)
 
     @torch.no_grad()
     def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -559,13 +625,12 @@ class ShardedDataParallel(nn.Module):
                 "activation checkpointing makes one within another: pass use_reentrant=False. After an error "
                 "call zero_grad() of this ShardedDataParallel."
             )
-        self._task, self._in_backward, self._syncing = task, True, self.require_backward_grad_sync
+        self._task, self._in_backward = task, True
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        if self._syncing:
-            for reduction in self._reductions:
-                reduction.begin()
-            self._waiting = self._in_order()
+        if self.require_backward_grad_sync:
+            self._begin()
             return
+        self._syncing = False
         for zero in self.sharded_optimizers:
             if zero.backward.gradients.versions is None:
                 continue
@@ -576,6 +641,12 @@ class ShardedDataParallel(nn.Module):
                 "a backward under no_sync() would add this rank's own gradients to averaged ones that are "
                 "still there. Call optimizer.zero_grad() before it, or run it outside of no_sync()."
             )
+
+    def _begin(self) -> None:
+        self._syncing = True
+        for reduction in self._reductions:
+            reduction.begin()
+        self._waiting = self._in_order()
 
     def _after_gradient(self, param: torch.Tensor) -> None:
         if self._syncing:
@@ -608,6 +679,11 @@ class ShardedDataParallel(nn.Module):
                 buckets, key=lambda one: -min(places.get(param, 0) for param in one[1].params.values())
             )
         return list(self._ordered)
+
+
+def _accumulator(param: torch.Tensor) -> Any:
+    """Autograd's node that adds to the parameter's gradient. It keeps its hooks as long as it is kept."""
+    return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _groups_of(
