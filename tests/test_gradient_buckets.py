@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn, optim
-from training import owned_gradients
+from training import in_groups, owned_gradients
 
 from zero_ref import ShardedDataParallel
-from zero_ref.comm.collectives import Collectives
-from zero_ref.lab import virtual
 from zero_ref.optimizer.buckets import flat_like
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.gradients import SMALL_NUMEL
@@ -60,19 +57,6 @@ DRAWN: dict[str, list[Any]] = {
     "shown": ["", "scaled", "may_change"],
     "freezes": [False, True],
 }
-
-
-def in_groups(function: Callable[..., Any], world_size: int, replicas: int) -> list[Any]:
-    """Call `function(its group, the same ranks of other groups, the group's number)` on each rank."""
-    groups = [virtual._World(world_size, 60.0) for _ in range(replicas)]
-    across = [virtual._World(replicas, 60.0) for _ in range(world_size)]
-
-    def on_rank(all_ranks: Collectives) -> Any:
-        group, rank = divmod(all_ranks.rank, world_size)
-        others = virtual.VirtualCollectives(across[rank], group)
-        return function(virtual.VirtualCollectives(groups[group], rank), others, group)
-
-    return virtual.run(on_rank, world_size * replicas)
 
 
 class Batches:

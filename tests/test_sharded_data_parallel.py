@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import OnMasters, filled, owned_gradients, sum_in_rank_order
+from training import OnMasters, filled, in_groups, owned_gradients, sum_in_rank_order
 
 from zero_ref import OSS, ShardedDataParallel, clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
@@ -1080,6 +1080,341 @@ def test_an_iteration_sends_each_gradient_and_each_parameter_once(world_size: in
             pytest.skip("the kernel does not count them")
         # Above it: headers of messages, the count of used parameters, and a range's padding.
         assert 2 <= sum(sent) / ((world_size - 1) * of_ranks[0][1]) <= 2.01, (partition, no_sync, in_forward)
+
+
+# ------------------------------------------------------------------------------------- what ranks compare
+
+
+def caught(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+DISAGREE = "ValueError: ranks disagree, so none can construct ShardedDataParallel: rank 1 has "
+F16, B16 = torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("option", "usual", "other"),
+    [
+        ("reduce_dtype", F16, B16),
+        ("reduce_fp16", False, True),
+        ("reduce_buffer_size", 64, 10**6),
+        ("broadcast_buffers", True, False),
+        ("sync_models_at_startup", True, False),
+        ("scaled", False, True),
+        ("may_change", True, False),
+        ("gather_in_forward", False, True),
+    ],
+)
+def test_an_option_that_differs_on_one_rank_is_named_on_all(option: str, usual: Any, other: Any) -> None:
+    def on_rank(comm: Collectives) -> str:
+        model = Tied()
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1)
+        before = values_of(model)
+        with torch.no_grad():
+            model.tied += comm.rank
+        differing = other if comm.rank == 1 else usual
+        message = caught(lambda: ShardedDataParallel(model, zero, **{option: differing}))
+        assert torch.equal(model.tied, before[1] + comm.rank), "nothing may be sent before all agree"
+        # Nothing has been hooked either: the next wrapper trains.
+        sharded = ShardedDataParallel(model, zero, broadcast_buffers=False)
+        sharded(data(comm.rank, 0)).backward()
+        zero.step()
+        return message
+
+    for message in virtual.run(on_rank, 3):
+        assert message.startswith(f"{DISAGREE}[{option}={other}] where rank 0 has [{option}={usual}]")
+
+
+def another_buffer(model: nn.Module, zero: Any) -> Any:
+    model.norm.register_buffer("more", torch.ones(2))
+    return model, zero
+
+
+def a_frozen_parameter(model: nn.Module, zero: Any) -> Any:
+    model.first.bias.requires_grad_(False)  # type: ignore[union-attr]
+    return model, zero
+
+
+def another_name(model: nn.Module, zero: Any) -> Any:
+    model.other, model.last = model.last, None  # type: ignore[assignment]
+    return model, zero
+
+
+def another_order(model: nn.Module, zero: Any) -> Any:
+    return model, zero[::-1]
+
+
+def another_rate(model: nn.Module, zero: Any) -> Any:
+    zero[1].param_groups[0]["lr"] = 0.5
+    return model, zero
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (another_buffer, "[buffer norm.more: shape (2,), torch.float32]"),
+        (
+            a_frozen_parameter,
+            "[parameter first.bias of the module: shape (16,), torch.float32, requires_grad=F",
+        ),
+        (another_name, "[parameter other.weight of the module: shape (8, 16)"),
+        (another_order, "[optimizers: optimizer 1 (SGD), optimizer 0 (AdamW)] where rank 0 has [optimizers"),
+        (another_rate, "[group 0: lr=0.5] where rank 0 has [group 0: lr=0.1]"),
+    ],
+)
+def test_a_module_or_an_optimizer_that_differs_on_one_rank_is_named_on_all(change: Any, text: str) -> None:
+    def on_rank(comm: Collectives) -> str:
+        model = Tied()
+        params = list(model.parameters())
+        zeros = [
+            ZeroRedundancyOptimizer(params[::2], optim.AdamW, comm, **ADAMW),
+            ZeroRedundancyOptimizer(params[1::2], optim.SGD, comm, lr=0.1),
+        ]
+        if comm.rank == 1:
+            model, zeros = change(model, zeros)
+        return caught(lambda: ShardedDataParallel(model, zeros))
+
+    for message in virtual.run(on_rank, 3):
+        assert message.startswith(DISAGREE + text)
+
+
+def mistakes(model: nn.Module, zero: Any, group: Any) -> dict[str, Callable[[], Any]]:
+    """By a part of its text, what makes the constructor raise."""
+    params = list(model.parameters())
+    late = ZeroRedundancyOptimizer(params, optim.SGD, group, overlap_with_ddp=True, lr=0.1)
+    rounded = ZeroRedundancyOptimizer(params, optim.SGD, group, broadcast_dtype=B16, lr=0.1)
+    part = ZeroRedundancyOptimizer(params[1:], optim.SGD, group, lr=0.1)
+    return {
+        "or a list of them, not SGD": lambda: ShardedDataParallel(model, [zero, optim.SGD(params, lr=0.1)]),  # type: ignore[list-item]
+        "has it, so it has no owner": lambda: ShardedDataParallel(model, part),
+        "is in two of the optimizers": lambda: ShardedDataParallel(model, [zero, part]),
+        "of the optimizer is not in the module": lambda: ShardedDataParallel(model.last, zero),  # type: ignore[arg-type]
+        "overlap_with_ddp=True": lambda: ShardedDataParallel(model, late),
+        "process_group is another group": lambda: ShardedDataParallel(model, zero, object()),  # type: ignore[arg-type]
+        "broadcast_dtype": lambda: ShardedDataParallel(model, rounded, gather_in_forward=True),
+        "takes a floating-point dtype": lambda: ShardedDataParallel(model, zero, reduce_dtype=torch.int32),
+        "process_group takes": lambda: ShardedDataParallel(model, zero, replicas=0.5),  # type: ignore[arg-type]
+    }
+
+
+def test_a_mistake_of_one_rank_is_told_to_all() -> None:
+    def on_rank(comm: Collectives) -> list[tuple[str, str]]:
+        model = Tied()
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1)
+        return [
+            (text, caught(mistake if comm.rank == 1 else lambda: ShardedDataParallel(model, zero)))
+            for text, mistake in mistakes(model, zero, comm).items()
+        ]
+
+    of_ranks = virtual.run(on_rank, 3)
+    for rank, messages in enumerate(of_ranks):
+        for text, message in messages:
+            assert text in message
+            told = f"RuntimeError: rank {rank}: rank 1 could not construct ShardedDataParallel: "
+            assert message.startswith(told) == (rank != 1), message
+
+
+@pytest.mark.ranks
+def test_one_rank_with_a_plain_optimizer_or_none_is_told_to_all() -> None:
+    """Such a rank has no optimizer's group: it tells the one that was passed in, or the default group."""
+
+    def on_rank() -> list[str]:
+        model = filled(nn.Linear(4, 4))
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+        plain: Any = optim.SGD(model.parameters(), lr=0.1)
+        group = dist.group.WORLD
+        return [
+            caught(partial(ShardedDataParallel, model, zero if dist.get_rank() else wrong, *args))
+            for wrong, args in (([], ()), (plain, ()), (plain, (group,)), (None, ()))
+        ]
+
+    first, *others = ranks.run(on_rank, 3, timeout=60)
+    for message, text in zip(first, ("empty list", "not SGD", "not SGD", "not NoneType"), strict=True):
+        assert text in message
+    for messages in others:
+        for message, cause in zip(messages, first, strict=True):
+            assert message.endswith(f"rank 0 could not construct ShardedDataParallel: {cause}")
+
+
+# In the tests below there are two groups of two ranks.
+
+
+def hybrid(
+    comm: Collectives, replicas: Any, *, partition: Any = "equal_shares", lr: float = 0.1, **options: Any
+) -> tuple[nn.Module, ZeroRedundancyOptimizer, ShardedDataParallel]:
+    model = Tied()
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, partition=partition, lr=lr)
+    return model, zero, ShardedDataParallel(model, zero, replicas=replicas, **options)
+
+
+@pytest.mark.parametrize(
+    ("usual", "other", "text"),
+    [
+        ({}, {"reduce_dtype": B16}, "[reduce_dtype=torch.bfloat16]"),
+        ({}, {"may_change": True}, "[may_change=True]"),
+        ({}, {"lr": 0.5}, "[group 0: lr=0.5] where rank 0 has [group 0: lr=0.1]"),
+        ({}, {"partition": "sorted_greedy"}, "[partition "),
+        ({"partition": [range(6), range(6, 11)]}, {"partition": [range(6, 11), range(6)]}, "[partition "),
+        ({}, {"partition": "even"}, "[partition "),
+    ],
+)
+def test_what_differs_between_groups_is_named_on_all_ranks(usual: Any, other: Any, text: str) -> None:
+    def on_rank(comm: Collectives, replicas: Collectives, group: int) -> str:
+        return caught(lambda: hybrid(comm, replicas, **(other if group else usual)))
+
+    for message in in_groups(on_rank, 2, 2):
+        assert (
+            "so none can construct ShardedDataParallel to train replicas of a model: rank 1 has " in message
+        )
+        assert text in message
+
+
+def test_partitions_of_equal_slices_differ_by_their_ranges() -> None:
+    """A range is reduced as one bucket, and its shares are sent as one tensor."""
+
+    def on_rank(comm: Collectives) -> str:
+        model = filled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
+        rules = ("equal_shares", "even")
+        owned = [
+            ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1, partition=rule).partition
+            for rule in rules
+        ]
+        assert owned[0].slices_of_rank == owned[1].slices_of_rank
+        rule = rules[comm.rank]
+        return caught(
+            lambda: ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, partition=rule, lr=1.0)
+        )
+
+    for message in virtual.run(on_rank, 2):
+        assert "so none can construct the optimizer: rank 1 has [partition " in message
+
+
+def test_what_one_rank_of_four_does_otherwise_is_told_to_all() -> None:
+    def on_rank(comm: Collectives, replicas: Collectives, group: int) -> list[str]:
+        is_odd = group == 1 and comm.rank == 0
+        option = {"reduce_buffer_size": CAP if is_odd else 2 * CAP}
+        wrong = {"reduce_dtype": torch.int32} if is_odd else {}
+        return [caught(lambda o=o: hybrid(comm, replicas, **o)) for o in (option, wrong)]
+
+    for differs, fails in in_groups(on_rank, 2, 2):
+        assert "[reduce_buffer_size=300] where rank 0 has [reduce_buffer_size=600]" in differs
+        assert "takes a floating-point dtype" in fails
+
+
+def test_replicas_own_the_same_slices_in_other_groups() -> None:
+    """The own group, or one that goes across: its ranks have other places."""
+
+    def own(comm: Collectives, replicas: Collectives, group: int) -> str:
+        return caught(lambda: hybrid(comm, comm))
+
+    def across(comm: Collectives, replicas: Collectives, group: int) -> str:
+        swapped = virtual.VirtualCollectives(comm.world, comm.rank ^ group)  # type: ignore[attr-defined]
+        return caught(lambda: hybrid(swapped, replicas))
+
+    for way in (own, across):
+        for message in in_groups(way, 2, 2):
+            assert message.count(" has [the slices of rank ") == 2
+            assert "`replicas` are the ranks that own the same slices" in message
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shard", [1, 2])
+def test_replicas_share_only_this_rank_with_the_group(shard: int) -> None:
+    def on_rank() -> list[str]:
+        me = dist.get_rank()
+        groups = [dist.new_group(list(range(n, n + shard))) for n in range(0, 4, shard)]
+        own = groups[me // shard]
+        return [
+            caught(lambda g=g: hybrid(own, g)) for g in ((own,) if shard == 1 else (own, dist.group.WORLD))
+        ]  # type: ignore[arg-type]
+
+    for rank, messages in enumerate(ranks.run(on_rank, 4, timeout=60)):
+        start = rank // shard * shard
+        for message, theirs in zip(messages, (list(range(start, start + shard)), [0, 1, 2, 3]), strict=False):
+            assert message.startswith(
+                f"ValueError: replicas is the group of ranks {theirs}, and the optimizer"
+            )
+
+
+@pytest.mark.parametrize("of_whole_group", [False, True])
+@pytest.mark.parametrize("update", [0, 1, 2, 4])
+def test_a_rate_that_later_differs_between_groups_is_named_before_the_update(
+    update: int, of_whole_group: bool
+) -> None:
+    def on_rank(comm: Collectives, replicas: Collectives, group: int) -> tuple[str, bool]:
+        model, zero, sharded = hybrid(comm, replicas)
+        for step in range(update + 1):
+            zero.zero_grad()
+            sharded(data(comm.rank, step)).backward()
+            before = values_of(model)
+            if step == update and group == 1 and (of_whole_group or comm.rank == 1):
+                zero.param_groups[0]["lr"] = 0.5
+            message = caught(zero.step)
+            if step < update:
+                assert not message
+        unchanged = all(map(torch.equal, before, values_of(model)))
+        zero.param_groups[0]["lr"] = 0.1
+        zero.step()  # after the mistake is mended it goes on
+        return message, unchanged
+
+    for message, unchanged in in_groups(on_rank, 2, 2):
+        assert f"can make update {update + 1} of optimizer 0 (SGD) to train replicas of a model: " in message
+        assert "[group 0: lr=0.5] where rank 0 has [group 0: lr=0.1]" in message
+        assert unchanged
+
+
+@pytest.mark.parametrize("change", ["freezes", "repartitions"])
+def test_what_only_one_group_changes_is_named_before_gradients_are_averaged(change: str) -> None:
+    def on_rank(comm: Collectives, replicas: Collectives, group: int) -> str:
+        model, zero, sharded = hybrid(comm, replicas)
+        for step in range(2):
+            zero.zero_grad()
+            if step == 1 and group == 1 and change == "freezes":
+                model.first.bias.requires_grad_(False)  # type: ignore[union-attr]
+            if step == 1 and group == 1 and change == "repartitions":
+                zero.repartition("sorted_greedy")
+            message = caught(sharded(data(comm.rank, step)).backward)
+            if step == 0:
+                zero.step()
+        return message
+
+    what = {"freezes": "requires_grad=False", "repartitions": "[partition"}[change]
+    for message in in_groups(on_rank, 2, 2):
+        assert "none can run a backward on replicas of a model" in message
+        assert what in message
+
+
+def test_an_update_that_one_group_has_lost_is_told_to_the_other_groups() -> None:
+    class Failing(optim.SGD):
+        elementwise = True
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise ArithmeticError("on one owner")
+            return super().step(closure)
+
+    def on_rank(comm: Collectives, replicas: Collectives, group: int) -> list[str]:
+        model = Tied()
+        zero = ZeroRedundancyOptimizer(model.parameters(), Failing, comm, lr=0.1)
+        sharded = ShardedDataParallel(model, zero, replicas=replicas)
+        messages = []
+        for step in range(3):
+            zero.zero_grad()
+            zero.optim.fails = step == 1 and group == 1 and comm.rank == 1  # type: ignore[attr-defined]
+            sharded(data(comm.rank, step)).backward()
+            messages.append(caught(zero.step))
+        return messages
+
+    for number, (first, second, third) in enumerate(in_groups(on_rank, 2, 2)):
+        assert not first
+        assert bool(second) == (number >= 2)
+        assert "ArithmeticError: on one owner" in third
 
 
 # ----------------------------------------------------------------------------------------- in other programs

@@ -20,11 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ref.backward.gradient_buckets import GradientBucket, Memory
 from zero_ref.backward.reduction import gradients_to_watch, share_infinities
-from zero_ref.comm.agreement import agreement
-from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
+from zero_ref.comm.agreement import agree_with_replicas, agreement
+from zero_ref.comm.collectives import Collectives, PendingCall, ProcessGroupCollectives, as_collectives
 from zero_ref.optimizer.buckets import flat_like
-from zero_ref.optimizer.checks import facts_of
+from zero_ref.optimizer.checks import fact_of
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import CHECK
 from zero_ref.plan.gradients import BUCKET_NUMEL, GradientPlan, gradient_plans
 from zero_ref.plan.partition import Slice
 
@@ -61,14 +62,30 @@ class ShardReduction:
         self._unused: set[int] = set()
         self._open = False
         self._planned_for: object = None
+        self._facts: list[str] = []  # about the plan
         self._under_way: list[GradientBucket] = []
         self._averaged: list[GradientBucket] = []
         self._counting: tuple[torch.Tensor, PendingCall] | None = None
 
     def _plan(self) -> None:
-        """Make the buckets for the current owners and for the parameters that are trained now."""
+        """Make the buckets for the current owners and for the parameters that are trained now.
+
+        Raises:
+            ValueError: those of the replicas differ.
+        """
         zero = self.zero
-        built = zero.current()
+        if self.replicas is None:
+            built = zero.current()
+        else:  # or sums of different sizes would end the process
+            with agreement(self.replicas, "run a backward on replicas of a model", told_as=CHECK) as facts:
+                built = zero.current()
+                if built is not self._planned_for:
+                    self._facts = [
+                        f"parameter {built.name(number)}: {spec.dtype}, requires_grad={spec.trainable}"
+                        for number, spec in enumerate(built.specs)
+                    ]
+                    self._facts.append(fact_of(built.partition))
+                facts += self._facts
         if built is self._planned_for:
             return
         self._planned_for = built
@@ -143,22 +160,29 @@ class ShardReduction:
 
     def take(self, number: int, param: torch.Tensor) -> None:
         """Copy a complete gradient to its bucket, and release it."""
-        bucket = self.bucket_of[number]
+        bucket, grad = self.bucket_of.get(number), param.grad
+        assert grad is not None
+        if bucket is None:
+            raise RuntimeError(
+                f"{self._title(number)} was frozen between a forward and its backward. Change requires_grad "
+                "before the forward, on all ranks."
+            )
         if bucket.sent or number not in bucket.missing:
             raise RuntimeError(
-                f"rank {self.zero.rank}: parameter {self.zero.built.name(number)} got a second gradient in "
-                "one backward. Reentrant activation checkpointing does this: pass use_reentrant=False."
+                f"{self._title(number)} got a second gradient in one backward. Reentrant activation "
+                "checkpointing does this: pass use_reentrant=False."
             )
-        grad = param.grad
-        assert grad is not None
         if grad.layout != torch.strided:
             raise ValueError(
-                f"rank {self.zero.rank}: parameter {self.zero.built.name(number)} has a sparse gradient, "
-                "which has no place in a flat bucket. Construct its layer with sparse=False, or use "
-                "DistributedDataParallel."
+                f"{self._title(number)} has a sparse gradient, which has no place in a flat bucket. "
+                "Construct its layer with sparse=False, or use DistributedDataParallel."
             )
+        check_no_graph(grad)
         bucket.take(number, grad)
         param.grad = None
+
+    def _title(self, number: int) -> str:
+        return f"rank {self.zero.rank}: parameter {self.zero.built.name(number)}"
 
     @torch.no_grad()
     def reduce(self, bucket: GradientBucket) -> None:
@@ -248,6 +272,19 @@ class ShardReduction:
             bucket.drop()
 
 
+def check_no_graph(grad: torch.Tensor | None) -> None:
+    """Refuse gradients of which autograd keeps a graph, since a bucket has none.
+
+    Raises:
+        RuntimeError: the gradient requires a gradient.
+    """
+    if grad is not None and grad.requires_grad:
+        raise RuntimeError(
+            "a gradient requires a gradient itself, as backward(create_graph=True) makes it, and its average "
+            "could not. Use torch.autograd.grad for gradients of gradients, and call zero_grad() here."
+        )
+
+
 class ShardedDataParallel(nn.Module):
     """A model whose gradients are averaged and kept in shards. A drop-in for FairScale's class of that name.
 
@@ -259,11 +296,15 @@ class ShardedDataParallel(nn.Module):
     owns, in `.grad`; `.grad` is None for other parameters. The gradient of a part of a parameter is kept
     beside it, or, with `scaled` or `may_change`, in `.grad` with zeros where other ranks own the rest.
     Several backwards without `optimizer.zero_grad()` add up in the shard. Under `no_sync` they add up on each
-    rank, as under DDP, and the next backward outside of it reduces the sum.
+    rank, as under DDP, and the next backward outside of it, or `reduce`, reduces the sum.
 
     A parameter that no rank has used in a backward has no gradient. Every backward reduces all buckets, so
-    all ranks must make equally many backwards, and freeze and unfreeze alike. Not for reentrant activation
-    checkpointing, a `Join`, sparse gradients, or two wrapped models in one backward.
+    all ranks must make equally many backwards, and freeze, unfreeze and cast alike. A cast of the module, as
+    by `module.to(dtype)`, belongs between a step and the next forward. Not for reentrant activation
+    checkpointing, a `Join`, sparse gradients, gradients of gradients, or two wrapped models in one backward.
+
+    The constructor compares options, module and optimizers between all ranks, before anything is sent. Where
+    ranks differ, or one raises, all raise; with `replicas` those of all groups.
 
     Args:
         module: the model. Its trained parameters must all be in the optimizers.
@@ -283,6 +324,7 @@ class ShardedDataParallel(nn.Module):
         replicas: the ranks that own the same slices in other groups, if the optimizers' group is one of
             several that train together (hybrid sharding): a process group, or a DeviceMesh of one dimension.
             Shares are averaged over it, so that gradients travel whole within a group, and a share between.
+            All groups have the same partition and options, which every backward and every update compares.
         gather_in_forward: `optimizer.step` returns while new parameters are on their way, and each module
             waits for its own before its forward, its `state_dict` and its `load_state_dict`. Before you read
             a parameter yourself, or compute with one of a module that you do not call, call
@@ -290,14 +332,19 @@ class ShardedDataParallel(nn.Module):
     Raises:
         TypeError: an optimizer is not a ZeroRedundancyOptimizer.
         ValueError: a trained parameter is in none of the optimizers, in two, or in another wrapper; an
-            optimizer has one that is not in the module.
-        RuntimeError: (in forward) inside a `Join`; (in backward) gradients cannot be added to those that are
-            there, or came twice.
-    Collective: all ranks of the group construct it together, and run forward and backward together.
-    Cost: in a backward each rank sends (N-1)/N of its gradients, and four bytes for each parameter; with R
-        `replicas` also 2(R-1)/R of its share. It holds its own gradients, and up to two buckets with their
-        messages: of a bucket the owner of a part receives N-1 copies of it. Buckets that are full before
-        their turn are held as well.
+            optimizer has one that is not in the module; `replicas` has more ranks of the optimizers' group
+            than this one; ranks differ, in the constructor or, with `replicas`, later.
+        RuntimeError: another rank could not construct it; (in forward) inside a `Join`, or a gradient
+            requires a gradient; (in backward) gradients cannot be added to those that are there, or came
+            twice.
+    Collective: all ranks of the group construct it together, and run forward and backward together; with
+        `replicas` those of all groups.
+    Cost: an all-gather of 32 bytes when it is constructed. In a backward each rank sends (N-1)/N of its
+        gradients, and four bytes for each parameter; with R `replicas` also 2(R-1)/R of its share. With
+        `replicas`, construction, each backward and each update make an all-gather of 32 bytes among these,
+        and each update one within the group. A rank holds its own gradients, and up to two buckets with
+        their messages: of a bucket the owner of a part receives N-1 copies of it. Buckets that are full
+        before their turn are held as well.
     Source: the interface of fairscale.nn.data_parallel.ShardedDataParallel 0.4.13.
     """
 
@@ -322,36 +369,88 @@ class ShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        given = (
-            [sharded_optimizer] if isinstance(sharded_optimizer, torch.optim.Optimizer) else sharded_optimizer
+        given = sharded_optimizer
+        self.sharded_optimizers = (
+            [given]
+            if isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable)
+            else list(given)
         )
-        self.sharded_optimizers = list(given)
-        _check_optimizers(self.sharded_optimizers, process_group, gather_in_forward)
         self.broadcast_buffers, self.require_backward_grad_sync = broadcast_buffers, True
-        dtype = torch.float16 if reduce_fp16 else reduce_dtype
-        self.replicas = None if replicas is None else as_collectives(replicas)
-        self._reductions = [
-            ShardReduction(zero, reduce_buffer_size, dtype, scaled, may_change, self.replicas, keep_memory)
-            for zero in self.sharded_optimizers
-        ]
+        self.replicas: Collectives | None = None
         self._task, self._in_backward, self._syncing = -1, False, True
-        self._accumulators: list[Any] = []  # keeps the nodes whose hooks are called
-        self._sent_in = dtype
+        self._sent_in = torch.float16 if reduce_fp16 else reduce_dtype
         self._ordered: list[tuple[ShardReduction, GradientBucket]] = []
         self._waiting: list[tuple[ShardReduction, GradientBucket]] = []  # in the order of their reductions
-        self._hooked: set[torch.Tensor] = set()
+        self._hooked: dict[torch.Tensor, tuple[Any, Any]] = {}  # the node that accumulates, and a handle
         self._place_of: dict[torch.Tensor, tuple[ShardReduction, int]] = {}
+        self._reductions: list[ShardReduction] = []
+        options = {
+            "reduce_fp16": reduce_fp16,
+            "reduce_dtype": reduce_dtype,
+            "reduce_buffer_size": reduce_buffer_size,
+            "broadcast_buffers": broadcast_buffers,
+            "sync_models_at_startup": sync_models_at_startup,
+            "scaled": scaled,
+            "may_change": may_change,
+            "gather_in_forward": gather_in_forward,
+            "replicas": replicas and "given",
+        }
+
+        # Until all ranks agree, nothing in the module or the optimizers is changed or sent.
+        facts: list[str] | Exception
+        try:
+            if replicas is not None:  # first: from now on an error reaches their groups, too
+                self.replicas = _replicas_of(self.sharded_optimizers, replicas)
+            _check_dtype(self._sent_in)
+            _check_optimizers(self.sharded_optimizers, process_group, gather_in_forward)
+            self._reductions = [
+                ShardReduction(
+                    zero, reduce_buffer_size, self._sent_in, scaled, may_change, self.replicas, keep_memory
+                )
+                for zero in self.sharded_optimizers
+            ]
+            self._without_hooks()
+            facts = self._facts(options)
+        except Exception as error:
+            facts = error
+        for comm in _groups_of(self.sharded_optimizers, process_group):
+            try:
+                agree_with_replicas(self.replicas, comm, "construct ShardedDataParallel", facts)
+            except Exception as error:
+                facts = error
+        if isinstance(facts, Exception):
+            raise facts
+
         self.refresh_trainable()
-        if gather_in_forward:
-            for zero in self.sharded_optimizers:
+        for zero in self.sharded_optimizers:
+            zero.accord.replicas = self.replicas
+            if gather_in_forward:
                 zero.arriving.watch(module)
-        if self.replicas is not None:
-            with agreement(self.replicas, "train replicas of a model") as facts:
-                for zero in self.sharded_optimizers:
-                    facts += zero.standing_facts()
-                    facts += facts_of(zero.param_groups, zero.built.specs, zero.partition)
         if sync_models_at_startup:
             self._broadcast([*module.parameters(), *module.buffers()])
+
+    # What programs read of DistributedDataParallel.
+    find_unused_parameters = True
+
+    @property
+    def process_group(self) -> Any:
+        """The group of the first optimizer."""
+        return self.sharded_optimizers[0].process_group
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is."""
+        return next(self.module.parameters()).device
+
+    @property
+    def device_type(self) -> str:
+        """As FairScale's: the kind of `device`."""
+        return self.device.type
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        """As FairScale's: parameters are on several devices."""
+        return len({param.device for param in self.module.parameters()}) > 1
 
     # ---------------------------------------------------------------------------------------------- the model
 
@@ -367,6 +466,8 @@ class ShardedDataParallel(nn.Module):
                     "DistributedDataParallel."
                 )
             self.refresh_trainable()
+            for param in self._hooked:
+                check_no_graph(param.grad)
             if torch._C._current_graph_task_id() == -1:  # else it is computed again, in a backward
                 self._in_backward = False  # the last one may have been cut off by an error
         return self.module(*args, **kwargs)
@@ -379,6 +480,15 @@ class ShardedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def reduce(self) -> None:
+        """Average the gradients that backwards under `no_sync` have added up, without a further backward.
+
+        Raises: as a backward.
+        Collective: all ranks of the group.
+        """
+        self._begin()
+        self._end()
 
     def wait_for_parameters(self) -> None:
         """Wait until the new parameters of the last step are here: with `gather_in_forward`."""
@@ -405,10 +515,20 @@ class ShardedDataParallel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def refresh_trainable(self) -> None:
-        """Note which parameters are trained now. Each forward does this by itself.
+        """Note which parameters are trained now, and which were cast. Each forward does this by itself.
 
         Raises:
-            ValueError: as the constructor.
+            ValueError, RuntimeError: as the constructor.
+        """
+        for param in self._without_hooks():
+            self._hook(param)
+
+    @torch.enable_grad()
+    def _without_hooks(self) -> list[nn.Parameter]:
+        """The trained parameters that have no hooks yet, or lost them: a cast gives a parameter a new node.
+
+        Raises:
+            ValueError: one of them has no owner, or several.
         """
         if len(self._place_of) != sum(len(zero.built.params) for zero in self.sharded_optimizers):
             self._place_of = {}
@@ -426,8 +546,9 @@ class ShardedDataParallel(nn.Module):
                         f"parameter {reduction.zero.built.name(number)} of the optimizer is not in the "
                         "module, so its gradients would not be averaged. Give it an optimizer of its own."
                     )
+        found = []
         for name, param in self.module.named_parameters():
-            if param.requires_grad and param not in self._hooked:
+            if param.requires_grad and self._hooked.get(param, (None, None))[0] is not _accumulator(param):
                 if param not in self._place_of:
                     raise ValueError(
                         f"parameter {name} is trained, and no optimizer has it, so it has no owner. Give the "
@@ -436,16 +557,33 @@ class ShardedDataParallel(nn.Module):
                 if self._sent_in is not None and not self._sent_in.is_complex and param.is_complex():
                     option = "reduce_fp16=True" if self._sent_in == torch.float16 else "reduce_dtype="
                     raise ValueError(f"parameter {name} is complex, and {option} would drop a part of it.")
-                self._hook(name, param)
-                self._hooked.add(param)
+                if getattr(param, "_sharded_by", lambda: None)() not in (None, self):
+                    raise ValueError(
+                        f"parameter {name} is in another ShardedDataParallel. Use that one, or delete it "
+                        "first."
+                    )
+                found.append(param)
+        return found
 
-    def _hook(self, name: str, param: torch.Tensor) -> None:
-        """Be called before and after a gradient is added to the parameter's. The hooks do not keep `self`."""
-        wrapper = getattr(param, "_sharded_by", lambda: None)()
-        if wrapper is not None and wrapper is not self:
-            raise ValueError(
-                f"parameter {name} is in another ShardedDataParallel. Use that one, or delete it first."
+    def _facts(self, options: Mapping[str, Any]) -> list[str]:
+        """What must be equal on all ranks, also of other groups: options, the module, the optimizers."""
+        facts = [f"{name}={value}" for name, value in options.items()]
+        for name, param in self.module.named_parameters():
+            facts.append(
+                f"parameter {name} of the module: shape {tuple(param.shape)}, {param.dtype}, "
+                f"requires_grad={param.requires_grad}"
             )
+        if options["broadcast_buffers"] or options["sync_models_at_startup"]:
+            for name, buffer in self.module.named_buffers():
+                facts.append(f"buffer {name}: shape {tuple(buffer.shape)}, {buffer.dtype}")
+        facts.append(f"optimizers: {', '.join(zero.accord.what for zero in self.sharded_optimizers)}")
+        for zero in self.sharded_optimizers:
+            facts += zero.all_facts()
+        return facts
+
+    @torch.enable_grad()
+    def _hook(self, param: nn.Parameter) -> None:
+        """Be called before and after a gradient is added to the parameter's. The hooks do not keep `self`."""
         param._sharded_by = this = weakref.ref(self)  # type: ignore[attr-defined]
 
         def before(*_: Any) -> None:
@@ -456,11 +594,13 @@ class ShardedDataParallel(nn.Module):
             if (alive := this()) is not None:
                 alive._after_gradient(param)
 
-        # The node that accumulates. A hook on the tensor would be called by torch.autograd.grad, too.
-        node = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        node.register_prehook(before)  # type: ignore[union-attr]
-        self._accumulators.append(node)
-        param.register_post_accumulate_grad_hook(after)
+        _, earlier = self._hooked.get(param, (None, None))
+        if earlier is not None:
+            earlier.remove()
+        # A hook on the tensor would be called by torch.autograd.grad, too.
+        node = _accumulator(param)
+        node.register_prehook(before)
+        self._hooked[param] = node, param.register_post_accumulate_grad_hook(after)
 
     @torch.no_grad()
     def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -488,13 +628,12 @@ class ShardedDataParallel(nn.Module):
                 "activation checkpointing makes one within another: pass use_reentrant=False. After an error "
                 "call zero_grad() of this ShardedDataParallel."
             )
-        self._task, self._in_backward, self._syncing = task, True, self.require_backward_grad_sync
+        self._task, self._in_backward = task, True
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        if self._syncing:
-            for reduction in self._reductions:
-                reduction.begin()
-            self._waiting = self._in_order()
+        if self.require_backward_grad_sync:
+            self._begin()
             return
+        self._syncing = False
         for zero in self.sharded_optimizers:
             if zero.backward.gradients.versions is None:
                 continue
@@ -505,6 +644,12 @@ class ShardedDataParallel(nn.Module):
                 "a backward under no_sync() would add this rank's own gradients to averaged ones that are "
                 "still there. Call optimizer.zero_grad() before it, or run it outside of no_sync()."
             )
+
+    def _begin(self) -> None:
+        self._syncing = True
+        for reduction in self._reductions:
+            reduction.begin()
+        self._waiting = self._in_order()
 
     def _after_gradient(self, param: torch.Tensor) -> None:
         if self._syncing:
@@ -537,6 +682,59 @@ class ShardedDataParallel(nn.Module):
                 buckets, key=lambda one: -min(places.get(param, 0) for param in one[1].params.values())
             )
         return list(self._ordered)
+
+
+def _accumulator(param: torch.Tensor) -> Any:
+    """Autograd's node that adds to the parameter's gradient. It keeps its hooks as long as it is kept."""
+    return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def _groups_of(
+    optimizers: Iterable[Any], process_group: dist.ProcessGroup | Collectives | None
+) -> list[Collectives]:
+    """The groups of the optimizers, each once; if there is no optimizer, the group that was passed in."""
+    groups = {
+        getattr(zero.collectives, "group", zero.collectives): zero.collectives
+        for zero in optimizers
+        if isinstance(zero, ZeroRedundancyOptimizer)
+    }
+    if not groups:
+        with contextlib.suppress(Exception):
+            return [as_collectives(process_group)]
+    return [*groups.values()]
+
+
+def _replicas_of(
+    optimizers: Sequence[Any], replicas: dist.ProcessGroup | DeviceMesh | Collectives
+) -> Collectives:
+    """The calls to the replicas.
+
+    Raises:
+        ValueError: they have more ranks of the optimizers' group than this one.
+    """
+    comm = as_collectives(replicas)
+    for zero in optimizers:
+        own = getattr(zero, "collectives", None)
+        if not isinstance(own, ProcessGroupCollectives) or not isinstance(comm, ProcessGroupCollectives):
+            continue  # of other networks the place in the group tells
+        ours, theirs = (dist.get_process_group_ranks(one.group) for one in (own, comm))
+        is_same = own.group is comm.group and dist.get_world_size() > 1
+        if is_same or len(set(ours) & set(theirs)) > 1:
+            raise ValueError(
+                f"replicas is the group of ranks {theirs}, and the optimizer shards over {ours}: only this "
+                "rank may be in both. Pass the ranks that own the same slices in other groups, such as "
+                'mesh["replicas"] beside mesh["shard"].'
+            )
+    return comm
+
+
+def _check_dtype(dtype: Any) -> None:
+    is_fit = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+    if dtype is not None and not is_fit:
+        raise ValueError(
+            f"reduce_dtype takes a floating-point dtype such as torch.bfloat16, not {dtype!r}, which has no "
+            "fractions for an average."
+        )
 
 
 def _check_optimizers(

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from zero_ref.comm.agreement import Fact, agree
+from zero_ref.comm.agreement import Fact, agreement
 from zero_ref.comm.collectives import Alarm, Collectives
 from zero_ref.optimizer.groups import ParamGroup, describe_options, plain
 from zero_ref.optimizer.several import title
@@ -54,6 +54,8 @@ class Accord:
         lost: by rank, what its local optimizer raised in an update that other ranks have made. Without an
             alarm each rank knows only of itself.
         uncertain: why other ranks may have loaded a state that this rank has not; empty if none can have.
+        replicas: the ranks that own the same slices in other groups, with which this rank then compares
+            before every update; None if there are no other groups.
     """
 
     def __init__(self, comm: Collectives, alarm: Alarm | None, what: str) -> None:
@@ -61,22 +63,26 @@ class Accord:
         self.updates = 0
         self.lost: dict[int, str] = {}
         self.uncertain = ""
+        self.replicas: Collectives | None = None
 
     def before_update(self, facts: Callable[[], list[str]]) -> None:
-        """Compare before updates 1, 2, 4, 8, ...
+        """Compare before updates 1, 2, 4, 8, ..., with replicas before every update.
 
         Args:
             facts: returns what must be the same on all ranks, `self.facts()` among it.
         Raises:
             RuntimeError: an update was lost; another rank failed, or is at another update or optimizer.
             ValueError: the facts differ. The next step compares again.
-        Collective: all ranks of the group.
-        Cost: an all-gather of 32 bytes where it compares.
+        Collective: all ranks of the group, and of the other groups.
+        Cost: an all-gather of 32 bytes where it compares, with replicas one more among these.
         """
-        self.check_nothing_lost()
+        if self.replicas is None:
+            self.check_nothing_lost()  # all ranks of the group know; those of other groups have to be told
         update = self.updates + 1
-        if self.comm.world_size > 1 and update & self.updates == 0:
-            agree(self.comm, f"make update {update} of {self.what}", facts(), told_as=CHECK)
+        if self.replicas is not None or (self.comm.world_size > 1 and update & self.updates == 0):
+            action = f"make update {update} of {self.what}"
+            with agreement(self.comm, action, self.replicas, told_as=CHECK) as found:
+                found += facts()
             self.lost = {}  # if any, the same on all ranks
         self.updates = update
 

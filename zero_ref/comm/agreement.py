@@ -83,24 +83,59 @@ def agree(
     raise ValueError(_disagreement(action, [lines for _, _, lines in of_ranks], facts))
 
 
+def agree_with_replicas(
+    replicas: Collectives | None,
+    comm: Collectives,
+    action: str,
+    facts: Sequence[str] | Exception,
+    told_as: str = "all_gather",
+) -> None:
+    """As `agree`, among the ranks that own the same slices in other groups, and then within the group.
+
+    A rank brings what it found among its replicas into its group. So an error of one rank, or a difference
+    that only some ranks can see, reaches all ranks of all groups.
+
+    Args:
+        replicas: those ranks; None if there are no other groups.
+        comm: this rank's group.
+        action, facts, told_as, Raises: as `agree`.
+    Collective: all ranks of all groups.
+    Cost: that of `agree` in each of the two.
+    """
+    if replicas is not None:
+        place = Fact(
+            f"the slices of rank {comm.rank} of {comm.world_size}",
+            "`replicas` are the ranks that own the same slices in other groups: along another dimension of a "
+            "DeviceMesh.",
+        )
+        told = facts if isinstance(facts, Exception) else [place, *facts]
+        try:
+            agree(replicas, f"{action} to train replicas of a model", told, told_as)
+        except Exception as error:
+            facts = error
+    agree(comm, action, facts, told_as)
+
+
 @contextlib.contextmanager
-def agreement(comm: Collectives, action: str) -> Iterator[list[str]]:
+def agreement(
+    comm: Collectives, action: str, replicas: Collectives | None = None, told_as: str = "all_gather"
+) -> Iterator[list[str]]:
     """Prepare an action, and at the end compare the preparation with that of the other ranks.
 
     >>> with agreement(comm, "construct the optimizer") as facts:                          # doctest: +SKIP
     ...     facts += [f"{len(params)} parameters"]
 
     Yields:
-        A list for the facts. An exception that leaves the block is passed to `agree` instead of the facts.
-    Raises, Collective, Cost: as `agree`, at the end.
+        A list for the facts. An exception that leaves the block is passed on instead of the facts.
+    Args, Raises, Collective, Cost: as `agree_with_replicas`, at the end.
     """
     facts: list[str] = []
     try:
         yield facts
     except Exception as error:
-        agree(comm, action, error)
+        agree_with_replicas(replicas, comm, action, error, told_as)
     else:
-        agree(comm, action, facts)
+        agree_with_replicas(replicas, comm, action, facts, told_as)
 
 
 def _disagreement(action: str, lines_of_rank: list[list[str]], facts: Sequence[str]) -> str:

@@ -209,8 +209,13 @@ def facts_of(
         facts += [f"group {index}: {option}" for option in describe_options(group)]
         if OPTIMIZER_CLASS in group:
             facts.append(f"group {index}: {group[OPTIMIZER_CLASS].__name__}")
-    plan = repr(partition.slices_of_rank).encode()
-    return [*facts, f"partition {hashlib.sha256(plan).hexdigest()[:12]}"]
+    return [*facts, fact_of(partition)]
+
+
+def fact_of(partition: Partition) -> str:
+    """A line that is equal for equal partitions."""
+    plan = repr((partition.slices_of_rank, partition.ranges)).encode()
+    return f"partition {hashlib.sha256(plan).hexdigest()[:12]}"
 
 
 def _kind(value: object) -> str:

@@ -223,7 +223,8 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
                 optimizer of another rank raised: up to 8 ranks on the CPU raise in the same step, others at
                 the next comparison. Then all ranks refuse to step and to save until a state is loaded.
             ValueError: options, or values that the local optimizer keeps for all parameters, differ between
-                ranks. They are compared before updates 1, 2, 4, 8, ..., and in every other agreement.
+                ranks. They are compared before updates 1, 2, 4, 8, ..., and in every other agreement; before
+                every update if `ShardedDataParallel` has `replicas`.
         Collective: all ranks of the group, once each iteration, after their gradients were reduced.
         Cost: each rank receives (N-1)/N of the trainable parameters, and sends its own 1/N to the others. The
             first step after a change of `requires_grad`, and updates 1, 2, 4, 8, ..., also make an all-gather
@@ -526,6 +527,10 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
     def standing_facts(self) -> list[str]:
         """The facts that must be equal on all ranks at any time."""
         return [*self.accord.facts(), *facts_of_options(self.param_groups, self.optim)]
+
+    def all_facts(self) -> list[str]:
+        """`standing_facts`, and those that the constructor has compared."""
+        return [*self.standing_facts(), *self._facts(self.built.specs, self.partition)]
 
     def _facts(self, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:
         way = (
