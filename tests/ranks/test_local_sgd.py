@@ -10,6 +10,7 @@ import copy
 import hashlib
 import os
 import signal
+import socket
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -198,7 +199,10 @@ def both(cases: list[Case]) -> list[tuple[Trace, Trace]]:
 
 
 def schedules(world_size: int) -> list[dict[str, Any]]:
-    levels: dict[int, list[Any]] = {2: [{2: 1, 4: 2}], 4: [{2: 2, 4: 4}, {1: 2, 3: 4}]}
+    levels: dict[int, list[Any]] = {
+        2: [{2: 1, 4: 2}, {2: 2, 6: 2}, {3: 1, 2: 2}],
+        4: [{2: 2, 4: 4}, {1: 2, 3: 4}, {2: 2, 4: 4, 8: 4}, {3: 4, 4: 2, 2: 4}],
+    }
     flat = [{"periods": periods, "warmup": warmup} for periods in (1, 3, 4) for warmup in (0, 1, 3)]
     deep = [{"periods": periods, "warmup": warmup} for periods in levels[world_size] for warmup in (0, 1, 3)]
     grouped = [{**one, "gradient_group": 2} for one in (flat[3], flat[5], *deep[:3])]
@@ -251,6 +255,42 @@ def test_a_period_of_1_warns() -> None:
             HierarchicalModelAverager({1: 1}, process_group=comm)  # type: ignore[arg-type]
 
     virtual.run(make, 1)
+
+
+def test_a_level_that_is_never_taken_is_told() -> None:
+    def make(comm: Collectives) -> None:
+        text = r"Level\(period=4, group_size=1\) is never taken: at each of its steps"
+        with pytest.warns(UserWarning, match=text) as found:
+            HierarchicalModelAverager({3: 1, 4: 1, 2: 1}, process_group=comm)  # type: ignore[arg-type]
+        assert [one.filename for one in found] == [__file__]
+
+    virtual.run(make, 1)
+
+
+def without_a_subgroup(members: list[int]) -> tuple[list[float], list[int] | None]:
+    """Gradients of four steps, two of them warm-up; ranks 0 and 2 share a machine, as do ranks 1 and 3."""
+    rank = dist.get_rank()
+    group = dist.new_group(members)
+    if rank not in members:
+        return [], None
+    with mock.patch.object(socket, "gethostname", return_value=f"machine {rank % 2}"):
+        ddp = DDP(nn.Linear(1, 1, bias=False), process_group=group)
+        state = PostLocalSGDState(group if len(members) < dist.get_world_size() else None, None, 2)
+        ddp.register_comm_hook(state, post_localSGD_hook)
+        gradients = []
+        for _ in range(4):
+            ddp.zero_grad()
+            ddp(torch.tensor([[float(rank)]])).sum().backward()
+            gradients.append(ddp.module.weight.grad.item())
+    return gradients, dist.get_process_group_ranks(state.subgroup)
+
+
+def test_without_a_subgroup_the_ranks_of_a_machine_average_their_gradients() -> None:
+    for rank, (gradients, subgroup) in enumerate(run(without_a_subgroup, 4, [0, 1, 2, 3], timeout=60)):
+        assert subgroup == [rank % 2, rank % 2 + 2]
+        assert gradients == [1.5, 1.5, rank % 2 + 1, rank % 2 + 1]
+    of_three = run(without_a_subgroup, 4, [0, 1, 2], timeout=60)
+    assert of_three == [([1, 1, 1, 1], [0, 2]), ([1, 1, 1, 1], [1]), ([1, 1, 1, 1], [0, 2]), ([], None)]
 
 
 # --------------------------------------------------------------------------------------- stop and go on
@@ -457,40 +497,6 @@ def test_wrong_parts_are_refused() -> None:
     alone(on_rank)
 
 
-def of_machines(host: str) -> list[list[int]]:
-    """The ranks that average gradients if no subgroup is given, where ranks have these host names."""
-    with mock.patch("socket.gethostname", return_value=host.split()[dist.get_rank()]):
-        states = [PostLocalSGDState(None, None, start) for start in (1, 1000)]
-    return [dist.get_process_group_ranks(state.subgroup) for state in states]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there GPUs tell which ranks share a machine")
-def test_without_gpus_the_host_name_tells_which_ranks_share_a_machine() -> None:
-    assert run(of_machines, 3, "a b a") == [[[0, 2]] * 2, [[1]] * 2, [[0, 2]] * 2]
-    assert run(of_machines, 2, "a a") == [[[0, 1]] * 2] * 2
-
-
-def levels_of_one_size() -> tuple[list[list[int]], list[float]]:
-    """As in torch's own test of three levels: two of them are over the same ranks."""
-    averager = HierarchicalModelAverager({2: 2, 4: 4, 8: 4}, warmup_steps=10)
-    groups = [*map(dist.get_process_group_ranks, averager.period_process_group_dict.values())]
-    param, seen = nn.Parameter(torch.empty(1)), []
-    for _ in range(25):
-        with torch.no_grad():
-            param.fill_(float(dist.get_rank()))
-        averager.average_parameters([param])
-        seen.append(param.item())
-    return groups, seen
-
-
-def test_two_levels_may_have_groups_of_one_size() -> None:
-    for rank, (groups, seen) in enumerate(run(levels_of_one_size, 4)):
-        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert groups == [pair, [0, 1, 2, 3], [0, 1, 2, 3]]
-        of_step = {step: 1.5 if step % 4 == 0 else sum(pair) / 2 for step in range(10, 25, 2)}
-        assert seen == [of_step.get(step, float(rank)) for step in range(25)]
-
-
 # --------------------------------------------------------------------------- sharded within a group of ranks
 
 
@@ -672,7 +678,7 @@ def different() -> dict[str, str]:
         "no levels": lambda: HierarchicalModelAverager(None),
         "last level": lambda: HierarchicalModelAverager({2: 1, 4: 8}),
         "groups": lambda: ModelAverager(AveragingSchedule.periodic(3, gradient_group=4)),
-        "not levels": lambda: HierarchicalModelAverager({4: 1, 2: world_size} if last else {4: world_size}),
+        "not levels": lambda: HierarchicalModelAverager({0: world_size} if last else {4: world_size}),
     }
     said = {name: caught(mistake) for name, mistake in tell.items()}
     averager.step = 1
@@ -707,7 +713,7 @@ def test_ranks_that_differ_are_told_on_all_of_them() -> None:
             "optimizer, and was given a tuple",
         ),
         "float period": ("construct the averager", "TypeError: period must be a whole number, got 3.5"),
-        "not levels": ("construct the averager", "ValueError: levels go from small groups"),
+        "not levels": ("construct the averager", "ValueError: period must be at least 1, got 0"),
     }
     of_rank = run(different, 3, timeout=NEVER_S)
     for rank, said in enumerate(of_rank):

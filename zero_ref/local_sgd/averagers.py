@@ -8,7 +8,7 @@ the steps and averages. The other two classes have torch's names and arguments.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zero_ref.comm.agreement import agree, agreement
-from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives, as_collectives
+from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives, as_collectives, global_ranks
 from zero_ref.local_sgd.averaging import AveragingSchedule
 
 
@@ -68,7 +68,9 @@ class ModelAverager:
                     "Average over all ranks, or pass a process group."
                 )
         for size in smaller:
-            self.group_of[size] = ProcessGroupCollectives(_consecutive(self.collectives, size, timeout))
+            assert isinstance(self.collectives, ProcessGroupCollectives)
+            parts = [range(first, first + size) for first in range(0, world_size, size)]
+            self.group_of[size] = ProcessGroupCollectives(group_among(self.collectives, parts, timeout))
 
     @property
     def period(self) -> int:
@@ -140,7 +142,8 @@ class HierarchicalModelAverager(ModelAverager):
 
     Args:
         period_group_size_dict: {period: ranks in a group}, from small groups, averaged often, to all ranks.
-            Periods are counted from step 0, not from the end of the warm-up.
+            Periods are counted from step 0, not from the end of the warm-up. Of those that are due the last
+            is taken.
         warmup_steps, process_group, timeout: as PeriodicModelAverager.
         gradient_group: as AveragingSchedule.
     Raises, Collective, Cost: as ModelAverager.
@@ -161,9 +164,9 @@ class HierarchicalModelAverager(ModelAverager):
 
     @property
     def period_process_group_dict(self) -> dict[int, Any]:
-        """{period: this rank's process group}, as torch's."""
-        groups = [(level.period, self.group_of[level.group_size]) for level in self.schedule.levels]
-        return {period: getattr(comm, "group", comm) or self.process_group for period, comm in groups}
+        """The process group of each period, as torch's."""
+        groups = {level.period: self.group_of[level.group_size] for level in self.schedule.levels}
+        return {period: getattr(comm, "group", None) or self.process_group for period, comm in groups.items()}
 
 
 def _planned(
@@ -185,18 +188,29 @@ def _planned(
             "DistributedDataParallel, which hides it behind backward. Use that alone, or a longer period.",
             stacklevel=3,
         )
+    for level in schedule.never_taken:
+        warnings.warn(
+            f"{level} is never taken: at each of its steps one that comes later in the dict is due too. List "
+            "periods from short ones of small groups to long ones of wide groups.",
+            stacklevel=3,
+        )
     return schedule
 
 
-def _consecutive(world: Collectives, size: int, timeout: timedelta | None) -> Any:
-    """A process group of `size` consecutive ranks of `world`, among them this rank."""
-    assert isinstance(world, ProcessGroupCollectives)
-    if world.group in (None, dist.group.WORLD):
-        return dist.new_subgroups(size, timeout=timeout)[0]
-    members = dist.get_process_group_ranks(world.group)
-    first = world.rank - world.rank % size
+def group_among(
+    world: ProcessGroupCollectives, parts: Sequence[Sequence[int]], timeout: timedelta | None = None
+) -> Any:
+    """A process group of that one of the parts, ranks of `world`, that has this rank.
+
+    Collective: all ranks of `world`.
+    """
+    members = global_ranks(world)
+    of_each = [[members[rank] for rank in part] for part in parts]
+    if len(members) == dist.get_world_size():
+        return dist.new_subgroups_by_enumeration(of_each, timeout=timeout)[0]
     # Only the group's members make it, because ranks outside of `world` do not call this.
-    return dist.new_group(members[first : first + size], timeout=timeout, use_local_synchronization=True)
+    mine = next(ranks for ranks in of_each if dist.get_rank() in ranks)
+    return dist.new_group(mine, timeout=timeout, use_local_synchronization=True)
 
 
 def _trainable(params: Iterable[Any]) -> list[torch.Tensor]:

@@ -11,7 +11,6 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -43,7 +42,8 @@ class AveragingSchedule:
     [64, None, 8, None, 64]
 
     Args:
-        levels: from the smallest groups, averaged most often, to all ranks; two may have groups of one size.
+        levels: from the smallest groups, averaged most often, to all ranks; in another order too, the last
+            that is due is taken.
         warmup_steps: how many steps come before local training.
         origin: a level is due at steps that are a multiple of its period away from this one. torch's flat
             averager counts from the end of the warm-up, its hierarchical one from step 0.
@@ -51,7 +51,8 @@ class AveragingSchedule:
             machine; with 1 not at all.
     Raises:
         TypeError: a number is not whole.
-        ValueError: there is no level, a number is too small, levels are not in order, or groups do not nest.
+        ValueError: there is no level, a number is too small, another level than the last has group_size=None,
+            or groups cannot be made of gradient groups.
     Source: post-local SGD, and hierarchical local SGD with its several levels (Lin et al., arXiv:1808.07217).
     """
 
@@ -71,14 +72,8 @@ class AveragingSchedule:
                 _check_at_least(1, group_size=level.group_size)
         if any(level.group_size is None for level in self.levels[:-1]):
             raise ValueError("only the last level averages over all ranks: group_size=None comes last.")
-        for small, wide in pairwise(self.levels):
-            wider = wide.group_size is None or (small.group_size or 0) <= wide.group_size
-            if not (wider and small.period < wide.period):
-                raise ValueError(
-                    f"levels go from small groups averaged often to wide ones averaged seldom, and {small} "
-                    f"stands before {wide}."
-                )
-        for inner, outer in pairwise(self.group_sizes):
+        for size in self.group_sizes:
+            inner, outer = sorted((size, self.gradient_group))
             if outer % inner:
                 raise ValueError(
                     f"groups must nest, and one of {outer} ranks cannot be made of groups of {inner}."
@@ -105,6 +100,20 @@ class AveragingSchedule:
         """The sizes of the groups in this schedule, ascending, without duplicates and without 1."""
         named = {self.gradient_group, *(level.group_size for level in self.levels)}
         return sorted(size for size in named if size is not None and size > 1)
+
+    @property
+    def never_taken(self) -> list[Level]:
+        """The levels at all of whose steps a later one is due too.
+
+        >>> AveragingSchedule.hierarchical({4: 2, 2: 8}).never_taken
+        [Level(period=4, group_size=2)]
+        """
+        later = [self.levels[place + 1 :] for place in range(len(self.levels))]
+        return [
+            level
+            for level, others in zip(self.levels, later)
+            if any(level.period % other.period == 0 for other in others)
+        ]
 
     @property
     def cycle(self) -> int:

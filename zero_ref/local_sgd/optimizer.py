@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 from zero_ref.backward.gradients import check_no_scaler
 from zero_ref.comm import devices
 from zero_ref.comm.agreement import agree
-from zero_ref.comm.collectives import ProcessGroupCollectives, as_collectives, gather_texts, global_ranks
-from zero_ref.local_sgd.averagers import ModelAverager
+from zero_ref.comm.collectives import ProcessGroupCollectives, as_collectives, gather_texts
+from zero_ref.local_sgd.averagers import ModelAverager, group_among
 from zero_ref.optimizer.groups import params_of
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -47,13 +47,12 @@ class PostLocalSGDState:
 
     Args:
         process_group: all ranks; None is the default group.
-        subgroup: this rank's group after the warm-up, if gradients are averaged then. None for the ranks on
-            this machine: as many as it has GPUs, or without GPUs those with its host name.
+        subgroup: this rank's group after the warm-up, if gradients are averaged then. None for the ranks of
+            this machine; the hook makes the group when it is first needed, and sets it here.
         start_localSGD_iter: steps of the warm-up.
         post_local_gradient_allreduce: whether gradients are averaged after the warm-up, within `subgroup`.
     Raises:
         ValueError: `start_localSGD_iter` is below 0.
-    Collective: all ranks, if it has to make the groups of machines.
     """
 
     def __init__(
@@ -65,8 +64,6 @@ class PostLocalSGDState:
     ) -> None:
         if start_localSGD_iter < 0:
             raise ValueError(f"start_localSGD_iter must be at least 0, got {start_localSGD_iter}.")
-        if post_local_gradient_allreduce and subgroup is None:
-            subgroup = _on_this_machine(process_group)
         self.process_group = process_group
         self.subgroup = subgroup
         self.start_localSGD_iter = start_localSGD_iter
@@ -116,16 +113,6 @@ class PostLocalSGDState:
             self._iter += 1
 
 
-def _on_this_machine(process_group: dist.ProcessGroup | None) -> Any:
-    """A process group of the ranks on this machine."""
-    if devices.accelerator_count():
-        return dist.new_subgroups(devices.accelerator_count())[0]
-    everybody = as_collectives(process_group)
-    hosts = gather_texts(everybody, socket.gethostname())
-    members = [rank for rank, host in zip(global_ranks(everybody), hosts) if host == socket.gethostname()]
-    return dist.new_group(members, use_local_synchronization=True)
-
-
 # DDP refuses annotations other than its own classes, and typing knows no name for those.
 def post_localSGD_hook(state, bucket):  # type: ignore[no-untyped-def]
     """A DDP communication hook: averages over all ranks in the warm-up, then over the subgroup or not at all.
@@ -135,16 +122,30 @@ def post_localSGD_hook(state, bucket):  # type: ignore[no-untyped-def]
     Args:
         state: a PostLocalSGDState, this package's or torch's.
     Collective: all ranks of the group that averages, in backward.
-    Cost: an all-reduce of the bucket, or nothing.
+    Cost: an all-reduce of the bucket, or nothing. If the state has no subgroup, all ranks make the groups of
+        machines once: two all-gathers, of 8 bytes and of the names of the machines.
     """
     if state.iter < state.start_localSGD_iter:
         state.maybe_increase_iter(bucket)
         return allreduce_hook(state.process_group, bucket)
     if state.post_local_gradient_allreduce:
+        if state.subgroup is None:
+            state.subgroup = _ranks_of_this_machine(state.process_group)
         return allreduce_hook(state.subgroup, bucket)
     unchanged = devices.future(bucket.buffer().device)
     unchanged.set_result(bucket.buffer())
     return unchanged
+
+
+def _ranks_of_this_machine(process_group: dist.ProcessGroup | None) -> Any:
+    """The ranks of the group that are on this machine, as its name in the network tells. Collective."""
+    comm = ProcessGroupCollectives(process_group)
+    machines: dict[str, list[int]] = {}
+    for rank, name in enumerate(gather_texts(comm, socket.gethostname())):
+        machines.setdefault(name, []).append(rank)
+    if len(machines) == 1:
+        return process_group or dist.group.WORLD
+    return group_among(comm, [*machines.values()])
 
 
 # -------------------------------------------------------------------------------------------- the optimizer
