@@ -53,6 +53,7 @@ for name in ("even views", "shares", "shares views"):
     CASES[f"sharded, {name}, in forward"] = ("sharded", {**how, "in_forward": True})
     for rounding in ("nearest", "stochastic"):
         CASES[f"masters, {name}, {rounding}"] = ("masters", {**how, "rounding": rounding})
+    CASES[f"two optimizers, {name}"] = ("two_optimizers", how)
 CASES["local SGD"] = ("averaged", {})
 
 

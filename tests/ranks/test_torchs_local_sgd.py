@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tempfile
 import unittest
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -60,7 +61,11 @@ def run_torchs_test(name: str, rank: int, world_size: int) -> str:
     """On one rank. Returns the name."""
     with ExitStack() as stack:
         patched = stack.enter_context
-        patched(mock.patch.dict(os.environ, BACKEND="gloo", WORLD_SIZE=str(world_size), TEMP_DIR="/tmp"))
+        patched(
+            mock.patch.dict(
+                os.environ, BACKEND="gloo", WORLD_SIZE=str(world_size), TEMP_DIR=tempfile.gettempdir()
+            )
+        )
         if importlib.util.find_spec("expecttest") is None:  # of which these tests use nothing else
             stub = SimpleNamespace(TestCase=unittest.TestCase)
             patched(mock.patch.dict(sys.modules, expecttest=stub))
