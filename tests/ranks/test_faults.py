@@ -104,16 +104,21 @@ def test_a_rank_that_cannot_construct_it_makes_all_raise() -> None:
             assert messages[rank].startswith(prefix)
 
 
+def wait_until_rank_1_left(group: Any) -> None:
+    """Rank 0 waits for rank 1 to destroy the group, and for its own network to notice."""
+    dist.barrier()
+    with contextlib.suppress(RuntimeError):
+        while True:
+            dist.irecv(torch.empty(1), group=group, group_src=1, tag=99)
+
+
 def construct_and_leave() -> str:
     """Rank 1 leaves the group at once, before rank 0 opens its channel for alarms: what that raises."""
     group = dist.new_group([0, 1])
     open_channel = ProcessGroupCollectives.open_channel
 
     def open_late(*args: Any) -> Any:
-        dist.barrier()
-        with contextlib.suppress(RuntimeError):  # until this rank's network has noticed
-            while True:
-                dist.irecv(torch.empty(1), group=group, group_src=1, tag=99)
+        wait_until_rank_1_left(group)
         return open_channel(*args)
 
     def made() -> None:
@@ -413,6 +418,23 @@ def test_the_others_are_told_what_they_waited_for_when_a_rank_dies_in_a_step(as_
         run(outlive, 2, as_view, timeout=NEVER_S)
     told = f"{error.value}"
     assert re.search(r"rank 0 of 2: broadcast (from|to) rank \d did not complete", told)
+
+
+def step_after_rank_1_left() -> str:
+    group = dist.new_group([0, 1])
+    optimizer = trained()(group)
+    if dist.get_rank() == 0:
+        wait_until_rank_1_left(group)
+        return caught(optimizer.step)
+    dist.destroy_process_group(group)
+    dist.barrier()
+    return ""
+
+
+def test_a_step_after_a_rank_has_left_says_what_it_waited_for() -> None:
+    # The alarm cannot be sent either. Its error must not take the place of the first one.
+    message, _ = run(step_after_rank_1_left, 2, timeout=NEVER_S)
+    assert message.startswith("RuntimeError: rank 0 of 2: broadcast from rank 1 did not complete")
 
 
 def freeze_differently(on_one: bool, steps: int) -> str:

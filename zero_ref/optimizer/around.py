@@ -107,9 +107,9 @@ def failure_told(zero: Any, expected: Sequence[PendingCall | None]) -> Iterator[
         yield by_closure
     except Exception as error:
         if error not in by_closure:
-            if any(message.owner == zero.rank for message in zero.built.messages):
-                zero.accord.ring(error)
             with suppress(RuntimeError):
+                if any(message.owner == zero.rank for message in zero.built.messages):
+                    zero.accord.ring(error)
                 zero.exchange(expected)
         raise
 
