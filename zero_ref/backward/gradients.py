@@ -174,7 +174,7 @@ class OnOwners(_Kept):
 
     def check_as_left(self, rank: int, built: Built) -> None:
         for number, param in enumerate(built.params):
-            if param.grad is not None and param not in self.versions.params:
+            if param.requires_grad and param.grad is not None and param not in self.versions.params:
                 raise RuntimeError(
                     f"rank {rank}: a backward that reduced nothing, as under ddp.no_sync(), has added to "
                     "gradients that an earlier one had reduced to their owners: parameter "
