@@ -77,7 +77,7 @@ class Place:
         documented = [place for place in device.gpu.waits if any(name in place for name in allowed)]
         if at_most is not None and len(documented) > at_most:
             self.found["too many waits"] = documented
-        allowed = (*allowed, "before_update", "host at paths.py")
+        allowed = (*allowed, "agreement.py:", "host at paths.py")
         for kind, places in device.gpu.findings().items():
             # A call that torch makes for the program, as Join does, frees what torch's group still holds.
             ignored = {"waits": allowed, "frees": ("at paths.py",)}.get(kind, ())

@@ -20,12 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ref.backward.gradient_buckets import GradientBucket, Memory
 from zero_ref.backward.reduction import gradients_to_watch, share_infinities
-from zero_ref.comm.agreement import agree_with_replicas, agreement
-from zero_ref.comm.collectives import Collectives, PendingCall, ProcessGroupCollectives, as_collectives
+from zero_ref.comm.agreement import agree_with_replicas
+from zero_ref.comm.collectives import (
+    Collectives,
+    PendingCall,
+    ProcessGroupCollectives,
+    apart_from,
+    as_collectives,
+)
 from zero_ref.optimizer.buckets import flat_like
-from zero_ref.optimizer.checks import fact_of
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.calls import CHECK
 from zero_ref.plan.gradients import BUCKET_NUMEL, GradientPlan, gradient_plans
 from zero_ref.plan.partition import Slice
 
@@ -53,6 +57,7 @@ class ShardReduction:
         keep_memory: bool,
     ) -> None:
         self.zero, self.cap, self.dtype, self.replicas = zero, max(cap, 1), dtype, replicas
+        self.comm = apart_from(zero.collectives)
         self.scaled, self.may_change = scaled, may_change
         self.buckets: list[GradientBucket] = []
         self.bucket_of: dict[int, GradientBucket] = {}
@@ -62,7 +67,6 @@ class ShardReduction:
         self._unused: set[int] = set()
         self._open = False
         self._planned_for: object = None
-        self._facts: list[str] = []  # about the plan
         self._under_way: list[GradientBucket] = []
         self._averaged: list[GradientBucket] = []
         self._counting: tuple[torch.Tensor, PendingCall] | None = None
@@ -71,21 +75,15 @@ class ShardReduction:
         """Make the buckets for the current owners and for the parameters that are trained now.
 
         Raises:
-            ValueError: those of the replicas differ.
+            ValueError, RuntimeError: as `ZeroRedundancyOptimizer.current`; ranks differ, or one is to do
+                something else, such as a step that this rank has left out.
         """
         zero = self.zero
-        if self.replicas is None:
-            built = zero.current()
-        else:  # or sums of different sizes would end the process
-            with agreement(self.replicas, "run a backward on replicas of a model", told_as=CHECK) as facts:
-                built = zero.current()
-                if built is not self._planned_for:
-                    self._facts = [
-                        f"parameter {built.name(number)}: {spec.dtype}, requires_grad={spec.trainable}"
-                        for number, spec in enumerate(built.specs)
-                    ]
-                    self._facts.append(fact_of(built.partition))
-                facts += self._facts
+        # Sums of other sizes over replicas would end the process, so compare where the host need not wait for
+        # an accelerator.
+        each_time = self.replicas is not None and self.replicas.control_device.type == "cpu"
+        zero.accord.compare("run a backward for", lambda: zero.current().facts, anyway=each_time)
+        built = zero.current()
         if built is self._planned_for:
             return
         self._planned_for = built
@@ -97,7 +95,7 @@ class ShardReduction:
     def _bucket(self, plan: GradientPlan) -> GradientBucket:
         params = {number: self.zero.built.params[number] for number in plan.starts}
         dtype = self.dtype or next(iter(params.values())).dtype
-        return GradientBucket(params, plan, dtype, self.zero.collectives, self.replicas, self._memory)
+        return GradientBucket(params, plan, dtype, self.comm, self.replicas, self._memory)
 
     def begin(self) -> None:
         """A backward has begun: put the gradients of earlier ones aside, to which it will add.
@@ -200,7 +198,7 @@ class ShardReduction:
 
     def count(self) -> None:
         """All buckets are on their way: start to count on how many ranks each parameter had a gradient."""
-        comm = self.zero.collectives
+        comm = self.comm
         if comm.world_size > 1 or self.replicas is not None:
             had = torch.ones(len(self.bucket_of), dtype=torch.int32, device=comm.control_device)
             for place, number in enumerate(self.bucket_of):
@@ -246,7 +244,7 @@ class ShardReduction:
                 watched[param] = None
         own = gradients_to_watch(zero, watched, parts_apart=not self._is_shown)
         if self.scaled:
-            share_infinities(zero.collectives, own)
+            share_infinities(self.comm, own)
         self.drop()
         parts = None if self._is_shown else hidden
         zero.backward.end_on_owners(watched, frozenset(used), self.scaled, self.may_change, parts, flats)
@@ -384,6 +382,7 @@ class ShardedDataParallel(nn.Module):
         self._hooked: dict[torch.Tensor, tuple[Any, Any]] = {}  # the node that accumulates, and a handle
         self._place_of: dict[torch.Tensor, tuple[ShardReduction, int]] = {}
         self._reductions: list[ShardReduction] = []
+        self._sent_kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         options = {
             "reduce_fp16": reduce_fp16,
             "reduce_dtype": reduce_dtype,
@@ -457,7 +456,7 @@ class ShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, after buffers were sent."""
         if self.broadcast_buffers and self.training and self.require_backward_grad_sync:
-            self._broadcast(self.module.buffers())
+            self._send_buffers()
         if torch.is_grad_enabled():
             if any(zero.joined for zero in self.sharded_optimizers):
                 raise RuntimeError(
@@ -602,12 +601,24 @@ class ShardedDataParallel(nn.Module):
         node.register_prehook(before)
         self._hooked[param] = node, param.register_post_accumulate_grad_hook(after)
 
+    def _send_buffers(self) -> None:
+        buffers = dict(self.module.named_buffers())
+        kinds = {name: (one.dtype, tuple(one.shape)) for name, one in buffers.items()}
+        if buffers:
+            self.sharded_optimizers[0].accord.compare(
+                "run a forward for",
+                lambda: [f"buffer {name}: {dtype}, shape {shape}" for name, (dtype, shape) in kinds.items()],
+                anyway=kinds != self._sent_kinds,
+            )
+        self._sent_kinds = kinds
+        self._broadcast(buffers.values())
+
     @torch.no_grad()
     def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         sent = []
         for tensor in tensors:
             sent.append((tensor, tensor.detach() if tensor.is_contiguous() else tensor.detach().clone()))
-        for comm in (self.replicas, self.sharded_optimizers[0].collectives):  # to other groups, then within
+        for comm in (self.replicas, self._reductions[0].comm):  # to other groups, then within
             for work in [comm.broadcast(flat, 0) for _, flat in sent] if comm is not None else ():
                 work.wait()
         for tensor, flat in sent:

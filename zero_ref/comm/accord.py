@@ -73,18 +73,33 @@ class Accord:
         Raises:
             RuntimeError: an update was lost; another rank failed, or is at another update or optimizer.
             ValueError: the facts differ. The next step compares again.
-        Collective: all ranks of the group, and of the other groups.
+        Collective: all ranks of the group, with replicas of all groups.
         Cost: an all-gather of 32 bytes where it compares, with replicas one more among these.
         """
         if self.replicas is None:
             self.check_nothing_lost()  # all ranks of the group know; those of other groups have to be told
+        if self.compare("make", facts, anyway=self.replicas is not None):
+            self.lost = {}  # if any, the same on all ranks
+        self.updates += 1
+
+    def compare(self, action: str, facts: Callable[[], list[str]], *, anyway: bool = False) -> bool:
+        """Compare if the next update is 1, 2, 4, 8, ...; return whether it did.
+
+        A rank that has left out a step then meets the others in it, and all raise.
+
+        Args:
+            action: what this rank is about to do for that update.
+            anyway: compare before other updates, too.
+            facts, Raises, Collective, Cost: as `before_update`.
+        """
         update = self.updates + 1
-        if self.replicas is not None or (self.comm.world_size > 1 and update & self.updates == 0):
-            action = f"make update {update} of {self.what}"
+        alone = self.comm.world_size == 1 and self.replicas is None
+        compares = not alone and (anyway or update & self.updates == 0)
+        if compares:
+            action = f"{action} update {update} of {self.what}"
             with agreement(self.comm, action, self.replicas, told_as=CHECK) as found:
                 found += facts()
-            self.lost = {}  # if any, the same on all ranks
-        self.updates = update
+        return compares
 
     def facts(self) -> list[str]:
         """Whether an update was lost on this rank, for networks on which no alarm has told the others.

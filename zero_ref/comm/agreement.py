@@ -31,6 +31,9 @@ class Fact(str):
         return fact
 
 
+KNOWN_TO = "known_to"
+"""The attribute of an exception that lists the groups of which all ranks have raised for the same reason."""
+
 REMEDY = "Pass the same parameters and options on every rank."
 
 
@@ -45,7 +48,8 @@ def agree(
     Args:
         action: what comes next, in words: "construct the optimizer".
         facts: one line each, in an order that all ranks share, or the exception that this rank met. A `Fact`
-            brings its own advice for the case that it differs.
+            brings its own advice for the case that it differs. An exception that an agreement of these ranks
+            has raised is only raised again.
         told_as: the `op` that observers see.
     Raises:
         Exception: the one passed as `facts`, on the rank that passed it.
@@ -55,6 +59,16 @@ def agree(
     Collective: all ranks of the group, outside of any other call.
     Cost: one all-gather of 32 bytes; where ranks differ, one more of all the facts.
     """
+    if isinstance(facts, Exception) and comm in vars(facts).get(KNOWN_TO, ()):
+        raise facts
+    try:
+        _compare(comm, action, facts, told_as)
+    except Exception as error:
+        vars(error).setdefault(KNOWN_TO, []).append(comm)
+        raise
+
+
+def _compare(comm: Collectives, action: str, facts: Sequence[str] | Exception, told_as: str) -> None:
     failed = isinstance(facts, Exception)
     lines = [f"{type(facts).__name__}: {facts}"] if isinstance(facts, Exception) else list(facts)
     text = json.dumps([action, failed, lines]).encode()

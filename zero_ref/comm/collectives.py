@@ -9,6 +9,7 @@ them on a torch.distributed process group (NCCL, Gloo), `zero_ref.lab.virtual` o
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -29,6 +30,9 @@ TAG = 2**20
 
 ALARM_TAG = TAG + 720_720
 """Gloo takes network device number (tag mod devices): with up to 16 devices the same one as for `TAG`."""
+
+BACKWARD_TAG = 360_360
+"""What the messages of a backward have in addition, so that none is taken for one of a step."""
 
 ALARM_NBYTES = 512
 """A text, then the update's number in eight bytes, then a 1, which arrives last."""
@@ -473,6 +477,14 @@ def global_ranks(comm: Collectives) -> list[int]:
     if isinstance(comm, ProcessGroupCollectives):
         return dist.get_process_group_ranks(comm.group)
     return list(range(comm.world_size))
+
+
+def apart_from(comm: Collectives) -> Collectives:
+    """The same calls, and the same observers, with other tags: for messages beside those of `comm`."""
+    other = copy.copy(comm)
+    if isinstance(other, ProcessGroupCollectives):
+        other.tag += BACKWARD_TAG
+    return other
 
 
 def gather_bytes(comm: Collectives, content: bytes, told_as: str = "all_gather") -> list[bytearray]:

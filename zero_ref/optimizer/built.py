@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from zero_ref.optimizer.buckets import Message, flatten_parameters, messages_by_parameter
+from zero_ref.optimizer.checks import fact_of
 from zero_ref.optimizer.groups import name_of
 from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition
@@ -26,14 +28,14 @@ class Built:
         specs: what the plan knows about each parameter.
         partition: the owner of each slice.
         messages: what a step sends, in order. They share memory with the parameters.
-        places: for each parameter its address and its `requires_grad`.
+        places: for each parameter its address, its dtype and its `requires_grad`.
     """
 
     params: tuple[torch.Tensor, ...]
     specs: tuple[ParamSpec, ...]
     partition: Partition
     messages: tuple[Message, ...]
-    places: tuple[tuple[int, bool], ...]
+    places: tuple[tuple[int, torch.dtype, bool], ...]
 
     @classmethod
     def of(
@@ -58,6 +60,15 @@ class Built:
             messages = messages_by_parameter(partition, params)
         return cls(tuple(params), tuple(specs), partition, tuple(messages), places_of(params))
 
+    @cached_property
+    def facts(self) -> list[str]:
+        """What must be equal on all ranks, or they would send messages of different sizes."""
+        lines = [
+            f"parameter {self.name(number)}: {spec.dtype}, requires_grad={spec.trainable}"
+            for number, spec in enumerate(self.specs)
+        ]
+        return [*lines, fact_of(self.partition)]
+
     def name(self, number: int) -> str:
         """A parameter's name in errors."""
         return name_of(self.specs, number)
@@ -67,9 +78,9 @@ class Built:
         return len(self.partition.pieces_of_param[number]) > 1
 
 
-def places_of(params: Sequence[torch.Tensor]) -> tuple[tuple[int, bool], ...]:
-    """The address and `requires_grad` of each parameter. If one changes, messages must be made anew."""
-    return tuple([(param.data_ptr(), param.requires_grad) for param in params])
+def places_of(params: Sequence[torch.Tensor]) -> tuple[tuple[int, torch.dtype, bool], ...]:
+    """Address, dtype and `requires_grad` of each parameter. If one changes, messages must be made anew."""
+    return tuple([(param.data_ptr(), param.dtype, param.requires_grad) for param in params])
 
 
 def _free_frozen_windows(params: Sequence[torch.Tensor], messages: Sequence[Message]) -> None:

@@ -445,7 +445,8 @@ class Shard:
         """Refuse parameters whose elements are no longer those of the plan.
 
         Raises:
-            RuntimeError: the size of a parameter has changed, or the strides of one that is cut.
+            RuntimeError: the size of a parameter has changed, or the strides of one that is cut; a range has
+                trained parameters of several dtypes.
         """
         for number, (param, numel) in enumerate(zip(params, self.built.partition.numels, strict=True)):
             if param.numel() != numel:
@@ -453,6 +454,16 @@ class Shard:
                     f"rank {self.rank}: parameter {self.built.name(number)} had {numel} elements and now has "
                     f"{param.numel()}. Build a new optimizer for a model of other sizes."
                 )
+        for shared in self.built.partition.ranges:
+            first, *others = [number for number in shared.params if params[number].requires_grad] or [0]
+            for number in others:
+                if params[number].dtype != params[first].dtype:
+                    one, other = (f"{self.built.name(n)} ({params[n].dtype})" for n in (first, number))
+                    raise RuntimeError(
+                        f"rank {self.rank}: parameters {one} and {other} have come to differ in dtype, and "
+                        "lie in one range, which ranks share. Cast all parameters, or cast them before the "
+                        "optimizer is constructed."
+                    )
         for number, param, strides in self.cut:
             if param.stride() != strides:
                 raise RuntimeError(

@@ -227,9 +227,9 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
                 every update if `ShardedDataParallel` has `replicas`.
         Collective: all ranks of the group, once each iteration, after their gradients were reduced.
         Cost: each rank receives (N-1)/N of the trainable parameters, and sends its own 1/N to the others. The
-            first step after a change of `requires_grad`, and updates 1, 2, 4, 8, ..., also make an all-gather
-            of 32 bytes; so does the first one with new parameters, which reads them all, for start values.
-            Nothing is sent if backward has made the update already (`overlap_with_ddp`).
+            first step after a change of `requires_grad` or a dtype, and updates 1, 2, 4, 8, ..., also make an
+            all-gather of 32 bytes; so does the first one with new parameters, which reads them all, for start
+            values. Nothing is sent if backward has made the update already (`overlap_with_ddp`).
         """
         self.begin_update()
         return self.make_update(closure, **kwargs)
@@ -375,8 +375,8 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
             RuntimeError: as `check_groups`; this rank may not continue, as after a load that was cut off; the
                 elements of a parameter have changed; the local optimizer keeps views of parameters that have
                 moved.
-            ValueError: `requires_grad` differs between ranks.
-        Collective: all ranks of the group, if `requires_grad` of a parameter has changed.
+            ValueError: `requires_grad` or the dtype of a parameter differs between ranks.
+        Collective: all ranks of the group, if `requires_grad` or the dtype of a parameter has changed.
         Cost: one all-gather of 32 bytes, in that case.
         """
         self.arriving.wait()
@@ -393,15 +393,18 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
                 self.shard.check_keeps_no_views("change which parameters are trained, or where they lie")
             except RuntimeError as error:
                 keeps_views = error
-        if [trainable for _, trainable in now] != [trainable for _, trainable in built.places]:
+        kinds, before = ([kind for _, *kind in places] for places in (now, built.places))
+        if kinds != before:
             # Ranks that send different parameters overwrite each other's memory, or abort in Gloo.
             facts = [
-                f"parameter {spec.name or i}: requires_grad={spec.trainable}"
+                f"parameter {spec.name or i}: {spec.dtype}, requires_grad={spec.trainable}"
                 for i, spec in enumerate(self._specs())
             ]
             if not self.joined:  # in a Join, a step sends the options to ranks without data
                 facts += facts_of_options(self.param_groups, self.optim)
-            agree(self.collectives, "change which parameters are trained", keeps_views or facts)
+            freezes = [trained for _, trained in kinds] != [trained for _, trained in before]
+            action = "change which parameters are trained" if freezes else "cast parameters"
+            agree(self.collectives, action, keeps_views or facts)
         if keeps_views is not None:
             raise keeps_views
         self.shard.check_same_elements(params_of(self.param_groups))
