@@ -14,6 +14,9 @@ from torch import nn, optim
 from training import in_groups, owned_gradients
 
 from zero_ref import ShardedDataParallel
+from zero_ref.backward.gradient_buckets import average_into
+from zero_ref.comm.collectives import Collectives
+from zero_ref.lab import virtual
 from zero_ref.optimizer.buckets import flat_like
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.gradients import SMALL_NUMEL
@@ -194,3 +197,30 @@ def test_what_two_backwards_keep_lies_apart(partition: str, differing: dict[str,
     )
     case = usual._replace(**differing)
     in_groups(partial(sums_are_exact, case), case.world_size, case.replicas)
+
+
+def test_an_average_of_large_float16_numbers_is_finite() -> None:
+    """Their sum is not: each is divided first."""
+    parts = [torch.full((3,), 60_000.0, dtype=torch.float16) for _ in range(4)]
+    average_into(result := torch.empty(3, dtype=torch.float16), parts)
+    assert result.tolist() == [60_000.0] * 3
+
+
+@pytest.mark.parametrize("keep_memory", [False, True])
+def test_a_gradient_set_to_none_between_two_backwards_begins_anew(keep_memory: bool) -> None:
+    """By the user, of one parameter: the others go on to add up in the same memory."""
+
+    def on_rank(comm: Collectives) -> list[torch.Tensor | None]:
+        model = Scaled(torch.float32)
+        params = list(model.params)
+        zero = ZeroRedundancyOptimizer(params, optim.SGD, comm, lr=1.0)
+        sharded = ShardedDataParallel(model, zero, keep_memory=keep_memory)
+        for batch in range(2):
+            params[3].grad = None
+            sharded([torch.full_like(param, comm.rank + 10.0 * batch) for param in params]).backward()
+        return [param.grad for param in params]
+
+    first, second = virtual.run(on_rank, 2)
+    for number, both in enumerate(zip(first, second, strict=True)):
+        (found,) = [grad for grad in both if grad is not None]
+        assert found.eq(10.5 if number == 3 else 11.0).all()

@@ -79,10 +79,7 @@ class ShardReduction:
                 something else, such as a step that this rank has left out.
         """
         zero = self.zero
-        # Sums of other sizes over replicas would end the process, so compare where the host need not wait for
-        # an accelerator.
-        each_time = self.replicas is not None and self.replicas.control_device.type == "cpu"
-        zero.accord.compare("run a backward for", lambda: zero.current().facts, anyway=each_time)
+        zero.accord.compare("run a backward for", lambda: zero.current().facts)
         built = zero.current()
         if built is self._planned_for:
             return
@@ -158,13 +155,8 @@ class ShardReduction:
 
     def take(self, number: int, param: torch.Tensor) -> None:
         """Copy a complete gradient to its bucket, and release it."""
-        bucket, grad = self.bucket_of.get(number), param.grad
+        bucket, grad = self.bucket_of[number], param.grad
         assert grad is not None
-        if bucket is None:
-            raise RuntimeError(
-                f"{self._title(number)} was frozen between a forward and its backward. Change requires_grad "
-                "before the forward, on all ranks."
-            )
         if bucket.sent or number not in bucket.missing:
             raise RuntimeError(
                 f"{self._title(number)} got a second gradient in one backward. Reentrant activation "

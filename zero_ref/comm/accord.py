@@ -85,7 +85,8 @@ class Accord:
     def compare(self, action: str, facts: Callable[[], list[str]], *, anyway: bool = False) -> bool:
         """Compare if the next update is 1, 2, 4, 8, ...; return whether it did.
 
-        A rank that has left out a step then meets the others in it, and all raise.
+        A rank that has left out a step then meets the others in it, and all raise. With replicas compare each
+        time, unless the host would have to wait for an accelerator.
 
         Args:
             action: what this rank is about to do for that update.
@@ -93,6 +94,7 @@ class Accord:
             facts, Raises, Collective, Cost: as `before_update`.
         """
         update = self.updates + 1
+        anyway |= self.replicas is not None and self.replicas.control_device.type == "cpu"
         alone = self.comm.world_size == 1 and self.replicas is None
         compares = not alone and (anyway or update & self.updates == 0)
         if compares:
