@@ -105,8 +105,7 @@ class WithWholeState(Optimizer):
             ValueError: `to` is not a rank of the group, or ranks pass different values.
             TypeError: the state holds something other than tensors, numbers, strings and None, and lists,
                 tuples and dicts of these; or one of these in the state of a parameter that is cut.
-            MemoryError: `to` lacks memory for the state.
-            If one rank raises, all raise.
+            MemoryError: `to` lacks memory for the state. If one rank raises, all raise.
         Collective: all ranks of the group.
         Cost: `to` receives the (N-1)/N of the state that it does not own, directly into the final tensors in
             CPU memory. Other ranks allocate 256 KiB, to send small tensors together. Three all-gathers of 32
