@@ -314,7 +314,7 @@ class ShardedDataParallel(nn.Module):
         replicas: the ranks that own the same slices in other groups, if the optimizers' group is one of
             several that train together (hybrid sharding): a process group, or a DeviceMesh of one dimension.
             Shares are averaged over it, so that gradients travel whole within a group, and a share between.
-            All groups have the same partition and options, which every backward and every update compares.
+            All groups have the same partition and options, which is compared for every update.
         gather_in_forward: `optimizer.step` returns while new parameters are on their way, and each module
             waits for its own before its forward, its `state_dict` and its `load_state_dict`. Before you read
             a parameter yourself, or compute with one of a module that you do not call, call
@@ -326,15 +326,17 @@ class ShardedDataParallel(nn.Module):
             than this one; ranks differ, in the constructor or, with `replicas`, later.
         RuntimeError: another rank could not construct it; (in forward) inside a `Join`, or a gradient
             requires a gradient; (in backward) gradients cannot be added to those that are there, or came
-            twice.
+            twice; (in both) another rank is elsewhere, such as in a step that this rank has left out. Ranks
+            find that out for updates 1, 2, 4, 8, ...; in between they wait for each other.
     Collective: all ranks of the group construct it together, and run forward and backward together; with
         `replicas` those of all groups.
-    Cost: an all-gather of 32 bytes when it is constructed. In a backward each rank sends (N-1)/N of its
-        gradients, and four bytes for each parameter; with R `replicas` also 2(R-1)/R of its share. With
-        `replicas`, construction, each backward and each update make an all-gather of 32 bytes among these,
-        and each update one within the group. A rank holds its own gradients, and up to two buckets with
-        their messages: of a bucket the owner of a part receives N-1 copies of it. Buckets that are full
-        before their turn are held as well.
+    Cost: in a backward each rank sends (N-1)/N of its gradients, and four bytes for each parameter; with R
+        `replicas` also 2(R-1)/R of its share. An all-gather of 32 bytes when it is constructed, and for
+        updates 1, 2, 4, 8, ... in each backward and in each forward that sends buffers. With `replicas` each
+        of these comparisons also goes over them, and is made for every update, though in forward and
+        backward only if control messages are on the CPU. A rank holds its own gradients, and up to two
+        buckets with their messages: of a bucket the owner of a part receives N-1 copies of it. Buckets that
+        are full before their turn are held as well.
     Source: the interface of fairscale.nn.data_parallel.ShardedDataParallel 0.4.13.
     """
 
