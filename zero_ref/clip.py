@@ -146,7 +146,8 @@ def get_total_norm(
     """
     chosen, total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params, across)
     for zero in chosen:
-        zero.backward.gradients.show(zero.built.params)  # the caller may scale them, as above
+        # The caller may scale them, as above.
+        zero.backward.gradients.show(zero.built.params, {own.param for own in zero.shard.owned})
         zero.backward.gradients.note_change(freely=True)
     return total
 

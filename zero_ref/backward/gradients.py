@@ -8,7 +8,7 @@ case is a class, which says what is allowed and, where something is not, why.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -79,8 +79,12 @@ class Gradients:
     def note_change(self, *, freely: bool = False) -> None:
         """Allow a change that all ranks made by one rule; with `freely`, allow every change from now on."""
 
-    def show(self, params: Sequence[torch.Tensor]) -> None:
-        """Move `parts` into the `.grad` of these parameters, with zeros where other ranks own them."""
+    def show(self, params: Sequence[torch.Tensor], owned: Container[torch.Tensor]) -> None:
+        """Move `parts` into the `.grad` of these parameters, with zeros where other ranks own them.
+
+        Args:
+            owned: those of which this rank owns a part.
+        """
 
     def stepped(self) -> Gradients:
         """The case after a step has used these gradients."""
@@ -127,12 +131,12 @@ class _Kept(Gradients):
         return self._parts if self._parts is None or self.versions.any_left else {}
 
     @torch.no_grad()
-    def show(self, params: Sequence[torch.Tensor]) -> None:
+    def show(self, params: Sequence[torch.Tensor], owned: Container[torch.Tensor]) -> None:
         parts = self.parts
         if parts is None:
             return
         for number, param in enumerate(params):
-            if number not in self.used:
+            if number not in self.used and param in owned:
                 param.grad = None  # one of zeros that was only watched: a step would use it now
         shown: dict[int, torch.Tensor] = {}  # a rank may own several pieces of a parameter
         for piece, part in parts.items():

@@ -324,13 +324,15 @@ def gradients_to_watch(
     """The gradients of the parameters in `kept`. If there are none, a parameter with one of zeros is added.
 
     A rank without gradients could not see a change that torch makes to all gradients. The parameter is the
-    smallest of those that this rank does not step, or with `parts_apart` not from `.grad`.
+    smallest of those that this rank does not step, or with `parts_apart` not from `.grad`; one of which the
+    rank owns nothing, if there is one.
     """
     watched = [param.grad for param in kept if param.grad is not None and param.numel()]
-    mine = {own.param for own in zero.shard.owned if own.is_whole or not parts_apart}
-    others = [p for p in zero.built.params if p.requires_grad and p.numel() and p not in mine]
+    mine = {own.param for own in zero.shard.owned}
+    stepped = {own.param for own in zero.shard.owned if own.is_whole or not parts_apart}
+    others = [p for p in zero.built.params if p.requires_grad and p.numel() and p not in stepped]
     if not watched and others:
-        smallest = min(others, key=torch.Tensor.numel)
+        smallest = min(others, key=lambda param: (param in mine, param.numel()))
         smallest.grad = torch.zeros_like(smallest, requires_grad=False)
         watched, kept[smallest] = [smallest.grad], None
     return watched

@@ -298,7 +298,8 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, as torch's optimizers do."""
         if not set_to_none:
-            self.backward.gradients.show(self.built.params)  # gradients are to be zeros, and not gone
+            # Gradients are to be zeros, and not gone.
+            self.backward.gradients.show(self.built.params, {own.param for own in self.shard.owned})
         super().zero_grad(set_to_none)
         self.backward.zeroed()
 
