@@ -179,7 +179,7 @@ def ours_goes_on(path: Path, reader: Any = None, **options: Any) -> tuple[list[S
 
 def list_of_state(optimizer: ZeroRedundancyOptimizer) -> list[int]:
     """How many elements of state this rank has."""
-    return sum(value.numel() for of in optimizer.state.values() for value in of.values() if value.ndim)
+    return sum(value.numel() for of in optimizer.optim.state.values() for value in of.values() if value.ndim)
 
 
 def fsdp_saves(path: Path, flatten: bool = False, **options: Any) -> None:

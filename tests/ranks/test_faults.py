@@ -170,7 +170,7 @@ def mistakes(optimizer: ZeroRedundancyOptimizer, own: Any, other: Any) -> list[t
     def hoard_and_save() -> None:
         kept = [optimizer.optim.state[own.local] for own in optimizer.shard.owned if own.piece.param == 4]
         for state in kept[: rank == 0]:  # where the parameter is cut, both ranks have a part of it
-            state["history"] = [1, 2]
+            state["history"] = {1, 2}
         try:
             optimizer.consolidate_state_dict(to=0)
         finally:
@@ -204,7 +204,7 @@ def mistakes(optimizer: ZeroRedundancyOptimizer, own: Any, other: Any) -> list[t
             lambda: optimizer.consolidate_state_dict(to=5 if rank else 0),
         ),
         ("to=5 is no rank of a group of 2", lambda: optimizer.consolidate_state_dict(to=5)),
-        ("the state 'history' of parameter 4 is a list", hoard_and_save),
+        ("the state 'history' of parameter 4 is a set", hoard_and_save),
     ]
 
 

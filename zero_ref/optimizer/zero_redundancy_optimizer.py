@@ -239,7 +239,8 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         self.state_changes()
         self.current()
         self.accord.before_update(self.standing_facts)
-        if self._compared < len(self.built.params):
+        # torch.compile cannot trace a digest.
+        if self._compared < len(self.built.params) and not torch.compiler.is_compiling():
             compare_start_values(self.collectives, self.built, self._compared)
             self._compared = len(self.built.params)
         replace_options(self.param_groups, self.optim.param_groups)
