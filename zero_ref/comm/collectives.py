@@ -8,7 +8,6 @@ them on a torch.distributed process group (NCCL, Gloo), `zero_ref.lab.virtual` o
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -466,14 +465,6 @@ def as_collectives(process_group: dist.ProcessGroup | DeviceMesh | Collectives |
             "Options of the optimizer are passed by name, such as lr=0.001."
         )
     return process_group
-
-
-def apart_from(comm: Collectives) -> Collectives:
-    """The same calls, and the same observers, with other tags: for messages beside those of `comm`."""
-    other = copy.copy(comm)
-    if isinstance(other, ProcessGroupCollectives):
-        other.tag += BACKWARD_TAG
-    return other
 
 
 def gather_bytes(comm: Collectives, content: bytes, told_as: str = "all_gather") -> list[bytearray]:
