@@ -26,10 +26,10 @@ NOT_FOR_READERS = {
     "zero_ref.plan.choice": {"may_cut", "rule_named"},
     "zero_ref.plan.rules": {"elements", "elements_if_trainable"},
     "zero_ref.plan.layout": {"end_to_end"},
-    "zero_ref.comm.agreement": {"RanksLostError", "agree", "agree_with_replicas", "agreement"},
+    "zero_ref.comm.agreement": {"RanksLostError", "agree", "agreement"},
     "zero_ref.comm.collectives": {
         *("Observable", "AllOf", "PendingCall", "Then", "as_collectives"),
-        *("broadcast_json", "exchange_json", "gather_bytes", "gather_texts", "global_ranks", "apart_from"),
+        *("broadcast_json", "exchange_json", "gather_bytes", "gather_texts", "global_ranks"),
     },
     "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
     "zero_ref.simulator.memory": {"StateBytes", "costs", "offloaded", "whole_bytes"},

@@ -9,6 +9,7 @@ in one order on all ranks, and after backward a rank has the gradients of what i
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ref.backward.gradient_buckets import GradientBucket, Memory
 from zero_ref.backward.reduction import gradients_to_watch, share_infinities
-from zero_ref.comm.agreement import agree_with_replicas
+from zero_ref.comm.agreement import agree
 from zero_ref.comm.collectives import (
+    BACKWARD_TAG,
     Collectives,
     PendingCall,
     ProcessGroupCollectives,
-    apart_from,
     as_collectives,
 )
 from zero_ref.optimizer.buckets import flat_like
@@ -57,7 +58,7 @@ class ShardReduction:
         keep_memory: bool,
     ) -> None:
         self.zero, self.cap, self.dtype, self.replicas = zero, max(cap, 1), dtype, replicas
-        self.comm = apart_from(zero.collectives)
+        self.comm = _apart_from(zero.collectives)
         self.scaled, self.may_change = scaled, may_change
         self.buckets: list[GradientBucket] = []
         self.bucket_of: dict[int, GradientBucket] = {}
@@ -386,7 +387,7 @@ class ShardedDataParallel(nn.Module):
             "scaled": scaled,
             "may_change": may_change,
             "gather_in_forward": gather_in_forward,
-            "replicas": replicas and "given",
+            "replicas": None if replicas is None else "given",
         }
 
         # Until all ranks agree, nothing in the module or the optimizers is changed or sent.
@@ -408,7 +409,7 @@ class ShardedDataParallel(nn.Module):
             facts = error
         for comm in _groups_of(self.sharded_optimizers, process_group):
             try:
-                agree_with_replicas(self.replicas, comm, "construct ShardedDataParallel", facts)
+                agree(comm, "construct ShardedDataParallel", facts, replicas=self.replicas)
             except Exception as error:
                 facts = error
         if isinstance(facts, Exception):
@@ -692,6 +693,14 @@ class ShardedDataParallel(nn.Module):
 def _accumulator(param: torch.Tensor) -> Any:
     """Autograd's node that adds to the parameter's gradient. It keeps its hooks as long as it is kept."""
     return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def _apart_from(comm: Collectives) -> Collectives:
+    """The same calls, and the same observers, by messages that never meet those of a step."""
+    other = copy.copy(comm)
+    if isinstance(other, ProcessGroupCollectives):
+        other.tag += BACKWARD_TAG
+    return other
 
 
 def _groups_of(

@@ -99,7 +99,7 @@ class Accord:
         compares = not alone and (anyway or update & self.updates == 0)
         if compares:
             action = f"{action} update {update} of {self.what}"
-            with agreement(self.comm, action, self.replicas, told_as=CHECK) as found:
+            with agreement(self.comm, action, CHECK, self.replicas) as found:
                 found += facts()
         return compares
 

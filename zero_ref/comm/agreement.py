@@ -34,16 +34,27 @@ class Fact(str):
 KNOWN_TO = "known_to"
 """The attribute of an exception that lists the groups of which all ranks have raised for the same reason."""
 
+SAME_SLICES = (
+    "`replicas` are the ranks that own the same slices in other groups, as along the other dimension of a "
+    "DeviceMesh."
+)
 REMEDY = "Pass the same parameters and options on every rank."
 
 
 def agree(
-    comm: Collectives, action: str, facts: Sequence[str] | Exception, told_as: str = "all_gather"
+    comm: Collectives,
+    action: str,
+    facts: Sequence[str] | Exception,
+    told_as: str = "all_gather",
+    replicas: Collectives | None = None,
 ) -> None:
     """Compare what every rank is about to do; return if all ranks agree, raise on all of them if not.
 
     An error found by one rank alone would leave the others waiting in their next collective. So each rank
     first checks its own situation, then passes the result here: the facts that must be equal, or its error.
+
+    With replicas, these compare first, and each rank brings what it found into its group. So an error of one
+    rank, or a difference that only some ranks can see, reaches all ranks of all groups.
 
     Args:
         action: what comes next, in words: "construct the optimizer".
@@ -51,14 +62,22 @@ def agree(
             brings its own advice for the case that it differs. An exception that an agreement of these ranks
             has raised is only raised again.
         told_as: the `op` that observers see.
+        replicas: the ranks that own the same slices in other groups; None if there are no other groups.
     Raises:
         Exception: the one passed as `facts`, on the rank that passed it.
         RuntimeError: another rank failed, or does something else.
         RanksLostError: the network failed.
         ValueError: the facts differ; names the rank and the first fact.
-    Collective: all ranks of the group, outside of any other call.
-    Cost: one all-gather of 32 bytes; where ranks differ, one more of all the facts.
+    Collective: all ranks of the group, with replicas of all groups, outside of any other call.
+    Cost: one all-gather of 32 bytes; where ranks differ, one more of all the facts. As much among replicas.
     """
+    if replicas is not None:
+        place = Fact(f"the slices of rank {comm.rank} of {comm.world_size}", SAME_SLICES)
+        told = facts if isinstance(facts, Exception) else [place, *facts]
+        try:
+            agree(replicas, f"{action} to train replicas of a model", told, told_as)
+        except Exception as error:
+            facts = error
     if isinstance(facts, Exception) and comm in vars(facts).get(KNOWN_TO, ()):
         raise facts
     try:
@@ -97,42 +116,9 @@ def _compare(comm: Collectives, action: str, facts: Sequence[str] | Exception, t
     raise ValueError(_disagreement(action, [lines for _, _, lines in of_ranks], facts))
 
 
-def agree_with_replicas(
-    replicas: Collectives | None,
-    comm: Collectives,
-    action: str,
-    facts: Sequence[str] | Exception,
-    told_as: str = "all_gather",
-) -> None:
-    """As `agree`, among the ranks that own the same slices in other groups, and then within the group.
-
-    A rank brings what it found among its replicas into its group. So an error of one rank, or a difference
-    that only some ranks can see, reaches all ranks of all groups.
-
-    Args:
-        replicas: those ranks; None if there are no other groups.
-        comm: this rank's group.
-        action, facts, told_as, Raises: as `agree`.
-    Collective: all ranks of all groups.
-    Cost: that of `agree` in each of the two.
-    """
-    if replicas is not None:
-        place = Fact(
-            f"the slices of rank {comm.rank} of {comm.world_size}",
-            "`replicas` are the ranks that own the same slices in other groups: along another dimension of a "
-            "DeviceMesh.",
-        )
-        told = facts if isinstance(facts, Exception) else [place, *facts]
-        try:
-            agree(replicas, f"{action} to train replicas of a model", told, told_as)
-        except Exception as error:
-            facts = error
-    agree(comm, action, facts, told_as)
-
-
 @contextlib.contextmanager
 def agreement(
-    comm: Collectives, action: str, replicas: Collectives | None = None, told_as: str = "all_gather"
+    comm: Collectives, action: str, told_as: str = "all_gather", replicas: Collectives | None = None
 ) -> Iterator[list[str]]:
     """Prepare an action, and at the end compare the preparation with that of the other ranks.
 
@@ -140,16 +126,16 @@ def agreement(
     ...     facts += [f"{len(params)} parameters"]
 
     Yields:
-        A list for the facts. An exception that leaves the block is passed on instead of the facts.
-    Args, Raises, Collective, Cost: as `agree_with_replicas`, at the end.
+        A list for the facts. An exception that leaves the block is passed to `agree` instead of the facts.
+    Args, Raises, Collective, Cost: as `agree`, at the end.
     """
     facts: list[str] = []
     try:
         yield facts
     except Exception as error:
-        agree_with_replicas(replicas, comm, action, error, told_as)
+        agree(comm, action, error, told_as, replicas)
     else:
-        agree_with_replicas(replicas, comm, action, facts, told_as)
+        agree(comm, action, facts, told_as, replicas)
 
 
 def _disagreement(action: str, lines_of_rank: list[list[str]], facts: Sequence[str]) -> str:

@@ -9,7 +9,6 @@ them on a torch.distributed process group (NCCL, Gloo), `zero_ref.lab.virtual` o
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -477,14 +476,6 @@ def global_ranks(comm: Collectives) -> list[int]:
     if isinstance(comm, ProcessGroupCollectives):
         return dist.get_process_group_ranks(comm.group)
     return list(range(comm.world_size))
-
-
-def apart_from(comm: Collectives) -> Collectives:
-    """The same calls, and the same observers, with other tags: for messages beside those of `comm`."""
-    other = copy.copy(comm)
-    if isinstance(other, ProcessGroupCollectives):
-        other.tag += BACKWARD_TAG
-    return other
 
 
 def gather_bytes(comm: Collectives, content: bytes, told_as: str = "all_gather") -> list[bytearray]:

@@ -399,8 +399,9 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         if kinds != before:
             # Ranks that send different parameters overwrite each other's memory, or abort in Gloo.
             facts = [
-                f"parameter {spec.name or i}: {spec.dtype}, requires_grad={spec.trainable}"
+                f"parameter {spec.name or i}: {kind}"
                 for i, spec in enumerate(self._specs())
+                for kind in (f"requires_grad={spec.trainable}", spec.dtype)
             ]
             if not self.joined:  # in a Join, a step sends the options to ranks without data
                 facts += facts_of_options(self.param_groups, self.optim)
