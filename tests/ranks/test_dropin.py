@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from training import assert_state_dicts_equal
 
 from zero_ref.lab.ranks import run, shutdown
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.ranks
 
@@ -195,3 +196,24 @@ def test_uneven_inputs_train_as_the_plain_optimizer_which_torchs_class_does_not(
     # It goes on with the last gradients and the learning rate of the rank that has left.
     theirs = torch.load(tmp_path / "theirs.pt")["model"]
     assert not all(torch.equal(theirs[name], value) for name, value in expected["model"].items())
+
+
+def compiled_steps() -> list[torch.Tensor]:
+    """The parameter after two compiled steps, of the plain class and of the sharded one."""
+    values = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for make in (optim.SGD, lambda params, lr: ZeroRedundancyOptimizer(params, optim.SGD, lr=lr)):
+            param = nn.Parameter(torch.ones(8, 8))
+            step = torch.compile(make([param], lr=0.1).step, backend="eager")
+            for _ in range(2):
+                param.grad = torch.ones_like(param)
+                step()
+            values.append(param.detach())
+    return values
+
+
+def test_a_step_may_be_compiled() -> None:
+    for plain, ours in run(compiled_steps, 2, backend="gloo"):
+        assert torch.equal(plain, ours)
+        assert plain[0, 0] == pytest.approx(0.8)

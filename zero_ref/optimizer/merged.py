@@ -134,7 +134,7 @@ class MergedRun:
         if self.of_members and self._is_as_given(state):
             # In a list nobody would notice that the optimizer has replaced a tensor.
             return not any(isinstance(value, CONTAINERS) for value in self.given)
-        states = [state.get(member) or {} for member in self.members]
+        states = [dict.get(state, member) or {} for member in self.members]
         self.state, self.given = {}, []
         for key, value in states[0].items():
             values: list[Any] = [of_member.get(key) for of_member in states]
@@ -274,7 +274,8 @@ class MergedSlices:
             run.of_members = []
             run.drop_gradients()
             for member in run.members:
-                of_member = self.optim.state.get(member, {})
+                # Its own entry, and not that of its parameter, which may have come to be cut.
+                of_member = dict.get(self.optim.state, member) or {}
                 for key, value in of_member.items():
                     if isinstance(value, torch.Tensor) and not _follows(value, member):
                         of_member[key] = value.clone()

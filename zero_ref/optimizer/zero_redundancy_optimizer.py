@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from zero_ref.backward.gradients import Backward
@@ -234,13 +235,15 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         self.begin_update()
         return self.make_update(closure, **kwargs)
 
+    # Where a step is compiled, dynamo shows options that groups do not have ("capturable"), and could not
+    # trace digests. The public torch.compiler.disable would import dynamo with this module.
+    @_disable_dynamo
     def begin_update(self) -> None:
         """Apply the user's changes since the last update, to parameters and options."""
         self.state_changes()
         self.current()
         self.accord.before_update(self.standing_facts)
-        # torch.compile cannot trace a digest.
-        if self._compared < len(self.built.params) and not torch.compiler.is_compiling():
+        if self._compared < len(self.built.params):
             compare_start_values(self.collectives, self.built, self._compared)
             self._compared = len(self.built.params)
         replace_options(self.param_groups, self.optim.param_groups)
@@ -286,6 +289,7 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         finally:
             self.accord.after_update(owners)
 
+    @_disable_dynamo
     def end_update(self) -> None:
         """Record the update in autograd's versions, the user's groups and `backward`."""
         # Autograd does not see that a broadcast wrote into parameters, so increment their versions.
