@@ -260,6 +260,20 @@ def test_several_parts_of_a_parameter_are_refused_alike_and_given_by_a_method() 
     virtual.run(on_rank, 2)
 
 
+def test_parameters_that_were_stepped_as_one_may_come_to_be_cut_in_turns() -> None:
+    def script(model: nn.Module, optimizer: Any, backward: Backward) -> Iterator[None]:
+        for step in range(4):
+            if step == 2 and isinstance(optimizer, ZeroRedundancyOptimizer):
+                optimizer.repartition(in_turns)
+            backward(step)
+            optimizer.step()
+            yield
+
+    assert_trains_as_plain(
+        script, make_model=Beads, world_sizes=[2], modes=[("sorted_greedy", True)], lr=0.01
+    )
+
+
 def test_what_a_rank_does_not_have_is_said_or_empty_and_never_stored() -> None:
     def on_rank(comm: Collectives) -> None:
         params, zero = stepped(comm, "sorted_greedy")
