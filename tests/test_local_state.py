@@ -269,9 +269,11 @@ def test_parameters_that_were_stepped_as_one_may_come_to_be_cut_in_turns() -> No
             optimizer.step()
             yield
 
-    assert_trains_as_plain(
-        script, make_model=Beads, world_sizes=[2], modes=[("sorted_greedy", True)], lr=0.01
-    )
+    def rows() -> nn.Module:
+        return nn.ParameterList(nn.Parameter(torch.ones(512)) for _ in range(4))
+
+    modes = [("sorted_greedy", True)]
+    assert_trains_as_plain(script, make_model=rows, world_sizes=[2], modes=modes, lr=0.01)
 
 
 def test_what_a_rank_does_not_have_is_said_or_empty_and_never_stored() -> None:
