@@ -988,9 +988,7 @@ def test_ranks_that_freeze_different_parameters_all_raise() -> None:
         (model.up if comm.rank else model.down).requires_grad_(False)
         optimizer.step()
 
-    each_rank_raises(
-        freeze_and_step, ValueError, r"rank 1 has \[parameter up.weight: float32, requires_grad=False\]"
-    )
+    each_rank_raises(freeze_and_step, ValueError, r"rank 1 has \[parameter up.weight: requires_grad=False\]")
 
 
 @pytest.mark.parametrize(("partition", "as_view"), MODES)
