@@ -1618,6 +1618,38 @@ def test_a_cast_on_one_rank_is_named_on_all(cast: Callable[[nn.Module], Any], te
         assert text in message, (rank, message)
 
 
+def test_buffers_of_another_kind_are_told_before_they_are_sent() -> None:
+    """In any update: Gloo would end the process of a rank that receives more than it expects."""
+
+    def on_rank(comm: Collectives) -> str:
+        model = Casting()
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1)
+        sharded = ShardedDataParallel(model, zero)
+        for step in range(3):
+            zero.zero_grad()
+            if comm.rank == 1 and step == 2:
+                cast_a_buffer(model)
+            message = caught(lambda step=step: sharded(data(0, step)).backward())  # type: ignore[misc]
+            if not message:
+                zero.step()
+        return message
+
+    message = virtual.run(on_rank, 2, timeout=5)[1]
+    assert message.startswith("RanksLostError: rank 1 was to run a forward for update 3 of optimizer 0 (SGD)")
+
+
+def test_a_wrapper_is_constructed_without_gradients() -> None:
+    def make(model: nn.Module, comm: Collectives) -> list[Values]:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, **ADAMW)
+        with torch.no_grad():
+            sharded = ShardedDataParallel(model, optimizer, broadcast_buffers=False)
+        sharded(data(comm.rank, 0)).backward()
+        optimizer.step()
+        return [values_of(model)]
+
+    assert_equal(virtual.run(lambda comm: make(Tied(), comm), 2), expected(2, 1, adamw))
+
+
 def test_a_cast_on_one_rank_is_named_by_a_step_too() -> None:
     def on_rank(comm: Collectives) -> str:
         model = filled(nn.Linear(8, 8))
