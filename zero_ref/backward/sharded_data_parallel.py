@@ -28,6 +28,7 @@ from zero_ref.comm.collectives import (
     PendingCall,
     ProcessGroupCollectives,
     as_collectives,
+    global_ranks,
 )
 from zero_ref.optimizer.buckets import flat_like
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -731,7 +732,7 @@ def _replicas_of(
         own = getattr(zero, "collectives", None)
         if not isinstance(own, ProcessGroupCollectives) or not isinstance(comm, ProcessGroupCollectives):
             continue  # of other networks the place in the group tells
-        ours, theirs = (dist.get_process_group_ranks(one.group) for one in (own, comm))
+        ours, theirs = global_ranks(own), global_ranks(comm)
         is_same = own.group is comm.group and dist.get_world_size() > 1
         if is_same or len(set(ours) & set(theirs)) > 1:
             raise ValueError(

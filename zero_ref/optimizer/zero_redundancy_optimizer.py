@@ -45,12 +45,10 @@ from zero_ref.optimizer.checks import (
 from zero_ref.optimizer.forwarded import ForwardsMethods
 from zero_ref.optimizer.groups import (
     OPTIMIZER_CLASS,
-    ParamGroup,
     copy_options,
     difference,
     given_in,
     ids_in,
-    options_of,
     params_of,
     replace_options,
     specs_of,
@@ -325,7 +323,7 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         check_can_be_sharded(classes, partition, params, specs)
         if self.parameters_as_bucket_view:
             check_can_be_flattened(params)
-        self._check_apart(self._given)
+        self._check_apart()
         return Built.of(params, specs, partition, self.parameters_as_bucket_view)
 
     def _rebuild(self, partition: Partition) -> None:
@@ -336,19 +334,19 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         self.built = built  # last: if a line above fails, the next step tries again
         log_share(self.built, self.shard, self.world_size)
 
-    def _check_apart(self, groups: Sequence[ParamGroup]) -> None:
-        """Refuse classes whose update of a parameter depends on others, under the options of these groups.
+    def _check_apart(self, first: int = 0) -> None:
+        """Refuse classes whose update of a parameter depends on others, under the options of their groups.
+
+        Args:
+            first: the number of the first group to look at.
 
         Warns:
             UserWarning: the state of a class can be neither saved nor moved.
         """
-        main, defaults = self._main
-        of_class = {repr(sorted(group.items(), key=str)): group for group in groups}
-        for group in of_class.values():
-            its_class = group.get(OPTIMIZER_CLASS, main)
-            its_defaults = defaults if its_class is main else {}
-            check_updates_apart(its_class, options_of(group), its_defaults)
-            checkpoint.warn_if_not_saved(its_class, options_of(group), its_defaults)
+        different = {repr(one): one for one in self.constructed_with[first:]}
+        for of_class, options, defaults in different.values():
+            check_updates_apart(of_class, options, defaults)
+            checkpoint.warn_if_not_saved(of_class, options, defaults)
 
     def _specs(self) -> list[ParamSpec]:
         """The specs of the current parameters, with those kept whole that were planned so."""
@@ -446,7 +444,7 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
                 super().add_param_group(param_group)
                 classes = [class_of(group, optim) for group in self.param_groups]
                 self._given.append(given)
-                self._check_apart([given])
+                self._check_apart(first=count)
                 rule = self._rule_for_later
                 specs = [*built.specs, *self._specs_for(rule)[known:]]
                 all_params = params_of(self.param_groups)
