@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from zero_ref.optimizer.groups import params_of
+from zero_ref.shard.groups import params_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "book" / "clients.md"

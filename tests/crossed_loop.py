@@ -14,7 +14,7 @@ from test_subclasses import Halved
 from torch import nn, optim
 from training import OnMasters
 
-from zero_ref.optimizer.several import SeveralOptimizers
+from zero_ref.shard.several import SeveralOptimizers
 
 BOUND = 2  # of the absolute value of an integer in the data, before it is made divisible
 SHAPES = [(), (0,), (7,), (64,), (128,), (1000,), (4, 3, 3, 3), (8, 16), (300, 3), (5, 13)]

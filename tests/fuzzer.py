@@ -44,13 +44,13 @@ from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.clip import clip_grad_norm_
 from zero_ref.comm.collectives import as_collectives
 from zero_ref.lab import ranks, virtual
-from zero_ref.optimizer import offload
-from zero_ref.optimizer.buckets import flat_view
-from zero_ref.optimizer.rounding import ROUNDINGS
-from zero_ref.optimizer.several import SeveralOptimizers
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
 from zero_ref.plan.rules import equal_shares
+from zero_ref.shard import offload
+from zero_ref.shard.buckets import flat_view
+from zero_ref.shard.rounding import ROUNDINGS
+from zero_ref.shard.several import SeveralOptimizers
 from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_async
 
 Options = dict[str, Any]

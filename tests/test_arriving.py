@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from zero_ref.optimizer.arriving import Arriving
-from zero_ref.optimizer.buckets import messages_by_parameter
 from zero_ref.plan.partition import Slice
 from zero_ref.plan.rules import from_lists
+from zero_ref.shard.arriving import Arriving
+from zero_ref.shard.buckets import messages_by_parameter
 
 
 class Sent:

@@ -26,7 +26,7 @@ from zero_ref.bench.rounds import WARM_UP, Case
 from zero_ref.cli import bench as command
 from zero_ref.comm import devices
 from zero_ref.lab.config import GPTConfig
-from zero_ref.optimizer.merged import SMALL_NUMEL
+from zero_ref.shard.merged import SMALL_NUMEL
 from zero_ref.simulator.activations import OF_THE_PAPER, activation_bytes, head_bytes
 from zero_ref.simulator.calibrate import Computation
 from zero_ref.simulator.models import GPT2

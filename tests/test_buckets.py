@@ -14,7 +14,12 @@ from training import PARTITIONS, Tangle, snapshot
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
-from zero_ref.optimizer.buckets import (
+from zero_ref.plan.calls import Call
+from zero_ref.plan.choice import plan_partition
+from zero_ref.plan.layout import lay_out
+from zero_ref.plan.partition import Partition, Slice
+from zero_ref.plan.rules import even, sorted_greedy
+from zero_ref.shard.buckets import (
     Message,
     broadcast_messages,
     flat_like,
@@ -24,12 +29,7 @@ from zero_ref.optimizer.buckets import (
     messages_within,
     start_broadcasts,
 )
-from zero_ref.optimizer.groups import specs_of
-from zero_ref.plan.calls import Call
-from zero_ref.plan.choice import plan_partition
-from zero_ref.plan.layout import lay_out
-from zero_ref.plan.partition import Partition, Slice
-from zero_ref.plan.rules import even, sorted_greedy
+from zero_ref.shard.groups import specs_of
 
 
 def flatten(

@@ -16,10 +16,10 @@ from zero_ref.clip import clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
-from zero_ref.optimizer.buckets import flat_view
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
+from zero_ref.shard.buckets import flat_view
 
 INF = float("inf")
 NORMS: list[Any] = [1, 2, 3, 0.5, INF, "inf", 0, -1, -INF]

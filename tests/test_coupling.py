@@ -13,10 +13,10 @@ from training import filled
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.optimizer import coupling
-from zero_ref.optimizer.checks import ELEMENTWISE
-from zero_ref.optimizer.coupling import couples_parameters, updates_elementwise
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.shard import coupling
+from zero_ref.shard.checks import ELEMENTWISE
+from zero_ref.shard.coupling import couples_parameters, updates_elementwise
 
 
 class Each(optim.Optimizer):

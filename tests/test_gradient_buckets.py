@@ -17,10 +17,10 @@ from zero_ref import ShardedDataParallel
 from zero_ref.backward.gradient_buckets import average_into
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.optimizer.buckets import flat_like
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.gradients import SMALL_NUMEL
 from zero_ref.plan.rules import equal_shares
+from zero_ref.shard.buckets import flat_like
 
 LARGE = SMALL_NUMEL + 8  # such a gradient is sent from where autograd has put it
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from zero_ref.backward.gradients import Backward, check_no_scaler
-from zero_ref.optimizer.built import Built
+from zero_ref.shard.built import Built
+from zero_ref.shard.gradients import Backward, check_no_scaler
 
 
 def trained() -> tuple[nn.Linear, optim.SGD]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from zero_ref.optimizer.several import SeveralOptimizers
 from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
+from zero_ref.shard.several import SeveralOptimizers
 from zero_ref.simulator.ledger import (
     BOTH_GRADS_20,
     CONVENTIONS,

@@ -32,9 +32,9 @@ from training import (
 from zero_ref.comm.collectives import Collectives
 from zero_ref.dropin.oss import OSS
 from zero_ref.lab import virtual
-from zero_ref.optimizer.local_state import LocalStates
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
+from zero_ref.shard.local_state import LocalStates
 
 StateOf = Callable[[Any], Any]
 

@@ -24,8 +24,8 @@ from training import (
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.optimizer.merged import SMALL_NUMEL
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.shard.merged import SMALL_NUMEL
 
 VIEWS: list[tuple[Any, bool]] = [("sorted_greedy", True), ("even", True)]
 

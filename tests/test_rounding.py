@@ -13,8 +13,8 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import meter, virtual
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT
-from zero_ref.optimizer.rounding import BLOCK_NUMEL, Masters, round_stochastically
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.shard.rounding import BLOCK_NUMEL, Masters, round_stochastically
 from zero_ref.simulator.ledger import ledger
 
 DTYPES = [torch.bfloat16, torch.float16]

@@ -26,8 +26,8 @@ from training import (
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.optimizer.coupling import couples_parameters, updates_elementwise
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.shard.coupling import couples_parameters, updates_elementwise
 from zero_ref.state.sharded import load_sharded, save_sharded
 
 CLASSES: list[tuple[Any, dict[str, Any]]] = [

@@ -15,11 +15,11 @@ from training import assert_state_dicts_equal
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import state_bytes
-from zero_ref.optimizer.owned import MASTER
-from zero_ref.optimizer.several import SeveralOptimizers, split_state_dict
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.choice import loads_under, plan_partition
 from zero_ref.plan.rules import even, newton_schulz_operations
+from zero_ref.shard.owned import MASTER
+from zero_ref.shard.several import SeveralOptimizers, split_state_dict
 from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.models import matrices_whole, shapes, specs
 from zero_ref.state.sharded import load_sharded, save_sharded

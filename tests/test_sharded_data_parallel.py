@@ -23,11 +23,11 @@ from training import OnMasters, filled, in_groups, owned_gradients, sum_in_rank_
 from zero_ref import OSS, ShardedDataParallel, clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import meter, ranks, virtual
-from zero_ref.optimizer.buckets import flat_like
-from zero_ref.optimizer.several import SeveralOptimizers
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
 from zero_ref.plan.rules import equal_shares
+from zero_ref.shard.buckets import flat_like
+from zero_ref.shard.several import SeveralOptimizers
 
 Values = list[torch.Tensor]
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.state import subclasses
+from zero_ref.shard import subclasses
 from zero_ref.state.dcp import StatefulOptimizer
 from zero_ref.state.sharded import load_sharded, save_sharded
 

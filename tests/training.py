@@ -30,13 +30,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.optimizer.buckets import flat_view
-from zero_ref.optimizer.groups import PARAM_KEYS, given_in, replace_options
-from zero_ref.optimizer.owned import MASTER
-from zero_ref.optimizer.rounding import round_stochastically
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import equal_shares, even, sorted_greedy
+from zero_ref.shard.buckets import flat_view
+from zero_ref.shard.groups import PARAM_KEYS, given_in, replace_options
+from zero_ref.shard.owned import MASTER
+from zero_ref.shard.rounding import round_stochastically
 
 T = TypeVar("T")
 NEVER_S = 3600.0  # longer than pytest waits: where only this ends a test it has failed

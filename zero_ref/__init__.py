@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from zero_ref.local_sgd.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
     from zero_ref.local_sgd.averaging import AveragingSchedule
     from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
-    from zero_ref.optimizer.several import split_state_dict
     from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
     from zero_ref.plan.partition import ParamSpec, Partition, Slice
     from zero_ref.plan.rules import (
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
         registration_greedy,
         sorted_greedy,
     )
+    from zero_ref.shard.several import split_state_dict
     from zero_ref.state.compact import compact
     from zero_ref.state.dcp import OptimizerToLoad, StatefulOptimizer
     from zero_ref.state.dcp_reader import DCPReader
@@ -82,7 +82,7 @@ _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.rules") | {
     "Slice": "zero_ref.plan.partition",
     "Partition": "zero_ref.plan.partition",
     "ZeroRedundancyOptimizer": "zero_ref.optimizer.zero_redundancy_optimizer",
-    "split_state_dict": "zero_ref.optimizer.several",
+    "split_state_dict": "zero_ref.shard.several",
     "reduce_to_owners": "zero_ref.backward.reduction",
     "ShardedDataParallel": "zero_ref.backward.sharded_data_parallel",
     "hook_with_zero_step": "zero_ref.backward.overlap",

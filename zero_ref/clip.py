@@ -36,10 +36,10 @@ from torch.utils._foreach_utils import (
 from zero_ref.comm.agreement import agree
 from zero_ref.comm.collectives import Collectives, as_collectives, gather_texts, global_ranks
 from zero_ref.comm.devices import CPU
-from zero_ref.optimizer.buckets import flat_like
-from zero_ref.optimizer.groups import dtype_name
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer, listed
 from zero_ref.plan.partition import Slice
+from zero_ref.shard.buckets import flat_like
+from zero_ref.shard.groups import dtype_name
 
 # In place of a norm or of a digest, neither of which is ever negative.
 ABSENT = -1.0

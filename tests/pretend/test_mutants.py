@@ -20,7 +20,8 @@ from zero_ref.backward import reduction
 from zero_ref.backward.gradient_buckets import GradientBucket
 from zero_ref.comm import collectives, devices
 from zero_ref.comm.collectives import AllOf, ProcessGroupCollectives
-from zero_ref.optimizer import arriving, zero_redundancy_optimizer
+from zero_ref.optimizer import zero_redundancy_optimizer
+from zero_ref.shard import arriving
 
 pytestmark = pytest.mark.ranks
 

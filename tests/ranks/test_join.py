@@ -42,9 +42,9 @@ from zero_ref.clip import clip_grad_norm_
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording, recording_distributed
 from zero_ref.lab.ranks import RankError, run, shutdown
-from zero_ref.optimizer.several import SeveralOptimizers
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
+from zero_ref.shard.several import SeveralOptimizers
 
 pytestmark = pytest.mark.ranks
 

@@ -51,13 +51,13 @@ from zero_ref.clip import clip_grad_norm_
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording_all_reduce
 from zero_ref.lab.ranks import RankError, run, shutdown
-from zero_ref.optimizer.checks import is_elementwise
-from zero_ref.optimizer.groups import specs_of
-from zero_ref.optimizer.several import SeveralOptimizers
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import Partition
 from zero_ref.plan.rules import bucket_round_robin, bucket_threshold, equal_shares, from_lists
+from zero_ref.shard.checks import is_elementwise
+from zero_ref.shard.groups import specs_of
+from zero_ref.shard.several import SeveralOptimizers
 from zero_ref.simulator.schedule import calls_of_rank
 
 pytestmark = pytest.mark.ranks

@@ -49,10 +49,10 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import held_bytes, recording
 from zero_ref.lab.ranks import run, shutdown
-from zero_ref.optimizer.buckets import flat_view
-from zero_ref.optimizer.groups import specs_of
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
+from zero_ref.shard.buckets import flat_view
+from zero_ref.shard.groups import specs_of
 from zero_ref.simulator.schedule import calls_of_rank
 
 pytestmark = pytest.mark.ranks

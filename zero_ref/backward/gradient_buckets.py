@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 
 from zero_ref.comm.collectives import Collectives, PendingCall
-from zero_ref.optimizer.buckets import flat_like
 from zero_ref.plan.calls import Call
 from zero_ref.plan.gradients import GradientPlan
 from zero_ref.plan.partition import Slice
+from zero_ref.shard.buckets import flat_like
 
 CHUNK_NUMEL = 2**18
 """Elements that are added and divided at a time, so that they stay in the cache between the two."""

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_ref import join
 from zero_ref.backward.reduction import (
     ByHook,
     Hook,
@@ -34,11 +33,12 @@ from zero_ref.backward.reduction import (
 )
 from zero_ref.comm import devices
 from zero_ref.comm.collectives import PendingCall, ProcessGroupCollectives, global_ranks
-from zero_ref.optimizer.buckets import finish_broadcasts, messages_within, start_broadcasts
-from zero_ref.optimizer.groups import replace_options
+from zero_ref.optimizer import join
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import bucket_round_robin, bucket_threshold, from_lists
+from zero_ref.shard.buckets import finish_broadcasts, messages_within, start_broadcasts
+from zero_ref.shard.groups import replace_options
 
 
 def hook_with_zero_step(

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from zero_ref import join
 from zero_ref.comm import devices
 from zero_ref.comm.agreement import agreement
 from zero_ref.comm.collectives import AllOf, Collectives, PendingCall, global_ranks
-from zero_ref.optimizer.buckets import flat_view
+from zero_ref.optimizer import join
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer, listed
 from zero_ref.plan.partition import Partition
+from zero_ref.shard.buckets import flat_view
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """A DDP communication hook: takes its state and a `dist.GradBucket`, returns the reduced bucket to come."""

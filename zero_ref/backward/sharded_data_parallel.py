@@ -30,10 +30,10 @@ from zero_ref.comm.collectives import (
     as_collectives,
     global_ranks,
 )
-from zero_ref.optimizer.buckets import flat_like
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.gradients import BUCKET_NUMEL, GradientPlan, gradient_plans
 from zero_ref.plan.partition import Slice
+from zero_ref.shard.buckets import flat_like
 
 
 class ShardReduction:

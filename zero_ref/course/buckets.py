@@ -37,7 +37,7 @@ class Before(NamedTuple):
     requires_grad: bool
 
 
-@exercise("buckets.flatten", forbids=("zero_ref.optimizer.buckets.flatten_parameters",))
+@exercise("buckets.flatten", forbids=("zero_ref.shard.buckets.flatten_parameters",))
 def flatten(answer: Answer) -> str:
     """Parameters become windows of one tensor and stay what they were."""
     tried = 0
@@ -197,7 +197,7 @@ Pairs = list[tuple[Any, int]]
         "zero_ref.simulator.schedule.calls_of_rank",
         "zero_ref.simulator.schedule.broadcasts_of_buckets",
         "zero_ref.simulator.schedule.broadcasts_of_slices",
-        "zero_ref.optimizer.buckets.broadcast_messages",
+        "zero_ref.shard.buckets.broadcast_messages",
     ),
 )
 def calls(answer: Answer) -> str:

@@ -142,7 +142,7 @@ ELEMENTWISE = [
 """Hidden ones."""
 
 
-@exercise("matrices.may_be_cut", seconds=20.0, forbids=("zero_ref.optimizer.coupling.updates_elementwise",))
+@exercise("matrices.may_be_cut", seconds=20.0, forbids=("zero_ref.shard.coupling.updates_elementwise",))
 def may_be_cut(answer: Answer) -> str:
     """The verdict about four optimizers of torch and five that are made to be mistaken for elementwise."""
     for trial in TRIALS + answer.drawn(lambda rng: rng.choice(ELEMENTWISE), 3):

@@ -14,10 +14,10 @@ from zero_ref.course import Answer, call_text, exercise, shown
 from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks
 from zero_ref.lab.meter import state_bytes
-from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import even, from_lists, registration_greedy, sorted_greedy
+from zero_ref.shard.checks import is_elementwise
 from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.models import from_module, shapes
 

@@ -18,10 +18,10 @@ from zero_ref.course import Answer, ExerciseFailed, call_text, exercise, shown
 from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks, virtual
 from zero_ref.lab.meter import gather_from_ranks
-from zero_ref.optimizer.checks import is_elementwise
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
+from zero_ref.shard.checks import is_elementwise
 from zero_ref.simulator.traffic import traffic
 
 # -------------------------------------------------------------------------------------- 4.1 write `step`

@@ -18,8 +18,8 @@ from torch.optim import SGD, Optimizer
 
 from zero_ref.clip import clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
-from zero_ref.optimizer.groups import ParamGroup, options_of
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.shard.groups import ParamGroup, options_of
 
 
 class ParamBucket(NamedTuple):

@@ -23,8 +23,8 @@ from zero_ref.comm.collectives import as_collectives
 from zero_ref.lab import stage_3
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.model import GPT
-from zero_ref.optimizer.owned import MASTER
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.shard.owned import MASTER
 from zero_ref.state.durable import make_directory, replacing
 from zero_ref.state.files import read_tables
 from zero_ref.state.save_owner import is_of_this_job

@@ -27,13 +27,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from zero_ref.backward.gradients import check_no_scaler
 from zero_ref.comm import devices
 from zero_ref.comm.agreement import agree
 from zero_ref.comm.collectives import ProcessGroupCollectives, as_collectives, gather_texts
 from zero_ref.local_sgd.averagers import ModelAverager, group_among
-from zero_ref.optimizer.groups import params_of
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.shard.gradients import check_no_scaler
+from zero_ref.shard.groups import params_of
 
 # ------------------------------------------------------------------------------------------------- the hook
 

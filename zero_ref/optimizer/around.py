@@ -1,8 +1,8 @@
 """A wrapper around `step` for special cases, so that `step` itself stays short.
 
-This module adds to `step` of `minimal.py`: ranks with uneven inputs (`join.py`), a gradient scaler that calls
-the step, an update that backward has made already (`backward/overlap.py`), and a rank whose local optimizer
-raises. In an ordinary loop the wrapper only calls the step.
+This module adds to `step` of `minimal.py`: ranks with uneven inputs (`optimizer/join.py`), a gradient scaler
+that calls the step, an update that backward has made already (`backward/overlap.py`), and a rank whose local
+optimizer raises. In an ordinary loop the wrapper only calls the step.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from zero_ref import join
-from zero_ref.backward.gradients import WHOLE, check_no_scaler
 from zero_ref.comm.collectives import Collectives, PendingCall
+from zero_ref.optimizer import join
+from zero_ref.shard.gradients import WHOLE, check_no_scaler
 
 Closure = Callable[[], Any]
 Step = TypeVar("Step", bound=Callable[..., Any])

@@ -15,16 +15,16 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zero_ref.backward.gradients import Backward
-from zero_ref.comm.accord import Accord
 from zero_ref.comm.agreement import agree, agreement
 from zero_ref.comm.collectives import Collectives, gather_bytes
-from zero_ref.optimizer.buckets import broadcast_messages, messages_by_parameter, messages_within
-from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.checks import is_elementwise
-from zero_ref.optimizer.coupling import couples_parameters, updates_elementwise
-from zero_ref.optimizer.digests import digests
-from zero_ref.optimizer.groups import (
+from zero_ref.optimizer.accord import Accord
+from zero_ref.shard.buckets import broadcast_messages, messages_by_parameter, messages_within
+from zero_ref.shard.built import Built
+from zero_ref.shard.checks import is_elementwise
+from zero_ref.shard.coupling import couples_parameters, updates_elementwise
+from zero_ref.shard.digests import digests
+from zero_ref.shard.gradients import Backward
+from zero_ref.shard.groups import (
     OPTIMIZER_CLASS,
     ParamGroup,
     copy_options,
@@ -32,9 +32,9 @@ from zero_ref.optimizer.groups import (
     options_of,
     replace_options,
 )
-from zero_ref.optimizer.methods import has_method
-from zero_ref.optimizer.several import optimizers_in, title
-from zero_ref.optimizer.shard import Shard
+from zero_ref.shard.methods import has_method
+from zero_ref.shard.several import optimizers_in, title
+from zero_ref.shard.shard import Shard
 
 
 class ForwardsMethods:

@@ -13,10 +13,10 @@ import hashlib
 import warnings
 
 from zero_ref.comm.collectives import Collectives, gather_bytes
-from zero_ref.optimizer.buckets import broadcast_messages, messages_by_parameter
-from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.digests import digests
 from zero_ref.plan.calls import CHECK
+from zero_ref.shard.buckets import broadcast_messages, messages_by_parameter
+from zero_ref.shard.built import Built
+from zero_ref.shard.digests import digests
 
 DIGEST_NBYTES = 8
 

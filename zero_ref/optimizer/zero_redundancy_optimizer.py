@@ -3,7 +3,7 @@
 Read `minimal.py` first, then `step` and `make_update` here, which do the same. This module adds that the user
 may add groups, freeze parameters, change owners and load. Such a change updates what a step uses: the
 parameters and their plan (`built.py`), the slices that this rank owns (`shard.py`), and the facts that must
-be equal on all ranks (`comm/accord.py`).
+be equal on all ranks (`optimizer/accord.py`).
 
 Under data parallelism an ordinary optimizer makes the same update on all N ranks and keeps its state N times.
 Here each element has one owner, and only the owner keeps its state and updates it. State per rank falls to
@@ -22,28 +22,34 @@ import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from zero_ref.backward.gradients import Backward
-from zero_ref.comm.accord import Accord, facts_of_options, number_on
 from zero_ref.comm.agreement import agree, agreement
 from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
+from zero_ref.optimizer import checkpoint
+from zero_ref.optimizer.accord import Accord, facts_of_options, number_on
 from zero_ref.optimizer.around import TakesPartInJoin, failure_told, in_its_circumstances, noting_errors
-from zero_ref.optimizer.arriving import Arriving
-from zero_ref.optimizer.buckets import (
+from zero_ref.optimizer.forwarded import ForwardsMethods
+from zero_ref.optimizer.repartition import Handover
+from zero_ref.optimizer.start_values import compare_start_values
+from zero_ref.optimizer.whole import WithWholeState
+from zero_ref.plan.choice import Choice, loads_under, may_cut, plan_partition
+from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.shard.arriving import Arriving
+from zero_ref.shard.buckets import (
     check_can_be_flattened,
     expect_broadcasts,
     finish_broadcasts,
     start_broadcasts,
 )
-from zero_ref.optimizer.built import Built, places_of
-from zero_ref.optimizer.checks import (
+from zero_ref.shard.built import Built, places_of
+from zero_ref.shard.checks import (
     check_can_be_sharded,
     check_is_class,
     check_updates_apart,
     facts_of,
     groups_kept_whole,
 )
-from zero_ref.optimizer.forwarded import ForwardsMethods
-from zero_ref.optimizer.groups import (
+from zero_ref.shard.gradients import Backward
+from zero_ref.shard.groups import (
     OPTIMIZER_CLASS,
     copy_options,
     difference,
@@ -53,16 +59,10 @@ from zero_ref.optimizer.groups import (
     replace_options,
     specs_of,
 )
-from zero_ref.optimizer.offload import StatePlace
-from zero_ref.optimizer.rounding import Masters
-from zero_ref.optimizer.several import SeveralOptimizers, class_of, name_classes, title, with_group
-from zero_ref.optimizer.shard import Shard, log_share
-from zero_ref.optimizer.start_values import compare_start_values
-from zero_ref.plan.choice import Choice, loads_under, may_cut, plan_partition
-from zero_ref.plan.partition import ParamSpec, Partition
-from zero_ref.state import checkpoint
-from zero_ref.state.repartition import Handover
-from zero_ref.state.whole import WithWholeState
+from zero_ref.shard.offload import StatePlace
+from zero_ref.shard.rounding import Masters
+from zero_ref.shard.several import SeveralOptimizers, class_of, name_classes, title, with_group
+from zero_ref.shard.shard import Shard, log_share
 
 
 class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):

@@ -1,1 +1,1 @@
-"""State from shards to whole and back, between owners, and in files that each rank writes its part of."""
+"""Checkpoints in files, of which each rank writes its own part."""

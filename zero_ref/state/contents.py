@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zero_ref.optimizer.buckets import flat_like, flat_view
-from zero_ref.optimizer.groups import dtype_name
-from zero_ref.optimizer.owned import MASTER, OwnedSlice
-from zero_ref.optimizer.rounding import Masters
+from zero_ref.optimizer import checkpoint
+from zero_ref.optimizer.checkpoint import Entry, dtype_of
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.state import checkpoint, subclasses
-from zero_ref.state.checkpoint import Entry, dtype_of
+from zero_ref.shard import subclasses
+from zero_ref.shard.buckets import flat_like, flat_view
+from zero_ref.shard.groups import dtype_name
+from zero_ref.shard.owned import MASTER, OwnedSlice
+from zero_ref.shard.rounding import Masters
 from zero_ref.state.files import FlatSlices, ShardReader, read_slices
 from zero_ref.state.saves import damage_in
 

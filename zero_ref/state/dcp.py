@@ -26,10 +26,11 @@ from torch.optim import Optimizer
 
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm.agreement import agreement
-from zero_ref.optimizer.buckets import flat_like
-from zero_ref.optimizer.owned import MASTER, OwnedSlice
+from zero_ref.optimizer import checkpoint
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.state import checkpoint, subclasses
+from zero_ref.shard import subclasses
+from zero_ref.shard.buckets import flat_like
+from zero_ref.shard.owned import MASTER, OwnedSlice
 from zero_ref.state.files import FlatSlices, read_slices
 from zero_ref.state.sharded import Directory
 

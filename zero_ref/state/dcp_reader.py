@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from zero_ref.optimizer.owned import MASTER
+from zero_ref.optimizer import checkpoint
 from zero_ref.plan.boxes import Box, boxes_in_memory
-from zero_ref.state import checkpoint, subclasses
+from zero_ref.shard import subclasses
+from zero_ref.shard.owned import MASTER
 from zero_ref.state.contents import Contents, name_of_param, name_of_state
 from zero_ref.state.files import ShardReader, Stored, chunk
 from zero_ref.state.saves import name_of

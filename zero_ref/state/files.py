@@ -41,9 +41,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zero_ref.optimizer.groups import dtype_name
+from zero_ref.optimizer.checkpoint import dtype_of
 from zero_ref.plan.boxes import Box, boxes_in_memory
-from zero_ref.state.checkpoint import dtype_of
+from zero_ref.shard.groups import dtype_name
 from zero_ref.state.durable import open_regular, replacing, writing
 from zero_ref.state.saves import (
     FORMAT,

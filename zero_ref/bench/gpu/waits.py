@@ -129,7 +129,7 @@ def _parts_of_iteration(
 
 
 def _our_line(error: BaseException) -> str:
-    """The last line of this package that an error came through, as "optimizer/shard.py:100"."""
+    """The last line of this package that an error came through, as "shard/shard.py:100"."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "zero_ref" in frame.filename and frame.filename != __file__]
     if not ours:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_ref.optimizer.buckets import flat_like, flat_view
-from zero_ref.optimizer.merged import place_end_to_end
-from zero_ref.optimizer.offload import StatePlace
-from zero_ref.optimizer.rounding import Masters
 from zero_ref.plan.partition import Slice
+from zero_ref.shard.buckets import flat_like, flat_view
+from zero_ref.shard.merged import place_end_to_end
+from zero_ref.shard.offload import StatePlace
+from zero_ref.shard.rounding import Masters
 
 MASTER = "master_weight"
 """The key under which the state that is sent and saved has the values of a copy."""

@@ -21,16 +21,17 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from zero_ref.optimizer.buckets import kept_view
-from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.groups import ParamGroup, loaded_options, options_of, replace_options
-from zero_ref.optimizer.local_state import LocalStates, StateOfParameters
-from zero_ref.optimizer.merged import CONTAINERS, SMALL_NUMEL, MergedSlices, place_end_to_end
-from zero_ref.optimizer.methods import DirectCalls, has_method
-from zero_ref.optimizer.offload import Arrival, StatePlace, in_pieces
-from zero_ref.optimizer.owned import MASTER, Copies, OwnedSlice, own_slices
-from zero_ref.optimizer.rounding import Masters
-from zero_ref.optimizer.several import (
+from zero_ref.plan.partition import Partition, Slice
+from zero_ref.shard.buckets import kept_view
+from zero_ref.shard.built import Built
+from zero_ref.shard.groups import ParamGroup, loaded_options, options_of, replace_options
+from zero_ref.shard.local_state import LocalStates, StateOfParameters
+from zero_ref.shard.merged import CONTAINERS, SMALL_NUMEL, MergedSlices, place_end_to_end
+from zero_ref.shard.methods import DirectCalls, has_method
+from zero_ref.shard.offload import Arrival, StatePlace, in_pieces
+from zero_ref.shard.owned import MASTER, Copies, OwnedSlice, own_slices
+from zero_ref.shard.rounding import Masters
+from zero_ref.shard.several import (
     SeveralOptimizers,
     check_nothing_beside_state,
     defaults_of,
@@ -39,7 +40,6 @@ from zero_ref.optimizer.several import (
     optimizers_in,
     title,
 )
-from zero_ref.plan.partition import Partition, Slice
 
 logger = logging.getLogger("zero_ref.optimizer")
 

@@ -30,14 +30,14 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from zero_ref.backward.gradients import Backward
 from zero_ref.comm.collectives import Collectives, ToPeer, broadcast_json
-from zero_ref.optimizer.buckets import flat_like
-from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.groups import describe_options, options_of
-from zero_ref.optimizer.owned import own_slices
-from zero_ref.optimizer.shard import Shard
 from zero_ref.plan.partition import Slice
+from zero_ref.shard.buckets import flat_like
+from zero_ref.shard.built import Built
+from zero_ref.shard.gradients import Backward
+from zero_ref.shard.groups import describe_options, options_of
+from zero_ref.shard.owned import own_slices
+from zero_ref.shard.shard import Shard
 
 Layout = list[int] | None
 """Of a gradient: None if it is dense; [entries, sparse dimensions] if it is sparse."""

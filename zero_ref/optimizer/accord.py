@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from zero_ref.comm.agreement import Fact, agreement
 from zero_ref.comm.collectives import Alarm, Collectives
-from zero_ref.optimizer.groups import ParamGroup, describe_options, plain
-from zero_ref.optimizer.several import title
 from zero_ref.plan.calls import CHECK
+from zero_ref.shard.groups import ParamGroup, describe_options, plain
+from zero_ref.shard.several import title
 
 _MADE: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 

@@ -14,17 +14,17 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from zero_ref.comm.accord import Accord, facts_of_options
 from zero_ref.comm.agreement import RanksLostError, agreement
 from zero_ref.comm.collectives import Collectives
-from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.coupling import switch, trial
-from zero_ref.optimizer.groups import ParamGroup, params_of, replace_options
-from zero_ref.optimizer.local_state import SliceState, StateOfParameters
-from zero_ref.optimizer.owned import MASTER
-from zero_ref.optimizer.several import is_known, keys_beside_state, local_optimizer, optimizers_in
-from zero_ref.optimizer.shard import Shard
-from zero_ref.state import checkpoint
+from zero_ref.optimizer import checkpoint
+from zero_ref.optimizer.accord import Accord, facts_of_options
+from zero_ref.shard.built import Built
+from zero_ref.shard.coupling import switch, trial
+from zero_ref.shard.groups import ParamGroup, params_of, replace_options
+from zero_ref.shard.local_state import SliceState, StateOfParameters
+from zero_ref.shard.owned import MASTER
+from zero_ref.shard.several import is_known, keys_beside_state, local_optimizer, optimizers_in
+from zero_ref.shard.shard import Shard
 
 
 def _is_asked_by_torchs_setter() -> bool:

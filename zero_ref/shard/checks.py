@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zero_ref.optimizer.buckets import flat_view
-from zero_ref.optimizer.coupling import couples_parameters, updates_elementwise
-from zero_ref.optimizer.groups import (
+from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.shard.buckets import flat_view
+from zero_ref.shard.coupling import couples_parameters, updates_elementwise
+from zero_ref.shard.groups import (
     OPTIMIZER_CLASS,
     ParamGroup,
     describe_options,
@@ -24,7 +25,6 @@ from zero_ref.optimizer.groups import (
     options_of,
     params_of,
 )
-from zero_ref.plan.partition import ParamSpec, Partition
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zero_ref.optimizer.groups import OPTIMIZER_CLASS, ParamGroup, options_of
+from zero_ref.shard.groups import OPTIMIZER_CLASS, ParamGroup, options_of
 
 StateDict = dict[str, Any]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_ref.optimizer.buckets import flat_view
+from zero_ref.shard.buckets import flat_view
 
 ROUNDINGS = ("nearest", "stochastic")
 

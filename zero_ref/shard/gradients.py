@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from zero_ref.optimizer.buckets import flat_view
-from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.groups import ParamGroup, options_of
 from zero_ref.plan.partition import Slice
+from zero_ref.shard.buckets import flat_view
+from zero_ref.shard.built import Built
+from zero_ref.shard.groups import ParamGroup, options_of
 
 
 class Gradients:

@@ -12,11 +12,11 @@ from functools import cached_property
 
 import torch
 
-from zero_ref.optimizer.buckets import Message, flatten_parameters, messages_by_parameter
-from zero_ref.optimizer.checks import fact_of
-from zero_ref.optimizer.groups import name_of
 from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.shard.buckets import Message, flatten_parameters, messages_by_parameter
+from zero_ref.shard.checks import fact_of
+from zero_ref.shard.groups import name_of
 
 
 @dataclass(frozen=True)

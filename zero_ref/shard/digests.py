@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from zero_ref.optimizer.buckets import flat_view
+from zero_ref.shard.buckets import flat_view
 
 WORDS = 16_381
 """The number of different weights. A prime, so that no two rows of a matrix get the same weights."""

@@ -16,12 +16,13 @@ import torch
 
 from zero_ref.comm.agreement import agreement
 from zero_ref.comm.collectives import Collectives, ToPeer, exchange_json
-from zero_ref.optimizer.buckets import flat_view
-from zero_ref.optimizer.owned import OwnedSlice
+from zero_ref.optimizer import checkpoint
+from zero_ref.optimizer.checkpoint import Entry, Packed
 from zero_ref.plan.moves import Move, moves
 from zero_ref.plan.partition import Partition
-from zero_ref.state import checkpoint, subclasses
-from zero_ref.state.checkpoint import Entry, Packed
+from zero_ref.shard import subclasses
+from zero_ref.shard.buckets import flat_view
+from zero_ref.shard.owned import OwnedSlice
 
 SliceState = dict[str, Any]
 Entries = dict[Move, list[Entry]]

@@ -27,10 +27,12 @@ import torch
 from zero_ref.comm.agreement import agreement
 from zero_ref.comm.collectives import Collectives, PendingCall, broadcast_json, exchange_json
 from zero_ref.comm.devices import CPU
-from zero_ref.optimizer.buckets import flat_like, flat_view
-from zero_ref.optimizer.checks import is_elementwise
-from zero_ref.optimizer.coupling import stepped_in_trial
-from zero_ref.optimizer.groups import (
+from zero_ref.plan.partition import Slice
+from zero_ref.shard import subclasses
+from zero_ref.shard.buckets import flat_like, flat_view
+from zero_ref.shard.checks import is_elementwise
+from zero_ref.shard.coupling import stepped_in_trial
+from zero_ref.shard.groups import (
     OPTIMIZER_CLASS,
     describe_options,
     dtype_name,
@@ -38,10 +40,8 @@ from zero_ref.optimizer.groups import (
     params_of,
     specs_of,
 )
-from zero_ref.optimizer.owned import OwnedSlice
-from zero_ref.optimizer.several import check_nothing_beside_state, class_of
-from zero_ref.plan.partition import Slice
-from zero_ref.state import subclasses
+from zero_ref.shard.owned import OwnedSlice
+from zero_ref.shard.several import check_nothing_beside_state, class_of
 
 State = dict[int, dict[str, Any]]
 """The state of parameters, or of slices, by number."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zero_ref.comm.collectives import PendingCall
-from zero_ref.optimizer.buckets import Message
+from zero_ref.shard.buckets import Message
 
 
 class Arriving:

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zero_ref.optimizer.digests import digests
-from zero_ref.optimizer.groups import params_of
-from zero_ref.optimizer.several import optimizers_in
+from zero_ref.shard.digests import digests
+from zero_ref.shard.groups import params_of
+from zero_ref.shard.several import optimizers_in
 
 
 def has_method(optimizer_class: type[Optimizer], name: str) -> bool:

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
-from zero_ref.optimizer.buckets import flat_view
-from zero_ref.optimizer.checks import is_elementwise
-from zero_ref.optimizer.several import class_of
 from zero_ref.plan.partition import ALIGNMENT
+from zero_ref.shard.buckets import flat_view
+from zero_ref.shard.checks import is_elementwise
+from zero_ref.shard.several import class_of
 
 CONTAINERS = (list, tuple, dict)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from zero_ref.optimizer.buckets import flat_like
-from zero_ref.optimizer.built import Built
-from zero_ref.optimizer.owned import OwnedSlice
+from zero_ref.shard.buckets import flat_like
+from zero_ref.shard.built import Built
+from zero_ref.shard.owned import OwnedSlice
 
 
 class SliceState(MutableMapping[Any, Any]):
