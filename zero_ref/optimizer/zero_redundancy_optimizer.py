@@ -13,20 +13,23 @@ Here each element has one owner, and only the owner keeps its state and updates 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from zero_ref.comm.agreement import agree, agreement
 from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
-from zero_ref.optimizer import checkpoint
+from zero_ref.optimizer import checkpoint, join
 from zero_ref.optimizer.accord import Accord, facts_of_options, number_on
-from zero_ref.optimizer.around import TakesPartInJoin, failure_told, in_its_circumstances, noting_errors
+from zero_ref.optimizer.closure import UserClosure
 from zero_ref.optimizer.forwarded import ForwardsMethods
 from zero_ref.optimizer.repartition import Handover
 from zero_ref.optimizer.start_values import compare_start_values
@@ -48,7 +51,7 @@ from zero_ref.shard.checks import (
     facts_of,
     groups_kept_whole,
 )
-from zero_ref.shard.gradients import Backward
+from zero_ref.shard.gradients import WHOLE, Backward, check_no_scaler
 from zero_ref.shard.groups import (
     OPTIMIZER_CLASS,
     copy_options,
@@ -63,9 +66,10 @@ from zero_ref.shard.offload import StatePlace
 from zero_ref.shard.rounding import Masters
 from zero_ref.shard.several import SeveralOptimizers, class_of, name_classes, title, with_group
 from zero_ref.shard.shard import Shard, log_share
+from zero_ref.shard.stepper import GradientSource
 
 
-class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
+class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, Joinable):
     """Shards an optimizer over the ranks of a process group. A drop-in for torch's class of that name.
 
     Gradients must be averaged over the ranks before `step`, as DistributedDataParallel does in its backward.
@@ -152,7 +156,8 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         state_device: str | torch.device | os.PathLike[str] | None = None,
         **defaults: Any,
     ) -> None:
-        TakesPartInJoin.__init__(self)
+        Joinable.__init__(self)
+        self._shadow: weakref.ref[join.ShadowStep] | None = None
         self.collectives = as_collectives(process_group)
         self.process_group = dist.group.WORLD if process_group is None else process_group
         self.parameters_as_bucket_view = parameters_as_bucket_view
@@ -203,7 +208,6 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
 
     # ------------------------------------------------------------------------------------------- the step
 
-    @in_its_circumstances
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this rank's shard, then send every shard to all ranks.
 
@@ -230,14 +234,57 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
             all-gather of 32 bytes; so does the first one with new parameters, which reads them all, for start
             values. Nothing is sent if backward has made the update already (`overlap_with_ddp`).
         """
+        # After an ordinary backward all ranks have whole gradients. Others may have made the update already.
+        if closure is not None or self.backward.gradients is not WHOLE or self.joined is not None:
+            closure = self._look_at_gradients(closure)
+            if self.backward.take_update(kwargs):
+                return closure and closure()
+            if self.joined is not None:
+                join.send_to_joined(self, active=True)
+        # 1. Follow what the user has changed; compare what must be equal on all ranks.
         self.begin_update()
         return self.make_update(closure, **kwargs)
+
+    def make_update(
+        self,
+        closure: Callable[[], Any] | None = None,
+        gradients: Mapping[int, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Update this rank's shard, and send every shard to all ranks.
+
+        Args:
+            gradients: by parameter number, in place of the parameters' `.grad`.
+            closure, **kwargs, Returns, Raises, Collective, Cost: as `step`.
+        """
+        # A closure still needs the old parameters. Without one, the network may begin to receive new ones.
+        expected = (
+            [] if closure else expect_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype)
+        )
+
+        # 2. Take the gradients of what this rank owns, and step the local optimizer on it.
+        try:
+            loss = self.shard.step(
+                lambda: GradientSource(gradients, self.backward.gradients.parts), closure, **kwargs
+            )
+        except Exception as error:
+            if not (isinstance(closure, UserClosure) and closure.error is error):
+                self._tell_failure(error, expected)
+            raise
+
+        # 3. Owners send the new parameters, others receive them.
+        self.exchange(expected)
+
+        # 4. Let autograd, schedulers and hooks know of the update; raise if another rank could not make it.
+        self.end_update()
+        self.accord.check_nothing_lost()
+        return loss
 
     # Where a step is compiled, dynamo shows options that groups do not have ("capturable"), and could not
     # trace digests. The public torch.compiler.disable would import dynamo with this module.
     @_disable_dynamo
     def begin_update(self) -> None:
-        """Apply the user's changes since the last update, to parameters and options."""
+        """Follow the user's changes since the last update, and compare what must be equal on all ranks."""
         self.state_changes()
         self.current()
         self.accord.before_update(self.standing_facts)
@@ -246,46 +293,30 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
             self._compared = len(self.built.params)
         replace_options(self.param_groups, self.optim.param_groups)
 
-    def make_update(
-        self,
-        closure: Callable[[], Any] | None = None,
-        gradients: Mapping[int, torch.Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """The update itself: each rank steps its shard, then all send what they own."""
-        expected: list[PendingCall | None] = []
-
-        def take() -> None:
-            self.shard.take(gradients, self.backward.gradients.parts)
-
-        with failure_told(self, expected) as by_closure:
-            if closure is None:  # a closure still needs the old parameters to compute the gradients
-                expected += expect_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype)
-                take()
-            loss = self.shard.step(closure and noting_errors(closure, by_closure), take, **kwargs)
-            self.shard.publish()
-        self.exchange(expected)
-        self.end_update()
-        self.accord.check_nothing_lost()
-        return loss
-
     def exchange(self, expected: Sequence[PendingCall | None]) -> None:
         """Send what this rank owns, receive the rest, and learn which ranks could not step."""
-        built, comm = self.built, self.collectives
-        owners = {message.owner for message in built.messages if message.slices}
-        works = start_broadcasts(comm, built.messages, self.broadcast_dtype, expected)
+        works = start_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype, expected)
         if self.arriving.later:
-
-            def done() -> None:
-                self.accord.after_update(owners)
-                self.accord.check_nothing_lost()
-
-            self.arriving.begin(built.messages, works, built.params, done)
+            self.arriving.begin(self.built.messages, works, self.built.params, self._have_arrived)
             return
         try:
-            finish_broadcasts(works, built.name)
+            finish_broadcasts(works, self.built.name)
         finally:
-            self.accord.after_update(owners)
+            self.accord.after_update(self.built.owners)
+
+    def _have_arrived(self) -> None:
+        self.accord.after_update(self.built.owners)
+        self.accord.check_nothing_lost()
+
+    def _tell_failure(self, error: Exception, expected: Sequence[PendingCall | None]) -> None:
+        """Report an error of the local optimizer to the other ranks, and send them the old values.
+
+        They wait for values, and would otherwise receive those of the next step.
+        """
+        with suppress(RuntimeError):
+            if any(message.owner == self.rank for message in self.built.messages):
+                self.accord.ring(error)
+            self.exchange(expected)
 
     @_disable_dynamo
     def end_update(self) -> None:
@@ -297,6 +328,56 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         copy_options(self.optim.param_groups, self.param_groups)
         self.backward.stepped()
         self._opt_called = True  # learning-rate schedulers warn where step() was never called
+
+    def _look_at_gradients(self, closure: Callable[[], Any] | None) -> UserClosure | None:
+        """Refuse gradients that a step cannot use, those of a closure when it has computed them.
+
+        Raises:
+            RuntimeError: a gradient scaler cannot work on these gradients; or gradients were changed after
+                backward by each rank separately, or after the update that used them.
+        """
+
+        def check() -> None:
+            self.backward.gradients.check_as_left(self.rank, self.built)
+
+        if self.joined is not None:
+            Join.notify_join_context(self)
+        check_no_scaler(self, self.backward.gradients)
+        if closure is None:
+            check()
+            return None
+        noted = UserClosure(closure, check)
+        if self.overlap_with_ddp or self.joined is not None:
+            # The closure's backward makes the update, or ranks without data repeat its collectives.
+            noted.evaluate_now()
+        return noted
+
+    # ---------------------------------------------------------------------------------- with uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook by which a rank without data continues to update its shard."""
+        shadow = join.ShadowStep(self, **kwargs)
+        self._shadow = weakref.ref(shadow)
+        return shadow
+
+    @property
+    def joined(self) -> join.ShadowStep | None:
+        """The hook that `Join` runs once this rank has no more data; None outside of a `Join`.
+
+        torch never resets `_join_config`, so a weak reference tells whether the `Join` still exists: its hook
+        is freed when the `Join` ends, also by an error.
+        """
+        return self._shadow() if self._join_config.enable and self._shadow is not None else None
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device on which `Join` counts the ranks that have data."""
+        return self.collectives.control_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group whose ranks join."""
+        return self.process_group
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, as torch's optimizers do."""
@@ -527,8 +608,6 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         self._choice = partition
         self.backward.gradients.owners_changed()
         self._rebuild(new)
-
-    join_hook = TakesPartInJoin.join_hook  # named here, so that the API reference has it
 
     # ------------------------------------------------------------------------------- what ranks compare
 

@@ -256,9 +256,11 @@ def finish_broadcasts(works: Sequence[PendingCall], name: Callable[[int], str] =
         RuntimeError: a value was too large for the dtype of the broadcast. Every rank sees the infinite
             value, so all raise.
     """
+    narrow = []
     for work in works:
         work.wait()
-    narrow = [work for work in works if isinstance(work, _Rounded) and work.may_overflow]
+        if isinstance(work, _Rounded) and work.may_overflow:
+            narrow.append(work)
     if not narrow:
         return
     # On a GPU, tolist waits for the broadcasts: call it once for all of them.

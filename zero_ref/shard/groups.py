@@ -89,14 +89,17 @@ def given_in(group: ParamGroup) -> dict[str, Any]:
 def copy_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
     """Copy all options, such as learning rates, from `source` to `target`, but not the parameters."""
     for theirs, ours in zip(source, target, strict=True):
-        ours.update(options_of(theirs))
+        for key, value in theirs.items():
+            if key not in PARAM_KEYS:
+                ours[key] = value
 
 
 def replace_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
     """As `copy_options`, and remove the options that `source` does not have."""
     for theirs, ours in zip(source, target, strict=True):
-        for key in options_of(ours).keys() - theirs.keys():
-            del ours[key]
+        for key in ours.keys() - theirs.keys():
+            if key not in PARAM_KEYS:
+                del ours[key]
     copy_options(source, target)
 
 

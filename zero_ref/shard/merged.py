@@ -246,11 +246,6 @@ class MergedSlices:
             self.optim.state[run.whole] = run.state
         self._list(self.together)
 
-    def done(self) -> None:
-        """The runs were stepped: the rest of the step must not step them again."""
-        for run in self.runs:
-            run.whole.grad = None
-
     def split(self) -> None:
         """Replace the runs by their members, with groups and state as if each had been stepped by itself."""
         self._list(self.apart)
