@@ -274,7 +274,7 @@ def test_it_goes_to_rank_0_unless_told_otherwise() -> None:
     def on_rank(comm: Collectives) -> bool:
         _, optimizer = trained_optimizer(comm)
         optimizer.consolidate_state_dict()
-        return optimizer._consolidated is not None
+        return optimizer.whole.gathered is not None
 
     assert virtual.run(on_rank, 2) == [True, False]
 

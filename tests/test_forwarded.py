@@ -413,7 +413,8 @@ def test_the_trainers_callback_gathers_again_after_an_evaluation_that_switches()
 
 def test_the_names_of_the_state_are_found_out_in_train_mode() -> None:
     def on_rank(comm: Collectives) -> Any:
-        return ZeroRedundancyOptimizer(params_of_ones(1), Free, comm).keys_of_state()
+        optimizer = ZeroRedundancyOptimizer(params_of_ones(1), Free, comm)
+        return optimizer.whole.keys()
 
     assert virtual.run(on_rank, 2) == [[["z"]]] * 2
 

@@ -205,7 +205,7 @@ def on_a_subgroup() -> str:
     assert optimizer.global_rank == dist.get_rank()
     assert_ranks_had_other_gradients(odd)
     optimizer.consolidate_state_dict(to=1)  # a rank of the group: global rank 3
-    return f"state here: {optimizer._consolidated is not None}"
+    return f"state here: {optimizer.whole.gathered is not None}"
 
 
 def test_a_subgroup_whose_ranks_are_not_0_and_1() -> None:

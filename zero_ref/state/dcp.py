@@ -119,7 +119,7 @@ class StatefulOptimizer:
         Cost: an all-gather of 32 bytes.
         """
         optimizer, loading = self.optimizer, self._loading
-        with optimizer.loading("load the state that DCP has read") as facts:
+        with optimizer.whole.loading("load the state that DCP has read") as facts:
             if loading is None:
                 raise ValueError(
                     "StatefulOptimizer(model, optimizer) is to save. To load, make one with the checkpoint: "
@@ -294,7 +294,7 @@ class OptimizerToLoad(Optimizer):
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self.optimizer, self.param_groups = optimizer, optimizer.param_groups
-        keys = zip(optimizer.built.params, optimizer.keys_of_state(), strict=True)
+        keys = zip(optimizer.built.params, optimizer.whole.keys(), strict=True)
         self.state = defaultdict(dict, {param: dict.fromkeys(of, _UNSET) for param, of in keys})
 
     def state_dict(self) -> dict[str, Any]:

@@ -367,7 +367,7 @@ class _Loading:
             for own, values in self.shard.parameters:
                 own.window.copy_(values)
             received = _exchange_parameters(optimizer) if self.parameters else []
-            with optimizer.loading(f"load the checkpoint {self.folder}") as facts:
+            with optimizer.whole.loading(f"load the checkpoint {self.folder}") as facts:
                 facts += self.facts
                 optimizer.shard.load(self.shard.state, self.contents.state_dict["param_groups"])
         except BaseException:
