@@ -138,10 +138,17 @@ def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> 
             stop = flat.buckets[end].start if end < len(flat.buckets) else flat.numel
             # Padding is zero, so that no checkpoint or sum contains uninitialised memory.
             tensor = torch.zeros(stop - start, dtype=getattr(torch, flat.dtype), device=flat.device)
+            moved: list[torch.Tensor] = []
+            windows: list[torch.Tensor] = []
             for index in {piece.param for bucket in buckets for piece in bucket.slices}:
                 param = params[index]
+                moved.append(param)
                 place = flat.offset_of_param[index] - start
-                param.data = tensor.as_strided(param.size(), param.stride(), place).copy_(param)
+                windows.append(tensor.as_strided(param.size(), param.stride(), place))
+            if moved:
+                torch._foreach_copy_(windows, moved)
+            for param, window in zip(moved, windows):
+                param.data = window
             messages += [
                 Message(
                     bucket.owner,

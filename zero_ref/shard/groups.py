@@ -30,7 +30,7 @@ def specs_of(param_groups: Sequence[ParamGroup], whole: Container[int] = ()) -> 
         ParamSpec(
             numel=param.numel(),
             dtype=dtype_name(param.dtype),
-            device=str(param.device),
+            device=_device_name(param.device),
             group=index,
             trainable=param.requires_grad,
             name=name,
@@ -48,6 +48,11 @@ def specs_of(param_groups: Sequence[ParamGroup], whole: Container[int] = ()) -> 
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype as torch prints it, without the `torch.`."""
     return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _device_name(device: torch.device) -> str:
+    return str(device)
 
 
 def name_of(specs: Sequence[ParamSpec], number: int) -> str:
