@@ -144,7 +144,7 @@ def after_ddp(place: Place, hook: str = "none", clip: bool = False, **options: A
     for number in range(STEPS):
         # A norm that clips is read by the host, once; so is the search for infinities, where messages are.
         waits = clip + (hook == "scaled" and place.has_cpu)
-        watched = place.watch("clip.py", "share_infinities", at_most=waits)
+        watched = place.watch("among_ranks.py", "share_infinities", at_most=waits)
         with watched if number else contextlib.nullcontext():
             place.loss(wrapped, number).backward()
             if clip:
@@ -163,7 +163,7 @@ def two_optimizers(place: Place, **options: Any) -> list[torch.Tensor]:
     zeros = [adamw(params[first::2], place, **options) for first in range(2)]
     wrapped.register_comm_hook(None, reduce_to_owners(zeros))
     for number in range(STEPS):
-        with place.watch("clip.py", "gather_bytes") if number else contextlib.nullcontext():
+        with place.watch("among_ranks.py", "gather_bytes") if number else contextlib.nullcontext():
             place.loss(wrapped, number).backward()
             clip_grad_norm_(zeros, 1.0)
             for zero in zeros:
@@ -214,7 +214,7 @@ def sharded(
     )
     for number in range(STEPS):
         waits = (backwards > 1) + backwards * (scaled and place.has_cpu)
-        watched = place.watch("clip.py", "share_infinities", at_most=waits)
+        watched = place.watch("among_ranks.py", "share_infinities", at_most=waits)
         with watched if number else contextlib.nullcontext():
             for backward in range(backwards):
                 is_last = backward == backwards - 1 or backwards == 2

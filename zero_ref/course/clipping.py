@@ -115,8 +115,8 @@ NORM_TYPES = [2.0, 1.0, 3.0, math.inf]
     "clipping.global_norm",
     on_ranks=True,
     forbids=(
-        "zero_ref.clip.get_total_norm",
-        "zero_ref.clip.clip_grad_norm_",
+        "zero_ref.clip.grad_norm.get_total_norm",
+        "zero_ref.clip.grad_norm.clip_grad_norm_",
     ),
 )
 def global_norm(answer: Answer) -> str:
