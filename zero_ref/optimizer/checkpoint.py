@@ -393,11 +393,10 @@ def arranged(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any
     sizes = [sorted(len(group["params"]) for group in groups) for groups in (saved_groups, param_groups)]
     if sizes[0] != sizes[1] or None in theirs or None in ours:
         return dict(state_dict)
-    place = {
-        name: (index, id_)
-        for index, (names, group) in enumerate(zip(theirs, saved_groups, strict=True))
-        for name, id_ in zip(names or (), group["params"], strict=True)
-    }
+
+    place: dict[str, tuple[int, Any]] = {}  # of each name its group, and the id under which it was saved
+    for index, (names, group) in enumerate(zip(theirs, saved_groups, strict=True)):
+        place |= {name: (index, id_) for name, id_ in zip(names or (), group["params"], strict=True)}
     without = iter([group for group in saved_groups if not group["params"]])
     groups: list[Any] = []
     for index, names in enumerate(ours):
@@ -472,18 +471,22 @@ def check_fits(
     ids = saved_ids(state_dict)
     for number, (id_, param) in enumerate(zip(ids, params_of(param_groups), strict=True)):
         for key, value in state_dict["state"].get(id_, {}).items():
-            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
             if elementwise[specs[number].group] and not _fits(key, value, param):
-                what = f"is {value!r}" if shape is None or key in SCALARS else f"has shape {shape}"
-                raise ValueError(
-                    f"the checkpoint's {key!r} for parameter {specs[number].name or number} "
-                    f"{what}; the parameter has {tuple(param.shape)}. The checkpoint is of another model, or "
-                    "of the same parameters in another order."
-                )
-            kinds.append((number, key, shape, value if shape is None else value.dtype))
+                raise ValueError(_misfit_error(specs[number].name or str(number), key, value, param))
+            is_tensor = isinstance(value, torch.Tensor)
+            kinds.append((number, key, *((tuple(value.shape), value.dtype) if is_tensor else (None, value))))
     described = enumerate(map(describe_options, saved_groups))
     options = [f"group {index}: {option}" for index, of_group in described for option in of_group]
     return [*options, f"state of shapes and kinds {hashlib.sha256(repr(kinds).encode()).hexdigest()[:12]}"]
+
+
+def _misfit_error(name: str, key: Any, value: Any, param: torch.Tensor) -> str:
+    has_shape = isinstance(value, torch.Tensor) and key not in SCALARS
+    what = f"has shape {tuple(value.shape)}" if has_shape else f"is {value!r}"
+    return (
+        f"the checkpoint's {key!r} for parameter {name} {what}; the parameter has {tuple(param.shape)}. The "
+        "checkpoint is of another model, or of the same parameters in another order."
+    )
 
 
 def _check_form(state_dict: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ rank's local optimizer and then, as a step does, sends what each has written to 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -100,8 +100,7 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
         _check_works_apart(zero, name, args, kwargs)
         facts += zero.standing_facts()
 
-    # Each rank calls the method on what it owns. Values are compared, since writes through `.data` leave no
-    # trace in the versions; an empty digest is of a tensor that cannot be read.
+    # Each rank calls the method on what it owns.
     replace_options(zero.param_groups, shard.optim.param_groups)
     result, failure = None, None
     before = digests(own.local for own in shard.owned)
@@ -109,23 +108,17 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
         result = shard.call(name, args, kwargs, zero.backward.gradients.parts)
     except Exception as error:
         failure = error
+    # Values are compared, since writes through `.data` leave no trace in the versions. An empty digest is of
+    # a tensor that cannot be read.
     after = digests(own.local for own in shard.owned)
     changed = {own.piece.param for own, was, now in zip(shard.owned, before, after) if was != now or not now}
     shard.publish_written(changed)
 
-    # All ranks learn which parameters were written anywhere, and owners send these. Messages of a step leave
-    # out frozen ones, which a method may write too.
+    # All ranks learn which parameters were written anywhere, and owners send these.
     has_state = any(not isinstance(of_key, dict) or of_key for of_key in shard.optim.state.values())
     bits = sum(1 << number for number in changed).to_bytes(len(built.params) // 8 + 1, "big")
     told = gather_bytes(comm, bytes([failure is not None, has_state]) + bits)
-    anywhere = functools.reduce(int.__or__, (int.from_bytes(other[2:], "big") for other in told))
-    written = {number for number in range(len(built.params)) if anywhere >> number & 1}
-    frozen = messages_by_parameter(built.partition, built.params, frozen=True)
-    messages = messages_within([*built.messages, *frozen], written)
-    broadcast_messages(comm, messages, zero.broadcast_dtype, name=built.name)
-
-    torch.autograd.graph.increment_version([built.params[number] for number in written])
-    shard.copies.note_versions()
+    written = _send_written(zero, [other[2:] for other in told])
     copy_options(shard.optim.param_groups, zero.param_groups)
     if written or any(other[1] for other in told):
         zero.whole.changed()
@@ -140,6 +133,24 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
             )
         agree(comm, action, failure or [])
     return result
+
+
+def _send_written(zero: Zero, bits_of_ranks: Iterable[bytes | bytearray]) -> set[int]:
+    """Send the parameters that were written on any rank from their owners to all; return their numbers.
+
+    Args:
+        bits_of_ranks: from each rank one bit for each parameter, whether it was written there.
+    """
+    built = zero.built
+    anywhere = functools.reduce(int.__or__, (int.from_bytes(bits, "big") for bits in bits_of_ranks))
+    written = {number for number in range(len(built.params)) if anywhere >> number & 1}
+    # Messages of a step leave out frozen parameters, which a method may write too.
+    frozen = messages_by_parameter(built.partition, built.params, frozen=True)
+    messages = messages_within([*built.messages, *frozen], written)
+    broadcast_messages(zero.collectives, messages, zero.broadcast_dtype, name=built.name)
+    torch.autograd.graph.increment_version([built.params[number] for number in written])
+    zero.shard.copies.note_versions()
+    return written
 
 
 def _check_works_apart(zero: Zero, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

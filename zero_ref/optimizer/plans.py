@@ -122,32 +122,37 @@ def follow_parameters(zero: Zero, now: Places) -> None:
         now: their places, which are not those of the plan.
     Raises, Collective, Cost: as `ZeroRedundancyOptimizer.current`.
     """
-    shard, before = zero.shard, zero.built.places
     keeps_views: RuntimeError | None = None
-    if zero.parameters_as_bucket_view or shard.cut:
+    if zero.parameters_as_bucket_view or zero.shard.cut:
         try:
-            shard.check_keeps_no_views("change which parameters are trained, or where they lie")
+            zero.shard.check_keeps_no_views("change which parameters are trained, or where they lie")
         except RuntimeError as error:
             keeps_views = error
 
     # Addresses may differ between ranks. Dtypes and what is trained may not: ranks that send different
     # parameters overwrite each other's memory, or abort in Gloo.
-    kinds, kinds_before = ([kind for _, *kind in places] for places in (now, before))
-    if kinds != kinds_before:
-        facts = [
-            f"parameter {spec.name or number}: {kind}"
-            for number, spec in enumerate(_specs(zero))
-            for kind in (f"requires_grad={spec.trainable}", spec.dtype)
-        ]
-        if not zero.joined:  # in a Join, a step sends the options to ranks without data
-            facts += facts_of_options(zero.param_groups, shard.optim)
-        freezes = [trained for _, trained in kinds] != [trained for _, trained in kinds_before]
-        action = "change which parameters are trained" if freezes else "cast parameters"
-        agree(zero.collectives, action, keeps_views or facts)
+    dtypes, dtypes_before = ([dtype for _, dtype, _ in places] for places in (now, zero.built.places))
+    trained, trained_before = ([trained for *_, trained in places] for places in (now, zero.built.places))
+    if trained != trained_before:
+        agree(zero.collectives, "change which parameters are trained", keeps_views or _kinds(zero))
+    elif dtypes != dtypes_before:
+        agree(zero.collectives, "cast parameters", keeps_views or _kinds(zero))
     if keeps_views is not None:
         raise keeps_views
-    shard.check_same_elements(params_of(zero.param_groups))
+    zero.shard.check_same_elements(params_of(zero.param_groups))
     _rebuild(zero, zero.built.partition)
+
+
+def _kinds(zero: Zero) -> list[str]:
+    """What is trained and in which dtypes, and the options, as facts that must be equal on all ranks."""
+    facts = [
+        f"parameter {spec.name or number}: {kind}"
+        for number, spec in enumerate(_specs(zero))
+        for kind in (f"requires_grad={spec.trainable}", spec.dtype)
+    ]
+    if not zero.joined:  # in a Join, a step sends the options to ranks without data
+        facts += facts_of_options(zero.param_groups, zero.shard.optim)
+    return facts
 
 
 def add_group(zero: Zero, param_group: ParamGroup) -> None:

@@ -99,19 +99,26 @@ def kept_view(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> int | Non
         if id(value) in seen or isinstance(value, (type, ModuleType, FunctionType)):
             continue
         seen.add(id(value))
-        if isinstance(value, Mapping):
-            left += value.values()
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            left += value
-        elif is_traceable_wrapper_subclass(value):
-            left += (getattr(value, inner) for inner in value.__tensor_flatten__()[0])
-        elif not isinstance(value, torch.Tensor):
-            left += vars(value).values() if hasattr(value, "__dict__") else ()
-        elif value.layout == torch.strided and value.numel():
-            at = bisect(starts, (value.data_ptr(), len(params))) - 1
-            if at >= 0 and value.data_ptr() < starts[at][0] + params[starts[at][1]].nbytes:
-                return starts[at][1]
+        is_wrapper: bool = is_traceable_wrapper_subclass(value)
+        if isinstance(value, torch.Tensor) and not is_wrapper:
+            if value.layout == torch.strided and value.numel():
+                at = bisect(starts, (value.data_ptr(), len(params))) - 1
+                if at >= 0 and value.data_ptr() < starts[at][0] + params[starts[at][1]].nbytes:
+                    return starts[at][1]
+        else:
+            left += _values_in(value)
     return None
+
+
+def _values_in(value: Any) -> Iterable[Any]:
+    """What an object holds: items, attributes, or the tensors of a subclass."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if is_traceable_wrapper_subclass(value):
+        return [getattr(value, inner) for inner in value.__tensor_flatten__()[0]]
+    return vars(value).values() if hasattr(value, "__dict__") else ()
 
 
 @torch.no_grad()

@@ -223,7 +223,7 @@ class Shard:
 
     @torch.no_grad()
     def _arrange(self) -> None:
-        """Choose how the slices are stepped."""
+        """Find out which parameters are cut and which slices are copies, and choose how they are stepped."""
         built = self.built
         self.cut = [
             (number, param, param.stride())
@@ -232,16 +232,21 @@ class Shard:
         ]
         self._devices = [own.local.device for own in self.owned]
         self.copies = Copies(self.owned, self.masters, self.place_of_state)
+        self._choose_stepper()
+
+    def _choose_stepper(self) -> None:
+        # Neighbours in memory are stepped as one where an elementwise class allows it.
         self.small.dissolve()
         self.shares.dissolve()
         mine = [own for own in self.owned if own.param.requires_grad] if self._merge else []
         whole = {own.local: own.param for own in mine if own.is_whole}
         self.small = MergedSlices(self.optim, whole, SMALL_NUMEL)
         # In a share neighbours lie together, as do their gradients after ShardedDataParallel's backward.
-        in_place = {own.local: own.local for own in mine if built.partition.ranges and not own.is_copy}
-        self.shares = MergedSlices(self.optim, in_place)
+        in_ranges = mine if self.built.partition.ranges else []
+        self.shares = MergedSlices(self.optim, {own.local: own.local for own in in_ranges if not own.is_copy})
         runs = [*self.small.runs, *self.shares.runs]
 
+        # Classes that are not torch's are watched; copies are stepped in pieces.
         local: Optimizer | ForeignStep = self.optim
         if not is_known(self.optim):
             local = self.foreign
