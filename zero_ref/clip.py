@@ -34,8 +34,11 @@ from torch.utils._foreach_utils import (
 )
 
 from zero_ref.comm.agreement import agree
-from zero_ref.comm.collectives import Collectives, as_collectives, gather_texts, global_ranks
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.comm.devices import CPU
+from zero_ref.comm.objects import gather_texts
+from zero_ref.comm.process_group import global_ranks
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer, listed
 from zero_ref.plan.partition import Slice
 from zero_ref.shard.buckets import flat_like

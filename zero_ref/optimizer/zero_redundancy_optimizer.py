@@ -23,7 +23,8 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from zero_ref.comm.agreement import agree, agreement
-from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.optimizer import checkpoint
 from zero_ref.optimizer.accord import Accord, facts_of_options, number_on
 from zero_ref.optimizer.around import TakesPartInJoin, failure_told, in_its_circumstances, noting_errors
