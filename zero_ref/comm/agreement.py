@@ -92,6 +92,7 @@ def _compare(comm: Collectives, action: str, facts: Sequence[str] | Exception, o
     failed = isinstance(facts, Exception)
     lines = [f"{type(facts).__name__}: {facts}"] if isinstance(facts, Exception) else list(facts)
     text = json.dumps([action, failed, lines]).encode()
+    # 24 bytes of a hash, and how long the text is, so that ranks that differ know how much to send.
     digest = hashlib.sha256(text).digest()[:24] + len(text).to_bytes(8, "big")
     try:
         digests = gather_bytes(comm, digest, op)
@@ -104,17 +105,23 @@ def _compare(comm: Collectives, action: str, facts: Sequence[str] | Exception, o
     texts = gather_bytes(comm, text.ljust(longest), op)
     if isinstance(facts, Exception):
         raise facts
-    of_ranks = [json.loads(other) for other in texts]
+    raise _difference(comm.rank, action, [json.loads(other) for other in texts], facts)
+
+
+def _difference(
+    mine: int, action: str, of_ranks: list[tuple[str, bool, list[str]]], facts: Sequence[str]
+) -> Exception:
+    """Say what keeps ranks from going on: an error first, then different actions, then different facts."""
     for rank, (their_action, their_failure, their_lines) in enumerate(of_ranks):
         if their_failure:
-            raise RuntimeError(f"rank {comm.rank}: rank {rank} could not {their_action}: {their_lines[0]}")
+            return RuntimeError(f"rank {mine}: rank {rank} could not {their_action}: {their_lines[0]}")
     for rank, (their_action, _, _) in enumerate(of_ranks):
         if their_action != action:
-            raise RuntimeError(
-                f"rank {comm.rank} is to {action} while rank {rank} is to {their_action}. "
+            return RuntimeError(
+                f"rank {mine} is to {action} while rank {rank} is to {their_action}. "
                 "All ranks must make the same calls in the same order."
             )
-    raise ValueError(_disagreement(action, [lines for _, _, lines in of_ranks], facts))
+    return ValueError(_disagreement(action, [lines for _, _, lines in of_ranks], facts))
 
 
 @contextlib.contextmanager
