@@ -165,7 +165,7 @@ MUTANTS = [
         "comm/agreement.py",
         "        except Exception as error:\n            facts = error\n",
         "        except Exception as error:\n            raise error\n",
-        ("tests/test_sharded_data_parallel.py", "tests/test_accord.py", "-k", "replica"),
+        ("tests/test_sharded_data_parallel.py", "-k", "between_groups or only_one_group or other_groups"),
     ),
     Mutant(
         "one tag for the messages of all optimizers",
