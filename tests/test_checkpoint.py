@@ -773,6 +773,22 @@ def test_ranks_that_consolidate_to_different_ranks_all_raise() -> None:
     virtual.run(on_rank, 2, timeout=5)
 
 
+def test_small_tensors_travel_together_in_parcels_of_a_limited_size() -> None:
+    def on_rank(comm: Collectives) -> list[int]:
+        params = [nn.Parameter(torch.ones(2**14)) for _ in range(10)]
+        everything = [[], list(range(10))]
+        optimizer = ZeroRedundancyOptimizer(params, optim.SGD, comm, partition=everything, lr=1, momentum=1)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        with recording(comm) as calls:
+            optimizer.consolidate_state_dict(to=0)
+        return [call.nbytes for call in calls if call.op == "send"]
+
+    _, sent = virtual.run(on_rank, 2, timeout=10)
+    assert sent[2:] == [2**18, 2**18, 2**17], "after the length and the text of the table"
+
+
 def test_parts_of_a_parameter_that_were_not_stepped_together_are_refused_on_all_ranks() -> None:
     def on_rank(comm: Collectives) -> str:
         weight = nn.Parameter(torch.ones(256))
