@@ -18,8 +18,9 @@ from pretend_ranks import Ranks, on_device
 from zero_ref import ZeroRedundancyOptimizer, clip
 from zero_ref.backward import reduction
 from zero_ref.backward.gradient_buckets import GradientBucket
-from zero_ref.comm import collectives, devices
-from zero_ref.comm.collectives import AllOf, ProcessGroupCollectives
+from zero_ref.comm import devices, process_group
+from zero_ref.comm.collectives import AllOf
+from zero_ref.comm.process_group import ProcessGroupCollectives
 from zero_ref.optimizer import zero_redundancy_optimizer
 from zero_ref.shard import arriving
 
@@ -79,7 +80,7 @@ def the_side_stream_is_not_waited_for() -> Patch:
 
 
 def a_call_is_not_waited_for() -> Patch:
-    return does(collectives._NamedCall, "wait", nothing)
+    return does(process_group._NamedCall, "wait", nothing)
 
 
 def a_reduction_is_used_before_its_end() -> Patch:
@@ -115,7 +116,7 @@ def unbatched_messages() -> Patch:
         return AllOf([*works, *(dist.irecv(tensor, group=group, group_src=peer) for peer, tensor in recvs)])
 
     stack = contextlib.ExitStack()
-    stack.enter_context(does(collectives, "_batch", one_by_one))
+    stack.enter_context(does(process_group, "_batch", one_by_one))
     stack.enter_context(does(pretend_group, "LIMIT_S", 5.0))
     return stack
 
@@ -141,11 +142,11 @@ def one_rank_makes_a_call_more() -> Patch:
 
 
 def a_tensor_with_gaps() -> Patch:
-    return does(collectives, "_raw", lambda tensor: tensor.detach().view(-1)[::2])
+    return does(process_group, "_raw", lambda tensor: tensor.detach().view(-1)[::2])
 
 
 def a_dtype_that_nccl_has_not() -> Patch:
-    return does(collectives, "_raw", lambda tensor: tensor.detach().view(-1).view(torch.int16))
+    return does(process_group, "_raw", lambda tensor: tensor.detach().view(-1).view(torch.int16))
 
 
 def facts_on_the_cpu() -> Patch:

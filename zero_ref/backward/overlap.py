@@ -33,7 +33,8 @@ from zero_ref.backward.reduction import (
     in_backward,
 )
 from zero_ref.comm import devices
-from zero_ref.comm.collectives import PendingCall, ProcessGroupCollectives, global_ranks
+from zero_ref.comm.collectives import PendingCall
+from zero_ref.comm.process_group import ProcessGroupCollectives, global_ranks
 from zero_ref.optimizer import join
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition, Slice

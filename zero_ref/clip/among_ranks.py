@@ -16,8 +16,10 @@ import torch
 
 from zero_ref.clip.norms import Chosen, ParameterNorm, SliceNorm, counted, of_params, present
 from zero_ref.comm.agreement import agree
-from zero_ref.comm.collectives import Collectives, gather_texts, global_ranks
+from zero_ref.comm.collectives import Collectives
 from zero_ref.comm.devices import CPU
+from zero_ref.comm.objects import gather_texts
+from zero_ref.comm.process_group import global_ranks
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 FAILED = -1.0

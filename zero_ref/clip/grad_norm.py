@@ -22,7 +22,9 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from zero_ref.clip.among_ranks import norms_of_one, norms_of_several, shared, told
 from zero_ref.clip.norms import Chosen, ParameterNorm, in_torchs_order, norms_of_slices
-from zero_ref.comm.collectives import Collectives, as_collectives, global_ranks
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives
+from zero_ref.comm.process_group import global_ranks
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer, listed
 
 Optimizers = ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer]

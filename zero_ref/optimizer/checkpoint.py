@@ -25,8 +25,9 @@ from typing import Any, Literal
 import torch
 
 from zero_ref.comm.agreement import agreement
-from zero_ref.comm.collectives import Collectives, PendingCall, broadcast_json, exchange_json
+from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.comm.devices import CPU
+from zero_ref.comm.objects import broadcast_json, exchange_json
 from zero_ref.plan.partition import Slice
 from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like, flat_view

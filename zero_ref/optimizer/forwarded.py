@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_ref.comm.agreement import agree, agreement
-from zero_ref.comm.collectives import Collectives, gather_bytes
+from zero_ref.comm.collectives import Collectives
+from zero_ref.comm.objects import gather_bytes
 from zero_ref.optimizer.accord import Accord
 from zero_ref.optimizer.registered import Registered
 from zero_ref.optimizer.whole import WholeState

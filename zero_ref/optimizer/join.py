@@ -30,7 +30,8 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from zero_ref.comm.collectives import Collectives, ToPeer, broadcast_json
+from zero_ref.comm.collectives import Collectives, ToPeer
+from zero_ref.comm.objects import broadcast_json
 from zero_ref.plan.partition import Slice
 from zero_ref.shard.buckets import flat_like
 from zero_ref.shard.built import Built

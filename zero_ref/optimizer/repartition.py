@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from zero_ref.comm.agreement import agreement
-from zero_ref.comm.collectives import Collectives, ToPeer, exchange_json
+from zero_ref.comm.collectives import Collectives, ToPeer
+from zero_ref.comm.objects import exchange_json
 from zero_ref.optimizer import checkpoint
 from zero_ref.optimizer.checkpoint import Entry, Packed
 from zero_ref.plan.moves import Move, moves

@@ -25,7 +25,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from zero_ref.comm.agreement import agreement
-from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.optimizer import join, plans
 from zero_ref.optimizer.accord import Accord, facts_of_options, number_on
 from zero_ref.optimizer.closure import UserClosure

@@ -32,7 +32,8 @@ from typing import Any
 import torch
 
 from zero_ref.comm.agreement import agree, agreement
-from zero_ref.comm.collectives import Collectives, broadcast_json, gather_texts
+from zero_ref.comm.collectives import Collectives
+from zero_ref.comm.objects import broadcast_json, gather_texts
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.buckets import Message, broadcast_messages, messages_by_parameter
 from zero_ref.state.contents import Contents, LoadedShard, contents_of, slices_to_save
