@@ -77,7 +77,7 @@ def test_small_parameters_that_are_stepped_as_one_switch_as_plain_and_stay_so() 
         optimizer: Any = ZeroRedundancyOptimizer(params, Together, comm, True)
         optimizer.train()  # without gradients
         update(params, optimizer)
-        return [len(run.members) for run in optimizer.shard.small.runs]
+        return [len(run.members) for run in optimizer.shard.steppers.small.runs]
 
     assert virtual.run(on_rank, 2) == [[3], [3]]
 

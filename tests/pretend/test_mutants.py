@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from pretend_ranks import Ranks, on_device
 
-from zero_ref import ZeroRedundancyOptimizer, clip
+from zero_ref import ZeroRedundancyOptimizer
 from zero_ref.backward import reduction
 from zero_ref.backward.gradient_buckets import GradientBucket
+from zero_ref.clip import grad_norm
 from zero_ref.comm import devices, process_group
 from zero_ref.comm.collectives import AllOf
 from zero_ref.comm.process_group import ProcessGroupCollectives
@@ -62,13 +63,13 @@ def gradients_are_checked_one_by_one() -> Patch:
 
 
 def norms_are_read_one_by_one() -> Patch:
-    real = clip._norms_of_slices
+    real = grad_norm.norms_of_slices
 
     def norms(zero: Any, *args: Any) -> Any:
         return torch.stack([norm.cpu() for norm in real(zero, *args)]).to(zero.collectives.control_device)
 
-    norms.__code__ = norms.__code__.replace(co_filename=clip.__file__)  # as if it stood there
-    return does(clip, "_norms_of_slices", norms)
+    norms.__code__ = norms.__code__.replace(co_filename=grad_norm.__file__)  # as if it stood there
+    return does(grad_norm, "norms_of_slices", norms)
 
 
 def the_side_stream_is_not_waited_for() -> Patch:

@@ -81,7 +81,7 @@ class Accord:
         Collective: all ranks of the group, with replicas of all groups.
         Cost: an all-gather of 32 bytes where it compares, with replicas one more among these.
         """
-        if self.replicas is None:
+        if self.lost and self.replicas is None:
             self.check_nothing_lost()  # all ranks of the group know; those of other groups have to be told
         if self.compare("make", facts, anyway=self.replicas is not None):
             self.lost = {}  # if any, the same on all ranks

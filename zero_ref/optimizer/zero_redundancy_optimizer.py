@@ -39,7 +39,7 @@ from zero_ref.shard.arriving import Arriving
 from zero_ref.shard.buckets import expect_broadcasts, finish_broadcasts, start_broadcasts
 from zero_ref.shard.built import Built, places_of
 from zero_ref.shard.gradients import WHOLE, Backward, check_no_scaler
-from zero_ref.shard.groups import copy_options, given_in, ids_in, replace_options
+from zero_ref.shard.groups import copy_options, difference, given_in, ids_in, replace_options
 from zero_ref.shard.local_state import SliceState, StateOfParameters
 from zero_ref.shard.offload import StatePlace
 from zero_ref.shard.rounding import Masters
@@ -225,7 +225,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             values. Nothing is sent if backward has made the update already (`overlap_with_ddp`).
         """
         # After an ordinary backward all ranks have whole gradients. Others may have made the update already.
-        if closure is not None or self.backward.gradients is not WHOLE or self.joined is not None:
+        if closure is not None or self.backward.gradients is not WHOLE or self._shadow is not None:
             closure = self._look_at_gradients(closure)
             if self.backward.take_update(kwargs):
                 return closure and closure()
@@ -267,7 +267,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         # 4. Let autograd, schedulers and hooks know of the update; raise if another rank could not make it.
         self.end_update()
-        self.accord.check_nothing_lost()
+        if self.accord.lost:
+            self.accord.check_nothing_lost()
         return loss
 
     # Where a step is compiled, dynamo shows options that groups do not have ("capturable"), and could not
@@ -278,7 +279,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.whole.changed()
         built = self.current()
         self.accord.before_update(built, self.standing_facts)
-        replace_options(self.param_groups, self.optim.param_groups)
+        replace_options(self.param_groups, self.shard.optim.param_groups)
 
     def exchange(self, expected: Sequence[PendingCall | None]) -> None:
         """Send what this rank owns, receive the rest, and learn which ranks could not step."""
@@ -312,7 +313,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Frozen parameters have not changed, and a running backward may still need them.
         torch.autograd.graph.increment_version([param for param in self.built.params if param.requires_grad])
         self.shard.copies.note_versions()
-        copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.shard.optim.param_groups, self.param_groups)
         self.backward.stepped()
         self._opt_called = True  # learning-rate schedulers warn where step() was never called
 
@@ -402,8 +403,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.built
 
     def check_groups(self) -> None:
-        """Refuse parameter groups whose lists were changed: as `Registered.check_lists`."""
-        self.registered.check_lists(self.rank, self.param_groups)
+        """Refuse parameter groups that list other parameters than the plan, or in another order.
+
+        Raises:
+            RuntimeError: names the first difference, and what to do instead.
+        """
+        listed = ids_in(self.param_groups)
+        if listed != self.registered.listed:
+            raise RuntimeError(
+                f"rank {self.rank}: param_groups {difference(listed, self.registered.listed)}. Ranks own "
+                "parameters by their places in these lists, so nothing was computed. To stop training a "
+                "parameter, leave it there and call requires_grad_(False); for new ones call "
+                "add_param_group(). To take out, replace or reorder parameters, put the lists back, call "
+                'consolidate_state_dict("all"), make the same change to what state_dict() returns, and load '
+                "that into a new optimizer."
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch's optimizers do; earlier parameters keep their owners.

@@ -24,7 +24,7 @@ from zero_ref.shard.built import Built
 from zero_ref.shard.foreign import ForeignStep
 from zero_ref.shard.groups import ParamGroup, loaded_options
 from zero_ref.shard.local_state import LocalStates, StateOfParameters
-from zero_ref.shard.merged import CONTAINERS, SMALL_NUMEL, MergedSlices, place_end_to_end
+from zero_ref.shard.merged import CONTAINERS, place_end_to_end
 from zero_ref.shard.methods import has_method
 from zero_ref.shard.offload import StatePlace
 from zero_ref.shard.owned import MASTER, Copies, OwnedSlice, own_slices
@@ -37,7 +37,7 @@ from zero_ref.shard.several import (
     local_optimizer,
     optimizers_in,
 )
-from zero_ref.shard.stepper import AnyStepper, Casts, CopyStepper, GradientSource, MergedStepper, Stepper
+from zero_ref.shard.stepper import Casts, GradientSource, Steppers
 
 logger = logging.getLogger("zero_ref.optimizer")
 
@@ -59,6 +59,8 @@ class Shard:
         copies: those of them whose local tensors are copies.
         optim: the local optimizer.
         cut: (number, parameter, strides) of each parameter that more than one rank owns a part of.
+        steppers: how the slices are stepped.
+        foreign: watches what classes that are not torch's do in a step.
     """
 
     def __init__(
@@ -83,7 +85,6 @@ class Shard:
         )
         self._merge = merge and place is None
         self.foreign = ForeignStep(rank)
-        self.small = self.shares = MergedSlices(self.optim, {})
         self._used: set[int] = set()  # numbers of the parameters whose local tensors have had a gradient
         self.built = built
         self.replace_state(self.optim.state)
@@ -115,9 +116,9 @@ class Shard:
         else:
             options["closure"] = partial(self._evaluate, closure, source)
         try:
-            return self.stepper.step(**options)
+            return self.steppers.chosen.step(**options)
         finally:
-            self.stepper.give_back()
+            self.steppers.chosen.give_back()
 
     def _take(self, source: GradientSource, *, at_once: bool = False) -> None:
         """Give each local tensor its gradient.
@@ -132,11 +133,11 @@ class Shard:
                     f"parameter {self.built.name(number)} has a sparse gradient, which cannot be cut. Use a "
                     'partition of whole parameters, such as "sorted_greedy".'
                 )
-        self.stepper.take(source, at_once=at_once)
+        self.steppers.chosen.take(source, at_once=at_once)
 
     def _evaluate(self, closure: Callable[[], Any], source: Callable[[], GradientSource]) -> Any:
         """Call the user's closure inside the step of the local optimizer, then take its gradients."""
-        self.stepper.give_back()  # the user's code must see its own gradients
+        self.steppers.chosen.give_back()  # the user's code must see its own gradients
         with self.foreign.user_code():
             # A class may change its parameters before it calls the closure. Publish only the changed ones: a
             # write would invalidate an autograd graph that was made before the step.
@@ -169,15 +170,14 @@ class Shard:
             self.optim.hand_out()
         having = [one for one in optimizers_in(self.optim) if has_method(type(one), name)]
         # The method finds each tensor by itself in the groups: nothing is merged here.
-        for merged in (self.small, self.shares):
-            merged.unshare()
+        self.steppers.unmerge()
         try:
             is_torchs = is_known(self.optim)
             with nullcontext() if is_torchs else self.foreign.watched(f"{name}()", always=True):
-                self.alone.take(GradientSource(by_slice=parts), at_once=True)
+                self.steppers.alone.take(GradientSource(by_slice=parts), at_once=True)
                 results = [getattr(one, name)(*args, **kwargs) for one in having]
         finally:
-            self.alone.give_back()
+            self.steppers.alone.give_back()
             self._used.clear()
             self._used |= used
         return results if len(results) > 1 else results[0]
@@ -203,6 +203,7 @@ class Shard:
     @torch.no_grad()
     def place(self, built: Built) -> None:
         """Make the owned slices anew, after parameters were moved (also to another device) or frozen."""
+        self.steppers.dissolve()
         before, self.built = self.owned, built
         pieces = built.partition.slices_of_rank[self.rank]
         self.owned = own_slices(pieces, built.params, self.masters, self.place_of_state, self._kept)
@@ -232,35 +233,21 @@ class Shard:
         ]
         self._devices = [own.local.device for own in self.owned]
         self.copies = Copies(self.owned, self.masters, self.place_of_state)
-        self._choose_stepper()
-
-    def _choose_stepper(self) -> None:
-        # Neighbours in memory are stepped as one where an elementwise class allows it.
-        self.small.dissolve()
-        self.shares.dissolve()
-        mine = [own for own in self.owned if own.param.requires_grad] if self._merge else []
-        whole = {own.local: own.param for own in mine if own.is_whole}
-        self.small = MergedSlices(self.optim, whole, SMALL_NUMEL)
-        # In a share neighbours lie together, as do their gradients after ShardedDataParallel's backward.
-        in_ranges = mine if self.built.partition.ranges else []
-        self.shares = MergedSlices(self.optim, {own.local: own.local for own in in_ranges if not own.is_copy})
-        runs = [*self.small.runs, *self.shares.runs]
-
-        # Classes that are not torch's are watched; copies are stepped in pieces.
-        local: Optimizer | ForeignStep = self.optim
-        if not is_known(self.optim):
-            local = self.foreign
-            local.watch(self.optim, [*(own.local for own in self.owned), *(run.whole for run in runs)])
-        if self.copies.slices:
-            way = self.place_of_state or Casts()
-            self.alone: Stepper = CopyStepper(self.owned, local, self.copies, self.optim, way, self._used)
-        else:
-            self.alone = Stepper(self.owned, local)
-        self.stepper: AnyStepper = MergedStepper(self.alone, self.small, self.shares) if runs else self.alone
+        self.steppers = Steppers(
+            self.owned,
+            self.copies,
+            self.optim,
+            self.foreign,
+            way=self.place_of_state or Casts(),
+            used=self._used,
+            merge=self._merge,
+            in_ranges=bool(built.partition.ranges),
+        )
 
     def follow(self) -> None:
         """Follow what the user has written into parameters, or put in place of the local state."""
-        self.copies.follow_parameters()
+        if self.copies.slices:
+            self.copies.follow_parameters()
         if not isinstance(self.optim.state, LocalStates):
             self.replace_state(self.optim.state)
 

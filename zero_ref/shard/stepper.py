@@ -16,7 +16,7 @@ All have the same methods, which a step calls in this order:
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from zero_ref.plan.partition import Slice
 from zero_ref.shard.foreign import ForeignStep
 from zero_ref.shard.groups import options_of, params_of, replace_options
-from zero_ref.shard.merged import MergedSlices
+from zero_ref.shard.merged import SMALL_NUMEL, MergedSlices
 from zero_ref.shard.offload import Arrival, StatePlace, in_pieces
 from zero_ref.shard.owned import Copies, OwnedSlice
 from zero_ref.shard.several import is_known
@@ -311,3 +311,61 @@ class MergedStepper:
         """Undo `take`; list the neighbours again, each with its part of the merged state."""
         self.merged.split()
         self.inner.give_back()
+
+
+class Steppers:
+    """The stepper of a rank's slices, chosen once.
+
+    Args:
+        owned: the slices.
+        copies: those of them whose local tensors are copies.
+        optim: the local optimizer.
+        foreign: watches its steps, if its class is not torch's.
+        way: how gradients come to copies.
+        used: receives the numbers of the parameters whose local tensors have had a gradient.
+        merge: step neighbours in memory as one tensor, if their class is elementwise.
+        in_ranges: ranks own equal shares of ranges of parameters.
+
+    Attributes:
+        chosen: the stepper.
+        alone: the one that steps each local tensor by itself.
+        small, shares: the neighbours that are stepped as one.
+    """
+
+    def __init__(
+        self,
+        owned: Sequence[OwnedSlice],
+        copies: Copies,
+        optim: Optimizer,
+        foreign: ForeignStep,
+        *,
+        way: Casts | StatePlace,
+        used: set[int],
+        merge: bool,
+        in_ranges: bool,
+    ) -> None:
+        mine = [own for own in owned if own.param.requires_grad] if merge else []
+        self.small = MergedSlices(optim, {own.local: own.param for own in mine if own.is_whole}, SMALL_NUMEL)
+        # In a share neighbours lie together, as do their gradients after ShardedDataParallel's backward.
+        in_place = [own.local for own in mine if in_ranges and not own.is_copy]
+        self.shares = MergedSlices(optim, dict(zip(in_place, in_place)))
+        runs = [*self.small.runs, *self.shares.runs]
+
+        local: Optimizer | ForeignStep = optim
+        if not is_known(optim):
+            local = foreign
+            foreign.watch(optim, [*(own.local for own in owned), *(run.whole for run in runs)])
+        self.alone = (
+            CopyStepper(owned, local, copies, optim, way, used) if copies.slices else Stepper(owned, local)
+        )
+        self.chosen: AnyStepper = MergedStepper(self.alone, self.small, self.shares) if runs else self.alone
+
+    def unmerge(self) -> None:
+        """Give each neighbour a step counter of its own, before it is used by itself."""
+        self.small.unshare()
+        self.shares.unshare()
+
+    def dissolve(self) -> None:
+        """Step each neighbour by itself from now on."""
+        self.small.dissolve()
+        self.shares.dissolve()
