@@ -79,6 +79,7 @@ def agree(
             agree(replicas, f"{action} to train replicas of a model", told, op)
         except Exception as error:
             facts = error
+    # All ranks of this group have raised it, or will: none would answer one more comparison.
     if isinstance(facts, Exception) and comm in vars(facts).get(KNOWN_TO, ()):
         raise facts
     try:
@@ -101,6 +102,7 @@ def _compare(comm: Collectives, action: str, facts: Sequence[str] | Exception, o
     if all(other == digest for other in digests) and not failed:
         return
 
+    # Something differs on some rank. All ranks see that, so all make this second call, of the texts.
     longest = max(int.from_bytes(other[24:], "big") for other in digests)
     texts = gather_bytes(comm, text.ljust(longest), op)
     if isinstance(facts, Exception):

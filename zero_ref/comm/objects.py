@@ -30,6 +30,7 @@ def gather_texts(comm: Collectives, text: str) -> list[str]:
     lengths = [int.from_bytes(other, "big") for other in gather_bytes(comm, len(mine).to_bytes(8, "big"))]
     if not any(lengths):
         return [""] * comm.world_size
+    # An all-gather takes tensors of one size: fill up to the longest, and cut off afterwards.
     texts = gather_bytes(comm, mine.ljust(max(lengths)))
     return [other[:length].decode() for other, length in zip(texts, lengths, strict=True)]
 
@@ -41,6 +42,7 @@ def broadcast_json(comm: Collectives, value: Any, src: int) -> Any:
     Cost: two broadcasts, of 8 bytes and of the text.
     """
     text = json.dumps(value, default=torch.Tensor.item).encode() if comm.rank == src else b""
+    # The other ranks learn how much memory the text needs, then receive it.
     length = torch.tensor([len(text)], device=comm.control_device)
     comm.broadcast(length, src).wait()
     tensor = _tensor_of(text.ljust(int(length.item())), comm)
@@ -55,6 +57,7 @@ def exchange_json(comm: Collectives, values: Mapping[int, Any], sources: Iterabl
     Cost: between two ranks two messages, of 8 bytes and of the text.
     """
     texts = [(peer, _tensor_of(json.dumps(value).encode(), comm)) for peer, value in values.items()]
+    # The lengths first, so that each receiver can make room for the text.
     lengths = [(peer, torch.tensor([text.numel()], device=comm.control_device)) for peer, text in texts]
     their_lengths = [(peer, torch.tensor([0], device=comm.control_device)) for peer in sources]
     comm.exchange(lengths, their_lengths).wait()

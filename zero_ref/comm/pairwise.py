@@ -83,13 +83,14 @@ class PairwiseCollectives(GlooCollectives):
         if not _fits_messages(tensor):
             return super().broadcast(tensor, src)
         self.tell("broadcast", tensor, src)
-        if src != self.rank:
+        if src != self.rank:  # `expected` is the same receive, started early
             return expected or self.message_from(src, tensor, "broadcast")
         return AllOf([self.message_to(peer, tensor, "broadcast") for peer in self.others])
 
     def gather_on_wire(self, flat: torch.Tensor, expected: Sequence[PendingCall | None] = ()) -> PendingCall:
         if not self.is_gloos(flat.device):
             return super().gather_on_wire(flat)
+        # Receives before sends: what arrives is then written into its place without a copy.
         shares = flat.detach().chunk(self.world_size)
         early = dict(enumerate(expected))
         calls = [

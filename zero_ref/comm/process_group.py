@@ -57,6 +57,7 @@ class ProcessGroupCollectives(Observable):
                 "Build the optimizer only on the group's ranks."
             )
         self.backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
+        # On the CPU where the group takes it: there the host reads a message without waiting for a GPU.
         self.control_device = CPU if "cpu" in self.backends else current_device()
         self.tag = TAG
 
@@ -94,6 +95,7 @@ class ProcessGroupCollectives(Observable):
         wire = self.wire_of(flat.device)
         if flat.device.type == wire.type:
             return self.gather_on_wire(flat, expected)
+        # The network has no backend for this device: send a copy that it takes, and copy back.
         staged = flat.to(wire)
         return Then(self.gather_on_wire(staged), lambda: flat.copy_(staged))
 
