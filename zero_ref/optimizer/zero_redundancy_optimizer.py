@@ -225,19 +225,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             values. Nothing is sent if backward has made the update already (`overlap_with_ddp`).
         """
         # After an ordinary backward all ranks have whole gradients. Others may have made the update already.
+        noted = None
         if closure is not None or self.backward.gradients is not WHOLE or self._shadow is not None:
-            closure = self._look_at_gradients(closure)
+            noted = self._look_at_gradients(closure)
             if self.backward.take_update(kwargs):
-                return closure and closure()
+                return noted and noted()
             if self.joined is not None:
                 join.send_to_joined(self, active=True)
+
         # 1. Follow what the user has changed; compare what must be equal on all ranks.
         self.begin_update()
-        return self.make_update(closure, **kwargs)
+        return self.make_update(noted, **kwargs)
 
     def make_update(
         self,
-        closure: Callable[[], Any] | None = None,
+        closure: UserClosure | None = None,
         gradients: Mapping[int, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -258,7 +260,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 lambda: GradientSource(gradients, self.backward.gradients.parts), closure, **kwargs
             )
         except Exception as error:
-            if not (isinstance(closure, UserClosure) and closure.error is error):
+            if closure is None or closure.error is not error:
                 self._tell_failure(error, expected)
             raise
 
@@ -340,6 +342,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             noted.evaluate_now()
         return noted
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients, as torch's optimizers do."""
+        if not set_to_none:
+            # Gradients are to be zeros, and not gone.
+            self.backward.gradients.show(self.built.params, {own.param for own in self.shard.owned})
+        super().zero_grad(set_to_none)
+        self.backward.zeroed()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # True makes torch.amp.GradScaler call step() on every rank, which then refuses on every rank.
+        return self.backward.gradients.why_no_scaler is not None
+
     # ---------------------------------------------------------------------------------- with uneven inputs
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -366,19 +381,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_process_group(self) -> Any:
         """The process group whose ranks join."""
         return self.process_group
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset all gradients, as torch's optimizers do."""
-        if not set_to_none:
-            # Gradients are to be zeros, and not gone.
-            self.backward.gradients.show(self.built.params, {own.param for own in self.shard.owned})
-        super().zero_grad(set_to_none)
-        self.backward.zeroed()
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # True makes torch.amp.GradScaler call step() on every rank, which then refuses on every rank.
-        return self.backward.gradients.why_no_scaler is not None
 
     # ---------------------------------------------------------------------------------- what changes later
 
