@@ -31,7 +31,7 @@ from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like
 from zero_ref.shard.owned import MASTER, OwnedSlice
-from zero_ref.state.files import FlatSlices, read_slices
+from zero_ref.state.flat_slices import FlatSlices, read_slices
 from zero_ref.state.sharded import Directory
 
 STATE, GROUPS = "state.", "param_groups."
