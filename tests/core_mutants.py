@@ -238,7 +238,7 @@ MUTANTS = [
     # -------------------------------------------------------------------------------------------- optimizer
     Mutant(
         "parts that were not stepped together are saved",
-        "optimizer/checkpoint.py",
+        "optimizer/gather.py",
         "if numel != params[param].numel():",
         "if numel > params[param].numel():",
         CHECKPOINT,
@@ -252,7 +252,7 @@ MUTANTS = [
     ),
     Mutant(
         "a slice's state is placed as if it began its parameter",
-        "optimizer/checkpoint.py",
+        "optimizer/entries.py",
         'flat[entry["start"] - first : entry["stop"] - first]',
         'flat[entry["start"] : entry["stop"]]',
         REPARTITION,
@@ -266,7 +266,7 @@ MUTANTS = [
     ),
     Mutant(
         "a parcel is larger than its limit",
-        "optimizer/checkpoint.py",
+        "optimizer/gather.py",
         "        left[dtype] -= nbytes\n",
         "",
         CHECKPOINT,

@@ -15,8 +15,8 @@ import torch
 
 from zero_ref.comm.agreement import agree, agreement
 from zero_ref.comm.collectives import Collectives
-from zero_ref.optimizer import checkpoint
 from zero_ref.optimizer.accord import facts_of_options
+from zero_ref.optimizer.entries import warn_if_not_saved
 from zero_ref.optimizer.registered import Registered
 from zero_ref.optimizer.repartition import Handover
 from zero_ref.optimizer.whole import WholeState
@@ -88,7 +88,7 @@ def _check_apart(registered: Registered, first: int = 0) -> None:
     different = {repr(one): one for one in registered.constructed_with[first:]}
     for of_class, options, defaults in different.values():
         check_updates_apart(of_class, options, defaults)
-        checkpoint.warn_if_not_saved(of_class, options, defaults)
+        warn_if_not_saved(of_class, options, defaults)
 
 
 def facts_of_plan(zero: Zero, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:

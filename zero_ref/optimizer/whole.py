@@ -19,6 +19,8 @@ from zero_ref.comm.agreement import RanksLostError, agreement
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer import checkpoint
 from zero_ref.optimizer.accord import Accord, facts_of_options
+from zero_ref.optimizer.entries import State, pack
+from zero_ref.optimizer.gather import consolidate
 from zero_ref.optimizer.registered import Registered
 from zero_ref.shard.built import Built
 from zero_ref.shard.coupling import switch, trial
@@ -64,7 +66,7 @@ class WholeState:
     def __init__(self, zero: Zero) -> None:
         # Without a way back, a dropped optimizer is freed at once, and not when Python looks for cycles.
         self.zero: Zero = weakref.proxy(zero)
-        self.gathered: checkpoint.State | None = None
+        self.gathered: State | None = None
         self._is_everywhere = True  # all ranks have `gathered`, or what the constructor made
         self._is_as_constructed = True  # no update and no load since, on any rank
 
@@ -83,8 +85,8 @@ class WholeState:
                     f"rank {zero.collectives.rank}: to={to!r} is no rank of a group of {world_size}, nor "
                     "'all'."
                 )
-            packed = checkpoint.pack(zero.shard.owned, zero.shard.state)
-        self.gathered = checkpoint.consolidate(zero.collectives, to, built.params, packed)
+            packed = pack(zero.shard.owned, zero.shard.state)
+        self.gathered = consolidate(zero.collectives, to, built.params, packed)
         self._is_everywhere = to == "all"
 
     def as_gathered(self) -> dict[str, Any]:
@@ -110,7 +112,7 @@ class WholeState:
             "param_groups": checkpoint.packed_groups(self.zero.param_groups),
         }
 
-    def _constructed(self) -> checkpoint.State | None:
+    def _constructed(self) -> State | None:
         """The state that the unsharded optimizer's constructor makes, without communication.
 
         A rank that owns nothing cannot tell from its own state, so each constructs the optimizer on
@@ -133,7 +135,7 @@ class WholeState:
             return None
         if keys_beside_state(optim) or (optim.state and not is_known(optim)):
             return None
-        state: checkpoint.State = optim.state_dict()["state"]
+        state: State = optim.state_dict()["state"]
         return state
 
     def _optimizer_of(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Optimizer:
