@@ -95,8 +95,8 @@ MODELS: list[Callable[[], nn.Module]] = [Layers, Tied, Small, lambda: Small(5), 
 class Data:
     """Gives the gradients of a model's parameters, in place of those that backward computes.
 
-    They are multiples of 12/64, so that a sum over up to four ranks is exact in whatever order it is made, and so
-    is its division by the number of ranks, in 16 bits too. The complete optimizer may add in another order.
+    They are multiples of 12/64, so that sums over up to four ranks are exact in every order, and so are their
+    averages, in 16 bits too. The complete optimizer may add in another order than a stair.
     """
 
     def __init__(self, model: nn.Module, rank: int) -> None:

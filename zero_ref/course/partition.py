@@ -35,7 +35,7 @@ _LIST = (list, tuple)
     forbids=(
         "zero_ref.plan.rules.sorted_greedy",
         "zero_ref.plan.rules.registration_greedy",
-        "zero_ref.minimal.assign_owners",
+        "zero_ref.stairs.owners.assign_owners",
     ),
 )
 def largest_first(answer: Answer) -> str:
