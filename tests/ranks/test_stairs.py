@@ -320,6 +320,7 @@ def test_backward_updates_all_but_the_last_parameter() -> None:
 def saved(by: str, dtype: torch.dtype) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Two steps by the stair or by the complete optimizer; its state, and the parameters."""
     zero, model, data, wrapped = of(by, dtype)
+    slow_down(zero)
     for step in range(2):
         data.backward(step, wrapped)
         zero.step()
@@ -343,6 +344,12 @@ def of(by: str, dtype: torch.dtype) -> Any:
     return stair_on("checkpoint", two_groups(model), optim.AdamW, **options), model, data, model
 
 
+def slow_down(zero: Any) -> None:
+    """Options that only the state dict has."""
+    for group in zero.param_groups:
+        group["lr"] *= 0.5
+
+
 def resumed(by: str, state: dict[str, Any], params: list[torch.Tensor]) -> list[torch.Tensor]:
     """Load, and make two steps more; twice, since the first time must leave the state dict as it is."""
     for _ in range(2):
@@ -360,6 +367,7 @@ def resumed(by: str, state: dict[str, Any], params: list[torch.Tensor]) -> list[
 
 def uninterrupted(dtype: torch.dtype) -> list[torch.Tensor]:
     zero, model, data, wrapped = of("complete", dtype)
+    slow_down(zero)
     for step in range(4):
         data.backward(step, wrapped)
         zero.step()

@@ -186,10 +186,10 @@ def _advice(error: str) -> str:
         )
     if "a leaf Variable that requires grad" in error:
         return " Put @torch.no_grad() above the method: autograd has no part in it."
-    if "must match the size of tensor" in error:
+    if "must match the size of tensor" in error or "doesn't match the broadcast shape" in error:
         return (
-            " A tensor of the state is another parameter's: self.local counts its own parameters from 0, so "
-            "give it the state of what this rank owns by those numbers."
+            " A tensor of the state is another parameter's, or another piece's: give what self.local steps "
+            "the state of the same elements. self.local counts its own parameters from 0."
         )
     if "unexpected keyword argument" in error:
         return " The arguments are those of the text: MyZero(params, optimizer_class, **defaults)."
