@@ -17,10 +17,10 @@ import torch.distributed as dist
 from zero_ref.stairs.owners import assign_owners
 
 
-def numbered(groups: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The options of `groups`, with the numbers that the parameters of `whole` have in a state dict."""
-    numbers = iter(range(sum(len(group["params"]) for group in whole)))
-    return [{**one, "params": [next(numbers) for _ in all["params"]]} for one, all in zip(groups, whole)]
+def numbered(options: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The options of the groups, with their parameters' numbers, as a state dict has them."""
+    numbers = iter(range(sum(len(group["params"]) for group in groups)))
+    return [{**of, "params": [next(numbers) for _ in group["params"]]} for of, group in zip(options, groups)]
 
 
 @torch.no_grad()
@@ -69,7 +69,6 @@ class MinimalZero:
         mine = {self.params[number] for number in self.mine}
         owned = [{**g, "params": [p for p in g["params"] if p in mine]} for g in self.groups]
         self.local = optimizer_class(owned, **defaults)
-
         # A schedule changes the options of the groups here, alike on all ranks.
         self.param_groups = self.local.param_groups
 

@@ -67,7 +67,7 @@ class MinimalZero:
     def reduce(self, param: torch.Tensor) -> None:
         """Start to average a complete gradient, then update the parameter whose gradient came before.
 
-        Collective: all ranks, in the order of backward, which is that of the model and so the same on all.
+        Collective: all ranks, in the order of backward: they run the same model on the same parameters.
         Cost: for all parameters together each rank sends the (N-1)/N of its gradients that it does not own.
         """
         assert param.grad is not None
@@ -76,7 +76,7 @@ class MinimalZero:
         calls = []
         for owner, piece in self.pieces[param].items():
             calls.append(dist.reduce(gradient[piece], group_dst=owner, group=self.group, async_op=True))
-        # Meanwhile finish the one before, and return to backward with this one under way.
+        # Meanwhile finish the one before, which backward needs no more; this one stays under way.
         self.update()
         self.reducing = param, gradient, calls
 

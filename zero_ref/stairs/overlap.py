@@ -3,6 +3,7 @@
 In `shards.py` every rank waits for each reduction, and in the end for each broadcast. Here the hook starts to
 reduce a gradient and returns. When backward calls it with the next gradient, it updates the parameter before,
 and starts to send it. So messages travel while backward computes, and `step` waits for the last ones only.
+Each backward makes an update, so the gradients of several do not add up.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class MinimalZero:
     def reduce(self, param: torch.Tensor) -> None:
         """Start to average a complete gradient, then update the parameter whose gradient came before.
 
-        Collective: all ranks, in the order of backward, which is that of the model and so the same on all.
+        Collective: all ranks, in the order of backward: they run the same model on the same parameters.
         Cost: for all parameters together each rank sends the (N-1)/N of its gradients that it does not own.
         """
         assert param.grad is not None
@@ -73,7 +74,7 @@ class MinimalZero:
         calls = []
         for owner, piece in self.pieces[param].items():
             calls.append(dist.reduce(gradient[piece], group_dst=owner, group=self.group, async_op=True))
-        # Meanwhile finish the one before, and return to backward with this one under way.
+        # Meanwhile finish the one before, which backward needs no more; this one stays under way.
         self.update()
         self.reducing = param, gradient, calls
 

@@ -85,7 +85,7 @@ class MinimalZero:
     def reduce(self, param: torch.Tensor) -> None:
         """Average a complete gradient, each piece on its owner, and release it.
 
-        Collective: all ranks, in the order of backward, which is that of the model and so the same on all.
+        Collective: all ranks, in the order of backward: they run the same model on the same parameters.
         Cost: for all parameters together each rank sends the (N-1)/N of its gradients that it does not own.
         """
         assert param.grad is not None
