@@ -250,7 +250,7 @@ def in_a_subgroup(stair: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("stair", STAIRS)
 def test_a_stair_takes_a_group_of_other_ranks(stair: str) -> None:
-    run(in_a_subgroup, 3, stair, timeout=300)
+    run(in_a_subgroup, 3, stair, timeout=100)
 
 
 # ----------------------------------------------------------------------------- what single stairs add
