@@ -22,14 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_ref.backward.gradient_buckets import GradientBucket, Memory
 from zero_ref.backward.reduction import gradients_to_watch, share_infinities
 from zero_ref.comm.agreement import agree
-from zero_ref.comm.collectives import (
-    BACKWARD_TAG,
-    Collectives,
-    PendingCall,
-    ProcessGroupCollectives,
-    as_collectives,
-    global_ranks,
-)
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives, PendingCall
+from zero_ref.comm.process_group import BACKWARD_TAG, ProcessGroupCollectives, global_ranks
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.gradients import BUCKET_NUMEL, GradientPlan, gradient_plans
 from zero_ref.plan.partition import Slice

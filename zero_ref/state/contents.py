@@ -5,7 +5,7 @@ Tensors are stored flat, in the order of the parameter's memory: "parameters.<na
 with a number in place of the name where the optimizer has no names. A rank stores the ranges that it owns.
 All else is JSON, the "contents" in each rank's table:
 
-    state           a `checkpoint.Entry` for each value of this rank's state
+    state           a `entries.Entry` for each value of this rank's state
     parameters      of rank 0 only, as what follows: shape, strides and dtype, in registration order
     param_groups    as in a state dict
     notes           the user's
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from zero_ref.optimizer import checkpoint
-from zero_ref.optimizer.checkpoint import Entry, dtype_of
+from zero_ref.optimizer.entries import Entry, State, allocate, dtype_of, pack
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like, flat_view
@@ -42,9 +42,9 @@ def ranges_to_save(
         parameters: the owned slices of the parameters too.
         as_copies: in CPU memory, so that training may go on.
     Raises:
-        TypeError: as `checkpoint.pack`.
+        TypeError: as `entries.pack`.
     """
-    packed = checkpoint.pack(optimizer.shard.owned, optimizer.shard.state)
+    packed = pack(optimizer.shard.owned, optimizer.shard.state)
     labels = _labels_of(optimizer.param_groups)
     ranges: dict[str, Ranges] = {}
     entries = []
@@ -168,7 +168,7 @@ class Contents:
         of_param = self.state_dict["state"].setdefault(number, {})
         if "value" not in entry:
             entry = {**entry, "device": "meta"}
-        if checkpoint.allocate(of_param, entry, self.params[number]) is not None:
+        if allocate(of_param, entry, self.params[number]) is not None:
             self._check_stored(name_of_state(self.labels[number], key), of_param[key])
 
     def has_values(self, number: int) -> bool:
@@ -222,7 +222,7 @@ class LoadedShard:
     def __init__(
         self, reader: ShardReader, contents: Contents, optimizer: ZeroRedundancyOptimizer, parameters: bool
     ) -> None:
-        self.state: checkpoint.State = {}
+        self.state: State = {}
         self.parameters: list[tuple[OwnedSlice, torch.Tensor]] = []
         self._contents = contents
         self._ranges: dict[str, Ranges] = {}

@@ -26,7 +26,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from zero_ref.optimizer.checkpoint import dtype_of
+from zero_ref.optimizer.entries import dtype_of
 from zero_ref.shard.groups import dtype_name
 from zero_ref.state.durable import open_regular, replacing, writing
 from zero_ref.state.saves import (

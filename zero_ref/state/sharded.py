@@ -35,7 +35,8 @@ from typing import Any
 import torch
 
 from zero_ref.comm.agreement import agree, agreement
-from zero_ref.comm.collectives import Collectives, broadcast_json, gather_texts
+from zero_ref.comm.collectives import Collectives
+from zero_ref.comm.objects import broadcast_json, gather_texts
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.buckets import Message, broadcast_messages, messages_by_parameter
 from zero_ref.state.contents import Contents, LoadedShard, contents_of, ranges_to_save
@@ -386,7 +387,7 @@ class _Loading:
                 own.window.copy_(values)
             received = _exchange_parameters(optimizer) if self.parameters else []
             # The last agreement: all ranks have everything, or all raise.
-            with optimizer.loading(f"load the checkpoint {self.folder}") as facts:
+            with optimizer.whole.loading(f"load the checkpoint {self.folder}") as facts:
                 facts += self.facts
                 optimizer.shard.load(self.shard.state, self.contents.state_dict["param_groups"])
         except BaseException:
