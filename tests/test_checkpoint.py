@@ -1043,7 +1043,7 @@ def test_groups_that_hold_others_are_refused() -> None:
         checkpoint.arranged({"state": {}, "param_groups": saved}, OURS)
 
 
-# ------------------------------------------------------------------------ the checkpoint's tensors, not copies
+# ----------------------------------------------------------------------- the checkpoint's tensors, not copies
 
 
 @pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
