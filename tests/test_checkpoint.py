@@ -37,7 +37,7 @@ from training import (
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
-from zero_ref.optimizer import checkpoint
+from zero_ref.optimizer import checkpoint, gather
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.state.sharded import load_sharded, save_sharded
@@ -388,7 +388,7 @@ def test_state_dict_before_consolidating_and_after_a_change_says_what_to_call(wo
 
 
 def test_each_rank_sends_its_share_once_and_only_to_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "PARCEL_NBYTES", 150)
+    monkeypatch.setattr(gather, "PARCEL_NBYTES", 150)
 
     def on_rank(comm: Collectives) -> list[Call]:
         params = [nn.Parameter(torch.ones(n)) for n in (60, 45, 15)]
@@ -428,7 +428,7 @@ FAULTY = threading.local()
 
 @pytest.mark.parametrize("to", [0, 1, "all"])
 @pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize(("module", "name"), [(checkpoint, "allocate"), (torch, "_foreach_copy_")])
+@pytest.mark.parametrize(("module", "name"), [(gather, "allocate"), (torch, "_foreach_copy_")])
 def test_an_error_while_state_is_gathered_reaches_all_ranks_and_the_next_attempt_works(
     monkeypatch: pytest.MonkeyPatch, to: Any, elsewhere: bool, module: Any, name: str
 ) -> None:
