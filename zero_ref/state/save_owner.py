@@ -155,9 +155,11 @@ def become_owner(directory: Path, take_over: bool = False) -> Ownership:
         if not take_over:
             _check_is_unused(held)
     me = Owner.this_process()
+    # Of several jobs one creates the file. The others find it, and wait or replace it.
     while not (_create(path, me) or _replace(path, me, take_over)):
         pass  # The other owner has removed its file meanwhile.
     sync_folder(directory)
+    # Later saves with another token are of a job that took the directory over: they are not ours to remove.
     found = max([save.number for save in saves_in(directory) if save.mark], default=0)
     ownership = _OWNERSHIPS[path] = Ownership(path, me, found)
     return ownership
@@ -190,6 +192,7 @@ def _replace(path: Path, me: Owner, take_over: bool) -> bool:
     _create(mine, me)
     try:
         other, renewed = _name_of_owner(path), path.stat().st_mtime
+        # A living owner renews the file while this job waits. A dead one lets it become stale.
         while not take_over and time_at(mine) - path.stat().st_mtime <= STALE_SECONDS:
             if path.stat().st_mtime != renewed:
                 raise RuntimeError(
