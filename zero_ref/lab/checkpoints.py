@@ -238,8 +238,8 @@ class ShardedSaves(Checkpoints):
 
     def save(self, step: int, losses: Losses) -> None:
         """As in `Checkpoints`."""
-        # A rank that was lost on another machine left its mark there, which is not stale for minutes. Where
-        # torchrun has started the ranks again, its successor need not wait for that.
+        # A rank that was lost has left its mark, which is not stale for minutes. Where torchrun or
+        # `elastic.run` has started the ranks again, the new rank 0 need not wait for that.
         take_over = self.config.elastic and not self._has_saved and is_of_this_job(self.directory)
         save_sharded(
             self.optimizer,

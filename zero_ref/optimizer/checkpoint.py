@@ -259,16 +259,22 @@ def _fits(key: Any, value: Any, param: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def shard_of(
-    state: Mapping[Any, Mapping[str, Any]], saved_ids: Sequence[Any], owned: Sequence[OwnedSlice]
+    state: Mapping[Any, Mapping[str, Any]],
+    saved_ids: Sequence[Any],
+    owned: Sequence[OwnedSlice],
+    take_over: bool = False,
 ) -> State:
     """The part of a whole optimizer's state that belongs to the owned slices.
 
-    Everything is copied: a local step must not write into the caller's checkpoint.
+    Everything is copied, since a local step must not write into the caller's checkpoint. With `take_over` the
+    tensors of parameters that are owned whole are not. A part of a tensor is copied all the same: it would
+    keep all of the tensor's memory.
 
     Args:
         state: by saved id, as in a torch state dict.
         saved_ids: the id of each parameter, in registration order.
         owned: this rank's slices.
+        take_over: do not copy what the slices can have as it is.
     Returns:
         By position in `owned`; slices without saved state are left out.
     """
@@ -278,6 +284,8 @@ def shard_of(
             subclasses.take_apart({key: value}, own.piece.param, whole=False)  # raises for what cannot be cut
             if isinstance(value, torch.Tensor) and value.shape == own.param.shape and value.ndim:
                 return flat_like(value, own.param)[own.piece.start : own.piece.stop].clone()
+        elif take_over and type(value) is torch.Tensor and value.ndim:
+            return value
         return subclasses.cloned(value)
 
     return {

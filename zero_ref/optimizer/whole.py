@@ -168,9 +168,11 @@ class WholeState:
             for small, param in zip(params_of(optim.param_groups), self.zero.current().params, strict=True)
         ]
 
-    def load(self, state_dict: dict[str, Any]) -> list[str]:
+    def load(self, state_dict: dict[str, Any], take_over: bool = False) -> list[str]:
         """Load this rank's shard of a whole state; inside `loading`, before ranks have agreed.
 
+        Args:
+            take_over: as in `ZeroRedundancyOptimizer.load_state_dict`.
         Returns:
             The facts that must be equal on all ranks.
         Raises:
@@ -180,7 +182,7 @@ class WholeState:
         state_dict = checkpoint.arranged(state_dict, zero.param_groups)
         facts = checkpoint.check_fits(state_dict, zero.param_groups, zero.shard.optim)
         ids = checkpoint.saved_ids(state_dict)
-        mine = checkpoint.shard_of(state_dict["state"], ids, zero.shard.owned)
+        mine = checkpoint.shard_of(state_dict["state"], ids, zero.shard.owned, take_over)
         zero.shard.load(mine, state_dict["param_groups"])
         return facts
 

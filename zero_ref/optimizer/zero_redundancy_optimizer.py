@@ -537,7 +537,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             state_dict = after_hook(self, state_dict) or state_dict
         return state_dict
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, take_over: bool = False) -> None:
         """Load this rank's shard of a whole optimizer's state.
 
         Args:
@@ -545,6 +545,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 world size and partition, or whole from FSDP or torch.distributed.checkpoint. Where it and
                 this optimizer have names for parameters, groups and parameters may come in any order. This
                 rank's shard is copied, so later steps do not change the dict.
+            take_over: use the dict's tensors as the state, without a copy, where device and dtype fit and
+                this rank owns the whole parameter. Later steps change them: do not use the dict again. Ranks
+                may choose differently.
         Raises:
             ValueError: the dict is not for these parameters; names the first that does not fit. If one rank
                 raises, all raise and the optimizer is unchanged.
@@ -555,7 +558,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with self.whole.loading("load the state dict") as facts:
             for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before_hook(self, state_dict) or state_dict
-            facts += self.whole.load(state_dict)
+            facts += self.whole.load(state_dict, take_over)
         for after_hook in self._optimizer_load_state_dict_post_hooks.values():
             after_hook(self)
 

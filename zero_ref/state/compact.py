@@ -63,7 +63,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _extent(tensor: torch.Tensor) -> range:
-    """The places of its memory from its first element to its last."""
+    """The places of a tensor's memory from its first element to its last."""
     start = tensor.storage_offset()
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
     return range(start, start + length if tensor.numel() else start)

@@ -36,7 +36,7 @@ from zero_ref.state.saves import damage_in
 def ranges_to_save(
     optimizer: ZeroRedundancyOptimizer, parameters: bool, as_copies: bool
 ) -> tuple[dict[str, Ranges], list[Entry]]:
-    """This rank's ranges of the stored tensors, and the entries of its state.
+    """Collect this rank's ranges of the stored tensors, and the entries of its state.
 
     Args:
         parameters: the owned slices of the parameters too.
@@ -70,7 +70,7 @@ def _add_range(
 
 
 def contents_of(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """The contents that all ranks know, as JSON.
+    """Describe, as JSON, the contents that all ranks know.
 
     Raises:
         TypeError: an option of a parameter group cannot be expressed.
@@ -88,7 +88,7 @@ def contents_of(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
 
 
 def _labels_of(param_groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What parameters are called in the files: their names, or numbers where names do not tell them apart."""
+    """The parameters' names in the files: their own, or numbers where names do not tell them apart."""
     numbers = [str(number) for number in range(sum(len(group["params"]) for group in param_groups))]
     names = [name for group in param_groups for name in group.get("param_names", ())]
     return names if len(set(names)) == len(numbers) else numbers
@@ -100,12 +100,12 @@ def name_of_param(label: str) -> str:
 
 
 def name_of_state(label: str, key: str) -> str:
-    """The name under which a tensor of its state is stored."""
+    """The name under which a tensor of a parameter's state is stored."""
     return f"state.{label}.{key}"
 
 
 class Contents:
-    """What all ranks' tables together say of an optimizer. Tensors are on "meta": their values are not read.
+    """The optimizer that all ranks' tables together describe, with tensors on "meta": no value is read.
 
     Attributes:
         stored: by name, the tensors in the files.
@@ -119,6 +119,7 @@ class Contents:
     def __init__(self, reader: ShardReader) -> None:
         self.stored = reader.tensors
         contents_of_rank = [table["contents"] for table in reader.tables]
+        # Parameters, groups and notes stand in rank 0's table, the state of its slices in each rank's own.
         with damage_in(reader.path_of_table(0)):
             self._take_common(contents_of_rank[0])
         counts: dict[tuple[int, str], Any] = {}
@@ -147,10 +148,10 @@ class Contents:
         self.state_dict: dict[str, Any] = {"state": {}, "param_groups": groups}
 
     def _take_entry(self, entry: Entry, counts: dict[tuple[int, str], Any]) -> None:
-        """Add one value of the state: of a parameter that there is; a count is that of all its slices.
+        """Check one value of the state, and add it to the state dict.
 
         Args:
-            counts: of the entries before, and then of this one too.
+            counts: the step counts of the entries before, by parameter and key. This entry's is added.
         """
         number, key = entry["param"], entry["key"]
         if type(number) is not int or not 0 <= number < len(self.params):
@@ -185,7 +186,7 @@ class Contents:
     def check_fits(self, optimizer: ZeroRedundancyOptimizer, parameters: bool) -> list[str]:
         """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
 
-        Its groups are then in the order of the optimizer's.
+        The groups of `state_dict` are then in the order of the optimizer's groups.
 
         Raises:
             ValueError: other groups, names or shapes, or no values where `parameters` are wanted; names the
@@ -227,6 +228,7 @@ class LoadedShard:
         self._ranges: dict[str, Ranges] = {}
         self._wholes: dict[str, torch.Tensor] = {}
         self._reordered: list[tuple[torch.Tensor, torch.Tensor, OwnedSlice]] = []
+        # First allocate all that this rank will own, and note which ranges of the files it needs.
         saved_state = contents.state_dict["state"]
         ids = checkpoint.saved_ids(contents.state_dict)
         for position, own in enumerate(optimizer.shard.owned):
@@ -241,6 +243,7 @@ class LoadedShard:
             if parameters:
                 name = name_of_param(contents.labels[number])
                 self.parameters.append((own, self._allocate_slice(own, name, contents.params[number])))
+        # Then read the files once, in their order.
         reader.read(self._ranges)
         for flat, whole, own in self._reordered:
             flat.copy_(flat_like(whole, own.param)[own.piece.start : own.piece.stop])
@@ -264,7 +267,7 @@ class LoadedShard:
             self.parameters[position] = own, values
 
     def _allocate(self, own: OwnedSlice, number: int, key: str, value: Any) -> Any:
-        """A value of the state, as saved, for this slice; a tensor's elements are still to be read."""
+        """Take a value of the state for this slice; the elements of a tensor are still to be read."""
         if not isinstance(value, torch.Tensor):
             return value
         if not value.is_meta:

@@ -38,11 +38,11 @@ from zero_ref.state.sharded import Directory
 STATE, GROUPS = "state.", "param_groups."
 
 _ADDED = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
-"""What torch.compile and activation checkpointing add to names, and DCP takes away."""
+"""The parts of names that torch.compile and activation checkpointing add, and DCP takes away."""
 
 
 class StatefulOptimizer:
-    """This rank's shard of an optimizer's state, to be saved or loaded by torch.distributed.checkpoint.
+    """An optimizer's state on this rank, to be saved or loaded by torch.distributed.checkpoint.
 
     Keys, shapes and dtypes are those that `get_optimizer_state_dict(model, plain_optimizer)` of torch gives a
     program that trains with `fully_shard` and the plain optimizer, so that either loads what the other saved,
@@ -93,7 +93,7 @@ class StatefulOptimizer:
         self._loading: _Loading | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What DCP writes, or fills: this rank's part of each tensor.
+        """Give DCP this rank's part of each tensor, to write it or to fill it.
 
         Raises:
             TypeError: the state has a tensor subclass, which DCP would pickle, or a list, tuple or dict.
@@ -168,7 +168,7 @@ class StatefulOptimizer:
 
 
 class _Loading:
-    """What a checkpoint has for this rank.
+    """The part of a checkpoint that is for this rank.
 
     Attributes:
         places: by flat keys, empty tensors to read into, and None for what is no tensor.
@@ -235,7 +235,7 @@ class _Loading:
             _add_slice(self._masters, name, own, torch.empty(own.piece.numel, dtype=own.local.dtype))
 
     def state(self, read: Mapping[str, Any]) -> State:
-        """By position in the owned slices, as from `checkpoint.shard_of`."""
+        """The state by position in the owned slices, as from `checkpoint.shard_of`."""
         state: State = {}
         for position, (own, fqn) in enumerate(self.owned):
             for key in self._keys.get(fqn, ()):
@@ -278,10 +278,10 @@ def _by_group(names: list[str], optimizer: ZeroRedundancyOptimizer) -> list[list
 
 
 class OptimizerToLoad(Optimizer):
-    """What torch's `set_optimizer_state_dict` takes, if its options make it look at the state first.
+    """Stands for the optimizer where torch's `set_optimizer_state_dict` looks at the state before it loads.
 
     With `full_state_dict`, `broadcast_from_rank0` or `flatten_optimizer_state_dict` that function asks an
-    optimizer for the keys of its state before it loads. Here no rank has them all, so this object gives them.
+    optimizer for the keys of its state. Here no rank has all keys of its own, so this object gives them.
 
     >>> options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)        # doctest: +SKIP
     >>> set_optimizer_state_dict(model, OptimizerToLoad(optimizer), state, options=options)
@@ -305,7 +305,7 @@ class OptimizerToLoad(Optimizer):
         return {"state": {number: dict(of) for number, of in state.items() if of}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what has a value."""
+        """Load the entries that have a value."""
         state = {
             id_: {key: value for key, value in of.items() if value is not _UNSET and value != {}}
             for id_, of in state_dict["state"].items()
@@ -315,7 +315,7 @@ class OptimizerToLoad(Optimizer):
 
 
 _UNSET = torch.empty(0)
-"""In place of a value that the loaded state may have; torch asks for its device."""
+"""Stands for a value that the loaded state may have; torch asks for its device."""
 
 
 def names_of(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> list[str]:

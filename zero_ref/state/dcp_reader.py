@@ -130,7 +130,7 @@ class DCPReader(FlatReader):
             raise ValueError(f"{len(self.names)} names, and the save has {len(labels)} parameters")
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """What the save has, by DCP's keys."""
+        """The tensors and values of the save, by DCP's keys."""
         stored: dict[str, Any] = {}
         places: dict[MetadataIndex, Any] = {}
         paths: dict[str, tuple[str | int, ...]] = {}

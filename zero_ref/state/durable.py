@@ -44,7 +44,7 @@ def writing(path: Path, mode: str = "xb") -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that replaces the one of its name, if any, by one rename when it is complete and synced.
+    """A file that replaces another one of the same name by one rename, when it is complete and synced.
 
     An interruption leaves at most a file of that name with `.part` added.
     """

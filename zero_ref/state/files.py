@@ -112,6 +112,7 @@ class ShardWriter:
                 f"{self.table_path} would have {len(text)} bytes, most of them notes: nobody would read it. "
                 f"Keep notes and options below {TABLE_NBYTES} bytes."
             )
+        # The name appears when the table is complete and on the disk, as the data are already.
         with replacing(self.table_path) as file:
             file.write(text)
 
@@ -164,6 +165,7 @@ class ShardReader:
         self.folder = folder
         self.tables = read_tables(folder) if tables is None else tables
         self.tensors: dict[str, StoredTensor] = {}
+        # Put the tables together, and believe none that contradicts another one.
         for rank, table in enumerate(self.tables):
             with damage_in(self.path_of_table(rank)):
                 for piece in self.pieces_of_rank(rank):
@@ -173,6 +175,7 @@ class ShardReader:
                         raise ValueError(f"{name} is {numel} of {piece.dtype}, and not so for another rank")
                     # State with a shape of its own is stored by each owner of a part of the parameter.
                     known.pieces.setdefault(piece.start, piece)
+        # Every element must be in exactly one piece.
         for name, tensor in self.tensors.items():
             pieces = [tensor.pieces[start] for start in sorted(tensor.pieces)]
             starts = [*(piece.start for piece in pieces), tensor.numel]
@@ -328,6 +331,7 @@ def read_checked(file: IO[bytes], piece: Piece, first: int, into: memoryview) ->
         start = number * BLOCK_NBYTES
         stop = min(start + BLOCK_NBYTES, piece.nbytes)
         wanted = slice(max(start, first), min(stop, end))
+        # Read straight into the target if it takes the whole block, else through a buffer.
         here = into[wanted.start - first : wanted.stop - first]
         block = here if len(here) == stop - start else memoryview(bytearray(stop - start))
         _read(file, piece.offset + start, block)

@@ -97,7 +97,7 @@ def chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def read_slices(reader: StorageReader, tensors: Mapping[str, FlatSlices], metadata: Metadata) -> None:
-    """What torch.distributed.checkpoint.load does on a rank between its calls to the others."""
+    """Fill ranges of tensors, as torch.distributed.checkpoint.load does between its calls to other ranks."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=True)

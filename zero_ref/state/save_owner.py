@@ -67,21 +67,23 @@ class Owner(NamedTuple):
 
     @classmethod
     def this_process(cls) -> Owner:
-        """This process as an owner, with a new token."""
-        names = {name: os.environ.get(name, "none") for name in JOB_NAMES}
-        job = next((f"{name}={value}" for name, value in names.items() if value != "none"), "")
+        """Describe this process, with a new token."""
+        named = [name for name in JOB_NAMES if os.environ.get(name, "none") != "none"]
+        job = f"{named[0]}={os.environ[named[0]]}" if named else ""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return cls(secrets.token_hex(8), socket.gethostname(), os.getpid(), job, now)
 
     @classmethod
     def read(cls, path: Path) -> Owner:
-        """Read `owner.json`; OSError if it is missing or unreadable, DamagedError if it is damaged."""
+        """Read an `owner.json`, which may be of an earlier version and have more entries.
+
+        Raises:
+            OSError: the file is missing or unreadable.
+            DamagedError: the file is damaged.
+        """
         entries = read_sealed(path, 2**16)
         with damage_in(path):
-            owner = cls(*(entries[name] for name in cls._fields))
-            if [type(value) for value in owner] != [str, str, int, str, str]:
-                raise ValueError(f"it says {owner}")
-        return owner
+            return cls(*map(entries.__getitem__, cls._fields))
 
     def __str__(self) -> str:
         job = f", {self.job}" if self.job else ""
@@ -89,7 +91,7 @@ class Owner(NamedTuple):
 
 
 class Ownership:
-    """This process's ownership of a directory. It ends with the last reference to this object.
+    """The ownership of a directory by this process. It ends with the last reference to this object.
 
     Args:
         found: the number of the newest save that was there when it began.
@@ -153,10 +155,12 @@ def become_owner(directory: Path, take_over: bool = False) -> Ownership:
         if not take_over:
             _check_is_unused(held)
     me = Owner.this_process()
+    # Of several jobs one creates the file. The others find it, and wait or replace it.
     while not (_create(path, me) or _replace(path, me, take_over)):
         pass  # The other owner has removed its file meanwhile.
     sync_folder(directory)
-    found = max((save.number for save in saves_in(directory) if save.mark), default=0)
+    # Later saves with another token are of a job that took the directory over: they are not ours to remove.
+    found = max([save.number for save in saves_in(directory) if save.mark], default=0)
     ownership = _OWNERSHIPS[path] = Ownership(path, me, found)
     return ownership
 
@@ -188,6 +192,7 @@ def _replace(path: Path, me: Owner, take_over: bool) -> bool:
     _create(mine, me)
     try:
         other, renewed = _name_of_owner(path), path.stat().st_mtime
+        # A living owner renews the file while this job waits. A dead one lets it become stale.
         while not take_over and time_at(mine) - path.stat().st_mtime <= STALE_SECONDS:
             if path.stat().st_mtime != renewed:
                 raise RuntimeError(

@@ -249,6 +249,7 @@ def new_save(directory: Path, ranks: int, owner: Mapping[str, Any]) -> tuple[Pat
             break
         except FileExistsError:  # a folder of the user's own, or a save whose mark is damaged
             number += 1
+    # The mark is written last: until then a crash leaves an empty folder, which a later save removes.
     began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     mark = Mark(number, secrets.token_hex(16), ranks, began, dict(owner))
     mark.write(folder)
@@ -268,6 +269,7 @@ def remove_old(
     """
     last = int(newest.name.removeprefix("save-"))
     saves = [save for save in saves_in(newest.parent) if save.mark and save.number <= last]
+    # Damaged and incomplete saves do not count, so that `keep` intact ones stay.
     intact = [save.number for save in saves if save.is_complete and save.path.name not in damaged]
     oldest = intact[-keep:][0] if intact else 0
     for save in saves:
@@ -275,10 +277,7 @@ def remove_old(
         old = save.number < oldest or not save.is_complete
         if old and save.path != newest and may_remove(save.mark):
             _remove(save)
-    for folder in newest.parent.iterdir():
-        match = _FOLDER.fullmatch(folder.name)
-        if match and int(match[1]) < last and not folder.is_symlink():
-            _remove_unmarked(folder)
+    _remove_unmarked(newest.parent, last)
 
 
 def _remove(save: Save) -> None:
@@ -291,10 +290,14 @@ def _remove(save: Save) -> None:
         save.path.rmdir()
 
 
-def _remove_unmarked(folder: Path) -> None:
-    """Remove what a crash leaves before a folder has its mark, or when its mark is gone: nothing is in it."""
-    part = folder / f"{MARK}.part"
-    with contextlib.suppress(OSError):
-        if os.listdir(folder) == [part.name] and begins_as_sealed(part):
-            part.unlink()
-        folder.rmdir()  # only if it is empty
+def _remove_unmarked(directory: Path, last: int) -> None:
+    """Remove older folders that a crash has left before they had a mark, or after their mark was removed."""
+    for folder in directory.iterdir():
+        match = _FOLDER.fullmatch(folder.name)
+        if match is None or int(match[1]) >= last or folder.is_symlink():
+            continue
+        part = folder / f"{MARK}.part"
+        with contextlib.suppress(OSError):
+            if os.listdir(folder) == [part.name] and begins_as_sealed(part):
+                part.unlink()
+            folder.rmdir()  # Fails if anything is in the folder, which stays then.

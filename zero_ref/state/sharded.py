@@ -218,12 +218,14 @@ def _agree_on_save(
     comm, path = optimizer.collectives, Path(directory).absolute()
     ownership, name_and_id = None, ["", ""]
     with agreement(comm, "save a sharded checkpoint") as facts:
+        # Each rank finds out by itself what it is to write, and whether it can. An error reaches all ranks.
         if type(keep) is not int or keep < 1:
             raise ValueError(f"rank {comm.rank}: keep takes a number of saves from 1 on, not {keep!r}.")
         notes_text = _notes_as_json(notes)
         ranges, entries = ranges_to_save(optimizer, parameters, as_copies)
         contents: dict[str, Any] = {"state": entries}
         if comm.rank == 0:
+            # Other ranks write into the new folder only when rank 0 owns the directory.
             contents |= {"notes": json.loads(notes_text), **contents_of(optimizer)}
             make_directory(path)
             ownership = become_owner(path, take_over)
@@ -310,7 +312,7 @@ def _read(
             try:
                 loading = _Loading(optimizer, folder, tables, parameters)
             except DamagedError as error:
-                problem = f"{error}"
+                problem = f"{error}"  # no error yet: an older save may be intact
         if not (problem := next(filter(None, gather_texts(comm, problem)), "")):
             assert loading is not None
             if skipped:
@@ -364,7 +366,7 @@ def newest_intact(
 
 
 class _Loading:
-    """What this rank has read of a checkpoint. Until `take_effect`, nothing is changed."""
+    """The part of a checkpoint that this rank has read. Until `take_effect`, nothing is changed."""
 
     def __init__(
         self, optimizer: ZeroRedundancyOptimizer, folder: Path, tables: list[Table], parameters: bool
@@ -378,11 +380,13 @@ class _Loading:
     def take_effect(self) -> dict[str, Any]:
         """Send the parameters; load state and parameters when all ranks have them. Collective."""
         optimizer = self.optimizer
+        # If anything fails on any rank, the parameters that this rank owns get their old values back.
         before = [(own.window, own.window.clone()) for own, _ in self.shard.parameters]
         try:
             for own, values in self.shard.parameters:
                 own.window.copy_(values)
             received = _exchange_parameters(optimizer) if self.parameters else []
+            # The last agreement: all ranks have everything, or all raise.
             with optimizer.whole.loading(f"load the checkpoint {self.folder}") as facts:
                 facts += self.facts
                 optimizer.shard.load(self.shard.state, self.contents.state_dict["param_groups"])
