@@ -31,11 +31,11 @@ MOST_CONSOLIDATIONS = 5
 
 PEAKS = 3
 
-# Where each keeps what it has gathered, and what stands there before.
-GATHERED: dict[str, tuple[str, Callable[[], Any]]] = {
-    "zero_ref": ("_consolidated", lambda: None),
-    "torch": ("_all_state_dicts", list),
-    "fairscale": ("_all_states", list),
+# How each is made to free what it has gathered.
+FORGET: dict[str, Callable[[Any], None]] = {
+    "zero_ref": lambda optimizer: setattr(optimizer.whole, "gathered", None),
+    "torch": lambda optimizer: setattr(optimizer, "_all_state_dicts", []),
+    "fairscale": lambda optimizer: setattr(optimizer, "_all_states", []),
 }
 
 
@@ -71,6 +71,8 @@ def checkpoint(set_name: str, rounds: int) -> SuiteResult:
     check_gathers(consolidating, whole)
 
     loading = {f"{name}: load": _loading(each, whole) for name, each in optimizers.items()}
+    # Ours copies by default. The peers' keep the dict's tensors, as ours does by choice.
+    loading[f"{OURS}: load, taken over"] = _loading(optimizers[OURS], whole, take_over=True)
     taken |= take_turns(loading, rounds)
     for case in loading.values():
         case.before()
@@ -92,8 +94,7 @@ def _stepped(make: Make, model: Set) -> Any:
 
 def _forget(name: str, optimizer: Any) -> None:
     """Free what was gathered, so that freeing it is in nobody's time."""
-    attribute, empty = GATHERED[name.split(",")[0]]
-    setattr(optimizer, attribute, empty())
+    FORGET[name.split(",")[0]](optimizer)
     gc.collect()
 
 
@@ -112,7 +113,7 @@ def _peaks_by_rank(case: Case) -> dict[str, float]:
     }
 
 
-def _loading(optimizer: Any, whole: State) -> Case:
+def _loading(optimizer: Any, whole: State, **options: bool) -> Case:
     """The optimizer begins without state, as a new one does, and gets a state dict with its own options."""
     numbers = itertools.count()
     groups = [
@@ -129,7 +130,7 @@ def _loading(optimizer: Any, whole: State) -> Case:
         gc.collect()
         touch_memory()
 
-    return Case(lambda: optimizer.load_state_dict(given), make_ready)
+    return Case(lambda: optimizer.load_state_dict(given, **options), make_ready)
 
 
 def check_gathers(optimizers: Mapping[str, Any], expected: State) -> None:
