@@ -328,10 +328,12 @@ def gradients_to_watch(
     rank owns nothing, if there is one.
     """
     watched = [param.grad for param in kept if param.grad is not None and param.numel()]
+    if watched:
+        return watched
     mine = {own.param for own in zero.shard.owned}
     stepped = {own.param for own in zero.shard.owned if own.is_whole or not parts_apart}
     others = [p for p in zero.built.params if p.requires_grad and p.numel() and p not in stepped]
-    if not watched and others:
+    if others:
         smallest = min(others, key=lambda param: (param in mine, param.numel()))
         smallest.grad = torch.zeros_like(smallest, requires_grad=False)
         watched, kept[smallest] = [smallest.grad], None
