@@ -13,6 +13,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives, as_collectives, global_ranks
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
+FAIRSCALE = {
+    "auto_refresh_trainable": "no effect: a change of `requires_grad` is always noticed",
+    "reduce_fp16": "as reduce_dtype=torch.float16",
+    "warn_on_trainable_params_changed": "no effect: such a change is no reason for a warning",
+}
+"""Options that `ShardedDataParallel` accepts for programs written for FairScale, and what each does here."""
+
+
+def check_names(options: Iterable[str]) -> None:
+    """Refuse options that are not FairScale's.
+
+    Raises:
+        TypeError: names the first one.
+    """
+    for name in options:
+        if name not in FAIRSCALE:
+            raise TypeError(
+                f"ShardedDataParallel got an unexpected option {name!r}. Besides those of its own it accepts "
+                f"{', '.join(FAIRSCALE)} of FairScale's."
+            )
+
 
 def groups_of(
     optimizers: Iterable[Any], process_group: dist.ProcessGroup | Collectives | None
