@@ -9,7 +9,7 @@ For those a large gradient stays where autograd has put it, and only small ones 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
 from typing import cast
@@ -80,7 +80,9 @@ class LocalGradients:
         self, params: Mapping[int, torch.Tensor], layout: GradientTensors, dtype: torch.dtype, memory: Memory
     ) -> None:
         self.params, self.layout, self.dtype, self.memory = params, layout, dtype, memory
-        # Views of joint tensors that are kept: a view takes about as long as a copy of a small gradient.
+        # The places of gradients in joint tensors, by number. They stay if memory does: to make such a view
+        # takes about as long as to copy a small gradient into it.
+        self._viewed: dict[int, torch.Tensor] = {}
         self._views: dict[int, torch.Tensor] = {}
         self.reset()
 
@@ -96,9 +98,16 @@ class LocalGradients:
             received_in: memory in which other ranks' gradients will arrive.
         """
         self.missing.discard(number)
-        tensor = self.layout.of_param[number][0]
+        tensor, start = self.layout.of_param[number]
         if self.layout.joint[tensor]:
-            self._view(number).copy_(grad)
+            joint = self.tensors[tensor]
+            if joint is None:
+                joint = self._borrow(tensor)
+            view = self._views.get(number)
+            if view is None:
+                param = self.params[number]
+                view = self._views[number] = joint.as_strided(param.size(), param.stride(), start)
+            view.copy_(grad)
             return
         # A gradient that was set to zero, and not to None, lies where other ranks' are about to arrive.
         flat = flat_like(grad, self.params[number])
@@ -113,21 +122,20 @@ class LocalGradients:
     def give_back(self, sent: Sequence[torch.Tensor]) -> None:
         """Return the joint tensors among those that were sent to the pool."""
         self.memory.give_back(compress(sent, self.layout.joint))
+        if not self.memory.keeps:
+            self._viewed, self._views = {}, {}
         self.tensors = [None] * len(self.layout.extents)
 
-    def _view(self, number: int) -> torch.Tensor:
-        """The place of a gradient in its joint tensor, with the parameter's shape and strides."""
-        at, start = self.layout.of_param[number]
-        joint, param = self.tensors[at], self.params[number]
-        if joint is None:
-            numel = len(self.layout.extents[at])
-            joint = self.tensors[at] = self.memory.borrow(numel, self.dtype, param.device)
-        view = self._views.get(number)
-        if view is None or view._base is not joint:
-            view = joint.as_strided(param.size(), param.stride(), start)
-            if self.memory.keeps:
-                self._views[number] = view
-        return view
+    def _borrow(self, tensor: int) -> torch.Tensor:
+        """Borrow the memory of a joint tensor, and forget the views of another one."""
+        numel, device = len(self.layout.extents[tensor]), next(iter(self.params.values())).device
+        joint = self.tensors[tensor] = self.memory.borrow(numel, self.dtype, device)
+        if self._viewed.get(tensor) is not joint:
+            self._viewed[tensor] = joint
+            for number, (at, _) in self.layout.of_param.items():
+                if at == tensor:
+                    self._views.pop(number, None)
+        return joint
 
 
 class OwnedGradient:
@@ -150,6 +158,8 @@ class OwnedGradient:
         self.dtype, self.device, self.memory = like.dtype, like.device, memory
         self.gradient: torch.Tensor | None = None
         self.kept: torch.Tensor | None = None
+        self._windows_of: torch.Tensor | None = None
+        self._windows: list[torch.Tensor] = []
 
     def new(self) -> torch.Tensor:
         """Memory for `gradient`, with any values: the same one each time, if memory is kept."""
@@ -169,7 +179,8 @@ class OwnedGradient:
         if not left:
             return
         self.gradient = self.new().zero_() if flat is None else flat
-        for piece, window in self.windows():
+        for piece, place in self.pieces:
+            window = self.gradient[place : place + piece.numel]
             if piece not in left:
                 window.zero_()
             elif window.data_ptr() != left[piece].data_ptr():
@@ -192,11 +203,24 @@ class OwnedGradient:
             self.gradient.add_(part)
         self.memory.give_back([part])
 
-    def windows(self) -> Iterator[tuple[Slice, torch.Tensor]]:
-        """Each of this rank's slices, and the window of `gradient` that it has."""
-        assert self.gradient is not None
-        for piece, start in self.pieces:
-            yield piece, self.gradient[start : start + piece.numel]
+    def windows(self, params: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """For each of this rank's slices its window of `gradient`.
+
+        Args:
+            params: by number. Of a whole parameter the window has the shape and the strides.
+        """
+        flat, windows = self.gradient, self._windows
+        assert flat is not None
+        if not windows or self._windows_of is not flat:
+            windows = []
+            for (number, start, stop), place in self.pieces:
+                param = params[number]
+                whole = stop - start == param.numel()
+                size, stride = (param.size(), param.stride()) if whole else ((stop - start,), (1,))
+                windows.append(flat.as_strided(size, stride, place))
+        if flat is self.kept:
+            self._windows_of, self._windows = flat, windows
+        return windows
 
 
 class GradientBucket:

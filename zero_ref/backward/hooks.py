@@ -64,13 +64,20 @@ class GradientHooks:
             ValueError: a parameter has no owner or several, is in another wrapper, or cannot be sent.
         """
         self._find_places(module)
-        trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-        nodes = accumulators([param for _, param in trained])
+        trained: dict[nn.Parameter, None] = {}
+        for one in module.modules():  # takes a third of the time of named_parameters
+            for param in one._parameters.values():
+                if param is not None and param.requires_grad:
+                    trained[param] = None
         found = []
-        for (name, param), node in zip(trained, nodes, strict=True):
+        for param, node in zip(trained, accumulators([*trained]), strict=True):
             if self._node_of.get(param) is not node:
-                self._check_can_be_hooked(name, param)
                 found.append((param, node))
+        if found:
+            lacking = {param for param, _ in found}
+            for name, param in module.named_parameters():
+                if param in lacking:
+                    self._check_can_be_hooked(name, param)
         return found
 
     def check_no_graph(self) -> None:

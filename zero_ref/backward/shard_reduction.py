@@ -251,21 +251,21 @@ class ShardReduction:
             if flat is None:
                 continue
             flats[bucket] = flat
-            for piece, place in bucket.own.pieces:
+            for (piece, _), window in zip(bucket.own.pieces, bucket.own.windows(bucket.params)):
                 number, start, stop = piece
                 if number in nowhere and piece not in running.before:
                     continue
                 param = bucket.params[number]
                 used.add(number)
                 if stop - start == param.numel():
-                    param.grad = flat.as_strided(param.size(), param.stride(), place)
+                    param.grad = window
                 elif not in_grad:
-                    parts[piece] = flat[place : place + stop - start]
+                    parts[piece] = window
                     continue
                 else:
                     if param.grad is None:
                         param.grad = torch.zeros_like(param, requires_grad=False)
-                    flat_like(param.grad, param)[start:stop] = flat[place : place + stop - start]
+                    flat_like(param.grad, param)[start:stop] = window
                 watched[param] = None
         own = gradients_to_watch(zero, watched, parts_apart=not in_grad)
         if options.scaled:
