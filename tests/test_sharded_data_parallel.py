@@ -1679,6 +1679,24 @@ def test_buffers_of_another_kind_are_told_before_they_are_sent() -> None:
     assert message.startswith("RanksLostError: rank 1 was to run a forward for update 3 of optimizer 0 (SGD)")
 
 
+def test_a_cast_that_the_wrapper_has_not_seen_is_refused() -> None:
+    """Its hooks before a gradient are gone, so without a forward of the wrapper nothing begins a backward."""
+
+    def on_rank(comm: Collectives) -> str:
+        model = Casting()
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1)
+        sharded = ShardedDataParallel(model, zero)
+        model.double()
+        message = caught(model(data(0, 0)).backward)
+        sharded.zero_grad()
+        sharded.refresh_trainable()
+        model(data(0, 0)).backward()
+        return message
+
+    for message in virtual.run(on_rank, 2):
+        assert message.startswith("RuntimeError: parameters were cast, and their ShardedDataParallel has not")
+
+
 def test_a_wrapper_is_constructed_without_gradients() -> None:
     def make(model: nn.Module, comm: Collectives) -> list[Values]:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, **ADAMW)

@@ -1,4 +1,8 @@
-"""What `ShardedDataParallel` accepts, checked on each rank before its constructor compares ranks."""
+"""The checks of `ShardedDataParallel`'s arguments, which each rank makes before it compares them with others.
+
+`minimal.py` checks nothing. Here a mistake on one rank must be reported to all ranks, so these functions only
+raise, and the constructor passes the error on.
+"""
 
 from __future__ import annotations
 
@@ -53,16 +57,16 @@ def groups_of(
 def replicas_of(
     optimizers: Sequence[Any], replicas: dist.ProcessGroup | DeviceMesh | Collectives
 ) -> Collectives:
-    """The calls to the replicas.
+    """The calls between this rank and its replicas.
 
     Raises:
-        ValueError: they have more ranks of the optimizers' group than this one.
+        ValueError: another rank of the optimizers' group is among the replicas.
     """
     comm = as_collectives(replicas)
     for zero in optimizers:
         own = getattr(zero, "collectives", None)
         if not isinstance(own, ProcessGroupCollectives) or not isinstance(comm, ProcessGroupCollectives):
-            continue  # of other networks the place in the group tells
+            continue  # in other networks the place of a rank in its group tells
         ours, theirs = global_ranks(own), global_ranks(comm)
         is_same = own.group is comm.group and dist.get_world_size() > 1
         if is_same or len(set(ours) & set(theirs)) > 1:

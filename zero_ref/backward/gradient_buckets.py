@@ -73,7 +73,7 @@ class LocalGradients:
 
     Attributes:
         missing: the numbers of the parameters whose gradients have not come.
-        tensors: what is sent. A joint tensor is None until gradients are copied into it.
+        tensors: the tensors that are sent; None until a gradient has come.
     """
 
     def __init__(
@@ -224,10 +224,10 @@ class OwnedGradient:
 
 
 class GradientBucket:
-    """Gradients that are reduced together. A subclass says how they get from all ranks to their owners.
+    """Gradients that are reduced together. Subclasses differ in how gradients get to their owners.
 
     Args:
-        plan: where the gradients lie, and who owns them.
+        plan: the places of the gradients, and their owners.
         params: the parameters by number, in the order of their places.
         dtype: the dtype in which gradients are reduced.
         comm: reduces them.
@@ -301,13 +301,13 @@ class PairwiseBucket(GradientBucket):
 
     @cached_property
     def cuts(self) -> list[list[Cut]]:
-        """For each owner, what it owns of the tensors that are sent."""
+        """For each owner, its parts of the tensors that are sent."""
         ranks = range(self.comm.world_size)
         return [list(self.local.layout.cuts(self.plan.runs(owner))) for owner in ranks]
 
     @cached_property
     def route(self) -> tuple[list[int], torch.device, Call | None]:
-        """The other ranks, in the order in which this one sends to them; on which device; what is told."""
+        """The other ranks in the order of sending, the device of messages, and the call that is reported."""
         comm, plan = self.comm, self.plan
         after = [(comm.rank + distance) % comm.world_size for distance in range(1, comm.world_size)]
         wire = comm.wire_of(self.own.device)
@@ -350,7 +350,7 @@ class PairwiseBucket(GradientBucket):
     def _average(
         self, cut: Cut, local: torch.Tensor, received: Sequence[torch.Tensor], average: torch.Tensor
     ) -> None:
-        """Average what this rank owns of one tensor.
+        """Average the part of one tensor that this rank owns.
 
         Args:
             local: the tensor, with this rank's own gradients.

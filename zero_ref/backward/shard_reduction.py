@@ -41,7 +41,7 @@ class Options(NamedTuple):
 
 
 class RunningBackward:
-    """What a backward has done so far.
+    """A backward that has begun, and its reductions.
 
     Attributes:
         before: this rank's slices to whose gradients the backward adds.

@@ -213,7 +213,7 @@ class ShardedDataParallel(nn.Module):
         if sync_models_at_startup:
             self._broadcast([*module.parameters(), *module.buffers()])
 
-    # What programs read of DistributedDataParallel.
+    # Programs read these attributes of DistributedDataParallel and of FairScale's class.
     find_unused_parameters = True
 
     @property
@@ -223,17 +223,17 @@ class ShardedDataParallel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter is."""
+        """The device of the first parameter."""
         return next(self.module.parameters()).device
 
     @property
     def device_type(self) -> str:
-        """As FairScale's: the kind of `device`."""
+        """The type of `device`, as in FairScale."""
         return self.device.type
 
     @property
     def is_multi_device_module(self) -> bool:
-        """As FairScale's: parameters are on several devices."""
+        """Whether parameters are on several devices, as in FairScale."""
         return len({param.device for param in self.module.parameters()}) > 1
 
     # ---------------------------------------------------------------------------------------------- the model
@@ -274,7 +274,7 @@ class ShardedDataParallel(nn.Module):
         self._end_backward()
 
     def wait_for_parameters(self) -> None:
-        """Wait until the new parameters of the last step are here: with `gather_in_forward`."""
+        """Wait for the new parameters of the last step, which `gather_in_forward` leaves on their way."""
         for zero in self.sharded_optimizers:
             zero.arriving.wait()
 
@@ -291,14 +291,14 @@ class ShardedDataParallel(nn.Module):
         self._broadcast(self.module.buffers())
 
     def __getattr__(self, name: str) -> Any:
-        """As FairScale's: what the wrapper does not have is the module's."""
+        """Attributes that the wrapper does not have are the module's, as in FairScale."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
     def refresh_trainable(self) -> None:
-        """Note which parameters are trained now, and which were cast. Each forward does this by itself.
+        """Put hooks on parameters that are trained now, or were cast. Each forward does this by itself.
 
         Raises:
             ValueError, RuntimeError: as the constructor.
@@ -306,7 +306,7 @@ class ShardedDataParallel(nn.Module):
         self._hooks.attach(self.module)
 
     def _facts(self, options: Mapping[str, Any]) -> list[str]:
-        """What must be equal on all ranks, also of other groups: options, the module, the optimizers."""
+        """The lines that must be equal on all ranks of all groups: options, the module, the optimizers."""
         facts = [f"{name}={value}" for name, value in options.items()]
         for name, param in self.module.named_parameters():
             facts.append(
@@ -378,6 +378,7 @@ class ShardedDataParallel(nn.Module):
             )
 
     def _begin_reductions(self) -> None:
+        """Compare with other ranks what changed, and expect gradients in all buckets."""
         for reduction in self._reductions:
             reduction.begin()
         self._waiting = self._in_order()
@@ -394,6 +395,7 @@ class ShardedDataParallel(nn.Module):
             reduction.reduce(bucket)
 
     def _end_backward(self) -> None:
+        """Reduce the buckets that are left, and give this rank the gradients of what it owns."""
         self._in_backward = False
         if self._waiting is None:
             return
@@ -434,7 +436,13 @@ def _callbacks(
 
     def after(param: torch.Tensor) -> None:
         wrapper = this()
-        if wrapper is not None:
-            wrapper._take(param)
+        if wrapper is None:
+            return
+        if wrapper._task != task_now():  # a cast has removed the hook that runs before
+            raise RuntimeError(
+                "parameters were cast, and their ShardedDataParallel has not run a forward since, so it has "
+                "not begun this backward. Compute the loss by it, or call refresh_trainable() after a cast."
+            )
+        wrapper._take(param)
 
     return before, after
