@@ -120,6 +120,11 @@ class OverlappedStep:
         self.buckets: list[list[int]] = []
         self.side_stream: Any = None
 
+    @property
+    def late(self) -> bool:
+        """The update is made when backward is over."""
+        return self.zero.backward.late
+
     # DDP refuses annotations other than its own classes, and typing knows no name for those.
     @torch.no_grad()
     def on_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
@@ -129,14 +134,14 @@ class OverlappedStep:
         reduction = self._start(state, bucket)
         self.under_way.append(reduction)
         self.buckets.append([self.numbers[param] for param in reduction.params if param in self.numbers])
-        if self.interleaved and not self.zero.backward.late:
+        if self.interleaved and not self.late:
             self._finish(leave=1)
         elif self.to_owners is not None:
             for earlier in self.under_way[:-1]:
                 earlier.wait()  # frees what it has received, which is as large as the bucket
         if bucket.is_last():
             self._check_all_reduced()
-            if self.zero.backward.late:
+            if self.late:
                 for reduction in self.under_way:
                     reduction.wait()
                 self.under_way = []
@@ -201,7 +206,7 @@ class OverlappedStep:
         zero = self.zero
         # A reduce_to_owners inside another hook is not `self.to_owners`, but has set `on_owners`.
         owner_only = self.to_owners is not None or zero.backward.gradients.on_owners
-        if self.zero.backward.late:
+        if self.late:
             if self.to_owners is not None:
                 self.to_owners.release_others()
             zero.make_update()
