@@ -23,7 +23,7 @@ from zero_ref.shard.buckets import flat_like
 
 
 class Options(NamedTuple):
-    """How gradients are reduced.
+    """Options of the reduction of gradients.
 
     Args:
         cap: elements of a bucket, about; a larger parameter has a bucket to itself. Where ranks own equal
