@@ -90,6 +90,8 @@ class LocalGradients:
         """Expect all gradients, and let go of those that are here."""
         self.missing = set(self.params)
         self.tensors: list[torch.Tensor | None] = [None] * len(self.layout.extents)
+        if not self.memory.keeps:
+            self._viewed, self._views = {}, {}
 
     def put(self, number: int, grad: torch.Tensor, received_in: torch.Tensor | None) -> None:
         """Take a gradient, which must not be changed any more.
@@ -122,8 +124,6 @@ class LocalGradients:
     def give_back(self, sent: Sequence[torch.Tensor]) -> None:
         """Return the joint tensors among those that were sent to the pool."""
         self.memory.give_back(compress(sent, self.layout.joint))
-        if not self.memory.keeps:
-            self._viewed, self._views = {}, {}
         self.tensors = [None] * len(self.layout.extents)
 
     def _borrow(self, tensor: int) -> torch.Tensor:
