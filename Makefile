@@ -131,7 +131,7 @@ links: $(STAMP)  ## look up every link of the book to another site
 	    sed 's/execute_notebooks: .*/execute_notebooks: "off"/' _config.yml > _build/links/config.yml; \
 	    PYTHONPATH=book:book/_ext $(BIN)/jupyter-book build . --config _build/links/config.yml --path-output _build/links --builder linkcheck --all --quiet)
 
-loc: $(STAMP)  ## lines of the core, the package and its tests, and what an ordinary step goes through
+loc: $(STAMP)  ## the core against its targets: functions that a call passes, lines, branches, comments
 	@$(BIN)/python bench/seams.py
 
 # Up to ten minutes. Without a GPU it says what it would measure, writes nothing, and fails: its exit code is 1.

@@ -95,18 +95,20 @@ def train_and_save(directory: Path, in_background: bool, victim: int = -1, delay
     iteration = load_sharded(optimizer, directory)["iteration"] if any(directory.glob("save-*")) else 0
     update(model, optimizer, iteration)
 
+    notes = {"iteration": iteration + 1}
     began = time.time()
     if optimizer.rank == victim:
         (directory / "killed").write_text(f"{began + delay}")
         killer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
         killer.start()
     try:
+        # The ranks of the round before are gone, perhaps killed: their mark need not become stale first.
         if in_background:
-            pending = save_sharded_async(optimizer, directory, notes={"iteration": iteration + 1})
+            pending = save_sharded_async(optimizer, directory, notes=notes, take_over=True)
             update(model, optimizer, iteration + 1)
             pending.wait()
         else:
-            save_sharded(optimizer, directory, notes={"iteration": iteration + 1})
+            save_sharded(optimizer, directory, notes=notes, take_over=True)
     except RuntimeError:
         (directory / f"error-{optimizer.rank}").write_text(f"{time.time()}")
         os._exit(1)  # as a program does that nothing is left for: whoever waits for this rank learns of it

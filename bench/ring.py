@@ -20,25 +20,26 @@ import torch.distributed as dist
 from torch.optim import AdamW
 
 from zero_ref import ShardedDataParallel, ZeroRedundancyOptimizer, equal_shares
+from zero_ref.comm.pairwise import GlooCollectives, PairwiseCollectives
 from zero_ref.lab import meter, ranks
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT, batch, language_reference
 
 SIZE = GPTConfig(layers=2, heads=2, width=64, context=32)
-WAYS = {"pairs": True, "ring": False}
+WAYS = {"pairs": PairwiseCollectives, "ring": GlooCollectives}
 
 
-def iteration_cpu_ms(pairwise: bool, rounds: int) -> tuple[float, float]:
+def iteration_cpu_ms(way: str, rounds: int) -> tuple[float, float]:
     """CPU milliseconds of an iteration, the mean over ranks, and the bytes that this rank sends in one."""
     torch.set_num_threads(1)
     model = GPT(SIZE)
     zero = ZeroRedundancyOptimizer(
         model.parameters(),
         AdamW,
+        process_group=WAYS[way](),
         parameters_as_bucket_view=True,
         partition=partial(equal_shares, range_numel=2**14),
     )
-    zero.collectives.pairwise = pairwise
     sharded = ShardedDataParallel(model, zero)
     text, rank = language_reference().training, dist.get_rank()
 
@@ -77,9 +78,9 @@ def main() -> None:
     print("| ranks |", " | ".join(f"{way}: CPU ms a rank, MB sent" for way in WAYS), "|")
     for world_size in arguments.ranks:
         row = []
-        for way, pairwise in WAYS.items():
+        for way in WAYS:
             cpu_ms, sent = ranks.run(
-                iteration_cpu_ms, world_size, pairwise, arguments.rounds, backend="gloo", timeout=900
+                iteration_cpu_ms, world_size, way, arguments.rounds, backend="gloo", timeout=900
             )[0]
             found[way].append(cpu_ms)
             row.append(f"{cpu_ms:.1f}, {sent / 1e6:.2f}")

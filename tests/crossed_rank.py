@@ -29,7 +29,7 @@ from training import assert_state_dicts_equal, snapshot
 from zero_ref import ShardedDataParallel, clip
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
-from zero_ref.comm.collectives import as_collectives
+from zero_ref.comm.backend import as_collectives
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
 from zero_ref.plan.rules import equal_shares

@@ -41,8 +41,8 @@ from training import OnMasters, Snapshot, assert_state_dicts_equal, snapshot, su
 
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
-from zero_ref.clip import clip_grad_norm_
-from zero_ref.comm.collectives import as_collectives
+from zero_ref.clip.grad_norm import clip_grad_norm_
+from zero_ref.comm.backend import as_collectives
 from zero_ref.lab import ranks, virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice

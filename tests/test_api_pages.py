@@ -27,10 +27,8 @@ NOT_FOR_READERS = {
     "zero_ref.plan.rules": {"elements", "elements_if_trainable"},
     "zero_ref.plan.layout": {"end_to_end"},
     "zero_ref.comm.agreement": {"RanksLostError", "agree", "agreement"},
-    "zero_ref.comm.collectives": {
-        *("Observable", "AllOf", "PendingCall", "Then", "as_collectives"),
-        *("broadcast_json", "exchange_json", "gather_bytes", "gather_texts", "global_ranks"),
-    },
+    "zero_ref.comm.collectives": {"Observable", "AllOf", "PendingCall", "Then"},
+    "zero_ref.comm.process_group": {"global_ranks"},
     "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
     "zero_ref.simulator.memory": {"StateBytes", "costs", "offloaded", "whole_bytes"},
     "zero_ref.simulator.models": {"Named"},
@@ -115,7 +113,8 @@ def public_names(module: ModuleType) -> set[str]:
 
 def modules_of_reference() -> list[str]:
     """The modules of which all is shown: those of the plan, of the simulator, of the lab."""
-    names = ["zero_ref.local_sgd.averaging", "zero_ref.comm.agreement", "zero_ref.comm.collectives"]
+    names = ["zero_ref.local_sgd.averaging"]
+    names += [f"zero_ref.comm.{name}" for name in ("agreement", "collectives", "process_group", "pairwise")]
     for package in (zero_ref.plan, zero_ref.simulator, zero_ref.lab):
         names += [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
     return [

@@ -37,7 +37,7 @@ from training import (
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
-from zero_ref.optimizer import checkpoint
+from zero_ref.optimizer import checkpoint, gather
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.state.sharded import load_sharded, save_sharded
@@ -274,7 +274,7 @@ def test_it_goes_to_rank_0_unless_told_otherwise() -> None:
     def on_rank(comm: Collectives) -> bool:
         _, optimizer = trained_optimizer(comm)
         optimizer.consolidate_state_dict()
-        return optimizer._consolidated is not None
+        return optimizer.whole.gathered is not None
 
     assert virtual.run(on_rank, 2) == [True, False]
 
@@ -388,7 +388,7 @@ def test_state_dict_before_consolidating_and_after_a_change_says_what_to_call(wo
 
 
 def test_each_rank_sends_its_share_once_and_only_to_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "PARCEL_NBYTES", 150)
+    monkeypatch.setattr(gather, "PARCEL_NBYTES", 150)
 
     def on_rank(comm: Collectives) -> list[Call]:
         params = [nn.Parameter(torch.ones(n)) for n in (60, 45, 15)]
@@ -428,7 +428,7 @@ FAULTY = threading.local()
 
 @pytest.mark.parametrize("to", [0, 1, "all"])
 @pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize(("module", "name"), [(checkpoint, "allocate"), (torch, "_foreach_copy_")])
+@pytest.mark.parametrize(("module", "name"), [(gather, "allocate"), (torch, "_foreach_copy_")])
 def test_an_error_while_state_is_gathered_reaches_all_ranks_and_the_next_attempt_works(
     monkeypatch: pytest.MonkeyPatch, to: Any, elsewhere: bool, module: Any, name: str
 ) -> None:
@@ -771,6 +771,37 @@ def test_ranks_that_consolidate_to_different_ranks_all_raise() -> None:
         optimizer.consolidate_state_dict(to="all")
 
     virtual.run(on_rank, 2, timeout=5)
+
+
+def test_small_tensors_travel_together_in_parcels_of_a_limited_size() -> None:
+    def on_rank(comm: Collectives) -> list[int]:
+        params = [nn.Parameter(torch.ones(2**14)) for _ in range(10)]
+        everything = [[], list(range(10))]
+        optimizer = ZeroRedundancyOptimizer(params, optim.SGD, comm, partition=everything, lr=1, momentum=1)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        with recording(comm) as calls:
+            optimizer.consolidate_state_dict(to=0)
+        return [call.nbytes for call in calls if call.op == "send"]
+
+    _, sent = virtual.run(on_rank, 2, timeout=10)
+    assert sent[2:] == [2**18, 2**18, 2**17], "after the length and the text of the table"
+
+
+def test_parts_of_a_parameter_that_were_not_stepped_together_are_refused_on_all_ranks() -> None:
+    def on_rank(comm: Collectives) -> str:
+        weight = nn.Parameter(torch.ones(256))
+        optimizer = ZeroRedundancyOptimizer([weight], optim.AdamW, comm, partition="even")
+        weight.grad = torch.ones(256) if comm.rank == 0 else None
+        optimizer.step()
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            optimizer.consolidate_state_dict(to=0)
+        return f"{caught.value}"
+
+    first, second = virtual.run(on_rank, 2, timeout=10)
+    assert "128 of 256 elements of parameter 0 have the state 'exp_avg'" in first
+    assert "rank 0 could not make room for the optimizer state: ValueError: rank 0: 128 of 256" in second
 
 
 def test_state_that_cannot_be_saved_raises_on_all_ranks_and_names_it() -> None:

@@ -12,7 +12,7 @@ from hypothesis.strategies import booleans, composite, integers, lists
 from torch import nn, optim
 from training import PARTITIONS, WHOLE, CountingReads, Tangle, describe, fill_gradients
 
-from zero_ref.clip import clip_grad_norm_, get_total_norm
+from zero_ref.clip.grad_norm import clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording

@@ -9,16 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from zero_ref.comm import collectives
+from zero_ref.comm import process_group
 from zero_ref.comm.agreement import agree
-from zero_ref.comm.collectives import (
-    AllOf,
-    Collectives,
-    ProcessGroupCollectives,
-    as_collectives,
-    broadcast_json,
-)
+from zero_ref.comm.backend import as_collectives, of_group
+from zero_ref.comm.collectives import AllOf, Collectives
 from zero_ref.comm.devices import CPU
+from zero_ref.comm.objects import broadcast_json
+from zero_ref.comm.process_group import ProcessGroupCollectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -98,8 +95,8 @@ GPU = torch.device("meta", 0)
 
 def on_backends(monkeypatch: pytest.MonkeyPatch, config: str) -> ProcessGroupCollectives:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(collectives, "current_device", lambda: GPU)
-    return ProcessGroupCollectives()
+    monkeypatch.setattr(process_group, "current_device", lambda: GPU)
+    return of_group(None)
 
 
 @pytest.mark.usefixtures("group_of_one")
@@ -127,9 +124,9 @@ def test_control_messages_and_each_kind_of_tensor_have_a_device_of_their_own(
     assert (comm.goes_pairwise(CPU), comm.goes_pairwise(GPU)) == pairwise
     assert (comm.open_channel(0, {CPU}) is not None) == (control == CPU and pairwise[0])
     assert comm.open_channel(0, {CPU, GPU}) is None
-    comm.pairwise = False
-    assert not comm.goes_pairwise(CPU)
-    assert not comm.goes_pairwise(GPU)
+    of_any_backend = ProcessGroupCollectives()
+    assert not of_any_backend.goes_pairwise(CPU)
+    assert not of_any_backend.goes_pairwise(GPU)
 
 
 @pytest.mark.usefixtures("group_of_one")
@@ -138,8 +135,12 @@ def test_in_a_group_with_two_backends_each_tensor_goes_by_that_of_its_device(
 ) -> None:
     comm = on_backends(monkeypatch, "cpu:gloo,meta:nccl")
     started: list[Any] = []
-    names = {collectives._batch: "batch", collectives._all_gather: "all_gather", dist.broadcast: "broadcast"}
-    names |= {collectives._reduce_scatter: "reduce_scatter", dist.isend: "send", dist.irecv: "recv"}
+    names = {
+        process_group._batch: "batch",
+        process_group._all_gather: "all_gather",
+        dist.broadcast: "broadcast",
+    }
+    names |= {process_group._reduce_scatter: "reduce_scatter", dist.isend: "send", dist.irecv: "recv"}
 
     def note(what: str, operation: Any, *args: Any, **kwargs: Any) -> Any:
         started.append(names[operation])
@@ -148,7 +149,7 @@ def test_in_a_group_with_two_backends_each_tensor_goes_by_that_of_its_device(
         started.extend(tensor.device.type for tensor in tensors)
         return AllOf([])
 
-    monkeypatch.setattr(comm, "_start", note)
+    monkeypatch.setattr(comm, "start", note)
     here, there = torch.zeros(4), torch.zeros(4, device="meta")
     comm.exchange([(0, there), (0, here)], [(0, here), (0, there)]).wait()
     assert started == ["recv", "cpu", "send", "cpu", "batch", "meta", "meta"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -273,17 +274,40 @@ def test_who_is_lost_again_and_again_from_one_save_is_not_started_for_ever(
         run(monkeypatch, lost(0, 1, 2, 3), steps=[0])
 
 
+def test_on_one_machine_all_ranks_of_a_run_are_of_one_job_and_of_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names: list[str | None] = []
+    call = Acts.__call__
+
+    def noted(acts: Acts, *args: Any, **options: Any) -> Any:
+        names.append(os.environ.get("ZERO_REF_JOB"))
+        return call(acts, *args, **options)
+
+    monkeypatch.setattr(Acts, "__call__", noted)
+    monkeypatch.delenv("ZERO_REF_JOB", raising=False)
+    for _ in range(2):
+        run(monkeypatch, lost(2), ["saved"], ["done"], steps=[0, 30, 40])
+    assert "ZERO_REF_JOB" not in os.environ
+    assert names[0] == names[1] == names[2] != names[3] == names[4] == names[5]
+    assert None not in names
+    monkeypatch.setenv("ZERO_REF_JOB", "given")
+    run(monkeypatch, ["done"], steps=[0])
+    assert (names[-1], os.environ["ZERO_REF_JOB"]) == ("given", "given")
+
+
 # --------------------------------------------------------------------------------------------- under torchrun
 
 
 def owner_elsewhere(directory: Path, job: str) -> None:
-    """The mark of a rank on another machine, which nobody can see to be gone."""
-    owner = Owner.this_process()._replace(machine="another", host="another", job=job, restart=7)
+    """The mark of a rank on another machine."""
+    owner = Owner.this_process()._replace(host="another", job=job)
     directory.mkdir(exist_ok=True)
     (directory / OWNER).write_bytes(sealed(owner._asdict()))
 
 
 def test_a_job_is_known_by_torchrun_s_name_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZERO_REF_JOB", raising=False)
     assert not is_of_this_job(tmp_path), "nobody's"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run7")
     for job, same in (("TORCHELASTIC_RUN_ID=run7", True), ("TORCHELASTIC_RUN_ID=run8", False), ("", False)):

@@ -22,7 +22,9 @@ from hypothesis import given, settings, strategies as st
 from saved import newest_complete
 
 from zero_ref.state import durable, files
-from zero_ref.state.files import FlatSlices, ShardReader, ShardWriter, read_slices, read_tables, verify
+from zero_ref.state.dcp_reader import FlatReader
+from zero_ref.state.files import Ranges, ShardReader, ShardWriter, read_tables, verify
+from zero_ref.state.flat_slices import FlatSlices
 from zero_ref.state.saves import MARK, Mark, sealed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.int16]
@@ -38,9 +40,7 @@ def cut(tensor: torch.Tensor, ends: list[int]) -> dict[int, torch.Tensor]:
     return {start: tensor[start:stop] for start, stop in itertools.pairwise([0, *ends, len(tensor)])}
 
 
-def write(
-    directory: Path, shards: list[Mapping[str, FlatSlices]], contents: Any = None, number: int = 1
-) -> Path:
+def write(directory: Path, shards: list[Mapping[str, Ranges]], contents: Any = None, number: int = 1) -> Path:
     """A save of that number; its folder."""
     folder = directory / f"save-{number:08d}"
     folder.mkdir(parents=True)
@@ -51,9 +51,8 @@ def write(
     return folder
 
 
-def read(folder: Path, wanted: Mapping[str, FlatSlices]) -> None:
-    reader = ShardReader(folder)
-    read_slices(reader, wanted, reader.read_metadata())
+def read(folder: Path, wanted: Mapping[str, Ranges]) -> None:
+    ShardReader(folder).read(wanted)
 
 
 def two_ranks(directory: Path, number: int = 1) -> Path:
@@ -61,7 +60,7 @@ def two_ranks(directory: Path, number: int = 1) -> Path:
     a, b = numbers(10, torch.float32), numbers(3, torch.int64)
     return write(
         directory,
-        [{"a": FlatSlices({0: a[:6]}, 10)}, {"a": FlatSlices({6: a[6:]}, 10), "b": FlatSlices({0: b}, 3)}],
+        [{"a": Ranges({0: a[:6]}, 10)}, {"a": Ranges({6: a[6:]}, 10), "b": Ranges({0: b}, 3)}],
         number=number,
     )
 
@@ -107,12 +106,12 @@ def test_what_is_written_in_any_pieces_is_read_in_any_others(
     directory = tmp_path_factory.mktemp("save")
     pieces = list(cut(tensor, saved).items())
     shards = [dict(pieces[rank::writers]) for rank in range(writers)]
-    folder = write(directory, [{"t": FlatSlices(shard, 30)} if shard else {} for shard in shards])
+    folder = write(directory, [{"t": Ranges(shard, 30)} if shard else {} for shard in shards])
     places = list(cut(torch.zeros(30, dtype=dtype), wanted).items())
     for rank in range(readers):
         mine = dict(places[rank::readers])
         if mine:
-            read(folder, {"t": FlatSlices(mine, 30)})
+            read(folder, {"t": Ranges(mine, 30)})
     for start, place in places:
         same = place.view(torch.uint8).equal(tensor[start : start + len(place)].view(torch.uint8))
         assert same, f"elements from {start} on"
@@ -149,11 +148,11 @@ def test_exactly_the_blocks_asked_for_are_read_and_no_other_file_is_opened(
     read_of_file: dict[str, int] = {}
     monkeypatch.setattr(files, "open_regular", lambda path: CountingFile(path, read_of_file))
     middle = torch.zeros(3)
-    read_slices(reader, {"a": FlatSlices({4: middle}, 10)}, reader.read_metadata())
+    reader.read({"a": Ranges({4: middle}, 10)})
     assert middle.tolist() == [5, 6, 7]
     assert read_of_file == {"shard-0-of-2.bin": 8, "shard-1-of-2.bin": 8}, "the third block, and the first"
     read_of_file.clear()
-    read_slices(reader, {"a": FlatSlices({0: torch.zeros(6)}, 10)}, reader.read_metadata())
+    reader.read({"a": Ranges({0: torch.zeros(6)}, 10)})
     assert read_of_file == {"shard-0-of-2.bin": 24}
 
 
@@ -161,7 +160,7 @@ def test_exactly_the_blocks_asked_for_are_read_and_no_other_file_is_opened(
 def test_dcp_loads_whole_tensors_from_the_files_by_itself(tmp_path: Path) -> None:
     folder = two_ranks(tmp_path)
     wanted = {"a": torch.zeros(10, dtype=torch.float64), "b": torch.zeros(3, dtype=torch.int64)}
-    dcp.load(wanted, storage_reader=ShardReader(folder), no_dist=True)
+    dcp.load(wanted, storage_reader=FlatReader(folder), no_dist=True)
     assert wanted["a"].tolist() == list(range(1, 11))
     assert wanted["b"].tolist() == [1, 2, 3]
 
@@ -225,7 +224,7 @@ def test_an_interruption_at_any_write_leaves_the_save_incomplete(
     file = ["open", "fsync"]
     mark = table = [*file, "replace", "fsync"]
     assert reached == [*mark, *file, *table, *file, *table]
-    read(newest_complete(directory).path, {"a": FlatSlices({0: torch.zeros(10)}, 10)})
+    read(newest_complete(directory).path, {"a": Ranges({0: torch.zeros(10)}, 10)})
 
 
 def test_a_full_disk_is_reported_with_the_name_of_the_file(
@@ -237,7 +236,7 @@ def test_a_full_disk_is_reported_with_the_name_of_the_file(
     folder = write(tmp_path, [])
     monkeypatch.setattr(durable.os, "fsync", full)
     with pytest.raises(OSError, match=r"No space left on device: .*shard-0-of-1\.bin"):
-        ShardWriter(folder, 0, 1).save({"a": FlatSlices({0: numbers(3, torch.int64)}, 3)})
+        ShardWriter(folder, 0, 1).save({"a": Ranges({0: numbers(3, torch.int64)}, 3)})
 
 
 # ------------------------------------------------------------------------------- files not to be believed
@@ -263,7 +262,7 @@ def test_pickles_in_the_place_of_files_are_not_executed(tmp_path: Path) -> None:
 
     folder = two_ranks(tmp_path / "data")
     (folder / ".metadata").write_bytes(hostile)  # where DCP would look
-    wanted = {"a": FlatSlices({0: torch.zeros(10)}, 10)}
+    wanted = {"a": Ranges({0: torch.zeros(10)}, 10)}
     read(folder, wanted)
     for name in ("shard-0-of-2.bin", "shard-0-of-2.json", MARK):
         path = folder / name
@@ -323,8 +322,8 @@ def of_a_later_save(*names: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         a, b = numbers(10, torch.float32) + 1, numbers(3, torch.int64) + 1
         shards = [
-            {"a": FlatSlices({0: a[:6]}, 10)},
-            {"a": FlatSlices({6: a[6:]}, 10), "b": FlatSlices({0: b}, 3)},
+            {"a": Ranges({0: a[:6]}, 10)},
+            {"a": Ranges({6: a[6:]}, 10), "b": Ranges({0: b}, 3)},
         ]
         later = write(folder.parent / "later", shards, number=2)
         for name in names:
@@ -409,11 +408,11 @@ def test_damage_is_found_before_anything_is_read(
 ) -> None:
     folder = two_ranks(tmp_path)
     place = torch.zeros(10)
-    read(folder, {"a": FlatSlices({0: place}, 10)})
+    read(folder, {"a": Ranges({0: place}, 10)})
     damage(folder)
     untouched = torch.zeros(10)
     with pytest.raises(ValueError, match=text):
-        read(folder, {"a": FlatSlices({0: untouched}, 10)})
+        read(folder, {"a": Ranges({0: untouched}, 10)})
     assert not untouched.any()
 
 
@@ -436,7 +435,7 @@ def test_data_that_is_not_what_was_written_is_refused(
     folder = two_ranks(tmp_path)
     damage(folder)
     with pytest.raises(ValueError, match=text):
-        read(folder, {"a": FlatSlices({0: torch.zeros(10)}, 10)})
+        read(folder, {"a": Ranges({0: torch.zeros(10)}, 10)})
 
 
 def test_a_file_that_ends_while_it_is_read_is_named(tmp_path: Path) -> None:
@@ -444,13 +443,13 @@ def test_a_file_that_ends_while_it_is_read_is_named(tmp_path: Path) -> None:
     reader = ShardReader(folder, read_tables(folder))
     os.truncate(folder / "shard-1-of-2.bin", 10)
     with pytest.raises(ValueError, match=r"shard-1-of-2\.bin ends at byte 10"):
-        read_slices(reader, {"a": FlatSlices({0: torch.zeros(10)}, 10)}, reader.read_metadata())
+        reader.read({"a": Ranges({0: torch.zeros(10)}, 10)})
 
 
 def test_a_flipped_bit_is_found_in_whatever_byte_it_lies(tmp_path: Path) -> None:
     """Every byte of a small save: so it is no matter of chance. `test_sharded.py` flips bits under a load."""
     tensor = torch.randn(40, dtype=torch.float64)
-    folder = write(tmp_path, [{"t": FlatSlices(cut(tensor, [9]), 40)}], contents={"notes": "é"})
+    folder = write(tmp_path, [{"t": Ranges(cut(tensor, [9]), 40)}], contents={"notes": "é"})
     assert verify(folder) == []
     for path in sorted(folder.iterdir()):
         original = path.read_bytes()
@@ -467,9 +466,7 @@ def test_a_flipped_bit_is_found_in_whatever_byte_it_lies(tmp_path: Path) -> None
 
 def test_what_is_damaged_is_named_to_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "BLOCK_NBYTES", 16)
-    folder = write(
-        tmp_path, [{"t": FlatSlices({0: torch.arange(20.0)}, 20), "u": FlatSlices({0: torch.ones(3)}, 3)}]
-    )
+    folder = write(tmp_path, [{"t": Ranges({0: torch.arange(20.0)}, 20), "u": Ranges({0: torch.ones(3)}, 3)}])
     path = folder / "shard-0-of-1.bin"
     data = bytearray(path.read_bytes())
     data[4 * 9] ^= 1
@@ -479,11 +476,11 @@ def test_what_is_damaged_is_named_to_the_block(tmp_path: Path, monkeypatch: pyte
     assert re.search(r"shard-0-of-1\.bin is damaged: t, elements \[8, 12\), is not what rank 0 wrote", first)
     assert re.search(r": u, elements \[0, 3\), is not what rank 0", second)
     intact = torch.zeros(8)
-    read(folder, {"t": FlatSlices({12: intact}, 20)})
+    read(folder, {"t": Ranges({12: intact}, 20)})
     assert intact.tolist() == list(range(12, 20)), "what is intact can be read"
     for start in (4, 5, 8, 10, 11):
         with pytest.raises(ValueError, match=r"elements \[8, 12\)"):
-            read(folder, {"t": FlatSlices({start: torch.zeros(5)}, 20)})
+            read(folder, {"t": Ranges({start: torch.zeros(5)}, 20)})
 
 
 def test_a_table_that_nobody_would_read_is_not_written(
@@ -491,4 +488,4 @@ def test_a_table_that_nobody_would_read_is_not_written(
 ) -> None:
     monkeypatch.setattr(files, "TABLE_NBYTES", 1000)
     with pytest.raises(ValueError, match=r"shard-0-of-1\.json would have \d+ bytes, most of them notes"):
-        write(tmp_path, [{"a": FlatSlices({0: numbers(3, torch.int64)}, 3)}], contents="n" * 1000)
+        write(tmp_path, [{"a": Ranges({0: numbers(3, torch.int64)}, 3)}], contents="n" * 1000)

@@ -77,7 +77,7 @@ def test_small_parameters_that_are_stepped_as_one_switch_as_plain_and_stay_so() 
         optimizer: Any = ZeroRedundancyOptimizer(params, Together, comm, True)
         optimizer.train()  # without gradients
         update(params, optimizer)
-        return [len(run.members) for run in optimizer.shard.merged.runs]
+        return [len(run.members) for run in optimizer.shard.steppers.small.runs]
 
     assert virtual.run(on_rank, 2) == [[3], [3]]
 
@@ -413,7 +413,8 @@ def test_the_trainers_callback_gathers_again_after_an_evaluation_that_switches()
 
 def test_the_names_of_the_state_are_found_out_in_train_mode() -> None:
     def on_rank(comm: Collectives) -> Any:
-        return ZeroRedundancyOptimizer(params_of_ones(1), Free, comm).keys_of_state()
+        optimizer = ZeroRedundancyOptimizer(params_of_ones(1), Free, comm)
+        return optimizer.whole.keys()
 
     assert virtual.run(on_rank, 2) == [[["z"]]] * 2
 

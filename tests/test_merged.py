@@ -71,7 +71,7 @@ def merged_with(comm: Collectives, optimizer_class: Any = optim.AdamW, **options
 
 
 def members(optimizer: Any) -> list[list[torch.Tensor]]:
-    return [run.members for run in optimizer.shard.merged.runs]
+    return [run.members for run in optimizer.shard.steppers.small.runs]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_other_optimizers_and_parameters_without_buckets_are_left_alone() -> Non
         assert not members(ZeroRedundancyOptimizer(Beads().parameters(), optim.AdamW, comm))
 
     def members(optimizer: Any) -> list[Any]:
-        return list(optimizer.shard.merged.runs)
+        return list(optimizer.shard.steppers.small.runs)
 
     virtual.run(on_rank, 1)
 
@@ -307,7 +307,7 @@ def test_small_masters_lie_end_to_end_and_keep_no_gradients_between_steps() -> N
         fill_gradients(list(model.parameters()), 0, world_size=1)
         optimizer.step()
         assert all(own.local.grad is None for own in optimizer.shard.owned)
-        assert all(run.gradient is None and not run.gradients for run in optimizer.shard.merged.runs)
+        assert all(run.gradient is None and not run.gradients for run in optimizer.shard.steppers.small.runs)
         assert optimizer.optim.param_groups[0]["params"] == [own.local for own in optimizer.shard.owned]
 
     virtual.run(on_rank, 1)

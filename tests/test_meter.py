@@ -16,7 +16,8 @@ from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives
+from zero_ref.comm.collectives import Collectives
+from zero_ref.comm.process_group import ProcessGroupCollectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import (
     DDPRecorder,

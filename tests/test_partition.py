@@ -273,6 +273,11 @@ def test_the_load_of_a_rank_is_counted_in_the_weights_of_its_rule() -> None:
         (lambda: from_lists([6], [[-1]]), ValueError, "parameter -1 does not exist"),
         (lambda: from_lists([6], [[Slice(0, 0, 3), Slice(0, 4, 6)]]), ValueError, r"\[3, 4\) have no owner"),
         (
+            lambda: from_lists([6], [[Slice(0, 0, 3)], [Slice(0, 3, 5)]]),
+            ValueError,
+            r"\[5, 6\) have no owner",
+        ),
+        (
             lambda: from_lists([6], [[Slice(0, 0, 3)], [Slice(0, 2, 6)]]),
             ValueError,
             r"\[2, 3\) have two owners",

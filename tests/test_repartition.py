@@ -551,7 +551,7 @@ def test_a_refused_repartition_raises_on_all_ranks_and_changes_nothing(
             prepare(optimizer)
         before = (
             optimizer.partition,
-            optimizer._choice,
+            optimizer.registered.choice,
             optimizer.built.messages,
             optimizer.optim.param_groups,
         )
@@ -561,7 +561,7 @@ def test_a_refused_repartition_raises_on_all_ranks_and_changes_nothing(
             optimizer.repartition(asked)
         after = (
             optimizer.partition,
-            optimizer._choice,
+            optimizer.registered.choice,
             optimizer.built.messages,
             optimizer.optim.param_groups,
         )

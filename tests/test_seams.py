@@ -1,38 +1,103 @@
-"""What other modules may know of an optimizer: its public attributes, none that begins with an underscore."""
+"""`bench/seams.py` counts what it says it counts, by hand-made sources and on the package itself."""
+
+from __future__ import annotations
 
 import ast
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "zero_ref"
-HOLDERS = {"zero", "optimizer"}
-"""What the package calls a ZeroRedundancyOptimizer, as a variable or an attribute."""
+BENCH = Path(__file__).parents[1] / "bench"
+sys.path.insert(0, str(BENCH))
+import roads  # noqa: E402
+import seams  # noqa: E402
+
+sys.path.remove(str(BENCH))
 
 
-def uses(source: str) -> list[str]:
-    """The underscore names that are read or set of an optimizer."""
-    return [
-        node.attr
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute)
-        and node.attr.startswith("_")
-        and not node.attr.startswith("__")
-        and (
-            (isinstance(node.value, ast.Name) and node.value.id in HOLDERS)
-            or (isinstance(node.value, ast.Attribute) and node.value.attr in HOLDERS)
-        )
-    ]
-
-
-def test_a_use_is_found_wherever_the_optimizer_is_held():
-    assert uses(
-        "def f(zero): return zero._one, self.zero._two, self.optimizer._three, zero.four, zero.__dict__"
-    ) == ["_one", "_two", "_three"]
+def module(text: str, name: str = "one") -> seams.Module:
+    return seams.Module(name, textwrap.dedent(text))
 
 
 @pytest.mark.parametrize(
-    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+    ("body", "count"),
+    [
+        ("return 1", 0),
+        ("if a: return 1\nelif b: return 2\nelse: return 3", 2),
+        ("return 1 if a else 2", 1),
+        ("return a and b and c or d", 3),
+        ("for x in a:\n    while x: x -= 1", 2),
+        ("try: a()\nexcept KeyError: b()\nexcept ValueError: c()\nfinally: d()", 2),
+        ("return [x for y in a for x in y if x if y]", 4),
+        ("match a:\n    case 1: return b\n    case _: return c", 2),
+        ("with a: return b", 0),
+        ("def inner():\n    if a: return b\nreturn inner", 1),
+    ],
 )
-def test_no_module_reaches_into_an_optimizer(path):
-    assert uses(path.read_text(encoding="utf-8")) == []
+def test_branches_are_the_cyclomatic_complexity_less_1(body: str, count: int) -> None:
+    function = f"def function():\n{textwrap.indent(body, '    ')}\n"
+    assert seams.branches(ast.parse(function)) == count
+
+
+def test_lines_of_code_have_no_docstring_no_comment_and_no_empty_line() -> None:
+    one = module(
+        '''
+        """A module,
+        on two lines."""
+
+        # A comment.
+        x = {
+            "key": 1,  # another
+            # a third
+        }
+        """A docstring of x."""
+
+
+        class Class:
+            """A class."""
+
+            first: int = 1  # type: ignore
+            kind: ClassVar[int] = 2
+
+            def set(self):
+                self.second = """text
+                that is no docstring"""
+        '''
+    )
+    assert one.comments == 3
+    assert len(one.code_lines) == 3 + 6
+    ((name, node),) = one.classes
+    assert (name, one.lines_of(node), seams.attributes(node)) == ("one.Class", 6, {"first", "second"})
+    assert [name for name, _ in one.functions] == ["one.Class.set"]
+    assert seams.comment_rate([one]) == 100 * 3 / 9
+
+
+def test_a_private_name_is_used_from_another_module_only_where_it_is_not_defined() -> None:
+    first = module(
+        "def _helper(): ...\nclass A:\n    def __init__(self): self._mine = self.__own = 1", "first"
+    )
+    second = module(
+        "from zero_ref.first import _helper\nprint(a._mine, a.b._indices(), t._version)", "second"
+    )
+    third = module("class B:\n    def use(self):\n        self._mine = 1\n        return self._mine", "third")
+    assert seams.private_uses([first, second, third]) == ["second: _helper", "second: _mine"]
+
+
+def test_no_module_of_the_core_uses_a_private_name_of_another() -> None:
+    core = [one for folder in (*seams.CORE, *seams.STAIRS) for one in seams.modules_of(folder)]
+    assert len(core) > 40
+    assert seams.private_uses(core) == []
+
+
+def test_a_road_has_each_function_of_the_folder_once() -> None:
+    def passes() -> list[int]:
+        return [len(seams.attributes(node)) for _ in range(2) for _, node in module("class A: ...").classes]
+
+    road = roads.road_of(passes, BENCH)
+    assert ("seams.py", "attributes") in road.functions
+    assert ("seams.py", "attributes.<locals>.<setcomp>") in road.functions
+    assert len(set(road.functions)) == len(road.functions)
+    assert road.files == {"seams.py"}
+    assert sys.getprofile() is None

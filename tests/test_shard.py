@@ -18,6 +18,7 @@ from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.rules import equal_shares
 from zero_ref.shard.owned import MASTER
+from zero_ref.shard.stepper import GradientSource
 from zero_ref.state.sharded import load_sharded, save_sharded
 
 SHAPES = [(64, 32), (32,), (48, 16), (301,), ()]
@@ -262,9 +263,7 @@ def test_only_what_was_stepped_is_published() -> None:
         params, optimizer = made(comm, "sorted_greedy", False)
         fill(params, 0)
         before = [param._version for param in params]
-        optimizer.shard.take({1: params[1].grad})  # type: ignore[dict-item]
-        optimizer.shard.step()
-        optimizer.shard.publish({1})
+        optimizer.shard.step(lambda: GradientSource({1: params[1].grad}))  # type: ignore[dict-item]
         return [number for number, param in enumerate(params) if param._version != before[number]]
 
     assert virtual.run(on_rank, 1, timeout=180) == [[1]]

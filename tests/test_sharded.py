@@ -256,7 +256,7 @@ def test_tensors_are_named_after_their_parameters(tmp_path: Path) -> None:
     reader = files.ShardReader(tmp_path / "save-00000001")
     names = {f"{kind}{param}{key}" for param in ("weight", "bias") for kind, key in
              (("parameters.", ""), ("state.", ".momentum_buffer"))}  # fmt: skip
-    assert set(reader.read_metadata().state_dict_metadata) == names
+    assert set(reader.tensors) == names
 
 
 def test_another_memory_format_is_no_obstacle(tmp_path: Path) -> None:
@@ -890,18 +890,18 @@ def test_the_copies_are_freed_when_they_are_written(tmp_path: Path, gate: thread
         trainee = Trainee(comm)
         trainee.steps(TWO)
         staged: list[Any] = []
-        slices = sharded.slices_to_save
+        slices = sharded.ranges_to_save
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             tensors, lines = slices(*args, **kwargs)
             staged.extend(weakref.ref(piece) for of in tensors.values() for piece in of.pieces.values())
             return tensors, lines
 
-        sharded.slices_to_save = watched  # type: ignore[assignment]
+        sharded.ranges_to_save = watched  # type: ignore[assignment]
         try:
             pending = save_sharded_async(trainee.optimizer, tmp_path)
         finally:
-            sharded.slices_to_save = slices  # type: ignore[assignment]
+            sharded.ranges_to_save = slices  # type: ignore[assignment]
         assert staged
         assert all(ref() is not None for ref in staged)
         gate.set()
@@ -1310,9 +1310,13 @@ def test_a_rank_that_is_cut_off_in_the_last_call_refuses_to_step_until_it_has_lo
 # ------------------------------------------------------------------------------------------- whose directory
 
 
-def test_another_job_in_the_directory_is_named_on_all_ranks_and_can_be_taken_over(tmp_path: Path) -> None:
-    other = save_owner.Owner.this_process()._replace(machine="elsewhere", host="node7", pid=4711)
-    (tmp_path / save_owner.OWNER).write_bytes(sealed(other._asdict()))
+def test_another_job_in_the_directory_is_named_on_all_ranks_and_can_be_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = save_owner.Owner.this_process()._replace(host="node7", pid=4711)
+    mark = tmp_path / save_owner.OWNER
+    mark.write_bytes(sealed(other._asdict()))
+    monkeypatch.setattr(save_owner, "sleep", lambda _: os.utime(mark))  # the other job renews its mark
 
     def on_rank(comm: Collectives) -> list[str]:
         optimizer = Trainee(comm).optimizer
@@ -1323,9 +1327,13 @@ def test_another_job_in_the_directory_is_named_on_all_ranks_and_can_be_taken_ove
         save_sharded_async(optimizer, tmp_path).wait()
         return said
 
-    for rank, messages in enumerate(virtual.run(on_rank, 2, timeout=120)):
+    with pytest.warns(UserWarning, match="this save waits") as waits:
+        said = virtual.run(on_rank, 2, timeout=120)
+    assert len(waits) == 2, "each time on rank 0"
+    for rank, messages in enumerate(said):
         for message in messages:
-            assert f"{tmp_path} belongs to another job: process 4711 on node7, since {other.since}" in message
+            named = f"{tmp_path} belongs to another job, which is alive: process 4711 on node7, since "
+            assert named + other.since in message
             heard = f"RuntimeError: rank {rank}: rank 0 could not save a sharded checkpoint: "
             assert message.startswith(heard if rank else f"RuntimeError: {tmp_path} belongs")
     assert saves_of(tmp_path) == ["save-00000001", "save-00000002"]
@@ -1344,7 +1352,7 @@ def test_an_owner_that_lost_the_directory_while_it_wrote_removes_nothing(
         pending = save_sharded_async(optimizer, tmp_path, keep=1)
         comm.all_gather(torch.zeros(1))
         if comm.rank == 0:
-            other = save_owner.Owner.this_process()._replace(machine="elsewhere")
+            other = save_owner.Owner.this_process()
             (tmp_path / save_owner.OWNER).write_bytes(sealed(other._asdict()))
         gate.set()
         pending.wait()

@@ -301,7 +301,7 @@ def test_lists_of_parameters_that_are_stepped_together_are_of_each() -> None:
         for step in range(3):
             trained = train(optimizer, range(step, step + 1))
             if isinstance(optimizer, ZeroRedundancyOptimizer):
-                merged = {own.local for own in optimizer.shard.owned} & optimizer.shard.merged.members
+                merged = {own.local for own in optimizer.shard.owned} & optimizer.shard.steppers.small.members
                 assert len(merged) == (2 if step == 0 else 0)
                 optimizer.consolidate_state_dict("all")
             state = optimizer.state_dict()["state"]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
     from zero_ref.backward.reduction import reduce_to_owners
     from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
-    from zero_ref.clip import clip_grad_norm_, get_total_norm
+    from zero_ref.clip.grad_norm import clip_grad_norm_, get_total_norm
     from zero_ref.dropin.clients import consolidation_callback, consolidation_hook
     from zero_ref.dropin.oss import OSS
     from zero_ref.dropin.rpc_optimizer import DistributedOptimizer
@@ -95,8 +95,8 @@ _MODULE_OF_NAME = dict.fromkeys(__all__, "zero_ref.plan.rules") | {
     "OptimizerToLoad": "zero_ref.state.dcp",
     "DCPReader": "zero_ref.state.dcp_reader",
     "compact": "zero_ref.state.compact",
-    "clip_grad_norm_": "zero_ref.clip",
-    "get_total_norm": "zero_ref.clip",
+    "clip_grad_norm_": "zero_ref.clip.grad_norm",
+    "get_total_norm": "zero_ref.clip.grad_norm",
     "OSS": "zero_ref.dropin.oss",
     "AveragingSchedule": "zero_ref.local_sgd.averaging",
     "ModelAverager": "zero_ref.local_sgd.averagers",

@@ -79,6 +79,8 @@ CHAPTER_OF = {
     "zero_ref.dropin.oss": 3,
     "zero_ref.comm.agreement": 2,
     "zero_ref.comm.collectives": 2,
+    "zero_ref.comm.process_group": 2,
+    "zero_ref.comm.pairwise": 2,
     "zero_ref.local_sgd.averaging": 11,
     "zero_ref.local_sgd.optimizer": 11,
     "zero_ref.plan.layout": 5,

@@ -1,4 +1,4 @@
-"""The reader's own optimizer: a file for each rung, each holds what it should, and mistakes are named."""
+"""The reader's own optimizer: each stair as its answer holds what it should, and mistakes are named."""
 
 from __future__ import annotations
 
@@ -14,9 +14,19 @@ from wrong_my_zero import WRONG, Wrong
 
 from zero_ref import cli
 from zero_ref.course.rungs import RUNGS, check_my_zero, check_rung, check_rungs
+from zero_ref.course.stubs import STAIRS, answer, stub
 from zero_ref.lab import ranks
 
-FILES = Path(__file__).parent / "my_zero"
+RUNGS_OF = {
+    "owners": ["owners", "step"],
+    "buckets": ["buckets", "options"],
+    "shards": ["to_owners"],
+    "overlap": ["in_backward"],
+    "checkpoint": ["checkpoint", "masters"],
+}
+"""The rungs that each stair adds."""
+RULE = answer("owners").partition("class MyZero")[0]
+"""The first rung alone: the file as it is after chapter 3."""
 WAITS = {"hangs", "does_not_end"}
 """Only a time-out ends them."""
 
@@ -27,21 +37,46 @@ def _nothing_left_behind() -> Iterator[None]:
     ranks.shutdown()
 
 
-def source_of(stage: str) -> str:
-    return (FILES / f"{stage}.py").read_text(encoding="utf-8")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each stair's answer and stub as a file."""
+    made = tmp_path_factory.mktemp("my_zero")
+    for stair in STAIRS:
+        (made / f"{stair}.py").write_text(answer(stair), encoding="utf-8")
+        (made / f"stub_of_{stair}.py").write_text(stub(stair), encoding="utf-8")
+    return made
+
+
+def test_every_rung_is_of_one_stair() -> None:
+    assert [rung for rungs in RUNGS_OF.values() for rung in rungs] == list(RUNGS)
+    assert tuple(RUNGS_OF) == STAIRS
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("stage", "following"), list(itertools.pairwise(RUNGS)))
-def test_a_rungs_file_holds_it_and_not_the_next(stage: str, following: str) -> None:
-    assert check_rung(stage, FILES / f"{stage}.py").state == "holds"
-    assert check_rung(following, FILES / f"{stage}.py").state == "not yet"
+@pytest.mark.parametrize("stair", STAIRS)
+def test_a_stair_holds_its_rungs_and_those_before_but_not_the_next(stair: str, folder: Path) -> None:
+    results = list(check_rungs(folder / f"{stair}.py", upto=RUNGS_OF[stair][-1]))
+    assert [result.state for result in results] == ["holds"] * len(results), results
+    following = list(RUNGS)[len(results) :]
+    for rung in following[:2]:
+        assert check_rung(rung, folder / f"{stair}.py").state == "not yet", rung
 
 
 @pytest.mark.ranks
-def test_the_last_file_holds_all() -> None:
-    results = list(check_rungs(FILES / "masters.py"))
-    assert [(result.rung, result.state) for result in results] == [(rung, "holds") for rung in RUNGS], results
+@pytest.mark.parametrize("stair", STAIRS)
+def test_a_stub_holds_nothing_yet(stair: str, folder: Path) -> None:
+    for rung in RUNGS_OF[stair]:
+        result = check_rung(rung, folder / f"stub_of_{stair}.py")
+        assert result.state == "not yet", result
+
+
+def test_a_stub_keeps_what_the_stair_before_has() -> None:
+    assert "loads[owners[number]] += numels[number]" in stub("buckets")
+    assert "loads[owners[number]] += numels[number]" not in stub("owners")
+    for stair in STAIRS:
+        assert 0 < stub(stair).count("raise NotImplementedError") <= 7
+        assert "MinimalZero" not in stub(stair)
+        assert "zero_ref" not in answer(stair)
 
 
 @pytest.mark.ranks
@@ -49,12 +84,12 @@ def test_the_last_file_holds_all() -> None:
 def test_a_mistake_is_named(wrong: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if wrong.name in WAITS:
         monkeypatch.setenv("ZERO_REF_PATIENCE", "0.5")
-    source = source_of(wrong.stage)
+    source = answer(wrong.stair)
     assert wrong.old in source
     file = tmp_path / "wrong.py"
     file.write_text(source.replace(wrong.old, wrong.new))
     result = check_rung(wrong.rung, file)
-    state = "not yet" if wrong.name == "only_saves" else "FAILED"
+    state = "not yet" if wrong.name in {"only_saves", "all_at_the_end"} else "FAILED"
     assert result.state == state, result
     assert re.search(wrong.message, result.message, re.DOTALL), result.message
 
@@ -78,19 +113,20 @@ def test_each_rung_has_its_place_in_the_book() -> None:
 
 
 def test_each_rung_is_a_small_addition() -> None:
-    lines = [source_of(stage).splitlines() for stage in RUNGS]
-    assert len(lines[1]) <= 35
-    assert 130 <= len(lines[-1]) <= 200
+    lines = [answer(stair).splitlines() for stair in STAIRS]
+    assert max(map(len, lines)) <= 200
     for before, after in itertools.pairwise(lines):
         added = [line for line in difflib.ndiff(before, after) if line.startswith("+ ")]
-        assert len(added) <= 60
+        assert len(added) <= 75
 
 
 @pytest.mark.ranks
 def test_the_command_prints_the_rungs_and_ends_with_0_if_none_failed(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert cli.main(["check", str(FILES / "owners.py")]) == 0
+    file = tmp_path / "my_zero.py"
+    file.write_text(RULE)
+    assert cli.main(["check", str(file)]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert re.match(r"holds    owners       chapter 3   18 models", first)
     assert re.match(r"not yet  step         chapter 4   the file has no class MyZero", second)
@@ -101,7 +137,7 @@ def test_the_command_ends_with_1_if_the_rung_asked_for_does_not_hold(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "my_zero.py"
-    file.write_text("print('hello')\n" + source_of("owners"))
+    file.write_text("print('hello')\n" + RULE.partition("annotations\n")[2])
     assert cli.main(["check", str(file), "--rung", "step", "--json"]) == 1
     printed = capsys.readouterr()
     assert [result["state"] for result in json.loads(printed.out)] == ["holds", "not yet"]

@@ -1,4 +1,4 @@
-"""The reader's own file: mistakes, each a change of a reference file, with what the check must say."""
+"""The reader's own file: mistakes, each a change of a stair, with what the check must say."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Wrong(NamedTuple):
-    """A mistake: in the file of `stage`, `old` becomes `new`; the check of `rung` then says `message`."""
+    """A mistake: in the answer of `stair`, `old` becomes `new`; the check of `rung` then says `message`."""
 
     name: str
-    stage: str
+    stair: str
     rung: str
     old: str
     new: str
@@ -17,13 +17,16 @@ class Wrong(NamedTuple):
 
 
 SEND_PARAMETERS = """        for param, owner in zip(self.params, self.owners):
-            dist.broadcast(param, group_src=owner)
+            dist.broadcast(param, group_src=owner, group=self.group)
 """
 SEND_BUCKETS = """        for owner, bucket in self.buckets.items():
-            dist.broadcast(bucket, group_src=owner)
+            dist.broadcast(bucket, group_src=owner, group=self.group)
 """
-FINISH = "        while len(self.reducing) > (0 if bucket.is_last() else 1):"
-GATHER = '        mine = {self.mine[index]: state for index, state in packed["state"].items()}\n'
+RECEIVE = (
+    "        # All ranks make all broadcasts, in the same order: "
+    "the owner sends, the others receive in place.\n"
+)
+REDUCE = "            dist.reduce(gradient[piece], group_dst=owner, group=self.group)\n"
 
 WRONG = [
     # ------------------------------------------------------------------------------------------- owners
@@ -63,93 +66,93 @@ WRONG = [
     ),
     Wrong("syntax", "owners", "owners", "    return owners", "    return owners)", "SyntaxError"),
     # --------------------------------------------------------------------------------------------- step
-    Wrong("sends_nothing", "step", "step", SEND_PARAMETERS, "", "did not arrive there"),
-    Wrong("never_steps", "step", "step", "        self.local.step()\n", "", "Was self.local.step.. called"),
+    Wrong("sends_nothing", "owners", "step", SEND_PARAMETERS, "", "did not arrive there"),
+    Wrong("never_steps", "owners", "step", "        self.local.step()\n", "", "Was self.local.step.. called"),
     Wrong(
         "sends_first",
+        "owners",
         "step",
-        "step",
-        "        self.local.step()\n" + SEND_PARAMETERS,
+        "        self.local.step()\n" + RECEIVE + SEND_PARAMETERS,
         SEND_PARAMETERS + "        self.local.step()\n",
         "Step first, then send",
     ),
-    Wrong("rank_0_sends", "step", "step", "group_src=owner", "group_src=0", "sent by its own owner"),
+    Wrong("rank_0_sends", "owners", "step", "group_src=owner", "group_src=0", "sent by its own owner"),
     Wrong(
         "only_owners_call",
+        "owners",
         "step",
-        "step",
-        "            dist.broadcast(param, group_src=owner)",
-        "            if owner == dist.get_rank():\n                dist.broadcast(param, group_src=owner)",
+        "            dist.broadcast(param,",
+        "            if owner == self.rank:\n                dist.broadcast(param,",
         "make different calls",
     ),
     Wrong(
         "forgets_to_wait",
+        "owners",
         "step",
-        "step",
-        "group_src=owner)",
-        "group_src=owner, async_op=True)",
+        "group_src=owner,",
+        "async_op=True, group_src=owner,",
         "nobody waited",
     ),
     Wrong(
         "keeps_all_state",
+        "owners",
         "step",
-        "step",
-        "[self.params[i] for i in self.mine]",
+        "[self.params[number] for number in self.mine]",
         "self.params",
         "keeps state for 4 parameters, and it owns",
     ),
     Wrong(
         "empty_list",
+        "owners",
         "step",
-        "step",
-        '[{"params": [self.params[i] for i in self.mine]}]',
-        "[self.params[i] for i in self.mine]",
+        '[{"params": [self.params[number] for number in self.mine]}]',
+        "[self.params[number] for number in self.mine]",
         "A rank may own nothing",
     ),
     Wrong(
         "generator",
+        "owners",
         "step",
-        "step",
-        "self.params = list(params)\n",
-        "self.params = params\n        params = list(params)\n",
+        "self.params, self.group = list(params), group\n",
+        "self.params, self.group = params, group\n        params = list(params)\n",
         "generator|list index|not subscriptable",
     ),
     Wrong(
         "other_owners",
-        "step",
+        "owners",
         "step",
         "self.owners = assign_owners(",
         "self.owners = (lambda sizes, n: [i % n for i in range(len(sizes))])(",
         "updates|old even there|owns",
     ),
-    Wrong("no_local", "step", "step", "self.local", "self.inner", "has no `local`"),
+    Wrong("no_local", "owners", "step", "self.local", "self.inner", "has no `local`"),
     Wrong(
         "averages",
+        "owners",
         "step",
-        "step",
-        "            dist.broadcast(param, group_src=owner)",
+        "            dist.broadcast(param, group_src=owner, group=self.group)",
         "            dist.all_reduce(param)\n            param /= dist.get_world_size()",
         "added to the others'",
     ),
     Wrong(
         "typo",
-        "step",
+        "owners",
         "step",
         "self.local.step()",
         "self.locale.step()",
-        r"AttributeError.*wrong\.py, line 30: self\.locale",
+        r"AttributeError.*wrong\.py, line \d+: self\.locale",
     ),
     Wrong(
         "hangs",
-        "step",
+        "owners",
         "step",
         "        self.local.step()\n",
         "        while dist.get_rank() == 0:\n            pass\n        self.local.step()\n",
-        "rank 0 stood in step, line 3",
+        r"rank 0 stood in step, line \d\d",
     ),
     Wrong(
         "exits",
-        "step",
+        "owners",
         "step",
         "        self.local.step()\n",
         "        import os\n        os._exit(3)\n",
@@ -157,7 +160,7 @@ WRONG = [
     ),
     Wrong(
         "with_autograd",
-        "step",
+        "owners",
         "step",
         "        self.local.step()\n",
         "        self.local.step()\n        with torch.enable_grad():\n            self.params[0].mul_(1)\n",
@@ -177,7 +180,7 @@ WRONG = [
     ),
     Wrong(
         "copies",
-        "step",
+        "owners",
         "buckets",
         SEND_PARAMETERS,
         """        for owner in sorted(set(self.owners)):
@@ -201,7 +204,7 @@ WRONG = [
         "all_to_all",
         "buckets",
         "buckets",
-        "            dist.broadcast(bucket, group_src=owner)",
+        "            dist.broadcast(bucket, group_src=owner, group=self.group)",
         "            if owner != dist.get_rank():\n"
         "                bucket.zero_()\n"
         "            dist.all_reduce(bucket)",
@@ -210,117 +213,140 @@ WRONG = [
     # ------------------------------------------------------------------------------------------ options
     Wrong(
         "a_copy",
+        "buckets",
         "options",
-        "options",
-        "return self.local.param_groups",
-        "return [dict(group) for group in self.local.param_groups]",
+        "self.param_groups = self.local.param_groups",
+        "self.param_groups = [dict(group) for group in self.local.param_groups]",
         "give out its param_groups, not a copy",
     ),
     Wrong(
         "only_its_own",
-        "options",
+        "buckets",
         "options",
         "        for param in self.params:\n            param.grad = None\n",
         "        self.local.zero_grad()\n",
         "still has the gradients",
     ),
     # ---------------------------------------------------------------------------------------- to owners
+    Wrong("a_sum", "shards", "to_owners", " / self.world_size\n", "\n", "is the sum"),
     Wrong(
-        "a_sum", "to_owners", "to_owners", "            gradient /= dist.get_world_size()\n", "", "is the sum"
+        "averages_twice", "shards", "to_owners", "/ self.world_size", "/ self.world_size**2", "ranks twice"
     ),
     Wrong(
         "everywhere",
+        "shards",
         "to_owners",
-        "to_owners",
-        "dist.reduce(gradient, group_dst=self.owner_of[param])",
-        "dist.all_reduce(gradient)",
+        REDUCE,
+        "            dist.all_reduce(gradient[piece])\n",
         "they came by all_reduce",
     ),
+    Wrong("own_alone", "shards", "to_owners", REDUCE, "            pass\n", "made of this rank's own alone"),
+    Wrong("kept", "shards", "to_owners", "        param.grad = None\n", "", "still holds gradients"),
+    Wrong("to_rank_0", "shards", "to_owners", "group_dst=owner", "group_dst=0", "on rank 1"),
     Wrong(
-        "own_alone",
+        "no_hook",
+        "shards",
         "to_owners",
-        "to_owners",
-        "            dist.reduce(gradient, group_dst=self.owner_of[param])\n",
-        "",
-        "made of this rank's own alone",
+        "            param.register_post_accumulate_grad_hook(self.reduce)\n",
+        "            pass\n",
+        "register self.reduce as a hook",
     ),
     Wrong(
-        "kept",
+        "only_owners_reduce",
+        "shards",
         "to_owners",
-        "to_owners",
-        "                param.grad = None\n        self.local",
-        "                pass\n        self.local",
-        "still holds gradients",
+        REDUCE,
+        "            if owner == self.rank:\n    " + REDUCE,
+        "make different calls",
     ),
     Wrong(
-        "to_rank_0", "to_owners", "to_owners", "group_dst=self.owner_of[param]", "group_dst=0", "on rank 1"
+        "unequal_shares",
+        "shards",
+        "to_owners",
+        "-(-",
+        "2 + (",
+        "an equal share of",
     ),
-    Wrong("no_future", "to_owners", "to_owners", "        return reduced\n", "", "[Ff]uture"),
+    Wrong(
+        "everything_stepped",
+        "shards",
+        "to_owners",
+        "if p in mine]} for g",
+        "if p in mine] + [torch.nn.Parameter(torch.ones(9))]} for g",
+        "an equal share of|is None",
+    ),
     Wrong(
         "breaks_in_the_hook",
+        "shards",
         "to_owners",
-        "to_owners",
-        "self.owner_of[param])",
-        "self.owner_of[gradient])",
-        r"KeyError.*line 67",
+        "own = self.shards[param], gradient",
+        "own = self.shards[gradient], gradient",
+        r"KeyError.*wrong\.py, line \d+: shard, own",
     ),
     # -------------------------------------------------------------------------------------- in backward
     Wrong(
         "twice",
+        "overlap",
         "in_backward",
-        "in_backward",
-        "        if not self.is_updated:\n",
-        "        if True:\n",
-        "step.. made another",
+        "        self.update()\n        while",
+        "        self.update()\n        for shard in self.shards.values():\n"
+        "            shard.grad = torch.zeros_like(shard)\n        self.local.step()\n        while",
+        "updated 2 times in|times in 2 iterations",
     ),
     Wrong(
-        "updated_for_ever",
+        "never_forgotten",
+        "overlap",
         "in_backward",
-        "in_backward",
-        "                dist.broadcast(bucket, group_src=owner)\n        self.is_updated = False\n",
-        "                dist.broadcast(bucket, group_src=owner)\n",
-        "no hook has seen does not make their update",
+        "(param, gradient, calls), self.reducing = self.reducing, None",
+        "param, gradient, calls = self.reducing",
+        "updated 2 times in|times in 2 iterations",
     ),
     Wrong(
         "all_at_the_end",
+        "shards",
         "in_backward",
-        "in_backward",
-        FINISH,
-        "        while bucket.is_last() and self.reducing:",
-        "first broadcast comes after the last bucket",
+        "group_dst=owner, group=self.group)",
+        "group_dst=owner, async_op=True).wait()",
+        "backward makes no broadcast",
     ),
     Wrong(
         "stands_still",
+        "overlap",
         "in_backward",
-        "in_backward",
-        FINISH,
-        "        while self.reducing:",
+        "        self.reducing = param, gradient, calls\n",
+        "        self.reducing = param, gradient, calls\n        self.update()\n",
         "no reduction under way",
     ),
     Wrong(
         "last_one_left",
+        "overlap",
         "in_backward",
-        "in_backward",
-        FINISH,
-        "        while len(self.reducing) > 1:",
-        "while reduce 0 .* was under way",
+        "        self.update()\n        while",
+        "        while",
+        "while reduce .* was under way",
     ),
     Wrong(
         "every_gradient",
+        "overlap",
         "in_backward",
-        "in_backward",
-        "            shard.grad = gradients.get(param)",
-        "            shard.grad = gradients.get(param, param.grad)",
-        "updated 2 times in|times in 2 iterations",
+        "            shard.grad = None\n",
+        "",
+        "times in 1 iterations",
     ),
     Wrong(
         "never_waits",
+        "overlap",
         "in_backward",
+        "        while self.sending:\n            self.sending.pop(0).wait()",
+        "        self.sending.clear()",
+        "nobody waited",
+    ),
+    Wrong(
+        "takes_it_too_early",
+        "overlap",
         "in_backward",
-        "            for call in self.sending:\n"
-        "                call.wait()\n"
-        "            self.sending.clear()",
-        "            self.sending.clear()",
+        "        for call in calls:\n            call.wait()\n",
+        "",
         "nobody waited",
     ),
     # --------------------------------------------------------------------------------------- checkpoint
@@ -328,39 +354,63 @@ WRONG = [
         "own_numbers",
         "checkpoint",
         "checkpoint",
-        GATHER,
-        '        mine = dict(packed["state"])\n',
-        "has the keys",
+        "                mine[number] = {",
+        "                mine[len(mine)] = {",
+        "has the keys|is not what the unsharded|raised",
     ),
     Wrong(
         "own_state",
         "checkpoint",
         "checkpoint",
-        "dist.all_gather_object(of_ranks, mine)",
+        "dist.all_gather_object(of_ranks, mine, self.group)",
         "of_ranks = [mine]",
-        "has the keys",
+        "has the keys|raised",
     ),
     Wrong(
         "own_parameters",
         "checkpoint",
         "checkpoint",
-        '"params": list(range(len(self.params)))}\n        return',
-        '"params": list(self.mine)}\n        return',
+        "numbered(self.param_groups, self.groups)}",
+        "numbered(self.param_groups, self.param_groups)}",
         "lists the parameters",
+    ),
+    Wrong(
+        "pieces_in_another_order",
+        "checkpoint",
+        "checkpoint",
+        "torch.cat(values)",
+        "torch.cat(values[::-1])",
+        "is not what the unsharded optimizer has there",
+    ),
+    Wrong(
+        "one_piece",
+        "checkpoint",
+        "checkpoint",
+        "torch.cat(values).view(param.shape) if values[0].dim() else values[0]",
+        "values[0]",
+        "is not what the unsharded optimizer has there",
     ),
     Wrong(
         "loads_by_own_number",
         "checkpoint",
         "checkpoint",
-        "mine = {index: state[number] for index, number in enumerate(self.mine) if number in state}",
-        "mine = {index: state[index] for index, number in enumerate(self.mine)}",
-        "other values|load_state_dict.. raised|size",
+        'state_dict["state"].get(number, {})',
+        'state_dict["state"].get(len(self.local.state), {})',
+        "A tensor of the state is another",
+    ),
+    Wrong(
+        "loads_the_first_elements",
+        "checkpoint",
+        "checkpoint",
+        "value.flatten()[own]",
+        "value.flatten()[: shard.numel()]",
+        "other values",
     ),
     Wrong(
         "loads_nothing",
         "checkpoint",
         "checkpoint",
-        '        self.local.load_state_dict({"state": mine, "param_groups": [group]})\n',
+        "                self.local.state[shard] = state\n",
         "",
         "other values",
     ),
@@ -375,7 +425,7 @@ WRONG = [
     # ------------------------------------------------------------------------------------------ masters
     Wrong(
         "no_masters",
-        "masters",
+        "checkpoint",
         "masters",
         ".to(master_dtype or param.dtype)",
         "",
@@ -383,43 +433,43 @@ WRONG = [
     ),
     Wrong(
         "not_copied_back",
+        "checkpoint",
         "masters",
-        "masters",
-        "                param.copy_(shard)",
-        "                pass",
+        "            flat[own] = shard",
+        "            pass",
         "no parameter moved",
     ),
     Wrong(
         "made_anew",
+        "checkpoint",
         "masters",
-        "masters",
-        "            shard.grad = None if gradient",
-        "            shard.data.copy_(param)\n            shard.grad = None if gradient",
+        "            shard.grad = gradient",
+        "            shard.data.copy_(flat[own])\n            shard.grad = gradient",
         "no parameter moved",
     ),
     Wrong(
         "not_saved",
+        "checkpoint",
         "masters",
-        "masters",
-        '                mine[number]["master_weight"] = shard.detach()',
-        "                pass",
+        "**masters}",
+        "}",
         "master_weight",
     ),
     Wrong(
         "not_loaded",
+        "checkpoint",
         "masters",
-        "masters",
-        "self.shards[self.params[number]].data.copy_(master)",
-        "pass",
+        'shard.copy_(state.pop("master_weight", param.view(-1)[own]))',
+        'state.pop("master_weight", None)',
         "other values",
     ),
     Wrong(
         "all_in_32",
+        "checkpoint",
         "masters",
-        "masters",
-        "        self.params = list(params)\n",
-        "        self.params = list(params)\n        for param in self.params:\n"
-        "            param.data = param.data.float()\n",
+        "        # The plan: ",
+        "        for param in self.params:\n"
+        "            param.data = param.data.float()\n        # The plan: ",
         "made parameters torch.float32",
     ),
 ]

@@ -144,7 +144,7 @@ def after_ddp(place: Place, hook: str = "none", clip: bool = False, **options: A
     for number in range(STEPS):
         # A norm that clips is read by the host, once; so is the search for infinities, where messages are.
         waits = clip + (hook == "scaled" and place.has_cpu)
-        watched = place.watch("clip.py", "share_infinities", at_most=waits)
+        watched = place.watch("grad_norm.py", "share_infinities", at_most=waits)
         with watched if number else contextlib.nullcontext():
             place.loss(wrapped, number).backward()
             if clip:
@@ -163,7 +163,7 @@ def two_optimizers(place: Place, **options: Any) -> list[torch.Tensor]:
     zeros = [adamw(params[first::2], place, **options) for first in range(2)]
     wrapped.register_comm_hook(None, reduce_to_owners(zeros))
     for number in range(STEPS):
-        with place.watch("clip.py", "gather_bytes") if number else contextlib.nullcontext():
+        with place.watch("grad_norm.py", "gather_bytes") if number else contextlib.nullcontext():
             place.loss(wrapped, number).backward()
             clip_grad_norm_(zeros, 1.0)
             for zero in zeros:
@@ -214,7 +214,7 @@ def sharded(
     )
     for number in range(STEPS):
         waits = (backwards > 1) + backwards * (scaled and place.has_cpu)
-        watched = place.watch("clip.py", "share_infinities", at_most=waits)
+        watched = place.watch("grad_norm.py", "share_infinities", at_most=waits)
         with watched if number else contextlib.nullcontext():
             for backward in range(backwards):
                 is_last = backward == backwards - 1 or backwards == 2
@@ -266,7 +266,7 @@ def offload(place: Place, **options: Any) -> list[torch.Tensor]:
     mode = device.HostUse() if place.device.type != "cpu" else contextlib.nullcontext()
     for number in range(STEPS):
         place.loss(wrapped, number).backward()
-        with place.watch("_arrive", "fetch") if number else contextlib.nullcontext(), mode:
+        with place.watch("arrive", "fetch") if number else contextlib.nullcontext(), mode:
             zero.step()
             zero.zero_grad()
     return values(model)

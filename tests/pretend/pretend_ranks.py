@@ -51,10 +51,15 @@ def on_device(name: str, options: dict[str, Any], mixed: bool = False) -> tuple[
     return place.found, values
 
 
+def on_cpu(name: str, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Run a path on the CPU. Returns the parameters at the end."""
+    return PATHS[name](Place(torch.device("cpu"), dist.group.WORLD, dist.get_rank()), **options)
+
+
 def on_both(name: str, options: dict[str, Any], mixed: bool) -> tuple[Found, list[Any], list[Any]]:
     """Run a path on the device and on the CPU: what was found, and the parameters of both."""
     pretend_group.register()  # before the first backward, for which torch counts the devices
-    expected = PATHS[name](Place(torch.device("cpu"), dist.group.WORLD, dist.get_rank()), **options)
+    expected = on_cpu(name, options)
     return *on_device(name, options, mixed), expected
 
 

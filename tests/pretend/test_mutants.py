@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from pretend_ranks import Ranks, on_device
 
-from zero_ref import ZeroRedundancyOptimizer, clip
+from zero_ref import ZeroRedundancyOptimizer
 from zero_ref.backward import reduction
-from zero_ref.comm import collectives, devices
-from zero_ref.comm.collectives import AllOf, ProcessGroupCollectives
+from zero_ref.clip import grad_norm
+from zero_ref.comm import devices, process_group
+from zero_ref.comm.collectives import AllOf
+from zero_ref.comm.process_group import ProcessGroupCollectives
 from zero_ref.optimizer import zero_redundancy_optimizer
 from zero_ref.shard import arriving
 
@@ -60,13 +62,13 @@ def gradients_are_checked_one_by_one() -> Patch:
 
 
 def norms_are_read_one_by_one() -> Patch:
-    real = clip._norms_of_slices
+    real = grad_norm.norms_of_slices
 
     def norms(zero: Any, *args: Any) -> Any:
         return torch.stack([norm.cpu() for norm in real(zero, *args)]).to(zero.collectives.control_device)
 
-    norms.__code__ = norms.__code__.replace(co_filename=clip.__file__)  # as if it stood there
-    return does(clip, "_norms_of_slices", norms)
+    norms.__code__ = norms.__code__.replace(co_filename=grad_norm.__file__)  # as if it stood there
+    return does(grad_norm, "norms_of_slices", norms)
 
 
 def the_side_stream_is_not_waited_for() -> Patch:
@@ -78,7 +80,7 @@ def the_side_stream_is_not_waited_for() -> Patch:
 
 
 def a_call_is_not_waited_for() -> Patch:
-    return does(collectives._NamedCall, "wait", nothing)
+    return does(process_group._NamedCall, "wait", nothing)
 
 
 def a_reduction_is_used_before_its_end() -> Patch:
@@ -114,7 +116,7 @@ def unbatched_messages() -> Patch:
         return AllOf([*works, *(dist.irecv(tensor, group=group, group_src=peer) for peer, tensor in recvs)])
 
     stack = contextlib.ExitStack()
-    stack.enter_context(does(collectives, "_batch", one_by_one))
+    stack.enter_context(does(process_group, "_batch", one_by_one))
     stack.enter_context(does(pretend_group, "LIMIT_S", 5.0))
     return stack
 
@@ -140,11 +142,11 @@ def one_rank_makes_a_call_more() -> Patch:
 
 
 def a_tensor_with_gaps() -> Patch:
-    return does(collectives, "_raw", lambda tensor: tensor.detach().view(-1)[::2])
+    return does(process_group, "_raw", lambda tensor: tensor.detach().view(-1)[::2])
 
 
 def a_dtype_that_nccl_has_not() -> Patch:
-    return does(collectives, "_raw", lambda tensor: tensor.detach().view(-1).view(torch.int16))
+    return does(process_group, "_raw", lambda tensor: tensor.detach().view(-1).view(torch.int16))
 
 
 def facts_on_the_cpu() -> Patch:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pretend_group
 import pytest
 import torch
-from pretend_ranks import Ranks, on_both, train_on_device
+from pretend_ranks import Ranks, on_both, on_cpu, on_device, train_on_device
 
+from zero_ref.comm import pairwise
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.outcome import outcome, predict
 from zero_ref.simulator.recipe import RECIPES
@@ -73,6 +77,36 @@ def test_nothing_goes_wrong_on_the_device(pool: Ranks, case: str, mixed: bool) -
         for value, wanted in zip(values, expected, strict=True):
             # Sums are in another order, and 16 bits may round to the other neighbour.
             torch.testing.assert_close(value, wanted, rtol=1e-2 if name == "masters" else 1e-5, atol=1e-5)
+
+
+def functions_of_pairwise(name: str, options: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """The functions of `pairwise.py` that the path passes on a group of NCCL, and on one of Gloo."""
+    pretend_group.register()
+    passed: tuple[set[str], set[str]] = (set(), set())
+
+    def note(frame: Any, event: str, _: Any, functions: set[str]) -> None:
+        if event == "call" and frame.f_code.co_filename == pairwise.__file__:
+            functions.add(frame.f_code.co_qualname)
+
+    for functions, run in zip(passed, (on_device, on_cpu), strict=True):
+        following = partial(note, functions=functions)
+        threading.setprofile(following)
+        sys.setprofile(following)
+        try:
+            run(name, options)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+    return passed
+
+
+@pytest.mark.parametrize(
+    "case", ["step, each", "sharded, shares", "DDP, views, owners, clip", "state, views"]
+)
+def test_a_group_of_nccl_passes_no_line_of_what_gloo_needs(pool: Ranks, case: str) -> None:
+    for of_nccl, of_gloo in pool.run(partial(functions_of_pairwise, *CASES[case])):
+        assert of_nccl == set()
+        assert "PairwiseCollectives.broadcast" in of_gloo or "PairwiseCollectives.gather_on_wire" in of_gloo
 
 
 @pytest.mark.parametrize("in_forward", [False, True])

@@ -22,7 +22,7 @@ from training import (
     train,
 )
 
-from zero_ref.comm.collectives import ProcessGroupCollectives
+from zero_ref.comm.backend import as_collectives
 from zero_ref.lab.meter import recording
 from zero_ref.lab.ranks import run, shutdown
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -51,12 +51,12 @@ def mixed_model() -> nn.Module:
 
 
 def save(case: Run, modes: list[Any]) -> list[Any]:
-    comm = ProcessGroupCollectives()
+    comm = as_collectives(None)
     return [case.on_rank(comm, range(2), to=0, partition=p, parameters_as_bucket_view=v)[1] for p, v in modes]
 
 
 def resume(case: Run, values: Snapshot, states: list[Any], modes: list[Any]) -> list[list[Snapshot]]:
-    comm = ProcessGroupCollectives()
+    comm = as_collectives(None)
     return [
         case.on_rank(comm, range(2, 4), values, state, partition=p, parameters_as_bucket_view=v)[0]
         for state, (p, v) in zip(states, modes, strict=True)
@@ -89,7 +89,7 @@ def test_saved_at_4_under_each_partition_it_goes_on_at_2_at_1_and_in_plain_torch
 
 def save_to_all_and_through_a_file(case: Run) -> list[Any]:
     """To every rank in turn and to all; each state read back from a file."""
-    comm = ProcessGroupCollectives()
+    comm = as_collectives(None)
     states = []
     for to in (0, 1, 2, "all"):
         for partition in PARTITIONS:
@@ -190,7 +190,7 @@ def test_a_rank_receives_each_shard_once_and_the_others_nothing() -> None:
 
 def one_rank_fails(faulty: int) -> list[str]:
     """On rank `faulty` the first and the second copy of several tensors fail, each in a consolidation."""
-    comm = ProcessGroupCollectives()
+    comm = as_collectives(None)
     model = Tangle()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm)
     for _ in train(model, optimizer, range(1)):
@@ -238,7 +238,7 @@ def in_a_subgroup(case: Run, middle: Any, values: Snapshot) -> list[Any]:
     odd = dist.new_group([1, 3])
     if dist.get_rank() % 2 == 0:
         return []
-    comm = ProcessGroupCollectives(odd)
+    comm = as_collectives(odd)
     states = [case.on_rank(comm, range(2), to=to)[1] for to in (0, 1, "all")]
     trained, _ = case.on_rank(comm, range(2, 4), values, middle, partition="even")
     return [*states, trained]

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_ref.comm.collectives import ProcessGroupCollectives
+from zero_ref.comm.pairwise import GlooCollectives, PairwiseCollectives
+from zero_ref.comm.process_group import ProcessGroupCollectives
 from zero_ref.lab import ranks
 from zero_ref.lab.meter import recording
 from zero_ref.plan.calls import Call
@@ -14,7 +15,7 @@ from zero_ref.plan.calls import Call
 pytestmark = pytest.mark.ranks
 
 SHARE = 192
-WAYS = ["pairwise", "ring", "native"]
+WAYS = {"pairwise": PairwiseCollectives, "ring": GlooCollectives, "native": ProcessGroupCollectives}
 
 
 def flat_of(rank: int, world_size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -23,8 +24,7 @@ def flat_of(rank: int, world_size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def in_shares(way: str, dtype: torch.dtype) -> list[str]:
-    comm = ProcessGroupCollectives()
-    comm.pairwise, comm.native = way == "pairwise", way == "native"
+    comm = WAYS[way]()
     rank, size = comm.rank, comm.world_size
     gathered = flat_of(rank, size, dtype)
     expected = gathered.clone()
@@ -61,7 +61,7 @@ def test_every_way_gathers_shares_and_adds_them_up(world_size: int) -> None:
 
 def early_receives() -> None:
     """Receives that were started before the call are its own, as a step starts them."""
-    comm = ProcessGroupCollectives()
+    comm = PairwiseCollectives()
     flat = flat_of(comm.rank, comm.world_size, torch.float32)
     expected = [comm.expect(part, src) for src, part in enumerate(flat.chunk(comm.world_size))]
     dist.barrier()

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn, optim
 from training import NEVER_S, Run, Tangle, assert_same, in_a_hurry, ring_early, snapshot, train
 
-from zero_ref.comm.collectives import ProcessGroupCollectives
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.pairwise import PairwiseCollectives
 from zero_ref.lab.ranks import RankError, run, shutdown
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -115,7 +116,7 @@ def wait_until_rank_1_left(group: Any) -> None:
 def construct_and_leave() -> str:
     """Rank 1 leaves the group at once, before rank 0 opens its channel for alarms: what that raises."""
     group = dist.new_group([0, 1])
-    open_channel = ProcessGroupCollectives.open_channel
+    open_channel = PairwiseCollectives.open_channel
 
     def open_late(*args: Any) -> Any:
         wait_until_rank_1_left(group)
@@ -126,7 +127,7 @@ def construct_and_leave() -> str:
 
     if dist.get_rank() == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ProcessGroupCollectives, "open_channel", open_late)
+            patch.setattr(PairwiseCollectives, "open_channel", open_late)
             return caught(made)
     message = caught(made)
     dist.destroy_process_group(group)
@@ -350,7 +351,7 @@ def test_an_update_lost_on_one_rank_stops_all_until_a_state_is_loaded() -> None:
 
 
 def test_an_alarm_of_a_later_update_is_heard_in_its_turn() -> None:
-    assert run(lambda: ring_early(ProcessGroupCollectives()), 2) == [[{}, {1: "lost"}, {}], [{}, {}, {}]]
+    assert run(lambda: ring_early(as_collectives(None)), 2) == [[{}, {1: "lost"}, {}], [{}, {}, {}]]
 
 
 def test_after_an_error_in_every_local_step_ranks_go_on() -> None:
@@ -403,7 +404,7 @@ def outlive(as_view: bool) -> str:
     model = Tangle()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, None, as_view)
     comm = optimizer.collectives
-    assert isinstance(comm, ProcessGroupCollectives)
+    assert isinstance(comm, PairwiseCollectives)
     if comm.rank == 1:
         die_in_the_middle_of_a_step(optimizer)
     message = caught(optimizer.step)

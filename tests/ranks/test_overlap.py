@@ -47,7 +47,7 @@ from training import (
 
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
-from zero_ref.clip import clip_grad_norm_
+from zero_ref.clip.grad_norm import clip_grad_norm_
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording_all_reduce
 from zero_ref.lab.ranks import RankError, run, shutdown

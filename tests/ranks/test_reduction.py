@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from training import CountingReads, OnMasters, Tangle, assert_same, loss_on_own_data, snapshot
 
 from zero_ref.backward.reduction import ToOwners, gradients_in, reduce_to_owners, share_infinities
-from zero_ref.clip import clip_grad_norm_, get_total_norm
+from zero_ref.clip.grad_norm import clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import held_bytes, recording

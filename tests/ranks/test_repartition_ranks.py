@@ -28,7 +28,7 @@ from training import (
     train,
 )
 
-from zero_ref.comm.collectives import ProcessGroupCollectives
+from zero_ref.comm.process_group import ProcessGroupCollectives
 from zero_ref.lab.ranks import RankError, run, shutdown
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -156,7 +156,7 @@ def hand_out(happening: Callable[[], None], at_send: int) -> str:
     patient = timedelta(seconds=NEVER_S)
     optimizer = in_a_hurry(trained) if happening is stop else trained(dist.new_group(timeout=patient))
     sent = itertools.count()
-    send = ProcessGroupCollectives._to
+    send = ProcessGroupCollectives.message_to
 
     def send_or_stop(*args: Any, **kwargs: Any) -> Any:
         if next(sent) == at_send:
@@ -164,7 +164,7 @@ def hand_out(happening: Callable[[], None], at_send: int) -> str:
         return send(*args, **kwargs)
 
     before = optimizer.partition
-    with mock.patch.object(ProcessGroupCollectives, "_to", send_or_stop):
+    with mock.patch.object(ProcessGroupCollectives, "message_to", send_or_stop):
         message = caught(lambda: optimizer.repartition("even"))
     if optimizer.rank != 1:
         assert optimizer.partition is before

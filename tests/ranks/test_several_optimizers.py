@@ -30,7 +30,7 @@ from training import Snapshot, Tangle, assert_same, loss_on_own_data, snapshot, 
 from zero_ref.backward.overlap import hook_with_zero_step
 from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
-from zero_ref.clip import clip_grad_norm_, get_total_norm
+from zero_ref.clip.grad_norm import clip_grad_norm_, get_total_norm
 from zero_ref.lab.ranks import run, shutdown
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.cli import main
+from zero_ref.course.stubs import answer
 from zero_ref.lab import meter, ranks
 from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
@@ -469,22 +470,22 @@ def test_mistakes_are_told_without_a_traceback_of_this_program(
     assert message in capsys.readouterr().err
 
 
-OWN = Path(__file__).parents[1] / "exercises" / "my_zero"
 MASTERS = ["--dtype", "bfloat16", "--master-dtype", "float32"]
 
 
 @pytest.mark.parametrize(
-    ("rung", "options", "sent"),
+    ("stair", "options", "sent"),
     [
-        ("step", [], {"all_reduce", "broadcast"}),
-        ("to_owners", [], {"reduce", "broadcast"}),
-        ("masters", MASTERS, {"reduce", "broadcast"}),
+        ("owners", [], {"all_reduce", "broadcast"}),
+        ("shards", [], {"reduce", "broadcast"}),
+        ("checkpoint", MASTERS, {"reduce", "broadcast"}),
     ],
 )
 def test_the_reader_s_own_optimizer_trains_as_ddp_does(
-    rung: str, options: list[str], sent: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stair: str, options: list[str], sent: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, own = tmp_path / "out.json", OWN / f"{rung}.py"
+    file, own = tmp_path / "out.json", tmp_path / "my_zero.py"
+    own.write_text(answer(stair))
     words = ["--optimizer", str(own), "--json", str(file), *options, *small_arguments()]
     assert main(["train", "--ranks", "2", *words]) == 0
     assert f"{own.name}: its state" in capsys.readouterr().out
@@ -492,7 +493,10 @@ def test_the_reader_s_own_optimizer_trains_as_ddp_does(
     assert list(strategies) == ["ddp", own.name]
     mine = strategies[own.name]
     assert mine["final_loss"] == strategies["ddp"]["final_loss"], "two terms: the same sum in any order"
-    assert mine["state_bytes_max"]["predicted"] == mine["state_bytes_max"]["measured"]
+    if stair == "owners":
+        assert mine["state_bytes_max"]["predicted"] == mine["state_bytes_max"]["measured"]
+    else:  # equal shares
+        assert mine["state_bytes_max"]["predicted"] is None
     assert mine["state_bytes_max"]["measured"] < 0.6 * strategies["ddp"]["state_bytes_max"]["measured"]
     assert mine["payload_bytes"]["predicted"] is None
     config = replace(SMALL, strategy=own.name, own=str(own))
@@ -503,10 +507,18 @@ def test_the_reader_s_own_optimizer_trains_as_ddp_does(
 def test_an_own_optimizer_that_saves_nothing_fails_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = (OWN / "step.py").read_text().replace("[self.params[i] for i in self.mine]", "self.params")
-    (tmp_path / "my_zero.py").write_text(source)
+    given = "[self.params[number] for number in self.mine]"
+    (tmp_path / "my_zero.py").write_text(answer("owners").replace(given, "self.params"))
     assert main(["train", "--optimizer", str(tmp_path / "my_zero.py"), *small_arguments()]) == 1
     assert "my_zero.py: state_bytes_max predicted" in capsys.readouterr().err
+
+
+def test_an_own_optimizer_whose_shares_are_unequal_fails_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_zero.py").write_text(answer("shards").replace("-(-", "2 + ("))
+    assert main(["train", "--optimizer", str(tmp_path / "my_zero.py"), *small_arguments()]) == 1
+    assert "an equal share of" in capsys.readouterr().err
 
 
 def test_what_an_own_optimizer_raises_is_shown_with_its_line(

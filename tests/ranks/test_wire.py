@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_ref.comm.collectives import ProcessGroupCollectives
+from zero_ref.comm.pairwise import GlooCollectives, PairwiseCollectives
 from zero_ref.lab import ranks
 from zero_ref.lab.meter import bytes_sent_by
 from zero_ref.simulator.traffic import OPERATIONS, traffic
@@ -38,8 +38,7 @@ def newer_or_older(newer: str, older: str) -> Callable[..., object]:
 
 def calls() -> dict[str, Callable[[], object]]:
     """Each operation of `traffic`, as a rank makes it. Some in two ways, which send as much."""
-    comm, around = ProcessGroupCollectives(None), ProcessGroupCollectives(None)
-    around.pairwise = False  # as on more ranks
+    comm, around = PairwiseCollectives(), GlooCollectives()  # the latter as on more ranks
     rank, n = comm.rank, comm.world_size
     whole, part = torch.ones(NBYTES // 4), torch.ones(NBYTES // 4 // n)
     others = [other for other in range(n) if other != rank]

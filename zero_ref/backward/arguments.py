@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives, as_collectives, global_ranks
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives
+from zero_ref.comm.process_group import ProcessGroupCollectives, global_ranks
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 FAIRSCALE = {

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +33,15 @@ from zero_ref.backward.reduction import (
     in_backward,
 )
 from zero_ref.comm import devices
-from zero_ref.comm.collectives import PendingCall, ProcessGroupCollectives, global_ranks
+from zero_ref.comm.collectives import PendingCall
+from zero_ref.comm.process_group import ProcessGroupCollectives, global_ranks
 from zero_ref.optimizer import join
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import bucket_round_robin, bucket_threshold, from_lists
 from zero_ref.shard.buckets import finish_broadcasts, messages_within, start_broadcasts
 from zero_ref.shard.groups import replace_options
+from zero_ref.shard.stepper import GradientSource
 
 
 def hook_with_zero_step(
@@ -180,9 +183,7 @@ class OverlappedStep:
                 # Each local step starts from the same options. So an optimizer that counts its steps in its
                 # groups counts one for each iteration, also on a rank that owns nothing of the bucket.
                 replace_options(zero.param_groups, zero.optim.param_groups)
-                zero.shard.take(gradients)
-                zero.shard.step()
-                zero.shard.publish(gradients)
+                zero.shard.step(partial(GradientSource, gradients))
                 if self.interleaved:
                     stepped = [zero.built.params[number] for number in gradients]
                     torch.autograd.graph.increment_version(stepped)

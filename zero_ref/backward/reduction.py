@@ -17,7 +17,8 @@ import torch
 
 from zero_ref.comm import devices
 from zero_ref.comm.agreement import agreement
-from zero_ref.comm.collectives import AllOf, Collectives, PendingCall, global_ranks
+from zero_ref.comm.collectives import AllOf, Collectives, PendingCall
+from zero_ref.comm.process_group import global_ranks
 from zero_ref.optimizer import join
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer, listed
 from zero_ref.plan.partition import Partition

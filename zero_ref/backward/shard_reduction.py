@@ -15,7 +15,8 @@ import torch
 
 from zero_ref.backward.gradient_buckets import GradientBucket, Memory, Phases, make_bucket
 from zero_ref.backward.reduction import gradients_to_watch, share_infinities
-from zero_ref.comm.collectives import BACKWARD_TAG, Collectives, PendingCall, ProcessGroupCollectives
+from zero_ref.comm.collectives import Collectives, PendingCall
+from zero_ref.comm.process_group import BACKWARD_TAG, ProcessGroupCollectives
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import Slice

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.comm import devices
-from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT, batch, language_reference

@@ -13,7 +13,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from zero_ref.comm.collectives import Collectives, gather_bytes
+from zero_ref.comm.collectives import Collectives
+from zero_ref.comm.objects import gather_bytes
 
 
 class RanksLostError(RuntimeError):
@@ -45,7 +46,7 @@ def agree(
     comm: Collectives,
     action: str,
     facts: Sequence[str] | Exception,
-    told_as: str = "all_gather",
+    op: str = "all_gather",
     replicas: Collectives | None = None,
 ) -> None:
     """Compare what every rank is about to do; return if all ranks agree, raise on all of them if not.
@@ -61,7 +62,7 @@ def agree(
         facts: one line each, in an order that all ranks share, or the exception that this rank met. A `Fact`
             brings its own advice for the case that it differs. An exception that an agreement of these ranks
             has raised is only raised again.
-        told_as: the `op` that observers see.
+        op: the name of the all-gather for observers.
         replicas: the ranks that own the same slices in other groups; None if there are no other groups.
     Raises:
         Exception: the one passed as `facts`, on the rank that passed it.
@@ -75,50 +76,59 @@ def agree(
         place = Fact(f"the slices of rank {comm.rank} of {comm.world_size}", SAME_SLICES)
         told = facts if isinstance(facts, Exception) else [place, *facts]
         try:
-            agree(replicas, f"{action} to train replicas of a model", told, told_as)
+            agree(replicas, f"{action} to train replicas of a model", told, op)
         except Exception as error:
             facts = error
+    # All ranks of this group have raised it, or will: none would answer one more comparison.
     if isinstance(facts, Exception) and comm in vars(facts).get(KNOWN_TO, ()):
         raise facts
     try:
-        _compare(comm, action, facts, told_as)
+        _compare(comm, action, facts, op)
     except Exception as error:
         vars(error).setdefault(KNOWN_TO, []).append(comm)
         raise
 
 
-def _compare(comm: Collectives, action: str, facts: Sequence[str] | Exception, told_as: str) -> None:
+def _compare(comm: Collectives, action: str, facts: Sequence[str] | Exception, op: str) -> None:
     failed = isinstance(facts, Exception)
     lines = [f"{type(facts).__name__}: {facts}"] if isinstance(facts, Exception) else list(facts)
     text = json.dumps([action, failed, lines]).encode()
+    # 24 bytes of a hash, and how long the text is, so that ranks that differ know how much to send.
     digest = hashlib.sha256(text).digest()[:24] + len(text).to_bytes(8, "big")
     try:
-        digests = gather_bytes(comm, digest, told_as)
+        digests = gather_bytes(comm, digest, op)
     except RuntimeError as error:
         raise RanksLostError(f"rank {comm.rank} was to {action} with all others: {error}") from error
     if all(other == digest for other in digests) and not failed:
         return
 
+    # Something differs on some rank. All ranks see that, so all make this second call, of the texts.
     longest = max(int.from_bytes(other[24:], "big") for other in digests)
-    texts = gather_bytes(comm, text.ljust(longest), told_as)
+    texts = gather_bytes(comm, text.ljust(longest), op)
     if isinstance(facts, Exception):
         raise facts
-    of_ranks = [json.loads(other) for other in texts]
+    raise _difference(comm.rank, action, [json.loads(other) for other in texts], facts)
+
+
+def _difference(
+    mine: int, action: str, of_ranks: list[tuple[str, bool, list[str]]], facts: Sequence[str]
+) -> Exception:
+    """Say what keeps ranks from going on: an error first, then different actions, then different facts."""
     for rank, (their_action, their_failure, their_lines) in enumerate(of_ranks):
         if their_failure:
-            raise RuntimeError(f"rank {comm.rank}: rank {rank} could not {their_action}: {their_lines[0]}")
+            return RuntimeError(f"rank {mine}: rank {rank} could not {their_action}: {their_lines[0]}")
     for rank, (their_action, _, _) in enumerate(of_ranks):
         if their_action != action:
-            raise RuntimeError(
-                f"rank {comm.rank} is to {action} while rank {rank} is to {their_action}. "
+            return RuntimeError(
+                f"rank {mine} is to {action} while rank {rank} is to {their_action}. "
                 "All ranks must make the same calls in the same order."
             )
-    raise ValueError(_disagreement(action, [lines for _, _, lines in of_ranks], facts))
+    return ValueError(_disagreement(action, [lines for _, _, lines in of_ranks], facts))
 
 
 @contextlib.contextmanager
 def agreement(
-    comm: Collectives, action: str, told_as: str = "all_gather", replicas: Collectives | None = None
+    comm: Collectives, action: str, op: str = "all_gather", replicas: Collectives | None = None
 ) -> Iterator[list[str]]:
     """Prepare an action, and at the end compare the preparation with that of the other ranks.
 
@@ -133,9 +143,9 @@ def agreement(
     try:
         yield facts
     except Exception as error:
-        agree(comm, action, error, told_as, replicas)
+        agree(comm, action, error, op, replicas)
     else:
-        agree(comm, action, facts, told_as, replicas)
+        agree(comm, action, facts, op, replicas)
 
 
 def _disagreement(action: str, lines_of_rank: list[list[str]], facts: Sequence[str]) -> str:

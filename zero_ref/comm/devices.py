@@ -26,7 +26,7 @@ def accelerator() -> torch.device | None:
 
 
 def accelerator_count() -> int:
-    """How many accelerators this process can use."""
+    """Count the accelerators that this process can use."""
     found = accelerator()
     return 0 if found is None else int(_module_of(found).device_count())
 
@@ -106,7 +106,7 @@ def future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
 
 
 def _ask(device: torch.device, name: str, otherwise: Any) -> Any:
-    """What a function of the device's module returns. Apple's module, with one device, has few of them."""
+    """Call a function of the device's module. Apple's module, with one device, has few of them."""
     function = getattr(_module_of(device), name, None)
     return otherwise if function is None else function()
 
@@ -133,7 +133,7 @@ def memory_allocated(device: torch.device) -> int | None:
 
 
 def peak_memory_allocated(device: torch.device) -> int | None:
-    """The most that `memory_allocated` was since `reset_peak_memory`; None for a CPU."""
+    """The peak of `memory_allocated` since `reset_peak_memory`; None for a CPU."""
     count = getattr(_module_of(device), "max_memory_allocated", None)
     return int(count(device)) if is_accelerator(device) and count is not None else None
 

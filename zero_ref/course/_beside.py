@@ -25,6 +25,7 @@ Shapes = Sequence[tuple[int, ...]]
 STEPS = 3
 LR = 0.1
 CALL = f"{CLASS}(params, Adam, lr={LR})"
+BACKWARD_AND_STEP = f"a backward and {CLASS}.step()"
 
 
 class Once:
@@ -45,9 +46,25 @@ class Once:
             raise
 
 
+class Given(nn.Module):
+    """A model whose gradients are given: those of its parameters are the coefficients."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(params)
+
+    def forward(self, coefficients: Sequence[torch.Tensor], without: Sequence[int] = ()) -> torch.Tensor:
+        """Scalar; it does not use the parameters with the numbers `without`."""
+        terms = [(param * of_param).sum() for param, of_param in zip(self.params, coefficients)]
+        return torch.stack([term for number, term in enumerate(terms) if number not in without]).sum()
+
+
 class Beside:
     """The reader's optimizer and the package's, on parameters that begin alike.
 
+    Attributes:
+        reduces: the reader's class has `reduce`, a hook that averages gradients during backward. Otherwise
+            gradients are averaged already when `step` is called, as DDP does it.
     Collective: all ranks.
     """
 
@@ -74,6 +91,7 @@ class Beside:
         with self.company.running(call):
             self.mine = made(given, Adam, lr=LR, **options)
         self.given_again = given.again
+        self.model, self.reduces = Given(self.params), hasattr(self.mine, "reduce")
         self.package = ZeroRedundancyOptimizer(self.twins, Adam, lr=LR, **options)
         self.values_of_twins = [[value.clone()] for value in self.start]  # the newest first
         dtypes = gathered([str(param.dtype) for param in self.params])
@@ -115,8 +133,26 @@ class Beside:
         for twin, values in zip(self.twins, self.values_of_twins):
             values.insert(0, twin.detach().clone())
 
+    def backward(self, step: int, without: Sequence[int] = ()) -> None:
+        """On this rank's own gradients: the reader's hooks average them."""
+        self.model(self.gradients(step, self.rank), without).backward()
+
+    def forget(self) -> None:
+        """As before each backward: no gradients."""
+        for param in self.params:
+            param.grad = None
+        if hasattr(self.mine, "zero_grad"):
+            with self.company.running(f"{CLASS}.zero_grad()"):
+                self.mine.zero_grad()
+
     def step_mine(self, step: int, without: Sequence[int] = ()) -> None:
         """The reader's, likewise."""
+        if self.reduces:
+            self.forget()
+            with self.company.running(BACKWARD_AND_STEP):
+                self.backward(step, without)
+                self.mine.step()
+            return
         for number, (param, gradient) in enumerate(zip(self.params, self.gradients(step))):
             param.grad = None if number in without else gradient.clone()
         with self.company.running(f"{CLASS}.step()"):
@@ -152,17 +188,43 @@ class Beside:
                 )
                 raise AssertionError(text + (twice if self.given_again else "")) from None
 
-    def state(self) -> dict[int, dict[str, Any]]:
-        """What the reader's local optimizer keeps on this rank, by number of parameter; -1 is nobody's."""
+    @property
+    def local(self) -> torch.optim.Optimizer:
+        """The reader's local optimizer."""
         local = getattr(self.mine, "local", None)
         if not isinstance(local, torch.optim.Optimizer):
             raise OnAllRanks(
                 f"{CLASS} has no `local`: call this rank's own torch optimizer self.local. The check looks "
                 "there for the state."
             )
+        return local
+
+    def pieces(self) -> list[torch.Tensor]:
+        """What the local optimizer steps on this rank."""
+        return [piece for group in self.local.param_groups for piece in group["params"]]
+
+    def check_equal_shares(self) -> None:
+        """Where parameters are cut: the ranks step each element once, and none of them more than 1/N."""
+        numels = gathered(sum(piece.numel() for piece in self.pieces()))
+        total = sum(value.numel() for value in self.start)
+        share = -(-total // self.world_size)
+        with alike():
+            for rank, numel in enumerate(numels):
+                assert numel <= share, (
+                    f"the local optimizer of rank {rank} steps {numel} elements, and an equal share of "
+                    f"{total} is {share}: give it what this rank owns and nothing else, and cut the "
+                    "parameters, end to end, into equal parts."
+                )
+            assert sum(numels) == total, (
+                f"the local optimizers of all ranks step {sum(numels)} elements, and the parameters have "
+                f"{total}: each element has one owner."
+            )
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        """What the reader's local optimizer keeps on this rank, by number of parameter; -1 is nobody's."""
         numbers = {id(param): number for number, param in enumerate(self.params)}
         places = {(param.data_ptr(), param.shape): number for number, param in enumerate(self.params)}
         return {
             numbers.get(id(param), places.get((param.data_ptr(), param.shape), -1 - order)): state
-            for order, (param, state) in enumerate(local.state.items())
+            for order, (param, state) in enumerate(self.local.state.items())
         }

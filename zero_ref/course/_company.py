@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from zero_ref.course import ExerciseFailed, shown
+from zero_ref.course import ExerciseFailed
 from zero_ref.course.step import POINT_TO_POINT, Calls, RanksDiffer, Watched
 from zero_ref.plan.calls import Call
 
@@ -69,7 +69,6 @@ class Company:
         self.file = os.path.realpath(file)
         self.calls: list[Call] = []
         self.book = Calls()
-        self._error: BaseException | None = None
 
     @contextlib.contextmanager
     def running(self, what: str) -> Iterator[None]:
@@ -80,14 +79,14 @@ class Company:
             RanksDiffer: ranks called different things.
             NotYet: it raised NotImplementedError.
         """
-        self.calls, self.book, self._error = [], Calls(), None
+        self.calls, self.book = [], Calls()
         with contextlib.ExitStack() as patches:
             for name in (*MET, *POINT_TO_POINT):
                 patches.enter_context(patch.object(dist, name, self._in_company(name, getattr(dist, name))))
             try:
                 yield
             except Exception as error:
-                told = self._told(what, self._error or error)
+                told = self._told(what, error)
                 if not isinstance(told, (NotYet, OnAllRanks, RanksDiffer)):
                     self._meet(RAISES + str(told))  # so that the others hear of it where they are
                 raise told from None
@@ -100,25 +99,6 @@ class Company:
                 "async_op=True and nobody waited for it, so on a slower network its values would not have "
                 f"arrived. Call .wait() on what dist.{started.split()[0]} returned."
             )
-
-    def hook(self, hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """The reader's hook of DDP: C++ calls it, and would leave of an error only its text."""
-
-        # DDP refuses annotations other than its own classes.
-        def in_company(state, bucket):  # type: ignore[no-untyped-def]
-            try:
-                future = hook(state, bucket)
-                if not isinstance(future, torch.futures.Future):  # DDP would take it for one, and crash
-                    raise ExerciseFailed(
-                        f"the hook returned {shown(future)}. DDP waits for a torch.futures.Future that has "
-                        "the bucket's tensor: future.set_result(bucket.buffer())."
-                    )
-                return future
-            except Exception as error:
-                self._error = self._error or error
-                raise
-
-        return in_company
 
     def _in_company(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def in_company(*args: Any, **kwargs: Any) -> Any:
@@ -186,10 +166,10 @@ def _advice(error: str) -> str:
         )
     if "a leaf Variable that requires grad" in error:
         return " Put @torch.no_grad() above the method: autograd has no part in it."
-    if "must match the size of tensor" in error:
+    if "must match the size of tensor" in error or "doesn't match the broadcast shape" in error:
         return (
-            " A tensor of the state is another parameter's: self.local counts its own parameters from 0, so "
-            "give it the state of what this rank owns by those numbers."
+            " A tensor of the state is another parameter's, or another piece's: give what self.local steps "
+            "the state of the same elements. self.local counts its own parameters from 0."
         )
     if "unexpected keyword argument" in error:
         return " The arguments are those of the text: MyZero(params, optimizer_class, **defaults)."

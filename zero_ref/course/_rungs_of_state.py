@@ -88,8 +88,7 @@ def masters(path: str, shapes: Shapes) -> None:
     """16-bit parameters, 32-bit masters on their owners."""
     beside = Beside(path, shapes, torch.bfloat16, master_dtype=torch.float32)
     beside.needs("step")
-    local = getattr(beside.mine, "local", None)
-    assert isinstance(local, torch.optim.Optimizer), f"{CLASS} has no `local`."
+    local = beside.local
     for optimizer in (local, beside.package):
         for group in optimizer.param_groups:
             group["lr"] = 1e-4  # far below half of a gap: only a master keeps such steps
@@ -97,13 +96,16 @@ def masters(path: str, shapes: Shapes) -> None:
         beside.step_mine(number)
         beside.step_package(number)
         if number == 0:
-            kept = [p for group in local.param_groups for p in group["params"]]
-            dtypes = gathered(sorted({str(p.dtype) for p in kept}))
-            elements = gathered(sum(p.numel() for p in kept))
+            dtypes = gathered(sorted({str(piece.dtype) for piece in beside.pieces()}))
+            elements = gathered(sum(piece.numel() for piece in beside.pieces()))
             with alike():
                 assert any("torch.float32" in of_rank for of_rank in dtypes), (
                     "the local optimizer steps the 16-bit parameters. Give it copies in master_dtype."
                 )
+            if beside.reduces:
+                beside.check_equal_shares()
+                continue
+            with alike():
                 loads = [
                     sum(v.numel() for v, owner in zip(beside.start, beside.owners) if owner == rank)
                     for rank in range(beside.world_size)

@@ -39,6 +39,9 @@ def step(path: str, shapes: Shapes) -> None:
     beside.needs("step")
     for number in range(STEPS):
         beside.both(number)
+    if beside.reduces:
+        beside.check_equal_shares()
+        return
     state = beside.state()
     owned = [i for i, owner in enumerate(beside.owners) if owner == beside.rank]
     kept = gathered((sorted(state), owned))
@@ -68,6 +71,14 @@ def buckets(path: str, shapes: Shapes) -> tuple[int, int]:
         raise NotYet(f"a step makes {sent} broadcasts, one for each parameter.")
     for number in range(1, STEPS):
         beside.both(number)
+    if beside.reduces:  # owners are other ones now, and what a step sends is the business of later rungs
+        places = {place for of_one in of_owner.values() for place in of_one}
+        with alike():
+            assert len(places) == 1, (
+                f"the values are right, but parameters lie in {len(places)} places: make them views of one "
+                "flat tensor, which is cut into equal parts."
+            )
+        return sent, len(shapes)
     with alike():
         names = sorted(set(beside.company.book.names) - {"broadcast"})
         assert not names, f"the values are right, but a step calls {' and '.join(names)} besides broadcast."
@@ -122,11 +133,13 @@ def options(path: str, shapes: Shapes) -> None:
                     else f"Parameter {frozen[0]} had no gradient (it was frozen), and must stay as it was."
                 )
             )
-    for param in beside.params:
-        param.grad = torch.ones_like(param)
+    if not beside.reduces:
+        for param in beside.params:
+            param.grad = torch.ones_like(param)
     with beside.company.running(f"{CLASS}.zero_grad()"):
         beside.mine.zero_grad()
-    kept = gathered([i for i, p in enumerate(beside.params) if p.grad is not None and bool(p.grad.any())])
+    having = beside.pieces() if beside.reduces else beside.params
+    kept = gathered([i for i, p in enumerate(having) if p.grad is not None and bool(p.grad.any())])
     with alike():
         for rank, numbers in enumerate(kept):
             assert not numbers, (

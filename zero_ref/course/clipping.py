@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from zero_ref.comm.collectives import Collectives, as_collectives
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.course import Answer, ExerciseFailed, StillTheStub, exercise, shown
 from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks, virtual
@@ -115,8 +116,8 @@ NORM_TYPES = [2.0, 1.0, 3.0, math.inf]
     "clipping.global_norm",
     on_ranks=True,
     forbids=(
-        "zero_ref.clip.get_total_norm",
-        "zero_ref.clip.clip_grad_norm_",
+        "zero_ref.clip.grad_norm.get_total_norm",
+        "zero_ref.clip.grad_norm.clip_grad_norm_",
     ),
 )
 def global_norm(answer: Answer) -> str:

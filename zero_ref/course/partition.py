@@ -35,7 +35,7 @@ _LIST = (list, tuple)
     forbids=(
         "zero_ref.plan.rules.sorted_greedy",
         "zero_ref.plan.rules.registration_greedy",
-        "zero_ref.minimal.assign_owners",
+        "zero_ref.stairs.owners.assign_owners",
     ),
 )
 def largest_first(answer: Answer) -> str:
@@ -163,6 +163,7 @@ def _first_wrong_turn(name: str, case: Case, owners: list[int]) -> str:
     forbids=(
         "zero_ref.plan.rules.even",
         "zero_ref.plan.rules.equal_shares",
+        "zero_ref.stairs.shards.cut_evenly",
     ),
 )
 def even_split(answer: Answer) -> str:

@@ -1,8 +1,8 @@
 """The reader's own optimizer, rung by rung: `zero-ref check my_zero.py` says which hold.
 
-From chapter 3 on the reader builds one file, `my_zero.py`. Each rung adds one idea to it, and each is held
-against the package on real ranks. Every rank runs the file in a process of its own, with a time-out, so
-whatever the file does, the check ends.
+From chapter 3 on the reader builds one file, `my_zero.py`. Each rung adds one idea to it, as the stairs in
+`zero_ref/stairs/` do, and each is held against the package on real ranks. Every rank runs the file in a
+process of its own, with a time-out, so whatever the file does, the check ends.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ def _options(path: str) -> str:
 def _to_owners(path: str) -> str:
     run(hooks.to_owners, 2, path, MANY)
     run(hooks.to_owners, 3, path, FEW)
-    return "owners have the averages of 2 and 3 real ranks, others keep no gradients"
+    return "equal shares; owners have the averages of 2 and 3 real ranks, and no other gradients are kept"
 
 
 def _in_backward(path: str) -> str:
     run(hooks.in_backward, 3, path, MANY)
     count = run(hooks.in_backward, 2, path, MANY)
-    return f"updates made in backward, bucket by bucket ({count}), are the package's from the first on"
+    return f"updates made in backward, one parameter after the other ({count}), are the package's"
 
 
 def _checkpoint(path: str) -> str:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
-from zero_ref.comm.collectives import Collectives, as_collectives
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives
 from zero_ref.course import Answer, ExerciseFailed, StillTheStub, call_text, exercise, shown
 from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks, virtual

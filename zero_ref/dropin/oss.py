@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import SGD, Optimizer
 
-from zero_ref.clip import clip_grad_norm_, get_total_norm
+from zero_ref.clip.grad_norm import clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.groups import ParamGroup, options_of
@@ -190,7 +190,7 @@ class OSS(ZeroRedundancyOptimizer):
                 norm, the same ones on every rank. All gradients are scaled.
         Returns:
             The norm before clipping, shape (), the same on all ranks.
-        Raises, Collective, Cost: as `zero_ref.clip.clip_grad_norm_`. Over the ranks of `group`; FairScale's
+        Raises, Collective, Cost: as `zero_ref.clip_grad_norm_`. Over the ranks of `group`; FairScale's
             is over all ranks.
         """
         if filter_params_fn is None:

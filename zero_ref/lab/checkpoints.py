@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zero_ref.comm.agreement import agree
-from zero_ref.comm.collectives import as_collectives
+from zero_ref.comm.backend import as_collectives
 from zero_ref.lab import stage_3
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.model import GPT

@@ -54,6 +54,7 @@ class Measured(NamedTuple):
             sharded save held them.
         held_out_loss: after the last step, on text that was not trained on; on rank 0 at least.
         step_ms: of each step done in this run.
+        cuts_by_itself: the reader's own optimizer has cut the parameters, by a rule of its own.
     """
 
     calls: list[Call]
@@ -61,6 +62,7 @@ class Measured(NamedTuple):
     losses: list[float]
     held_out_loss: float | None
     step_ms: list[float]
+    cuts_by_itself: bool = False
 
 
 class Pair(NamedTuple):
@@ -151,8 +153,8 @@ class Outcome:
 def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -> Outcome:
     """Set a prediction beside what each rank measured.
 
-    Of the reader's own optimizer the state and the parameters are predicted. What it sends, and which
-    gradients it keeps, depends on how far the file is.
+    Of the reader's own optimizer the parameters are predicted, and until it cuts them the state. What it
+    sends, and which gradients it keeps, depends on how far the file is.
     """
     times = [max(at_step) for at_step in zip(*(rank.step_ms for rank in measured), strict=True)]
     first = measured[0]
@@ -164,7 +166,10 @@ def outcome(config: TrainConfig, plan: Schedule, measured: Sequence[Measured]) -
         strategy=config.title,
         ranks=len(measured),
         steps=config.steps,
-        state_bytes_max=Pair(plan.state_bytes_max, max(rank.held.optimizer_state for rank in measured)),
+        state_bytes_max=Pair(
+            None if first.cuts_by_itself else plan.state_bytes_max,
+            max(rank.held.optimizer_state for rank in measured),
+        ),
         parameter_bytes_max=Pair(plan.parameter_bytes_max, max(rank.held.parameters for rank in measured)),
         gradient_bytes_max=Pair(
             None if own else plan.gradient_bytes_max, max(rank.held.gradients for rank in measured)

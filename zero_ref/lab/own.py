@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,9 +97,32 @@ class OwnLoop:
         """Its own."""
         self.mine.step()
 
+    @property
+    def reduces(self) -> bool:
+        """Whether its hooks average gradients, on the owners of equal shares. Otherwise DDP averages them."""
+        return hasattr(self.mine, "reduce")
+
+    def check_equal_share(self, world_size: int) -> None:
+        """Of parameters that are cut a rank steps 1/N.
+
+        Raises:
+            ValueError: it steps more.
+        """
+        numel = sum(piece.numel() for group in self.local.param_groups for piece in group["params"])
+        total = sum(param.numel() for param in self.params)
+        if numel > -(-total // world_size):
+            raise ValueError(
+                f"{CLASS}.local steps {numel:,} elements on rank {dist.get_rank()}, and an equal share of "
+                f"{total:,} is {-(-total // world_size):,}: `zero-ref check --rung to_owners` says more."
+            )
+
 
 class OwnTrainable(Trainable):
     """Its calls are recorded where it makes them, and its state is that of its local optimizer."""
+
+    @property
+    def cuts_by_itself(self) -> bool:
+        return cast(OwnLoop, self.optimizer).reduces
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -117,19 +141,21 @@ class OwnTrainable(Trainable):
 
 
 def trainable_own(path: str, model: nn.Module, learning_rate: float, master_dtype: str | None) -> Trainable:
-    """The model under DDP with the reader's optimizer, AdamW on the owners, and the newest hook of the file.
+    """The model with the reader's optimizer, AdamW on the owners; under DDP until the file reduces by itself.
 
     Args:
         master_dtype: passed on if it is not None.
     Raises:
-        ValueError: the file has no class `MyZero`.
+        ValueError: the file has no class `MyZero`, or cuts parameters into unequal shares.
         BaseException: what the file raises.
     Collective: all ranks of the default group.
     """
     masters = {} if master_dtype is None else {"master_dtype": getattr(torch, master_dtype)}
-    ddp = DistributedDataParallel(model)
     mine = own_class(path)(model.parameters(), torch.optim.AdamW, lr=learning_rate, **masters)
-    hooks = (getattr(mine, name, None) for name in ("update_in_backward", "reduce_to_owners"))
-    ddp.register_comm_hook(None, next(filter(None, hooks), meter.recording_all_reduce([])))
-    loop = cast(torch.optim.Optimizer, OwnLoop(mine, list(model.parameters())))
-    return OwnTrainable(ddp, loop)
+    loop = OwnLoop(mine, list(model.parameters()))
+    if loop.reduces:
+        loop.check_equal_share(dist.get_world_size())
+        return OwnTrainable(model, cast(torch.optim.Optimizer, loop))
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, meter.recording_all_reduce([]))
+    return OwnTrainable(ddp, cast(torch.optim.Optimizer, loop))

@@ -49,6 +49,11 @@ class Trainable:
     calls: list[Call] = field(default_factory=list)
     no_sync: bool = False
 
+    @property
+    def cuts_by_itself(self) -> bool:
+        """Whether owners are the reader's own, so that their state is not predicted."""
+        return False
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Add what this rank sends, but for checks, to `calls`."""

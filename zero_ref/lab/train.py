@@ -90,7 +90,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
 
     # At stage 3 all ranks compute it together.
     loss_held_out = held_out_loss(model, config) if rank == 0 or config.recipe.stage == 3 else None
-    return Measured(calls, held, losses.means(), loss_held_out, step_ms)
+    return Measured(calls, held, losses.means(), loss_held_out, step_ms, made.cuts_by_itself)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -109,8 +109,8 @@ class VirtualCollectives(Observable):
         self.tell("all_reduce", tensor)
         return self._exchange("all_reduce", tensor, lambda board: tensor.copy_(sum(board[1:], board[0])))
 
-    def all_gather(self, tensor: torch.Tensor, told_as: str = "all_gather") -> list[torch.Tensor]:
-        self.tell(told_as, tensor)
+    def all_gather(self, tensor: torch.Tensor, op: str = "all_gather") -> list[torch.Tensor]:
+        self.tell(op, tensor)
         gathered: list[torch.Tensor] = []
         # Copies: what lies on the board is the same tensor for all ranks.
         self._exchange("all_gather", tensor, lambda board: gathered.extend(laid.clone() for laid in board))

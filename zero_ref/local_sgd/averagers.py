@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from zero_ref.comm.agreement import agree, agreement
-from zero_ref.comm.collectives import Collectives, ProcessGroupCollectives, as_collectives, global_ranks
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives
+from zero_ref.comm.process_group import ProcessGroupCollectives, global_ranks
 from zero_ref.local_sgd.averaging import AveragingSchedule
 
 
@@ -70,7 +72,7 @@ class ModelAverager:
         for size in smaller:
             assert isinstance(self.collectives, ProcessGroupCollectives)
             parts = [range(first, first + size) for first in range(0, world_size, size)]
-            self.group_of[size] = ProcessGroupCollectives(group_among(self.collectives, parts, timeout))
+            self.group_of[size] = as_collectives(group_among(self.collectives, parts, timeout))
 
     @property
     def period(self) -> int:

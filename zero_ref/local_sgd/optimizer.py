@@ -29,7 +29,9 @@ from torch.optim import Optimizer
 
 from zero_ref.comm import devices
 from zero_ref.comm.agreement import agree
-from zero_ref.comm.collectives import ProcessGroupCollectives, as_collectives, gather_texts
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.objects import gather_texts
+from zero_ref.comm.process_group import ProcessGroupCollectives
 from zero_ref.local_sgd.averagers import ModelAverager, group_among
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.gradients import check_no_scaler

@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 
 from zero_ref.comm.agreement import Fact, agreement
 from zero_ref.comm.collectives import Alarm, Collectives
+from zero_ref.optimizer.start_values import compare_start_values
 from zero_ref.plan.calls import CHECK
+from zero_ref.shard.built import Built
 from zero_ref.shard.groups import ParamGroup, describe_options, plain
 from zero_ref.shard.several import title
 
@@ -56,6 +58,7 @@ class Accord:
         uncertain: why other ranks may have loaded a state that this rank has not; empty if none can have.
         replicas: the ranks that own the same slices in other groups, with which this rank then compares
             before every update; None if there are no other groups.
+        compared: how many parameters, in their order, have had their start values compared.
     """
 
     def __init__(self, comm: Collectives, alarm: Alarm | None, what: str) -> None:
@@ -64,11 +67,13 @@ class Accord:
         self.lost: dict[int, str] = {}
         self.uncertain = ""
         self.replicas: Collectives | None = None
+        self.compared = 0
 
-    def before_update(self, facts: Callable[[], list[str]]) -> None:
+    def before_update(self, built: Built, facts: Callable[[], list[str]]) -> None:
         """Compare before updates 1, 2, 4, 8, ..., with replicas before every update.
 
         Args:
+            built: the parameters. The values from which ranks start are compared when they first appear here.
             facts: returns what must be the same on all ranks, `self.facts()` among it.
         Raises:
             RuntimeError: an update was lost; another rank failed, or is at another update or optimizer.
@@ -76,11 +81,14 @@ class Accord:
         Collective: all ranks of the group, with replicas of all groups.
         Cost: an all-gather of 32 bytes where it compares, with replicas one more among these.
         """
-        if self.replicas is None:
+        if self.lost and self.replicas is None:
             self.check_nothing_lost()  # all ranks of the group know; those of other groups have to be told
         if self.compare("make", facts, anyway=self.replicas is not None):
             self.lost = {}  # if any, the same on all ranks
         self.updates += 1
+        if self.compared < len(built.params):
+            compare_start_values(self.comm, built, self.compared)
+            self.compared = len(built.params)
 
     def compare(self, action: str, facts: Callable[[], list[str]], *, anyway: bool = False) -> bool:
         """Compare if the next update is 1, 2, 4, 8, ...; return whether it did.

@@ -8,16 +8,19 @@ rank's local optimizer and then, as a step does, sends what each has written to 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_ref.comm.agreement import agree, agreement
-from zero_ref.comm.collectives import Collectives, gather_bytes
+from zero_ref.comm.collectives import Collectives
+from zero_ref.comm.objects import gather_bytes
 from zero_ref.optimizer.accord import Accord
+from zero_ref.optimizer.registered import Registered
+from zero_ref.optimizer.whole import WholeState
 from zero_ref.shard.buckets import broadcast_messages, messages_by_parameter, messages_within
 from zero_ref.shard.built import Built
 from zero_ref.shard.checks import is_elementwise
@@ -25,11 +28,9 @@ from zero_ref.shard.coupling import couples_parameters, updates_elementwise
 from zero_ref.shard.digests import digests
 from zero_ref.shard.gradients import Backward
 from zero_ref.shard.groups import (
-    OPTIMIZER_CLASS,
     ParamGroup,
     copy_options,
     describe_options,
-    options_of,
     replace_options,
 )
 from zero_ref.shard.methods import has_method
@@ -37,33 +38,17 @@ from zero_ref.shard.several import optimizers_in, title
 from zero_ref.shard.shard import Shard
 
 
-class ForwardsMethods:
-    """Has the public methods of the wrapped class as attributes, and no others."""
+def method_of(zero: Zero, name: str) -> Callable[..., Any] | None:
+    """A public method that the wrapped class has beyond those of torch's `Optimizer`, for all ranks to call.
 
-    _given: list[ParamGroup]
-    _main: tuple[type[Optimizer], Mapping[str, Any]]
-
-    @property
-    def constructed_with(self) -> list[tuple[type[Optimizer], dict[str, Any], Mapping[str, Any]]]:
-        """For each parameter group its class, and the options that group and constructor were given."""
-        main, defaults = self._main
-        classes = [given.get(OPTIMIZER_CLASS, main) for given in self._given]
-        return [
-            (its_class, options_of(given), defaults if its_class is main else {})
-            for its_class, given in zip(classes, self._given)
-        ]
-
-    if not TYPE_CHECKING:  # a type checker would take any attribute for one of these
-
-        def __getattr__(self, name: str) -> Callable[..., Any]:
-            shard = vars(self).get("shard")  # none while the optimizer is constructed
-            for one in optimizers_in(shard.optim) if shard is not None else ():
-                if has_method(type(one), name):
-                    method = getattr(type(one), name)
-                    return functools.update_wrapper(functools.partial(call_on_all, self, name), method)
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
-            )
+    Returns:
+        The method; None if no class has one of this name.
+    """
+    for one in optimizers_in(zero.shard.optim):
+        if has_method(type(one), name):
+            method = getattr(type(one), name)
+            return functools.update_wrapper(functools.partial(call_on_all, zero, name), method)
+    return None
 
 
 class Zero(Protocol):
@@ -76,14 +61,13 @@ class Zero(Protocol):
     backward: Backward
     broadcast_dtype: torch.dtype | None
     param_groups: list[ParamGroup]
+    registered: Registered
+    whole: WholeState
 
-    @property
-    def constructed_with(self) -> list[tuple[type[Optimizer], dict[str, Any], Mapping[str, Any]]]: ...
     @property
     def joined(self) -> object | None: ...
     def current(self) -> Built: ...
     def standing_facts(self) -> list[str]: ...
-    def state_changes(self) -> None: ...
 
 
 def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -117,8 +101,7 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
         _check_works_apart(zero, name, args, kwargs)
         facts += zero.standing_facts()
 
-    # Each rank calls the method on what it owns. Values are compared, since writes through `.data` leave no
-    # trace in the versions; an empty digest is of a tensor that cannot be read.
+    # Each rank calls the method on what it owns.
     replace_options(zero.param_groups, shard.optim.param_groups)
     result, failure = None, None
     before = digests(own.local for own in shard.owned)
@@ -126,26 +109,20 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
         result = shard.call(name, args, kwargs, zero.backward.gradients.parts)
     except Exception as error:
         failure = error
+    # Values are compared, since writes through `.data` leave no trace in the versions. An empty digest is of
+    # a tensor that cannot be read.
     after = digests(own.local for own in shard.owned)
     changed = {own.piece.param for own, was, now in zip(shard.owned, before, after) if was != now or not now}
     shard.publish_written(changed)
 
-    # All ranks learn which parameters were written anywhere, and owners send these. Messages of a step leave
-    # out frozen ones, which a method may write too.
+    # All ranks learn which parameters were written anywhere, and owners send these.
     has_state = any(not isinstance(of_key, dict) or of_key for of_key in shard.optim.state.values())
     bits = sum(1 << number for number in changed).to_bytes(len(built.params) // 8 + 1, "big")
     told = gather_bytes(comm, bytes([failure is not None, has_state]) + bits)
-    anywhere = functools.reduce(int.__or__, (int.from_bytes(other[2:], "big") for other in told))
-    written = {number for number in range(len(built.params)) if anywhere >> number & 1}
-    frozen = messages_by_parameter(built.partition, built.params, frozen=True)
-    messages = messages_within([*built.messages, *frozen], written)
-    broadcast_messages(comm, messages, zero.broadcast_dtype, name=built.name)
-
-    torch.autograd.graph.increment_version([built.params[number] for number in written])
-    shard.copies.note_versions()
+    written = _send_written(zero, [other[2:] for other in told])
     copy_options(shard.optim.param_groups, zero.param_groups)
     if written or any(other[1] for other in told):
-        zero.state_changes()
+        zero.whole.changed()
 
     failed = [rank for rank, other in enumerate(told) if other[0]]
     if failed:
@@ -159,6 +136,24 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def _send_written(zero: Zero, bits_of_ranks: Iterable[bytes | bytearray]) -> set[int]:
+    """Send the parameters that were written on any rank from their owners to all; return their numbers.
+
+    Args:
+        bits_of_ranks: from each rank one bit for each parameter, whether it was written there.
+    """
+    built = zero.built
+    anywhere = functools.reduce(int.__or__, (int.from_bytes(bits, "big") for bits in bits_of_ranks))
+    written = {number for number in range(len(built.params)) if anywhere >> number & 1}
+    # Messages of a step leave out frozen parameters, which a method may write too.
+    frozen = messages_by_parameter(built.partition, built.params, frozen=True)
+    messages = messages_within([*built.messages, *frozen], written)
+    broadcast_messages(zero.collectives, messages, zero.broadcast_dtype, name=built.name)
+    torch.autograd.graph.increment_version([built.params[number] for number in written])
+    zero.shard.copies.note_versions()
+    return written
+
+
 def _check_works_apart(zero: Zero, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse a method that would do something else on shards, as the constructor refuses such a `step`.
 
@@ -166,7 +161,7 @@ def _check_works_apart(zero: Zero, name: str, args: Sequence[Any], kwargs: Mappi
         ValueError: a trial showed that it does. `train` and `eval` were tried by the constructor; a method
             that gets a function is not tried, since that may have effects.
     """
-    tried: set[str] = vars(zero).setdefault("_tried", {"train", "eval"})
+    tried = zero.registered.tried
     if name in tried or any(map(callable, tree_leaves((args, kwargs)))):
         return
 
@@ -174,7 +169,7 @@ def _check_works_apart(zero: Zero, name: str, args: Sequence[Any], kwargs: Mappi
         getattr(optimizer, name)(*args, **kwargs)
 
     split = {spec.group: n for n, spec in enumerate(zero.built.specs) if zero.built.is_cut(n)}
-    for index, (of_class, options, defaults) in enumerate(zero.constructed_with):
+    for index, (of_class, options, defaults) in enumerate(zero.registered.constructed_with):
         if is_elementwise(of_class) or not has_method(of_class, name):
             continue
         if couples_parameters(of_class, options, defaults, call):

@@ -30,7 +30,8 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from zero_ref.comm.collectives import Collectives, ToPeer, broadcast_json
+from zero_ref.comm.collectives import Collectives, ToPeer
+from zero_ref.comm.objects import broadcast_json
 from zero_ref.plan.partition import Slice
 from zero_ref.shard.buckets import flat_like
 from zero_ref.shard.built import Built
@@ -193,13 +194,7 @@ def _who_has_data(zero: Zero, active: bool) -> list[bool]:
 
 def _share(zero: Zero, source: int, active: bool) -> dict[int, Layout]:
     """Copy the options of rank `source` to ranks without data. Return the layouts of the gradients it has."""
-    layouts: Any = [
-        [number, None if grad.layout == torch.strided else [grad._nnz(), grad.sparse_dim()]]
-        for number, param in enumerate(zero.built.params)
-        if param.requires_grad and (grad := param.grad) is not None
-    ]
-    if zero.backward.gradients.on_owners:  # the gradients of other owners have been released
-        layouts = [[number, None] for number in sorted(zero.backward.gradients.used)]
+    layouts: Any = _layouts(zero)
     trained = [param.requires_grad for param in zero.built.params]
     options = [
         {key: value for key, value in options_of(group).items() if _is_plain(value)}
@@ -212,6 +207,17 @@ def _share(zero: Zero, source: int, active: bool) -> dict[int, Layout]:
         for group, theirs in zip(zero.param_groups, options, strict=True):
             group.update({key: _adopted(group.get(key), value) for key, value in theirs.items()})
     return dict(layouts)
+
+
+def _layouts(zero: Zero) -> list[list[Any]]:
+    """The numbers of the parameters that have gradients, and how these are laid out."""
+    if zero.backward.gradients.on_owners:  # the gradients of other owners have been released
+        return [[number, None] for number in sorted(zero.backward.gradients.used)]
+    return [
+        [number, None if grad.layout == torch.strided else [grad._nnz(), grad.sparse_dim()]]
+        for number, param in enumerate(zero.built.params)
+        if param.requires_grad and (grad := param.grad) is not None
+    ]
 
 
 def _is_plain(value: Any) -> bool:

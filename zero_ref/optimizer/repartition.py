@@ -15,9 +15,16 @@ from typing import Any
 import torch
 
 from zero_ref.comm.agreement import agreement
-from zero_ref.comm.collectives import Collectives, ToPeer, exchange_json
-from zero_ref.optimizer import checkpoint
-from zero_ref.optimizer.checkpoint import Entry, Packed
+from zero_ref.comm.collectives import Collectives, ToPeer
+from zero_ref.comm.objects import exchange_json
+from zero_ref.optimizer.entries import (
+    Entry,
+    Packed,
+    allocate,
+    check_belongs_to_parameters,
+    pack_slice,
+    plain_state,
+)
 from zero_ref.plan.moves import Move, moves
 from zero_ref.plan.partition import Partition
 from zero_ref.shard import subclasses
@@ -26,7 +33,7 @@ from zero_ref.shard.owned import OwnedSlice
 
 SliceState = dict[str, Any]
 Entries = dict[Move, list[Entry]]
-"""The state that each move brings, as `checkpoint.Entry` describes it."""
+"""The state that each move brings, as `entries.Entry` describes it."""
 Tensors = dict[Move, list[torch.Tensor]]
 """The elements that each move brings: 1-D tensors to send, or to receive into."""
 
@@ -44,7 +51,7 @@ class Handover:
     Attributes:
         planned: the moves that begin or end here.
     Raises:
-        TypeError: as `checkpoint.pack`.
+        TypeError: as `entries.pack`.
     """
 
     def __init__(
@@ -57,7 +64,7 @@ class Handover:
         owned: list[OwnedSlice],
         state: Mapping[Any, SliceState],
     ) -> None:
-        checkpoint.check_belongs_to_parameters(state)
+        check_belongs_to_parameters(state)
         self.planned = moves_of_rank(rank, old, new)
         self.owned = owned
         self._params = params
@@ -126,8 +133,7 @@ class Handover:
             of_slice: SliceState = {}
             for move in parts:
                 places[move] = _with_elements(
-                    checkpoint.allocate(of_slice, entry, own.local, own.piece.start)
-                    for entry in entries[move]
+                    allocate(of_slice, entry, own.local, own.piece.start) for entry in entries[move]
                 )
             state[own.local] = subclasses.put_together(of_slice)
         return state, places
@@ -200,8 +206,8 @@ def _pack_moves(
     own: OwnedSlice, parts: Sequence[Move], state: Mapping[Any, SliceState]
 ) -> dict[Move, list[Packed]]:
     """The state that each of a slice's moves takes along, as views of the state where memory allows."""
-    plain = checkpoint.plain_state(own, state)
-    packed = checkpoint.pack_slice(own, plain)
+    plain = plain_state(own, state)
+    packed = pack_slice(own, plain)
     stays_whole = all(move.piece == own.piece for move in parts)
     subclasses.check_is_whole(plain, stays_whole, f"the state of parameter {own.piece.param}")
     for value, (entry, _) in zip(plain.values(), packed, strict=True):

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import warnings
 
-from zero_ref.comm.collectives import Collectives, gather_bytes
+from zero_ref.comm.collectives import Collectives
+from zero_ref.comm.objects import gather_bytes
 from zero_ref.plan.calls import CHECK
 from zero_ref.shard.buckets import broadcast_messages, messages_by_parameter
 from zero_ref.shard.built import Built

@@ -7,9 +7,10 @@ refuse a state that does not fit, and a load that fails leaves the optimizer unc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import weakref
+from collections.abc import Callable, Iterator
 from traceback import walk_stack
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -18,10 +19,12 @@ from zero_ref.comm.agreement import RanksLostError, agreement
 from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer import checkpoint
 from zero_ref.optimizer.accord import Accord, facts_of_options
+from zero_ref.optimizer.entries import State, pack
+from zero_ref.optimizer.gather import consolidate
+from zero_ref.optimizer.registered import Registered
 from zero_ref.shard.built import Built
 from zero_ref.shard.coupling import switch, trial
 from zero_ref.shard.groups import ParamGroup, params_of, replace_options
-from zero_ref.shard.local_state import SliceState, StateOfParameters
 from zero_ref.shard.owned import MASTER
 from zero_ref.shard.several import is_known, keys_beside_state, local_optimizer, optimizers_in
 from zero_ref.shard.shard import Shard
@@ -35,133 +38,81 @@ def _is_asked_by_torchs_setter() -> bool:
     return any(frame.f_code.co_name == "_load_optim_state_dict" for frame, _ in walk_stack(None))
 
 
-class WithWholeState(Optimizer):
-    """The part of `ZeroRedundancyOptimizer` that gathers the state onto a rank and loads a shard of it."""
+class Zero(Protocol):
+    """What this module uses of a `ZeroRedundancyOptimizer`."""
 
     accord: Accord
-    collectives: Collectives
-    shard: Shard
     broadcast_dtype: torch.dtype | None
-    check_groups: Callable[[], None]
-    current: Callable[[], Built]
-    standing_facts: Callable[[], list[str]]
-    _given: list[ParamGroup]
-    _main: tuple[type[Optimizer], Mapping[str, Any]]
-    _compared: int
-    _consolidated: checkpoint.State | None = None
-    _is_everywhere = True  # all ranks have `_consolidated`, or what the constructor made
-    _is_as_constructed = True  # no update and no load since, on any rank
+    collectives: Collectives
+    param_groups: list[ParamGroup]
+    registered: Registered
+    shard: Shard
 
-    @property
-    def rank(self) -> int:
-        return self.collectives.rank
+    def check_groups(self) -> None: ...
+    def current(self) -> Built: ...
+    def standing_facts(self) -> list[str]: ...
 
-    @property
-    def world_size(self) -> int:
-        return self.collectives.world_size
 
-    @property
-    def optim(self) -> Optimizer:
-        return self.shard.optim
+class WholeState:
+    """An optimizer's state as one: gathered on a rank, or a part of it loaded on each.
 
-    @property  # type: ignore[override]
-    def state(self) -> MutableMapping[Any, Any]:
-        """This rank's part of the state, by parameter; it may be changed in place, or replaced.
+    Args:
+        zero: the optimizer.
 
-        For a parameter that is cut it has a `SliceState`, which says the range of its elements. It has
-        nothing for a parameter of another rank. Call `consolidate_state_dict` after a change.
+    Attributes:
+        gathered: the state that was gathered onto this rank since the last change; None if there is none.
+    """
 
-        Raises:
-            KeyError: this rank has no state of that parameter.
-            RuntimeError: it has several parts of it; see `parts_of_state`. All ranks raise.
-        """
-        return StateOfParameters(self.shard.states)
+    def __init__(self, zero: Zero) -> None:
+        # Without a way back, a dropped optimizer is freed at once, and not when Python looks for cycles.
+        self.zero: Zero = weakref.proxy(zero)
+        self.gathered: State | None = None
+        self._is_everywhere = True  # all ranks have `gathered`, or what the constructor made
+        self._is_as_constructed = True  # no update and no load since, on any rank
 
-    @state.setter
-    def state(self, state: Mapping[Any, Any]) -> None:
-        if hasattr(self, "shard"):  # else torch's constructor sets it to an empty one
-            self.shard.replace_state(state)
-            self.state_changes()
+    def changed(self) -> None:
+        """Note that what was gathered, and what the constructor made, is no longer the state."""
+        self.gathered, self._is_as_constructed = None, False
 
-    def parts_of_state(self, param: torch.Tensor) -> list[SliceState]:
-        """The parts that this rank has of a parameter's state, each with the range of its elements.
-
-        >>> for part in optimizer.parts_of_state(param):                                     # doctest: +SKIP
-        ...     part["exp_avg"].mul_(mask.view(-1)[part.start : part.stop])
-
-        Returns:
-            One part if the rank owns all of the parameter, none if it owns nothing of it.
-        Raises:
-            KeyError: it is no parameter of this optimizer.
-        """
-        return self.shard.states.parts(param)
-
-    def consolidate_state_dict(self, to: int | Literal["all"] = 0) -> None:
-        """Gather the optimizer state onto one rank, or onto all; then `state_dict()` returns it there.
-
-        Args:
-            to: a rank of the group, or "all".
-        Raises:
-            ValueError: `to` is not a rank of the group, or ranks pass different values.
-            TypeError: the state holds something other than tensors, numbers, strings and None, and lists,
-                tuples and dicts of these; or one of these in the state of a parameter that is cut.
-            MemoryError: `to` lacks memory for the state. If one rank raises, all raise.
-        Collective: all ranks of the group.
-        Cost: `to` receives the (N-1)/N of the state that it does not own, directly into the final tensors in
-            CPU memory. Other ranks allocate 256 KiB, to send small tensors together. Three all-gathers of 32
-            bytes.
-        """
-        built = self.current()
-        with agreement(self.collectives, "consolidate the optimizer state") as facts:
-            facts += [f"to={to}", *self.standing_facts()]
-            if to != "all" and not (isinstance(to, int) and 0 <= to < self.world_size):
+    def gather(self, to: int | Literal["all"]) -> None:
+        """Gather the state onto one rank, or onto all: `ZeroRedundancyOptimizer.consolidate_state_dict`."""
+        zero, world_size = self.zero, self.zero.collectives.world_size
+        built = zero.current()
+        with agreement(zero.collectives, "consolidate the optimizer state") as facts:
+            facts += [f"to={to}", *zero.standing_facts()]
+            if to != "all" and not (isinstance(to, int) and 0 <= to < world_size):
                 raise ValueError(
-                    f"rank {self.rank}: to={to!r} is no rank of a group of {self.world_size}, nor 'all'."
+                    f"rank {zero.collectives.rank}: to={to!r} is no rank of a group of {world_size}, nor "
+                    "'all'."
                 )
-            packed = checkpoint.pack(self.shard.owned, self.shard.state)
-        self._consolidated = checkpoint.consolidate(self.collectives, to, built.params, packed)
+            packed = pack(zero.shard.owned, zero.shard.state)
+        self.gathered = consolidate(zero.collectives, to, built.params, packed)
         self._is_everywhere = to == "all"
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state that the unsharded optimizer would have. It loads there, and here at any world size.
-
-        Its tensors are copies; to change the state, write into `state`, then consolidate again.
-        Before the first update or load it needs no consolidation: it is what the constructor makes, for most
-        classes nothing.
-
-        Raises:
-            RuntimeError: the state was not consolidated onto this rank since the last update or load; or,
-                before the first, a class that is not torch's makes state in its constructor. Or torch's
-                `set_optimizer_state_dict` asks for it, to find the keys that a whole state has.
-        """
-        self.check_groups()
-        for before_hook in self._optimizer_state_dict_pre_hooks.values():
-            before_hook(self)
-        whole = self._consolidated
+    def as_gathered(self) -> dict[str, Any]:
+        """What was gathered, as a state dict, without hooks: `ZeroRedundancyOptimizer.state_dict`."""
+        rank, whole = self.zero.collectives.rank, self.gathered
         if whole is None and self._is_as_constructed:
-            whole = self._constructed_state()
+            whole = self._constructed()
         if not (whole and self._is_everywhere) and _is_asked_by_torchs_setter():
             raise RuntimeError(
-                f"rank {self.rank}: torch's set_optimizer_state_dict, with full_state_dict or "
+                f"rank {rank}: torch's set_optimizer_state_dict, with full_state_dict or "
                 "broadcast_from_rank0, asks the optimizer for the keys of the whole state, and a rank has "
                 "those of its shard. Pass zero_ref.OptimizerToLoad(optimizer) in place of the optimizer."
             )
         if whole is None:
             raise RuntimeError(
-                f"rank {self.rank}: the optimizer state is spread over {self.world_size} ranks and has not "
-                "been gathered on this one since the last step. Call "
-                f"consolidate_state_dict({self.rank}) on all ranks, or state_dict() only on the rank that "
+                f"rank {rank}: the optimizer state is spread over {self.zero.collectives.world_size} ranks "
+                "and has not been gathered on this one since the last step. Call "
+                f"consolidate_state_dict({rank}) on all ranks, or state_dict() only on the rank that "
                 "the state was gathered to. Options, such as lr, are in optimizer.param_groups at any time."
             )
-        state_dict: dict[str, Any] = {
+        return {
             "state": {param: dict(state) for param, state in whole.items()},
-            "param_groups": checkpoint.packed_groups(self.param_groups),
+            "param_groups": checkpoint.packed_groups(self.zero.param_groups),
         }
-        for after_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = after_hook(self, state_dict) or state_dict
-        return state_dict
 
-    def _constructed_state(self) -> checkpoint.State | None:
+    def _constructed(self) -> State | None:
         """The state that the unsharded optimizer's constructor makes, without communication.
 
         A rank that owns nothing cannot tell from its own state, so each constructs the optimizer on
@@ -171,7 +122,7 @@ class WithWholeState(Optimizer):
             By parameter number, on the CPU. None if only a consolidation can tell: a class that is not
             torch's makes state, which may depend on the values of parameters.
         """
-        masters = self.shard.masters
+        masters = self.zero.shard.masters
 
         def stand_in(param: torch.Tensor) -> torch.Tensor:
             dtype = masters.dtype if masters is not None and masters.copies(param) else param.dtype
@@ -184,18 +135,18 @@ class WithWholeState(Optimizer):
             return None
         if keys_beside_state(optim) or (optim.state and not is_known(optim)):
             return None
-        state: checkpoint.State = optim.state_dict()["state"]
+        state: State = optim.state_dict()["state"]
         return state
 
     def _optimizer_of(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Optimizer:
         """An optimizer like the local one, on stand-ins for all parameters."""
         groups = [
             {**given, "params": [stand_in(param) for param in group["params"]]}
-            for group, given in zip(self.param_groups, self._given, strict=True)
+            for group, given in zip(self.zero.param_groups, self.zero.registered.given, strict=True)
         ]
-        return local_optimizer(groups, *self._main)
+        return local_optimizer(groups, self.zero.registered.optimizer_class, self.zero.registered.defaults)
 
-    def keys_of_state(self) -> list[list[Any]]:
+    def keys(self) -> list[list[Any]]:
         """For each parameter the keys that its state has after an update, as a trial on small ones finds out.
 
         Cost: an update of 2**ndim elements for each parameter, on the CPU.
@@ -211,41 +162,27 @@ class WithWholeState(Optimizer):
             for one in optimizers_in(optim):
                 switch(one, "train")
             optim.step()
-        masters = self.shard.masters
+        masters = self.zero.shard.masters
         return [
             [*optim.state.get(small, {}), *[MASTER] * (masters is not None and masters.copies(param))]
-            for small, param in zip(params_of(optim.param_groups), self.current().params, strict=True)
+            for small, param in zip(params_of(optim.param_groups), self.zero.current().params, strict=True)
         ]
 
-    def state_changes(self) -> None:
-        """Note that what was gathered, and what the constructor made, is no longer the state."""
-        self._consolidated, self._is_as_constructed = None, False
+    def load(self, state_dict: dict[str, Any]) -> list[str]:
+        """Load this rank's shard of a whole state; inside `loading`, before ranks have agreed.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's shard of a whole optimizer's state.
-
-        Args:
-            state_dict: from the plain torch optimizer or from a consolidated ZeroRedundancyOptimizer, at any
-                world size and partition, or whole from FSDP or torch.distributed.checkpoint. Where it and
-                this optimizer have names for parameters, groups and parameters may come in any order. This
-                rank's shard is copied, so later steps do not change the dict.
+        Returns:
+            The facts that must be equal on all ranks.
         Raises:
-            ValueError: the dict is not for these parameters; names the first that does not fit. If one rank
-                raises, all raise and the optimizer is unchanged.
-        Collective: all ranks of the group, each with the whole dict.
-        Cost: one all-gather of 32 bytes.
+            ValueError: the state is not for these parameters.
         """
-        self.current()
-        with self.loading("load the state dict") as facts:
-            for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = before_hook(self, state_dict) or state_dict
-            state_dict = checkpoint.arranged(state_dict, self.param_groups)
-            facts += checkpoint.check_fits(state_dict, self.param_groups, self.optim)
-            ids = checkpoint.saved_ids(state_dict)
-            mine = checkpoint.shard_of(state_dict["state"], ids, self.shard.owned)
-            self.shard.load(mine, state_dict["param_groups"])
-        for after_hook in self._optimizer_load_state_dict_post_hooks.values():
-            after_hook(self)
+        zero = self.zero
+        state_dict = checkpoint.arranged(state_dict, zero.param_groups)
+        facts = checkpoint.check_fits(state_dict, zero.param_groups, zero.shard.optim)
+        ids = checkpoint.saved_ids(state_dict)
+        mine = checkpoint.shard_of(state_dict["state"], ids, zero.shard.owned)
+        zero.shard.load(mine, state_dict["param_groups"])
+        return facts
 
     @contextlib.contextmanager
     def loading(self, action: str) -> Iterator[list[str]]:
@@ -254,37 +191,27 @@ class WithWholeState(Optimizer):
         If the network fails during the agreement, other ranks may have loaded and this rank has not. This
         rank then refuses to step.
         """
-        before = {"state": self.optim.state, "param_groups": self.optim.param_groups}
+        zero, optim = self.zero, self.zero.shard.optim
+        before = {"state": optim.state, "param_groups": optim.param_groups}
         # torch adds a default when it loads; groups that are added later would have it on some ranks only.
-        defaults = [(one, dict(one.defaults)) for one in (self.optim, *optimizers_in(self.optim))]
+        defaults = [(one, dict(one.defaults)) for one in (optim, *optimizers_in(optim))]
         try:
-            with agreement(self.collectives, action) as facts:
+            with agreement(zero.collectives, action) as facts:
                 yield facts
-                facts += facts_of_options(self.optim.param_groups, self.optim)
+                facts += facts_of_options(optim.param_groups, optim)
         except BaseException as error:
-            self.optim.__setstate__(before)
+            optim.__setstate__(before)
             for one, had in defaults:
                 for key in one.defaults.keys() - had.keys():
                     del one.defaults[key]
             if isinstance(error, RanksLostError) or not isinstance(error, Exception):
-                self.accord.was_cut_off(action)
+                zero.accord.was_cut_off(action)
             raise
-        self.shard.settle()
-        replace_options(self.optim.param_groups, self.param_groups)
-        self.state_changes()
-        self.accord.lost = {}
-        if self.broadcast_dtype is not None:
-            self._compared = len(self.shard.built.params)  # a rank may have loaded rounded values
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "a ZeroRedundancyOptimizer cannot be copied or pickled: it is tied to those of the other ranks. "
-            "Use consolidate_state_dict() and state_dict(). To copy a model in ShardedDataParallel, copy its "
-            "`module`."
-        )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        raise TypeError(
-            "a ZeroRedundancyOptimizer takes no __setstate__(), which would give this rank the state of all. "
-            "Use load_state_dict(), or assign optimizer.state."
-        )
+        # All ranks have loaded.
+        zero.shard.settle()
+        replace_options(optim.param_groups, zero.param_groups)
+        self.changed()
+        zero.accord.lost = {}
+        if zero.broadcast_dtype is not None:
+            zero.accord.compared = len(zero.shard.built.params)  # a rank may have loaded rounded values

@@ -13,59 +13,42 @@ Here each element has one owner, and only the owner keeps its state and updates 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from zero_ref.comm.agreement import agree, agreement
-from zero_ref.comm.collectives import Collectives, PendingCall, as_collectives
-from zero_ref.optimizer import checkpoint
+from zero_ref.comm.agreement import agreement
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives, PendingCall
+from zero_ref.optimizer import join, plans
 from zero_ref.optimizer.accord import Accord, facts_of_options, number_on
-from zero_ref.optimizer.around import TakesPartInJoin, failure_told, in_its_circumstances, noting_errors
-from zero_ref.optimizer.forwarded import ForwardsMethods
-from zero_ref.optimizer.repartition import Handover
-from zero_ref.optimizer.start_values import compare_start_values
-from zero_ref.optimizer.whole import WithWholeState
-from zero_ref.plan.choice import Choice, loads_under, may_cut, plan_partition
-from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.optimizer.closure import UserClosure
+from zero_ref.optimizer.forwarded import method_of
+from zero_ref.optimizer.registered import Registered
+from zero_ref.optimizer.whole import WholeState
+from zero_ref.plan.choice import Choice
+from zero_ref.plan.partition import Partition
 from zero_ref.shard.arriving import Arriving
-from zero_ref.shard.buckets import (
-    check_can_be_flattened,
-    expect_broadcasts,
-    finish_broadcasts,
-    start_broadcasts,
-)
+from zero_ref.shard.buckets import expect_broadcasts, finish_broadcasts, start_broadcasts
 from zero_ref.shard.built import Built, places_of
-from zero_ref.shard.checks import (
-    check_can_be_sharded,
-    check_is_class,
-    check_updates_apart,
-    facts_of,
-    groups_kept_whole,
-)
-from zero_ref.shard.gradients import Backward
-from zero_ref.shard.groups import (
-    OPTIMIZER_CLASS,
-    copy_options,
-    difference,
-    given_in,
-    ids_in,
-    params_of,
-    replace_options,
-    specs_of,
-)
+from zero_ref.shard.gradients import WHOLE, Backward, check_no_scaler
+from zero_ref.shard.groups import copy_options, difference, given_in, ids_in, replace_options
+from zero_ref.shard.local_state import SliceState, StateOfParameters
 from zero_ref.shard.offload import StatePlace
 from zero_ref.shard.rounding import Masters
-from zero_ref.shard.several import SeveralOptimizers, class_of, name_classes, title, with_group
+from zero_ref.shard.several import name_classes, title
 from zero_ref.shard.shard import Shard, log_share
+from zero_ref.shard.stepper import GradientSource
 
 
-class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Shards an optimizer over the ranks of a process group. A drop-in for torch's class of that name.
 
     Gradients must be averaged over the ranks before `step`, as DistributedDataParallel does in its backward.
@@ -152,7 +135,8 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         state_device: str | torch.device | os.PathLike[str] | None = None,
         **defaults: Any,
     ) -> None:
-        TakesPartInJoin.__init__(self)
+        Joinable.__init__(self)
+        self._shadow: weakref.ref[join.ShadowStep] | None = None
         self.collectives = as_collectives(process_group)
         self.process_group = dist.group.WORLD if process_group is None else process_group
         self.parameters_as_bucket_view = parameters_as_bucket_view
@@ -160,24 +144,20 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         self.broadcast_dtype = broadcast_dtype
         self.backward = Backward()
         self.arriving = Arriving()
-        self._choice = partition
-        self._compared = 0  # parameters whose start values were compared
+        self.registered = Registered(optimizer_class, defaults, partition)
+        self.whole = WholeState(self)
 
         # Errors are raised here, before the first message of parameters, and on all ranks.
         number = number_on(self.process_group)
         with agreement(self.collectives, "construct the optimizer") as facts:
-            # Optimizer.__init__ writes every default into each group, where it would override a value that
-            # the local optimizer's constructor computes. So pass on only what the user gave.
-            self._given: list[dict[str, Any]] = []
-            self._main = optimizer_class, defaults
             Optimizer.__init__(self, params, defaults)
-            self.built = self._planned(optimizer_class)
+            self.built = plans.first_plan(self)
             # An update in backward steps only some parameters at a time, so they cannot be merged.
             merge, masters = not overlap_with_ddp, Masters.of(master_dtype, rounding, rounding_seed)
             self.shard = Shard(
                 self.built,
                 self.rank,
-                self._given,
+                self.registered.given,
                 optimizer_class,
                 defaults,
                 merge=merge,
@@ -187,11 +167,26 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
             self.defaults = self.optim.defaults
             replace_options(self.optim.param_groups, self.param_groups)
             name_classes(self.param_groups, self.optim)
-            facts += [f"optimizer {number} of the group", *self._facts(self.built.specs, self.partition)]
-        self._listed = ids_in(self.param_groups)
+            facts += [
+                f"optimizer {number} of the group",
+                *plans.facts_of_plan(self, self.built.specs, self.partition),
+            ]
+        self.registered.listed = ids_in(self.param_groups)
         alarm = self.collectives.open_channel(number, {param.device for param in self.built.params})
         self.accord = Accord(self.collectives, alarm, f"optimizer {number} ({title(self.optim)})")
         log_share(self.built, self.shard, self.world_size)
+
+    @property
+    def rank(self) -> int:
+        return self.collectives.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.collectives.world_size
+
+    @property
+    def optim(self) -> Optimizer:
+        return self.shard.optim
 
     @property
     def global_rank(self) -> int:
@@ -203,7 +198,6 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
 
     # ------------------------------------------------------------------------------------------- the step
 
-    @in_its_circumstances
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this rank's shard, then send every shard to all ranks.
 
@@ -230,62 +224,89 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
             all-gather of 32 bytes; so does the first one with new parameters, which reads them all, for start
             values. Nothing is sent if backward has made the update already (`overlap_with_ddp`).
         """
+        # After an ordinary backward all ranks have whole gradients. Others may have made the update already.
+        noted = None
+        if closure is not None or self.backward.gradients is not WHOLE or self._shadow is not None:
+            noted = self._look_at_gradients(closure)
+            if self.backward.take_update(kwargs):
+                return noted and noted()
+            if self.joined is not None:
+                join.send_to_joined(self, active=True)
+
+        # 1. Follow what the user has changed; compare what must be equal on all ranks.
         self.begin_update()
-        return self.make_update(closure, **kwargs)
+        return self.make_update(noted, **kwargs)
+
+    def make_update(
+        self,
+        closure: UserClosure | None = None,
+        gradients: Mapping[int, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Update this rank's shard, and send every shard to all ranks.
+
+        Args:
+            gradients: by parameter number, in place of the parameters' `.grad`.
+            closure, **kwargs, Returns, Raises, Collective, Cost: as `step`.
+        """
+        # A closure still needs the old parameters. Without one, the network may begin to receive new ones.
+        expected = (
+            [] if closure else expect_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype)
+        )
+
+        # 2. Take the gradients of what this rank owns, and step the local optimizer on it.
+        try:
+            loss = self.shard.step(
+                lambda: GradientSource(gradients, self.backward.gradients.parts), closure, **kwargs
+            )
+        except Exception as error:
+            if closure is None or closure.error is not error:
+                self._tell_failure(error, expected)
+            raise
+
+        # 3. Owners send the new parameters, others receive them.
+        self.exchange(expected)
+
+        # 4. Let autograd, schedulers and hooks know of the update; raise if another rank could not make it.
+        self.end_update()
+        if self.accord.lost:
+            self.accord.check_nothing_lost()
+        return loss
 
     # Where a step is compiled, dynamo shows options that groups do not have ("capturable"), and could not
     # trace digests. The public torch.compiler.disable would import dynamo with this module.
     @_disable_dynamo
     def begin_update(self) -> None:
-        """Apply the user's changes since the last update, to parameters and options."""
-        self.state_changes()
-        self.current()
-        self.accord.before_update(self.standing_facts)
-        if self._compared < len(self.built.params):
-            compare_start_values(self.collectives, self.built, self._compared)
-            self._compared = len(self.built.params)
-        replace_options(self.param_groups, self.optim.param_groups)
-
-    def make_update(
-        self,
-        closure: Callable[[], Any] | None = None,
-        gradients: Mapping[int, torch.Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """The update itself: each rank steps its shard, then all send what they own."""
-        expected: list[PendingCall | None] = []
-
-        def take() -> None:
-            self.shard.take(gradients, self.backward.gradients.parts)
-
-        with failure_told(self, expected) as by_closure:
-            if closure is None:  # a closure still needs the old parameters to compute the gradients
-                expected += expect_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype)
-                take()
-            loss = self.shard.step(closure and noting_errors(closure, by_closure), take, **kwargs)
-            self.shard.publish()
-        self.exchange(expected)
-        self.end_update()
-        self.accord.check_nothing_lost()
-        return loss
+        """Follow the user's changes since the last update, and compare what must be equal on all ranks."""
+        self.whole.changed()
+        built = self.current()
+        self.accord.before_update(built, self.standing_facts)
+        replace_options(self.param_groups, self.shard.optim.param_groups)
 
     def exchange(self, expected: Sequence[PendingCall | None]) -> None:
         """Send what this rank owns, receive the rest, and learn which ranks could not step."""
-        built, comm = self.built, self.collectives
-        owners = {message.owner for message in built.messages if message.slices}
-        works = start_broadcasts(comm, built.messages, self.broadcast_dtype, expected)
+        works = start_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype, expected)
         if self.arriving.later:
-
-            def done() -> None:
-                self.accord.after_update(owners)
-                self.accord.check_nothing_lost()
-
-            self.arriving.begin(built.messages, works, built.params, done)
+            self.arriving.begin(self.built.messages, works, self.built.params, self._have_arrived)
             return
         try:
-            finish_broadcasts(works, built.name)
+            finish_broadcasts(works, self.built.name)
         finally:
-            self.accord.after_update(owners)
+            self.accord.after_update(self.built.owners)
+
+    def _have_arrived(self) -> None:
+        self.accord.after_update(self.built.owners)
+        self.accord.check_nothing_lost()
+
+    def _tell_failure(self, error: Exception, expected: Sequence[PendingCall | None]) -> None:
+        """Report an error of the local optimizer to the other ranks, and send them the old values.
+
+        They wait for values, and would otherwise receive those of the next step.
+        """
+        with suppress(RuntimeError):
+            if any(message.owner == self.rank for message in self.built.messages):
+                self.accord.ring(error)
+            self.exchange(expected)
 
     @_disable_dynamo
     def end_update(self) -> None:
@@ -294,9 +315,32 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         # Frozen parameters have not changed, and a running backward may still need them.
         torch.autograd.graph.increment_version([param for param in self.built.params if param.requires_grad])
         self.shard.copies.note_versions()
-        copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.shard.optim.param_groups, self.param_groups)
         self.backward.stepped()
         self._opt_called = True  # learning-rate schedulers warn where step() was never called
+
+    def _look_at_gradients(self, closure: Callable[[], Any] | None) -> UserClosure | None:
+        """Refuse gradients that a step cannot use, those of a closure when it has computed them.
+
+        Raises:
+            RuntimeError: a gradient scaler cannot work on these gradients; or gradients were changed after
+                backward by each rank separately, or after the update that used them.
+        """
+
+        def check() -> None:
+            self.backward.gradients.check_as_left(self.rank, self.built)
+
+        if self.joined is not None:
+            Join.notify_join_context(self)
+        check_no_scaler(self, self.backward.gradients)
+        if closure is None:
+            check()
+            return None
+        noted = UserClosure(closure, check)
+        if self.overlap_with_ddp or self.joined is not None:
+            # The closure's backward makes the update, or ranks without data repeat its collectives.
+            noted.evaluate_now()
+        return noted
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, as torch's optimizers do."""
@@ -311,66 +355,34 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         # True makes torch.amp.GradScaler call step() on every rank, which then refuses on every rank.
         return self.backward.gradients.why_no_scaler is not None
 
-    # --------------------------------------------------------------------------- building what step uses
+    # ---------------------------------------------------------------------------------- with uneven inputs
 
-    def _planned(self, optimizer_class: type[Optimizer]) -> Built:
-        """The checked plan with its messages."""
-        classes = [group.get(OPTIMIZER_CLASS, optimizer_class) for group in self.param_groups]
-        for of_class in dict.fromkeys(classes):
-            check_is_class(of_class)
-        specs, params = self._specs_for(self._choice), params_of(self.param_groups)
-        partition = plan_partition(self._choice, specs, self.world_size)
-        check_can_be_sharded(classes, partition, params, specs)
-        if self.parameters_as_bucket_view:
-            check_can_be_flattened(params)
-        self._check_apart()
-        return Built.of(params, specs, partition, self.parameters_as_bucket_view)
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook by which a rank without data continues to update its shard."""
+        shadow = join.ShadowStep(self, **kwargs)
+        self._shadow = weakref.ref(shadow)
+        return shadow
 
-    def _rebuild(self, partition: Partition) -> None:
-        """Make messages and local tensors for this partition of the current parameters."""
-        params, specs = params_of(self.param_groups), self._specs()
-        built = Built.of(params, specs, partition, self.parameters_as_bucket_view, self.built)
-        self.shard.place(built)
-        self.built = built  # last: if a line above fails, the next step tries again
-        log_share(self.built, self.shard, self.world_size)
+    @property
+    def joined(self) -> join.ShadowStep | None:
+        """The hook that `Join` runs once this rank has no more data; None outside of a `Join`.
 
-    def _check_apart(self, first: int = 0) -> None:
-        """Refuse classes whose update of a parameter depends on others, under the options of their groups.
-
-        Args:
-            first: the number of the first group to look at.
-
-        Warns:
-            UserWarning: the state of a class can be neither saved nor moved.
+        torch never resets `_join_config`, so a weak reference tells whether the `Join` still exists: its hook
+        is freed when the `Join` ends, also by an error.
         """
-        different = {repr(one): one for one in self.constructed_with[first:]}
-        for of_class, options, defaults in different.values():
-            check_updates_apart(of_class, options, defaults)
-            checkpoint.warn_if_not_saved(of_class, options, defaults)
+        return self._shadow() if self._join_config.enable and self._shadow is not None else None
 
-    def _specs(self) -> list[ParamSpec]:
-        """The specs of the current parameters, with those kept whole that were planned so."""
-        return specs_of(self.param_groups, {spec.group for spec in self.built.specs if spec.whole})
+    @property
+    def join_device(self) -> torch.device:
+        """The device on which `Join` counts the ranks that have data."""
+        return self.collectives.control_device
 
-    def _specs_for(self, choice: Choice) -> list[ParamSpec]:
-        """The specs of the current parameters, for a partition by this rule."""
-        return specs_of(self.param_groups, groups_kept_whole(self._given, *self._main, tried=may_cut(choice)))
+    @property
+    def join_process_group(self) -> Any:
+        """The process group whose ranks join."""
+        return self.process_group
 
-    def check_groups(self) -> None:
-        """Refuse parameter groups that list other parameters than the plan, or in another order.
-
-        Raises:
-            RuntimeError: names the first difference, and what to do instead.
-        """
-        listed = ids_in(self.param_groups)
-        if listed != self._listed:
-            raise RuntimeError(
-                f"rank {self.rank}: param_groups {difference(listed, self._listed)}. Ranks own parameters by "
-                "their places in these lists, so nothing was computed. To stop training a parameter, leave "
-                "it there and call requires_grad_(False); for new ones call add_param_group(). To take out, "
-                'replace or reorder parameters, put the lists back, call consolidate_state_dict("all"), make '
-                "the same change to what state_dict() returns, and load that into a new optimizer."
-            )
+    # ---------------------------------------------------------------------------------- what changes later
 
     def current(self) -> Built:
         """`built`, made anew if parameters were moved or frozen.
@@ -387,36 +399,27 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         self.accord.check_certain()
         self.check_groups()
         self.shard.follow()  # before anything moves the parameters
-        built = self.built
-        now = places_of(built.params)
-        if now == built.places:
-            return built
-        keeps_views: RuntimeError | None = None
-        if self.parameters_as_bucket_view or self.shard.cut:
-            try:
-                self.shard.check_keeps_no_views("change which parameters are trained, or where they lie")
-            except RuntimeError as error:
-                keeps_views = error
-        kinds, before = ([kind for _, *kind in places] for places in (now, built.places))
-        if kinds != before:
-            # Ranks that send different parameters overwrite each other's memory, or abort in Gloo.
-            facts = [
-                f"parameter {spec.name or i}: {kind}"
-                for i, spec in enumerate(self._specs())
-                for kind in (f"requires_grad={spec.trainable}", spec.dtype)
-            ]
-            if not self.joined:  # in a Join, a step sends the options to ranks without data
-                facts += facts_of_options(self.param_groups, self.optim)
-            freezes = [trained for _, trained in kinds] != [trained for _, trained in before]
-            action = "change which parameters are trained" if freezes else "cast parameters"
-            agree(self.collectives, action, keeps_views or facts)
-        if keeps_views is not None:
-            raise keeps_views
-        self.shard.check_same_elements(params_of(self.param_groups))
-        self._rebuild(built.partition)
+        now = places_of(self.built.params)
+        if now != self.built.places:
+            plans.follow_parameters(self, now)
         return self.built
 
-    # -------------------------------------------------------------------------------- parameters added later
+    def check_groups(self) -> None:
+        """Refuse parameter groups that list other parameters than the plan, or in another order.
+
+        Raises:
+            RuntimeError: names the first difference, and what to do instead.
+        """
+        listed = ids_in(self.param_groups)
+        if listed != self.registered.listed:
+            raise RuntimeError(
+                f"rank {self.rank}: param_groups {difference(listed, self.registered.listed)}. Ranks own "
+                "parameters by their places in these lists, so nothing was computed. To stop training a "
+                "parameter, leave it there and call requires_grad_(False); for new ones call "
+                "add_param_group(). To take out, replace or reorder parameters, put the lists back, call "
+                'consolidate_state_dict("all"), make the same change to what state_dict() returns, and load '
+                "that into a new optimizer."
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch's optimizers do; earlier parameters keep their owners.
@@ -428,55 +431,17 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
         Collective: all ranks of the group.
         Cost: one all-gather of 32 bytes.
         """
-        given = given_in(param_group) if isinstance(param_group, dict) else {}  # torch raises below
-        if not hasattr(self, "shard"):
+        if hasattr(self, "shard"):
+            plans.add_group(self, param_group)
+        else:
             # Optimizer.__init__ calls this for one group at a time; all are planned together afterwards.
-            super().add_param_group(param_group)
-            self._given.append(given)
-            return
-        built = self.current()
-        count, known, optim = len(self.param_groups), len(built.params), self.optim
-        try:
-            with agreement(self.collectives, "add a parameter group") as facts:
-                if self.parameters_as_bucket_view:
-                    self.shard.check_keeps_no_views("add a parameter group")
-                check_is_class(given.get(OPTIMIZER_CLASS, torch.optim.SGD))
-                super().add_param_group(param_group)
-                classes = [class_of(group, optim) for group in self.param_groups]
-                self._given.append(given)
-                self._check_apart(first=count)
-                rule = self._rule_for_later
-                specs = [*built.specs, *self._specs_for(rule)[known:]]
-                all_params = params_of(self.param_groups)
-                loads = loads_under(rule, built.partition, specs)
-                later = plan_partition(rule, specs[known:], self.world_size, loads=loads)
-                partition = built.partition.joined(later)
-                check_can_be_sharded(classes, partition, all_params, specs)
-                owned = self.shard.own(partition, all_params, first=len(self.shard.owned))
-                group = {**given, "params": [own.local for own in owned]}
-                self.shard.optim = with_group(optim, group)
-                replace_options(self.optim.param_groups[-1:], self.param_groups[-1:])
-                name_classes(self.param_groups, self.optim)
-                facts += self._facts(specs, partition, first=known)
-        except Exception:
-            self.shard.optim = optim
-            del self.param_groups[count:], optim.param_groups[count:], self._given[count:]
-            if isinstance(optim, SeveralOptimizers):
-                optim.forget_unused()
-            raise
-        self.shard.owned = [*self.shard.owned, *owned]
-        self.built = replace(
-            built, params=tuple(all_params), specs=tuple(specs), partition=partition, places=()
-        )
-        self._consolidated, self._listed = None, ids_in(self.param_groups)
-        self._rebuild(partition)
+            self.register(param_group)
 
-    @property
-    def _rule_for_later(self) -> Choice:
-        """The rule for new parameters: the user's rule, or the default after an explicit assignment."""
-        return self._choice if isinstance(self._choice, str) or callable(self._choice) else "sorted_greedy"
-
-    # ----------------------------------------------------------------------------------------- other owners
+    def register(self, param_group: dict[str, Any]) -> None:
+        """Check a group as torch does, and list it; it is not planned yet."""
+        given = given_in(param_group) if isinstance(param_group, dict) else {}  # torch raises
+        super().add_param_group(param_group)
+        self.registered.given.append(given)
 
     def repartition(self, partition: Choice) -> None:
         """Change the owners of elements in the middle of training, without changing its result.
@@ -499,38 +464,115 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
             a table of contents from each rank to each rank that it sends to; three all-gathers of 32 bytes.
             Meanwhile the state of slices that change is in memory twice.
         """
-        built = self.current()
-        with agreement(self.collectives, "repartition the optimizer") as facts:
-            facts += self.standing_facts()
-            if self.backward.gradients.on_owners:
-                raise RuntimeError(
-                    f"rank {self.rank}: the last backward reduced gradients to their owners, so new owners "
-                    "would not have them. Call step() or zero_grad() before repartition()."
-                )
-            self.shard.check_keeps_no_views("repartition it")
-            specs = self._specs_for(partition)
-            new = plan_partition(partition, specs, self.world_size)
-            classes = [class_of(group, self.optim) for group in self.param_groups]
-            check_can_be_sharded(classes, new, built.params, specs)
-            handover = Handover(
-                self.rank,
-                built.partition,
-                new,
-                built.params if self.broadcast_dtype is not None else (),
-                self.shard.owned,
-                self.shard.own(new, built.params),
-                self.shard.state,
-            )
-            facts += self._facts(specs, new)
-        self.shard.adopt(handover.owned, handover.exchange(self.collectives))
-        self.built = replace(built, specs=tuple(specs), partition=new, places=())
-        self._choice = partition
-        self.backward.gradients.owners_changed()
-        self._rebuild(new)
+        plans.repartition(self, partition)
 
-    join_hook = TakesPartInJoin.join_hook  # named here, so that the API reference has it
+    # -------------------------------------------------------------------------------------------- its state
 
-    # ------------------------------------------------------------------------------- what ranks compare
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Any, Any]:
+        """This rank's part of the state, by parameter; it may be changed in place, or replaced.
+
+        For a parameter that is cut it has a `SliceState`, which says the range of its elements. It has
+        nothing for a parameter of another rank. Call `consolidate_state_dict` after a change.
+
+        Raises:
+            KeyError: this rank has no state of that parameter.
+            RuntimeError: it has several parts of it; see `parts_of_state`. All ranks raise.
+        """
+        return StateOfParameters(self.shard.states)
+
+    @state.setter
+    def state(self, state: Mapping[Any, Any]) -> None:
+        if hasattr(self, "shard"):  # else torch's constructor sets it to an empty one
+            self.shard.replace_state(state)
+            self.whole.changed()
+
+    def parts_of_state(self, param: torch.Tensor) -> list[SliceState]:
+        """The parts that this rank has of a parameter's state, each with the range of its elements.
+
+        >>> for part in optimizer.parts_of_state(param):                                     # doctest: +SKIP
+        ...     part["exp_avg"].mul_(mask.view(-1)[part.start : part.stop])
+
+        Returns:
+            One part if the rank owns all of the parameter, none if it owns nothing of it.
+        Raises:
+            KeyError: it is no parameter of this optimizer.
+        """
+        return self.shard.states.parts(param)
+
+    def consolidate_state_dict(self, to: int | Literal["all"] = 0) -> None:
+        """Gather the optimizer state onto one rank, or onto all; then `state_dict()` returns it there.
+
+        Args:
+            to: a rank of the group, or "all".
+        Raises:
+            ValueError: `to` is not a rank of the group, or ranks pass different values.
+            TypeError: the state holds something other than tensors, numbers, strings and None, and lists,
+                tuples and dicts of these; or one of these in the state of a parameter that is cut.
+            MemoryError: `to` lacks memory for the state. If one rank raises, all raise.
+        Collective: all ranks of the group.
+        Cost: `to` receives the (N-1)/N of the state that it does not own, directly into the final tensors in
+            CPU memory. Other ranks allocate 256 KiB, to send small tensors together. Three all-gathers of 32
+            bytes.
+        """
+        self.whole.gather(to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that the unsharded optimizer would have. It loads there, and here at any world size.
+
+        Its tensors are copies; to change the state, write into `state`, then consolidate again.
+        Before the first update or load it needs no consolidation: it is what the constructor makes, for most
+        classes nothing.
+
+        Raises:
+            RuntimeError: the state was not consolidated onto this rank since the last update or load; or,
+                before the first, a class that is not torch's makes state in its constructor. Or torch's
+                `set_optimizer_state_dict` asks for it, to find the keys that a whole state has.
+        """
+        self.check_groups()
+        for before_hook in self._optimizer_state_dict_pre_hooks.values():
+            before_hook(self)
+        state_dict = self.whole.as_gathered()
+        for after_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = after_hook(self, state_dict) or state_dict
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load this rank's shard of a whole optimizer's state.
+
+        Args:
+            state_dict: from the plain torch optimizer or from a consolidated ZeroRedundancyOptimizer, at any
+                world size and partition, or whole from FSDP or torch.distributed.checkpoint. Where it and
+                this optimizer have names for parameters, groups and parameters may come in any order. This
+                rank's shard is copied, so later steps do not change the dict.
+        Raises:
+            ValueError: the dict is not for these parameters; names the first that does not fit. If one rank
+                raises, all raise and the optimizer is unchanged.
+        Collective: all ranks of the group, each with the whole dict.
+        Cost: one all-gather of 32 bytes.
+        """
+        self.current()
+        with self.whole.loading("load the state dict") as facts:
+            for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = before_hook(self, state_dict) or state_dict
+            facts += self.whole.load(state_dict)
+        for after_hook in self._optimizer_load_state_dict_post_hooks.values():
+            after_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be copied or pickled: it is tied to those of the other ranks. "
+            "Use consolidate_state_dict() and state_dict(). To copy a model in ShardedDataParallel, copy its "
+            "`module`."
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise TypeError(
+            "a ZeroRedundancyOptimizer takes no __setstate__(), which would give this rank the state of all. "
+            "Use load_state_dict(), or assign optimizer.state."
+        )
+
+    # ------------------------------------------------------------------------------------- other ranks' view
 
     def standing_facts(self) -> list[str]:
         """The facts that must be equal on all ranks at any time."""
@@ -538,15 +580,18 @@ class ZeroRedundancyOptimizer(WithWholeState, ForwardsMethods, TakesPartInJoin):
 
     def all_facts(self) -> list[str]:
         """`standing_facts`, and those that the constructor has compared."""
-        return [*self.standing_facts(), *self._facts(self.built.specs, self.partition)]
+        return [*self.standing_facts(), *plans.facts_of_plan(self, self.built.specs, self.partition)]
 
-    def _facts(self, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:
-        way = (
-            f"{title(self.optim)}, parameters_as_bucket_view={self.parameters_as_bucket_view}, "
-            f"overlap_with_ddp={self.overlap_with_ddp}, broadcast_dtype={self.broadcast_dtype}, "
-            f"{self.shard.masters or 'no masters'}, {self.shard.place_of_state or 'state beside parameters'}"
-        )
-        return [way, *facts_of(self.param_groups, specs, partition, first)]
+    if not TYPE_CHECKING:  # a type checker would take any attribute for a method of the wrapped class
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            # While the optimizer is constructed, torch's constructor asks for attributes too.
+            method = method_of(self, name) if "shard" in vars(self) else None
+            if method is None:
+                raise AttributeError(
+                    f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+                )
+            return method
 
 
 def listed(given: Any, function: str, otherwise: str = "") -> list[ZeroRedundancyOptimizer]:

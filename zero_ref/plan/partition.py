@@ -191,7 +191,8 @@ class Partition:
         # Groups, state and messages use this order, so it must not depend on who made the partition.
         ordered = tuple([tuple(sorted(slices)) for slices in self.slices_of_rank])
         shared = {param for one in self.ranges for param in one.params}
-        for param, pieces in enumerate(self._by_param(ordered)):
+        by_param = self._by_param(ordered)
+        for param, pieces in enumerate(by_param):
             numel, covered = self.numels[param], 0
             if param in shared:
                 if pieces:
@@ -216,6 +217,8 @@ class Partition:
         object.__setattr__(self, "slices_outside_ranges", ordered)
         with_ranges = OfEachRank(self._slices_of, len(ordered))
         object.__setattr__(self, "slices_of_rank", with_ranges if self.ranges else ordered)
+        if not self.ranges:
+            object.__setattr__(self, "pieces_of_param", by_param)  # of thousands, so not twice
 
     def _slices_of(self, rank: int) -> tuple[Slice, ...]:
         owned = [*self.slices_outside_ranges[rank]]
@@ -244,7 +247,7 @@ class Partition:
                         f"parameters, numbered from 0."
                     )
                 pieces[piece.param].append((piece, rank))
-        return tuple(tuple(sorted(of_param)) for of_param in pieces)
+        return tuple([tuple(sorted(one) if len(one) > 1 else one) for one in pieces])
 
     def totals(self, of_element: Sequence[int], of_slice: Sequence[int] | None = None) -> tuple[int, ...]:
         """For each rank the sum over its slices, such as bytes: an amount an element, and one a slice.

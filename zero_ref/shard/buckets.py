@@ -99,19 +99,26 @@ def kept_view(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> int | Non
         if id(value) in seen or isinstance(value, (type, ModuleType, FunctionType)):
             continue
         seen.add(id(value))
-        if isinstance(value, Mapping):
-            left += value.values()
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            left += value
-        elif is_traceable_wrapper_subclass(value):
-            left += (getattr(value, inner) for inner in value.__tensor_flatten__()[0])
-        elif not isinstance(value, torch.Tensor):
-            left += vars(value).values() if hasattr(value, "__dict__") else ()
-        elif value.layout == torch.strided and value.numel():
-            at = bisect(starts, (value.data_ptr(), len(params))) - 1
-            if at >= 0 and value.data_ptr() < starts[at][0] + params[starts[at][1]].nbytes:
-                return starts[at][1]
+        is_wrapper: bool = is_traceable_wrapper_subclass(value)
+        if isinstance(value, torch.Tensor) and not is_wrapper:
+            if value.layout == torch.strided and value.numel():
+                at = bisect(starts, (value.data_ptr(), len(params))) - 1
+                if at >= 0 and value.data_ptr() < starts[at][0] + params[starts[at][1]].nbytes:
+                    return starts[at][1]
+        else:
+            left += _values_in(value)
     return None
+
+
+def _values_in(value: Any) -> Iterable[Any]:
+    """What an object holds: items, attributes, or the tensors of a subclass."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if is_traceable_wrapper_subclass(value):
+        return [getattr(value, inner) for inner in value.__tensor_flatten__()[0]]
+    return vars(value).values() if hasattr(value, "__dict__") else ()
 
 
 @torch.no_grad()
@@ -138,10 +145,17 @@ def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> 
             stop = flat.buckets[end].start if end < len(flat.buckets) else flat.numel
             # Padding is zero, so that no checkpoint or sum contains uninitialised memory.
             tensor = torch.zeros(stop - start, dtype=getattr(torch, flat.dtype), device=flat.device)
+            moved: list[torch.Tensor] = []
+            windows: list[torch.Tensor] = []
             for index in {piece.param for bucket in buckets for piece in bucket.slices}:
                 param = params[index]
+                moved.append(param)
                 place = flat.offset_of_param[index] - start
-                param.data = tensor.as_strided(param.size(), param.stride(), place).copy_(param)
+                windows.append(tensor.as_strided(param.size(), param.stride(), place))
+            if moved:
+                torch._foreach_copy_(windows, moved)
+            for param, window in zip(moved, windows):
+                param.data = window
             messages += [
                 Message(
                     bucket.owner,
@@ -256,9 +270,11 @@ def finish_broadcasts(works: Sequence[PendingCall], name: Callable[[int], str] =
         RuntimeError: a value was too large for the dtype of the broadcast. Every rank sees the infinite
             value, so all raise.
     """
+    narrow = []
     for work in works:
         work.wait()
-    narrow = [work for work in works if isinstance(work, _Rounded) and work.may_overflow]
+        if isinstance(work, _Rounded) and work.may_overflow:
+            narrow.append(work)
     if not narrow:
         return
     # On a GPU, tolist waits for the broadcasts: call it once for all of them.

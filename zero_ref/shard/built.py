@@ -69,6 +69,11 @@ class Built:
         ]
         return [*lines, fact_of(self.partition)]
 
+    @cached_property
+    def owners(self) -> frozenset[int]:
+        """The ranks that update something in a step."""
+        return frozenset(message.owner for message in self.messages if message.slices)
+
     def name(self, number: int) -> str:
         """A parameter's name in errors."""
         return name_of(self.specs, number)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from array import array
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -85,22 +86,22 @@ def check_can_be_sharded(
         ValueError: a parameter is split whose optimizer uses shapes; a parameter has gaps in memory, shares
             memory with another, or is a part on each rank (DTensor).
     """
-    names = [name_of(specs, index) for index in range(len(specs))]
-    for name, spec, pieces in zip(names, specs, partition.pieces_of_param, strict=True):
+    for number, (spec, pieces) in enumerate(zip(specs, partition.pieces_of_param, strict=True)):
         if spec.whole and len(pieces) > 1:
             of_class = classes[spec.group].__name__
             raise ValueError(
-                f"{of_class} may look at a parameter's shape, and this partition splits parameter {name}. "
-                'Use partition="even", which keeps such parameters whole, or, if the optimizer treats each '
-                f"element by itself in spite of the trial, set {of_class}.elementwise = True."
+                f"{of_class} may look at a parameter's shape, and this partition splits parameter "
+                f'{name_of(specs, number)}. Use partition="even", which keeps such parameters whole, or, if '
+                "the optimizer treats each element by itself in spite of the trial, set "
+                f"{of_class}.elementwise = True."
             )
-    for name, param in zip(names, params, strict=True):
-        _check_is_held_whole(name, param)
+    for number, param in enumerate(params):
+        _check_is_held_whole(specs, number, param)
         try:
             param.is_contiguous() or flat_view(param.detach())
         except ValueError as error:
-            raise ValueError(f"parameter {name}: {error}") from None
-    _check_memory_is_apart(names, params, specs)
+            raise ValueError(f"parameter {name_of(specs, number)}: {error}") from None
+    _check_memory_is_apart(params, specs)
 
 
 def groups_kept_whole(
@@ -144,12 +145,14 @@ def check_updates_apart(
         )
 
 
-def _check_is_held_whole(name: str, param: torch.Tensor) -> None:
+def _check_is_held_whole(specs: Sequence[ParamSpec], number: int, param: torch.Tensor) -> None:
     """Refuse a parameter that is sharded already, since no rank has all of it to own.
 
     Raises:
         ValueError: the parameter is a DTensor, or one of FullyShardedDataParallel's.
     """
+    if type(param) is torch.nn.Parameter and not hasattr(param, "_fsdp_flattened"):
+        return  # nearly all, of thousands
     # If the DTensor module was not imported, no DTensor exists; importing the module here would be slow.
     tensor_module = sys.modules.get("torch.distributed.tensor")
     what = ""
@@ -159,15 +162,13 @@ def _check_is_held_whole(name: str, param: torch.Tensor) -> None:
         what = "one of FullyShardedDataParallel's, which cuts and moves it"
     if what:
         raise ValueError(
-            f"parameter {name} is {what}, so each rank holds another part of it, and the owner would "
-            "overwrite the others'. Its optimizer is sharded already: use the plain optimizer class on these "
-            "parameters, or this one on a model in DistributedDataParallel."
+            f"parameter {name_of(specs, number)} is {what}, so each rank holds another part of it, and the "
+            "owner would overwrite the others'. Its optimizer is sharded already: use the plain optimizer "
+            "class on these parameters, or this one on a model in DistributedDataParallel."
         )
 
 
-def _check_memory_is_apart(
-    names: Sequence[str], params: Sequence[torch.Tensor], specs: Sequence[ParamSpec]
-) -> None:
+def _check_memory_is_apart(params: Sequence[torch.Tensor], specs: Sequence[ParamSpec]) -> None:
     # Each parameter fills one range of memory. If any ranges overlap, two that are adjacent in the order of
     # their starts do. Tensors without memory ("meta") start at 0.
     ranges = sorted(
@@ -179,13 +180,14 @@ def _check_memory_is_apart(
         if device != other_device or start + nbytes <= other_start:
             continue
         first, second = sorted((one, other))
+        name, other_name = name_of(specs, first), name_of(specs, second)
         if params[first] is params[second]:
             raise ValueError(
-                f"parameter {names[first]} is listed twice, at {first} and {second}, so two ranks would own "
+                f"parameter {name} is listed twice, at {first} and {second}, so two ranks would own "
                 "it. List it once: it gets the gradients of all its uses."
             )
         raise ValueError(
-            f"parameters {names[first]} and {names[second]} are different Parameter objects on the same "
+            f"parameters {name} and {other_name} are different Parameter objects on the same "
             "memory, so two ranks would own it. Tie weights by using one Parameter in both places."
         )
 
@@ -201,7 +203,7 @@ def facts_of(
     for number, param in enumerate(params_of(param_groups)[first:], start=first):
         spec = specs[number]
         facts.append(
-            f"parameter {name_of(specs, number)}: shape {tuple(param.shape)}, {spec.dtype}, "
+            f"parameter {name_of(specs, number)}: shape {spec.shape}, {spec.dtype}, "
             f"{devices[spec.device]}, group {spec.group}, requires_grad={spec.trainable}, "
             f"strides {param.stride()}"
         )
@@ -214,8 +216,10 @@ def facts_of(
 
 def fact_of(partition: Partition) -> str:
     """A line that is equal for equal partitions."""
-    plan = repr((partition.slices_of_rank, partition.ranges)).encode()
-    return f"partition {hashlib.sha256(plan).hexdigest()[:12]}"
+    plan = hashlib.sha256(repr(partition.ranges).encode())
+    for slices in partition.slices_of_rank:
+        plan.update(array("q", [len(slices), *chain.from_iterable(slices)]))
+    return f"partition {plan.hexdigest()[:12]}"
 
 
 def _kind(value: object) -> str:

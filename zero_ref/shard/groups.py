@@ -30,7 +30,7 @@ def specs_of(param_groups: Sequence[ParamGroup], whole: Container[int] = ()) -> 
         ParamSpec(
             numel=param.numel(),
             dtype=dtype_name(param.dtype),
-            device=str(param.device),
+            device=_device_name(param.device),
             group=index,
             trainable=param.requires_grad,
             name=name,
@@ -48,6 +48,11 @@ def specs_of(param_groups: Sequence[ParamGroup], whole: Container[int] = ()) -> 
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype as torch prints it, without the `torch.`."""
     return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _device_name(device: torch.device) -> str:
+    return str(device)
 
 
 def name_of(specs: Sequence[ParamSpec], number: int) -> str:
@@ -89,14 +94,17 @@ def given_in(group: ParamGroup) -> dict[str, Any]:
 def copy_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
     """Copy all options, such as learning rates, from `source` to `target`, but not the parameters."""
     for theirs, ours in zip(source, target, strict=True):
-        ours.update(options_of(theirs))
+        for key, value in theirs.items():
+            if key not in PARAM_KEYS:
+                ours[key] = value
 
 
 def replace_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
     """As `copy_options`, and remove the options that `source` does not have."""
     for theirs, ours in zip(source, target, strict=True):
-        for key in options_of(ours).keys() - theirs.keys():
-            del ours[key]
+        for key in ours.keys() - theirs.keys():
+            if key not in PARAM_KEYS:
+                del ours[key]
     copy_options(source, target)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from operator import is_
 from typing import Any
 
@@ -33,8 +33,8 @@ SMALL_NUMEL = 2**14
 
 
 def _can_be_merged(tensor: torch.Tensor, limit: float) -> bool:
-    fits = 0 < tensor.numel() <= limit and tensor.numel() % ALIGNMENT == 0
-    return fits and not is_traceable_wrapper_subclass(tensor)
+    numel = tensor.numel()
+    return 0 < numel <= limit and numel % ALIGNMENT == 0 and not is_traceable_wrapper_subclass(tensor)
 
 
 @torch.no_grad()
@@ -53,20 +53,30 @@ def place_end_to_end(tensors: Iterable[torch.Tensor]) -> None:
 def _runs(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Those that follow each other directly in the same memory, in order of their addresses."""
     runs: list[list[torch.Tensor]] = []
+    end = None
     for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
-        if runs and _is_next(runs[-1][-1], tensor):
+        start, stop = _ends(tensor)
+        if start == end:
             runs[-1].append(tensor)
         else:
             runs.append([tensor])
+        end = stop
     return [run for run in runs if len(run) > 1]
 
 
-def _is_next(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.data_ptr() + one.nbytes == other.data_ptr()
-        and one.dtype == other.dtype
-        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    )
+Place = tuple[int, int, torch.dtype]
+
+
+def _ends(tensor: torch.Tensor) -> tuple[Place, Place]:
+    """Where a tensor begins and ends: the address, and what a neighbour has in common with it."""
+    start, storage, dtype = tensor.data_ptr(), tensor.untyped_storage().data_ptr(), tensor.dtype
+    return (start, storage, dtype), (start + tensor.nbytes, storage, dtype)
+
+
+def _lie_together(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether they follow each other directly in the same memory."""
+    ends = [_ends(tensor) for tensor in tensors]
+    return all(stop == start for (_, stop), (start, _) in pairwise(ends))
 
 
 class MergedRun:
@@ -104,7 +114,7 @@ class MergedRun:
         if len(grads) < len(self.members):
             return False
         if not self.copies:
-            together = all(map(_is_next, grads, grads[1:])) and all(
+            together = _lie_together(grads) and all(
                 grad.stride() == member.stride() for grad, member in zip(grads, self.members)
             )
             if together:
@@ -214,26 +224,33 @@ class MergedSlices:
         self.optim = optim
         self.runs: list[MergedRun] = []
         self.apart = [group["params"] for group in optim.param_groups]
-        for group in optim.param_groups:
-            of_group, may_merge = group["params"], is_elementwise(class_of(group, optim))
-            most = math.inf if limit is None else limit
-            fit = [t for t in of_group if may_merge and t in params and _can_be_merged(t, most)]
-            runs = [
-                MergedRun(run, [params[member] for member in run], limit is not None) for run in _runs(fit)
-            ]
-            self.runs += runs
+        most = math.inf if limit is None else limit
+        for group in optim.param_groups if params else ():
+            if is_elementwise(class_of(group, optim)):
+                fit = [t for t in group["params"] if _can_be_merged(t, most) and t in params]
+                self.runs += [
+                    MergedRun(run, [params[member] for member in run], limit is not None)
+                    for run in _runs(fit)
+                ]
         self._arrange()
 
     def _arrange(self) -> None:
         """List each run in place of its members."""
         run_of = {member: run for run in self.runs for member in run.members}
         self.members = run_of.keys()
-        self.together: list[list[torch.Tensor]] = []
+        self.together = self.apart
+        if not run_of:
+            return
+        self.together = []
         for of_group in self.apart:
-            runs = dict.fromkeys(run_of[local] for local in of_group if local in run_of)
-            self.together.append(
-                [*(run.whole for run in runs), *(local for local in of_group if local not in run_of)]
-            )
+            runs: dict[MergedRun, None] = {}
+            alone = []
+            for local in of_group:
+                if (run := run_of.get(local)) is not None:
+                    runs[run] = None
+                else:
+                    alone.append(local)
+            self.together.append([*(run.whole for run in runs), *alone])
 
     def merge(self) -> None:
         """Replace the members by their runs; a run that cannot be merged is dissolved for good."""
@@ -246,11 +263,6 @@ class MergedSlices:
             self.optim.state[run.whole] = run.state
         self._list(self.together)
 
-    def done(self) -> None:
-        """The runs were stepped: the rest of the step must not step them again."""
-        for run in self.runs:
-            run.whole.grad = None
-
     def split(self) -> None:
         """Replace the runs by their members, with groups and state as if each had been stepped by itself."""
         self._list(self.apart)
@@ -261,9 +273,10 @@ class MergedSlices:
 
     def dissolve(self) -> None:
         """From now on step each member by itself, with its own step counter."""
-        self._dissolve(self.runs)
-        self.runs = []
-        self._arrange()
+        if self.runs:
+            self._dissolve(self.runs)
+            self.runs = []
+            self._arrange()
 
     def unshare(self) -> None:
         """Give each member a step counter of its own, before others than the runs step it."""

@@ -152,6 +152,16 @@ class StatePlace:
         ready = [self._streams[device].record_event() for device in away]
         return Arrival([local for local, _ in piece], here, ready)
 
+    def arrive(self, piece: Arrival) -> None:
+        """Wait for the gradients of a piece, and set them."""
+        for event in piece.ready:
+            event.synchronize()
+        for local, grad in zip(piece.locals, piece.gradients, strict=True):
+            local.grad = grad.to(local.dtype)
+
+    def forget(self) -> None:
+        """Nothing is kept: each piece has brought its own memory."""
+
     def _beside(self, device: torch.device) -> Any:
         """A stream for copies from a device, after all that was launched there."""
         if device not in self._streams:

@@ -1,16 +1,16 @@
-"""What a sharded checkpoint holds of an optimizer: named flat tensors, and JSON. Nothing is sent here.
+"""The contents of a sharded checkpoint: named flat tensors, and JSON. Nothing is sent here.
 
 This module adds to `state_dict` of `minimal.py` a form of which each rank makes and takes only its own part.
 Tensors are stored flat, in the order of the parameter's memory: "parameters.<name>" and "state.<name>.<key>",
 with a number in place of the name where the optimizer has no names. A rank stores the ranges that it owns.
 All else is JSON, the "contents" in each rank's table:
 
-    state           a `checkpoint.Entry` for each value of this rank's state
+    state           a `entries.Entry` for each value of this rank's state
     parameters      of rank 0 only, as what follows: shape, strides and dtype, in registration order
     param_groups    as in a state dict
     notes           the user's
 
-`slices_to_save` and `contents_of` make the tensors and the JSON, `Contents` checks the JSON of all ranks,
+`ranges_to_save` and `contents_of` make the tensors and the JSON, `Contents` checks the JSON of all ranks,
 `LoadedShard` reads the ranges that this rank will own.
 """
 
@@ -20,52 +20,53 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zero_ref.optimizer import checkpoint
-from zero_ref.optimizer.checkpoint import Entry, dtype_of
+from zero_ref.optimizer.entries import Entry, State, allocate, dtype_of, pack
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like, flat_view
 from zero_ref.shard.groups import dtype_name
 from zero_ref.shard.owned import MASTER, OwnedSlice
 from zero_ref.shard.rounding import Masters
-from zero_ref.state.files import FlatSlices, ShardReader, read_slices
+from zero_ref.state.files import Ranges, ShardReader
 from zero_ref.state.saves import damage_in
 
 
-def slices_to_save(
+def ranges_to_save(
     optimizer: ZeroRedundancyOptimizer, parameters: bool, as_copies: bool
-) -> tuple[dict[str, FlatSlices], list[Entry]]:
+) -> tuple[dict[str, Ranges], list[Entry]]:
     """This rank's ranges of the stored tensors, and the entries of its state.
 
     Args:
         parameters: the owned slices of the parameters too.
         as_copies: in CPU memory, so that training may go on.
     Raises:
-        TypeError: as `checkpoint.pack`.
+        TypeError: as `entries.pack`.
     """
-    packed = checkpoint.pack(optimizer.shard.owned, optimizer.shard.state)
+    packed = pack(optimizer.shard.owned, optimizer.shard.state)
     labels = _labels_of(optimizer.param_groups)
-    slices: dict[str, FlatSlices] = {}
-
-    def add(name: str, numel: int, start: int, flat: torch.Tensor) -> None:
-        _add_slice(slices, name, numel, start, flat.to("cpu", copy=True) if as_copies else flat)
-
+    ranges: dict[str, Ranges] = {}
+    entries = []
     for entry, flat in packed:
+        entries.append(entry)
         if flat is not None:
             # State with a shape of its own, such as the factors of Adafactor, is stored whole.
             numel = flat.numel() if "shape" in entry else optimizer.partition.numels[entry["param"]]
-            add(name_of_state(labels[entry["param"]], entry["key"]), numel, entry.get("start", 0), flat)
+            name = name_of_state(labels[entry["param"]], entry["key"])
+            _add_range(ranges, name, numel, entry.get("start", 0), flat, as_copies)
     for own in optimizer.shard.owned if parameters else ():
         name = name_of_param(labels[own.piece.param])
-        add(name, own.param.numel(), own.piece.start, flat_view(own.window))
-    return slices, [entry for entry, _ in packed]
+        _add_range(ranges, name, own.param.numel(), own.piece.start, flat_view(own.window), as_copies)
+    return ranges, entries
 
 
-def _add_slice(to: dict[str, FlatSlices], name: str, numel: int, start: int, flat: torch.Tensor) -> None:
+def _add_range(
+    to: dict[str, Ranges], name: str, numel: int, start: int, flat: torch.Tensor, as_copy: bool = False
+) -> None:
     """Add a range of the tensor of that name, which has `numel` elements."""
-    to.setdefault(name, FlatSlices({start: flat}, numel)).pieces[start] = flat
+    flat = flat.to("cpu", copy=True) if as_copy else flat
+    to.setdefault(name, Ranges({}, numel)).pieces[start] = flat
 
 
 def contents_of(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class Contents:
     """What all ranks' tables together say of an optimizer. Tensors are on "meta": their values are not read.
 
     Attributes:
-        metadata: where the values are, for `read_slices`.
+        stored: by name, the tensors in the files.
         params, labels: the parameters, and their names in the files.
         state_dict: as of the unsharded optimizer.
         notes: the user's.
@@ -116,7 +117,7 @@ class Contents:
     """
 
     def __init__(self, reader: ShardReader) -> None:
-        self.metadata = reader.read_metadata()
+        self.stored = reader.tensors
         contents_of_rank = [table["contents"] for table in reader.tables]
         with damage_in(reader.path_of_table(0)):
             self._take_common(contents_of_rank[0])
@@ -166,20 +167,19 @@ class Contents:
         of_param = self.state_dict["state"].setdefault(number, {})
         if "value" not in entry:
             entry = {**entry, "device": "meta"}
-        if checkpoint.allocate(of_param, entry, self.params[number]) is not None:
+        if allocate(of_param, entry, self.params[number]) is not None:
             self._check_stored(name_of_state(self.labels[number], key), of_param[key])
 
     def has_values(self, number: int) -> bool:
         """Whether the elements of a parameter were saved, not only its state."""
-        return name_of_param(self.labels[number]) in self.metadata.state_dict_metadata
+        return name_of_param(self.labels[number]) in self.stored
 
     def _check_stored(self, name: str, tensor: torch.Tensor) -> None:
-        stored = self.metadata.state_dict_metadata[name]
-        assert isinstance(stored, TensorStorageMetadata)
-        if (stored.size.numel(), stored.properties.dtype) != (tensor.numel(), tensor.dtype):
+        stored = self.stored[name]
+        if (stored.numel, stored.dtype) != (tensor.numel(), tensor.dtype):
             raise ValueError(
-                f"{name} is stored as {stored.size.numel()} elements of {stored.properties.dtype}, and "
-                f"described as {tensor.numel()} of {tensor.dtype}"
+                f"{name} is stored as {stored.numel} elements of {stored.dtype}, and described as "
+                f"{tensor.numel()} of {tensor.dtype}"
             )
 
     def check_fits(self, optimizer: ZeroRedundancyOptimizer, parameters: bool) -> list[str]:
@@ -221,10 +221,10 @@ class LoadedShard:
     def __init__(
         self, reader: ShardReader, contents: Contents, optimizer: ZeroRedundancyOptimizer, parameters: bool
     ) -> None:
-        self.state: checkpoint.State = {}
+        self.state: State = {}
         self.parameters: list[tuple[OwnedSlice, torch.Tensor]] = []
         self._contents = contents
-        self._slices: dict[str, FlatSlices] = {}
+        self._ranges: dict[str, Ranges] = {}
         self._wholes: dict[str, torch.Tensor] = {}
         self._reordered: list[tuple[torch.Tensor, torch.Tensor, OwnedSlice]] = []
         saved_state = contents.state_dict["state"]
@@ -241,7 +241,7 @@ class LoadedShard:
             if parameters:
                 name = name_of_param(contents.labels[number])
                 self.parameters.append((own, self._allocate_slice(own, name, contents.params[number])))
-        read_slices(reader, self._slices, contents.metadata)
+        reader.read(self._ranges)
         for flat, whole, own in self._reordered:
             flat.copy_(flat_like(whole, own.param)[own.piece.start : own.piece.stop])
         self._keep_wider_values(optimizer.shard.masters, stateless=not saved_state)
@@ -273,18 +273,18 @@ class LoadedShard:
         if value.shape == self._contents.params[number].shape and not subclasses.is_within(key):
             return self._allocate_slice(own, name, value)
         whole = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        _add_slice(self._slices, name, whole.numel(), 0, flat_view(whole))
+        _add_range(self._ranges, name, whole.numel(), 0, flat_view(whole))
         return whole
 
     def _allocate_slice(self, own: OwnedSlice, name: str, saved: torch.Tensor) -> torch.Tensor:
         values = torch.empty_like(own.local, dtype=saved.dtype, device="cpu", requires_grad=False)
         if saved.stride() == own.param.stride():
-            _add_slice(self._slices, name, saved.numel(), own.piece.start, flat_view(values))
+            _add_range(self._ranges, name, saved.numel(), own.piece.start, flat_view(values))
             return values
         # It was saved with other strides, as with channels_last, so the slice is scattered over the file.
         if name not in self._wholes:
             self._wholes[name] = torch.empty_strided(saved.shape, saved.stride(), dtype=saved.dtype)
-            _add_slice(self._slices, name, saved.numel(), 0, flat_view(self._wholes[name]))
+            _add_range(self._ranges, name, saved.numel(), 0, flat_view(self._wholes[name]))
         self._reordered.append((flat_view(values), self._wholes[name], own))
         return values
 

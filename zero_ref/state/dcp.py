@@ -27,11 +27,12 @@ from torch.optim import Optimizer
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm.agreement import agreement
 from zero_ref.optimizer import checkpoint
+from zero_ref.optimizer.entries import State, check_belongs_to_parameters, plain_state
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like
 from zero_ref.shard.owned import MASTER, OwnedSlice
-from zero_ref.state.files import FlatSlices, read_slices
+from zero_ref.state.flat_slices import FlatSlices, read_slices
 from zero_ref.state.sharded import Directory
 
 STATE, GROUPS = "state.", "param_groups."
@@ -119,7 +120,7 @@ class StatefulOptimizer:
         Cost: an all-gather of 32 bytes.
         """
         optimizer, loading = self.optimizer, self._loading
-        with optimizer.loading("load the state that DCP has read") as facts:
+        with optimizer.whole.loading("load the state that DCP has read") as facts:
             if loading is None:
                 raise ValueError(
                     "StatefulOptimizer(model, optimizer) is to save. To load, make one with the checkpoint: "
@@ -135,9 +136,9 @@ class StatefulOptimizer:
 
     def _state(self) -> dict[str, dict[str, Any]]:
         local_state, state = self.optimizer.shard.state, dict[str, dict[str, Any]]()
-        checkpoint.check_belongs_to_parameters(local_state)
+        check_belongs_to_parameters(local_state)
         for own in self.optimizer.shard.owned:
-            plain = checkpoint.plain_state(own, local_state)
+            plain = plain_state(own, local_state)
             if any(map(subclasses.is_within, plain)):
                 raise TypeError(
                     f"the state of {self.names[own.piece.param]} has a tensor subclass, which DCP would "
@@ -233,9 +234,9 @@ class _Loading:
         if isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == own.local.dtype:
             _add_slice(self._masters, name, own, torch.empty(own.piece.numel, dtype=own.local.dtype))
 
-    def state(self, read: Mapping[str, Any]) -> checkpoint.State:
+    def state(self, read: Mapping[str, Any]) -> State:
         """By position in the owned slices, as from `checkpoint.shard_of`."""
-        state: checkpoint.State = {}
+        state: State = {}
         for position, (own, fqn) in enumerate(self.owned):
             for key in self._keys.get(fqn, ()):
                 value = read[f"{STATE}{fqn}.{key}"]
@@ -294,7 +295,7 @@ class OptimizerToLoad(Optimizer):
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self.optimizer, self.param_groups = optimizer, optimizer.param_groups
-        keys = zip(optimizer.built.params, optimizer.keys_of_state(), strict=True)
+        keys = zip(optimizer.built.params, optimizer.whole.keys(), strict=True)
         self.state = defaultdict(dict, {param: dict.fromkeys(of, _UNSET) for param, of in keys})
 
     def state_dict(self) -> dict[str, Any]:

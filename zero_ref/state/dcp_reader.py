@@ -1,4 +1,4 @@
-"""What `save_sharded` wrote, as torch.distributed.checkpoint (DCP) reads it.
+"""Storage readers with which torch.distributed.checkpoint (DCP) reads what `save_sharded` wrote.
 
 This module adds to `minimal.py` that a program without this package's optimizer, such as one with
 `fully_shard`, goes on from a sharded save at any world size.
@@ -7,12 +7,14 @@ This module adds to `minimal.py` that a program without this package's optimizer
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -20,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from zero_ref.optimizer import checkpoint
@@ -28,12 +30,73 @@ from zero_ref.plan.boxes import Box, boxes_in_memory
 from zero_ref.shard import subclasses
 from zero_ref.shard.owned import MASTER
 from zero_ref.state.contents import Contents, name_of_param, name_of_state
-from zero_ref.state.files import ShardReader, Stored, chunk
+from zero_ref.state.files import Piece, ShardReader, Table, memory_of, opened, read_checked
+from zero_ref.state.flat_slices import chunk
 from zero_ref.state.saves import name_of
 from zero_ref.state.sharded import Directory, newest_intact
 
 
-class DCPReader(ShardReader):
+class Stored(NamedTuple):
+    """A box of a tensor, and the piece in which its elements lie.
+
+    Args:
+        strides: of the tensor, whose element at `index` has the number sum(index * strides).
+    """
+
+    piece: Piece
+    box: Box
+    strides: tuple[int, ...]
+
+
+class FlatReader(FileSystemReader):
+    """Lets `dcp.load` read the tensors of a save, flat and by the names under which they are stored.
+
+    >>> weight = torch.empty(12)
+    >>> dcp.load({"parameters.up.weight": weight}, storage_reader=FlatReader(folder))      # doctest: +SKIP
+
+    Args:
+        folder: of one save.
+        tables: from `read_tables`, if they have been read.
+    Raises:
+        ValueError: the save is damaged, which names the file.
+    """
+
+    def __init__(self, folder: Path, tables: Sequence[Table] | None = None) -> None:
+        super().__init__(folder)
+        self.files = ShardReader(folder, tables)
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """The tensors, and where their pieces are."""
+        stored: dict[str, Any] = {}
+        places: dict[MetadataIndex, Any] = {}
+        for name, tensor in self.files.tensors.items():
+            chunks = []
+            for piece in tensor.pieces.values():
+                box = Box((piece.start,), (piece.numel,), piece.start)
+                chunks.append(chunk(box))
+                places[MetadataIndex(name, chunks[-1].offsets)] = Stored(piece, box, (1,))
+            properties = TensorProperties(dtype=tensor.dtype)
+            stored[name] = TensorStorageMetadata(properties, torch.Size([tensor.numel]), chunks)
+        return Metadata(stored, storage_data=places)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for, each file at once."""
+        requests: list[tuple[Stored, ReadItem]] = sorted(
+            ((self.storage_data[item.storage_index], item) for item in plan.items),
+            key=lambda request: (request[0].piece.path, request[0].piece.offset),
+        )
+        for path, of_file in itertools.groupby(requests, key=lambda request: request[0].piece.path):
+            with opened(path) as file:
+                for stored, item in of_file:
+                    target = planner.resolve_tensor(item).detach()
+                    _read_part(file, stored, item, target)
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+class DCPReader(FlatReader):
     """Lets `dcp.load` read what `save_sharded` wrote, under the keys of a `fully_shard` program.
 
     >>> state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, adamw)}
@@ -60,10 +123,7 @@ class DCPReader(ShardReader):
         path = Path(directory).absolute()
         folder, tables, _ = newest_intact(path, name_of(save) if isinstance(save, int) else save, {})
         super().__init__(path / folder, tables)
-        self._contents = Contents(ShardReader(path / folder, tables))
-        self._pieces: dict[str, list[Stored]] = {}
-        for index, stored in self._contents.metadata.storage_data.items():
-            self._pieces.setdefault(index.fqn, []).append(stored)
+        self._contents = Contents(self.files)
         labels = self._contents.labels
         self.names = [checkpoint.plain_name(label) for label in labels] if names is None else names
         if len(self.names) != len(labels):
@@ -125,7 +185,20 @@ class DCPReader(ShardReader):
         if not value.is_meta:
             yield Box((0,) * value.ndim, tuple(value.shape), 0), value
             return
-        for stored in self._pieces[flat_name]:
-            piece = stored.piece
+        for piece in self.files.tensors[flat_name].pieces.values():
             for box in boxes_in_memory(piece.start, piece.start + piece.numel, value.shape, value.stride()):
                 yield box, Stored(piece, box, value.stride())
+
+
+def _read_part(file: IO[bytes], stored: Stored, item: ReadItem, target: torch.Tensor) -> None:
+    """Read a part of a box into `target`; of a part whose elements are scattered, also what lies between."""
+    piece, box, strides = stored
+    index = [begin + within for begin, within in zip(box.offsets, item.storage_offsets)]
+    first = sum(at * stride for at, stride in zip(index, strides)) - piece.start
+    numel = 1 + sum((length - 1) * stride for length, stride in zip(item.lengths, strides))
+    in_file = torch.empty(numel, dtype=piece.dtype, device="meta").as_strided(item.lengths, strides)
+    direct = target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
+    buffer = target if direct and in_file.is_contiguous() else torch.empty(numel, dtype=piece.dtype)
+    read_checked(file, piece, first * piece.dtype.itemsize, memory_of(buffer))
+    if buffer is not target:
+        target.copy_(buffer.as_strided(item.lengths, strides))

@@ -2,18 +2,17 @@
 
 This module adds to `minimal.py`, which saves nothing, that two jobs never save into one directory: they would
 remove each other's saves, and a load would find those of either. The usual case is a requeued job whose
-predecessor still runs. A job writes `owner.json` with its first save, and removes it when the optimizers that
-saved are gone, or the process ends. A crashed job leaves the file behind, which becomes stale:
+predecessor still runs.
 
-- On the same machine since the same boot, as soon as that process is gone.
-- Elsewhere nobody can see whether the process lives. So the owner renews the file every 30 s, and 5 minutes
-  after the last renewal it is stale. Slurm and torchrun count restarts: for a later restart of the same job,
-  the file of an earlier one is stale at once.
-- With `take_over=True`, always.
+- The first save of a job creates `owner.json` exclusively, with a token that no other job has.
+- The owner renews the file's time every 10 s, and removes the file when the optimizers that saved are gone.
+- A crashed job leaves the file behind. A job that finds another's file waits. If the file is renewed, its
+  owner is alive, and the save is an error. 5 minutes after the last renewal the file is stale, and replaced.
+- With `take_over=True` the file is replaced at once.
 
-The file may become stale too early, as when a process is stopped for 5 minutes and then continued. Nothing is
-lost then: a job removes only saves that it has written itself or found when it became the owner, never those
-of the next owner, and its own next save raises an error that names the new owner.
+A file may become stale while its owner lives, as when a process is stopped for 5 minutes and then continued.
+Nothing is lost then: a job removes only saves that it has written itself or found when it became the owner,
+never those of the next owner, and its own next save raises an error that names the new owner.
 
 Network file systems may have no reliable locks, and none is needed: only that one of two processes that
 create the same file fails, and that a rename is atomic. Standard library only.
@@ -27,9 +26,11 @@ import os
 import secrets
 import socket
 import threading
+import warnings
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from time import sleep
+from typing import NamedTuple
 
 from zero_ref.state.durable import sync_folder, writing
 from zero_ref.state.saves import (
@@ -43,10 +44,10 @@ from zero_ref.state.saves import (
 )
 
 OWNER = "owner.json"
-RENEW_SECONDS = 30.0
+RENEW_SECONDS = 10.0
 STALE_SECONDS = 300.0
-RESTARTS = {"SLURM_JOB_ID": "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID": "TORCHELASTIC_RESTART_COUNT"}
-"""The environment variables with a scheduler's name of this job, each with that of its number of restarts."""
+JOB_NAMES = ("ZERO_REF_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+"""The environment variables that may name this job. The first that is set counts."""
 
 
 class Owner(NamedTuple):
@@ -54,35 +55,23 @@ class Owner(NamedTuple):
 
     Args:
         token: unique to this process and this directory.
-        machine: the boot of the machine and the PID namespace; two processes with equal ones can see whether
-            the other lives.
-        started: the process's start by the machine's clock, since a pid is used again.
-        job, restart: the scheduler's name of the job, empty where there is none.
+        job: the launcher's name of the job, empty where it has none.
         since: ISO 8601, UTC.
     """
 
     token: str
     host: str
-    machine: str
     pid: int
-    started: str
     job: str
-    restart: int
     since: str
 
     @classmethod
     def this_process(cls) -> Owner:
         """This process as an owner, with a new token."""
-        job, restart = "", 0
-        for variable, count in RESTARTS.items():
-            if (name := os.environ.get(variable, "none")) != "none":
-                job, restart = f"{variable}={name}", int(os.environ.get(count) or 0)
-                break
+        names = {name: os.environ.get(name, "none") for name in JOB_NAMES}
+        job = next((f"{name}={value}" for name, value in names.items() if value != "none"), "")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        pid = os.getpid()
-        return cls(
-            secrets.token_hex(8), socket.gethostname(), _machine(), pid, _started(pid), job, restart, now
-        )
+        return cls(secrets.token_hex(8), socket.gethostname(), os.getpid(), job, now)
 
     @classmethod
     def read(cls, path: Path) -> Owner:
@@ -90,7 +79,7 @@ class Owner(NamedTuple):
         entries = read_sealed(path, 2**16)
         with damage_in(path):
             owner = cls(*(entries[name] for name in cls._fields))
-            if [type(value) for value in owner] != [str, str, str, int, str, str, int, str]:
+            if [type(value) for value in owner] != [str, str, int, str, str]:
                 raise ValueError(f"it says {owner}")
         return owner
 
@@ -98,88 +87,44 @@ class Owner(NamedTuple):
         job = f", {self.job}" if self.job else ""
         return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
-    def is_gone(self, me: Owner, age: float) -> bool:
-        """Whether this owner's `owner.json` is stale.
-
-        Args:
-            me: the process that asks.
-            age: seconds since the file was renewed.
-        """
-        if self.machine == me.machine and os.name == "posix":
-            return self.pid == me.pid or not _is_alive(self.pid, self.started)
-        if self.job and self.job == me.job and self.restart < me.restart:
-            return True
-        return age > STALE_SECONDS
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _started(pid: int) -> str:
-    """The start of a process in the machine's clock ticks; empty if it is gone, or if this is not Linux."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in "ZX" else fields[18]
-
-
-def _is_alive(pid: int, started: str) -> bool:
-    if started:
-        return _started(pid) == started
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
 
 class Ownership:
     """This process's ownership of a directory. It ends with the last reference to this object.
 
+    Args:
+        found: the number of the newest save that was there when it began.
     Attributes:
-        first: the number of the first save that was made during it.
         end: a function that ends it now.
     """
 
-    def __init__(self, path: Path, owner: Owner) -> None:
-        self.path, self.owner = path, owner
-        self.first: int | None = None
+    def __init__(self, path: Path, owner: Owner, found: int) -> None:
+        self.path, self.owner, self.found = path, owner, found
         stop = threading.Event()
         threading.Thread(target=_renew, args=(path, owner, stop), daemon=True, name="save owner").start()
         self.end = weakref.finalize(self, _release, path, owner, stop)
 
     def is_valid(self) -> bool:
         """Whether the directory is still this process's."""
-        return self.owner.pid == os.getpid() and _is_of(self.path, self.owner)
+        return _is_of(self.path, self.owner)
 
     def may_remove(self, mark: Mark) -> bool:
         """Whether this process wrote the save of that mark, or found it when it became the owner."""
-        ours = mark.owner.get("token") == self.owner.token
-        return ours or (self.first is not None and mark.number < self.first)
+        return mark.number <= self.found or mark.owner.get("token") == self.owner.token
 
-
-_ADVICE = (
-    "Two jobs would remove each other's saves: save into another directory, or end that job. If you know "
-    "that it is gone, pass take_over=True once; the mark of a job on another machine counts until it has not "
-    f"been renewed for {STALE_SECONDS:.0f} s."
-)
 
 _OWNERSHIPS: weakref.WeakValueDictionary[Path, Ownership] = weakref.WeakValueDictionary()
 
+_ADVICE = (
+    "Two jobs would remove each other's saves: save into another directory, or end that job. If you know "
+    "that it is gone, pass take_over=True once."
+)
+
 
 def is_of_this_job(directory: Path) -> bool:
-    """Whether the owner of a directory is a process of the same job, by the name that the scheduler gives it.
+    """Whether the owner of a directory is of the same job, by the name that the launcher gives the job.
 
-    Where torchrun starts the ranks of a job again, each round ends the one before. What an earlier rank left
-    there may then be taken over, though nobody can see from another machine that this rank is gone.
+    Where a launcher starts the ranks of a job again, each round ends the one before. What an earlier rank has
+    left there may then be taken over at once.
     """
     try:
         owner = Owner.read(directory / OWNER)
@@ -196,70 +141,94 @@ def become_owner(directory: Path, take_over: bool = False) -> Ownership:
     Raises:
         OSError: `owner.json` cannot be written or read.
         RuntimeError: another process is the owner, and is named; or no job has written that `owner.json`.
+    Warns:
+        UserWarning: this process waits until the file of another one is renewed or stale.
     """
     path = directory / OWNER
-    ownership = _OWNERSHIPS.get(path)
-    if ownership is not None and ownership.is_valid():
-        return ownership
+    held = _OWNERSHIPS.get(path)
+    if held is not None and held.is_valid():
+        return held
+    if held is not None:
+        held.end()  # Stop renewing. The file stays, as it is another's.
+        if not take_over:
+            _check_is_unused(held)
     me = Owner.this_process()
-    if ownership is not None:
-        ownership.end()  # Stop renewing. The file stays, as it is another's.
-        theirs = [
-            save.path.name
-            for save in saves_in(directory)
-            if save.mark and not ownership.may_remove(save.mark)
-        ]
-        if theirs and not take_over:
-            raise RuntimeError(
-                f"{directory} belongs to another job by now, which has saved {theirs[-1]} after this one was "
-                f"stopped for a while. {_ADVICE}"
-            )
+    while not (_create(path, me) or _replace(path, me, take_over)):
+        pass  # The other owner has removed its file meanwhile.
+    sync_folder(directory)
+    found = max((save.number for save in saves_in(directory) if save.mark), default=0)
+    ownership = _OWNERSHIPS[path] = Ownership(path, me, found)
+    return ownership
+
+
+def _check_is_unused(lost: Ownership) -> None:
+    """Raise RuntimeError if a job has saved or wants to save since this process lost the directory."""
+    directory = lost.path.parent
+    theirs = [save.path.name for save in saves_in(directory) if save.mark and not lost.may_remove(save.mark)]
+    if theirs or lost.path.exists():
+        who = f", which has saved {theirs[-1]}" if theirs else f": {_name_of_owner(lost.path)}"
+        raise RuntimeError(
+            f"{directory} belongs to another job by now{who}; this one was stopped for a while. {_ADVICE}"
+        )
+
+
+def _create(path: Path, me: Owner) -> bool:
+    """Write a file that does not exist; False if it does."""
     try:
         with writing(path) as file:
             file.write(sealed(me._asdict()))
     except FileExistsError:
-        _replace(path, me, take_over, lost=ownership is not None)
-    sync_folder(directory)
-    ownership = _OWNERSHIPS[path] = Ownership(path, me)
-    return ownership
+        return False
+    return True
 
 
-def _replace(path: Path, me: Owner, take_over: bool, lost: bool) -> None:
-    """Replace the `owner.json` of another process, if that one is gone, or is to be taken over.
-
-    Args:
-        lost: the directory was this process's before, so the other one took it over and is alive.
-    """
+def _replace(path: Path, me: Owner, take_over: bool) -> bool:
+    """Replace the file of another owner when it is stale, or at once to take over; False if it is gone."""
     mine = path.with_name(f"{OWNER}.{me.token}.part")
-    with writing(mine) as file:
-        file.write(sealed(me._asdict()))
+    _create(mine, me)
     try:
-        # Both times are by the file system's clock, which may differ from the machine's.
-        age = mine.stat().st_mtime - path.stat().st_mtime
-        try:
-            other: Any = Owner.read(path)
-            gone = other.is_gone(me, age)
-        except DamagedError:
-            if not begins_as_sealed(path):
+        other, renewed = _name_of_owner(path), path.stat().st_mtime
+        while not take_over and time_at(mine) - path.stat().st_mtime <= STALE_SECONDS:
+            if path.stat().st_mtime != renewed:
                 raise RuntimeError(
-                    f"{path} is no mark of a job that saves, so it is left as it is: move it away, or save "
-                    "into another directory."
-                ) from None
-            # It may be half written, by a process that is alive.
-            other, gone = f"a process that left no readable {OWNER}", age > STALE_SECONDS
-        if not (take_over or (gone and not lost)):
-            raise RuntimeError(
-                f"{path.parent} belongs to another job{' by now' if lost else ''}: {other}; its mark {OWNER} "
-                f"was renewed {max(age, 0):.0f} s ago. {_ADVICE}"
+                    f"{path.parent} belongs to another job, which is alive: {other}. {_ADVICE}"
+                )
+            warnings.warn(  # The text is always the same, so that Python shows it once.
+                f"{path.parent} belongs to another job: {other}. To see whether that job is alive, this save "
+                f"waits until {OWNER} is renewed, or has not been for {STALE_SECONDS:.0f} s.",
+                stacklevel=2,
             )
+            sleep(RENEW_SECONDS)
         mine.replace(path)
+    except FileNotFoundError:
+        return False
     finally:
         mine.unlink(missing_ok=True)
+    return True
+
+
+def time_at(probe: Path) -> float:
+    """The time by the clock of the file system, which may differ from the machine's."""
+    os.utime(probe)
+    return probe.stat().st_mtime
+
+
+def _name_of_owner(path: Path) -> str:
+    try:
+        return str(Owner.read(path))
+    except DamagedError:
+        if begins_as_sealed(path):  # half written, by a process that may be alive
+            return f"a process that left no readable {OWNER}"
+        raise RuntimeError(
+            f"{path} is no mark of a job that saves, so it is left as it is: move it away, or save into "
+            "another directory."
+        ) from None
 
 
 def _is_of(path: Path, owner: Owner) -> bool:
+    """Whether this process is that owner, and its file is there. A forked process is not the owner."""
     try:
-        return Owner.read(path).token == owner.token
+        return owner.pid == os.getpid() and Owner.read(path).token == owner.token
     except (OSError, DamagedError):
         return False
 
@@ -275,6 +244,6 @@ def _renew(path: Path, owner: Owner, stop: threading.Event) -> None:
 
 def _release(path: Path, owner: Owner, stop: threading.Event) -> None:
     stop.set()
-    if owner.pid == os.getpid() and _is_of(path, owner):  # A forked process is not the owner.
+    if _is_of(path, owner):
         with contextlib.suppress(OSError):
             path.unlink()

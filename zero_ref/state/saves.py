@@ -41,8 +41,8 @@ MARK = "save.json"
 MARK_NBYTES = 2**16
 """A larger file is no mark, and is not read."""
 
-TABLE = re.compile(r"shard-(\d+)-of-(\d+)\.json")
-_FOLDER = re.compile(r"save-(\d{8,})")
+TABLE = re.compile(r"shard-(0|[1-9]\d*)-of-([1-9]\d*)\.json")
+_FOLDER = re.compile(r"save-(\d{8}|[1-9]\d{8,})")
 _OURS = re.compile(r"(shard-\d+-of-\d+\.(json|bin)|save\.json)(\.part)?")
 
 
@@ -65,6 +65,8 @@ def damage_in(path: Path) -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------- sealed JSON
 
+_SEAL = b'{"sha256": "'
+
 
 def sealed(value: Mapping[str, Any]) -> bytes:
     """JSON whose first entry is the SHA-256 of all that follows it, so no bit of it can change unnoticed.
@@ -76,6 +78,10 @@ def sealed(value: Mapping[str, Any]) -> bytes:
     return _seal_of(body) + body
 
 
+def _seal_of(body: bytes) -> bytes:
+    return _SEAL + hashlib.sha256(body).hexdigest().encode() + b'",\n'
+
+
 def begins_as_sealed(path: Path) -> bool:
     """The file may be from `sealed`, perhaps cut short. Files of other programs begin otherwise."""
     with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
@@ -83,24 +89,17 @@ def begins_as_sealed(path: Path) -> bool:
     return False
 
 
-_SEAL = b'{"sha256": "'
-
-
-def _seal_of(body: bytes) -> bytes:
-    return _SEAL + hashlib.sha256(body).hexdigest().encode() + b'",\n'
-
-
 def read_sealed(path: Path, limit: int) -> dict[str, Any]:
     """Read a file of at most `limit` bytes from `sealed`.
 
     Raises:
-        OSError: it cannot be read.
-        DamagedError: it is something else, or a bit of it has changed.
+        OSError: the file cannot be read.
+        DamagedError: the file is something else, or a bit of it has changed.
     """
     with damage_in(path):
         data = read_regular(path, limit)
-        start = len(_seal_of(b""))
-        if data[:start] != _seal_of(data[start:]):
+        seal, newline, body = data.partition(b"\n")
+        if seal + newline != _seal_of(body):
             raise ValueError("its contents do not have the SHA-256 that it begins with")
         value: dict[str, Any] = json.loads(data)
         return value
@@ -126,17 +125,19 @@ class Mark(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> Mark:
-        """Read the mark of a folder; OSError if there is none or it cannot be read, DamagedError if it is
-        damaged, or of another folder.
+        """Read the mark of a folder.
+
+        Raises:
+            OSError: there is none, or it cannot be read.
+            DamagedError: it is damaged, or of another folder.
         """
         path = folder / MARK
         entries = read_sealed(path, MARK_NBYTES)
         with damage_in(path):
             if entries["format"] != FORMAT:
                 raise ValueError(f"it is of the format {entries['format']!r}; this is {FORMAT!r}")
-            mark = cls(*(entries[name] for name in cls._fields))
-            kinds = [type(value) for value in mark]
-            if kinds != [int, str, int, str, dict] or mark.ranks < 1:
+            mark = cls(*map(entries.__getitem__, cls._fields))
+            if [*map(type, mark)] != [int, str, int, str, dict] or mark.ranks < 1:
                 raise ValueError(f"it says {mark}")
             if folder.name != name_of(mark.number):
                 raise ValueError(f"this folder was written as {name_of(mark.number)}: rename it back")
@@ -169,13 +170,15 @@ class Save(NamedTuple):
     """A folder that looks like a save.
 
     Args:
+        number: the number in the folder's name.
+        path: the folder.
         mark: None if it is missing or damaged; then the folder is never removed.
         problem: what is wrong with the mark; empty if nothing is.
         names: of the files in the folder.
     """
 
-    path: Path
     number: int
+    path: Path
     mark: Mark | None
     problem: str
     names: frozenset[str]
@@ -189,22 +192,23 @@ class Save(NamedTuple):
     def lacks(self) -> str:
         """In words, the tables that are missing; empty where none is, or there is no valid mark."""
         ranks = self.mark.ranks if self.mark else 0
-        tables = (table_name(rank, ranks) for rank in range(ranks))
         # No list of all that are missing: a mark may claim any number of ranks.
-        first = list(itertools.islice((name for name in tables if name not in self.names), 3))
-        matches = filter(None, map(TABLE.fullmatch, self.names))
-        there = {int(match[1]) for match in matches if int(match[2]) == ranks}
-        more = ranks - len(first) - sum(rank < ranks for rank in there)
-        return ", ".join(first) + (f" and {more} more" if first and more > 0 else "")
+        missing = (name for rank in range(ranks) if (name := table_name(rank, ranks)) not in self.names)
+        if not (first := list(itertools.islice(missing, 3))):
+            return ""
+        tables = [match for match in map(TABLE.fullmatch, self.names) if match]
+        there = [match for match in tables if int(match[1]) < ranks == int(match[2])]
+        more = ranks - len(there) - len(first)
+        return ", ".join(first) + (f" and {more} more" if more > 0 else "")
 
 
 def look_at(folder: Path) -> Save | None:
     """The folder as a save; None unless it has the name of a save, and a mark or a table in it."""
     match = _FOLDER.fullmatch(folder.name)
-    if match is None or folder.name != name_of(int(match[1])) or not folder.is_dir():
+    if match is None or not folder.is_dir():
         return None
     names = frozenset(os.listdir(folder))
-    if MARK not in names and not any(TABLE.fullmatch(name) for name in names):
+    if MARK not in names and not any(map(TABLE.fullmatch, names)):
         return None
     mark, problem = None, ""
     try:
@@ -216,15 +220,13 @@ def look_at(folder: Path) -> Save | None:
         )
     except (DamagedError, OSError) as error:
         problem = str(error)
-    return Save(folder, int(match[1]), mark, problem, names)
+    return Save(int(match[1]), folder, mark, problem, names)
 
 
 def saves_in(directory: Path) -> list[Save]:
     """All saves, complete or not, the newest last."""
-    if not directory.is_dir():
-        return []
-    looked = (look_at(path) for path in directory.iterdir())
-    return sorted((save for save in looked if save), key=lambda save: save.number)
+    folders = directory.iterdir() if directory.is_dir() else []
+    return sorted(filter(None, map(look_at, folders)))
 
 
 def nothing_in(directory: Path, saves: list[Save]) -> FileNotFoundError:
@@ -239,7 +241,7 @@ def nothing_in(directory: Path, saves: list[Save]) -> FileNotFoundError:
 def new_save(directory: Path, ranks: int, owner: Mapping[str, Any]) -> tuple[Path, Mark]:
     """Make and mark a new folder, with the number after those that have a mark. Called by one rank."""
     make_directory(directory)
-    number = 1 + max((save.number for save in saves_in(directory) if save.mark), default=0)
+    number = 1 + max([save.number for save in saves_in(directory) if save.mark], default=0)
     while True:
         folder = directory / name_of(number)
         try:
@@ -266,8 +268,8 @@ def remove_old(
     """
     last = int(newest.name.removeprefix("save-"))
     saves = [save for save in saves_in(newest.parent) if save.mark and save.number <= last]
-    intact = [save for save in saves if save.is_complete and save.path.name not in damaged]
-    oldest = min((save.number for save in intact[-keep:]), default=0)
+    intact = [save.number for save in saves if save.is_complete and save.path.name not in damaged]
+    oldest = intact[-keep:][0] if intact else 0
     for save in saves:
         assert save.mark is not None
         old = save.number < oldest or not save.is_complete

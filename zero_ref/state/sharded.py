@@ -10,10 +10,13 @@ each other is here. Below it are
     saves.py          the folders of a directory: which save is complete, which may be removed
     save_owner.py     which job may save into a directory
 
+A save has four phases. Ranks agree on what they save, and rank 0 makes the folder. Each rank writes its own
+files; the last of them, its table, says that the rank is done. Ranks seal the save: they hear that all have
+written. Rank 0 tidies up: it removes older saves. Only the first and the third phase communicate, on the
+calling thread, so that the second can go on in the background.
+
 The `save` and `load` of torch.distributed.checkpoint (DCP) are not called: they exchange pickled objects
-between ranks, which a background thread must not do while training communicates. Here ranks agree before they
-write and after it, on the calling thread. While a rank writes it needs no other rank, and its table, which it
-writes last, says that it is done.
+between ranks, which a background thread must not do while training communicates.
 """
 
 from __future__ import annotations
@@ -23,21 +26,22 @@ import json
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zero_ref.comm.agreement import agree, agreement
-from zero_ref.comm.collectives import Collectives, broadcast_json, gather_texts
+from zero_ref.comm.collectives import Collectives
+from zero_ref.comm.objects import broadcast_json, gather_texts
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.buckets import Message, broadcast_messages, messages_by_parameter
-from zero_ref.state.contents import Contents, LoadedShard, contents_of, slices_to_save
+from zero_ref.state.contents import Contents, LoadedShard, contents_of, ranges_to_save
 from zero_ref.state.durable import make_directory
-from zero_ref.state.files import ShardReader, ShardWriter, Table, read_tables
+from zero_ref.state.files import Ranges, ShardReader, ShardWriter, Table, read_tables
 from zero_ref.state.save_owner import Ownership, become_owner
 from zero_ref.state.saves import DamagedError, name_of, new_save, nothing_in, remove_old, saves_in
 
@@ -70,20 +74,24 @@ def save_sharded(
             means of a BatchNorm, are no parameters: save them yourself.
         keep: so many complete saves stay; older ones are removed once the new one is complete.
         take_over: save even though the directory belongs to another job, of which you know that it is gone.
-            A crashed job is found out without it, after 5 minutes at the latest (see `save_owner.py`).
+            Without it the first save after a crash waits, 5 minutes at most (see `save_owner.py`).
     Raises:
         OSError: this rank could not write, such as for a full disk; names the file.
         TypeError: the state, an option or a note is none that can be saved.
         RuntimeError: another job saves into this directory; names it.
         RuntimeError, ValueError: another rank failed, stopped, or passes other arguments.
         If one rank raises, all raise.
+    Warns:
+        UserWarning: the directory is another job's, and rank 0 waits to see whether that job lives.
     Collective: all ranks of the group.
     Cost: each rank writes its 1/N of state and parameters, and computes their SHA-256. Between ranks: two
         all-gathers of 32 bytes, one broadcast of the folder's name. Until it is complete, the disk holds one
         save more than `keep`.
     """
-    save = _Saving(optimizer, directory, notes, parameters, keep, take_over, as_copies=False)
-    save.settle(save.write)
+    save = _agree_on_save(optimizer, directory, notes, parameters, keep, take_over)
+    failure = save.write()
+    save.seal(failure)
+    save.tidy()
 
 
 def save_sharded_async(
@@ -108,7 +116,7 @@ def save_sharded_async(
     Collective: all ranks of the group.
     Cost: as `save_sharded`, and in CPU memory a copy of what this rank writes until it is written.
     """
-    save = _Saving(optimizer, directory, notes, parameters, keep, take_over, as_copies=True)
+    save = _agree_on_save(optimizer, directory, notes, parameters, keep, take_over, as_copies=True)
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save_sharded")
     pending = _PENDING[optimizer] = PendingSave(save, thread.submit(save.write))
     thread.shutdown(wait=False)  # ends when it has written, and the interpreter waits for that
@@ -118,12 +126,12 @@ def save_sharded_async(
 class PendingSave:
     """A sharded save under way in the background."""
 
-    def __init__(self, save: _Saving, writing: Future[None]) -> None:
-        self._unsettled: _Saving | None = save
+    def __init__(self, save: _Save, writing: Future[Exception | None]) -> None:
+        self._unsealed: _Save | None = save
         self._writing = writing
 
     def done(self) -> bool:
-        """This rank has written its part, or failed to. The others may still write."""
+        """Whether this rank has written its part, or failed to. The others may still write."""
         return self._writing.done()
 
     def wait(self) -> None:
@@ -134,9 +142,10 @@ class PendingSave:
             RuntimeError: another rank could not, or stopped.
         Collective: all ranks of the group.
         """
-        save, self._unsettled = self._unsettled, None
+        save, self._unsealed = self._unsealed, None
         if save is not None:
-            save.settle(self._writing.result)
+            save.seal(self._writing.result())
+            save.tidy()
 
 
 _PENDING: weakref.WeakKeyDictionary[ZeroRedundancyOptimizer, PendingSave] = weakref.WeakKeyDictionary()
@@ -155,72 +164,79 @@ def _wait_for_pending(optimizer: ZeroRedundancyOptimizer) -> None:
         pending.wait()
 
 
-class _Saving:
-    """One save on this rank. The constructor collects what to write, and makes the folder. Collective."""
+@dataclass
+class _Save:
+    """One save on this rank.
 
-    @torch.no_grad()
-    def __init__(
-        self,
-        optimizer: ZeroRedundancyOptimizer,
-        directory: Directory,
-        notes: Mapping[str, Any] | None,
-        parameters: bool,
-        keep: int,
-        take_over: bool,
-        as_copies: bool,
-    ) -> None:
-        _wait_for_pending(optimizer)
-        optimizer.current()
-        self.comm, self.keep = optimizer.collectives, keep
-        self.ownership: Ownership | None = None  # of rank 0
-        path = Path(directory).absolute()
-        name_and_id = ["", ""]
-        with agreement(self.comm, "save a sharded checkpoint") as facts:
-            if type(keep) is not int or keep < 1:
-                raise ValueError(
-                    f"rank {self.comm.rank}: keep takes a number of saves from 1 on, not {keep!r}."
-                )
-            notes_text = _notes_as_json(notes)
-            slices, entries = slices_to_save(optimizer, parameters, as_copies)
-            contents: dict[str, Any] = {"state": entries}
-            if self.comm.rank == 0:
-                contents |= {"notes": json.loads(notes_text), **contents_of(optimizer)}
-                name_and_id = self._make_folder(path, take_over, optimizer)
-            facts += [f"directory {path}", f"parameters={parameters}", f"keep={keep}", f"notes {notes_text}"]
-            facts += optimizer.standing_facts()
-        name, id_ = broadcast_json(self.comm, name_and_id, src=0)
-        self.folder = path / name
-        writer = ShardWriter(self.folder, self.comm.rank, self.comm.world_size, contents, id_)
-        self._unwritten: list[Callable[[], None]] = [partial(writer.save, slices)]
+    Args:
+        ranges: what this rank writes; freed when it is written.
+        ownership: of the directory, on rank 0. None elsewhere.
+    """
 
-    def _make_folder(self, path: Path, take_over: bool, optimizer: ZeroRedundancyOptimizer) -> list[str]:
-        make_directory(path)
-        self.ownership = become_owner(path, take_over)
-        _OWNERSHIPS.setdefault(optimizer, set()).add(self.ownership)
-        self.folder, mark = new_save(path, self.comm.world_size, self.ownership.owner._asdict())
-        self.ownership.first = self.ownership.first or mark.number
-        self._remove_old()
-        return [self.folder.name, mark.id]
+    comm: Collectives
+    folder: Path
+    writer: ShardWriter
+    ranges: dict[str, Ranges]
+    keep: int
+    ownership: Ownership | None
 
-    def write(self) -> None:
-        """Write this rank's part, once, and then free the copies."""
-        self._unwritten.pop()()
+    def write(self) -> Exception | None:
+        """Write this rank's files, without communication; return the error, if any, for `seal`."""
+        try:
+            self.writer.save(self.ranges)
+        except Exception as error:
+            return error
+        finally:
+            self.ranges = {}
+        return None
 
-    def settle(self, written: Callable[[], None]) -> None:
-        """Remove older saves when all ranks have written. Collective.
+    def seal(self, failure: Exception | None) -> None:
+        """Return when all ranks have written; raise on all ranks if one has failed. Collective."""
+        agree(self.comm, f"complete the checkpoint {self.folder}", failure or [])
 
-        Args:
-            written: returns when this rank has written, or raises its error.
-        """
-        with agreement(self.comm, f"complete the checkpoint {self.folder}"):
-            written()
-        with contextlib.suppress(OSError):  # the next save tries again
-            self._remove_old()
-
-    def _remove_old(self) -> None:
+    def tidy(self) -> None:
+        """Remove older saves and what interrupted ones have left, on rank 0. The next save tries again."""
         if self.ownership is not None and self.ownership.is_valid():
-            damaged = {path.name for path in _KNOWN_DAMAGED if path.parent == self.folder.parent}
-            remove_old(self.folder, self.keep, self.ownership.may_remove, damaged)
+            damaged = [path.name for path in _KNOWN_DAMAGED if path.parent == self.folder.parent]
+            with contextlib.suppress(OSError):
+                remove_old(self.folder, self.keep, self.ownership.may_remove, damaged)
+
+
+@torch.no_grad()
+def _agree_on_save(
+    optimizer: ZeroRedundancyOptimizer,
+    directory: Directory,
+    notes: Mapping[str, Any] | None,
+    parameters: bool,
+    keep: int,
+    take_over: bool,
+    as_copies: bool = False,
+) -> _Save:
+    """Collect what this rank writes; return when all ranks have, and rank 0 has made a folder. Collective."""
+    _wait_for_pending(optimizer)
+    optimizer.current()
+    comm, path = optimizer.collectives, Path(directory).absolute()
+    ownership, name_and_id = None, ["", ""]
+    with agreement(comm, "save a sharded checkpoint") as facts:
+        if type(keep) is not int or keep < 1:
+            raise ValueError(f"rank {comm.rank}: keep takes a number of saves from 1 on, not {keep!r}.")
+        notes_text = _notes_as_json(notes)
+        ranges, entries = ranges_to_save(optimizer, parameters, as_copies)
+        contents: dict[str, Any] = {"state": entries}
+        if comm.rank == 0:
+            contents |= {"notes": json.loads(notes_text), **contents_of(optimizer)}
+            make_directory(path)
+            ownership = become_owner(path, take_over)
+            _OWNERSHIPS.setdefault(optimizer, set()).add(ownership)
+            folder, mark = new_save(path, comm.world_size, ownership.owner._asdict())
+            name_and_id = [folder.name, mark.id]
+        facts += [f"directory {path}", f"parameters={parameters}", f"keep={keep}", f"notes {notes_text}"]
+        facts += optimizer.standing_facts()
+    name, id_ = broadcast_json(comm, name_and_id, src=0)
+    writer = ShardWriter(path / name, comm.rank, comm.world_size, contents, id_)
+    save = _Save(comm, path / name, writer, ranges, keep, ownership)
+    save.tidy()  # before the disk is needed
+    return save
 
 
 def _notes_as_json(notes: Mapping[str, Any] | None) -> str:
@@ -367,7 +383,7 @@ class _Loading:
             for own, values in self.shard.parameters:
                 own.window.copy_(values)
             received = _exchange_parameters(optimizer) if self.parameters else []
-            with optimizer.loading(f"load the checkpoint {self.folder}") as facts:
+            with optimizer.whole.loading(f"load the checkpoint {self.folder}") as facts:
                 facts += self.facts
                 optimizer.shard.load(self.shard.state, self.contents.state_dict["param_groups"])
         except BaseException:

@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 from zero_ref.bench import contenders, training
 from zero_ref.bench.gpu.budget import Budget, Found, alone
 from zero_ref.bench.training import Way
-from zero_ref.clip import clip_grad_norm_
+from zero_ref.clip.grad_norm import clip_grad_norm_
 from zero_ref.comm import devices
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT, batch, language_reference

@@ -1,0 +1,163 @@
+"""The state of a slice as entries, which JSON can express, and 1-D tensors: as it travels and is stored.
+
+Nothing is pickled: an entry says what a value is and where its elements go, and the elements are sent, or
+written to a file, by themselves. So the elements of a large tensor go straight from one final place to the
+other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from zero_ref.plan.partition import Slice
+from zero_ref.shard import subclasses
+from zero_ref.shard.buckets import flat_like, flat_view
+from zero_ref.shard.coupling import stepped_in_trial
+from zero_ref.shard.groups import dtype_name, params_of
+from zero_ref.shard.owned import OwnedSlice
+from zero_ref.shard.several import check_nothing_beside_state
+
+State = dict[int, dict[str, Any]]
+"""The state of parameters, or of slices, by number."""
+
+Entry = dict[str, Any]
+"""One value of a slice's state, described: "param", "key", and either its "value" or the "dtype", "numel"
+and place of its elements. The place is "start" and "stop" in the parameter, or a "shape" of its own, with
+"strides" if the elements are not in the usual order."""
+
+Packed = tuple[Entry, torch.Tensor | None]
+"""An entry, and its elements as a 1-D tensor; None if the entry has the value."""
+
+
+def pack(owned: Sequence[OwnedSlice], state: Mapping[Any, Mapping[Any, Any]]) -> list[Packed]:
+    """This rank's state as entries and 1-D tensors, which are views of the state where memory allows.
+
+    Raises:
+        TypeError: the state holds something that is neither a tensor, a number, a text nor None, nor a list,
+            tuple or dict of these in the state of a whole parameter; or something that belongs to no
+            parameter.
+    """
+    check_belongs_to_parameters(state)
+    return [packed for own in owned for packed in pack_slice(own, plain_state(own, state))]
+
+
+def check_belongs_to_parameters(state: Mapping[Any, Any]) -> None:
+    """Refuse state that no rank owns.
+
+    Raises:
+        TypeError: the state holds something that belongs to no parameter.
+    """
+    for stranger in [key for key in state if not isinstance(key, torch.Tensor)]:
+        raise TypeError(
+            f"the optimizer keeps the state {stranger!r} for no parameter in particular, so no rank owns it; "
+            "it can be neither checkpointed nor moved."
+        )
+
+
+def warn_if_not_saved(
+    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Warn of a class that is not torch's if a trial shows that its state can be neither saved nor moved.
+
+    Args: as `stepped_in_trial`.
+    """
+    if optimizer_class.__module__.startswith("torch.optim."):
+        return
+    optim = stepped_in_trial(optimizer_class, options, defaults)
+    try:
+        if optim is not None:
+            check_nothing_beside_state(optim)
+            (param,) = params_of(optim.param_groups)
+            pack([OwnedSlice(Slice(0, 0, param.numel()), param, param)], optim.state)
+    except TypeError as error:
+        warnings.warn(
+            f"{optimizer_class.__name__} can be trained, but not saved or repartitioned: "
+            f"consolidate_state_dict, save_sharded and repartition will raise, as after a trial: {error}",
+            stacklevel=5,
+        )
+
+
+def plain_state(own: OwnedSlice, state: Mapping[Any, Mapping[Any, Any]]) -> dict[Any, Any]:
+    """The state of one slice, its tensor subclasses and lists taken apart; raises as `pack`."""
+    return subclasses.take_apart(state.get(own.local, {}), own.piece.param, whole=own.is_whole)
+
+
+def pack_slice(own: OwnedSlice, plain: Mapping[Any, Any]) -> list[Packed]:
+    """The `plain_state` of one slice as entries and tensors; raises as `pack`."""
+    piece, local = own.piece, own.local
+    packed: list[Packed] = []
+    for key, value in plain.items():
+        entry: Entry = {"param": piece.param, "key": key}
+        tensor = None
+        if not isinstance(value, torch.Tensor):
+            if not isinstance(key, str) or not isinstance(value, (int, float, str, bool, type(None))):
+                raise TypeError(
+                    f"the state {key!r} of parameter {piece.param} is a {type(value).__name__}; only "
+                    "tensors, numbers, texts and None, and lists, tuples and dicts of these, can be "
+                    "checkpointed or moved."
+                )
+            entry["value"] = value
+        elif value.ndim == 0 and not value.is_complex():
+            entry |= {"value": value.item(), "dtype": dtype_name(value.dtype)}
+        else:
+            # A part of a subclass may have the slice's shape by chance; its elements are in another order.
+            follows_param = value.shape == local.shape and not subclasses.is_within(key)
+            if follows_param:
+                tensor = flat_like(value, local)
+                entry |= {"start": piece.start, "stop": piece.stop}
+            else:
+                dense = torch.ops.aten.is_non_overlapping_and_dense(value)
+                value = value if dense else value.contiguous()
+                tensor = flat_view(value)
+                entry |= {"shape": [*value.shape]}
+                if not value.is_contiguous():  # a product of matrices rounds otherwise in another order
+                    entry["strides"] = [*value.stride()]
+            entry |= {"dtype": dtype_name(value.dtype), "numel": tensor.numel()}
+        packed.append((entry, tensor))
+    return packed
+
+
+def allocate(
+    of_param: dict[str, Any], entry: Entry, like: torch.Tensor, first: int = 0
+) -> torch.Tensor | None:
+    """Add an entry's key to a state, its elements still empty, and return the 1-D view where they go.
+
+    Args:
+        of_param: the state of a parameter or slice so far. An entry with a value adds it, and returns None.
+        entry: its "device" is a name, "parameter" for the device of `like`, or missing for the CPU.
+        like: the parameter or slice; state that follows it gets its shape and strides.
+        first: the number that the first element of `like` has in its parameter.
+    """
+    key = entry["key"]
+    dtype = dtype_of(entry["dtype"]) if "dtype" in entry else None
+    device = like.device if entry.get("device") == "parameter" else entry.get("device", "cpu")
+    if "value" in entry:
+        # The slices of one parameter step together, so the first one's count is that of all.
+        of_param.setdefault(
+            key, entry["value"] if dtype is None else torch.tensor(entry["value"], dtype=dtype, device=device)
+        )
+        return None
+    if "shape" in entry:
+        of_param[key] = torch.empty(entry["shape"], dtype=dtype, device=device)
+        if "strides" in entry:
+            of_param[key] = of_param[key].as_strided(entry["shape"], entry["strides"])
+        return flat_view(of_param[key])
+    if key not in of_param:
+        of_param[key] = torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
+    flat = flat_view(of_param[key])
+    # Most entries are of the whole tensor, and slicing would take as long as the rest of this function.
+    return flat if flat.numel() == entry["numel"] else flat[entry["start"] - first : entry["stop"] - first]
+
+
+@cache
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name; ValueError if there is none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype is called {name!r}")
+    return dtype

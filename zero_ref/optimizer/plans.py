@@ -1,0 +1,231 @@
+"""Plans of a live optimizer: the first one, and those made anew when parameters, groups or owners change.
+
+In `minimal.py` a plan is made once. Here parameters may be frozen, cast or moved, groups may be added, and
+owners may change in the middle of training. Each function prepares the change, lets all ranks agree on it,
+and only then applies it: where one rank cannot, all raise and the optimizer is as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from zero_ref.comm.agreement import agree, agreement
+from zero_ref.comm.collectives import Collectives
+from zero_ref.optimizer.accord import facts_of_options
+from zero_ref.optimizer.entries import warn_if_not_saved
+from zero_ref.optimizer.registered import Registered
+from zero_ref.optimizer.repartition import Handover
+from zero_ref.optimizer.whole import WholeState
+from zero_ref.plan.choice import Choice, loads_under, plan_partition
+from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.shard.buckets import check_can_be_flattened
+from zero_ref.shard.built import Built
+from zero_ref.shard.checks import check_can_be_sharded, check_is_class, check_updates_apart, facts_of
+from zero_ref.shard.gradients import Backward
+from zero_ref.shard.groups import (
+    OPTIMIZER_CLASS,
+    ParamGroup,
+    given_in,
+    ids_in,
+    params_of,
+    replace_options,
+    specs_of,
+)
+from zero_ref.shard.several import SeveralOptimizers, class_of, name_classes, title, with_group
+from zero_ref.shard.shard import Shard, log_share
+
+Places = tuple[tuple[int, torch.dtype, bool], ...]
+
+
+class Zero(Protocol):
+    """What this module uses of a `ZeroRedundancyOptimizer`."""
+
+    backward: Backward
+    broadcast_dtype: torch.dtype | None
+    built: Built
+    collectives: Collectives
+    overlap_with_ddp: bool
+    param_groups: list[ParamGroup]
+    parameters_as_bucket_view: bool
+    registered: Registered
+    shard: Shard
+    whole: WholeState
+
+    @property
+    def joined(self) -> object | None: ...
+    def current(self) -> Built: ...
+    def standing_facts(self) -> list[str]: ...
+    def register(self, param_group: ParamGroup) -> None: ...
+
+
+def first_plan(zero: Zero) -> Built:
+    """The checked plan of a new optimizer, with its messages."""
+    registered = zero.registered
+    classes = [group.get(OPTIMIZER_CLASS, registered.optimizer_class) for group in zero.param_groups]
+    for of_class in dict.fromkeys(classes):
+        check_is_class(of_class)
+    params, specs = params_of(zero.param_groups), registered.specs_for(registered.choice, zero.param_groups)
+    partition = plan_partition(registered.choice, specs, zero.collectives.world_size)
+    check_can_be_sharded(classes, partition, params, specs)
+    if zero.parameters_as_bucket_view:
+        check_can_be_flattened(params)
+    _check_apart(registered)
+    return Built.of(params, specs, partition, zero.parameters_as_bucket_view)
+
+
+def _check_apart(registered: Registered, first: int = 0) -> None:
+    """Refuse classes whose update of a parameter depends on others, under the options of their groups.
+
+    Args:
+        first: the number of the first group to look at.
+    Warns:
+        UserWarning: the state of a class can be neither saved nor moved.
+    """
+    different = {repr(one): one for one in registered.constructed_with[first:]}
+    for of_class, options, defaults in different.values():
+        check_updates_apart(of_class, options, defaults)
+        warn_if_not_saved(of_class, options, defaults)
+
+
+def facts_of_plan(zero: Zero, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:
+    """What must be equal on all ranks about a plan, and about the optimizer's way to work."""
+    way = (
+        f"{title(zero.shard.optim)}, parameters_as_bucket_view={zero.parameters_as_bucket_view}, "
+        f"overlap_with_ddp={zero.overlap_with_ddp}, broadcast_dtype={zero.broadcast_dtype}, "
+        f"{zero.shard.masters or 'no masters'}, {zero.shard.place_of_state or 'state beside parameters'}"
+    )
+    return [way, *facts_of(zero.param_groups, specs, partition, first)]
+
+
+def _rebuild(zero: Zero, partition: Partition) -> None:
+    """Make messages and local tensors for this partition of the current parameters."""
+    params, specs = params_of(zero.param_groups), _specs(zero)
+    built = Built.of(params, specs, partition, zero.parameters_as_bucket_view, zero.built)
+    zero.shard.place(built)
+    zero.built = built  # last: if a line above fails, the next step tries again
+    log_share(zero.built, zero.shard, zero.collectives.world_size)
+
+
+def _specs(zero: Zero) -> list[ParamSpec]:
+    """The specs of the current parameters, with those kept whole that were planned so."""
+    return specs_of(zero.param_groups, {spec.group for spec in zero.built.specs if spec.whole})
+
+
+def follow_parameters(zero: Zero, now: Places) -> None:
+    """Make messages and local tensors anew after parameters were moved, cast or frozen.
+
+    Args:
+        now: their places, which are not those of the plan.
+    Raises, Collective, Cost: as `ZeroRedundancyOptimizer.current`.
+    """
+    keeps_views: RuntimeError | None = None
+    if zero.parameters_as_bucket_view or zero.shard.cut:
+        try:
+            zero.shard.check_keeps_no_views("change which parameters are trained, or where they lie")
+        except RuntimeError as error:
+            keeps_views = error
+
+    # Addresses may differ between ranks. Dtypes and what is trained may not: ranks that send different
+    # parameters overwrite each other's memory, or abort in Gloo.
+    dtypes, dtypes_before = ([dtype for _, dtype, _ in places] for places in (now, zero.built.places))
+    trained, trained_before = ([trained for *_, trained in places] for places in (now, zero.built.places))
+    if trained != trained_before:
+        agree(zero.collectives, "change which parameters are trained", keeps_views or _kinds(zero))
+    elif dtypes != dtypes_before:
+        agree(zero.collectives, "cast parameters", keeps_views or _kinds(zero))
+    if keeps_views is not None:
+        raise keeps_views
+    zero.shard.check_same_elements(params_of(zero.param_groups))
+    _rebuild(zero, zero.built.partition)
+
+
+def _kinds(zero: Zero) -> list[str]:
+    """What is trained and in which dtypes, and the options, as facts that must be equal on all ranks."""
+    facts = [
+        f"parameter {spec.name or number}: {kind}"
+        for number, spec in enumerate(_specs(zero))
+        for kind in (f"requires_grad={spec.trainable}", spec.dtype)
+    ]
+    if not zero.joined:  # in a Join, a step sends the options to ranks without data
+        facts += facts_of_options(zero.param_groups, zero.shard.optim)
+    return facts
+
+
+def add_group(zero: Zero, param_group: ParamGroup) -> None:
+    """Add a parameter group: `ZeroRedundancyOptimizer.add_param_group`."""
+    built, shard, registered = zero.current(), zero.shard, zero.registered
+    given = given_in(param_group) if isinstance(param_group, dict) else {}  # torch raises below
+    count, known, optim = len(zero.param_groups), len(built.params), shard.optim
+    try:
+        with agreement(zero.collectives, "add a parameter group") as facts:
+            if zero.parameters_as_bucket_view:
+                shard.check_keeps_no_views("add a parameter group")
+            check_is_class(given.get(OPTIMIZER_CLASS, torch.optim.SGD))
+            zero.register(param_group)
+            classes = [class_of(group, optim) for group in zero.param_groups]
+            _check_apart(registered, first=count)
+
+            # Earlier parameters keep their owners; the new ones go to ranks that have little so far.
+            rule = registered.rule_for_later
+            specs = [*built.specs, *registered.specs_for(rule, zero.param_groups)[known:]]
+            loads = loads_under(rule, built.partition, specs)
+            later = plan_partition(rule, specs[known:], zero.collectives.world_size, loads=loads)
+            partition, params = built.partition.joined(later), params_of(zero.param_groups)
+            check_can_be_sharded(classes, partition, params, specs)
+
+            owned = shard.own(partition, params, first=len(shard.owned))
+            shard.optim = with_group(optim, {**given, "params": [own.local for own in owned]})
+            replace_options(shard.optim.param_groups[-1:], zero.param_groups[-1:])
+            name_classes(zero.param_groups, shard.optim)
+            facts += facts_of_plan(zero, specs, partition, first=known)
+    except Exception:
+        shard.optim = optim
+        del zero.param_groups[count:], optim.param_groups[count:], registered.given[count:]
+        if isinstance(optim, SeveralOptimizers):
+            optim.forget_unused()
+        raise
+
+    # All ranks have agreed.
+    shard.owned = [*shard.owned, *owned]
+    zero.built = replace(built, params=tuple(params), specs=tuple(specs), partition=partition, places=())
+    registered.listed = ids_in(zero.param_groups)
+    zero.whole.gathered = None
+    _rebuild(zero, partition)
+
+
+def repartition(zero: Zero, choice: Choice) -> None:
+    """Change the owners: `ZeroRedundancyOptimizer.repartition`."""
+    built, shard = zero.current(), zero.shard
+    with agreement(zero.collectives, "repartition the optimizer") as facts:
+        facts += zero.standing_facts()
+        if zero.backward.gradients.on_owners:
+            raise RuntimeError(
+                f"rank {zero.collectives.rank}: the last backward reduced gradients to their owners, so new "
+                "owners would not have them. Call step() or zero_grad() before repartition()."
+            )
+        shard.check_keeps_no_views("repartition it")
+        specs = zero.registered.specs_for(choice, zero.param_groups)
+        new = plan_partition(choice, specs, zero.collectives.world_size)
+        classes = [class_of(group, shard.optim) for group in zero.param_groups]
+        check_can_be_sharded(classes, new, built.params, specs)
+        handover = Handover(
+            zero.collectives.rank,
+            built.partition,
+            new,
+            built.params if zero.broadcast_dtype is not None else (),
+            shard.owned,
+            shard.own(new, built.params),
+            shard.state,
+        )
+        facts += facts_of_plan(zero, specs, new)
+
+    # All ranks have agreed.
+    shard.adopt(handover.owned, handover.exchange(zero.collectives))
+    zero.built = replace(built, specs=tuple(specs), partition=new, places=())
+    zero.registered.choice = choice
+    zero.backward.gradients.owners_changed()
+    _rebuild(zero, new)

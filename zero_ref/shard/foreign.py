@@ -1,0 +1,97 @@
+"""A step of a class that is not torch's own, which may do more than change the values of its tensors.
+
+torch's classes update each tensor by itself, in its memory, and draw no random numbers. Another class may
+draw some, which differ from rank to rank; it may give a tensor other memory (`p.data = ...`), while messages
+and parameters share that of before; and a user may call one of its methods on one rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zero_ref.shard.methods import DirectCalls
+from zero_ref.shard.several import title
+
+
+class ForeignStep:
+    """Steps a local optimizer of such classes, and watches what they do.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.calls = DirectCalls(rank)
+        self.optim: Optimizer | None = None
+        self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._steps = 0
+        self._generator_was: torch.Tensor | None = None
+
+    def watch(self, optim: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
+        """Watch this local optimizer, which steps these tensors in their memory."""
+        self.optim = optim
+        self._memory = [(tensor, tensor.detach()) for tensor in tensors]
+        self.calls.watch(optim)
+
+    def step(self, **options: Any) -> Any:
+        """Step the local optimizer, and return what it returns."""
+        assert self.optim is not None
+        self._steps += 1
+        with self.watched("its step"):
+            return self.optim.step(**options)
+
+    @contextmanager
+    def watched(self, where: str, *, always: bool = False) -> Iterator[None]:
+        """A context for a call of a method.
+
+        Args:
+            where: the call, for the warning.
+            always: look for random numbers each time, and not in steps 1, 2, 4 and so on.
+        Warns:
+            UserWarning: the class drew random numbers.
+        """
+        self.calls.expected = True
+        self._begin(always)
+        try:
+            yield
+        finally:
+            self.calls.expected = False
+            self._put_back()
+            self._warn_if_drawn(where)
+
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        """A context for a closure inside a step: what it draws, as dropout does, is not the class's."""
+        self._put_back()
+        self._warn_if_drawn("its step")
+        yield
+        if self.calls.expected:
+            self._begin(False)
+
+    def _begin(self, always: bool) -> None:
+        # To read the generator's state takes longer than the step of a small model.
+        watch = always or self._steps & (self._steps - 1) == 0
+        self._generator_was = torch.get_rng_state() if watch else None
+
+    def _warn_if_drawn(self, where: str) -> None:
+        before, self._generator_was = self._generator_was, None
+        if before is not None and not torch.equal(before, torch.get_rng_state()):
+            assert self.optim is not None
+            warnings.warn(
+                f"{title(self.optim)} drew random numbers in {where}. Each rank draws other ones, so the "
+                "result is not that of one process with all parameters, and depends on who owns what.",
+                stacklevel=4,
+            )
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        """Where the class has given a tensor other memory, copy the values to its own."""
+        for tensor, memory in self._memory:
+            if tensor.data_ptr() != memory.data_ptr():
+                tensor.data = memory.copy_(tensor)

@@ -1,0 +1,1 @@
+"""Five whole optimizers, each with one idea more: `owners`, `buckets`, `shards`, `overlap`, `checkpoint`."""

@@ -1,0 +1,107 @@
+"""One message for each owner, and parameter groups: stair 2 of 5.
+
+`owners.py` sends a message for each parameter, and a small message takes about as long as one of many
+kilobytes. Here the parameters of an owner lie end to end in one flat tensor, its bucket, and each parameter
+is a view of its part. So an owner updates its parameters where they are, and sends its bucket as it is.
+Parameters may also come in groups with options of their own, such as a learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero_ref.stairs.owners import assign_owners
+
+
+def numbered(options: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The options of the groups, with their parameters' numbers, as a state dict has them."""
+    numbers = iter(range(sum(len(group["params"]) for group in groups)))
+    return [{**of, "params": [next(numbers) for _ in group["params"]]} for of, group in zip(options, groups)]
+
+
+@torch.no_grad()
+def flatten(params: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Copy the parameters into one flat tensor, and make each of them a view of its part.
+
+    Returns:
+        (numel of all,), contiguous.
+    """
+    flat = torch.cat([param.flatten() for param in params])
+    for param, part in zip(params, flat.split([param.numel() for param in params])):
+        param.data = part.view(param.shape)
+    return flat
+
+
+class MinimalZero:
+    """An optimizer whose state is sharded over the ranks of a process group.
+
+    Args:
+        params: the model's parameters, of one dtype and with equal values on all ranks, or parameter groups.
+        optimizer_class: a class that updates each parameter by itself, such as torch.optim.AdamW.
+        group: the ranks; None is the default group.
+        **defaults: passed to `optimizer_class`.
+    """
+
+    def __init__(
+        self,
+        params: torch.optim.optimizer.ParamsT,
+        optimizer_class: type[torch.optim.Optimizer],
+        group: dist.ProcessGroup | None = None,
+        **defaults: Any,
+    ) -> None:
+        # torch's base class reads groups, which are dicts, or parameters, which become one group.
+        self.groups, self.group = torch.optim.Optimizer(params, {}).param_groups, group
+        self.params = [param for g in self.groups for param in g["params"]]
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        # The plan: the owner of each parameter, and the numbers of those that this rank owns.
+        self.owners = assign_owners([param.numel() for param in self.params], self.world_size)
+        self.mine = [number for number, owner in enumerate(self.owners) if owner == self.rank]
+        # The buckets, by owner. A rank that owns nothing has none.
+        self.buckets: dict[int, torch.Tensor] = {}
+        for owner in sorted(set(self.owners)):
+            self.buckets[owner] = flatten([p for p, its in zip(self.params, self.owners) if its == owner])
+        # Only what this rank owns goes to its local optimizer, which makes state for nothing else.
+        # It has every group, if need be without parameters, so that all ranks have all options.
+        mine = {self.params[number] for number in self.mine}
+        owned = [{**g, "params": [p for p in g["params"] if p in mine]} for g in self.groups]
+        self.local = optimizer_class(owned, **defaults)
+        # A schedule changes the options of the groups here, alike on all ranks.
+        self.param_groups = self.local.param_groups
+
+    def zero_grad(self) -> None:
+        """Forget all gradients. The local optimizer's `zero_grad` would leave those of other owners."""
+        for param in self.params:
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update what this rank owns, then send each bucket from its owner to all ranks.
+
+        Collective: all ranks, after their gradients were averaged.
+        Cost: each rank receives the (N-1)/N of the parameters that it does not own, in at most N messages.
+        """
+        # The local step needs no communication, and writes into this rank's own bucket.
+        self.local.step()
+        # All ranks make all broadcasts, in the same order: the owner sends, the others receive in place.
+        for owner, bucket in self.buckets.items():
+            dist.broadcast(bucket, group_src=owner, group=self.group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that the unsharded optimizer would have, gathered on every rank.
+
+        Collective: all ranks.
+        Cost: each rank receives, pickled, the (N-1)/N of the state that it does not own.
+        """
+        # The local optimizer numbers its own parameters from 0; a checkpoint has the numbers in the model.
+        packed = self.local.state_dict()
+        mine = {self.mine[index]: state for index, state in packed["state"].items()}
+        # Every parameter has one owner, so the ranks' parts together are the whole state.
+        of_ranks: list[dict[int, Any]] = [{}] * self.world_size
+        dist.all_gather_object(of_ranks, mine, self.group)
+        state = {number: of_rank[number] for of_rank in of_ranks for number in of_rank}
+        groups = numbered(packed["param_groups"], self.groups)
+        return {"state": dict(sorted(state.items())), "param_groups": groups}

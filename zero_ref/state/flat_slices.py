@@ -1,0 +1,104 @@
+"""Parts of tensors, as torch.distributed.checkpoint (DCP) plans to write and to read them.
+
+This module adds to `minimal.py`, which saves nothing, that DCP saves and loads a tensor of which each rank
+has only some ranges. `save_sharded` and `load_sharded` do without DCP, and without this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageReader
+
+from zero_ref.plan.boxes import Box, boxes_in_memory
+
+
+class FlatSlices(torch.Tensor):
+    """A tensor of which this rank has only some ranges of its memory, to be saved, or to be loaded into.
+
+    It has a size, a dtype and no values of its own. DCP's planners ask for its ranges by the dunder methods,
+    as boxes: a flat tensor's ranges, or those boxes of a shaped one that the ranges consist of.
+
+    >>> part = FlatSlices({4: torch.tensor([7.0, 8.0])}, numel=10)
+    >>> part.size(), part
+    (torch.Size([10]), FlatSlices([4, 6) of 10))
+    >>> FlatSlices(part.pieces, numel=10, like=torch.empty(2, 5)).__create_chunk_list__()
+    [ChunkStorageMetadata(offsets=torch.Size([0, 4]), sizes=torch.Size([1, 1])),
+     ChunkStorageMetadata(offsets=torch.Size([1, 0]), sizes=torch.Size([1, 1]))]
+
+    Args:
+        pieces: by the number of their first element, 1-D tensors of one dtype, at least one.
+        numel: of the whole tensor.
+        like: has the shape and the strides of the whole tensor; None for a flat one.
+    """
+
+    pieces: dict[int, torch.Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, pieces: dict[int, torch.Tensor], numel: int, like: torch.Tensor | None = None
+    ) -> FlatSlices:
+        one = next(iter(pieces.values()))
+        size, strides = ((numel,), (1,)) if like is None else (like.size(), like.stride())
+        slices: FlatSlices = torch.Tensor._make_wrapper_subclass(
+            cls, size, strides=strides, dtype=one.dtype, device=one.device
+        )
+        slices.pieces = pieces
+        return slices
+
+    def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The boxes that are here, and their elements as views of the pieces."""
+        for start, piece in self.pieces.items():
+            for box in boxes_in_memory(start, start + piece.numel(), self.size(), self.stride()):
+                place = piece.storage_offset() + box.start - start
+                yield box, piece.as_strided(box.sizes, self.stride(), place)
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk(box) for box, _ in self._boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return next(elements for box, elements in self._boxes() if box.offsets == index.offset)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        ranges = ", ".join(f"[{start}, {start + piece.numel()})" for start, piece in self.pieces.items())
+        return f"FlatSlices({ranges} of {self.numel()})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), __: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.new_empty.default:
+            # dcp.async_save makes a new one of the same size, and then gives it copies of the attributes.
+            return FlatSlices(args[0].pieces, args[0].numel(), like=args[0])
+        raise NotImplementedError(f"{func} needs the whole tensor, of which only a part is here.")
+
+
+def chunk(box: Box) -> ChunkStorageMetadata:
+    """The box in DCP's form."""
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+
+
+def read_slices(reader: StorageReader, tensors: Mapping[str, FlatSlices], metadata: Metadata) -> None:
+    """What torch.distributed.checkpoint.load does on a rank between its calls to the others."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
