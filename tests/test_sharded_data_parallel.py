@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from training import OnMasters, filled, in_groups, owned_gradients, sum_in_rank_order
 
 from zero_ref import OSS, ShardedDataParallel, clip_grad_norm_, get_total_norm
+from zero_ref.backward.sharded_data_parallel import NaiveShardedDataParallel
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import meter, ranks, virtual
+from zero_ref.minimal import MinimalZero
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
 from zero_ref.plan.rules import equal_shares
@@ -855,7 +857,17 @@ def test_a_program_written_for_fairscale() -> None:
     def on_rank(comm: Collectives) -> list[Values]:
         model = Tied()
         optimizer = make(model, comm)
-        ddp = ShardedDataParallel(model, optimizer, broadcast_buffers=False)
+        ddp = ShardedDataParallel(
+            model,
+            optimizer,
+            comm,
+            broadcast_buffers=False,
+            sync_models_at_startup=True,
+            reduce_buffer_size=2**23,
+            auto_refresh_trainable=True,
+            reduce_fp16=False,
+            warn_on_trainable_params_changed=False,
+        )
         after = []
         for step in range(3):
             ddp.train()
@@ -948,6 +960,34 @@ def test_processes_equal_ddp_and_hold_a_share_of_gradients(world_size: int) -> N
     for partition in ("sorted_greedy", "even", partial(equal_shares, range_numel=5000)):
         most = max(ranks.run(beside_ddp, world_size, partition, timeout=120))
         assert most < 4 * 24 * (64 * 64 + 64)
+
+
+def beside_the_naive_one() -> bool:
+    """Whether both classes keep the same gradients and come to the same parameters."""
+    simple, complete = filled(Deep()), filled(Deep())
+    minimal = MinimalZero(simple.parameters(), optim.AdamW, **ADAMW)
+    zero = ZeroRedundancyOptimizer(complete.parameters(), optim.AdamW, **ADAMW)
+    models = (
+        NaiveShardedDataParallel(simple, minimal),
+        ShardedDataParallel(complete, zero, reduce_buffer_size=5000),
+    )
+    for step in range(3):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for model in models:
+            model.zero_grad()
+            model(x).backward()
+        for mine, other in zip(simple.parameters(), complete.parameters(), strict=True):
+            assert (mine.grad is None) == (other.grad is None)
+            assert mine.grad is None or torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+        minimal.step()
+        zero.step()
+    return all(map(torch.equal, simple.parameters(), complete.parameters()))
+
+
+@pytest.mark.ranks
+def test_gradients_reduced_one_by_one_are_the_same() -> None:
+    """On two ranks bit for bit: two numbers have one sum, however Gloo adds them up."""
+    assert ranks.run(beside_the_naive_one, 2, timeout=120) == [True, True]
 
 
 def masters_follow() -> list[float]:
@@ -1199,6 +1239,7 @@ def mistakes(model: nn.Module, zero: Any, group: Any) -> dict[str, Callable[[], 
         "broadcast_dtype": lambda: ShardedDataParallel(model, rounded, gather_in_forward=True),
         "takes a floating-point dtype": lambda: ShardedDataParallel(model, zero, reduce_dtype=torch.int32),
         "process_group takes": lambda: ShardedDataParallel(model, zero, replicas=0.5),  # type: ignore[arg-type]
+        "unexpected option 'reduce_bf16'": lambda: ShardedDataParallel(model, zero, reduce_bf16=True),
     }
 
 
@@ -1636,6 +1677,24 @@ def test_buffers_of_another_kind_are_told_before_they_are_sent() -> None:
 
     message = virtual.run(on_rank, 2, timeout=5)[1]
     assert message.startswith("RanksLostError: rank 1 was to run a forward for update 3 of optimizer 0 (SGD)")
+
+
+def test_a_cast_that_the_wrapper_has_not_seen_is_refused() -> None:
+    """Its hooks before a gradient are gone, so without a forward of the wrapper nothing begins a backward."""
+
+    def on_rank(comm: Collectives) -> str:
+        model = Casting()
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, comm, lr=0.1)
+        sharded = ShardedDataParallel(model, zero)
+        model.double()
+        message = caught(model(data(0, 0)).backward)
+        sharded.zero_grad()
+        sharded.refresh_trainable()
+        model(data(0, 0)).backward()
+        return message
+
+    for message in virtual.run(on_rank, 2):
+        assert message.startswith("RuntimeError: parameters were cast, and their ShardedDataParallel has not")
 
 
 def test_a_wrapper_is_constructed_without_gradients() -> None:

@@ -17,7 +17,6 @@ from pretend_ranks import Ranks, on_device
 
 from zero_ref import ZeroRedundancyOptimizer
 from zero_ref.backward import reduction
-from zero_ref.backward.gradient_buckets import GradientBucket
 from zero_ref.clip import grad_norm
 from zero_ref.comm import devices, process_group
 from zero_ref.comm.collectives import AllOf
@@ -85,14 +84,14 @@ def a_call_is_not_waited_for() -> Patch:
 
 
 def a_reduction_is_used_before_its_end() -> Patch:
-    real = GradientBucket.average
+    real = ProcessGroupCollectives.reduce_shares
 
-    def average(self: Any) -> None:
-        for part in self._received.values():
-            part.mul_(1)
-        real(self)
+    def reduce_shares(self: Any, flat: torch.Tensor, share: torch.Tensor) -> Any:
+        work = real(self, flat, share)
+        share.mul_(1)
+        return work
 
-    return does(GradientBucket, "average", average)
+    return does(ProcessGroupCollectives, "reduce_shares", reduce_shares)
 
 
 def a_module_does_not_wait_for_its_parameters() -> Patch:

@@ -1,252 +1,390 @@
 """Buckets of gradients: each is reduced as a whole, and this rank gets the part that it owns.
 
-`minimal.py` leaves gradients to DDP, which copies them into flat buckets and keeps these. Between pairs of
-ranks nothing has to be flat: a large gradient is sent to its owners from where autograd has put it, and only
-small ones are copied together. A backend's own reduce-scatter takes one flat tensor, so for that all
-gradients of a bucket are copied into one.
+`minimal.py` leaves gradients to DDP, which copies them into flat buckets and keeps these. A bucket here has
+two sides: `LocalGradients` are this rank's own, and `OwnedGradient` is this rank's part of the averages. The
+way between them depends on the network, so there are two buckets. `NativeBucket` copies all gradients into
+one flat tensor, for a backend's own reduce-scatter. `PairwiseBucket` sends messages between pairs of ranks.
+For those a large gradient stays where autograd has put it, and only small ones are copied together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import compress
+from typing import cast
 
 import torch
 
-from zero_ref.comm.collectives import Collectives, PendingCall
+from zero_ref.comm.collectives import Collectives
 from zero_ref.plan.calls import Call
-from zero_ref.plan.gradients import GradientPlan
+from zero_ref.plan.gradients import Cut, GradientPlan, GradientTensors
 from zero_ref.plan.partition import Slice
 from zero_ref.shard.buckets import flat_like
 
 CHUNK_NUMEL = 2**18
 """Elements that are added and divided at a time, so that they stay in the cache between the two."""
 
+Phases = Generator[None, None, None]
+"""A reduction, which pauses while messages travel. `next` waits for these and goes on."""
+
 
 class Memory:
     """Flat tensors that buckets use in turn.
 
     Args:
-        keeps: they stay when a backward is over, and so do the gradients that buckets have made.
+        keeps: the tensors stay when a backward is over, and so do the gradients that buckets have made.
     """
 
     def __init__(self, keeps: bool = False) -> None:
         self.keeps = keeps
         self._free: list[torch.Tensor] = []
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor of at least so many elements, whatever they are."""
-        fits = [
-            one
-            for one in self._free
-            if (one.dtype, one.device) == (dtype, device) and numel <= one.numel() <= 2 * numel
-        ]
-        if not fits:
+    def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of at least `numel` elements, with any values."""
+        smallest: torch.Tensor | None = None
+        for one in self._free:
+            fits = (one.dtype, one.device) == (dtype, device) and numel <= one.numel() <= 2 * numel
+            if fits and (smallest is None or one.numel() < smallest.numel()):
+                smallest = one
+        if smallest is None:
             return torch.zeros(numel, dtype=dtype, device=device)
-        smallest = min(fits, key=torch.Tensor.numel)
         self._free = [one for one in self._free if one is not smallest]
         return smallest
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are free again."""
+        """Return these tensors to the pool."""
         self._free += tensors
 
     def release(self) -> None:
-        """A backward is over: free all that is not in use."""
+        """Free the pool at the end of a backward, unless memory is kept."""
         if not self.keeps:
             self._free.clear()
 
 
-@dataclass(eq=False)
-class GradientBucket:
-    """Gradients that are reduced together.
+class LocalGradients:
+    """This rank's own gradients of a bucket, in the tensors from which they are sent.
 
     Args:
         params: the parameters by number, in the order of their places.
-        plan: where they lie.
-        dtype: in which they are reduced.
-        comm: reduces them.
-        replicas: adds up what the same rank of other groups has; None if there is one group.
-        memory: from which the bucket takes tensors.
+        layout: the tensor and the place of each gradient.
+        dtype: the dtype in which gradients are sent.
+        memory: lends the joint tensors.
 
     Attributes:
         missing: the numbers of the parameters whose gradients have not come.
-        sent: the bucket was reduced in this backward.
-        gradient: (own elements,), this rank's part of the averages of this backward and those before it; None
-            if there is none yet.
+        tensors: the tensors that are sent; None until a gradient has come.
     """
 
-    params: dict[int, torch.Tensor]
-    plan: GradientPlan
-    dtype: torch.dtype
-    comm: Collectives
-    replicas: Collectives | None
-    memory: Memory
-    missing: set[int] = field(default_factory=set)
-    sent: bool = False
-    gradient: torch.Tensor | None = None
-    _kept: torch.Tensor | None = None
-    _work: PendingCall | None = None
-    _part: torch.Tensor | None = None
+    def __init__(
+        self, params: Mapping[int, torch.Tensor], layout: GradientTensors, dtype: torch.dtype, memory: Memory
+    ) -> None:
+        self.params, self.layout, self.dtype, self.memory = params, layout, dtype, memory
+        # The places of gradients in joint tensors, by number. They stay if memory does: to make such a view
+        # takes about as long as to copy a small gradient into it.
+        self._viewed: dict[int, torch.Tensor] = {}
+        self._views: dict[int, torch.Tensor] = {}
+        self.reset()
 
-    def __post_init__(self) -> None:
-        like = next(iter(self.params.values()))
-        self._dtype, self._device = like.dtype, like.device
-        self._wire = self.comm.wire_of(self._device)
-        self._averages_in_place = self._wire == self._device
-        self.is_native = self.plan.is_shared and not self.comm.goes_pairwise(self._device)
-        self._in = self.plan.tensors(as_one=self.is_native)
-        self._cuts = [list(self._in.cuts(self.plan.runs(owner))) for owner in range(self.comm.world_size)]
-        self.own = list(self.plan.own(self.comm.rank))
-        self.own_numel = self.plan.own_numel(self.comm.rank)
-        self.begin()
+    def reset(self) -> None:
+        """Expect all gradients, and let go of those that are here."""
+        self.missing = set(self.params)
+        self.tensors: list[torch.Tensor | None] = [None] * len(self.layout.extents)
+        if not self.memory.keeps:
+            self._viewed, self._views = {}, {}
 
-    def begin(self) -> None:
-        """A backward has begun: no gradient has come."""
-        self.missing, self.sent = set(self.params), False
-        self._work = self._part = None
-        self._received: dict[int, torch.Tensor] = {}
-        self.drop()
+    def put(self, number: int, grad: torch.Tensor, received_in: torch.Tensor | None) -> None:
+        """Take a gradient, which must not be changed any more.
 
-    def drop(self) -> None:
-        """Free what is not under way: a reduction that is freed before its end would block the network."""
-        self.gradient = None
-        if self._work is None:
-            self._tensors: list[torch.Tensor | None] = [None] * len(self._in.extents)
-
-    def take(self, number: int, grad: torch.Tensor) -> None:
-        """Put a gradient in its place. It must not be changed any more."""
-        tensor, start = self._in.of_param[number]
-        flat = flat_like(grad, self.params[number])
-        if self._in.joint[tensor]:
-            self._joint(tensor)[start : start + flat.numel()] = flat
-        else:
-            # A gradient that was set to zero, and not to None, lies where peers are about to send theirs.
-            self._tensors[tensor] = flat.to(
-                self.dtype, copy=self._kept is not None and _share(flat, self._kept)
-            )
+        Args:
+            received_in: memory in which other ranks' gradients will arrive.
+        """
         self.missing.discard(number)
+        tensor, start = self.layout.of_param[number]
+        if self.layout.joint[tensor]:
+            joint = self.tensors[tensor]
+            if joint is None:
+                joint = self._borrow(tensor)
+            view = self._views.get(number)
+            if view is None:
+                param = self.params[number]
+                view = self._views[number] = joint.as_strided(param.size(), param.stride(), start)
+            view.copy_(grad)
+            return
+        # A gradient that was set to zero, and not to None, lies where other ranks' are about to arrive.
+        flat = flat_like(grad, self.params[number])
+        self.tensors[tensor] = flat.to(self.dtype, copy=_share(flat, received_in))
 
-    def _joint(self, tensor: int) -> torch.Tensor:
-        joint = self._tensors[tensor]
-        if joint is None:
-            joint = self.memory.take(len(self._in.extents[tensor]), self.dtype, self._device)
-            self._tensors[tensor] = joint
+    def fill(self) -> list[torch.Tensor]:
+        """Put zeros where no gradient has come, and return all tensors."""
+        for number in list(self.missing):
+            self.put(number, torch.zeros_like(self.params[number], requires_grad=False), None)
+        return cast(list[torch.Tensor], self.tensors)
+
+    def give_back(self, sent: Sequence[torch.Tensor]) -> None:
+        """Return the joint tensors among those that were sent to the pool."""
+        self.memory.give_back(compress(sent, self.layout.joint))
+        self.tensors = [None] * len(self.layout.extents)
+
+    def _borrow(self, tensor: int) -> torch.Tensor:
+        """Borrow the memory of a joint tensor, and forget the views of another one."""
+        numel, device = len(self.layout.extents[tensor]), next(iter(self.params.values())).device
+        joint = self.tensors[tensor] = self.memory.borrow(numel, self.dtype, device)
+        if self._viewed.get(tensor) is not joint:
+            self._viewed[tensor] = joint
+            for number, (at, _) in self.layout.of_param.items():
+                if at == tensor:
+                    self._views.pop(number, None)
         return joint
 
-    def reduce(self) -> None:
-        """Start to reduce the bucket, with zeros where no gradient has come."""
-        for number in list(self.missing):
-            self.take(number, torch.zeros_like(self.params[number], requires_grad=False))
-        self.sent = True
-        comm = self.comm
-        tensors = [tensor for tensor in self._tensors if tensor is not None]
-        if self.is_native:
-            # Divided before the sum: float16 could overflow.
-            flat = tensors[0][: self.plan.numel].mul_(1 / comm.world_size)
-            self._received = {comm.rank: self._result()}
-            self._work = comm.reduce_shares(flat, self._received[comm.rank])
-            return
-        peers = [peer for peer in range(comm.world_size) if peer != comm.rank]
-        mine = self._cuts[comm.rank]
-        self._received = {peer: self._receiver(peer) for peer in peers if mine}
-        told = Call("reduce_shares", self.plan.numel * self.dtype.itemsize) if self.plan.is_shared else None
-        if self.plan.is_shared:  # the next rank first, so that not all send to the same one at once
-            peers.sort(key=lambda peer: (peer - comm.rank) % comm.world_size)
-        sends = [
-            (peer, tensors[cut.tensor][cut.start : cut.stop].to(self._wire))
-            for peer in peers
-            for cut in self._cuts[peer]
-        ]
-        recvs = [(peer, part[cut.within]) for peer, part in self._received.items() for cut in mine]
-        self._work = comm.exchange(sends, recvs, told)
 
-    def average(self) -> None:
-        """Wait for this rank's part, whose bucket is free again, and start to average it over replicas."""
-        if self._work is None:
-            return
-        self._work.wait()
-        part = self._received.pop(self.comm.rank) if self.is_native else self._averaged()
-        joint = [one for one, is_joint in zip(self._tensors, self._in.joint) if is_joint and one is not None]
-        self.memory.give_back([*joint, *self._received.values()])
-        self._received, self._work, self._part = {}, None, part
-        self._tensors = [None] * len(self._in.extents)
-        if self.replicas is not None and part.numel():
-            part.mul_(1 / self.replicas.world_size)  # before the sum: float16 could overflow
-            self._work = self.replicas.all_reduce(part)
+class OwnedGradient:
+    """This rank's part of a bucket's averages, added up over the backwards since `zero_grad`.
 
-    def add_up(self) -> None:
-        """Wait for the average over replicas, and add it to `gradient`."""
-        part, work = self._part, self._work
-        self._part = self._work = None
-        if work is not None:
-            work.wait()
-        if part is None:
+    Args:
+        plan: the bucket's.
+        rank: this one.
+        like: a parameter, whose dtype and device the gradient has.
+        memory: lends the tensors in which a part is received.
+
+    Attributes:
+        pieces: this rank's slices, each with the place of its first element.
+        gradient: (numel,), None before the first average.
+        kept: the memory of `gradient`, if it is used again; None if not.
+    """
+
+    def __init__(self, plan: GradientPlan, rank: int, like: torch.Tensor, memory: Memory) -> None:
+        self.pieces, self.numel = list(plan.own(rank)), plan.own_numel(rank)
+        self.dtype, self.device, self.memory = like.dtype, like.device, memory
+        self.gradient: torch.Tensor | None = None
+        self.kept: torch.Tensor | None = None
+        self._windows_of: torch.Tensor | None = None
+        self._windows: list[torch.Tensor] = []
+
+    def new(self) -> torch.Tensor:
+        """Memory for `gradient`, with any values: the same one each time, if memory is kept."""
+        if self.kept is not None:
+            return self.kept
+        made = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        self.kept = made if self.memory.keeps else None
+        return made
+
+    def take_over(self, left: Mapping[Slice, torch.Tensor], flat: torch.Tensor | None) -> None:
+        """Go on from what earlier backwards have left.
+
+        Args:
+            left: by slice, their averages.
+            flat: the memory of these, if this bucket has made it.
+        """
+        if not left:
             return
-        if self.gradient is not None:
-            self.gradient.add_(part)
-        elif part.dtype == self._dtype:
+        self.gradient = self.new().zero_() if flat is None else flat
+        for piece, place in self.pieces:
+            window = self.gradient[place : place + piece.numel]
+            if piece not in left:
+                window.zero_()
+            elif window.data_ptr() != left[piece].data_ptr():
+                window.copy_(left[piece])
+
+    def receiver(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for this rank's part of one reduction, which becomes `gradient` if there is none yet."""
+        if self.gradient is None and dtype == self.dtype:
+            return self.new()
+        return self.memory.borrow(self.numel, dtype, self.device)[: self.numel]
+
+    def add(self, part: torch.Tensor) -> None:
+        """Add the averages of one reduction."""
+        if self.gradient is None and part.dtype == self.dtype:
             self.gradient = part
             return
+        if self.gradient is None:
+            self.gradient = self.new().copy_(part)
         else:
-            self.gradient = self.new_gradient().copy_(part)
+            self.gradient.add_(part)
         self.memory.give_back([part])
 
-    def wait(self) -> None:
-        """Complete the reduction."""
-        self.average()
-        self.add_up()
+    def windows(self, params: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """For each of this rank's slices its window of `gradient`.
 
-    def _receiver(self, peer: int) -> torch.Tensor:
-        """Memory for what a peer sends. The average is computed where the first of them has sent its part."""
-        if self._averages_in_place and peer == (1 if self.comm.rank == 0 else 0):
-            return self._result()
-        return self.memory.take(self.own_numel, self.dtype, self._wire)
+        Args:
+            params: by number. Of a whole parameter the window has the shape and the strides.
+        """
+        flat, windows = self.gradient, self._windows
+        assert flat is not None
+        if not windows or self._windows_of is not flat:
+            windows = []
+            for (number, start, stop), place in self.pieces:
+                param = params[number]
+                whole = stop - start == param.numel()
+                size, stride = (param.size(), param.stride()) if whole else ((stop - start,), (1,))
+                windows.append(flat.as_strided(size, stride, place))
+        if flat is self.kept:
+            self._windows_of, self._windows = flat, windows
+        return windows
 
-    def _result(self) -> torch.Tensor:
-        """Memory for this rank's part, which becomes the gradient if there is none yet."""
-        if self.gradient is None and self.dtype == self._dtype:
-            return self.new_gradient()
-        return self.memory.take(self.own_numel, self.dtype, self._device)[: self.own_numel]
 
-    def new_gradient(self) -> torch.Tensor:
-        """Memory for `gradient`, whatever is in it: the same one each time, if memory is kept."""
-        if self._kept is not None:
-            return self._kept
-        memory = torch.empty(self.own_numel, dtype=self._dtype, device=self._device)
-        self._kept = memory if self.memory.keeps else None
-        return memory
+class GradientBucket:
+    """Gradients that are reduced together. Subclasses differ in how gradients get to their owners.
 
-    def _averaged(self) -> torch.Tensor:
-        rank, device = self.comm.rank, self._device
-        received = {peer: part[: self.own_numel].to(device) for peer, part in self._received.items()}
-        first = min(received, default=rank)
-        in_place = first != rank and self._averages_in_place
-        average = received[first] if in_place else self._result()
-        for cut in self._cuts[rank]:
-            mine = self._tensors[cut.tensor]
-            assert mine is not None
-            received[rank] = mine
-            for start in range(0, cut.stop - cut.start, CHUNK_NUMEL):
-                stop = min(start + CHUNK_NUMEL, cut.stop - cut.start)
-                inside = slice(cut.place + start, cut.place + stop)
-                parts = {peer: part[inside] for peer, part in received.items()}
-                parts[rank] = mine[cut.start + start : cut.start + stop]
-                average_into(average[inside], [parts[peer] for peer in sorted(parts)])
-        if in_place:
-            del self._received[first]
+    Args:
+        plan: the places of the gradients, and their owners.
+        params: the parameters by number, in the order of their places.
+        dtype: the dtype in which gradients are reduced.
+        comm: reduces them.
+        replicas: adds up the shards of the same rank in other groups; None if there is one group.
+        memory: from which the bucket takes tensors.
+    """
+
+    as_one: bool
+    """All gradients are sent from one flat tensor."""
+
+    def __init__(
+        self,
+        plan: GradientPlan,
+        params: Mapping[int, torch.Tensor],
+        dtype: torch.dtype,
+        comm: Collectives,
+        replicas: Collectives | None,
+        memory: Memory,
+    ) -> None:
+        self.plan, self.params, self.dtype, self.comm, self.replicas = plan, params, dtype, comm, replicas
+        self.local = LocalGradients(params, plan.tensors(as_one=self.as_one), dtype, memory)
+        self.own = OwnedGradient(plan, comm.rank, next(iter(params.values())), memory)
+
+    def reset(self) -> None:
+        """Expect all gradients, and forget the averages. Messages that are under way keep their tensors."""
+        self.local.reset()
+        self.own.gradient = None
+
+    def reduce(self) -> Phases:
+        """Average the gradients over all ranks, and add this rank's part to `own`.
+
+        Collective: all ranks reduce their buckets in the same order.
+        Cost: each rank sends (N-1)/N of the bucket, with R replicas also 2(R-1)/R of its part.
+        """
+        # Phase 1: from all ranks of the group to the owners.
+        tensors = self.local.fill()
+        part = yield from self.average_on_owners(tensors)
+        self.local.give_back(tensors)
+        del tensors
+        # Phase 2: over the replicas of each owner, divided before the sum, as float16 could overflow.
+        if self.replicas is not None and part.numel():
+            work = self.replicas.all_reduce(part.mul_(1 / self.replicas.world_size))
+            yield
+            work.wait()
+        self.own.add(part)
+
+    def average_on_owners(self, tensors: Sequence[torch.Tensor]) -> Generator[None, None, torch.Tensor]:
+        """Start to send the tensors and pause; then return this rank's part of the averages, (own numel,)."""
+        raise NotImplementedError
+
+
+class NativeBucket(GradientBucket):
+    """Equal shares by one reduce-scatter, such as NCCL's."""
+
+    as_one = True
+
+    def average_on_owners(self, tensors: Sequence[torch.Tensor]) -> Generator[None, None, torch.Tensor]:
+        # Divided before the sum: float16 could overflow. What memory has lent may be longer than the bucket.
+        flat = tensors[0][: self.plan.numel].mul_(1 / self.comm.world_size)
+        part = self.own.receiver(self.dtype)
+        work = self.comm.reduce_shares(flat, part)
+        yield
+        work.wait()
+        return part
+
+
+class PairwiseBucket(GradientBucket):
+    """Any slices, by messages between pairs of ranks: an owner receives all parts and averages them."""
+
+    as_one = False
+
+    @cached_property
+    def cuts(self) -> list[list[Cut]]:
+        """For each owner, its parts of the tensors that are sent."""
+        ranks = range(self.comm.world_size)
+        return [list(self.local.layout.cuts(self.plan.runs(owner))) for owner in ranks]
+
+    @cached_property
+    def route(self) -> tuple[list[int], torch.device, Call | None]:
+        """The other ranks in the order of sending, the device of messages, and the call that is reported."""
+        comm, plan = self.comm, self.plan
+        after = [(comm.rank + distance) % comm.world_size for distance in range(1, comm.world_size)]
+        wire = comm.wire_of(self.own.device)
+        if not plan.is_shared:
+            return sorted(after), wire, None
+        # The next rank first, so that not all send to the same one at once. Observers see equal shares as one
+        # call, as a reduce-scatter would be.
+        return after, wire, Call("reduce_shares", plan.numel * self.dtype.itemsize)
+
+    def average_on_owners(self, tensors: Sequence[torch.Tensor]) -> Generator[None, None, torch.Tensor]:
+        own, mine, (peers, wire, told) = self.own, self.cuts[self.comm.rank], self.route
+        # Phase 1: memory for what peers send. The first part arrives where the average is computed.
+        average = own.receiver(self.dtype)
+        received: list[tuple[int, torch.Tensor]] = []
+        for peer in sorted(peers) if mine else ():
+            is_first = not received and wire == own.device
+            received.append((peer, average if is_first else own.memory.borrow(own.numel, self.dtype, wire)))
+        # Phase 2: the exchange.
+        sends, recvs = [], []
+        for peer in peers:
+            for cut in self.cuts[peer]:
+                sends.append((peer, tensors[cut.tensor][cut.start : cut.stop].to(wire)))
+        for peer, part in received:
+            for cut in mine:
+                recvs.append((peer, part[cut.within]))
+        work = self.comm.exchange(sends, recvs, told)
+        yield
+        work.wait()
+        # Phase 3: the average, in the order of ranks, so that it is the same whoever owns it.
+        parts = []
+        for _, part in received:
+            parts.append(part[: own.numel].to(own.device))
+        for cut in mine:
+            self._average(cut, tensors[cut.tensor], parts, average)
+        for _, part in received:
+            if part is not average:
+                own.memory.give_back([part])
         return average
 
-    def parts(self) -> Iterator[tuple[Slice, torch.Tensor]]:
-        """This rank's slices, and the window of `gradient` that each has."""
-        assert self.gradient is not None
-        for piece, start in self.own:
-            yield piece, self.gradient[start : start + piece.numel]
+    def _average(
+        self, cut: Cut, local: torch.Tensor, received: Sequence[torch.Tensor], average: torch.Tensor
+    ) -> None:
+        """Average the part of one tensor that this rank owns.
+
+        Args:
+            local: the tensor, with this rank's own gradients.
+            received: the parts that the other ranks have sent, in rank order.
+            average: (own numel,), receives the result; may be one of the parts.
+        """
+        numel = cut.stop - cut.start
+        for start in range(0, numel, CHUNK_NUMEL):
+            stop = min(start + CHUNK_NUMEL, numel)
+            inside = slice(cut.place + start, cut.place + stop)
+            parts = []
+            for part in received:
+                parts.append(part[inside])
+            parts.insert(self.comm.rank, local[cut.start + start : cut.start + stop])
+            average_into(average[inside], parts)
 
 
-def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+def make_bucket(
+    plan: GradientPlan,
+    params: Mapping[int, torch.Tensor],
+    dtype: torch.dtype,
+    comm: Collectives,
+    replicas: Collectives | None,
+    memory: Memory,
+) -> GradientBucket:
+    """The bucket that suits the plan and the network. Args: as `GradientBucket`."""
+    device = next(iter(params.values())).device
+    is_native = plan.is_shared and not comm.goes_pairwise(device)
+    return (NativeBucket if is_native else PairwiseBucket)(plan, params, dtype, comm, replicas, memory)
+
+
+def _share(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     """Whether the tensors have the same memory."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return other is not None and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def average_into(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -95,7 +95,7 @@ def hook_with_zero_step_interleaved(
 
 
 class OverlappedStep:
-    """What an overlapped update keeps from one bucket of a backward to the next."""
+    """The hook of an overlapped update, and its state from one bucket of a backward to the next."""
 
     def __init__(
         self,
@@ -108,24 +108,25 @@ class OverlappedStep:
         owner = getattr(hook, "__self__", None)
         self.to_owners = owner if isinstance(owner, OwnerReduction) else None
         _check_fits(ddp, zero, self.to_owners)
-        self.hook, self.zero = hook, zero
-        self.shard_buckets = shard_buckets
-        self.interleaved = interleaved
+        self.hook, self.zero, self.interleaved = hook, zero, interleaved
+        self.resharding = None if shard_buckets is None else Resharding(shard_buckets)
         # No reference to DDP: it holds this hook where the garbage collector does not look, so neither could
         # ever be freed.
         self.group = ddp.process_group
         self.grads_are_views = ddp.gradient_as_bucket_view
         # A parameter that no rank has used has the gradient None and must not be stepped. DDP finds out which
         # these are at the end of backward.
-        self.late = bool(ddp.find_unused_parameters or ddp.static_graph)
-        zero.backward.late = self.late
+        zero.backward.late = bool(ddp.find_unused_parameters or ddp.static_graph)
         self.under_way: list[ByHook | ToOwners] = []
         self.broadcasts: list[PendingCall] = []
         self.numbers: dict[torch.Tensor, int] = {}
         self.buckets: list[list[int]] = []
-        self.buckets_before: list[list[int]] = []
-        self.sharded_for: list[list[int]] = []
         self.side_stream: Any = None
+
+    @property
+    def late(self) -> bool:
+        """The update is made when backward is over."""
+        return self.zero.backward.late
 
     # DDP refuses annotations other than its own classes, and typing knows no name for those.
     @torch.no_grad()
@@ -202,7 +203,7 @@ class OverlappedStep:
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Do what is left when backward is over."""
+        """Complete the update when backward is over, and repartition if DDP's buckets have settled."""
         zero = self.zero
         # A reduce_to_owners inside another hook is not `self.to_owners`, but has set `on_owners`.
         owner_only = self.to_owners is not None or zero.backward.gradients.on_owners
@@ -214,10 +215,8 @@ class OverlappedStep:
             for param in zero.built.params:
                 param.grad = None  # already used; those of other ranks' parameters were never complete
         zero.backward.end_updated(zero.built.params, zero.param_groups)
-        if self.shard_buckets is not None and self.buckets == self.buckets_before != self.sharded_for:
-            zero.repartition(partition_by_buckets(zero.partition, self.buckets, cut=self.shard_buckets))
-            self.sharded_for = self.buckets
-        self.buckets_before = self.buckets
+        if self.resharding is not None:
+            self.resharding.after_backward(zero, self.buckets)
 
     def _check_all_reduced(self) -> None:
         reduced = {number for bucket in self.buckets for number in bucket}
@@ -239,6 +238,30 @@ class OverlappedStep:
         if self.side_stream is None:
             self.side_stream = devices.new_stream(device)
         return devices.on_stream(self.side_stream)
+
+
+class Resharding:
+    """The repartitions of an optimizer by DDP's buckets.
+
+    Args:
+        cut: as `partition_by_buckets`.
+    """
+
+    def __init__(self, cut: bool) -> None:
+        self.cut = cut
+        self.last: list[list[int]] = []
+        self.done_for: list[list[int]] = []
+
+    def after_backward(self, zero: ZeroRedundancyOptimizer, buckets: list[list[int]]) -> None:
+        """Repartition once DDP has used the same buckets in two iterations: it rebuilds them after the first.
+
+        Args:
+            buckets: the parameters of each bucket of the backward that is over.
+        """
+        if buckets == self.last != self.done_for:
+            zero.repartition(partition_by_buckets(zero.partition, buckets, cut=self.cut))
+            self.done_for = buckets
+        self.last = buckets
 
 
 def partition_by_buckets(partition: Partition, buckets: Sequence[Sequence[int]], cut: bool) -> Partition:

@@ -42,7 +42,7 @@ def gradients_in(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[tor
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread. It does not on a rank that only shadows one."""
+    """Whether autograd runs a backward in this thread. A rank that only shadows a backward runs none."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -52,7 +52,7 @@ def after_backward(action: Callable[[], None]) -> None:
         action()
         return
     engine = torch.autograd.Variable._execution_engine
-    # DDP queues its own end of backward after the last hook. What a callback queues comes after that.
+    # DDP queues its own end of backward after the last hook. A callback that a callback queues comes later.
     engine.queue_callback(lambda: engine.queue_callback(action))
 
 
@@ -185,7 +185,7 @@ def reduce_to_owners(
 
 
 class OwnerReduction:
-    """What `reduce_to_owners` keeps from one bucket of a backward to the next."""
+    """The hook of `reduce_to_owners`, and its state from one bucket of a backward to the next."""
 
     def __init__(self, zeros: Sequence[ZeroRedundancyOptimizer], scaled: bool, may_change: bool) -> None:
         self.zeros = zeros
@@ -324,15 +324,23 @@ def gradients_to_watch(
 ) -> list[torch.Tensor]:
     """The gradients of the parameters in `kept`. If there are none, a parameter with one of zeros is added.
 
-    A rank without gradients could not see a change that torch makes to all gradients. The parameter is the
-    smallest of those that this rank does not step, or with `parts_apart` not from `.grad`; one of which the
-    rank owns nothing, if there is one.
+    A rank without gradients could not see a change that torch makes to all gradients. The added parameter is
+    one that this rank does not step: if possible one of which the rank owns nothing, and then the smallest.
+
+    Args:
+        kept: the parameters whose gradients this rank keeps.
+        parts_apart: parts of a gradient are not in `.grad`. A step then takes only whole gradients from
+            there, so a parameter of which this rank owns a part may be added, too.
+    Returns:
+        The gradients of the parameters in `kept`.
     """
     watched = [param.grad for param in kept if param.grad is not None and param.numel()]
+    if watched:
+        return watched
     mine = {own.param for own in zero.shard.owned}
     stepped = {own.param for own in zero.shard.owned if own.is_whole or not parts_apart}
     others = [p for p in zero.built.params if p.requires_grad and p.numel() and p not in stepped]
-    if not watched and others:
+    if others:
         smallest = min(others, key=lambda param: (param in mine, param.numel()))
         smallest.grad = torch.zeros_like(smallest, requires_grad=False)
         watched, kept[smallest] = [smallest.grad], None
@@ -340,10 +348,10 @@ def gradients_to_watch(
 
 
 def share_infinities(comm: Collectives, own: Sequence[torch.Tensor]) -> None:
-    """Give every rank a gradient that is not finite if one rank has one, so that GradScaler finds it.
+    """If one rank has a gradient that is not finite, give every rank one, so that GradScaler finds it.
 
     Args:
-        own: the gradients of this rank; none if it has all parameters, and none of them was used.
+        own: the gradients of this rank; empty if the rank owns all parameters, and none was used.
     Collective: all ranks.
     Cost: an all-reduce of 4 bytes, and a wait for an accelerator if control messages are on the CPU.
     """

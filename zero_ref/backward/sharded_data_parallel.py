@@ -1,17 +1,19 @@
-"""Gradients without DDP: each goes to a flat bucket, and a full bucket goes to the owners of its elements.
+"""Gradients without DDP: each goes to its owner, and no other rank keeps it. This is stage 2 of ZeRO.
 
 `minimal.py` leaves gradients to DDP, which keeps all of them on every rank. `reduce_to_owners` sends them to
-their owners only, but DDP keeps its buckets, as large as all gradients together. `ShardedDataParallel` stands
-in DDP's place: a hook on each parameter copies its gradient to a bucket and releases it. Buckets are reduced
-in one order on all ranks, and after backward a rank has the gradients of what it owns, and nothing else.
+their owners only, but DDP keeps its buckets, as large as all gradients together. The classes of this module
+stand in DDP's place. `NaiveShardedDataParallel` shows the idea in one hook, which reduces each gradient by
+itself. `ShardedDataParallel` collects gradients in buckets, reduces these while backward goes on, in one
+order on all ranks, and takes any partition.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -19,257 +21,52 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ref.backward.gradient_buckets import GradientBucket, Memory
-from zero_ref.backward.reduction import gradients_to_watch, share_infinities
+from zero_ref.backward.arguments import check_dtype, check_names, check_optimizers, groups_of, replicas_of
+from zero_ref.backward.gradient_buckets import GradientBucket
+from zero_ref.backward.hooks import GradientHooks
+from zero_ref.backward.shard_reduction import Options, ShardReduction
 from zero_ref.comm.agreement import agree
-from zero_ref.comm.backend import as_collectives
-from zero_ref.comm.collectives import Collectives, PendingCall
-from zero_ref.comm.process_group import BACKWARD_TAG, ProcessGroupCollectives, global_ranks
+from zero_ref.comm.collectives import Collectives
+from zero_ref.minimal import MinimalZero
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.plan.gradients import BUCKET_NUMEL, GradientPlan, gradient_plans
-from zero_ref.plan.partition import Slice
-from zero_ref.shard.buckets import flat_like
+from zero_ref.plan.gradients import BUCKET_NUMEL
 
 
-class ShardReduction:
-    """The buckets of one optimizer's parameters, from one backward to the next.
+class NaiveShardedDataParallel(nn.Module):
+    """A model whose gradients are reduced one by one: each to its owner, as soon as it is complete.
+
+    >>> optimizer = MinimalZero(model.parameters(), torch.optim.AdamW)                # doctest: +SKIP
+    >>> model = NaiveShardedDataParallel(model, optimizer)                            # doctest: +SKIP
+
+    `ShardedDataParallel` computes the same, and mends what is slow or missing here. Backward waits for every
+    message, however small it is. All ranks must use all parameters, in one order. A second backward would
+    average gradients again that are averages already.
 
     Args:
-        zero: the optimizer.
-        cap: elements of a bucket, about; a larger parameter has a bucket to itself. Where ranks own equal
-            shares of a range, that is a bucket.
-        dtype: of what is sent; None for the parameters' own.
-        scaled, may_change: as `reduce_to_owners`.
-        replicas, keep_memory: as `ShardedDataParallel`.
+        module: the model, with equal parameters on all ranks.
+        optimizer: knows the owner of each parameter.
+    Collective: all ranks of the optimizer's group, in backward.
+    Cost: each gradient is reduced to one rank, which takes half as much traffic as an all-reduce.
     """
 
-    def __init__(
-        self,
-        zero: ZeroRedundancyOptimizer,
-        cap: int,
-        dtype: torch.dtype | None,
-        scaled: bool,
-        may_change: bool,
-        replicas: Collectives | None,
-        keep_memory: bool,
-    ) -> None:
-        self.zero, self.cap, self.dtype, self.replicas = zero, max(cap, 1), dtype, replicas
-        self.comm = _apart_from(zero.collectives)
-        self.scaled, self.may_change = scaled, may_change
-        self.buckets: list[GradientBucket] = []
-        self.bucket_of: dict[int, GradientBucket] = {}
-        self._memory = Memory(keep_memory)
-        self._before: set[Slice] = set()
-        self._of_frozen: dict[Slice, torch.Tensor] = {}  # gradients that stay as they are
-        self._unused: set[int] = set()
-        self._open = False
-        self._planned_for: object = None
-        self._under_way: list[GradientBucket] = []
-        self._averaged: list[GradientBucket] = []
-        self._counting: tuple[torch.Tensor, PendingCall] | None = None
+    def __init__(self, module: nn.Module, optimizer: MinimalZero) -> None:
+        super().__init__()
+        self.module, self.group = module, optimizer.group
+        for param, owner in zip(optimizer.params, optimizer.owners):
+            param.register_post_accumulate_grad_hook(partial(self._reduce, owner))
 
-    def _plan(self) -> None:
-        """Make the buckets for the current owners and for the parameters that are trained now.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        return self.module(*args, **kwargs)
 
-        Raises:
-            ValueError, RuntimeError: as `ZeroRedundancyOptimizer.current`; ranks differ, or one is to do
-                something else, such as a step that this rank has left out.
-        """
-        zero = self.zero
-        zero.accord.compare("run a backward for", lambda: zero.current().facts)
-        built = zero.current()
-        if built is self._planned_for:
-            return
-        self._planned_for = built
-        self._memory = Memory(self._memory.keeps)  # other buckets need other sizes
-        plans = gradient_plans(built.partition, built.specs, self.cap)
-        self.buckets = [self._bucket(plan) for plan in plans]
-        self.bucket_of = {number: bucket for bucket in self.buckets for number in bucket.params}
-
-    def _bucket(self, plan: GradientPlan) -> GradientBucket:
-        params = {number: self.zero.built.params[number] for number in plan.starts}
-        dtype = self.dtype or next(iter(params.values())).dtype
-        return GradientBucket(params, plan, dtype, self.comm, self.replicas, self._memory)
-
-    def begin(self) -> None:
-        """A backward has begun: put the gradients of earlier ones aside, to which it will add.
-
-        Raises:
-            RuntimeError: they are no longer on their owners, or were lost with a backward that raised.
-        """
-        zero = self.zero
-        lost, self._open = self._open and bool(self._before), False
-        if lost:
-            raise RuntimeError(
-                f"rank {zero.rank}: the last backward did not come to its end, and the gradients to which it "
-                "was to add are lost. Call zero_grad() and begin the accumulation again."
-            )
-        gradients = zero.backward.gradients
-        has_gradients = any(param.grad is not None for param in zero.built.params)
-        if gradients.why_no_clipping is not None and has_gradients:
-            raise RuntimeError(f"rank {zero.rank}: {gradients.why_no_clipping}")
-        self._plan()
-        self._open = True
-        zero.backward.begin(adds=True)  # waits for what a backward that raised has left
-        self._before, self._unused, self._under_way, self._averaged = set(), set(), [], []
-        hidden = gradients.parts  # None where `.grad` has all
-        self._of_frozen = {
-            piece: part for piece, part in (hidden or {}).items() if piece.param not in self.bucket_of
-        }
-        for bucket in self.buckets:
-            bucket.begin()
-            if gradients.versions is not None:
-                self._put_aside(bucket, hidden, gradients.flats.get(bucket))
-
-    def _put_aside(
-        self, bucket: GradientBucket, hidden: Mapping[Slice, torch.Tensor] | None, flat: torch.Tensor | None
-    ) -> None:
-        """Take what earlier backwards have left of a bucket: it lies in `flat`, if that has the same plan."""
-        left: dict[Slice, torch.Tensor] = {}
-        for piece, _ in bucket.own:
-            param = bucket.params[piece.param]
-            if hidden is not None and piece.numel != param.numel():
-                if piece in hidden:
-                    left[piece] = hidden[piece]
-            elif param.grad is not None:
-                left[piece] = flat_like(param.grad, param)[piece.start : piece.stop]
-        for param in bucket.params.values():
+    @torch.no_grad()
+    def _reduce(self, owner: int, param: torch.Tensor) -> None:
+        assert param.grad is not None
+        # Divided before the sum, as float16 could overflow.
+        param.grad.mul_(1 / dist.get_world_size(self.group))
+        dist.reduce(param.grad, group_dst=owner, group=self.group)
+        if dist.get_rank(self.group) != owner:
             param.grad = None
-        if not left:
-            return
-        bucket.gradient = bucket.new_gradient().zero_() if flat is None else flat
-        for piece, window in bucket.parts():
-            if piece not in left:
-                window.zero_()
-            elif window.data_ptr() != left[piece].data_ptr():
-                window.copy_(left[piece])
-        self._before |= left.keys()
-
-    @property
-    def _is_shown(self) -> bool:
-        """Gradients of parameters that are cut are in `.grad`, with zeros where other ranks own them."""
-        return self.scaled or self.may_change
-
-    def take(self, number: int, param: torch.Tensor) -> None:
-        """Copy a complete gradient to its bucket, and release it."""
-        bucket, grad = self.bucket_of[number], param.grad
-        assert grad is not None
-        if bucket.sent or number not in bucket.missing:
-            raise RuntimeError(
-                f"{self._title(number)} got a second gradient in one backward. Reentrant activation "
-                "checkpointing does this: pass use_reentrant=False."
-            )
-        if grad.layout != torch.strided:
-            raise ValueError(
-                f"{self._title(number)} has a sparse gradient, which has no place in a flat bucket. "
-                "Construct its layer with sparse=False, or use DistributedDataParallel."
-            )
-        check_no_graph(grad)
-        bucket.take(number, grad)
-        param.grad = None
-
-    def _title(self, number: int) -> str:
-        return f"rank {self.zero.rank}: parameter {self.zero.built.name(number)}"
-
-    @torch.no_grad()
-    def reduce(self, bucket: GradientBucket) -> None:
-        """Start to reduce a bucket, and complete the one before it, which has had time to arrive."""
-        for number in sorted(bucket.missing):
-            param = bucket.params[number]
-            if param.grad is not None:  # of earlier backwards under no_sync, and not used in this one
-                bucket.take(number, param.grad)
-                param.grad = None
-        self._unused |= bucket.missing
-        bucket.reduce()
-        self.zero.backward.under_way.append(bucket)
-        self._under_way.append(bucket)
-        self._complete(leave=1)
-
-    def count(self) -> None:
-        """All buckets are on their way: start to count on how many ranks each parameter had a gradient."""
-        comm = self.comm
-        if comm.world_size > 1 or self.replicas is not None:
-            had = torch.ones(len(self.bucket_of), dtype=torch.int32, device=comm.control_device)
-            for place, number in enumerate(self.bucket_of):
-                if number in self._unused:
-                    had[place] = 0  # by a kernel: to copy a list to an accelerator would wait for it
-            self._counting = had, comm.all_reduce(had)
-
-    def _complete(self, leave: int = 0) -> None:
-        while len(self._under_way) > leave:
-            bucket = self._under_way.pop(0)
-            bucket.average()
-            self._averaged.append(bucket)
-        while len(self._averaged) > leave * (self.replicas is not None):
-            bucket = self._averaged.pop(0)
-            bucket.add_up()
-            self.zero.backward.under_way.remove(bucket)
-
-    @torch.no_grad()
-    def end(self) -> None:
-        """Wait for all buckets, and give owners their gradients."""
-        zero = self.zero
-        self._complete()
-        nowhere = self._used_nowhere()
-        hidden = dict(self._of_frozen)
-        flats = {bucket: flat for bucket in self.buckets if (flat := bucket.gradient) is not None}
-        watched: dict[torch.Tensor, None] = {}
-        used = set()
-        for bucket in flats:
-            for piece, part in bucket.parts():
-                if piece.param in nowhere and piece not in self._before:
-                    continue
-                param = bucket.params[piece.param]
-                used.add(piece.param)
-                if piece.numel == param.numel():
-                    param.grad = part.as_strided(param.size(), param.stride(), part.storage_offset())
-                elif not self._is_shown:
-                    hidden[piece] = part
-                    continue
-                else:
-                    if param.grad is None:
-                        param.grad = torch.zeros_like(param, requires_grad=False)
-                    flat_like(param.grad, param)[piece.start : piece.stop] = part
-                watched[param] = None
-        own = gradients_to_watch(zero, watched, parts_apart=not self._is_shown)
-        if self.scaled:
-            share_infinities(self.comm, own)
-        self.drop()
-        parts = None if self._is_shown else hidden
-        zero.backward.end_on_owners(watched, frozenset(used), self.scaled, self.may_change, parts, flats)
-
-    def _used_nowhere(self) -> set[int]:
-        """The numbers of the parameters that had a gradient on no rank."""
-        if self._counting is None:
-            return self._unused
-        had, work = self._counting
-        work.wait()
-        if self.replicas is not None:
-            had = had.to(self.replicas.control_device)
-            self.replicas.all_reduce(had).wait()
-        counts = had.tolist() if self._unused else []
-        return {number for number, count in zip(self.bucket_of, counts) if not count}
-
-    def drop(self) -> None:
-        """Free what a backward holds; one that did not come to its end is forgotten."""
-        self._before, self._unused, self._open, self._counting = set(), set(), False, None
-        self._of_frozen = {}
-        self._memory.release()
-        for bucket in self.buckets:
-            bucket.drop()
-
-
-def check_no_graph(grad: torch.Tensor | None) -> None:
-    """Refuse gradients of which autograd keeps a graph, since a bucket has none.
-
-    Raises:
-        RuntimeError: the gradient requires a gradient.
-    """
-    if grad is not None and grad.requires_grad:
-        raise RuntimeError(
-            "a gradient requires a gradient itself, as backward(create_graph=True) makes it, and its average "
-            "could not. Use torch.autograd.grad for gradients of gradients, and call zero_grad() here."
-        )
 
 
 class ShardedDataParallel(nn.Module):
@@ -296,14 +93,11 @@ class ShardedDataParallel(nn.Module):
     Args:
         module: the model. Its trained parameters must all be in the optimizers.
         sharded_optimizer: a ZeroRedundancyOptimizer or OSS, or a list of them.
-        process_group: must be the optimizers' group, or None.
+        process_group: None, or the optimizers' group, which programs written for FairScale pass.
         broadcast_buffers: before each forward in training, rank 0 sends its buffers to all ranks.
         sync_models_at_startup: rank 0 sends its parameters and buffers to all ranks.
         reduce_buffer_size: elements of a bucket.
-        auto_refresh_trainable, warn_on_trainable_params_changed: accepted and not used: a change of
-            `requires_grad` is seen by itself.
-        reduce_fp16: send gradients as float16.
-        reduce_dtype: send gradients in this dtype.
+        reduce_dtype: send gradients in this dtype; None for the parameters' own.
         scaled, may_change: as `reduce_to_owners`.
         keep_memory: keep the memory of this rank's gradients, and of two buckets, from one backward to the
             next. On a CPU new memory for them takes longer than the update. After `zero_grad`, a gradient
@@ -316,8 +110,11 @@ class ShardedDataParallel(nn.Module):
             waits for its own before its forward, its `state_dict` and its `load_state_dict`. Before you read
             a parameter yourself, or compute with one of a module that you do not call, call
             `wait_for_parameters`. An error in another rank's step is raised where this rank waits.
+        **fairscale: FairScale's other options. `reduce_fp16=True` is `reduce_dtype=torch.float16`.
+            `auto_refresh_trainable` and `warn_on_trainable_params_changed` have no effect: a change of
+            `requires_grad` is always noticed, and is no reason for a warning.
     Raises:
-        TypeError: an optimizer is not a ZeroRedundancyOptimizer.
+        TypeError: an optimizer is not a ZeroRedundancyOptimizer; an option is unknown.
         ValueError: a trained parameter is in none of the optimizers, in two, or in another wrapper; an
             optimizer has one that is not in the module; `replicas` has more ranks of the optimizers' group
             than this one; ranks differ, in the constructor or, with `replicas`, later.
@@ -342,19 +139,17 @@ class ShardedDataParallel(nn.Module):
         module: nn.Module,
         sharded_optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
         process_group: dist.ProcessGroup | Collectives | None = None,
+        *,
         broadcast_buffers: bool = True,
         sync_models_at_startup: bool = True,
         reduce_buffer_size: int = BUCKET_NUMEL,
-        auto_refresh_trainable: bool = True,
-        reduce_fp16: bool = False,
-        warn_on_trainable_params_changed: bool = True,
-        *,
+        reduce_dtype: torch.dtype | None = None,
         scaled: bool = False,
         may_change: bool = False,
-        gather_in_forward: bool = False,
         keep_memory: bool = False,
         replicas: dist.ProcessGroup | DeviceMesh | Collectives | None = None,
-        reduce_dtype: torch.dtype | None = None,
+        gather_in_forward: bool = False,
+        **fairscale: bool,
     ) -> None:
         super().__init__()
         self.module = module
@@ -366,16 +161,14 @@ class ShardedDataParallel(nn.Module):
         )
         self.broadcast_buffers, self.require_backward_grad_sync = broadcast_buffers, True
         self.replicas: Collectives | None = None
-        self._task, self._in_backward, self._syncing = -1, False, True
-        self._sent_in = torch.float16 if reduce_fp16 else reduce_dtype
-        self._ordered: list[tuple[ShardReduction, GradientBucket]] = []
-        self._waiting: list[tuple[ShardReduction, GradientBucket]] = []  # in the order of their reductions
-        self._hooked: dict[torch.Tensor, tuple[Any, Any]] = {}  # the node that accumulates, and a handle
-        self._place_of: dict[torch.Tensor, tuple[ShardReduction, int]] = {}
         self._reductions: list[ShardReduction] = []
+        self._ordered: list[tuple[ShardReduction, GradientBucket]] = []
+        # The buckets of the running backward that are not reduced yet, in order; None under no_sync.
+        self._waiting: list[tuple[ShardReduction, GradientBucket]] | None = None
+        self._task, self._in_backward = -1, False
         self._sent_kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         options = {
-            "reduce_fp16": reduce_fp16,
+            "reduce_fp16": fairscale.get("reduce_fp16", False),
             "reduce_dtype": reduce_dtype,
             "reduce_buffer_size": reduce_buffer_size,
             "broadcast_buffers": broadcast_buffers,
@@ -390,20 +183,21 @@ class ShardedDataParallel(nn.Module):
         facts: list[str] | Exception
         try:
             if replicas is not None:  # first: from now on an error reaches their groups, too
-                self.replicas = _replicas_of(self.sharded_optimizers, replicas)
-            _check_dtype(self._sent_in)
-            _check_optimizers(self.sharded_optimizers, process_group, gather_in_forward)
-            self._reductions = [
-                ShardReduction(
-                    zero, reduce_buffer_size, self._sent_in, scaled, may_change, self.replicas, keep_memory
-                )
-                for zero in self.sharded_optimizers
-            ]
-            self._without_hooks()
+                self.replicas = replicas_of(self.sharded_optimizers, replicas)
+            check_names(fairscale)
+            dtype = torch.float16 if fairscale.get("reduce_fp16") else reduce_dtype
+            check_dtype(dtype)
+            check_optimizers(self.sharded_optimizers, process_group, gather_in_forward)
+            how = Options(reduce_buffer_size, dtype, scaled, may_change, keep_memory)
+            self._reductions = [ShardReduction(zero, how, self.replicas) for zero in self.sharded_optimizers]
+            self._hooks = GradientHooks(
+                weakref.ref(self), self._reductions, dtype, *_callbacks(weakref.ref(self))
+            )
+            self._hooks.lacking(module)
             facts = self._facts(options)
         except Exception as error:
             facts = error
-        for comm in _groups_of(self.sharded_optimizers, process_group):
+        for comm in groups_of(self.sharded_optimizers, process_group):
             try:
                 agree(comm, "construct ShardedDataParallel", facts, replicas=self.replicas)
             except Exception as error:
@@ -419,7 +213,7 @@ class ShardedDataParallel(nn.Module):
         if sync_models_at_startup:
             self._broadcast([*module.parameters(), *module.buffers()])
 
-    # What programs read of DistributedDataParallel.
+    # Programs read these attributes of DistributedDataParallel and of FairScale's class.
     find_unused_parameters = True
 
     @property
@@ -429,17 +223,17 @@ class ShardedDataParallel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter is."""
+        """The device of the first parameter."""
         return next(self.module.parameters()).device
 
     @property
     def device_type(self) -> str:
-        """As FairScale's: the kind of `device`."""
+        """The type of `device`, as in FairScale."""
         return self.device.type
 
     @property
     def is_multi_device_module(self) -> bool:
-        """As FairScale's: parameters are on several devices."""
+        """Whether parameters are on several devices, as in FairScale."""
         return len({param.device for param in self.module.parameters()}) > 1
 
     # ---------------------------------------------------------------------------------------------- the model
@@ -456,8 +250,7 @@ class ShardedDataParallel(nn.Module):
                     "DistributedDataParallel."
                 )
             self.refresh_trainable()
-            for param in self._hooked:
-                check_no_graph(param.grad)
+            self._hooks.check_no_graph()
             if torch._C._current_graph_task_id() == -1:  # else it is computed again, in a backward
                 self._in_backward = False  # the last one may have been cut off by an error
         return self.module(*args, **kwargs)
@@ -477,11 +270,11 @@ class ShardedDataParallel(nn.Module):
         Raises: as a backward.
         Collective: all ranks of the group.
         """
-        self._begin()
-        self._end()
+        self._begin_reductions()
+        self._end_backward()
 
     def wait_for_parameters(self) -> None:
-        """Wait until the new parameters of the last step are here: with `gather_in_forward`."""
+        """Wait for the new parameters of the last step, which `gather_in_forward` leaves on their way."""
         for zero in self.sharded_optimizers:
             zero.arriving.wait()
 
@@ -498,65 +291,22 @@ class ShardedDataParallel(nn.Module):
         self._broadcast(self.module.buffers())
 
     def __getattr__(self, name: str) -> Any:
-        """As FairScale's: what the wrapper does not have is the module's."""
+        """Attributes that the wrapper does not have are the module's, as in FairScale."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
     def refresh_trainable(self) -> None:
-        """Note which parameters are trained now, and which were cast. Each forward does this by itself.
+        """Put hooks on parameters that are trained now, or were cast. Each forward does this by itself.
 
         Raises:
             ValueError, RuntimeError: as the constructor.
         """
-        for param in self._without_hooks():
-            self._hook(param)
-
-    @torch.enable_grad()
-    def _without_hooks(self) -> list[nn.Parameter]:
-        """The trained parameters that have no hooks yet, or lost them: a cast gives a parameter a new node.
-
-        Raises:
-            ValueError: one of them has no owner, or several.
-        """
-        if len(self._place_of) != sum(len(zero.built.params) for zero in self.sharded_optimizers):
-            self._place_of = {}
-            for reduction in self._reductions:
-                for number, param in enumerate(reduction.zero.built.params):
-                    if param in self._place_of:
-                        raise ValueError(
-                            f"parameter {reduction.zero.built.name(number)} is in two of the optimizers."
-                        )
-                    self._place_of[param] = reduction, number
-            inside = set(self.module.parameters())
-            for param, (reduction, number) in self._place_of.items():
-                if param.requires_grad and param not in inside:
-                    raise ValueError(
-                        f"parameter {reduction.zero.built.name(number)} of the optimizer is not in the "
-                        "module, so its gradients would not be averaged. Give it an optimizer of its own."
-                    )
-        found = []
-        for name, param in self.module.named_parameters():
-            if param.requires_grad and self._hooked.get(param, (None, None))[0] is not _accumulator(param):
-                if param not in self._place_of:
-                    raise ValueError(
-                        f"parameter {name} is trained, and no optimizer has it, so it has no owner. Give the "
-                        "optimizer all parameters of the model, or set its requires_grad to False."
-                    )
-                if self._sent_in is not None and not self._sent_in.is_complex and param.is_complex():
-                    option = "reduce_fp16=True" if self._sent_in == torch.float16 else "reduce_dtype="
-                    raise ValueError(f"parameter {name} is complex, and {option} would drop a part of it.")
-                if getattr(param, "_sharded_by", lambda: None)() not in (None, self):
-                    raise ValueError(
-                        f"parameter {name} is in another ShardedDataParallel. Use that one, or delete it "
-                        "first."
-                    )
-                found.append(param)
-        return found
+        self._hooks.attach(self.module)
 
     def _facts(self, options: Mapping[str, Any]) -> list[str]:
-        """What must be equal on all ranks, also of other groups: options, the module, the optimizers."""
+        """The lines that must be equal on all ranks of all groups: options, the module, the optimizers."""
         facts = [f"{name}={value}" for name, value in options.items()]
         for name, param in self.module.named_parameters():
             facts.append(
@@ -570,27 +320,6 @@ class ShardedDataParallel(nn.Module):
         for zero in self.sharded_optimizers:
             facts += zero.all_facts()
         return facts
-
-    @torch.enable_grad()
-    def _hook(self, param: nn.Parameter) -> None:
-        """Be called before and after a gradient is added to the parameter's. The hooks do not keep `self`."""
-        param._sharded_by = this = weakref.ref(self)  # type: ignore[attr-defined]
-
-        def before(*_: Any) -> None:
-            if (alive := this()) is not None:
-                alive._before_gradient()
-
-        def after(param: torch.Tensor) -> None:
-            if (alive := this()) is not None:
-                alive._after_gradient(param)
-
-        _, earlier = self._hooked.get(param, (None, None))
-        if earlier is not None:
-            earlier.remove()
-        # A hook on the tensor would be called by torch.autograd.grad, too.
-        node = _accumulator(param)
-        node.register_prehook(before)
-        self._hooked[param] = node, param.register_post_accumulate_grad_hook(after)
 
     def _send_buffers(self) -> None:
         buffers = dict(self.module.named_buffers())
@@ -619,23 +348,24 @@ class ShardedDataParallel(nn.Module):
 
     # ------------------------------------------------------------------------------------------ a backward
 
-    def _before_gradient(self) -> None:
-        """Called before each gradient is added to a parameter's: before the first, begin."""
-        task = torch._C._current_graph_task_id()
-        if self._in_backward and task == self._task:
-            return
+    def _begin_backward(self, task: int) -> None:
+        """Begin a backward, before its first gradient is added to a parameter's.
+
+        Args:
+            task: autograd's number of the backward.
+        """
         if self._in_backward or task < self._task:
             raise RuntimeError(
                 "a backward came within another one, or the last one did not come to its end. Reentrant "
                 "activation checkpointing makes one within another: pass use_reentrant=False. After an error "
                 "call zero_grad() of this ShardedDataParallel."
             )
-        self._task, self._in_backward = task, True
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._task, self._in_backward, self._waiting = task, True, None
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self.require_backward_grad_sync:
-            self._begin()
+            self._begin_reductions()
             return
-        self._syncing = False
+        # Under no_sync gradients stay where they are, unless averages are there, which are not this rank's.
         for zero in self.sharded_optimizers:
             if zero.backward.gradients.versions is None:
                 continue
@@ -647,37 +377,44 @@ class ShardedDataParallel(nn.Module):
                 "still there. Call optimizer.zero_grad() before it, or run it outside of no_sync()."
             )
 
-    def _begin(self) -> None:
-        self._syncing = True
+    def _begin_reductions(self) -> None:
+        """Compare with other ranks what changed, and expect gradients in all buckets."""
         for reduction in self._reductions:
             reduction.begin()
         self._waiting = self._in_order()
 
-    def _after_gradient(self, param: torch.Tensor) -> None:
-        if self._syncing:
-            reduction, number = self._place_of[param]
-            reduction.take(number, param)
-            while self._waiting and not self._waiting[0][1].missing:
-                self._reduce_next()
+    def _take(self, param: torch.Tensor) -> None:
+        """Move a complete gradient to its bucket, and reduce the buckets whose turn has come."""
+        waiting = self._waiting
+        if waiting is None:
+            return
+        reduction, number = self._hooks.place_of[param]
+        reduction.take(number, param)
+        while waiting and not waiting[0][1].local.missing:
+            reduction, bucket = waiting.pop(0)
+            reduction.reduce(bucket)
 
-    def _reduce_next(self) -> None:
-        reduction, bucket = self._waiting.pop(0)
-        reduction.reduce(bucket)
-
-    def _end(self) -> None:
+    def _end_backward(self) -> None:
+        """Reduce the buckets that are left, and give this rank the gradients of what it owns."""
         self._in_backward = False
-        if self._syncing:
-            while self._waiting:
-                self._reduce_next()
-            for reduction in self._reductions:
-                reduction.count()
-            for reduction in self._reductions:
-                reduction.end()
+        if self._waiting is None:
+            return
+        # Also the buckets that lack a gradient, since other ranks may have it.
+        while self._waiting:
+            reduction, bucket = self._waiting.pop(0)
+            reduction.reduce(bucket)
+        for reduction in self._reductions:
+            reduction.count()
+        for reduction in self._reductions:
+            reduction.end()
+        self._waiting = None
 
     def _in_order(self) -> list[tuple[ShardReduction, GradientBucket]]:
         """The buckets of all optimizers, those of the last parameters first: the same on all ranks."""
-        buckets = [(reduction, bucket) for reduction in self._reductions for bucket in reduction.buckets]
-        if {bucket for _, bucket in buckets} != {bucket for _, bucket in self._ordered}:
+        buckets: list[tuple[ShardReduction, GradientBucket]] = []
+        for reduction in self._reductions:
+            buckets += zip(repeat(reduction), reduction.buckets)
+        if set(buckets) != set(self._ordered):
             params = enumerate(self.module.parameters())
             places: dict[torch.Tensor, int] = {param: place for place, param in params}
             self._ordered = sorted(
@@ -686,93 +423,26 @@ class ShardedDataParallel(nn.Module):
         return list(self._ordered)
 
 
-def _accumulator(param: torch.Tensor) -> Any:
-    """Autograd's node that adds to the parameter's gradient. It keeps its hooks as long as it is kept."""
-    return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+def _callbacks(
+    this: weakref.ref[ShardedDataParallel],
+) -> tuple[Callable[..., None], Callable[[torch.Tensor], None]]:
+    """The hooks before and after a gradient is added. They run for every parameter, and so do little."""
+    task_now = torch._C._current_graph_task_id
 
+    def before(*_: Any) -> None:
+        wrapper = this()
+        if wrapper is not None and wrapper._task != (task := task_now()):
+            wrapper._begin_backward(task)
 
-def _apart_from(comm: Collectives) -> Collectives:
-    """The same calls, and the same observers, by messages that never meet those of a step."""
-    other = copy.copy(comm)
-    if isinstance(other, ProcessGroupCollectives):
-        other.tag += BACKWARD_TAG
-    return other
-
-
-def _groups_of(
-    optimizers: Iterable[Any], process_group: dist.ProcessGroup | Collectives | None
-) -> list[Collectives]:
-    """The groups of the optimizers, each once; if there is no optimizer, the group that was passed in."""
-    groups = {
-        getattr(zero.collectives, "group", zero.collectives): zero.collectives
-        for zero in optimizers
-        if isinstance(zero, ZeroRedundancyOptimizer)
-    }
-    if not groups:
-        with contextlib.suppress(Exception):
-            return [as_collectives(process_group)]
-    return [*groups.values()]
-
-
-def _replicas_of(
-    optimizers: Sequence[Any], replicas: dist.ProcessGroup | DeviceMesh | Collectives
-) -> Collectives:
-    """The calls to the replicas.
-
-    Raises:
-        ValueError: they have more ranks of the optimizers' group than this one.
-    """
-    comm = as_collectives(replicas)
-    for zero in optimizers:
-        own = getattr(zero, "collectives", None)
-        if not isinstance(own, ProcessGroupCollectives) or not isinstance(comm, ProcessGroupCollectives):
-            continue  # of other networks the place in the group tells
-        ours, theirs = global_ranks(own), global_ranks(comm)
-        is_same = own.group is comm.group and dist.get_world_size() > 1
-        if is_same or len(set(ours) & set(theirs)) > 1:
-            raise ValueError(
-                f"replicas is the group of ranks {theirs}, and the optimizer shards over {ours}: only this "
-                "rank may be in both. Pass the ranks that own the same slices in other groups, such as "
-                'mesh["replicas"] beside mesh["shard"].'
+    def after(param: torch.Tensor) -> None:
+        wrapper = this()
+        if wrapper is None:
+            return
+        if wrapper._task != task_now():  # a cast has removed the hook that runs before
+            raise RuntimeError(
+                "parameters were cast, and their ShardedDataParallel has not run a forward since, so it has "
+                "not begun this backward. Compute the loss by it, or call refresh_trainable() after a cast."
             )
-    return comm
+        wrapper._take(param)
 
-
-def _check_dtype(dtype: Any) -> None:
-    is_fit = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
-    if dtype is not None and not is_fit:
-        raise ValueError(
-            f"reduce_dtype takes a floating-point dtype such as torch.bfloat16, not {dtype!r}, which has no "
-            "fractions for an average."
-        )
-
-
-def _check_optimizers(
-    optimizers: Sequence[Any],
-    process_group: dist.ProcessGroup | Collectives | None,
-    gather_in_forward: bool,
-) -> None:
-    for optimizer in optimizers:
-        if not isinstance(optimizer, ZeroRedundancyOptimizer):
-            raise TypeError(
-                f"sharded_optimizer takes a ZeroRedundancyOptimizer, or a list of them, not "
-                f"{type(optimizer).__name__}: gradients go to the owners that it has."
-            )
-        if process_group is not None and process_group is not optimizer.process_group:
-            raise ValueError(
-                "process_group is another group than the optimizer's, whose ranks own the gradients. Leave "
-                "it out, or construct the optimizer on that group."
-            )
-        if optimizer.overlap_with_ddp:
-            raise ValueError(
-                "an optimizer with overlap_with_ddp=True is stepped by hooks of DistributedDataParallel. "
-                "Construct it without."
-            )
-        if gather_in_forward and optimizer.broadcast_dtype is not None:
-            raise ValueError(
-                "gather_in_forward=True receives new parameters in their own place, and with "
-                f"broadcast_dtype={optimizer.broadcast_dtype} they are received elsewhere and rounded. Leave "
-                "out one of the two."
-            )
-    if not optimizers:
-        raise ValueError("sharded_optimizer is an empty list: gradients need an owner.")
+    return before, after

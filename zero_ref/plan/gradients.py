@@ -1,4 +1,4 @@
-"""Which gradients are reduced together without DDP, and what each rank gets of them.
+"""The plan of gradients without DDP: which are reduced together, and which part of them each rank gets.
 
 `minimal.py` leaves this to DDP. Here the parameters of a range are one bucket, whose gradients a single call
 reduces to equal shares. Other parameters are collected in buckets of some size, in about the order in which
@@ -24,12 +24,12 @@ SMALL_NUMEL = 2**14
 
 
 class Cut(NamedTuple):
-    """What one owner has of one tensor of a bucket.
+    """The elements of one tensor of a bucket that one owner has.
 
     Args:
-        tensor: its number.
-        start, stop: the elements of the tensor.
-        place: where the first of them is in the owner's part of the bucket.
+        tensor: the number of the tensor.
+        start, stop: the elements in the tensor.
+        place: the place of element `start` in the owner's part of the bucket.
     """
 
     tensor: int
@@ -39,13 +39,13 @@ class Cut(NamedTuple):
 
     @property
     def within(self) -> slice:
-        """The elements in the owner's part."""
+        """The places of the elements in the owner's part."""
         return slice(self.place, self.place + self.stop - self.start)
 
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """Where the gradients of a bucket lie, and who owns them.
+    """The places of the gradients of a bucket, and their owners.
 
     Args:
         numels: by number the elements of each parameter, in the order of their places.
@@ -85,7 +85,7 @@ class GradientPlan:
         return sum(len(run) for run in self.runs(rank))
 
     def runs(self, rank: int) -> list[range]:
-        """The places of what a rank owns."""
+        """The places of the elements that a rank owns."""
         if self.is_shared:
             share = self.numel // self.world_size
             return [range(rank * share, (rank + 1) * share)]
@@ -149,9 +149,9 @@ class GradientTensors(NamedTuple):
     """The tensors of a bucket.
 
     Args:
-        extents: what of the bucket each has.
-        joint: gradients are copied into this tensor; otherwise it is a gradient.
-        of_param: by number the tensor that has a gradient, and the place of its first element there.
+        extents: for each tensor, its places in the bucket.
+        joint: for each tensor, whether gradients are copied into it; otherwise the tensor is a gradient.
+        of_param: by number, the tensor that holds the gradient, and the place of its first element there.
     """
 
     extents: tuple[range, ...]
@@ -159,7 +159,7 @@ class GradientTensors(NamedTuple):
     of_param: Mapping[int, tuple[int, int]]
 
     def cuts(self, runs: Iterable[range]) -> Iterator[Cut]:
-        """What an owner of these runs has of the tensors."""
+        """The parts of the tensors that the owner of these runs has."""
         end = 0
         for run in runs:
             for number, extent in enumerate(self.extents):
@@ -180,7 +180,7 @@ def gradient_plans(
     [[1], [0, 2]]
 
     Args:
-        params: those that `partition` was made for. Frozen ones are in no bucket.
+        params: the parameters that `partition` was made for. Frozen ones are in no bucket.
         cap: elements at which a bucket of parameters that are in no range is full.
     """
     in_range = {number for one in partition.ranges for number in one.params}

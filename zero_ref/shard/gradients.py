@@ -27,12 +27,12 @@ class Gradients:
     Attributes:
         on_owners: each rank has the reduced gradients of what it owns, and no others.
         used: if only owners have them, the numbers of the parameters that have a gradient on their owner.
-        why_no_scaler: why torch.amp.GradScaler cannot work on them; None if it can.
-        why_no_clipping: why they have no common norm; None if they have.
-        versions: of the gradients to which a second backward must not add.
-        why_not_added_to: the error if a second backward adds to them.
-        parts: by slice, this rank's gradients of parameters that are cut; None where `.grad` has them.
-        flats: what the gradients lie in, by its bucket.
+        why_no_scaler: the reason why torch.amp.GradScaler cannot work on the gradients, or None.
+        why_no_clipping: the reason why no global norm can be computed, or None.
+        versions: versions of the gradients to which a second backward must not add.
+        why_not_added_to: the error if a second backward adds to the gradients.
+        parts: by slice, this rank's gradients of parameters that are cut; None where `.grad` has these.
+        flats: the flat tensors that hold the gradients, by their buckets.
     """
 
     on_owners = False
@@ -45,7 +45,7 @@ class Gradients:
     flats: Mapping[Any, torch.Tensor] = MappingProxyType({})
 
     def check_as_left(self, rank: int, built: Built) -> None:
-        """Refuse gradients that each rank may have changed in its own way, where only owners have them.
+        """Refuse gradients that only their owners have, if each rank may have changed them in its own way.
 
         Raises:
             RuntimeError: another backward has added to them; or the gradient of a parameter was changed, as
@@ -53,7 +53,7 @@ class Gradients:
         """
 
     def check_may_be_added_to(self, first_bucket: Iterable[torch.Tensor], are_views: bool) -> None:
-        """Refuse a backward that adds to these gradients, where they would then count twice.
+        """Refuse a backward that adds to these gradients, if gradients would then count twice.
 
         Args:
             first_bucket: the parameters of the first bucket that this backward has completed.
@@ -102,10 +102,10 @@ WHOLE = Gradients()
 
 
 class _Kept(Gradients):
-    """Owners have them, and no other rank.
+    """Each gradient is on its owner, and on no other rank.
 
     Args:
-        versions: of the gradients that this rank has kept.
+        versions: versions of the gradients that this rank has kept.
         used, parts, flats: as `Gradients`.
     """
 
@@ -127,7 +127,7 @@ class _Kept(Gradients):
 
     @property
     def parts(self) -> Mapping[Slice, torch.Tensor] | None:  # type: ignore[override]
-        # They go with the others: a user who sets every `.grad` to None does not see them.
+        # A user who sets every `.grad` to None does not see the parts, so the parts go with the last `.grad`.
         return self._parts if self._parts is None or self.versions.any_left else {}
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class _Kept(Gradients):
             return
         for number, param in enumerate(params):
             if number not in self.used and param in owned:
-                param.grad = None  # one of zeros that was only watched: a step would use it now
+                param.grad = None  # zeros that were only watched: a step would use them now
         shown: dict[int, torch.Tensor] = {}  # a rank may own several pieces of a parameter
         for piece, part in parts.items():
             grad = shown.setdefault(piece.param, torch.zeros_like(params[piece.param], requires_grad=False))
@@ -209,7 +209,7 @@ class OnOwners(_Kept):
 
 
 class Stepped(_Kept):
-    """As `OnOwners`, after a step has used them: owners still have them until they are zeroed."""
+    """As `OnOwners`, after a step has used the gradients: owners keep them until `zero_grad`."""
 
     def owners_changed(self) -> None:
         self._parts = {}
@@ -220,11 +220,11 @@ class Stepped(_Kept):
 
 
 class UsedInBackward(Gradients):
-    """The update was made from them in backward (`overlap_with_ddp=True`): a `step` has nothing left to do.
+    """Backward has made the update from the gradients (`overlap_with_ddp=True`): `step` has nothing to do.
 
     Args:
-        versions: of all gradients. A later change of one can have no effect, so `took_update` refuses it.
-        groups: with which the update was made. A later change of their options is refused likewise.
+        versions: versions of all gradients. `took_update` refuses a later change, which has no effect.
+        groups: the groups with which the update was made. A later change of their options is refused, too.
     """
 
     versions: GradientVersions
@@ -300,7 +300,7 @@ class Incomplete(Gradients):
 
 
 class Backward:
-    """What the hooks of a DDP model tell an optimizer about its backwards.
+    """The state of an optimizer's last backward, as the hooks of the model report it.
 
     Attributes:
         gradients: the case of the last backward's gradients.
@@ -322,10 +322,15 @@ class Backward:
     ) -> None:
         """Note that a backward has completed its first bucket.
 
-        Args, Raises: as `Gradients.check_may_be_added_to`; nothing is refused if it `adds` correctly.
+        Args:
+            first_bucket, are_views: as `Gradients.check_may_be_added_to`.
+            adds: this backward adds to earlier gradients correctly, so nothing is refused.
+        Raises:
+            RuntimeError: as `Gradients.check_may_be_added_to`.
         """
         task = torch._C._current_graph_task_id()
-        if task >= 0 and not adds:  # else this rank has run out of data and only shadows a backward
+        # A rank that has run out of data only shadows a backward, which then has no task.
+        if task >= 0 and not adds:
             self.gradients.check_may_be_added_to(first_bucket, are_views)
         self._first_bucket, self._are_views = first_bucket, are_views
         self._begun += task != self._task  # a hook inside another hook begins the same backward
@@ -394,7 +399,7 @@ def check_no_scaler(optimizer: object, gradients: Gradients) -> None:
     """Refuse a torch.amp.GradScaler, on all ranks, where it cannot work.
 
     Args:
-        optimizer: whose `step` the scaler has called, if there is one.
+        optimizer: the optimizer whose `step` is running, called by a scaler or by the user.
     Raises:
         RuntimeError: with the reason.
     """
@@ -409,7 +414,7 @@ def check_no_scaler(optimizer: object, gradients: Gradients) -> None:
 
 
 class GradientVersion(NamedTuple):
-    """Which tensor a parameter's gradient was, and at which count of writes to it."""
+    """The tensor that a parameter's gradient was, and the count of writes to this tensor."""
 
     param: torch.Tensor
     grad: TensorWeakRef  # weak, or zero_grad() would free no memory
@@ -433,11 +438,11 @@ class GradientVersions:
     but on how often it was written to.
 
     Args:
-        params: the parameters; of those without a gradient nothing is noted.
+        params: the parameters. Nothing is noted of a parameter without a gradient.
         strict: a gradient that is the same tensor counts as still there, however often it was written to.
-        prefer: watch one parameter only, one of these if possible; None to watch all.
-        are_views: gradients are views of DDP's buckets. These are the same tensors even after `zero_grad`,
-            so they are watched.
+        prefer: watch one parameter only, if possible one of these; None to watch all.
+        are_views: gradients are views of DDP's buckets. Such a gradient is the same tensor even after
+            `zero_grad`, so its parameter is watched.
     """
 
     def __init__(
@@ -459,12 +464,11 @@ class GradientVersions:
             for param in self.params
             if param.grad is not None
         ]
-        self._watch()
+        if self._are_views:
+            self._watch()
 
     def _watch(self) -> None:
         self.stop_watching()
-        if not self._are_views:
-            return
         trained = [one for one in self._versions if one.param.requires_grad]
         # An empty gradient is always zero.
         watched = [one for one in trained if one.param.numel()] or trained
@@ -490,7 +494,7 @@ class GradientVersions:
             one.written(one.param in complete) or (self._strict and not are_views and one.is_same)
             for one in seen
         ) or not all(watch.gone for watch in self._watches)
-        if there:
+        if there and self._are_views:
             self._watch()  # the next backward is checked again
         return there
 
