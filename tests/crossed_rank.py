@@ -26,9 +26,10 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import lr_scheduler
 from training import assert_state_dicts_equal, snapshot
 
-from zero_ref import ShardedDataParallel, clip
+from zero_ref import ShardedDataParallel
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
+from zero_ref.clip import grad_norm
 from zero_ref.comm.backend import as_collectives
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Slice
@@ -305,10 +306,10 @@ class Rank:
             return  # torch knows no greatest of nothing
         max_norm = rng.choice([1.0, 16.0, 2.0**20])
         if rng.random() < 0.3:
-            ours = clip.get_total_norm(self.zero, norm_type)
+            ours = grad_norm.get_total_norm(self.zero, norm_type)
             clip_grads_with_norm_(self.model.parameters(), max_norm, ours)
         else:
-            ours = clip.clip_grad_norm_(self.zero, max_norm, norm_type)
+            ours = grad_norm.clip_grad_norm_(self.zero, max_norm, norm_type)
         plain = get_total_norm(gradients, norm_type)
         # The norm of a split parameter is a sum in another order: see clip_grad_norm_ for how far that goes.
         low = any(grad.itemsize == 2 for grad in gradients)
@@ -497,7 +498,9 @@ class UnderDDP(Rank):
         if not self.overlaps:
             super().clip(rng)
         elif self.chosen["clip"] is not None:
-            self.refused(lambda: clip.clip_grad_norm_(self.zero, 1.0), RuntimeError, "overlap_with_ddp=True")
+            self.refused(
+                lambda: grad_norm.clip_grad_norm_(self.zero, 1.0), RuntimeError, "overlap_with_ddp=True"
+            )
 
     def update(self, rng: Random) -> None:
         super().update(rng)
