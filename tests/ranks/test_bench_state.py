@@ -54,6 +54,7 @@ def test_peers_gather_and_load_beside_ours_and_all_ranks_know_the_same() -> None
     assert of_rank_0 == of_rank_1
     gathering = {f"{name}: consolidate" for name in {"zero_ref", "torch"} | FAIRSCALE}
     loading = {f"{name}: load" for name in {"zero_ref", "zero_ref, best", "torch", "torch, best"} | FAIRSCALE}
+    loading |= {"zero_ref, best: load without copies"}
     assert of_rank_0.taken.keys() == gathering | loading
     # Rounds of gathering are limited, because one of torch's takes seconds on a large model.
     assert {len(of_rank_0.taken[label].wall_ms) for label in gathering} == {1}

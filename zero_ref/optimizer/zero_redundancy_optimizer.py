@@ -314,9 +314,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Autograd does not see that a broadcast wrote into parameters, so increment their versions.
         # Frozen parameters have not changed, and a running backward may still need them.
         torch.autograd.graph.increment_version([param for param in self.built.params if param.requires_grad])
-        self.shard.copies.note_versions()
+        if self.shard.copies.slices:
+            self.shard.copies.note_versions()
         copy_options(self.shard.optim.param_groups, self.param_groups)
-        self.backward.stepped()
+        if self.backward.gradients is not WHOLE:
+            self.backward.stepped()
         self._opt_called = True  # learning-rate schedulers warn where step() was never called
 
     def _look_at_gradients(self, closure: Callable[[], Any] | None) -> UserClosure | None:
