@@ -506,7 +506,7 @@ class GradientVersions:
     def still_there(self, first_bucket: Iterable[torch.Tensor], are_views: bool) -> bool:
         """Return whether the backward that has completed this bucket adds to the gradients."""
         complete = set(first_bucket)
-        # For views in the completed bucket only the hooks know: DDP has written to the whole bucket.
+        # For views in the completed bucket only the hooks can tell: the views share one version counter.
         seen = [one for one in self._versions if not (are_views and one.param in complete)]
         # This backward has written once to each gradient in its first bucket, and not to the others.
         there = any(
@@ -525,12 +525,12 @@ class GradientVersions:
 
 
 class _Watch:
-    """A hook on a parameter that notes, when the next backward comes to it, whether its gradient is None or zero.
+    """A hook on a parameter that notes whether its gradient is None or zero before a backward adds to it.
 
     After backward it would be too late: even after `zero_grad`, DDP uses the same view for the gradient. All
     views of a bucket share one version counter. So if backward has written to other gradients of the bucket
-    before, or DDP has made new buckets, only the values can tell. A rank on which all watched values happen to
-    be zero does not notice, goes on, and waits for the ranks that refuse.
+    before, or DDP has made new buckets, only the values can tell. A rank on which all watched values happen
+    to be zero does not notice, goes on, and waits for the ranks that refuse.
     """
 
     def __init__(self, watched: GradientVersion) -> None:
@@ -542,6 +542,7 @@ class _Watch:
 
     @property
     def gone(self) -> bool:
+        """Return whether the gradient was None or zero before this backward added to it."""
         if self._looked_in != torch._C._current_graph_task_id():
             self._before_adding(None)  # this backward has not come to the parameter yet
         return self._gone

@@ -71,7 +71,7 @@ def ids_in(param_groups: Sequence[ParamGroup]) -> list[list[int]]:
 
 
 def difference(now: Sequence[Sequence[int]], before: Sequence[Sequence[int]]) -> str:
-    """The first difference between two results of `ids_in`, as the end of a sentence about `param_groups`."""
+    """Describe the first difference between two results of `ids_in`: a predicate to "param_groups"."""
     if len(now) != len(before):
         return f"has {len(now)} groups, and the optimizer was built with {len(before)}"
     index, ours, theirs = next((i, *pair) for i, pair in enumerate(zip(now, before)) if pair[0] != pair[1])
@@ -82,12 +82,12 @@ def difference(now: Sequence[Sequence[int]], before: Sequence[Sequence[int]]) ->
 
 
 def options_of(group: ParamGroup) -> dict[str, Any]:
-    """A parameter group without its parameters: learning rate, betas and so on."""
+    """Return a parameter group's options: learning rate, betas and so on."""
     return {key: value for key, value in group.items() if key not in PARAM_KEYS}
 
 
 def given_in(group: ParamGroup) -> dict[str, Any]:
-    """What the user gave for a group, apart from its parameters: options and perhaps its optimizer class."""
+    """Return all that the user gave for a group but its parameters: options, perhaps an optimizer class."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

@@ -26,7 +26,7 @@ from zero_ref.plan.partition import Slice
 from zero_ref.shard.foreign import ForeignStep
 from zero_ref.shard.groups import options_of, params_of, replace_options
 from zero_ref.shard.merged import SMALL_NUMEL, MergedSlices
-from zero_ref.shard.offload import Arrival, StatePlace, in_pieces
+from zero_ref.shard.offload import PieceGradients, StatePlace, in_pieces
 from zero_ref.shard.owned import Copies, OwnedSlice
 from zero_ref.shard.several import is_known
 
@@ -153,7 +153,7 @@ class CopyStepper(Stepper):
         self._copy_of = {own.local: own for own in copies.slices}
         # Another class than torch's may count its steps somewhere, so it makes one for all pieces.
         self._may_step_pieces = is_known(optim)
-        self._coming: list[Arrival] = []
+        self._coming: list[PieceGradients] = []
         self._updated: Container[int] | None = None  # numbers of parameters; None for all trained ones
 
     def take(
@@ -163,11 +163,11 @@ class CopyStepper(Stepper):
         given = [
             (own, part) for own in self.copies.slices if (part := self._part(own, source, but)) is not None
         ]
-        self._coming = self.way.fetch((own.local, part) for own, part in given)
+        self._coming = self.way.start_copies((own.local, part) for own, part in given)
         if at_once or not self._may_step_pieces:
             for piece in self._coming:
-                self.way.arrive(piece)
-                self.way.forget()  # the next piece must not overwrite what this one has cast
+                self.way.set_gradients(piece)
+                self.way.release_memory()  # the next piece must not overwrite what this one has cast
             self._coming = []
         self.used.update(own.piece.param for own, _ in given)
         self.used.update(own.piece.param for own in self.slices if own.local.grad is not None)
@@ -187,7 +187,7 @@ class CopyStepper(Stepper):
             published |= self._step_piece(self._coming.pop(0), options)
             replace_options(before, self.optim.param_groups)
         for piece in self._coming:
-            self.way.arrive(piece)
+            self.way.set_gradients(piece)
         # The last piece, with all local tensors that are no copies if there is no other.
         result = self.local.step(**options)
         trained = [
@@ -198,9 +198,9 @@ class CopyStepper(Stepper):
         self.copies.publish(trained, self.optim.state)
         return result
 
-    def _step_piece(self, piece: Arrival, options: Mapping[str, Any]) -> set[torch.Tensor]:
+    def _step_piece(self, piece: PieceGradients, options: Mapping[str, Any]) -> set[torch.Tensor]:
         """Step what has gradients, and the copies of a piece; publish these and return them."""
-        self.way.arrive(piece)
+        self.way.set_gradients(piece)
         self.local.step(**options)
         # What was stepped with this piece must not be stepped again with the next one.
         for own in self.whole:
@@ -214,7 +214,7 @@ class CopyStepper(Stepper):
     def give_back(self) -> None:
         super().give_back()
         self._coming, self._updated = [], None
-        self.way.forget()
+        self.way.release_memory()
 
 
 class Casts:
@@ -229,7 +229,7 @@ class Casts:
         self._memory: torch.Tensor | None = None
 
     @torch.no_grad()
-    def fetch(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Arrival]:
+    def start_copies(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[PieceGradients]:
         """Set what is not cast in pieces; return the pieces.
 
         Args:
@@ -252,11 +252,12 @@ class Casts:
         if casts:
             torch._foreach_copy_(casts, parts)
         return [
-            Arrival([o for o, _ in piece], [g for _, g in piece]) for piece in in_pieces(later, CAST_NBYTES)
+            PieceGradients([o for o, _ in piece], [g for _, g in piece])
+            for piece in in_pieces(later, CAST_NBYTES)
         ]
 
     @torch.no_grad()
-    def arrive(self, piece: Arrival) -> None:
+    def set_gradients(self, piece: PieceGradients) -> None:
         """Cast the gradients of a piece, and set them."""
         numels = [local.numel() for local in piece.locals]
         if self._memory is None or self._memory.numel() < sum(numels):
@@ -267,7 +268,7 @@ class Casts:
         for local, grad in zip(piece.locals, grads):
             local.grad = grad
 
-    def forget(self) -> None:
+    def release_memory(self) -> None:
         """Free the memory, or leave it to the gradients that lie in it."""
         self._memory = None
 
