@@ -188,7 +188,7 @@ class Copies:
                 own.local.copy_(torch.where(changed, window.to(copy.dtype), copy))
 
     def forget_versions(self) -> None:
-        """Make `follow_parameters` compare all: a write through `.data` changes no version counter."""
+        """Make the next `follow_parameters` compare all: writes through `.data` change no version counter."""
         self._versions = [-1] * len(self.slices)
 
     def note_versions(self) -> None:
