@@ -177,7 +177,7 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
             partition, params = built.partition.joined(later), params_of(zero.param_groups)
             check_can_be_sharded(classes, partition, params, specs)
 
-            owned = shard.own(partition, params, first=len(shard.owned))
+            owned = shard.slices_under(partition, params, first=len(shard.owned))
             shard.optim = with_group(optim, {**given, "params": [own.local for own in owned]})
             replace_options(shard.optim.param_groups[-1:], zero.param_groups[-1:])
             name_classes(zero.param_groups, shard.optim)
@@ -218,7 +218,7 @@ def repartition(zero: Zero, choice: Choice) -> None:
             new,
             built.params if zero.broadcast_dtype is not None else (),
             shard.owned,
-            shard.own(new, built.params),
+            shard.slices_under(new, built.params),
             shard.state,
         )
         facts += facts_of_plan(zero, specs, new)

@@ -211,7 +211,7 @@ class WholeState:
             raise
 
         # All ranks have loaded.
-        zero.shard.settle()
+        zero.shard.restore_copies()
         replace_options(optim.param_groups, zero.param_groups)
         self.changed()
         zero.accord.lost = {}

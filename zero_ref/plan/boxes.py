@@ -1,7 +1,7 @@
-"""Ranges of a flat tensor as boxes of the n-dimensional one.
+"""Ranges of a tensor's memory as boxes of the n-dimensional tensor.
 
-A shard here is a range of a parameter's memory; torch.distributed.checkpoint and FSDP describe a shard as a
-box: where it begins in each dimension, and its length there. `minimal.py` needs neither.
+A shard here is a range of a parameter's memory. torch.distributed.checkpoint and FSDP describe a shard as a
+box, by its offset and its size in each dimension. `minimal.py` needs neither.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class Box(NamedTuple):
     """A box of a tensor whose elements are next to each other in memory.
 
     Args:
-        offsets, sizes: in each dimension of the tensor, where the box begins, and its length.
-        start: the number of its first element in the flat tensor.
+        offsets, sizes: the offset and the size of the box in each dimension of the tensor.
+        start: the number of the box's first element in the flat tensor.
     """
 
     offsets: tuple[int, ...]
@@ -30,7 +30,7 @@ class Box(NamedTuple):
 
 
 def boxes(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
-    """The boxes that elements [start, stop) of a row-major tensor consist of, in their order.
+    """Divide elements [start, stop) of a row-major tensor into boxes, in the order of their elements.
 
     A range takes the end of a row, then whole rows, then the beginning of a row; rows of more than one
     dimension are cut likewise. So there are at most 2 * len(shape) - 1 boxes.
@@ -43,12 +43,12 @@ def boxes(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
 
     Args:
         start, stop: numbers of elements of the flat tensor, in row-major order.
-        shape: of the tensor.
+        shape: the tensor's shape.
     """
     if start >= stop:
         return []
     if not shape:
-        return [Box((), (), 0)]
+        return [Box((), (), 0)]  # a scalar, or an element of a row
     row_numel = prod(shape[1:])
     first, last = -(-start // row_numel), stop // row_numel  # rows [first, last) are complete
 
@@ -57,23 +57,26 @@ def boxes(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
         parts = boxes(start - begin, stop - begin, shape[1:])
         return [Box((row, *part.offsets), (1, *part.sizes), begin + part.start) for part in parts]
 
+    # The range lies within one row, which is cut in turn.
     if first > last:
         return in_row(last, start, stop)
+    # The complete rows are one box; the range may begin and end inside the rows beside them.
     rows = Box((first, *[0] * len(shape[1:])), (last - first, *shape[1:]), first * row_numel)
     before, after = in_row(first - 1, start, first * row_numel), in_row(last, last * row_numel, stop)
     return [*before, *[rows] * (last > first), *after]
 
 
 def boxes_in_memory(start: int, stop: int, shape: Sequence[int], strides: Sequence[int]) -> list[Box]:
-    """As `boxes`, for a tensor whose memory is in the order of its strides, such as channels_last.
+    """Divide elements [start, stop) of a tensor's memory into boxes, for any strides, such as channels_last.
 
     >>> boxes_in_memory(0, 3, (2, 3), strides=(1, 2))       # transposed: columns are next to each other
     [Box(offsets=(0, 0), sizes=(2, 1), start=0), Box(offsets=(0, 1), sizes=(1, 1), start=2)]
 
     Args:
         start, stop: numbers of elements in memory.
-        shape, strides: of the tensor, which fills its memory without gaps.
+        shape, strides: the tensor's. It fills its memory without gaps.
     """
+    # With its dimensions in memory order the tensor is row-major. Put those of each box back in their places.
     order = memory_order(strides)
     place = [order.index(dim) for dim in range(len(order))]
     return [
@@ -83,7 +86,7 @@ def boxes_in_memory(start: int, stop: int, shape: Sequence[int], strides: Sequen
 
 
 def memory_order(strides: Sequence[int]) -> list[int]:
-    """The dimensions by decreasing stride: in this order the tensor is row-major.
+    """Sort the dimensions by decreasing stride: in this order the tensor is row-major.
 
     >>> memory_order((48, 1, 12, 3))                        # channels_last: N, H, W, C
     [0, 2, 3, 1]

@@ -1,4 +1,4 @@
-"""One call to the other ranks, as a value that can be predicted, recorded and compared.
+"""A call to the other ranks, as a value that can be predicted, recorded and compared.
 
 This module adds to `minimal.py` a way to count its calls. The simulator predicts a list of `Call`s,
 `lab.meter` records one, and the two must be equal: the same operations, in the same order and sizes.
@@ -14,9 +14,12 @@ CHECK = "check"
 
 
 PAIRWISE_RANKS = 8
-"""Up to so many ranks, a broadcast on Gloo is one send to each rank, and a reduction to shares is one message
-between each pair: many at once take a fraction of the time of Gloo's own broadcasts, large ones no more
-(bench/NOTES.md). More ranks have not been measured."""
+"""The largest number of ranks for which Gloo's collectives are replaced by messages between pairs of ranks.
+
+A broadcast is then one send to each rank, and a reduction to shares is one message between each pair. Many
+small broadcasts at once take a fraction of the time of Gloo's own, and large ones take no longer
+(bench/NOTES.md). More ranks have not been measured.
+"""
 
 
 class Call(NamedTuple):
@@ -40,7 +43,7 @@ class Call(NamedTuple):
 
 
 def ordinary(calls: Iterable[Call]) -> list[Call]:
-    """The calls that every step makes, to compare with the plan of a step.
+    """Leave out the checks, which only some steps make: the rest can be compared with the plan of a step.
 
     >>> ordinary([Call("check", 32), Call("broadcast", 4096, 0)])
     [Call(op='broadcast', nbytes=4096, peer=0)]

@@ -1,7 +1,7 @@
-"""What a user passes as `partition=`, and the `Partition` that it stands for.
+"""The values that a user may pass as `partition=`, and the `Partition` that each stands for.
 
-A choice is a rule or its name, a function of the user's own, an assignment, or a Partition. This module adds
-to `assign_owners` of `minimal.py` that the result is checked.
+A choice is a rule or its name, a function of the user's own, an assignment, or a Partition. `minimal.py` has
+a single rule, `assign_owners`. Here the result of any rule is checked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RULES: dict[str, Callable[..., Partition]] = {
 
 
 def rule_named(choice: Choice) -> Choice:
-    """The rule of that name; a choice that is not a name is returned unchanged.
+    """Look up a rule by its name; return a choice that is not a name unchanged.
 
     Raises:
         ValueError: no rule has this name.
@@ -66,17 +66,19 @@ def plan_partition(
             returns a Partition or one list of parameter numbers for each rank, a rule marked by
             `partition_rule`, such lists, or a Partition.
         params: in registration order.
-        loads: what each rank already owns (`loads_under`), when parameters are added to an optimizer.
+        loads: each rank's load so far (`loads_under`), when parameters are added to an optimizer.
     Raises:
         ValueError: the name is unknown, or the result does not fit these parameters and this world size.
         TypeError: `choice` is none of the above.
     """
+    # 1. Call the rule, if the choice is one. Only marked rules know ParamSpecs.
     numels = [param.numel for param in params]
     rule = rule_named(choice)
     made: object = rule
     if callable(rule):
         takes_specs = _weight_of(rule) is not None
         made = rule(params, world_size, loads=loads) if takes_specs else rule(numels, world_size)
+    # 2. Make a Partition of lists.
     if not isinstance(made, Partition):
         if not isinstance(made, Sequence):
             raise TypeError(
@@ -84,6 +86,7 @@ def plan_partition(
                 f"not {type(made).__name__}."
             )
         made = from_lists(numels, made)
+    # 3. Check that it is for these parameters: a user may pass one that was made for others.
     if made.world_size != world_size or made.numels != tuple(numels):
         raise ValueError(
             f"the partition is for {len(made.numels)} parameters ({sum(made.numels):,} elements) on "
@@ -94,19 +97,19 @@ def plan_partition(
 
 
 def _weight_of(rule: Choice) -> Callable[[ParamSpec], float] | None:
-    """The weight that `partition_rule` set on a rule; None if not set."""
+    """Return the weight that `partition_rule` has set on a rule; None if the rule is not marked."""
     return getattr(_inner(rule), "partition_weight", None)
 
 
 def _inner(rule: Choice) -> Choice:
-    """The function inside of functools.partial."""
+    """Return the function inside of functools.partial, which has the marks."""
     while isinstance(rule, partial):
         rule = rule.func
     return rule
 
 
 def may_cut(choice: Choice) -> bool:
-    """Whether the chosen rule or assignment may cut a parameter.
+    """Return whether the chosen rule or assignment may cut a parameter.
 
     >>> may_cut("even"), may_cut("sorted_greedy")
     (True, False)
@@ -117,7 +120,7 @@ def may_cut(choice: Choice) -> bool:
 
 
 def loads_under(choice: Choice, partition: Partition, params: Sequence[ParamSpec]) -> tuple[float, ...]:
-    """Each rank's load, in the weights of the chosen rule.
+    """Compute each rank's load, in the weights of the chosen rule.
 
     >>> frozen = [ParamSpec(6), ParamSpec(9, trainable=False)]
     >>> loads_under("registration_greedy", from_lists([6, 9], [[0], [1]]), frozen)
@@ -129,6 +132,7 @@ def loads_under(choice: Choice, partition: Partition, params: Sequence[ParamSpec
     weight = _weight_of(rule_named(choice)) or elements
 
     def load(piece: Slice) -> float:
+        # A slice has its part of the parameter's weight.
         whole, numel = weight(params[piece.param]), partition.numels[piece.param]
         return whole if piece.numel == numel else whole * piece.numel / numel
 

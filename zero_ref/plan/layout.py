@@ -1,9 +1,9 @@
-"""The offset of each owned slice in flat tensors: computes a `BucketLayout` from a `Partition`.
+"""The offset of each owned slice in flat tensors: a `BucketLayout`, computed from a `Partition`.
 
 `minimal.py` sends one message for each parameter; this layout allows one for each owner. One flat tensor for
 each device and dtype holds the parameters end to end, ordered so that the slices of a rank are contiguous
-wherever the partition allows. A contiguous run of one owner is a bucket. A range that all ranks share equally
-is a flat tensor of its own, with a bucket for each rank. Plain arithmetic, no torch.
+wherever the partition allows. A contiguous run of one owner is a bucket. A range of which all ranks own equal
+shares is a flat tensor of its own, with a bucket for each rank. All of this is plain arithmetic, no torch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Bucket(NamedTuple):
     """Elements `start` to `stop` of a flat tensor, which one owner sends in one message.
 
     Args:
-        slices: the trained slices in it, in order.
-        starts: the place in the bucket of each slice's first element.
+        slices: the trained slices in the bucket, in order.
+        starts: the offset in the bucket of each slice's first element.
     """
 
     owner: int
@@ -54,11 +54,11 @@ class Flat:
     """One flat tensor: the offsets of its parameters, and the owner of each run.
 
     Args:
-        device, dtype: those of the tensor and of every parameter in it.
+        device, dtype: the device and dtype of the tensor and of every parameter in it.
         numel: elements, padding included.
         padding: elements that belong to no parameter.
         offset_of_param: the offset of each parameter's first element.
-        buckets: in order of their offsets.
+        buckets: the buckets, in order of their offsets.
         shared: the buckets are equal shares of the tensor, one for each rank.
     """
 
@@ -102,10 +102,33 @@ def lay_out(partition: Partition, params: Sequence[ParamSpec], *, alignment: int
         alignment: a parameter that begins an owner's run has an offset that is a multiple of this many
             elements, as is each flat tensor's size. 16 float32 are one 64-byte cache line.
     Returns:
-        The flats of ranges, in the order in which a forward needs them; then those of the other parameters in
-        the order of their first one. Under `even`, each flat keeps the registration order.
+        The flat tensors of ranges, in the order in which a forward needs them; then the flat tensors of the
+        other parameters, in the order of their first parameters. Under `even`, each keeps the registration
+        order.
     Raises:
         ValueError: `partition` was made for other parameters, or a dtype is unknown.
+    """
+    _check_params(partition, params)
+    # A model has one flat tensor for each kind of parameter that is in no range.
+    in_range = {number for one in partition.ranges for number in one.params}
+    members: dict[tuple[str, str], list[int]] = {}
+    for index, param in enumerate(params):
+        if param.trainable and index not in in_range:
+            members.setdefault((param.device, param.dtype), []).append(index)
+    # Ranges are listed from the model's end, so reversed for the forward.
+    return BucketLayout(
+        (
+            *(flat for one in partition.ranges[::-1] for flat in _shared_flat(partition, one, params)),
+            *(_flat(partition, of_kind, *kind, alignment) for kind, of_kind in members.items()),
+        )
+    )
+
+
+def _check_params(partition: Partition, params: Sequence[ParamSpec]) -> None:
+    """Refuse parameters that the partition was not made for, or of unknown dtypes.
+
+    Raises:
+        ValueError: the sizes differ, or a trainable parameter has a dtype that is not in ITEMSIZE.
     """
     if tuple(param.numel for param in params) != partition.numels:
         raise ValueError(
@@ -117,21 +140,13 @@ def lay_out(partition: Partition, params: Sequence[ParamSpec], *, alignment: int
             raise ValueError(
                 f"parameters of dtype {param.dtype} cannot be trained; known are {', '.join(ITEMSIZE)}."
             )
-    in_range = {number for one in partition.ranges for number in one.params}
-    members: dict[tuple[str, str], list[int]] = {}
-    for index, param in enumerate(params):
-        if param.trainable and index not in in_range:
-            members.setdefault((param.device, param.dtype), []).append(index)
-    return BucketLayout(
-        (
-            *(flat for one in partition.ranges[::-1] for flat in _shared_flat(partition, one, params)),
-            *(_flat(partition, of_kind, *kind, alignment) for kind, of_kind in members.items()),
-        )
-    )
 
 
 def _shared_flat(partition: Partition, one: SharedRange, params: Sequence[ParamSpec]) -> Iterator[Flat]:
-    """The flat tensor of a range, in which frozen parameters leave a gap; none if all of them are frozen."""
+    """Yield the flat tensor of a range; nothing, if all of its parameters are frozen.
+
+    A frozen parameter leaves a gap, so that the offsets and shares of the others stay the same.
+    """
     trained = {number for number in one.params if params[number].trainable}
     if not trained:
         return
@@ -151,7 +166,7 @@ def _shared_flat(partition: Partition, one: SharedRange, params: Sequence[ParamS
 
 
 def _share(one: SharedRange, trained: Container[int], partition: Partition, rank: int) -> Bucket:
-    """A rank's share of a range."""
+    """Make the bucket of a rank's share of a range."""
     share = one.numel // partition.world_size
     placed = one.slices_of(rank, partition.numels, partition.world_size)
     mine = [(piece, start) for piece, start in placed if piece.param in trained]
@@ -160,6 +175,11 @@ def _share(one: SharedRange, trained: Container[int], partition: Partition, rank
 
 
 def _flat(partition: Partition, members: list[int], device: str, dtype: str, alignment: int) -> Flat:
+    """Lay out parameters of one device and dtype that are in no range.
+
+    Args:
+        members: the numbers of the parameters.
+    """
 
     def owners(param: int) -> tuple[int, int, int]:
         pieces = partition.pieces_of_param[param]
@@ -168,9 +188,10 @@ def _flat(partition: Partition, members: list[int], device: str, dtype: str, ali
     end = 0
     offset_of_param: dict[int, int] = {}
     buckets: list[Bucket] = []
-    # Sort by first owner, then last owner: the parameters of one rank are adjacent, and a parameter that is
-    # split between two ranks comes between those of the two.
+    # 1. Sort by first owner, then last owner: the parameters of one rank are adjacent, and a parameter that
+    # is split between two ranks comes between the parameters of the two.
     pieces = (piece for param in sorted(members, key=owners) for piece in partition.pieces_of_param[param])
+    # 2. Each run of slices of one owner is a bucket.
     for owner, run in groupby(pieces, key=itemgetter(1)):
         slices = tuple([piece for piece, _ in run])
         # A run that begins inside a parameter must directly follow the run with that parameter's beginning.
@@ -187,7 +208,7 @@ def _flat(partition: Partition, members: list[int], device: str, dtype: str, ali
 
 
 def end_to_end(slices: Iterable[Slice]) -> tuple[int, ...]:
-    """The places of slices that follow each other without gaps.
+    """Compute the offsets of slices that follow each other without gaps.
 
     >>> end_to_end([Slice(0, 0, 6), Slice(3, 0, 1), Slice(5, 0, 4)])
     (0, 6, 7)
@@ -204,7 +225,7 @@ class SliceRun(NamedTuple):
 
 
 def runs_within(slices: Iterable[Slice], starts: Iterable[int], params: Container[int]) -> list[SliceRun]:
-    """The contiguous runs of `params`, in a message that holds these slices at these places.
+    """Find the contiguous runs of `params` in a message that holds these slices at these offsets.
 
     The optimizer sends these runs when only `params` have new values; the simulator counts their bytes.
 

@@ -1,8 +1,8 @@
 """The elements that change owner between two partitions: the plan of a repartition, in integers.
 
 In `minimal.py` an owner never changes. A repartition changes owners without gathering the whole state, since
-most elements keep their owner: `moves` lists the others, each run with its old and its new owner. No torch,
-so a laptop can plan the resharding of 4,096 ranks' state onto 512.
+most elements keep their owner: `moves` lists the others, each run with its old and its new owner. The plan
+needs no torch, so a laptop can plan the resharding of 4,096 ranks' state onto 512.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Move(NamedTuple):
 
 
 def moves(old: Partition, new: Partition, *, staying: bool = False) -> list[Move]:
-    """The moves that turn `old` into `new`: each element whose owner changes is in exactly one.
+    """List the moves that turn `old` into `new`: each element whose owner changes is in exactly one.
 
     A move is the longest run of elements that belongs to one slice of `old` and one slice of `new`. Moves are
     in the order of parameters, then of elements, so all ranks that know both partitions list the same moves
@@ -70,7 +70,7 @@ def moves(old: Partition, new: Partition, *, staying: bool = False) -> list[Move
 
 
 def numels_between(planned: Iterable[Move]) -> dict[tuple[int, int], int]:
-    """The number of elements that each rank sends to each other rank, by (src, dst).
+    """Count the elements that each rank sends to each other rank, by (src, dst).
 
     Multiply by the bytes of state per element (8 for Adam in float32) to get the bytes on the wire.
 
@@ -85,7 +85,12 @@ def numels_between(planned: Iterable[Move]) -> dict[tuple[int, int], int]:
 
 
 def _runs(before: Sequence[tuple[Slice, int]], after: Sequence[tuple[Slice, int]]) -> Iterator[Move]:
-    """Cut one parameter at the borders of both partitions."""
+    """Cut one parameter at the borders of both partitions.
+
+    Args:
+        before, after: (slice, owner) in the order of elements, in the old and in the new partition.
+    """
+    # The pieces begin together at (before[i], after[j]). Each step goes to the next border of either.
     i = j = 0
     while i < len(before) and j < len(after):
         (had, src), (has, dst) = before[i], after[j]

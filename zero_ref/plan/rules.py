@@ -1,7 +1,7 @@
 """The rules that give each element an owner: from parameter sizes and a world size they make a `Partition`.
 
-This module adds to `assign_owners` of `minimal.py` that there are several rules. They are pure functions;
-`choice.py` says which of them a user gets.
+`minimal.py` has one rule, `assign_owners`; here are several. All are pure functions. `choice.py` finds the
+rule that a user names.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def elements(param: ParamSpec) -> float:
-    """The weight that most rules balance: a parameter weighs its number of elements."""
+    """Weigh a parameter by its number of elements, the weight that most rules balance."""
     return param.numel
 
 
 def elements_if_trainable(param: ParamSpec) -> float:
-    """As `elements`, but a frozen parameter, which has no optimizer state, weighs one element."""
+    """Weigh a parameter by its elements; a frozen one, which has no optimizer state, as one element."""
     return param.numel if param.trainable else 1
 
 
 def newton_schulz_operations(param: ParamSpec, iterations: int = 5) -> int:
-    """The weight of a matrix under Muon: the multiplications and additions of its orthogonalization.
+    """Weigh a matrix as Muon does: by the multiplications and additions of its orthogonalization.
 
     One iteration on an m x n matrix X, m <= n, computes A = X X', B = b A + c A A and a X + B X. Other
     parameters weigh one operation an element.
@@ -84,7 +84,7 @@ def partition_rule(
 def sorted_greedy(
     params: Sequence[int | ParamSpec], world_size: int, *, loads: Sequence[float] | None = None
 ) -> Partition:
-    """Largest parameter first, each to the least loaded rank (ties: the lowest). The default.
+    """Assign the largest parameter first, each to the least loaded rank (ties: the lowest). The default.
 
     No two loads differ by more than the largest parameter. The rule is deterministic, so all ranks agree
     without communicating. With a heap, P parameters on W ranks take time P log W.
@@ -97,7 +97,7 @@ def sorted_greedy(
             Parameter groups are packed one after the other, each largest first, so a group added later
             does not change the owners of earlier ones.
         world_size: the number of ranks.
-        loads: what each rank already owns, in the rule's own weights; here, elements.
+        loads: each rank's load so far, in the rule's own weights; here, elements.
     Raises:
         ValueError: `world_size` is below 1, a size is negative, or `loads` has another length.
     Source:
@@ -113,7 +113,7 @@ def sorted_greedy(
 def registration_greedy(
     params: Sequence[int | ParamSpec], world_size: int, *, loads: Sequence[float] | None = None
 ) -> Partition:
-    """In registration order, each parameter to the least loaded rank; a frozen one weighs one element.
+    """Assign parameters in registration order to the least loaded rank; a frozen one weighs one element.
 
     >>> registration_greedy([6, 5, 4, 1], world_size=2).owner_of_param
     (0, 1, 1, 0)
@@ -167,7 +167,7 @@ def even(
 
 
 def balanced(cost: Callable[[ParamSpec], float], alignment: int = 64) -> Callable[..., Partition]:
-    """A rule: parameters that must stay whole are balanced by a cost, the others are cut to level elements.
+    """Make a rule that balances `whole` parameters by a cost, and cuts the others to level the elements.
 
     Muon's step takes much longer for a matrix of 1,024 x 1,024 than for one of 64 x 16,384. A rule that
     balances elements gives both the same weight.
@@ -179,7 +179,7 @@ def balanced(cost: Callable[[ParamSpec], float], alignment: int = 64) -> Callabl
 
     Args:
         cost: gives the weight of a parameter that is `whole`, such as `newton_schulz_operations`.
-        alignment: as that of `even`.
+        alignment: as in `even`.
     Returns:
         A rule for `partition=`. "balanced" is `balanced(newton_schulz_operations)`.
     """
@@ -204,8 +204,8 @@ def equal_shares(
     """Lay parameters in ranges, the last ones first, and cut each range into `world_size` equal shares.
 
     Each rank owns 1/N of every range, so the gradients of a range can be reduced, and its new parameters
-    gathered, by one collective call of equal shares. `even` cuts the whole model into N parts instead: then a
-    few ranks own all that a part of the backward computes.
+    gathered, by one collective call of equal shares. `even` cuts the whole model into N parts instead, so the
+    gradients that a part of the backward computes all belong to a few ranks.
 
     >>> partition = equal_shares([640, 640, 128], world_size=2, range_numel=640)
     >>> [one.params for one in partition.ranges]
@@ -217,7 +217,7 @@ def equal_shares(
 
     Args:
         params, world_size: as `sorted_greedy`.
-        loads: of what must stay whole, as `even`; a range is cut evenly by itself.
+        loads: each rank's elements so far, to level parameters that must stay whole; ranges ignore it.
         range_numel: a range ends with the parameter that brings it to so many elements.
     Raises:
         ValueError: `world_size` or `range_numel` is below 1, or a size is negative.
@@ -229,23 +229,26 @@ def equal_shares(
     numels = tuple(param.numel for param in specs)
     if range_numel < 1:
         raise ValueError(f"range_numel must be at least 1 element, got {range_numel}.")
+    # 1. Give owners to the parameters that are in no range.
     shared = [n for n, param in enumerate(specs) if param.trainable and param.numel > 0 and not param.whole]
     rest = sorted(set(range(len(specs))).difference(shared))
     others = _levelled([specs[n] for n in rest], world_size, elements, loads, ALIGNMENT)
     owned = [
         [piece._replace(param=rest[piece.param]) for piece in of_rank] for of_rank in others.slices_of_rank
     ]
+    # 2. Fill ranges with the others, the last ones first, as backward computes their gradients.
     ranges = []
     for members in _filled(specs, reversed(shared), range_numel):
-        # Those of a group are then neighbours, and stepped as one tensor.
+        # Within a range, parameters of one group are neighbours, so that they are stepped as one tensor.
         members.sort(key=lambda number: (specs[number].group, number))
         ranges.append(SharedRange.of(members, [numels[number] for number in members], world_size))
     return Partition(numels, tuple(map(tuple, owned)), tuple(ranges))
 
 
 def _filled(params: Sequence[ParamSpec], order: Iterable[int], numel: int) -> list[list[int]]:
-    """Parameters of one kind, in `order`, in lists of so many elements or a little more."""
+    """Collect parameters of one kind, in `order`, in lists of so many elements or a little more."""
     lists: list[list[int]] = []
+    # For each kind the list that is not full yet, which is in `lists` already, and its elements.
     filling: dict[object, tuple[list[int], int]] = {}
     for number in order:
         kind = _kind(params[number])
@@ -262,7 +265,7 @@ def _filled(params: Sequence[ParamSpec], order: Iterable[int], numel: int) -> li
 def bucket_round_robin(
     numels: Sequence[int], world_size: int, *, buckets: Sequence[Sequence[int]]
 ) -> Partition:
-    """DDP's gradient buckets assigned in turn: rank b mod N owns all of bucket b.
+    """Assign DDP's gradient buckets in turn: rank b mod N owns all of bucket b.
 
     >>> bucket_round_robin([6, 5, 4, 1], 2, buckets=[[3, 2], [1], [0]]).owner_of_param
     (0, 1, 0, 0)
@@ -284,7 +287,7 @@ def bucket_round_robin(
 def bucket_threshold(
     numels: Sequence[int], world_size: int, *, buckets: Sequence[Sequence[int]]
 ) -> Partition:
-    """DDP's gradient buckets cut into runs of less than 1/N of the model, each run to a lightly loaded rank.
+    """Cut DDP's gradient buckets into runs below 1/N of the model, and give each to a lightly loaded rank.
 
     The smallest bucket goes first. A run ends before the parameter that would bring it to 1/N of all
     elements. The run goes to the least loaded rank (ties: the lowest) that has no run of this bucket yet.
@@ -298,12 +301,14 @@ def bucket_threshold(
     """
     _check_sizes(numels, world_size)
     threshold = sum(numels) / world_size
-    heap = [(0, rank) for rank in range(world_size)]
+    heap = [(0, rank) for rank in range(world_size)]  # (load, rank); the least loaded rank comes first
     params_of_rank: list[list[int]] = [[] for _ in range(world_size)]
     for bucket in sorted(buckets, key=lambda bucket: sum(numels[i] for i in bucket)):
-        used: list[tuple[int, int]] = []  # ranks that have a run of this bucket; not in the heap
+        # Ranks that have a run of this bucket leave the heap until the bucket is done.
+        used: list[tuple[int, int]] = []
         for run in _runs_below(threshold, bucket, numels):
-            if not heap:  # more runs than ranks: a second round
+            # A bucket may have more runs than there are ranks: then all ranks get a second one.
+            if not heap:
                 heap, used = used, []
                 heapq.heapify(heap)
             load, rank = heapq.heappop(heap)
@@ -315,7 +320,7 @@ def bucket_threshold(
 
 
 def from_lists(numels: Sequence[int], owned: Iterable[Iterable[int | Slice]]) -> Partition:
-    """An explicit assignment: for each rank the parameters (or slices) that it owns.
+    """Make the Partition of an explicit assignment: for each rank the parameters (or slices) that it owns.
 
     >>> from_lists([6, 5, 4, 1], [[0, 3], [1, 2]]).loads
     (7, 9)
@@ -374,9 +379,14 @@ def _to_least_loaded(
     world_size: int,
     loads: Sequence[float] | None,
 ) -> Iterator[tuple[int, int]]:
-    """Each parameter, in `order`, with the rank that had the least weight before it."""
+    """Yield each parameter, in `order`, with the rank that has the least weight before it is added.
+
+    Raises:
+        ValueError: `loads` has no entry for each rank.
+    """
     if loads is not None and len(loads) != world_size:
         raise ValueError(f"loads has {len(loads)} entries; it takes one for each rank, {world_size}.")
+    # The first entry is the least load; among equal loads, the lowest rank.
     heap = [(load, rank) for rank, load in enumerate(loads or [0] * world_size)]
     heapq.heapify(heap)
     for number in order:
@@ -392,27 +402,36 @@ def _levelled(
     loads: Sequence[float] | None,
     alignment: int,
 ) -> Partition:
-    """Pack what is `whole` by its cost, and cut the rest so that elements are level."""
+    """Pack `whole` parameters by their cost, and cut the others so that each rank's elements are level."""
     numels = [param.numel for param in params]
     _check_sizes(numels, world_size)
     if alignment < 1:
         raise ValueError(f"alignment must be at least 1 element, got {alignment}.")
-    slices_of_rank: list[list[Slice]] = [[] for _ in range(world_size)]
-    taken: dict[object, list[int]] = {}  # for each kind, the elements that each rank owns whole
+    # 1. Give each `whole` parameter an owner. Frozen ones have no state, so they are packed by themselves.
+    owners: list[tuple[int, int]] = []  # (parameter, rank)
     for trainable in (True, False):
         whole = [i for i, param in enumerate(params) if param.whole and param.trainable == trainable]
-        for number, rank in _packed_tightly(params, whole, cost, loads or [0] * world_size):
-            slices_of_rank[rank].append(Slice(number, 0, numels[number]))
-            taken.setdefault(_kind(params[number]), [0] * world_size)[rank] += numels[number]
+        owners += _packed_tightly(params, whole, cost, loads or [0] * world_size)
+    slices_of_rank: list[list[Slice]] = [[] for _ in range(world_size)]
+    taken: dict[object, list[int]] = {}  # for each kind, the elements that each rank owns whole
+    for number, rank in owners:
+        slices_of_rank[rank].append(Slice(number, 0, numels[number]))
+        taken.setdefault(_kind(params[number]), [0] * world_size)[rank] += numels[number]
+    # 2. Cut the others, each kind by itself, to fill up the ranks that own less.
+    for kind, members in _by_kind(params).items():
+        ends = _level_ends(taken.get(kind, [0] * world_size), sum(numels[i] for i in members))
+        for piece, rank in _cut_at(ends, members, numels, alignment):
+            slices_of_rank[rank].append(piece)
+    return Partition(tuple(numels), tuple(tuple(sorted(slices)) for slices in slices_of_rank))
+
+
+def _by_kind(params: Sequence[ParamSpec]) -> dict[object, list[int]]:
+    """Sort the parameters that may be cut by their kind."""
     members: dict[object, list[int]] = {}
     for number, param in enumerate(params):
         if not param.whole:
             members.setdefault(_kind(param), []).append(number)
-    for kind, of_kind in members.items():
-        ends = _level_ends(taken.get(kind, [0] * world_size), sum(numels[i] for i in of_kind))
-        for piece, rank in _cut_at(ends, of_kind, numels, alignment):
-            slices_of_rank[rank].append(piece)
-    return Partition(tuple(numels), tuple(tuple(sorted(slices)) for slices in slices_of_rank))
+    return members
 
 
 def _packed_tightly(
@@ -422,19 +441,21 @@ def _packed_tightly(
     loads: Sequence[float],
     rounds: int = 10,
 ) -> list[tuple[int, int]]:
-    """Each parameter with its owner; the fullest rank is close to the least full that is possible.
+    """Give each parameter an owner, so that the largest load is close to the smallest that is possible.
 
-    A bisection for the smallest load under which each parameter, largest first, fits on some rank, given to
-    the first on which it fits. It begins with the result of the greedy rule.
+    A bisection finds the smallest limit under which all parameters fit: largest first, each goes to the first
+    rank that stays within the limit. The bisection begins with the result of the greedy rule.
 
     Source: MULTIFIT: Coffman, Garey and Johnson, SIAM J. Computing 7 (1978).
     """
+    # 1. The greedy rule gives an upper bound of the limit.
     weights = sorted(((number, cost(params[number])) for number in numbers), key=lambda one: -one[1])
     largest_first = [number for number, _ in weights]
     best = list(_to_least_loaded(params, largest_first, cost, len(loads), loads))
     total = list(loads)
     for (_, rank), (_, weight) in zip(best, weights):
         total[rank] += weight
+    # 2. Bisect. No limit is below the mean load, a load so far, or the largest weight.
     low = max([sum(total) / len(total), *loads, *(weight for _, weight in weights[:1])])
     high = max(total)
     for _ in range(rounds):
@@ -452,11 +473,18 @@ def _packed_tightly(
 def _first_fit(
     weights: Sequence[tuple[int, float]], loads: Sequence[float], limit: float
 ) -> list[tuple[int, int]] | None:
-    """Each parameter, largest first, with the first rank on which it fits; None if one fits on none."""
+    """Give each parameter, largest first, to the first rank on which it fits; None if one fits on none.
+
+    Args:
+        weights: (parameter, weight), the largest weight first.
+        loads: each rank's load so far.
+        limit: the largest load that a rank may have.
+    """
     filled, owners = list(loads), []
     rank, before = 0, None
     for number, weight in weights:
-        if weight != before:  # a rank that is too full for one of this weight is too full for the next
+        # A rank that is too full for a weight stays too full for it, so equal weights go on searching there.
+        if weight != before:
             rank, before = 0, weight
         while rank < len(filled) and filled[rank] + weight > limit:
             rank += 1
@@ -468,37 +496,53 @@ def _first_fit(
 
 
 def _kind(param: ParamSpec) -> object:
+    """Return what parameters must have in common to lie in one flat range."""
     return param.device, param.dtype, param.trainable
 
 
 def _level_ends(loads: Sequence[int], total: int) -> list[int]:
-    """Where each rank's part of a range ends, if the range is poured over the loads like water.
+    """Compute the end of each rank's part of a range that is divided to level the ranks' loads.
+
+    Each rank whose load is below a common level gets the elements that it lacks; other ranks get none.
 
     >>> _level_ends([0, 0, 0], 10), _level_ends([6, 0, 2], 7)       # the level is 4.5 in the second
     ([4, 7, 10], [0, 5, 7])
+
+    Args:
+        loads: the elements that each rank owns already.
+        total: elements of the range.
     """
-    below, filled = 0, 0  # the ranks under the level, and their loads together
+    # 1. Find the ranks below the level: their loads and the range together are `below` times the level.
+    below, filled = 0, 0  # the number of these ranks, and the sum of their loads
     for load in sorted(loads):
         if below and load * below - filled >= total:
             break
         below, filled = below + 1, filled + load
-    ends, poured = [], 0  # poured: times `below`, so that it stays an integer
+    # 2. Add up the parts. Each is counted `below` times, so that the sum stays an integer.
+    ends, added = [], 0
     for load in loads:
-        poured += max(0, total + filled - load * below)
-        ends.append(-(-poured // below))
+        added += max(0, total + filled - load * below)
+        ends.append(-(-added // below))
     return ends
 
 
 def _cut_at(
     ends: Sequence[int], members: Sequence[int], numels: Sequence[int], alignment: int
 ) -> Iterator[tuple[Slice, int]]:
-    """Cut the flat range of `members` near each rank's end."""
-    rank, start = 0, 0  # start: offset of the current parameter in the flat range
+    """Cut parameters that lie end to end near each rank's end; yield (slice, owner).
+
+    Args:
+        ends: the end of each rank's part in the range of all members, before it is aligned.
+        members: the numbers of the parameters.
+    """
+    rank, start = 0, 0  # start: the offset of the current parameter in the range
     for param in members:
-        done = 0
+        done = 0  # elements of the parameter that have an owner
         while True:
+            # A cut moves up to a multiple of `alignment` in its parameter, or to the parameter's end.
             stop = min(numels[param], -(-(ends[rank] - start) // alignment) * alignment)
-            if stop > done or numels[param] == 0:  # a parameter without elements also gets an owner
+            # A parameter without elements also gets an owner.
+            if stop > done or numels[param] == 0:
                 yield Slice(param, done, stop), rank
                 done = stop
             if done == numels[param]:
@@ -508,6 +552,7 @@ def _cut_at(
 
 
 def _runs_below(threshold: float, bucket: Sequence[int], numels: Sequence[int]) -> Iterable[list[int]]:
+    """Divide a bucket into runs of fewer elements than the threshold, or of a single larger parameter."""
     run: list[int] = []
     size = 0
     for param in bucket:

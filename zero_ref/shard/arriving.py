@@ -1,7 +1,8 @@
-"""New parameters that are still on their way when `step` has returned.
+"""Broadcasts of new parameters that are still running when `step` has returned.
 
 The step of `minimal.py` waits for every broadcast. But the next forward needs the parameters one module after
-the other, so it can begin when the first are here: a hook on each module waits for its own.
+the other, so it can begin when the first parameters have arrived: a hook on each module waits for the
+module's own.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from zero_ref.shard.buckets import Message
 
 
 class Arriving:
-    """What a step has sent, until somebody waits for it.
+    """The broadcasts that the last step has started and nobody has waited for yet.
 
     Attributes:
-        later: `step` returns before new parameters are here. Who sets it must see that everybody waits.
+        later: `step` returns before the new parameters have arrived. The caller that sets it must make every
+            reader of a parameter wait first.
     """
 
     def __init__(self) -> None:
         self.later = False
+        # (the parameters in a broadcast, the broadcast)
         self._works: list[tuple[frozenset[torch.Tensor], PendingCall]] = []
-        self._done: Callable[[], object] = int
+        self._done: Callable[[], object] = lambda: None
 
     def begin(
         self,
@@ -35,50 +38,53 @@ class Arriving:
         params: Sequence[torch.Tensor],
         done: Callable[[], object],
     ) -> None:
-        """Note what was started.
+        """Keep the works of broadcasts that were started, until `wait`.
 
         Args:
-            works: one for each message, or for all shares of a flat tensor.
-            params: by number, those in the messages.
-            done: is called when all are here.
+            messages: the messages that are being sent.
+            works: one for each message; one for all shares of a flat tensor.
+            params: the optimizer's parameters, by number.
+            done: called when all messages have arrived.
         """
-        together = groupby(
+        # The shares of a flat tensor follow each other and have one work together.
+        of_works = groupby(
             messages, key=lambda message: id(message.tensor if message.whole is None else message.whole)
         )
-        held = [
+        params_of_work = [
             frozenset(params[piece.param] for message in of_work for piece in message.slices)
-            for _, of_work in together
+            for _, of_work in of_works
         ]
-        self._works = list(zip(held, works))
+        self._works = list(zip(params_of_work, works))
         self._done = done
 
     def wait(self, params: Iterable[torch.Tensor | None] | None = None) -> None:
-        """Wait until these parameters are here.
+        """Wait until these parameters have arrived.
 
         Args:
-            params: None for all.
+            params: the parameters to wait for; None to wait for all.
         Raises:
             RuntimeError: another rank stopped, or its local optimizer raised in the last step.
         """
         if not self._works:
             return
         wanted = None if params is None else set(params)
-        works, self._works = self._works, []  # none is left if one raises
+        works, self._works = self._works, []  # if a wait raises, the others are given up
         left = []
-        for held, work in works:
-            if wanted is None or not held.isdisjoint(wanted):
+        for params_of_work, work in works:
+            if wanted is None or not params_of_work.isdisjoint(wanted):
                 work.wait()
             else:
-                left.append((held, work))
+                left.append((params_of_work, work))
         self._works = left
         if not left:
             self._done()
 
     def watch(self, module: nn.Module) -> None:
-        """Let each module wait for its parameters before its forward, and before it saves or loads."""
+        """Make each submodule wait for its parameters before its forward, and before it saves or loads."""
         self.later = True
-        for one in module.modules():
-            if any(True for _ in one.parameters(recurse=False)):
-                one.register_forward_pre_hook(lambda module, _: self.wait(module._parameters.values()))
-                one.register_state_dict_pre_hook(lambda *_: self.wait())
-                one.register_load_state_dict_pre_hook(lambda *_: self.wait())
+        for submodule in module.modules():
+            if any(True for _ in submodule.parameters(recurse=False)):
+                submodule.register_forward_pre_hook(lambda owner, _: self.wait(owner._parameters.values()))
+                # A state dict reads or writes the parameters at once, so wait for all.
+                submodule.register_state_dict_pre_hook(lambda *_: self.wait())
+                submodule.register_load_state_dict_pre_hook(lambda *_: self.wait())

@@ -1,8 +1,8 @@
 """Flat tensors laid out by a `BucketLayout`; the parameters are views of them.
 
-`minimal.py` sends one broadcast for each parameter; this module adds buckets, so that one for each owner is
-enough. A bucket sends all its parameters in one message, and nothing is copied before or after: writing the
-bucket writes the parameters, because they share memory.
+`minimal.py` sends one broadcast for each parameter. This module adds buckets, with which one broadcast for
+each owner is enough. A bucket sends all its parameters in one message, and nothing is copied before or after:
+writing the bucket writes the parameters, because they share memory.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Message(NamedTuple):
         owner: the rank that sends it.
         tensor: (numel,), contiguous, sharing memory with the parameters.
         slices: the slices in `tensor`.
-        starts: the place of each slice's first element.
-        whole: the flat tensor of which this is one of N equal shares, or None. The messages of all shares
-            follow each other, and one all-gather sends them.
+        starts: the offset in `tensor` of each slice's first element.
+        whole: the flat tensor, if `tensor` is one of its N equal shares; None otherwise. The messages of all
+            shares follow each other, and one all-gather sends them.
     """
 
     owner: int
@@ -85,13 +85,15 @@ def check_can_be_flattened(params: Sequence[torch.Tensor]) -> None:
 
 
 def kept_view(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> int | None:
-    """The number of a parameter of which the optimizer keeps a view; None if there is none.
+    """Find a parameter of which the optimizer keeps a view; return its number, or None if there is none.
 
     Parameters in the optimizer's groups and in the keys of its state do not count: these are replaced when
     parameters move.
     """
+    # (address, number) of each parameter. Without memory ("meta"), the address is 0.
     starts = sorted((start, number) for number, param in enumerate(params) if (start := param.data_ptr()))
     groups = [{**group, "params": ()} for group in optimizer.param_groups]
+    # Search all objects that the optimizer refers to, directly or through others.
     left: list[Any] = [{**vars(optimizer), "param_groups": groups}]
     seen = {id(param) for param in params}
     while left:
@@ -101,17 +103,34 @@ def kept_view(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> int | Non
         seen.add(id(value))
         is_wrapper: bool = is_traceable_wrapper_subclass(value)
         if isinstance(value, torch.Tensor) and not is_wrapper:
-            if value.layout == torch.strided and value.numel():
-                at = bisect(starts, (value.data_ptr(), len(params))) - 1
-                if at >= 0 and value.data_ptr() < starts[at][0] + params[starts[at][1]].nbytes:
-                    return starts[at][1]
+            number = _param_at(value, starts, params)
+            if number is not None:
+                return number
         else:
             left += _values_in(value)
     return None
 
 
+def _param_at(
+    tensor: torch.Tensor, starts: Sequence[tuple[int, int]], params: Sequence[torch.Tensor]
+) -> int | None:
+    """Return the number of the parameter in whose memory the tensor begins, or None.
+
+    Args:
+        starts: (address, number) of each parameter, sorted.
+    """
+    if tensor.layout != torch.strided or not tensor.numel():
+        return None
+    # Only the last parameter that begins at or before the tensor can contain the tensor's first element.
+    at = bisect(starts, (tensor.data_ptr(), len(params))) - 1
+    if at < 0:
+        return None
+    start, number = starts[at]
+    return number if tensor.data_ptr() < start + params[number].nbytes else None
+
+
 def _values_in(value: Any) -> Iterable[Any]:
-    """What an object holds: items, attributes, or the tensors of a subclass."""
+    """List what an object holds: its items, its attributes, or the inner tensors of a wrapper subclass."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -141,21 +160,20 @@ def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> 
         firsts = [0] if flat.shared else [n for n, b in enumerate(flat.buckets) if b.slices[0].start == 0]
         for first, end in pairwise([*firsts, len(flat.buckets)]):
             buckets = flat.buckets[first:end]
+            # 1. Allocate this part. Padding is zero, so that no checkpoint or sum has uninitialised memory.
             start = buckets[0].start
             stop = flat.buckets[end].start if end < len(flat.buckets) else flat.numel
-            # Padding is zero, so that no checkpoint or sum contains uninitialised memory.
             tensor = torch.zeros(stop - start, dtype=getattr(torch, flat.dtype), device=flat.device)
-            moved: list[torch.Tensor] = []
-            windows: list[torch.Tensor] = []
-            for index in {piece.param for bucket in buckets for piece in bucket.slices}:
-                param = params[index]
-                moved.append(param)
-                place = flat.offset_of_param[index] - start
-                windows.append(tensor.as_strided(param.size(), param.stride(), place))
-            if moved:
-                torch._foreach_copy_(windows, moved)
-            for param, window in zip(moved, windows):
-                param.data = window
+            # 2. Move its parameters: copy their values, then point them to the new memory.
+            _move_into(
+                tensor,
+                {
+                    params[index]: flat.offset_of_param[index] - start
+                    for bucket in buckets
+                    for index, *_ in bucket.slices
+                },
+            )
+            # 3. Each bucket is a message, and a view of the part.
             messages += [
                 Message(
                     bucket.owner,
@@ -169,10 +187,23 @@ def flatten_parameters(layout: BucketLayout, params: Sequence[torch.Tensor]) -> 
     return messages
 
 
+def _move_into(flat: torch.Tensor, offsets: Mapping[torch.Tensor, int]) -> None:
+    """Make parameters views of a flat tensor, with the values that they have.
+
+    Args:
+        offsets: the parameters, each with the offset of its first element.
+    """
+    windows = [flat.as_strided(param.size(), param.stride(), offset) for param, offset in offsets.items()]
+    if windows:
+        torch._foreach_copy_(windows, list(offsets))
+    for param, window in zip(offsets, windows):
+        param.data = window
+
+
 def messages_by_parameter(
     partition: Partition, params: Sequence[torch.Tensor], *, frozen: bool = False
 ) -> list[Message]:
-    """The messages without buckets: one for each trained (or frozen) slice, in order of owners."""
+    """Make the messages of an optimizer without buckets: one for each trained (or frozen) slice, by owner."""
     return [
         Message(owner, flat_view(params[piece.param].detach())[piece.start : piece.stop], (piece,))
         for owner, slices in enumerate(partition.slices_of_rank)
@@ -182,7 +213,7 @@ def messages_by_parameter(
 
 
 def messages_within(messages: Iterable[Message], params: Container[int]) -> list[Message]:
-    """The parts of these messages that hold `params`, in as few messages as their memory allows."""
+    """Cut these messages down to `params`, in as few messages as their memory allows."""
     return [
         Message(message.owner, message.tensor[run.start : run.stop], run.slices, end_to_end(run.slices))
         for message in messages
@@ -199,7 +230,7 @@ def expect_broadcasts(
         dtype: as in `start_broadcasts`. With a dtype nothing is received early, since rounded values are
             received into other tensors.
     Returns:
-        The `expected` of `start_broadcasts`, which must follow with the same messages.
+        The argument `expected` for `start_broadcasts`, which must follow with the same messages.
     """
     return [] if dtype is not None else [comm.expect(message.tensor, message.owner) for message in messages]
 
@@ -223,20 +254,21 @@ def start_broadcasts(
         return []
     works: list[PendingCall] = []
     left = iter(zip_longest(messages, expected))
-    for message, work in left:
+    for message, receiving in left:
         tensor, owner = message.tensor, message.owner
         if dtype is not None and tensor.is_floating_point() and tensor.itemsize > dtype.itemsize:
             rounded = tensor.to(dtype) if owner == comm.rank else torch.empty_like(tensor, dtype=dtype)
-            works.append(_Rounded(comm.broadcast(rounded, src=owner), message, rounded, comm.rank))
+            works.append(_RoundedBroadcast(comm.broadcast(rounded, src=owner), message, rounded, comm.rank))
         elif message.whole is None:
-            works.append(comm.broadcast(tensor, owner, work))
+            works.append(comm.broadcast(tensor, owner, receiving))
         else:
-            of_others = [other for _, other in islice(left, comm.world_size - 1)]
-            works.append(comm.gather_shares(message.whole, [work, *of_others]))
+            # The first of N shares: the all-gather sends the N - 1 messages that follow, too.
+            of_other_shares = [other for _, other in islice(left, comm.world_size - 1)]
+            works.append(comm.gather_shares(message.whole, [receiving, *of_other_shares]))
     return works
 
 
-class _Rounded:
+class _RoundedBroadcast:
     """A pending broadcast of `rounded`; `wait` copies `rounded` into the message, except on the owner."""
 
     def __init__(self, work: PendingCall, message: Message, rounded: torch.Tensor, rank: int) -> None:
@@ -254,10 +286,10 @@ class _Rounded:
         return self.message.tensor.copy_(self.rounded)
 
     def overflow(self) -> Slice | None:
-        """The slice of the first element that was too large for the dtype of the broadcast."""
-        too_large = self.rounded.isinf().nonzero()[:1].tolist()
-        places = zip(self.message.slices, self.message.starts)
-        return next((p for p, start in places for [at] in too_large if at < start + p.numel), None)
+        """Find the slice of the first element that was too large for the dtype of the broadcast."""
+        too_large = self.rounded.isinf().nonzero()[:1].tolist()  # one index, or none: the values have a NaN
+        placed = zip(self.message.slices, self.message.starts)
+        return next((p for p, start in placed for [at] in too_large if at < start + p.numel), None)
 
 
 def finish_broadcasts(works: Sequence[PendingCall], name: Callable[[int], str] = str) -> None:
@@ -270,14 +302,15 @@ def finish_broadcasts(works: Sequence[PendingCall], name: Callable[[int], str] =
         RuntimeError: a value was too large for the dtype of the broadcast. Every rank sees the infinite
             value, so all raise.
     """
+    # 1. Complete all broadcasts, so that no rank raises while another one waits.
     narrow = []
     for work in works:
         work.wait()
-        if isinstance(work, _Rounded) and work.may_overflow:
+        if isinstance(work, _RoundedBroadcast) and work.may_overflow:
             narrow.append(work)
     if not narrow:
         return
-    # On a GPU, tolist waits for the broadcasts: call it once for all of them.
+    # 2. Look for infinities. On a GPU, tolist waits for the broadcasts: call it once for all of them.
     extremes = torch.stack([work.extremes.to(narrow[0].rounded.device) for work in narrow]).tolist()
     for work, found in zip(narrow, extremes, strict=True):
         piece = None if all(map(math.isfinite, found)) else work.overflow()

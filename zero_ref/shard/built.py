@@ -1,7 +1,7 @@
 """An optimizer's parameters, their partition, and the messages that a step sends.
 
-This module adds to `minimal.py`: the partition may cut parameters, one message may hold many, and both are
-made anew when parameters are frozen, moved or added.
+Beyond `minimal.py`, the partition may cut parameters, one message may hold many, and both are made anew when
+parameters are frozen, moved or added.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Built:
         specs: what the plan knows about each parameter.
         partition: the owner of each slice.
         messages: what a step sends, in order. They share memory with the parameters.
-        places: for each parameter its address, its dtype and its `requires_grad`.
+        places: the address, the dtype and `requires_grad` of each parameter, to notice that one has changed.
     """
 
     params: tuple[torch.Tensor, ...]
@@ -53,6 +53,7 @@ class Built:
             before: the `Built` that the new one replaces.
         """
         if flat:
+            # A frozen parameter is in no new flat tensor. As a view, it would keep the whole old one.
             if before is not None:
                 _free_frozen_windows(params, before.messages)
             messages = flatten_parameters(lay_out(partition, specs), params)
@@ -62,7 +63,7 @@ class Built:
 
     @cached_property
     def facts(self) -> list[str]:
-        """What must be equal on all ranks, or they would send messages of different sizes."""
+        """The facts that must be equal on all ranks, or ranks would send messages of different sizes."""
         lines = [
             f"parameter {self.name(number)}: {spec.dtype}, requires_grad={spec.trainable}"
             for number, spec in enumerate(self.specs)
@@ -79,12 +80,12 @@ class Built:
         return name_of(self.specs, number)
 
     def is_cut(self, number: int) -> bool:
-        """Whether more than one rank owns a part of the parameter."""
+        """Return whether the parameter is cut into several slices."""
         return len(self.partition.pieces_of_param[number]) > 1
 
 
 def places_of(params: Sequence[torch.Tensor]) -> tuple[tuple[int, torch.dtype, bool], ...]:
-    """Address, dtype and `requires_grad` of each parameter. If one changes, messages must be made anew."""
+    """List the address, dtype and `requires_grad` of each parameter; a change needs new messages."""
     return tuple([(param.data_ptr(), param.dtype, param.requires_grad) for param in params])
 
 

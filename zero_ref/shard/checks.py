@@ -1,6 +1,6 @@
 """Checks before anything is sent: some by each rank alone, some as facts that must be equal on all ranks.
 
-This module adds to `minimal.py` an error wherever the result would differ from the unsharded optimizer's.
+`minimal.py` checks nothing. Here it is an error if the result would differ from the unsharded optimizer's.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 
 
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """Whether the optimizer is in `ELEMENTWISE` or has set `elementwise = True`, which subclasses inherit.
+    """Return whether the class is in `ELEMENTWISE` or sets `elementwise = True`, which subclasses inherit.
 
-    A subclass of one in `ELEMENTWISE` does not count, since its `step` may do anything.
+    A subclass of a class in `ELEMENTWISE` does not count, since its `step` may do anything.
     """
     return optimizer_class in ELEMENTWISE or bool(getattr(optimizer_class, "elementwise", False))
 
@@ -62,7 +62,7 @@ def check_is_class(optimizer_class: object) -> None:
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(
-            f"optimizer_class takes a class such as torch.optim.AdamW, not {_kind(optimizer_class)}; "
+            f"optimizer_class takes a class such as torch.optim.AdamW, not {_described(optimizer_class)}; "
             "its options, such as lr=1e-3, follow as keyword arguments."
         )
     if issubclass(optimizer_class, torch.optim.LBFGS):
@@ -84,8 +84,9 @@ def check_can_be_sharded(
         classes: the optimizer class of each parameter group.
     Raises:
         ValueError: a parameter is split whose optimizer uses shapes; a parameter has gaps in memory, shares
-            memory with another, or is a part on each rank (DTensor).
+            memory with another, or is sharded already (a DTensor).
     """
+    # 1. A parameter whose optimizer uses its shape has one owner.
     for number, (spec, pieces) in enumerate(zip(specs, partition.pieces_of_param, strict=True)):
         if spec.whole and len(pieces) > 1:
             of_class = classes[spec.group].__name__
@@ -95,22 +96,24 @@ def check_can_be_sharded(
                 "the optimizer treats each element by itself in spite of the trial, set "
                 f"{of_class}.elementwise = True."
             )
+    # 2. Each rank has all elements of each parameter, and they fill a range of memory that can be cut.
     for number, param in enumerate(params):
         _check_is_held_whole(specs, number, param)
         try:
-            param.is_contiguous() or flat_view(param.detach())
+            param.is_contiguous() or flat_view(param.detach())  # raises if there are gaps
         except ValueError as error:
             raise ValueError(f"parameter {name_of(specs, number)}: {error}") from None
+    # 3. No two parameters share memory, or two ranks would own it.
     _check_memory_is_apart(params, specs)
 
 
 def groups_kept_whole(
     groups: Sequence[ParamGroup], optimizer_class: type[Optimizer], defaults: Mapping[str, Any], tried: bool
 ) -> set[int]:
-    """The numbers of the groups whose parameters must not be cut.
+    """Find the groups whose parameters must not be cut; return their numbers.
 
     Args:
-        groups: what the user gave for each.
+        groups: the options that the user gave for each.
         optimizer_class, defaults: the class of groups that name none, and the options of its constructor.
         tried: find out by a trial whether a class that is neither torch's nor declared is elementwise.
     """
@@ -119,6 +122,7 @@ def groups_kept_whole(
         of_class = group.get(OPTIMIZER_CLASS, optimizer_class)
         if is_elementwise(of_class):
             return False
+        # torch's classes outside ELEMENTWISE use shapes, and `elementwise = False` says so: no trial.
         declared = hasattr(of_class, "elementwise") or of_class.__module__.startswith("torch.optim.")
         its_defaults = defaults if of_class is optimizer_class else {}
         return declared or not tried or not updates_elementwise(of_class, options_of(group), its_defaults)
@@ -138,10 +142,10 @@ def check_updates_apart(
     if not known and couples_parameters(optimizer_class, options, defaults):
         raise ValueError(
             f"{optimizer_class.__name__} moved a tensor otherwise beside another one than by itself: it "
-            "computes something from all parameters together, such as a norm or a learning rate, or skips an "
-            "update of all if one gradient is not finite. On shards, where each rank has other parameters, "
-            "that would be another algorithm. Use an optimizer that "
-            "updates each parameter by itself, or turn that off in its options."
+            "computes something from all parameters together, such as a norm or a learning rate, or skips "
+            "all updates if one gradient is not finite. On shards, where each rank has other parameters, "
+            "that would be another algorithm. Use an optimizer that updates each parameter by itself, or "
+            "turn that off in its options."
         )
 
 
@@ -152,25 +156,25 @@ def _check_is_held_whole(specs: Sequence[ParamSpec], number: int, param: torch.T
         ValueError: the parameter is a DTensor, or one of FullyShardedDataParallel's.
     """
     if type(param) is torch.nn.Parameter and not hasattr(param, "_fsdp_flattened"):
-        return  # nearly all, of thousands
+        return  # a quick answer for ordinary parameters: a model may have thousands
     # If the DTensor module was not imported, no DTensor exists; importing the module here would be slow.
     tensor_module = sys.modules.get("torch.distributed.tensor")
-    what = ""
+    kind = ""
     if tensor_module is not None and isinstance(param, tensor_module.DTensor):
-        what = f"a DTensor, as `fully_shard` and `parallelize_module` make them ({param.placements})"
+        kind = f"a DTensor, as `fully_shard` and `parallelize_module` make them ({param.placements})"
     elif getattr(param, "_fsdp_flattened", False):
-        what = "one of FullyShardedDataParallel's, which cuts and moves it"
-    if what:
+        kind = "one of FullyShardedDataParallel's, which cuts and moves it"
+    if kind:
         raise ValueError(
-            f"parameter {name_of(specs, number)} is {what}, so each rank holds another part of it, and the "
-            "owner would overwrite the others'. Its optimizer is sharded already: use the plain optimizer "
-            "class on these parameters, or this one on a model in DistributedDataParallel."
+            f"parameter {name_of(specs, number)} is {kind}, so each rank holds another part of it, and the "
+            "owner would overwrite the parts of the others. Its optimizer is sharded already: use the plain "
+            "optimizer class on these parameters, or this one on a model in DistributedDataParallel."
         )
 
 
 def _check_memory_is_apart(params: Sequence[torch.Tensor], specs: Sequence[ParamSpec]) -> None:
     # Each parameter fills one range of memory. If any ranges overlap, two that are adjacent in the order of
-    # their starts do. Tensors without memory ("meta") start at 0.
+    # their starts do. Tensors without memory ("meta") start at 0 and are left out.
     ranges = sorted(
         (specs[index].device, start, param.nbytes, index)
         for index, param in enumerate(params)
@@ -195,9 +199,10 @@ def _check_memory_is_apart(params: Sequence[torch.Tensor], specs: Sequence[Param
 def facts_of(
     param_groups: Sequence[ParamGroup], specs: Sequence[ParamSpec], partition: Partition, first: int = 0
 ) -> list[str]:
-    """One line for each fact that must be equal on all ranks, about the parameters from number `first` on."""
+    """Write a line for each fact that must be equal on all ranks, about parameters from number `first` on."""
+    # The index of an accelerator differs between ranks, so compare the kinds of devices and their order.
     devices: dict[str, str] = {}
-    for spec in specs:  # the index of an accelerator differs between ranks, so compare kind and order
+    for spec in specs:
         devices.setdefault(spec.device, f"{spec.device.split(':')[0]} device {len(devices)}")
     facts = [f"{len(specs)} parameters"]
     for number, param in enumerate(params_of(param_groups)[first:], start=first):
@@ -215,12 +220,13 @@ def facts_of(
 
 
 def fact_of(partition: Partition) -> str:
-    """A line that is equal for equal partitions."""
-    plan = hashlib.sha256(repr(partition.ranges).encode())
+    """Write a line that is equal for equal partitions, and differs for others."""
+    # A digest of the integers: the slices of a large model would fill megabytes.
+    digest = hashlib.sha256(repr(partition.ranges).encode())
     for slices in partition.slices_of_rank:
-        plan.update(array("q", [len(slices), *chain.from_iterable(slices)]))
-    return f"partition {plan.hexdigest()[:12]}"
+        digest.update(array("q", [len(slices), *chain.from_iterable(slices)]))
+    return f"partition {digest.hexdigest()[:12]}"
 
 
-def _kind(value: object) -> str:
+def _described(value: object) -> str:
     return f"the object {type(value).__name__}(...)" if isinstance(value, Optimizer) else repr(value)

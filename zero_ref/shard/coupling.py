@@ -1,9 +1,9 @@
-"""Find out by trials whether an optimizer updates each parameter by itself, and each element by itself.
+"""Trials that find out whether an optimizer updates each parameter by itself, and each element by itself.
 
-`minimal.py` assumes that it updates each parameter by itself; this module adds the check. A rank's local
-optimizer sees only the parameters that the rank owns, so one that scales by a norm of all gradients, or
-estimates a learning rate from all parameters, would make different updates, without an error. If it updates
-each element by itself too, parameters may be cut.
+`minimal.py` assumes that the optimizer updates each parameter by itself; this module adds the check. A rank's
+local optimizer sees only the parameters that the rank owns. So an optimizer that scales by a norm of all
+gradients, or estimates a learning rate from all parameters, would make different updates, without an error.
+If an optimizer updates each element by itself too, parameters may be cut.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 STEPS, WITH_CLOSURE = 2, 12
-"""The number of updates. Two, since state from the first update may affect only the second.
+"""The number of updates without and with a closure. Two, since state may affect only the second update.
 
 With a closure, twelve: a schedule-free optimizer moves tensors before the closure by the distance between
 their average and their last values, which is zero in its first updates.
@@ -28,17 +28,17 @@ their average and their last values, which is zero in its first updates.
 
 
 Then = Callable[[Optimizer], object]
-"""What a trial calls after its updates."""
+"""A function that a trial calls after its updates."""
 
 
 def switch(optimizer: Optimizer, mode: str) -> None:
     """Call `train()` or `eval()` of an optimizer that has it: a schedule-free one steps after `train()`."""
-    with contextlib.suppress(TypeError):  # it is something else, or takes arguments
+    with contextlib.suppress(TypeError):  # the attribute is no method, or takes arguments
         getattr(optimizer, mode, int)()
 
 
 def evaluate(optimizer: Optimizer) -> None:
-    """Call `eval()` of an optimizer that has it."""
+    """Call an optimizer's `eval()` if it has one."""
     switch(optimizer, "eval")
 
 
@@ -48,19 +48,20 @@ def couples_parameters(
     defaults: Mapping[str, Any],
     then: Then = evaluate,
 ) -> bool:
-    """Whether the update of a tensor changes when a second tensor is beside it, under these options.
+    """Return whether the update of a tensor changes when a second tensor is beside it, under these options.
 
     >>> couples_parameters(torch.optim.AdamW, {}, {"lr": 0.1})
     False
 
     An optimizer that cannot step without a closure is tried with one, which computes gradients from both
-    tensors. One that moves tensors before it calls the closure, as sharpness-aware minimization does, thereby
-    couples them: on shards, each rank would move only its own and compute gradients at another point.
+    tensors. An optimizer that moves tensors before it calls the closure, as sharpness-aware minimization
+    does, thereby couples them: on shards, each rank would move only its own tensors and compute gradients at
+    another point.
 
     Args:
-        options: those of a parameter group.
-        defaults: those of the optimizer's constructor.
-        then: is called after the updates, and what it changes is compared too.
+        options: the options of a parameter group.
+        defaults: the options of the optimizer's constructor.
+        then: called after the updates; the values that it changes are compared too.
     Returns:
         Also False if the trial says nothing: the optimizer needs other tensors, or its updates are random.
     Cost: a few updates of 64 elements on the CPU.
@@ -78,11 +79,13 @@ def couples_parameters(
                 then(optimizer)
                 return [*trained, *_moves(optimizer)]
 
+            # An optimizer that raises without a closure is tried with one.
             with contextlib.suppress(Exception):
                 alone = tried(1)
                 for nan in (False, True):
                     beside = tried(2, nan)
                     if not _alike(beside, alone):
+                        # If the same trial then gives other values, the updates are random: no answer.
                         return _alike(beside, tried(2, nan))
                 return False
     return False
@@ -91,7 +94,7 @@ def couples_parameters(
 def stepped_in_trial(
     optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Optimizer | None:
-    """An optimizer of the class that has stepped a matrix of 64 elements; None if it needs other tensors.
+    """Make an optimizer and step a matrix of 64 elements with it; return None if it needs other tensors.
 
     Args, Cost: as `couples_parameters`.
     """
@@ -104,18 +107,21 @@ def stepped_in_trial(
 
 SMALL: dict[tuple[int, ...], list[int]] = {(24, 16): [192, 192]}
 CUT: dict[tuple[int, ...], list[int]] = {(160, 128): [4160, 8320, 8000], (64, 16, 3, 3): [4160, 5056]}
-"""The shapes of the tensors in the second trial, and the numbers of elements of their pieces.
+"""The shapes of the tensors in the second trial, each with the numbers of elements of its pieces.
 
-A small tensor comes first: Shampoo factors a matrix of n rows for a piece of n elements, which takes minutes
-for the large pieces, and a small one shows as well that it uses shapes.
+A small tensor is tried first: Shampoo factors a matrix of n rows for a piece of n elements, which takes
+minutes for the large pieces, and a small tensor shows as well that Shampoo uses shapes.
 
 Pieces begin at multiples of 64, as `even` cuts, and not of 128: optimizers with low-bit state scale blocks of
-128 elements or more together, so each cut divides a block. They keep tensors below 4,096 elements in 32 bits,
-so no piece is smaller. Adafactor factors the state of matrices with 128 or more rows and columns.
+128 elements or more together, so each cut divides a block. Such optimizers keep tensors below 4,096 elements
+in 32 bits, so no piece is smaller. Adafactor factors the state of matrices with 128 or more rows and columns.
 """
 
 UPDATES = 30
-"""Some optimizers do something else in every 5th or 10th update, or start to do it in the 26th."""
+"""The number of updates in the second trial.
+
+Some optimizers do something else in every 5th or 10th update, or from the 26th update on.
+"""
 
 
 def updates_elementwise(
@@ -124,7 +130,7 @@ def updates_elementwise(
     defaults: Mapping[str, Any],
     then: Then = evaluate,
 ) -> bool:
-    """Whether elements are updated, and have the same state, if their tensors are cut, under these options.
+    """Return whether elements get the same updates and state if their tensors are cut, under these options.
 
     The trial steps two whole tensors, and each 1-D piece of them by an optimizer of its own, and compares all
     bits. There is no rounding to allow for: pieces begin and end at multiples of 64 elements, where kernels
@@ -147,10 +153,11 @@ def updates_elementwise(
     options, defaults = _moving(options), _moving(defaults)
     case = optimizer_class, tuple(options.items()), tuple(defaults.items()), then
     with trial():
+        # Answers are cached by the arguments, but not for other functions `then`, which may be closures.
         try:
             if then is evaluate:
                 return _cuts_change_nothing(*case)  # type: ignore[arg-type]
-        except TypeError:  # an option cannot be part of a key, as lists cannot
+        except TypeError:  # an option, such as a list, has no hash
             pass
         return _cuts_change_nothing.__wrapped__(*case)
 
@@ -167,64 +174,93 @@ def _cuts_change_nothing(
         return optimizer_class([{**dict(options), "params": params}], **dict(defaults))
 
     try:
-        return all(_are_made_of_pieces(optimizer_of, cut, then) for cut in (SMALL, CUT))
-    except Exception:
+        return all(_pieces_equal_wholes(optimizer_of, cut, then) for cut in (SMALL, CUT))
+    except Exception:  # the class cannot step such pieces, so it cannot step slices
         return False
 
 
-def _are_made_of_pieces(
+def _pieces_equal_wholes(
     optimizer_of: Callable[[list[torch.Tensor]], Optimizer],
     cut: Mapping[tuple[int, ...], list[int]],
     then: Then,
 ) -> bool:
-    """Whether tensors of these shapes, stepped together, stay equal to their pieces, each stepped alone."""
-    # The values and all gradients are windows of one row of random numbers.
+    """Return whether tensors of these shapes, stepped together, equal their pieces, each stepped alone."""
+    # 1. Make the tensors and their pieces. Values and gradients are windows of one row of random numbers.
     row = torch.randn(2**15, generator=torch.Generator().manual_seed(0))
-    wholes = [(0.1 * row[: sum(numels)]).view(shape) for shape, numels in cut.items()]
-    pieces = [
-        [flat.narrow(0, end - numel, numel) for end, numel in zip(accumulate(numels), numels)]
-        for flat, numels in zip([whole.clone().view(-1) for whole in wholes], cut.values())
+    wholes = [_Whole((0.1 * row[: sum(numels)]).view(shape), numels) for shape, numels in cut.items()]
+    optimizers = [
+        optimizer_of([whole.tensor for whole in wholes]),
+        *(optimizer_of([piece]) for whole in wholes for piece in whole.pieces),
     ]
-    optimizers = [optimizer_of(wholes), *(optimizer_of([piece]) for of in pieces for piece in of)]
     for optimizer in optimizers:
         switch(optimizer, "train")
-
-    def are_alike() -> bool:
-        return all(torch.equal(torch.cat(of), whole.flatten()) for whole, of in zip(wholes, pieces))
-
+    # 2. Step all of them with the same gradients.
     for update in range(UPDATES):
-        for whole, of in zip(wholes, pieces):
-            grad = row[64 * update :][: whole.numel()]
-            whole.grad = grad.clone().view(whole.shape)
-            for piece, part in zip(of, grad.split([piece.numel() for piece in of])):
-                piece.grad = part.clone()
+        for whole in wholes:
+            whole.set_gradient(row[64 * update :])
         for optimizer in optimizers:
             optimizer.step()
-        if not are_alike():
+        if not all(whole.equals_pieces() for whole in wholes):
             return False
+    # 3. Compare what `then` does to the values.
     for optimizer in optimizers:
         then(optimizer)
-    if not are_alike():
+    if not all(whole.equals_pieces() for whole in wholes):
         return False
-    state = {param: of for optimizer in optimizers for param, of in optimizer.state.items()}
+    # 4. Compare the state.
+    state = {param: of_param for optimizer in optimizers for param, of_param in optimizer.state.items()}
     return all(
-        _is_made_of(state[whole], [state[piece] for piece in of], whole.shape)
-        for whole, of in zip(wholes, pieces)
-        if whole in state
+        _states_are_equal(state[whole.tensor], [state[piece] for piece in whole.pieces], whole.tensor.shape)
+        for whole in wholes
+        if whole.tensor in state
     )
 
 
-def _is_made_of(whole: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]], shape: torch.Size) -> bool:
-    """Whether the state of a tensor of that shape is that of its pieces: end to end, and equal numbers."""
+class _Whole:
+    """A tensor in the second trial, and copies of its parts.
+
+    Args:
+        tensor: the tensor, contiguous.
+        numels: the number of elements of each part.
+    """
+
+    def __init__(self, tensor: torch.Tensor, numels: Sequence[int]) -> None:
+        self.tensor, self.numels = tensor, list(numels)
+        flat = tensor.clone().view(-1)
+        self.pieces = [flat.narrow(0, end - numel, numel) for end, numel in zip(accumulate(numels), numels)]
+
+    def set_gradient(self, row: torch.Tensor) -> None:
+        """Give the tensor the first elements of a row as gradient, and each piece its part of them."""
+        grad = row[: self.tensor.numel()]
+        self.tensor.grad = grad.clone().view(self.tensor.shape)
+        for piece, part in zip(self.pieces, grad.split(self.numels)):
+            piece.grad = part.clone()
+
+    def equals_pieces(self) -> bool:
+        """Return whether the pieces have the same bits as the tensor."""
+        return torch.equal(torch.cat(self.pieces), self.tensor.flatten())
+
+
+def _states_are_equal(
+    whole: Mapping[str, Any], pieces: Sequence[Mapping[str, Any]], shape: torch.Size
+) -> bool:
+    """Return whether the state of a tensor is that of its pieces, joined.
+
+    Args:
+        whole: the state of the tensor.
+        pieces: the state of each piece.
+        shape: the tensor's shape. State of this shape is compared with that of all pieces, end to end; other
+            state, such as a step counter, is compared with that of each piece.
+    """
     for key, value in whole.items():
         of_pieces = [piece[key] for piece in pieces]
-        if isinstance(value, (list, tuple, dict)):  # state of slices cannot be gathered from these
+        if isinstance(value, (list, tuple, dict)):  # the state of slices is not gathered from containers
             return False
         if isinstance(value, torch.Tensor) and value.shape == shape:
-            alike = torch.equal(torch.cat(of_pieces), value.flatten())
+            is_equal = torch.equal(torch.cat(of_pieces), value.flatten())
         else:
-            alike = all(bool(torch.as_tensor(other == value).all()) for other in of_pieces)
-        if not alike:
+            is_equal = all(bool(torch.as_tensor(other == value).all()) for other in of_pieces)
+        if not is_equal:
             return False
     return all(piece.keys() == whole.keys() for piece in pieces)
 
@@ -234,22 +270,22 @@ _ONE_AT_A_TIME = threading.Lock()  # set_stance is global, and virtual ranks are
 
 @contextlib.contextmanager
 def trial() -> Iterator[None]:
-    """One trial at a time, on the CPU whatever the default device, without effect on random numbers."""
+    """Run one trial at a time, on the CPU whatever the default device, without effect on random numbers."""
     cpu = torch.device("cpu")
     with _ONE_AT_A_TIME, _without_compiling(), cpu, torch.random.fork_rng(devices=[]):
         yield
 
 
 def _moving(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options with a learning rate that moves tensors visibly: a schedule may begin with 0."""
+    """Replace a learning rate that moves tensors too little to compare: a schedule may begin with 0."""
     rate: Any = options.get("lr")
     is_number = isinstance(rate, (int, float)) or (isinstance(rate, torch.Tensor) and rate.numel() == 1)
     return {**options, "lr": 1e-2} if is_number and abs(float(rate)) < 1e-4 else options
 
 
 def _without_compiling() -> contextlib.AbstractContextManager[object]:
-    """Run functions under torch.compile eagerly: compiling them for a trial would be slow."""
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled yet, and importing it is slow
+    """Run compiled functions eagerly: compiling them for a trial would be slow."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled yet, and importing torch._dynamo is slow
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
 
@@ -265,11 +301,11 @@ def _stepped(
     with_closure: bool,
     nan: bool = False,
 ) -> Optimizer:
-    """An optimizer of that many tensors, after some steps.
+    """Make an optimizer of so many tensors, and step it a few times.
 
-    With `nan` the last gradient of the second tensor is not finite, for which a class may skip an update.
+    With `nan` the last gradient of the second tensor is not finite: a class may then skip the whole update.
     """
-    # float64: rounding would hide the first updates of an optimizer that begins with tiny ones.
+    # float64: in float32, rounding would hide the first updates of an optimizer that begins with tiny ones.
     params = [torch.nn.Parameter(torch.cos(PLACES + number)) for number in range(tensors)]
     steps = WITH_CLOSURE if with_closure else STEPS
     optimizer = optimizer_class([{**options, "params": params}], **defaults)
@@ -279,8 +315,10 @@ def _stepped(
         for number, param in enumerate(params):
             # The second gradient is larger, so that a norm or mean of both differs from that of the first.
             param.grad = torch.sin(PLACES * (1 + step + number)) * 0.1 * 300**number
+            # Each gradient depends on all tensors: an optimizer that moves them before it calls the closure
+            # gets another gradient when a second tensor moves too. Otherwise these differences are zero.
             for other, before in zip(params, at_start):
-                param.grad += other.detach() - before  # zero, unless the step has moved tensors already
+                param.grad += other.detach() - before
             if nan and number and step == steps - 1:
                 param.grad.fill_(torch.nan)
         return torch.ones(())
@@ -293,7 +331,7 @@ def _stepped(
 
 
 def _moves(optimizer: Optimizer) -> list[torch.Tensor]:
-    """How far it has moved its first tensor, and the numbers in its group."""
+    """List how far an optimizer has moved its first tensor, and the numbers in its group."""
     (group,) = optimizer.param_groups
     kept = [torch.as_tensor(value).double() for value in group.values() if _is_number(value)]
     return [group["params"][0].detach() - torch.cos(PLACES), *kept]

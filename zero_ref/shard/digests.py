@@ -1,4 +1,4 @@
-"""Digests of tensors' bits, by which ranks find out that values differ, and a rank that values were changed.
+"""Digests of tensors' bits: to compare values between ranks, or with those of an earlier time.
 
 `minimal.py` compares no values.
 """
@@ -17,7 +17,7 @@ WORDS = 16_381
 
 @torch.no_grad()
 def digests(params: Iterable[torch.Tensor]) -> list[str]:
-    """A digest of each parameter's bits, in hexadecimal; empty if its values cannot be read.
+    """Compute a digest of each parameter's bits, in hexadecimal; empty if its values cannot be read.
 
     The digest is a sum of the bits, read as 64-bit integers, each times a weight that depends on its offset.
     Integer sums are exact in any order. NaNs compare by their bits.
@@ -29,7 +29,8 @@ def digests(params: Iterable[torch.Tensor]) -> list[str]:
     """
     weights: dict[torch.device, torch.Tensor] = {}
     sums: dict[torch.device, list[torch.Tensor]] = {}
-    places: list[tuple[torch.device, int] | None] = []
+    places: list[tuple[torch.device, int] | None] = []  # of each parameter's sum in `sums`
+    # 1. Launch all sums. They stay on the devices, so that nothing waits here.
     for param in params:
         # The values of a "meta" tensor, or of a subclass with its own dispatch, cannot be read this way.
         if param.is_meta or type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -41,20 +42,23 @@ def digests(params: Iterable[torch.Tensor]) -> list[str]:
             sums[device] = []
         places.append((device, len(sums[device])))
         sums[device].append(_sum_of_bits(flat_view(param.detach()), weights[device]))
+    # 2. Copy the sums of each device to the CPU together, which waits for the device once.
     numbers = {device: torch.stack(of_device).tolist() for device, of_device in sums.items()}
     return [f"{numbers[place[0]][place[1]] % 2**64:016x}" if place else "" for place in places]
 
 
 def _sum_of_bits(flat: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weighted sum modulo 2**64, shape ()."""
-    if flat.storage_offset() * flat.itemsize % 8:  # not aligned to int64, as it may be on another rank
+    """Compute the weighted sum of a tensor's words modulo 2**64, shape ()."""
+    # A view as int64 needs an aligned tensor. A clone is one, and has the same sum as an aligned tensor.
+    if flat.storage_offset() * flat.itemsize % 8:
         flat = flat.clone()
     split = flat.nbytes // 8 * 8
-    whole = split == flat.nbytes  # most parameters are; skip the views, for a model may have thousands
+    whole = split == flat.nbytes  # so for most parameters: spare two views for each of thousands
     words = flat.view(torch.int64) if whole else flat.view(torch.uint8)[:split].view(torch.int64)
     if flat.itemsize >= 8:
-        # The highest bits of many words would add up to multiples of 2**64, as where all signs change.
+        # Changes of highest bits alone (signs) could add up to a multiple of 2**64, so mix them into others.
         words = words ^ (words >> 32)
+    # Fold the words into one row of WORDS, then weigh the row: far fewer products than words.
     in_rows = words.numel() // WORDS * WORDS
     total = _weighted(words[in_rows:] if in_rows else words, weights)
     if in_rows:

@@ -1,8 +1,8 @@
-"""A step of a class that is not torch's own, which may do more than change the values of its tensors.
+"""The step of an optimizer class that is not torch's own, and may do more than change its tensors' values.
 
 torch's classes update each tensor by itself, in its memory, and draw no random numbers. Another class may
-draw some, which differ from rank to rank; it may give a tensor other memory (`p.data = ...`), while messages
-and parameters share that of before; and a user may call one of its methods on one rank.
+draw random numbers, which differ from rank to rank. It may give a tensor other memory (`p.data = ...`), while
+messages and parameters share the old memory. And a user may call one of its methods on one rank only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zero_ref.shard.several import title
 
 
 class ForeignStep:
-    """Steps a local optimizer of such classes, and watches what they do.
+    """Steps a local optimizer whose class is not torch's, and watches what the class does.
 
     Args:
         rank: this rank.
@@ -29,8 +29,10 @@ class ForeignStep:
     def __init__(self, rank: int) -> None:
         self.calls = DirectCalls(rank)
         self.optim: Optimizer | None = None
+        # (a tensor, a view of the memory in which it has to stay)
         self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._steps = 0
+        # The random generator's state before the call; None while the generator is not watched.
         self._generator_was: torch.Tensor | None = None
 
     def watch(self, optim: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
@@ -48,34 +50,35 @@ class ForeignStep:
 
     @contextmanager
     def watched(self, where: str, *, always: bool = False) -> Iterator[None]:
-        """A context for a call of a method.
+        """Watch the class during a call of one of its methods.
 
         Args:
             where: the call, for the warning.
-            always: look for random numbers each time, and not in steps 1, 2, 4 and so on.
+            always: look for random numbers in every call, not only in steps 1, 2, 4 and so on.
         Warns:
             UserWarning: the class drew random numbers.
         """
         self.calls.expected = True
-        self._begin(always)
+        self._watch_generator(always)
         try:
             yield
         finally:
             self.calls.expected = False
-            self._put_back()
+            self._restore_memory()
             self._warn_if_drawn(where)
 
     @contextmanager
     def user_code(self) -> Iterator[None]:
-        """A context for a closure inside a step: what it draws, as dropout does, is not the class's."""
-        self._put_back()
+        """Watch nothing during a closure inside a step: the user's code may draw random numbers (dropout)."""
+        # The closure must see the class's last values, in the parameters' memory.
+        self._restore_memory()
         self._warn_if_drawn("its step")
         yield
         if self.calls.expected:
-            self._begin(False)
+            self._watch_generator(False)
 
-    def _begin(self, always: bool) -> None:
-        # To read the generator's state takes longer than the step of a small model.
+    def _watch_generator(self, always: bool) -> None:
+        # Reading the generator's state takes longer than the step of a small model: read it ever more rarely.
         watch = always or self._steps & (self._steps - 1) == 0
         self._generator_was = torch.get_rng_state() if watch else None
 
@@ -85,13 +88,13 @@ class ForeignStep:
             assert self.optim is not None
             warnings.warn(
                 f"{title(self.optim)} drew random numbers in {where}. Each rank draws other ones, so the "
-                "result is not that of one process with all parameters, and depends on who owns what.",
+                "result is not that of one process with all parameters, and depends on the partition.",
                 stacklevel=4,
             )
 
     @torch.no_grad()
-    def _put_back(self) -> None:
-        """Where the class has given a tensor other memory, copy the values to its own."""
+    def _restore_memory(self) -> None:
+        """Copy the values of each tensor that the class has moved back to the tensor's own memory."""
         for tensor, memory in self._memory:
             if tensor.data_ptr() != memory.data_ptr():
                 tensor.data = memory.copy_(tensor)

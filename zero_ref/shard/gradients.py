@@ -1,9 +1,9 @@
-"""Where the gradients of the last backward are, and what may be done with them.
+"""The places of the last backward's gradients, and the operations that they allow.
 
-In `minimal.py` every rank has all averaged gradients after a backward, as after any ordinary one. With the
-communication hooks of `overlap.py` and `reduction.py` there are other cases, which this module adds: only
-their owners have the gradients, the update has been made from them already, or backward has not ended. Each
-case is a class, which says what is allowed and, where something is not, why.
+In `minimal.py` every rank has all averaged gradients after a backward, as after any ordinary one. The
+communication hooks of `overlap.py` and `reduction.py` add other cases: only the owners have the gradients,
+the update has been made from them already, or backward has not ended. Each case is a class. It says which
+operations are allowed, and gives the reason where one is not.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from zero_ref.shard.groups import ParamGroup, options_of
 
 
 class Gradients:
-    """Whole on every rank, as a plain backward or DDP's own reduction leaves them: everything is allowed.
+    """Whole gradients on every rank, as a plain backward or DDP's own reduction leaves them: all is allowed.
 
     Attributes:
         on_owners: each rank has the reduced gradients of what it owns, and no others.
-        used: if only owners have them, the numbers of the parameters that have a gradient on their owner.
+        used: if only owners have gradients, the numbers of the parameters that have one on their owner.
         why_no_scaler: the reason why torch.amp.GradScaler cannot work on the gradients, or None.
         why_no_clipping: the reason why no global norm can be computed, or None.
-        versions: versions of the gradients to which a second backward must not add.
-        why_not_added_to: the error if a second backward adds to the gradients.
-        parts: by slice, this rank's gradients of parameters that are cut; None where `.grad` has these.
-        flats: the flat tensors that hold the gradients, by their buckets.
+        versions: the versions of the gradients, if a second backward must not add to them.
+        why_not_added_to: the error message if a second backward adds to the gradients.
+        parts: by slice, this rank's gradients of parameters that are cut; None if `.grad` has the gradients.
+        flats: the flat tensors in which the gradients lie, by bucket.
     """
 
     on_owners = False
@@ -45,15 +45,15 @@ class Gradients:
     flats: Mapping[Any, torch.Tensor] = MappingProxyType({})
 
     def check_as_left(self, rank: int, built: Built) -> None:
-        """Refuse gradients that only their owners have, if each rank may have changed them in its own way.
+        """Refuse gradients that ranks may have changed in different ways, if only owners have them.
 
         Raises:
-            RuntimeError: another backward has added to them; or the gradient of a parameter was changed, as
-                by torch's `clip_grad_norm_`.
+            RuntimeError: another backward has added to the gradients; or the gradient of a parameter was
+                changed, as by torch's `clip_grad_norm_`.
         """
 
     def check_may_be_added_to(self, first_bucket: Iterable[torch.Tensor], are_views: bool) -> None:
-        """Refuse a backward that adds to these gradients, if gradients would then count twice.
+        """Refuse a backward that adds to these gradients, if they would then count twice.
 
         Args:
             first_bucket: the parameters of the first bucket that this backward has completed.
@@ -64,15 +64,15 @@ class Gradients:
         if self.versions is not None and self.versions.still_there(first_bucket, are_views):
             raise RuntimeError(self.why_not_added_to)
 
-    def took_update(self, options: Mapping[str, Any]) -> bool:
-        """Whether backward has already made the update from these gradients.
+    def is_update_made(self, options: Mapping[str, Any]) -> bool:
+        """Return whether backward has already made the update from these gradients.
 
         Args:
-            options: what `step` was called with.
+            options: the arguments of `step`.
         Raises:
-            ValueError: there are options, for a local step that was already made.
-            RuntimeError: after the update the gradients (as by clipping) or an option such as the learning
-                rate were changed; or backward has begun the update and not ended.
+            ValueError: there are options, but the local step was already made without them.
+            RuntimeError: after the update, the gradients were changed (as by clipping) or an option such as
+                the learning rate; or a backward has begun the update and not ended.
         """
         return False
 
@@ -80,32 +80,32 @@ class Gradients:
         """Allow a change that all ranks made by one rule; with `freely`, allow every change from now on."""
 
     def show(self, params: Sequence[torch.Tensor], owned: Container[torch.Tensor]) -> None:
-        """Move `parts` into the `.grad` of these parameters, with zeros where other ranks own them.
+        """Move `parts` into the `.grad` of these parameters, with zeros for the parts of other ranks.
 
         Args:
-            owned: those of which this rank owns a part.
+            owned: the parameters of which this rank owns a part.
         """
 
     def stepped(self) -> Gradients:
-        """The case after a step has used these gradients."""
+        """Return the case after a step has used these gradients."""
         return self
 
     def owners_changed(self) -> None:
         """Note a repartition: owners may no longer have the gradients of what they own."""
 
     def zeroed(self) -> Gradients:
-        """The case after `zero_grad`."""
+        """Return the case after `zero_grad`."""
         return WHOLE
 
 
 WHOLE = Gradients()
 
 
-class _Kept(Gradients):
-    """Each gradient is on its owner, and on no other rank.
+class _KeptByOwners(Gradients):
+    """Gradients that only the owners have.
 
     Args:
-        versions: versions of the gradients that this rank has kept.
+        versions: the versions of the gradients that this rank has kept.
         used, parts, flats: as `Gradients`.
     """
 
@@ -127,7 +127,7 @@ class _Kept(Gradients):
 
     @property
     def parts(self) -> Mapping[Slice, torch.Tensor] | None:  # type: ignore[override]
-        # A user who sets every `.grad` to None does not see the parts, so the parts go with the last `.grad`.
+        # A user who sets every `.grad` to None does not see the parts, and means to drop them too.
         return self._parts if self._parts is None or self.versions.any_left else {}
 
     @torch.no_grad()
@@ -135,24 +135,27 @@ class _Kept(Gradients):
         parts = self.parts
         if parts is None:
             return
+        # 1. Without `parts`, the step would use a gradient of zeros that was kept only to be watched.
         for number, param in enumerate(params):
             if number not in self.used and param in owned:
-                param.grad = None  # zeros that were only watched: a step would use them now
-        shown: dict[int, torch.Tensor] = {}  # a rank may own several pieces of a parameter
+                param.grad = None
+        # 2. Place the parts in gradients of zeros. A rank may own several slices of a parameter.
+        grads: dict[int, torch.Tensor] = {}
         for piece, part in parts.items():
-            grad = shown.setdefault(piece.param, torch.zeros_like(params[piece.param], requires_grad=False))
+            grad = grads.setdefault(piece.param, torch.zeros_like(params[piece.param], requires_grad=False))
             flat_view(grad)[piece.start : piece.stop] = part
-        for number, grad in shown.items():
+        # 3. Set them. A later change of these is noticed, too.
+        for number, grad in grads.items():
             params[number].grad = grad
             self.versions.params[params[number]] = None
         self._parts = None
 
 
-class OnOwners(_Kept):
-    """Reduced to their owners by `reduce_to_owners` or `ShardedDataParallel`.
+class OnOwners(_KeptByOwners):
+    """Gradients that `reduce_to_owners` or `ShardedDataParallel` has reduced to their owners.
 
     Args:
-        versions, used, parts, flats: as `_Kept`.
+        versions, used, parts, flats: as `Gradients`.
         scaled, may_change: as `reduce_to_owners`.
     """
 
@@ -177,6 +180,7 @@ class OnOwners(_Kept):
             )
 
     def check_as_left(self, rank: int, built: Built) -> None:
+        # 1. After a reducing backward, only owned parameters have gradients.
         for number, param in enumerate(built.params):
             if param.requires_grad and param.grad is not None and param not in self.versions.params:
                 raise RuntimeError(
@@ -185,7 +189,7 @@ class OnOwners(_Kept):
                     f"{built.name(number)} is not owned here and has a gradient. Call zero_grad() before it; "
                     "to accumulate, run all but the last backward under ddp.no_sync()."
                 )
-        # torch does not count GradScaler's unscaling as a change.
+        # 2. The gradients are as backward has left them. GradScaler's unscaling changes no version counter.
         changed = None if self.may_change else self.versions.first_changed()
         if changed is not None:
             number = next(number for number, param in enumerate(built.params) if param is changed)
@@ -208,8 +212,8 @@ class OnOwners(_Kept):
         return Stepped(self.versions, self.used, self._parts, self.flats)
 
 
-class Stepped(_Kept):
-    """As `OnOwners`, after a step has used the gradients: owners keep them until `zero_grad`."""
+class Stepped(_KeptByOwners):
+    """The gradients of `OnOwners` after a step has used them: owners still have them until `zero_grad`."""
 
     def owners_changed(self) -> None:
         self._parts = {}
@@ -220,11 +224,12 @@ class Stepped(_Kept):
 
 
 class UsedInBackward(Gradients):
-    """Backward has made the update from the gradients (`overlap_with_ddp=True`): `step` has nothing to do.
+    """Gradients from which backward has made the update (`overlap_with_ddp=True`): `step` has nothing to do.
 
     Args:
-        versions: versions of all gradients. `took_update` refuses a later change, which has no effect.
-        groups: the groups with which the update was made. A later change of their options is refused, too.
+        versions: the versions of all gradients. Changing a gradient now would have no effect, so it is an
+            error at the next step.
+        groups: the groups with which the update was made. Changing their options now is an error likewise.
     """
 
     versions: GradientVersions
@@ -245,9 +250,10 @@ class UsedInBackward(Gradients):
 
     def __init__(self, versions: GradientVersions, groups: Iterable[ParamGroup]) -> None:
         self.versions = versions
+        # (a group, its options as they were in the update)
         self.options = [(group, options_of(group)) for group in groups]
 
-    def took_update(self, options: Mapping[str, Any]) -> bool:
+    def is_update_made(self, options: Mapping[str, Any]) -> bool:
         if options:
             raise ValueError(
                 f"step() got {sorted(options)}, but with overlap_with_ddp=True the local step was already "
@@ -261,6 +267,7 @@ class UsedInBackward(Gradients):
             )
         for group, before in self.options:
             for key, value in before.items():
+                # Compare by repr: `==` of tensors gives a tensor, and NaN differs from itself.
                 if group[key] is not value and repr(group[key]) != repr(value):
                     raise RuntimeError(
                         f"{key} was changed from {value!r} to {group[key]!r} between backward() and step(), "
@@ -278,14 +285,14 @@ class UsedInBackward(Gradients):
 
 
 class Incomplete(Gradients):
-    """A hook has begun its work on a backward, and that backward has not ended."""
+    """Gradients of a backward that has begun to reduce them and has not ended."""
 
     why_no_clipping = (
         "the last backward did not come to its end, so gradients are reduced only in part and have no common "
         "norm. Find what ended it, then call zero_grad() and run it again."
     )
 
-    def took_update(self, options: Mapping[str, Any]) -> bool:
+    def is_update_made(self, options: Mapping[str, Any]) -> bool:
         raise RuntimeError(
             "the last backward did not come to its end: it raised an error, or some parameter got no "
             "gradient, which DistributedDataParallel(find_unused_parameters=True) allows. Gradients are "
@@ -300,7 +307,7 @@ class Incomplete(Gradients):
 
 
 class Backward:
-    """The state of an optimizer's last backward, as the hooks of the model report it.
+    """The state of the model's last backward, as communication hooks report it to the optimizer.
 
     Attributes:
         gradients: the case of the last backward's gradients.
@@ -314,8 +321,8 @@ class Backward:
         self.under_way: list[Any] = []
         self._first_bucket: Sequence[torch.Tensor] = ()
         self._are_views = False
-        self._begun = 0
-        self._task = -1
+        self._begun = 0  # the number of backwards
+        self._task = -1  # autograd's number of the last backward
 
     def begin(
         self, first_bucket: Sequence[torch.Tensor] = (), are_views: bool = False, *, adds: bool = False
@@ -324,19 +331,21 @@ class Backward:
 
         Args:
             first_bucket, are_views: as `Gradients.check_may_be_added_to`.
-            adds: this backward adds to earlier gradients correctly, so nothing is refused.
+            adds: the hook adds to earlier gradients correctly, so these are not refused.
         Raises:
             RuntimeError: as `Gradients.check_may_be_added_to`.
         """
+        # 1. Check the earlier gradients. Outside a backward (task < 0) there are none to add to: this rank
+        # has run out of data and only takes part in the others' reductions.
         task = torch._C._current_graph_task_id()
-        # A rank that has run out of data only shadows a backward, which then has no task.
         if task >= 0 and not adds:
             self.gradients.check_may_be_added_to(first_bucket, are_views)
+        # 2. Note this backward. A hook inside another hook begins the same one.
         self._first_bucket, self._are_views = first_bucket, are_views
-        self._begun += task != self._task  # a hook inside another hook begins the same backward
+        self._begun += task != self._task
         self._task = task
+        # 3. Complete reductions of a backward that raised: freed too early, they would block the network.
         for reduction in self.under_way:
-            # Left by a backward that raised. If freed before they are complete, they would block the network.
             reduction.wait()
         self.under_way = []
         self._set(Incomplete())
@@ -350,56 +359,64 @@ class Backward:
         parts: Mapping[Slice, torch.Tensor] | None = None,
         flats: Mapping[Any, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """Backward is over, and `params` are those whose gradients this rank has kept.
+        """Note that backward is over and only the owners have its gradients.
 
-        Args: as `OnOwners`.
+        Args:
+            params: the parameters whose gradients this rank has kept.
+            used, scaled, may_change, parts, flats: as `OnOwners`.
         """
         self.under_way = []
         versions = self._versions(params, strict=True)
         self._set(OnOwners(versions, used, scaled, may_change, parts, flats))
 
     def end_updated(self, params: Iterable[torch.Tensor], groups: Iterable[ParamGroup]) -> None:
-        """Backward is over, and the parameters were updated."""
+        """Note that backward is over and has updated the parameters."""
         self.under_way = []
         self._set(UsedInBackward(self._versions(params, strict=False), groups))
 
     def take_update(self, options: Mapping[str, Any]) -> bool:
-        """As `Gradients.took_update`, but an update, or its lack of an end, is reported only once."""
+        """Return whether backward has made the update of this step; say so, or raise, once for each backward.
+
+        Args, Raises: as `Gradients.is_update_made`.
+        """
         gradients = self.gradients
         if isinstance(gradients, Incomplete):
-            self._set(WHOLE)
-        taken = gradients.took_update(options)
-        if taken:
+            self._set(WHOLE)  # the next step after the error is an ordinary one
+        is_made = gradients.is_update_made(options)
+        if is_made:
             self.stepped()
-        return taken
+        return is_made
 
     def stepped(self) -> None:
-        """A step has used the gradients."""
+        """Note that a step has used the gradients."""
         if self.gradients is not WHOLE:
             self._set(self.gradients.stepped())
 
     def zeroed(self) -> None:
-        """The gradients are gone, or zero."""
+        """Note that the gradients are None or zero."""
         self._set(self.gradients.zeroed())
 
     def _set(self, gradients: Gradients) -> None:
+        # Remove the old case's hooks from the parameters, unless the new case goes on using them.
         versions = self.gradients.versions
         if versions is not None and versions is not gradients.versions:
             versions.stop_watching()
         self.gradients = gradients
 
     def _versions(self, params: Iterable[torch.Tensor], strict: bool) -> GradientVersions:
-        # One watched gradient is enough, except after the first backward: then DDP makes new buckets and puts
-        # their views in place of all gradients, so that one which is zero by itself would not tell.
+        # Watching one gradient is enough, except in the first backward: after it DDP makes new buckets and
+        # replaces all gradients by views of them, so a watched gradient that happens to be zero says nothing.
         prefer = set(self._first_bucket) if self._begun > 1 else None
         return GradientVersions(params, strict, prefer, self._are_views)
 
 
 def check_no_scaler(optimizer: object, gradients: Gradients) -> None:
-    """Refuse a torch.amp.GradScaler, on all ranks, where it cannot work.
+    """Refuse a step that a torch.amp.GradScaler has called, if no scaler can work on these gradients.
+
+    All ranks raise alike, since the case of the gradients is the same on all.
 
     Args:
-        optimizer: the optimizer whose `step` is running, called by a scaler or by the user.
+        optimizer: the optimizer that is stepped. A scaler has set `found_inf` on it.
     Raises:
         RuntimeError: with the reason.
     """
@@ -410,11 +427,11 @@ def check_no_scaler(optimizer: object, gradients: Gradients) -> None:
         raise RuntimeError(gradients.why_no_scaler)
 
 
-# ------------------------------------------------------------------------------- gradients, then and now
+# ------------------------------------------------------------------------------- changes of gradients
 
 
 class GradientVersion(NamedTuple):
-    """The tensor that a parameter's gradient was, and the count of writes to this tensor."""
+    """A parameter's gradient at some time: the tensor, and its version counter."""
 
     param: torch.Tensor
     grad: TensorWeakRef  # weak, or zero_grad() would free no memory
@@ -422,11 +439,11 @@ class GradientVersion(NamedTuple):
 
     @property
     def is_same(self) -> bool:
-        """The gradient is there, and is the same tensor."""
+        """Return whether the parameter still has this tensor as its gradient."""
         return self.param.grad is not None and self.param.grad is self.grad()
 
     def written(self, times: int) -> bool:
-        """The gradient is the same tensor, and was written to so many times since."""
+        """Return whether the gradient is the same tensor and was written to so many times since."""
         return self.is_same and self.param.grad._version == self.version + times  # type: ignore[union-attr]
 
 
@@ -434,15 +451,15 @@ class GradientVersions:
     """The versions of some gradients, to notice later that one was changed, or that they are still there.
 
     Ranks own different parameters and must come to the same answers, or they would wait for each other. A
-    gradient may be zero by itself, so the answers depend, as far as possible, not on the values in a gradient
-    but on how often it was written to.
+    gradient may happen to be zero, so the answers depend, as far as possible, not on a gradient's values but
+    on how often it was written to.
 
     Args:
-        params: the parameters. Nothing is noted of a parameter without a gradient.
+        params: the parameters. A parameter without a gradient is left out.
         strict: a gradient that is the same tensor counts as still there, however often it was written to.
-        prefer: watch one parameter only, if possible one of these; None to watch all.
-        are_views: gradients are views of DDP's buckets. Such a gradient is the same tensor even after
-            `zero_grad`, so its parameter is watched.
+        prefer: watch one parameter only, one of these if possible; None to watch all.
+        are_views: gradients are views of DDP's buckets. A view is the same tensor even after `zero_grad`, so
+            a hook watches it.
     """
 
     def __init__(
@@ -458,7 +475,7 @@ class GradientVersions:
         self.renew()
 
     def renew(self) -> None:
-        """Take the gradients as they are now."""
+        """Compare with the gradients as they are now from here on."""
         self._versions = [
             GradientVersion(param, TensorWeakRef(param.grad), param.grad._version)
             for param in self.params
@@ -478,18 +495,19 @@ class GradientVersions:
 
     @property
     def any_left(self) -> bool:
-        """Whether one of the parameters has a gradient."""
+        """Return whether one of the parameters has a gradient."""
         return any(one.param.grad is not None for one in self._versions)
 
     def first_changed(self) -> torch.Tensor | None:
-        """The first parameter whose gradient is there and was replaced or written to, if there is one."""
+        """Find the first parameter that has a gradient which was replaced or written to; None if none has."""
         return next((o.param for o in self._versions if o.param.grad is not None and not o.written(0)), None)
 
     def still_there(self, first_bucket: Iterable[torch.Tensor], are_views: bool) -> bool:
-        """Whether the backward that has completed this bucket adds to the gradients."""
+        """Return whether the backward that has completed this bucket adds to the gradients."""
         complete = set(first_bucket)
-        # Of views in the completed bucket only the watches can tell.
+        # For views in the completed bucket only the hooks can tell: the views share one version counter.
         seen = [one for one in self._versions if not (are_views and one.param in complete)]
+        # This backward has written once to each gradient in its first bucket, and not to the others.
         there = any(
             one.written(one.param in complete) or (self._strict and not are_views and one.is_same)
             for one in seen
@@ -506,12 +524,12 @@ class GradientVersions:
 
 
 class _Watch:
-    """A hook on a parameter that sees, when the next backward comes to it, if its gradient is gone or zero.
+    """A hook on a parameter that notes whether its gradient is None or zero before a backward adds to it.
 
-    After backward it would be too late: even after zero_grad, DDP uses the same view for the gradient. All
-    views of a bucket count their writes together. So where other gradients of the bucket come first, or DDP
-    has made new buckets, only the values can tell. A rank on which all watched values are zero by themselves
-    does not notice, goes on, and waits for the ranks that refuse.
+    After backward it would be too late: even after `zero_grad`, DDP uses the same view for the gradient. All
+    views of a bucket share one version counter. So if backward has written to other gradients of the bucket
+    before, or DDP has made new buckets, only the values can tell. A rank on which all watched values happen
+    to be zero does not notice, goes on, and waits for the ranks that refuse.
     """
 
     def __init__(self, watched: GradientVersion) -> None:
@@ -523,12 +541,13 @@ class _Watch:
 
     @property
     def gone(self) -> bool:
+        """Return whether the gradient was None or zero before this backward added to it."""
         if self._looked_in != torch._C._current_graph_task_id():
             self._before_adding(None)  # this backward has not come to the parameter yet
         return self._gone
 
     def _before_adding(self, _: torch.Tensor | None) -> None:
-        # Once the gradient was gone, what is there later was added under no_sync.
+        # Once the gradient was gone, a gradient that is there later was added under no_sync.
         if not self._gone:
             self._looked_in = torch._C._current_graph_task_id()
             param = self.param()

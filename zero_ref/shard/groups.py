@@ -21,7 +21,7 @@ PARAM_KEYS = ("params", "param_names", OPTIMIZER_CLASS)
 
 
 def specs_of(param_groups: Sequence[ParamGroup], whole: Container[int] = ()) -> list[ParamSpec]:
-    """The ParamSpec of each parameter, in registration order.
+    """Make the ParamSpec of each parameter, in registration order.
 
     Args:
         whole: the numbers of the groups whose parameters must not be cut.
@@ -46,7 +46,7 @@ def specs_of(param_groups: Sequence[ParamGroup], whole: Container[int] = ()) -> 
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype as torch prints it, without the `torch.`."""
+    """Write a dtype as torch prints it, without the `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -56,22 +56,22 @@ def _device_name(device: torch.device) -> str:
 
 
 def name_of(specs: Sequence[ParamSpec], number: int) -> str:
-    """A parameter's name; its number if it has none."""
+    """Return a parameter's name, or its number if it has none."""
     return specs[number].name or str(number)
 
 
 def params_of(param_groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
-    """The parameters in registration order: the order of the groups, then that within a group."""
+    """List the parameters in registration order: group by group, each in its own order."""
     return [param for group in param_groups for param in group["params"]]
 
 
 def ids_in(param_groups: Sequence[ParamGroup]) -> list[list[int]]:
-    """By group, the identity of each parameter: to notice that a list has changed."""
+    """List the identities of the parameters of each group, to notice later that a list has changed."""
     return [[*map(id, group["params"])] for group in param_groups]
 
 
 def difference(now: Sequence[Sequence[int]], before: Sequence[Sequence[int]]) -> str:
-    """The first difference between two results of `ids_in`, as the end of a sentence about `param_groups`."""
+    """Describe the first difference between two results of `ids_in`: a predicate to "param_groups"."""
     if len(now) != len(before):
         return f"has {len(now)} groups, and the optimizer was built with {len(before)}"
     index, ours, theirs = next((i, *pair) for i, pair in enumerate(zip(now, before)) if pair[0] != pair[1])
@@ -82,12 +82,12 @@ def difference(now: Sequence[Sequence[int]], before: Sequence[Sequence[int]]) ->
 
 
 def options_of(group: ParamGroup) -> dict[str, Any]:
-    """A parameter group without its parameters: learning rate, betas and so on."""
+    """Return a parameter group's options: learning rate, betas and so on."""
     return {key: value for key, value in group.items() if key not in PARAM_KEYS}
 
 
 def given_in(group: ParamGroup) -> dict[str, Any]:
-    """What the user gave for a group, apart from its parameters: options and perhaps its optimizer class."""
+    """Return all that the user gave for a group but its parameters: options, perhaps an optimizer class."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -100,7 +100,7 @@ def copy_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> 
 
 
 def replace_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
-    """As `copy_options`, and remove the options that `source` does not have."""
+    """Copy all options from `source` to `target`, and remove those that `source` does not have."""
     for theirs, ours in zip(source, target, strict=True):
         for key in ours.keys() - theirs.keys():
             if key not in PARAM_KEYS:
@@ -109,7 +109,7 @@ def replace_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) 
 
 
 def loaded_options(saved: ParamGroup, ours: ParamGroup, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options after loading: the saved ones, and our value of each default that was not saved.
+    """Merge a group's options for loading: the saved ones, and ours for each default that was not saved.
 
     As in torch, an entry that is not an option of the optimizer, such as a scheduler's `initial_lr`, is
     dropped if it was not saved.
@@ -118,13 +118,14 @@ def loaded_options(saved: ParamGroup, ours: ParamGroup, defaults: Mapping[str, A
 
 
 def describe_options(group: ParamGroup) -> list[str]:
-    """The options as strings that can be compared between ranks: without addresses and devices."""
+    """Write the options as strings that can be compared between ranks: without addresses and devices."""
     options = sorted(options_of(group).items())
+    # The default repr of an object has its address, which differs between processes.
     return [re.sub(r" at 0x[0-9a-fA-F]+", "", f"{key}={plain(value)!r}") for key, value in options]
 
 
 def plain(value: Any) -> Any:
-    """The value with its tensors as numbers, since the repr of a tensor has its device and is rounded."""
+    """Replace the tensors in a value by numbers, since the repr of a tensor has its device and is rounded."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (tuple, list)):

@@ -2,7 +2,7 @@
 
 torch's optimizers keep state by the tensors that they step, which in `minimal.py` are the parameters. Here a
 rank may step a slice of a parameter, or a copy of it. A program that asks for the state of a parameter, to
-reset, prune or replace it, then gets that of what is stepped in its place.
+reset, prune or replace it, then gets the state of the tensor that is stepped in the parameter's place.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from zero_ref.shard.owned import OwnedSlice
 class SliceState(MutableMapping[Any, Any]):
     """This rank's part of the state of a parameter that is cut.
 
-    What has a number for each element, such as `exp_avg`, is a (stop - start,) tensor for the elements
+    State with a number for each element, such as `exp_avg`, is a (stop - start,) tensor for the elements
     [start, stop) of the parameter in the order of its memory: of `param.view(-1)`, if it is contiguous. The
-    tensor may be changed in place. Of an assigned tensor in the parameter's shape this rank takes its part.
+    tensor may be changed in place. A tensor in the parameter's shape may be assigned; a rank keeps its part.
 
     Attributes:
         param: the parameter.
-        start, stop: the range of its elements that this rank has.
+        start, stop: the range of the parameter's elements that this rank has.
     """
 
     def __init__(self, states: LocalStates, own: OwnedSlice) -> None:
@@ -59,10 +59,13 @@ class SliceState(MutableMapping[Any, Any]):
 
 
 def _part(value: Any, own: OwnedSlice, before: Any) -> Any:
-    """What a rank keeps of a value for its slice: its part of a tensor in the shape of the parameter.
+    """Cut a value of a parameter's state down to a rank's slice, if it is a tensor in the parameter's shape.
 
+    Args:
+        before: the slice's value that is being replaced.
     Raises:
-        ValueError: the value that it replaces has a number for each element of the slice, and it has not.
+        ValueError: `before` has a number for each element of the slice, and `value` has neither the shape of
+            the slice nor that of the parameter.
     """
     if not isinstance(value, torch.Tensor) or value.shape == own.local.shape:
         return value
@@ -80,14 +83,18 @@ def _part(value: Any, own: OwnedSlice, before: Any) -> Any:
 class LocalStates(dict[Any, Any]):
     """A local optimizer's state, by the tensors that it steps, and by the parameters that these belong to.
 
-    A parameter that is stepped itself is a key, as in torch. Otherwise it leads to a `SliceState`, or to the
-    state of its copy. For a parameter of another rank it gives an empty dict, as torch's
-    ZeroRedundancyOptimizer does, and what is assigned or deleted is left to its owner.
+    A parameter that is stepped itself is a key, as in torch. A parameter that is not leads to a `SliceState`,
+    or to the state of its copy. A parameter of another rank leads to an empty dict, as in torch's
+    ZeroRedundancyOptimizer; assigning or deleting its state changes nothing here, only on its owner.
 
     Args:
         built: the parameters and their owners.
         owned: this rank's slices.
         entries: the state so far, by either kind of key.
+
+    Attributes:
+        owned: for each parameter this rank's slices of it.
+        param_of: the parameter of each tensor that this rank steps.
     """
 
     def __init__(self, built: Built, owned: Iterable[OwnedSlice], entries: Mapping[Any, Any]) -> None:
@@ -97,33 +104,38 @@ class LocalStates(dict[Any, Any]):
         for own in owned:
             self.owned[own.param].append(own)
         self.param_of = {own.local: own.param for of_param in self.owned.values() for own in of_param}
+        # Only stepped tensors are keys of the dict itself; __setitem__ translates the other parameters.
         if isinstance(entries, LocalStates):
             self.update(entries)
             return
         for key, value in entries.items():
             self[key] = value
 
-    def _stands_for_others(self, key: Any) -> bool:
-        """Whether it is a parameter in whose place this rank steps another tensor, or none."""
+    def _is_not_stepped(self, key: Any) -> bool:
+        """Return whether the key is a parameter in whose place this rank steps other tensors, or none."""
         return key in self.owned and key not in self.param_of
 
     def parts(self, param: torch.Tensor) -> list[SliceState]:
-        """The parts that this rank has of a parameter's state, in the order of their elements."""
+        """List the parts that this rank has of a parameter's state, in the order of their elements."""
         if param not in self.owned:
             raise KeyError(f"a tensor of shape {tuple(param.shape)} is no parameter of this optimizer")
         return [SliceState(self, own) for own in self.owned[param]]
 
     def __missing__(self, key: Any) -> Any:
-        if not self._stands_for_others(key):
-            return self.setdefault(key, {})
+        if not self._is_not_stepped(key):
+            return self.setdefault(key, {})  # as the defaultdict of torch's optimizers
         if not self.owned[key]:
-            return {}
+            return {}  # another rank's parameter; what is written into this dict is lost
         self._check_is_in_one_part(key)
         (own,) = self.owned[key]
         return self[own.local] if own.is_whole else SliceState(self, own)
 
     def _check_is_in_one_part(self, param: torch.Tensor) -> None:
-        """Refuse, alike on all ranks, what is no single tensor on one of them."""
+        """Refuse, on all ranks, a parameter of which a rank owns several slices.
+
+        Raises:
+            RuntimeError: the state of such a parameter is no single tensor on that rank.
+        """
         number = next(n for n, other in enumerate(self.built.params) if other is param)
         owners = [owner for _, owner in self.built.partition.pieces_of_param[number]]
         if len(owners) > len({*owners}):
@@ -134,7 +146,7 @@ class LocalStates(dict[Any, Any]):
             )
 
     def __contains__(self, key: object) -> bool:
-        if self._stands_for_others(key):
+        if self._is_not_stepped(key):
             return any(dict.get(self, own.local) for own in self.owned[key])
         return super().__contains__(key)
 
@@ -142,7 +154,7 @@ class LocalStates(dict[Any, Any]):
         return self[key] if key in self else default  # noqa: SIM401 - dict's own ignores `__missing__`
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if not self._stands_for_others(key):
+        if not self._is_not_stepped(key):
             super().__setitem__(key, value)
             return
         for own in self.owned[key]:
@@ -151,7 +163,7 @@ class LocalStates(dict[Any, Any]):
             super().__setitem__(own.local, parts)
 
     def __delitem__(self, key: Any) -> None:
-        if not self._stands_for_others(key):
+        if not self._is_not_stepped(key):
             super().__delitem__(key)
             return
         if self.owned[key] and key not in self:
@@ -160,7 +172,7 @@ class LocalStates(dict[Any, Any]):
             super().pop(own.local, None)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        if not self._stands_for_others(key):
+        if not self._is_not_stepped(key):
             return super().pop(key, *default)
         if key not in self and default:
             return default[0]
@@ -173,7 +185,7 @@ class LocalStates(dict[Any, Any]):
 
 
 class StateOfParameters(MutableMapping[Any, Any]):
-    """This rank's part of an optimizer's state, by parameter. It is true even where it is empty.
+    """This rank's part of an optimizer's state, by parameter. Its truth value is always True, even if empty.
 
     torch.distributed.checkpoint takes an optimizer with an empty state for one that was never stepped, and
     steps it. A rank that owns nothing would do so alone.

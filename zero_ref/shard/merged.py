@@ -1,10 +1,11 @@
 """Step many small tensors as one. This adds speed to the local step of `minimal.py`.
 
 An optimizer spends some microseconds on each tensor, whatever its size. In a bucket the parameters of a rank
-are contiguous, and so are small master copies, so an elementwise optimizer can step one tensor over many of
-them instead. The merging is undone after every step: the groups list the members, and each has its own state,
-whose tensors are views of the merged state. These views may be changed in place. A member's entry that was
-replaced, or a counter that was changed, is found at the next step, which merges the state anew if it can.
+are contiguous, and so are small master copies. So an elementwise optimizer can step one tensor over many of
+them, its members. The merging is undone after every step: the groups list the members, and each has its own
+state, whose tensors are views of the merged state. A program may change these views in place. If it replaces
+an entry of a member's state, or changes a step counter, the next step notices and merges the state anew if it
+can.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def _can_be_merged(tensor: torch.Tensor, limit: float) -> bool:
 
 @torch.no_grad()
 def place_end_to_end(tensors: Iterable[torch.Tensor]) -> None:
-    """Move those that can be merged into one flat tensor for each dtype and device. The objects stay."""
+    """Move the tensors that can be merged into one flat tensor for each dtype and device.
+
+    The tensor objects stay the same; their memory changes.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         if _can_be_merged(tensor, SMALL_NUMEL):
@@ -50,8 +54,8 @@ def place_end_to_end(tensors: Iterable[torch.Tensor]) -> None:
             tensor.data = part.as_strided(tensor.size(), tensor.stride())
 
 
-def _runs(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Those that follow each other directly in the same memory, in order of their addresses."""
+def _contiguous_runs(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors that follow each other directly in the same memory; each group is sorted by address."""
     runs: list[list[torch.Tensor]] = []
     end = None
     for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
@@ -65,27 +69,33 @@ def _runs(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 Place = tuple[int, int, torch.dtype]
+"""(address, address of the storage, dtype). Two tensors are neighbours if one ends where the other begins."""
 
 
 def _ends(tensor: torch.Tensor) -> tuple[Place, Place]:
-    """Where a tensor begins and ends: the address, and what a neighbour has in common with it."""
+    """Return the places at which a tensor begins and ends."""
     start, storage, dtype = tensor.data_ptr(), tensor.untyped_storage().data_ptr(), tensor.dtype
     return (start, storage, dtype), (start + tensor.nbytes, storage, dtype)
 
 
 def _lie_together(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether they follow each other directly in the same memory."""
+    """Return whether the tensors follow each other directly in the same memory."""
     ends = [_ends(tensor) for tensor in tensors]
     return all(stop == start for (_, stop), (start, _) in pairwise(ends))
 
 
 class MergedRun:
-    """Tensors that are contiguous in memory, and one tensor over all of them.
+    """A run of tensors that follow each other in memory, and one tensor over all of them.
 
     Args:
-        members: in order of their addresses.
-        params: whose `.grad` each is stepped with: the member itself, or the parameter that it is a copy of.
+        members: the tensors of the run, in order of their addresses.
+        params: for each member the tensor whose `.grad` it is stepped with: the member itself, or the
+            parameter that it is a copy of.
         copies: gradients that do not lie together may be copied.
+
+    Attributes:
+        whole: the tensor over all members, which the optimizer steps.
+        state: the state of `whole`.
     """
 
     def __init__(
@@ -95,24 +105,31 @@ class MergedRun:
         flat = members[0].detach().as_strided((sum(member.numel() for member in members),), (1,))
         self.whole = flat.requires_grad_()
         self.are_copies = members[0] is not params[0]
-        self.gradients: list[torch.Tensor] = []  # views of the merged gradient
         self.gradient: torch.Tensor | None = None
+        self.gradients: list[torch.Tensor] = []  # views of `gradient`, one for each member
         self.state: dict[Any, Any] = {}
-        self.given: list[Any] = []  # the values of `state` that members have views of
-        self.of_members: list[dict[Any, Any]] = []  # the state that each member was given
-        self.values: list[Any] = []  # all that is in `of_members`, one after the other
+        # The state as `split_state` has left it, to notice that a program has replaced something:
+        self.shared: list[Any] = []  # the values of `state` of which members have views
+        self.of_members: list[dict[Any, Any]] = []  # the state of each member
+        self.values: list[Any] = []  # all values in `of_members`, end to end
+        # (a step counter in `state`, the members' counters in one tensor, the version of that tensor)
         self.counters: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def windows(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The views of a merged tensor, one for each member, in its shape and strides."""
+        """Cut a merged tensor into views, one for each member, in the member's shape and strides."""
         parts = whole.split([member.numel() for member in self.members])
         return [part.as_strided(m.size(), m.stride()) for part, m in zip(parts, self.members)]
 
-    def take_gradients(self) -> bool:
-        """Merge the members' gradients; False if one is missing or sparse, or they may not be copied."""
+    def merge_gradients(self) -> bool:
+        """Give `whole` the gradients of all members.
+
+        Returns:
+            False if that is not possible: a gradient is missing or sparse, or would have to be copied.
+        """
         grads = [grad for p in self.params if (grad := p.grad) is not None and grad.layout == torch.strided]
         if len(grads) < len(self.members):
             return False
+        # 1. If nothing may be copied, the gradients themselves must lie like the members.
         if not self.copies:
             together = _lie_together(grads) and all(
                 grad.stride() == member.stride() for grad, member in zip(grads, self.members)
@@ -121,46 +138,57 @@ class MergedRun:
                 first = grads[0]
                 self.whole.grad = first.as_strided(self.whole.shape, (1,), first.storage_offset())
             return together
+        # 2. Otherwise copy them end to end.
         if self.gradient is None:
             self.gradient = torch.empty_like(self.whole, requires_grad=False)
             self.gradients = self.windows(self.gradient)
         torch._foreach_copy_(self.gradients, grads)
-        if self.are_copies:  # an optimizer may step a list of its own, in place of its groups
+        # An optimizer may step a list of its own instead of its groups, so members have gradients, too.
+        if self.are_copies:
             for member, gradient in zip(self.members, self.gradients):
                 member.grad = gradient
         self.whole.grad = self.gradient
         return True
 
     def drop_gradients(self) -> None:
-        """Undo `take_gradients`. Those of copies are freed: between steps a rank keeps only its state."""
+        """Undo `merge_gradients`. Copied gradients are freed: between steps a rank keeps only its state."""
         self.whole.grad = None
         if self.are_copies:
             self.gradient, self.gradients = None, []
             for member in self.members:
                 member.grad = None
 
-    def take_state(self, state: dict[Any, dict[Any, Any]]) -> bool:
-        """Merge the members' state, if it is not merged yet; False if they were not stepped together."""
-        if self.of_members and self._is_as_given(state):
-            # In a list nobody would notice that the optimizer has replaced a tensor.
-            return not any(isinstance(value, CONTAINERS) for value in self.given)
+    def merge_state(self, state: dict[Any, dict[Any, Any]]) -> bool:
+        """Merge the members' state, if it is not merged yet.
+
+        Args:
+            state: the local optimizer's state.
+        Returns:
+            False if that is not possible, since the members were not always stepped together.
+        """
+        # 1. The members still have the views that `split_state` gave them: the merged state is up to date.
+        if self.of_members and self._is_as_split(state):
+            # In a list, a tensor that the optimizer has replaced would not be noticed.
+            return not any(isinstance(value, CONTAINERS) for value in self.shared)
+        # 2. Merge anew: tensors in the members' shapes end to end; all other values must be equal.
         states = [dict.get(state, member) or {} for member in self.members]
-        self.state, self.given = {}, []
+        self.state, self.shared = {}, []
         for key, value in states[0].items():
             values: list[Any] = [of_member.get(key) for of_member in states]
-            if _follows(value, self.members[0]):
-                if not all(map(_follows, values, self.members)):
+            if _has_shape_of(value, self.members[0]):
+                if not all(map(_has_shape_of, values, self.members)):
                     return False
                 value = torch.empty_like(self.whole, dtype=value.dtype, requires_grad=False)
                 torch._foreach_copy_(self.windows(value), values)
-            elif not all(_same(other, value) for other in values):
+            elif not all(_is_equal(other, value) for other in values):
                 return False
             self.state[key] = value
         return all(of_member.keys() == self.state.keys() for of_member in states)
 
-    def _is_as_given(self, state: dict[Any, dict[Any, Any]]) -> bool:
-        """Whether nobody has replaced what members have, or written to their counters."""
+    def _is_as_split(self, state: dict[Any, dict[Any, Any]]) -> bool:
+        """Return whether nobody has replaced members' state or written to their counters since the split."""
         values = _values_of(self.of_members)
+        # `map` with `is_`: a loop in Python over thousands of values would take as long as the step.
         return (
             all(map(is_, map(partial(dict.get, state), self.members), self.of_members))
             and len(values) == len(self.values)
@@ -169,37 +197,44 @@ class MergedRun:
         )
 
     def _part(self, value: Any, place: int) -> Any:
-        """A member's copy of a list, tuple or dict of the merged state: it will be stepped by itself."""
+        """Make a member's own list, tuple or dict of the merged state's: the run will be dissolved."""
 
         def part(leaf: Any) -> Any:
-            if _follows(leaf, self.whole):
+            if _has_shape_of(leaf, self.whole):
                 return self.windows(leaf)[place]
             return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
         return tree_map(part, value)
 
-    def give_state(self, state: dict[Any, dict[Any, Any]]) -> None:
-        """Give each member its view of the merged state, and a counter of its own for each of the run's."""
+    def split_state(self, state: dict[Any, dict[Any, Any]]) -> None:
+        """Give each member views of the merged state, and step counters of its own.
+
+        Args:
+            state: the local optimizer's state, which receives that of the members.
+        """
+        # 1. Make the views, if the optimizer has replaced the merged tensors, as in the first step.
         values = list(self.state.values())
-        if len(values) != len(self.given) or not all(map(is_, values, self.given)):
-            self.given, self.counters = values, []
-            parts = [self._of_members(value) for value in values]
+        if len(values) != len(self.shared) or not all(map(is_, values, self.shared)):
+            self.shared, self.counters = values, []
+            parts = [self._split_value(value) for value in values]
             for member, *of_member in zip(self.members, *parts):
                 state[member] = dict(zip(self.state, of_member))
             self.of_members = [state[member] for member in self.members]
             self.values = _values_of(self.of_members)
+        # 2. Views have the new values already; copy the counters.
         for number, (value, of_members, _) in enumerate(self.counters):
             of_members.copy_(value.expand_as(of_members))
             self.counters[number] = value, of_members, of_members._version
 
-    def _of_members(self, value: Any) -> Sequence[Any]:
-        """What each member gets of a value of the merged state."""
+    def _split_value(self, value: Any) -> Sequence[Any]:
+        """Split a value of the merged state: one value for each member."""
         if isinstance(value, CONTAINERS):
             return [self._part(value, place) for place in range(len(self.members))]
         if not isinstance(value, torch.Tensor):
             return [value] * len(self.members)
-        if _follows(value, self.whole):
+        if _has_shape_of(value, self.whole):
             return self.windows(value)
+        # A tensor in another shape, such as a step counter: all members' counters are rows of one tensor.
         of_members = value.new_empty(len(self.members), *value.shape)
         self.counters.append((value, of_members, 0))
         return of_members.unbind()
@@ -211,11 +246,13 @@ class MergedSlices:
     Args:
         optim: the local optimizer; only groups of an elementwise class are merged.
         params: for each tensor that may be merged, the parameter whose `.grad` it is stepped with.
-        limit: elements of the largest tensor to merge. None is for tensors of any size, whose gradients lie
-            together as they do and so need no copy.
+        limit: elements of the largest tensor to merge. None merges tensors of any size, if their gradients
+            lie end to end as the tensors do: then no gradient has to be copied.
 
     Attributes:
-        members: the tensors that are merged.
+        runs: the runs of tensors that are merged.
+        members: the tensors in these runs.
+        apart, together: for each parameter group the list of tensors to step, without and with merging.
     """
 
     def __init__(
@@ -230,12 +267,12 @@ class MergedSlices:
                 fit = [t for t in group["params"] if _can_be_merged(t, most) and t in params]
                 self.runs += [
                     MergedRun(run, [params[member] for member in run], limit is not None)
-                    for run in _runs(fit)
+                    for run in _contiguous_runs(fit)
                 ]
         self._arrange()
 
     def _arrange(self) -> None:
-        """List each run in place of its members."""
+        """Make the groups' lists for a step: each run in place of its members."""
         run_of = {member: run for run in self.runs for member in run.members}
         self.members = run_of.keys()
         self.together = self.apart
@@ -254,11 +291,13 @@ class MergedSlices:
 
     def merge(self) -> None:
         """Replace the members by their runs; a run that cannot be merged is dissolved for good."""
-        fit = [run for run in self.runs if run.take_gradients() and run.take_state(self.optim.state)]
+        # 1. Merge gradients and state.
+        fit = [run for run in self.runs if run.merge_gradients() and run.merge_state(self.optim.state)]
         if len(fit) < len(self.runs):
             self._dissolve(run for run in self.runs if run not in fit)
             self.runs = fit
             self._arrange()
+        # 2. Show the optimizer the runs: in its state and in its groups.
         for run in self.runs:
             self.optim.state[run.whole] = run.state
         self._list(self.together)
@@ -269,17 +308,17 @@ class MergedSlices:
         for run in self.runs:
             run.drop_gradients()
             run.state = self.optim.state.pop(run.whole, run.state)
-            run.give_state(self.optim.state)
+            run.split_state(self.optim.state)
 
     def dissolve(self) -> None:
-        """From now on step each member by itself, with its own step counter."""
+        """Step each member by itself from now on, with its own step counter."""
         if self.runs:
             self._dissolve(self.runs)
             self.runs = []
             self._arrange()
 
     def unshare(self) -> None:
-        """Give each member a step counter of its own, before others than the runs step it."""
+        """Give each member a step counter of its own, before it is stepped other than in its run."""
         self._dissolve(self.runs)
 
     def _dissolve(self, runs: Iterable[MergedRun]) -> None:
@@ -287,10 +326,12 @@ class MergedSlices:
             run.of_members = []
             run.drop_gradients()
             for member in run.members:
-                # Its own entry, and not that of its parameter, which may have come to be cut.
+                # `dict.get` finds the member's own entry; LocalStates would look for the slices of a
+                # parameter that has been cut meanwhile.
                 of_member = dict.get(self.optim.state, member) or {}
                 for key, value in of_member.items():
-                    if isinstance(value, torch.Tensor) and not _follows(value, member):
+                    # A counter is a row of one tensor for all members. Moments may stay views.
+                    if isinstance(value, torch.Tensor) and not _has_shape_of(value, member):
                         of_member[key] = value.clone()
 
     def _list(self, params_of_group: Sequence[list[torch.Tensor]]) -> None:
@@ -303,7 +344,7 @@ def _values_of(states: Iterable[dict[Any, Any]]) -> list[Any]:
     return [*chain.from_iterable(map(dict.values, states))]
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, CONTAINERS):
         return False
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -311,6 +352,6 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _follows(value: Any, param: torch.Tensor) -> bool:
-    """Whether the value is a tensor in the parameter's shape, on its device."""
+def _has_shape_of(value: Any, param: torch.Tensor) -> bool:
+    """Return whether the value is a tensor in the parameter's shape, on its device."""
     return isinstance(value, torch.Tensor) and value.shape == param.shape and value.device == param.device

@@ -1,8 +1,8 @@
 """Methods that a wrapped class has beyond those of torch's `Optimizer`, such as `train` and `eval`.
 
-`minimal.py` knows `step` alone. Called on a rank's local optimizer, another method works on what that rank
-owns, so the ranks would have different models. `forwarded.py` calls it on all ranks; this module notices a
-call on one.
+`minimal.py` knows `step` alone. If a user calls another method on a rank's local optimizer, it changes only
+what that rank owns, and the ranks have different models. `forwarded.py` calls a method on all ranks; this
+module notices a call on one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero_ref.shard.several import optimizers_in
 
 
 def has_method(optimizer_class: type[Optimizer], name: str) -> bool:
-    """Whether a class has a public method of this name beyond those of torch's `Optimizer`.
+    """Return whether a class has a public method of this name beyond those of torch's `Optimizer`.
 
     >>> import torch
     >>> has_method(torch.optim.Adagrad, "share_memory"), has_method(torch.optim.Adagrad, "step")
@@ -33,13 +33,13 @@ def has_method(optimizer_class: type[Optimizer], name: str) -> bool:
 
 
 class DirectCalls:
-    """An error where a user calls a method on the local optimizer itself, and it writes into parameters.
+    """Refuses methods that a user calls on the local optimizer itself, if they write into parameters.
 
     Args:
         rank: this rank.
 
     Attributes:
-        expected: the shard is calling a method, which may call others.
+        expected: the shard itself is calling a method, which may call others: nothing is compared.
     """
 
     def __init__(self, rank: int) -> None:
@@ -49,16 +49,24 @@ class DirectCalls:
         """Watch the methods of this local optimizer that are not watched yet."""
         for one in optimizers_in(optim):
             for name in dir(type(one)):
+                # An attribute of the object hides the method of its class.
                 if has_method(type(one), name) and name not in vars(one):
                     setattr(one, name, self._watched(weakref.ref(one), getattr(type(one), name)))
 
-    def _watched(self, of: weakref.ref[Optimizer], method: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, optim_ref: weakref.ref[Optimizer], method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method of a local optimizer: raise if it writes into parameters.
+
+        Args:
+            optim_ref: the optimizer; weak, since the optimizer itself will refer to the wrapper.
+        """
+
         @functools.wraps(method)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            optim = of()
+            optim = optim_ref()
             assert optim is not None
             if self.expected:
                 return method(optim, *args, **kwargs)
+            # Compare the bits before and after. The method itself may call others, which then do not.
             before = digests(params_of(optim.param_groups))
             self.expected = True
             try:
@@ -70,7 +78,7 @@ class DirectCalls:
                     f"rank {self.rank}: {method.__name__}() of {type(optim).__name__}, called on the local "
                     "optimizer (`optimizer.optim`), has changed what this rank owns of the parameters. Other "
                     "ranks do not get the new values before the next step, so the ranks have different "
-                    f"models now. Call optimizer.{method.__name__}() on all ranks, which sends what it "
+                    f"models now. Call optimizer.{method.__name__}() on all ranks: it sends what the method "
                     "writes."
                 )
             return result

@@ -1,8 +1,8 @@
-"""The shard in other memory than the parameters': on the CPU beside an accelerator, or in files.
+"""A shard in other memory than the parameters': on the CPU beside an accelerator, or in files.
 
 In `minimal.py` the values and the optimizer state of a shard lie beside the parameters. Here they lie in a
 `StatePlace`, and a step goes through the shard in pieces. While one piece is stepped, the gradients of the
-next pieces are on their way there, and the new values of those before are on their way back.
+next pieces are copied to the place, and the new values of the pieces before are copied back.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 from zero_ref.comm import devices
 
 PIECE_NBYTES = 2**25
-"""Values of a piece, about: large enough to be copied at full speed, small beside a shard."""
+"""Bytes of values in a piece, about: enough to be copied at full speed, few beside a shard."""
 
 SMALL_NBYTES = 2**16
-"""Smaller tensors get no file of their own."""
+"""Tensors of fewer bytes get no file of their own."""
 
 
-class Arrival(NamedTuple):
-    """The gradients of a piece of a shard, perhaps still on their way to the place of its local tensors.
+class PieceGradients(NamedTuple):
+    """The gradients of a piece of a shard, perhaps still being copied to the place of the local tensors.
 
     Args:
-        locals: the local tensors.
-        gradients: for each its gradient, in the gradient's dtype.
-        ready: the ends of the copies from each device; none if nothing has to be copied.
+        locals: the local tensors of the piece.
+        gradients: the gradient of each, in the gradient's dtype.
+        ready: an event after the copies from each device; none if nothing has to be copied.
     """
 
     locals: list[torch.Tensor]
@@ -42,7 +42,7 @@ class Arrival(NamedTuple):
 def in_pieces(
     gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], nbytes: int
 ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Cut pairs of a local tensor and its gradient into lists with about so many bytes of local tensors."""
+    """Divide pairs of a local tensor and its gradient into lists of about so many bytes of local tensors."""
     pieces: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
     filled = nbytes
     for local, grad in gradients:
@@ -55,12 +55,12 @@ def in_pieces(
 
 
 class StatePlace:
-    """Where local tensors and their state lie: in the CPU's memory, or in files that are mapped into it.
+    """The memory of local tensors and their state: the CPU's, or files that are mapped into the CPU's.
 
     Args:
-        where: "cpu", or a directory for the files. These have no names: they end with the process.
+        where: "cpu", or a directory for the files. The files have no names, so they end with the process.
     Raises:
-        ValueError: another device.
+        ValueError: `where` is another device.
         OSError: no file can be made in the directory.
     """
 
@@ -71,31 +71,31 @@ class StatePlace:
             self.folder = Path(where)
             if not self.folder.is_dir():
                 raise FileNotFoundError(f"state_device={str(where)!r} is no directory: make it first.")
-            self._mapped(1, torch.uint8)  # raises now, not in the first step
+            self._mapped(1, torch.uint8)  # if no file can be made, raise now, not in the first step
         elif torch.device(where).type != "cpu":
             raise ValueError(
                 f'state_device={str(where)!r}: the state may lie on the "cpu", or in files in a pathlib.Path.'
             )
-        self._streams: dict[torch.device, Any] = {}
-        self._sent: list[Any] = []  # events
+        self._streams: dict[torch.device, Any] = {}  # for copies from each accelerator
+        self._sent: list[Any] = []  # events after the copies of new values to each accelerator
 
     @classmethod
     def of(cls, where: str | torch.device | os.PathLike[str] | None) -> StatePlace | None:
-        """The place for the optimizer's argument; None for the parameters' own devices."""
+        """Make the place that the optimizer's argument asks for; None for the parameters' own devices."""
         return None if where is None else cls(where)
 
     def __str__(self) -> str:
         return "state in files" if self.folder else f"state on the {self.device}"
 
     def holds(self, param: torch.Tensor) -> bool:
-        """Whether the local tensors of a parameter are copies in this place."""
+        """Return whether the local tensors of a parameter are copies in this place."""
         return self.folder is not None or param.device != self.device
 
     def empty_like(self, window: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Memory in this place for a tensor with the window's shape and strides.
+        """Allocate memory in this place for a tensor with the window's shape and strides.
 
-        A tensor for which the disk has no room stays in memory, with a warning: an error on this rank alone
-        would come at times when other ranks go on.
+        A tensor for which the disk has no room stays in memory, with a warning: other ranks, whose disks may
+        have room, would wait for a rank that raised an error.
         """
         if self.folder is not None and window.numel() * dtype.itemsize >= SMALL_NBYTES:
             try:
@@ -119,7 +119,7 @@ class StatePlace:
             os.unlink(name)  # the mapping keeps the file until it is freed
 
     def keep(self, state: dict[Any, Any], local: torch.Tensor) -> None:
-        """Move the state of a local tensor into files: what has its shape and is not in one yet."""
+        """Move the state of a local tensor into files: the tensors in its shape that are in no file yet."""
         if self.folder is None:
             return
         for key, value in state.items():
@@ -129,48 +129,53 @@ class StatePlace:
 
     # -------------------------------------------------------------------------------------------- the copies
 
-    def fetch(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Arrival]:
-        """Start to copy gradients here, in pieces.
+    def start_copies(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[PieceGradients]:
+        """Start to copy gradients into this place, in pieces.
 
         Args:
             gradients: local tensors, and their gradients on any device.
         """
+        # A local tensor that is still being sent must not be stepped.
         for event in self._sent:
-            event.synchronize()  # a local tensor that is still being sent must not be stepped
+            event.synchronize()
         self._sent.clear()
-        return [self._fetch(piece) for piece in in_pieces(gradients, PIECE_NBYTES)]
+        return [self._start_copy(piece) for piece in in_pieces(gradients, PIECE_NBYTES)]
 
-    def _fetch(self, piece: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Arrival:
-        here, away = [], set[torch.device]()
+    def _start_copy(self, piece: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> PieceGradients:
+        copied, sources = [], set[torch.device]()
         for _, grad in piece:
+            # Only a copy to pinned memory, on a stream of its own, runs while another piece is stepped.
             if grad.device != self.device and grad.layout == torch.strided:
-                away.add(grad.device)
-                with devices.on_stream(self._beside(grad.device)):
+                sources.add(grad.device)
+                with devices.on_stream(self._copy_stream(grad.device)):
                     pinned = torch.empty_like(grad, device=self.device, pin_memory=True)
                     grad = pinned.copy_(grad, non_blocking=True)
-            here.append(grad.to(self.device))
-        ready = [self._streams[device].record_event() for device in away]
-        return Arrival([local for local, _ in piece], here, ready)
+            copied.append(grad.to(self.device))
+        ready = [self._streams[device].record_event() for device in sources]
+        return PieceGradients([local for local, _ in piece], copied, ready)
 
-    def arrive(self, piece: Arrival) -> None:
-        """Wait for the gradients of a piece, and set them."""
+    def set_gradients(self, piece: PieceGradients) -> None:
+        """Wait for the copies of a piece's gradients, and set the `.grad` of its local tensors."""
         for event in piece.ready:
             event.synchronize()
         for local, grad in zip(piece.locals, piece.gradients, strict=True):
             local.grad = grad.to(local.dtype)
 
-    def forget(self) -> None:
-        """Nothing is kept: each piece has brought its own memory."""
+    def release_memory(self) -> None:
+        """Do nothing: each piece has memory of its own."""
 
-    def _beside(self, device: torch.device) -> Any:
-        """A stream for copies from a device, after all that was launched there."""
+    def _copy_stream(self, device: torch.device) -> Any:
+        """Return the stream for copies from a device; they begin after all that was launched there."""
         if device not in self._streams:
             self._streams[device] = devices.new_stream(device)
         self._streams[device].wait_stream(devices.current_stream(device))
         return self._streams[device]
 
     def send(self, values: Sequence[torch.Tensor], windows: Sequence[torch.Tensor]) -> None:
-        """Start to copy new values into the windows of parameters; the devices' own order does the rest."""
+        """Start to copy new values into the windows of parameters.
+
+        Nobody has to wait: work that is launched later on the same stream sees the new values.
+        """
         for value, window in zip(values, windows, strict=True):
             if window.device != self.device and not value.is_pinned():
                 value = torch.empty_like(value, pin_memory=True).copy_(value)

@@ -1,7 +1,7 @@
 """The slices that a rank owns, and the tensors that are stepped for them.
 
-In `minimal.py` a rank owns whole parameters, and they are stepped themselves. This module adds slices of
-parameters, and copies of them in another dtype (masters) or place (offload).
+In `minimal.py` a rank owns whole parameters and steps them. This module adds slices of parameters, and copies
+of slices in another dtype (masters) or place (offload).
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from zero_ref.shard.offload import StatePlace
 from zero_ref.shard.rounding import Masters
 
 MASTER = "master_weight"
-"""The key under which the state that is sent and saved has the values of a copy."""
+"""The key of a master copy's values in state that is sent or saved."""
 
 
 class OwnedSlice(NamedTuple):
     """A slice that this rank owns, and the tensor that the local optimizer steps for it.
 
-    `local` is the parameter itself if the slice is all of it, else a 1-D leaf that shares the parameter's
-    memory. If `is_copy`, it is a copy in the same shape, in another dtype (masters) or place (offload).
+    `local` is the parameter itself if the slice is all of the parameter, else a 1-D leaf that shares the
+    parameter's memory. If `is_copy`, `local` is a copy in the same shape, in another dtype (masters) or place
+    (offload).
     """
 
     piece: Slice
@@ -35,12 +36,12 @@ class OwnedSlice(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the slice is all of the parameter."""
+        """Return whether the slice is all of the parameter."""
         return self.piece.numel == self.param.numel()
 
     @property
     def is_master(self) -> bool:
-        """Whether `local` is a copy whose values the parameter cannot represent."""
+        """Return whether `local` is a copy in another dtype than the parameter's."""
         return self.local.dtype != self.param.dtype
 
     @property
@@ -49,7 +50,7 @@ class OwnedSlice(NamedTuple):
         return self.local.detach() if not self.is_copy else _window(self.piece, self.param)
 
     def part_of(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of the slice, of that of the parameter."""
+        """Return the slice's part of the parameter's gradient."""
         return grad if self.is_whole else flat_like(grad, self.param)[self.piece.start : self.piece.stop]
 
 
@@ -66,49 +67,70 @@ def own_slices(
     place: StatePlace | None = None,
     kept: Mapping[Slice, torch.Tensor] | None = None,
 ) -> list[OwnedSlice]:
-    """The owned slices, each with the tensor to step.
+    """Make the tensor to step for each slice that a rank owns.
 
     Args:
-        masters: which parameters are copied into another dtype; None for none.
-        place: where copies are; None for the parameters' own devices.
+        pieces: the slices.
+        params: the parameters, by number.
+        masters: decides which parameters are copied into another dtype; None copies none.
+        place: the place of copies; None leaves them on the parameters' own devices.
         kept: existing copies, which are reused.
     """
-    owned, kept = [], kept or {}
-    for piece in pieces:
-        param = params[piece.param]
-        dtype = masters.dtype if masters is not None and masters.copies(param) else param.dtype
-        held = place if place is not None and place.holds(param) else None
-        if is_copy := held is not None or dtype != param.dtype:
-            local = _copy(_window(piece, param), dtype, held, kept.get(piece))
-            local.requires_grad_(param.requires_grad)
-        elif piece.numel == param.numel():
-            local = param
-        else:
-            local = _window(piece, param).requires_grad_(param.requires_grad)
-        owned.append(OwnedSlice(piece, param, local, is_copy))
+    kept = kept or {}
+    owned = [_own_slice(piece, params[piece.param], masters, place, kept.get(piece)) for piece in pieces]
+    # New small copies move together, so that a step can merge them.
     if place is None:
         place_end_to_end(own.local for own in owned if own.is_copy and own.local is not kept.get(own.piece))
     return owned
 
 
+def _own_slice(
+    piece: Slice,
+    param: torch.Tensor,
+    masters: Masters | None,
+    place: StatePlace | None,
+    kept: torch.Tensor | None,
+) -> OwnedSlice:
+    """Make the tensor to step for a slice: a copy, the parameter, or a view of it.
+
+    Args:
+        kept: the slice's existing copy, or None.
+        masters, place: as `own_slices`.
+    """
+    dtype = masters.dtype if masters is not None and masters.copies(param) else param.dtype
+    place = place if place is not None and place.holds(param) else None
+    is_copy = place is not None or dtype != param.dtype
+    if is_copy:
+        local = _copy(_window(piece, param), dtype, place, kept).requires_grad_(param.requires_grad)
+    elif piece.numel == param.numel():
+        local = param
+    else:
+        local = _window(piece, param).requires_grad_(param.requires_grad)
+    return OwnedSlice(piece, param, local, is_copy)
+
+
 def _copy(
     window: torch.Tensor, dtype: torch.dtype, place: StatePlace | None, kept: torch.Tensor | None
 ) -> torch.Tensor:
-    """A copy of the window in a place: `kept` itself if it is there and its strides are the window's."""
+    """Copy the window to a place. Return `kept` itself if it is there and has the window's strides."""
     device = window.device if place is None else place.device
     if kept is not None and (kept.device, kept.dtype) == (device, dtype) and kept.stride() == window.stride():
         return kept
     empty = torch.empty_like(window, dtype=dtype) if place is None else place.empty_like(window, dtype)
+    # A master copy that has to move is copied itself: the parameter has only its rounded values.
     is_master = dtype != window.dtype
     return empty.copy_(kept.detach() if kept is not None and is_master else window)
 
 
 class Copies:
-    """The owned slices whose local tensors are copies, and how values go between these and the parameters.
+    """The owned slices whose local tensors are copies. Copies values from and to the parameters.
 
     Args:
-        owned: the slices that a rank owns, copies or not.
-        masters, place: as for `own_slices`, which made them.
+        owned: the slices that a rank owns, with copies or without.
+        masters, place: the arguments of `own_slices`, which made the slices.
+
+    Attributes:
+        slices: the owned slices that have copies.
     """
 
     def __init__(
@@ -116,7 +138,8 @@ class Copies:
     ) -> None:
         self.slices = [own for own in owned if own.is_copy]
         self._masters, self._place = masters, place
-        self._versions: list[int] = []  # of each copied parameter, when last equal to its rounded copy
+        # The version counter of each slice's parameter when it was last equal to its rounded copy.
+        self._versions: list[int] = []
         self.note_versions()
 
     @torch.no_grad()
@@ -124,14 +147,16 @@ class Copies:
         """Round the values of these copies into their parameters.
 
         Args:
-            state: the local optimizer's, by local tensor.
+            state: the local optimizer's state, by local tensor.
         """
         new = list(slices)
         if self._place is not None:
+            # The first step has made the state in memory: move it to its place.
             for own in new:
                 self._place.keep(state.get(own.local, {}), own.local)
             self._place.send([self._rounded(own) for own in new], [own.window for own in new])
         elif self._masters is not None and self._masters.rounding == "nearest" and new:
+            # One call for all of them: a copy into a smaller dtype rounds to the nearest.
             into = [own.param if own.is_whole else own.window for own in new]
             torch._foreach_copy_(into, [own.local for own in new])
         else:
@@ -139,30 +164,31 @@ class Copies:
                 own.window.copy_(self._rounded(own))
 
     def changed(self) -> set[int]:
-        """The numbers of the parameters that are not equal to their rounded copies."""
+        """Find the parameters that are not equal to their rounded copies; return their numbers."""
         return {own.piece.param for own in self.slices if not torch.equal(self._rounded(own), own.window)}
 
     def _rounded(self, own: OwnedSlice) -> torch.Tensor:
-        """The values of a copy in its parameter's dtype."""
+        """Return the values of a copy in its parameter's dtype."""
         if self._masters is None:
             return own.local.detach()
         return self._masters.rounded(own.local.detach(), own.param.dtype, own.piece.start)
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
-        """Copy values that others have written into the parameters, such as a loaded model, to the copies.
+        """Copy values that a program has written into the parameters, such as a loaded model, to the copies.
 
         A copy keeps the elements whose rounded value the parameter still has. Changes are detected by the
         parameter's version counter; a write through `.data` is not detected, and is overwritten.
         """
         for own, version in zip(self.slices, self._versions, strict=True):
             if own.param._version != version:
-                window, copy = own.window, own.local.to(own.param.device)  # it may have moved, too
+                # The parameter may also have moved to another device: compare there.
+                window, copy = own.window, own.local.to(own.param.device)
                 changed = window != self._rounded(own).to(window.device)
                 own.local.copy_(torch.where(changed, window.to(copy.dtype), copy))
 
     def forget_versions(self) -> None:
-        """Compare all next time: a model may be initialized through `.data`, which no version counts."""
+        """Make the next `follow_parameters` compare all: writes through `.data` change no version counter."""
         self._versions = [-1] * len(self.slices)
 
     def note_versions(self) -> None:

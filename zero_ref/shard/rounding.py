@@ -3,7 +3,7 @@
 Master copies add to `minimal.py` that small updates are not lost. bfloat16 has 8 significant bits: rounding
 to the nearest loses an update that is smaller than 1/512 of a weight, but a master copy keeps the update.
 With stochastic rounding the weights have the update too, on average: of the two neighbours of a value, the
-upper one is taken with a probability of the distance from the lower one, divided by the gap.
+upper one is taken with a probability equal to the distance from the lower one, divided by the gap.
 
 The random number is a hash of the value and its offset in the parameter. So a checkpoint needs no state of a
 generator, and the result does not depend on the partition or the number of ranks.
@@ -24,6 +24,7 @@ BLOCK_NUMEL = 2**16
 """Elements that are rounded at a time on a CPU, so that the hash values stay in the cache."""
 
 BLOCK_NUMEL_ON_GPU = 2**24
+"""Elements that are rounded at a time on a GPU, so that temporary tensors stay small beside a model."""
 
 _GOLDEN = 0x9E3779B1 - 2**32
 """An odd number near 2**32 over the golden ratio: neighbouring offsets get hash values far apart."""
@@ -63,10 +64,12 @@ def round_stochastically(values: torch.Tensor, into: torch.Tensor, *, seed: int,
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype, seed: int, first: int) -> torch.Tensor:
+    # 1. Find the neighbour towards zero. Floats are sign and magnitude, so adding 1 to the bits is one step
+    # away from zero, and subtracting 1 is one step towards zero.
     nearest = values.to(dtype)
-    # Floats are sign and magnitude: subtracting 1 from the bits is one step towards zero.
     away = nearest.abs().float() > values.abs()
     below = nearest.view(torch.int16) - away.to(torch.int16)
+    # 2. Choose it or the next one away from zero.
     low, high = below.view(dtype).float(), (below + 1).view(dtype).float()
     up = (values - low) / (high - low) > _chance(values, seed, first)
     # NaN compares as False: values that are not finite, or have no finite neighbour above, stay.
@@ -74,14 +77,16 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype, seed: int, first: int) ->
 
 
 def _chance(values: torch.Tensor, seed: int, first: int) -> torch.Tensor:
-    """A number in [0, 1) for each value: a hash of its bits and its offset."""
+    """Compute a number in [0, 1) for each value: a hash of the value's bits and its offset."""
+    # The upper bits of the offset are in the key, since a word has only 31 bits for the offset.
     key = int.from_bytes(hashlib.sha256(f"{seed} {first >> 31}".encode()).digest()[:4], signed=True)
-    # int32 wraps around, and >> shifts in copies of the sign bit, which the masks remove.
+    # lowbias32. int32 wraps around, and >> shifts in copies of the sign bit, which the masks remove.
     word = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
     word = word.add_(first & 0x7FFFFFFF).mul_(_GOLDEN).add_(values.view(torch.int32)).bitwise_xor_(key)
     word = (word ^ ((word >> 16) & 0xFFFF)).mul_(0x7FEB352D)
     word = (word ^ ((word >> 15) & 0x1FFFF)).mul_(0x846CA68B - 2**32)
     word = word ^ ((word >> 16) & 0xFFFF)
+    # float32 has 24 significant bits: keep so many, and the number is exact and below 1.
     return ((word >> 8) & 0xFFFFFF).to(torch.float32).mul_(2**-24)
 
 
@@ -117,7 +122,7 @@ class Masters:
 
     @classmethod
     def of(cls, dtype: torch.dtype | None, rounding: str, seed: int) -> Masters | None:
-        """The Masters for the optimizer's arguments; None for no copies."""
+        """Make the Masters that the optimizer's arguments ask for; None for no copies."""
         if dtype is None and rounding != "nearest":
             raise ValueError(
                 f"rounding={rounding!r} rounds master copies, so it needs master_dtype=torch.float32."
@@ -125,11 +130,11 @@ class Masters:
         return None if dtype is None else cls(dtype, rounding, seed)
 
     def copies(self, param: torch.Tensor) -> bool:
-        """Whether the parameter gets a copy."""
+        """Return whether the parameter gets a copy."""
         return param.is_floating_point() and param.itemsize < self.dtype.itemsize
 
     def rounded(self, copy: torch.Tensor, dtype: torch.dtype, first: int) -> torch.Tensor:
-        """The values of a copy in the parameter's dtype; its slice begins at element `first`."""
+        """Round the values of a copy to the parameter's dtype; its slice begins at element `first`."""
         if self.rounding == "nearest" or dtype.itemsize != 2:
             return copy.to(dtype)
         into = torch.empty_like(copy, dtype=dtype)

@@ -24,33 +24,33 @@ StateDict = dict[str, Any]
 
 
 def class_of(group: ParamGroup, optim: Optimizer) -> type[Optimizer]:
-    """The class that steps a group of this local optimizer."""
+    """Return the class that steps a group of this local optimizer."""
     main = optim.main if isinstance(optim, SeveralOptimizers) else type(optim)
     return group.get(OPTIMIZER_CLASS, main)
 
 
 def defaults_of(group: ParamGroup, optim: Optimizer) -> Mapping[str, Any]:
-    """The defaults of the class that steps a group of this local optimizer."""
+    """Return the defaults of the class that steps a group of this local optimizer."""
     if isinstance(optim, SeveralOptimizers):
         optim = optim.optimizers[class_of(group, optim)]
     return optim.defaults
 
 
 def optimizers_in(optim: Optimizer) -> list[Optimizer]:
-    """The optimizer of each class."""
+    """List the optimizers of which a local optimizer consists, one for each class."""
     return list(optim.optimizers.values()) if isinstance(optim, SeveralOptimizers) else [optim]
 
 
 def is_known(optim: Optimizer) -> bool:
-    """Whether all classes are torch's own, which update each tensor by itself and draw no random numbers."""
+    """Return whether all classes are torch's: these update tensors one by one and draw no random numbers."""
     return all(type(one).__module__.startswith("torch.optim.") for one in optimizers_in(optim))
 
 
 def check_nothing_beside_state(optim: Optimizer) -> None:
-    """Refuse a class that keeps more in its `state_dict` than the state of parameters, as it would be lost.
+    """Refuse a class that keeps more in its `state_dict` than options and the state of parameters.
 
     Raises:
-        TypeError: it does.
+        TypeError: the class does. What it keeps beside them would be lost.
     """
     if more := keys_beside_state(optim):
         raise TypeError(
@@ -61,13 +61,14 @@ def check_nothing_beside_state(optim: Optimizer) -> None:
 
 
 def keys_beside_state(optim: Optimizer) -> list[str]:
-    """What a class's `state_dict` has beside "state" and "param_groups"."""
+    """List the keys of a class's `state_dict` beside "state" and "param_groups"."""
     keys = set[str]()
     for one in optimizers_in(optim):
         if type(one).state_dict is not Optimizer.state_dict:
+            # Several classes share one state. A class's state_dict fails on state of other classes: hide it.
             state = one.state
             if one is not optim:
-                one.state = defaultdict(dict)  # that of other classes has no place in its state_dict
+                one.state = defaultdict(dict)
             keys |= one.state_dict().keys() - {"state", "param_groups"}
             if one is not optim:
                 one.state = state
@@ -75,12 +76,12 @@ def keys_beside_state(optim: Optimizer) -> list[str]:
 
 
 def title(optim: Optimizer) -> str:
-    """The names of the classes, for errors and logs."""
+    """Write the names of the classes, for errors and logs."""
     return " and ".join(type(one).__name__ for one in optimizers_in(optim))
 
 
 def name_classes(param_groups: Sequence[ParamGroup], optim: Optimizer) -> None:
-    """Write the class into each of the user's groups if the local optimizer has several, else into none."""
+    """Write its class into each of the user's groups, if the local optimizer has several classes."""
     for ours, local in zip(param_groups, optim.param_groups, strict=True):
         ours.pop(OPTIMIZER_CLASS, None)
         if isinstance(optim, SeveralOptimizers):
@@ -90,10 +91,10 @@ def name_classes(param_groups: Sequence[ParamGroup], optim: Optimizer) -> None:
 def local_optimizer(
     groups: Sequence[ParamGroup], optimizer_class: type[Optimizer], defaults: Mapping[str, Any]
 ) -> Optimizer:
-    """A local optimizer over these groups: that of the class itself, if no group names another one.
+    """Make a local optimizer over these groups: of `optimizer_class`, if no group names another class.
 
     Args:
-        groups: with "params", the options that the user gave, and "optimizer_class" if it is named.
+        groups: each with "params", the options that the user gave, and perhaps "optimizer_class".
         optimizer_class, defaults: the class of the other groups, and the options of its constructor.
     """
     classes = {group.get(OPTIMIZER_CLASS, optimizer_class) for group in groups}
@@ -103,10 +104,10 @@ def local_optimizer(
 
 
 def with_group(optim: Optimizer, group: ParamGroup) -> Optimizer:
-    """The local optimizer with one more group; another object if the group is the first of a second class."""
+    """Add a group to a local optimizer and return it; another object, if the group is of a second class."""
     if not isinstance(optim, SeveralOptimizers):
         if group.get(OPTIMIZER_CLASS, type(optim)) is type(optim):
-            group = _unnamed(group)
+            group = _unnamed(group)  # a plain optimizer would take the name for an option
         else:
             optim = SeveralOptimizers.around(optim)
     optim.add_param_group(group)
@@ -117,35 +118,39 @@ class SeveralOptimizers(Optimizer):
     """One optimizer for groups of several classes. Each class steps its own groups.
 
     Args:
-        groups: each with "params" and options; "optimizer_class" in those that are not of the main class.
-        main, defaults: the main class, and the options of its constructor. Its defaults are those that
-            schedulers read.
+        groups: each with "params" and options; with "optimizer_class", if it is not of the main class.
+        main, defaults: the main class, and the options of its constructor. Schedulers read the defaults of
+            the main class.
 
     Attributes:
-        optimizers: the optimizer of each class. Their groups are those of `param_groups`, and all have the
-            same `state`.
+        optimizers: the optimizer of each class. Each has its groups of `param_groups`, as the same dicts, and
+            all have one `state`.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], main: type[Optimizer], /, **defaults: Any) -> None:
         self.main, self.optimizers = main, dict[type[Optimizer], Optimizer]()
-        self._given, self._keys = defaults, 0
+        self._given = defaults
+        self._checked_keys = 0  # the number of keys in `state` at the last check
+        # torch's constructor refuses an empty list of groups; `_collect` replaces this one.
         super().__init__([{"params": []}], defaults)
         classes = [group.get(OPTIMIZER_CLASS, main) for group in groups]
         for of_class in dict.fromkeys(classes):
-            mine = [_unnamed(group) for group, its_class in zip(groups, classes) if its_class is of_class]
-            self.optimizers[of_class] = self._made(of_class, mine)
+            of_this = [_unnamed(group) for group, its_class in zip(groups, classes) if its_class is of_class]
+            self.optimizers[of_class] = self._make(of_class, of_this)
         if main in self.optimizers:
             self.defaults = self.optimizers[main].defaults
         self._collect(classes)
 
-    def _made(self, of_class: type[Optimizer], groups: Sequence[ParamGroup]) -> Optimizer:
-        """An optimizer of the class over these groups.
+    def _make(self, of_class: type[Optimizer], groups: Sequence[ParamGroup]) -> Optimizer:
+        """Make an optimizer of the class over these groups.
 
-        The constructor gets what all groups give alike if it requires it, or keeps it elsewhere than in its
-        defaults. Other options stay in their groups, or they would become the defaults of later groups.
+        An option that all groups give alike goes to the constructor if the constructor requires it, or keeps
+        it elsewhere than in its defaults. Other options stay in their groups, or they would become the
+        defaults of later groups.
         """
         if of_class is self.main:
             return of_class(groups, **self._given)
+        # 1. The options that all groups give alike and the constructor accepts.
         first, *others = map(options_of, groups)
         accepted = inspect.signature(of_class).parameters
         alike = {
@@ -153,8 +158,10 @@ class SeveralOptimizers(Optimizer):
             for key, value in first.items()
             if key in accepted and all(key in other and repr(other[key]) == repr(value) for other in others)
         }
+        # 2. Pass those that it requires.
         required = {key: alike[key] for key in alike if accepted[key].default is inspect.Parameter.empty}
         made = of_class([dict(group) for group in groups], **required)
+        # 3. Pass those also that it keeps as attributes: a step would not look for them in the groups.
         kept = {key: value for key, value in alike.items() if key not in made.defaults}
         return of_class(groups, **required, **kept) if kept else made
 
@@ -165,14 +172,18 @@ class SeveralOptimizers(Optimizer):
 
     @classmethod
     def around(cls, optim: Optimizer) -> SeveralOptimizers:
-        """The same groups and state as a plain optimizer's, open to other classes."""
+        """Wrap a plain optimizer, with its groups and state, so that groups of other classes can be added."""
         several = cls([], type(optim), **optim.defaults)
         several.optimizers[type(optim)] = optim
         several._collect([type(optim)] * len(optim.param_groups))
         return several
 
     def _collect(self, classes: Sequence[type[Optimizer]]) -> None:
-        """Take groups and state from the optimizers; `classes` gives the order of the groups."""
+        """List the groups and state of all optimizers as this one's.
+
+        Args:
+            classes: the class of each group, in the order of `param_groups`.
+        """
         groups = {of_class: iter(optim.param_groups) for of_class, optim in self.optimizers.items()}
         self.param_groups = [next(groups[of_class]) for of_class in classes]
         for group, of_class in zip(self.param_groups, classes):
@@ -183,7 +194,10 @@ class SeveralOptimizers(Optimizer):
         self.hand_out()
 
     def hand_out(self) -> None:
-        """Give each optimizer its groups, and all of them the common state."""
+        """Give each optimizer its groups, and all of them the common state.
+
+        A program may have replaced `param_groups` or `state` here, or in one of the optimizers.
+        """
         for of_class, optim in self.optimizers.items():
             optim.param_groups = [group for group in self.param_groups if group[OPTIMIZER_CLASS] is of_class]
             optim.state = self.state
@@ -202,7 +216,7 @@ class SeveralOptimizers(Optimizer):
         if of_class in self.optimizers:
             self.optimizers[of_class].add_param_group(_unnamed(group))
         else:
-            self.optimizers[of_class] = self._made(of_class, [_unnamed(group)])
+            self.optimizers[of_class] = self._make(of_class, [_unnamed(group)])
         self._collect([*(known[OPTIMIZER_CLASS] for known in self.param_groups), of_class])
 
     @torch.no_grad()
@@ -219,10 +233,15 @@ class SeveralOptimizers(Optimizer):
         return loss
 
     def _check_keys(self) -> None:
-        """Refuse state that belongs to no parameter: another class may have the same key for its own."""
-        if len(self.state) == self._keys:
+        """Refuse state that belongs to no parameter: two classes may keep such state under the same key.
+
+        Raises:
+            RuntimeError: names the classes and the key.
+        """
+        # If a step has added no key, there is nothing new to look at.
+        if len(self.state) == self._checked_keys:
             return
-        self._keys = len(self.state)
+        self._checked_keys = len(self.state)
         odd = [key for key in self.state if not isinstance(key, torch.Tensor)]
         if odd:
             raise RuntimeError(
@@ -231,7 +250,7 @@ class SeveralOptimizers(Optimizer):
             )
 
     def state_dict(self) -> StateDict:
-        """As torch's, with the classes of the groups by name."""
+        """Return the state dict as torch's optimizers do, with the name of its class in each group."""
         state_dict = super().state_dict()
         for group in state_dict["param_groups"]:
             group[OPTIMIZER_CLASS] = group[OPTIMIZER_CLASS].__name__
@@ -243,13 +262,14 @@ class SeveralOptimizers(Optimizer):
         self.hand_out()
         of_groups = list(zip(state_dict["param_groups"], classes, strict=True))
         for of_class, optim in self.optimizers.items():
+            # A class may convert state in its own way, so each loads the state of its groups.
             groups = [group for group, its_class in of_groups if its_class is of_class]
             optim.load_state_dict({"state": _state_of(groups, state_dict), "param_groups": groups})
         self._collect(classes)
 
 
 def split_state_dict(state_dict: StateDict) -> dict[str, StateDict]:
-    """The state dicts of the plain optimizers, from that of an optimizer whose groups name several classes.
+    """Split the state dict of an optimizer whose groups name several classes into those of plain optimizers.
 
     >>> plain = split_state_dict(optimizer.state_dict())                                    # doctest: +SKIP
     >>> muon.load_state_dict(plain["Muon"]); adamw.load_state_dict(plain["AdamW"])          # doctest: +SKIP
@@ -257,8 +277,8 @@ def split_state_dict(state_dict: StateDict) -> dict[str, StateDict]:
     Args:
         state_dict: as from `ZeroRedundancyOptimizer.state_dict()`.
     Returns:
-        By the name of the class, what an optimizer of that class over its groups, in the same order, would
-        return from `state_dict()`. Tensors are shared with `state_dict`.
+        By the name of each class, the state dict that an optimizer of that class over its groups, in the same
+        order, would return. Tensors are shared with `state_dict`.
     Raises:
         ValueError: the groups do not name their classes.
     """
@@ -266,12 +286,13 @@ def split_state_dict(state_dict: StateDict) -> dict[str, StateDict]:
     for index, group in enumerate(state_dict["param_groups"]):
         if OPTIMIZER_CLASS not in group:
             raise ValueError(
-                f"group {index} of the state dict does not name its optimizer_class: it is of a single "
-                "optimizer, which loads it as it is."
+                f"group {index} of the state dict does not name its optimizer_class: the state dict is that "
+                "of a single optimizer, which loads it as it is."
             )
         split.setdefault(group[OPTIMIZER_CLASS], []).append(group)
     plain: dict[str, StateDict] = {}
     for name, groups in split.items():
+        # A plain optimizer numbers the parameters of its own groups, from 0.
         running = itertools.count()
         number = {param: next(running) for group in groups for param in group["params"]}
         state = _state_of(groups, state_dict)

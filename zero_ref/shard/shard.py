@@ -1,7 +1,7 @@
-"""What this rank owns: its slices, and the local optimizer that steps them.
+"""A rank's shard: the slices that it owns, and the local optimizer that steps them.
 
-`minimal.py` has this in its constructor and its step. This module adds slices and copies of parameters, which
-may be frozen, moved, loaded, or given to other ranks. `stepper.py` says how they are stepped.
+`minimal.py` has the shard in its constructor and its step. This module adds slices and copies of parameters.
+Parameters may be frozen, moved, loaded, or given to other ranks. `stepper.py` has the step itself.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class Shard:
     Args:
         built: the parameters and their partition.
         rank: this rank.
-        groups: for each parameter group the options that the user gave, "optimizer_class" among them.
-        optimizer_class, defaults: the class of the other groups, and the options of its constructor.
+        groups: for each parameter group the options that the user gave, and perhaps its "optimizer_class".
+        optimizer_class, defaults: the class of groups that name none, and the options of its constructor.
         merge: step adjacent small parameters as one tensor, if their optimizer is elementwise.
         masters: the copies to step in place of 16-bit parameters; None for no copies.
-        place: where values and state are, if not on the parameters' devices.
+        place: the place of values and state; None for the parameters' own devices.
 
     Attributes:
         owned: the slices that this rank owns.
-        copies: those of them whose local tensors are copies.
+        copies: the owned slices whose local tensors are copies.
         optim: the local optimizer.
-        cut: (number, parameter, strides) of each parameter that more than one rank owns a part of.
-        steppers: how the slices are stepped.
+        cut: (number, parameter, strides) of each parameter that is cut.
+        steppers: the objects that step the slices.
         foreign: watches what classes that are not torch's do in a step.
     """
 
@@ -102,30 +102,33 @@ class Shard:
         """Step the local optimizer with the gradients of what this rank owns, and publish the new values.
 
         Args:
-            source: returns where the gradients are.
+            source: returns the places of the gradients.
             closure: computes the gradients; the local optimizer calls it.
             **options: passed to the local optimizer's `step`.
         Returns:
             What the local optimizer's `step` returns.
         Raises:
-            RuntimeError: a parameter that is cut has a sparse gradient. Every rank checks all of these, so
-                all raise.
+            RuntimeError: a parameter that is cut has a sparse gradient. Every rank checks all parameters that
+                are cut, so all raise.
         """
+        # 1. Give each local tensor the gradient of its slice. With a closure, that is not known before.
         if closure is None:
-            self._take(source())
+            self._set_gradients(source())
         else:
             options["closure"] = partial(self._evaluate, closure, source)
+        # 2. Step, then give the parameters back the gradients that the user knows.
         try:
             return self.steppers.chosen.step(**options)
         finally:
-            self.steppers.chosen.give_back()
+            self.steppers.chosen.restore_gradients()
 
-    def _take(self, source: GradientSource, *, at_once: bool = False) -> None:
+    def _set_gradients(self, source: GradientSource, *, at_once: bool = False) -> None:
         """Give each local tensor its gradient.
 
         Raises:
             RuntimeError: a gradient that would have to be cut is sparse.
         """
+        # Also check parameters of which this rank owns nothing: otherwise only the owners would raise.
         for number, param, _ in self.cut:
             grad = source.of_param(number, param)
             if grad is not None and grad.layout != torch.strided:
@@ -133,11 +136,12 @@ class Shard:
                     f"parameter {self.built.name(number)} has a sparse gradient, which cannot be cut. Use a "
                     'partition of whole parameters, such as "sorted_greedy".'
                 )
-        self.steppers.chosen.take(source, at_once=at_once)
+        self.steppers.chosen.set_gradients(source, at_once=at_once)
 
     def _evaluate(self, closure: Callable[[], Any], source: Callable[[], GradientSource]) -> Any:
-        """Call the user's closure inside the step of the local optimizer, then take its gradients."""
-        self.steppers.chosen.give_back()  # the user's code must see its own gradients
+        """Call the user's closure inside the step of the local optimizer, then set the new gradients."""
+        # 1. The user's code must see its own gradients, and the values that the class has made so far.
+        self.steppers.chosen.restore_gradients()
         with self.foreign.user_code():
             # A class may change its parameters before it calls the closure. Publish only the changed ones: a
             # write would invalidate an autograd graph that was made before the step.
@@ -145,9 +149,11 @@ class Shard:
             trained = [own for own in self.copies.slices if own.param.requires_grad]
             self.copies.publish((own for own in trained if own.piece.param in changed), self.optim.state)
             self.copies.note_versions()
+            # 2. Call it. It may change parameters, too.
             loss = closure()
-            self.copies.follow_parameters()  # it may have changed parameters, too
-        self._take(source(), at_once=True)
+            self.copies.follow_parameters()
+        # 3. Set all gradients at once: the class goes on with its step when this returns.
+        self._set_gradients(source(), at_once=True)
         return loss
 
     def call(
@@ -165,25 +171,26 @@ class Shard:
         Returns:
             What the method returns; a list if several classes have it.
         """
+        # A method is no step: copies that only get a gradient for it do not count as stepped.
         used = set(self._used)
         if isinstance(self.optim, SeveralOptimizers):
             self.optim.hand_out()
         having = [one for one in optimizers_in(self.optim) if has_method(type(one), name)]
-        # The method finds each tensor by itself in the groups: nothing is merged here.
+        # The method looks for each tensor in the groups, so nothing is merged during the call.
         self.steppers.unmerge()
         try:
             is_torchs = is_known(self.optim)
             with nullcontext() if is_torchs else self.foreign.watched(f"{name}()", always=True):
-                self.steppers.alone.take(GradientSource(by_slice=parts), at_once=True)
+                self.steppers.alone.set_gradients(GradientSource(by_slice=parts), at_once=True)
                 results = [getattr(one, name)(*args, **kwargs) for one in having]
         finally:
-            self.steppers.alone.give_back()
+            self.steppers.alone.restore_gradients()
             self._used.clear()
             self._used |= used
         return results if len(results) > 1 else results[0]
 
     def publish_written(self, numbers: set[int]) -> None:
-        """Round the copies of these parameters into them, also into frozen ones."""
+        """Round the copies of these parameters, also of frozen ones, into the parameters."""
         self._used |= numbers
         self.copies.publish(
             (own for own in self.copies.slices if own.piece.param in numbers), self.optim.state
@@ -191,8 +198,10 @@ class Shard:
 
     # -------------------------------------------------------------------------------- when something changes
 
-    def own(self, partition: Partition, params: Sequence[torch.Tensor], first: int = 0) -> list[OwnedSlice]:
-        """The slices that this rank would own under another partition, from slice `first` on."""
+    def slices_under(
+        self, partition: Partition, params: Sequence[torch.Tensor], first: int = 0
+    ) -> list[OwnedSlice]:
+        """Make the slices that this rank would own under another partition, from slice `first` on."""
         pieces = partition.slices_of_rank[self.rank][first:]
         return own_slices(pieces, params, self.masters, self.place_of_state, self._kept)
 
@@ -203,10 +212,11 @@ class Shard:
     @torch.no_grad()
     def place(self, built: Built) -> None:
         """Make the owned slices anew, after parameters were moved (also to another device) or frozen."""
+        # 1. Make the new slices.
         self.steppers.dissolve()
         before, self.built = self.owned, built
-        pieces = built.partition.slices_of_rank[self.rank]
-        self.owned = own_slices(pieces, built.params, self.masters, self.place_of_state, self._kept)
+        self.owned = self.slices_under(built.partition, built.params)
+        # 2. Give the new local tensors the state of the old ones, and their places in the groups.
         state = dict(self.states)
         for old, new in zip(before, self.owned, strict=True):
             if old.local is not new.local and old.local in state:
@@ -216,15 +226,15 @@ class Shard:
             self.optim.param_groups, self._by_group(built, len(self.optim.param_groups)), strict=True
         ):
             group["params"] = local
+        # 3. Move the state along. load_state_dict knows the right device: step counters may stay on the CPU.
         if any(old != own.local.device for old, own in zip(self._devices, self.owned)):
-            # load_state_dict moves each value to the right device; step counters may stay on the CPU.
             here = {n: state[own.local] for n, own in enumerate(self.owned) if own.local in state}
             self.load(here, self.optim.param_groups)
         self._arrange()
 
     @torch.no_grad()
     def _arrange(self) -> None:
-        """Find out which parameters are cut and which slices are copies, and choose how they are stepped."""
+        """Find the parameters that are cut and the slices that are copies, and make the steppers for them."""
         built = self.built
         self.cut = [
             (number, param, param.stride())
@@ -238,21 +248,25 @@ class Shard:
             self.copies,
             self.optim,
             self.foreign,
-            way=self.place_of_state or Casts(),
+            transfer=self.place_of_state or Casts(),
             used=self._used,
             merge=self._merge,
             in_ranges=bool(built.partition.ranges),
         )
 
     def follow(self) -> None:
-        """Follow what the user has written into parameters, or put in place of the local state."""
+        """Use values that the user has written into parameters, and a state that the user has replaced."""
         if self.copies.slices:
             self.copies.follow_parameters()
         if not isinstance(self.optim.state, LocalStates):
             self.replace_state(self.optim.state)
 
     def replace_state(self, state: Mapping[Any, Any]) -> None:
-        """Go on with this state, by parameter or by local tensor."""
+        """Replace the local optimizer's state.
+
+        Args:
+            state: by parameter or by local tensor.
+        """
         states = LocalStates(
             self.built, self.owned, state.states if isinstance(state, StateOfParameters) else state
         )
@@ -260,7 +274,7 @@ class Shard:
             one.state = states  # type: ignore[assignment]
 
     def _by_group(self, built: Built, count: int) -> list[list[torch.Tensor]]:
-        """For each parameter group the local tensors of this rank's slices."""
+        """List the local tensors of this rank's slices, for each parameter group."""
         local: list[list[torch.Tensor]] = [[] for _ in range(count)]
         for own in self.owned:
             local[built.specs[own.piece.param].group].append(own.local)
@@ -273,12 +287,14 @@ class Shard:
             RuntimeError: the size of a parameter has changed, or the strides of one that is cut; a range has
                 trained parameters of several dtypes.
         """
+        # 1. Each parameter has the size that was planned.
         for number, (param, numel) in enumerate(zip(params, self.built.partition.numels, strict=True)):
             if param.numel() != numel:
                 raise RuntimeError(
                     f"rank {self.rank}: parameter {self.built.name(number)} had {numel} elements and now has "
                     f"{param.numel()}. Build a new optimizer for a model of other sizes."
                 )
+        # 2. A range is one flat tensor, so its trained parameters have one dtype.
         for shared in self.built.partition.ranges:
             first, *others = [number for number in shared.params if params[number].requires_grad] or [0]
             for number in others:
@@ -289,6 +305,7 @@ class Shard:
                         "lie in one range, which ranks share. Cast all parameters, or cast them before the "
                         "optimizer is constructed."
                     )
+        # 3. A slice is a range of memory: the same strides mean the same elements.
         for number, param, strides in self.cut:
             if param.stride() != strides:
                 raise RuntimeError(
@@ -311,24 +328,24 @@ class Shard:
                     f"rank {self.rank}: {type(optim).__name__} keeps views of parameter "
                     f"{self.built.name(number)} from when it was constructed, and to {action} would give it "
                     "other tensors: it would go on updating the old ones. Consolidate the state, construct a "
-                    "new optimizer as you want it, and load."
+                    "new optimizer with the arguments that you want, and load the state into it."
                 )
 
     # ---------------------------------------------------------------------------------------------- its state
 
     @property
     def states(self) -> LocalStates:
-        """The local optimizer's state; it may have been replaced by the user."""
+        """The local optimizer's state, also if the user has replaced it."""
         if not isinstance(self.optim.state, LocalStates):
             self.replace_state(self.optim.state)
         return self.optim.state  # type: ignore[return-value]
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:
-        """By local tensor, the state that is sent and saved: the optimizer's state and the values of copies.
+        """The state that is sent and saved, by local tensor: the optimizer's state and the values of copies.
 
-        A copy that was never stepped equals its parameter and is left out: a plain optimizer that loads a
-        state of only these values would take it for its own and not initialize the rest.
+        A copy that was never stepped equals its parameter and is left out: a plain optimizer that loads an
+        entry of only these values would take the entry for its own and not initialize the rest.
 
         Raises:
             TypeError: the class keeps more in its `state_dict`, which would be lost.
@@ -350,6 +367,7 @@ class Shard:
         Raises:
             ValueError: the saved values of a copy do not have its shape.
         """
+        # 1. Check before anything is changed.
         for number, of_slice in state.items():
             own, values = self.owned[number], of_slice.get(MASTER)
             if own.is_master and values is not None and getattr(values, "shape", None) != own.local.shape:
@@ -358,8 +376,8 @@ class Shard:
                     f"the state {MASTER!r} of parameter {self.built.name(own.piece.param)} has shape "
                     f"{shape}, and what it stands for has {tuple(own.local.shape)}."
                 )
+        # 2. Load. torch searches "params" for each entry of the state, which takes long in lists: use ranges.
         ends = [0, *accumulate(len(group["params"]) for group in self.optim.param_groups)]
-        # torch searches them for each entry of the state, which in lists instead of ranges is quadratic.
         groups = [
             {**loaded_options(saved, ours, defaults_of(ours, self.optim)), "params": range(*of_group)}
             for ours, saved, of_group in zip(
@@ -367,8 +385,8 @@ class Shard:
             )
         ]
         self.optim.load_state_dict({"state": state, "param_groups": groups})
+        # 3. torch treats a string as an iterable and replaces it by str(generator), so restore the strings.
         for number, of_slice in state.items():
-            # torch treats a string as an iterable and replaces it by str(generator), so restore the strings.
             loaded = self.optim.state[self.owned[number].local]
             for key, value in of_slice.items():
                 if isinstance(value, (str, *CONTAINERS)):
@@ -384,11 +402,11 @@ class Shard:
             place_end_to_end(own.local for own in owned if own.is_copy)
         self._devices = [own.local.device for own in owned]
         self.replace_state(state)
-        self.settle()
+        self.restore_copies()
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Move the values of copies out of the loaded state; copies without a value get their parameter's."""
+    def restore_copies(self) -> None:
+        """Move the values of copies out of loaded state; a copy without a value gets its parameter's."""
         self._used.clear()
         for own in self.owned:
             if self.place_of_state is not None:

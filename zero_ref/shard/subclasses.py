@@ -1,14 +1,15 @@
 """State that is a tensor subclass (torchao's 8-bit moments) or a list (SOAP's), taken apart and put together.
 
-This module adds to `state_dict` of `minimal.py` that such state needs no pickle. A wrapper holds plain
-tensors: `__tensor_flatten__` names them and what else the wrapper needs, and `__tensor_unflatten__` makes the
-wrapper from both, as torch.compile requires too. While state is sent or stored, plain tensors replace it:
+This module adds to `state_dict` of `minimal.py` that such state needs no pickle. A wrapper subclass holds
+plain tensors: `__tensor_flatten__` returns their names and a context, and `__tensor_unflatten__` makes the
+wrapper from both, as torch.compile requires too. In state that is sent or stored, plain tensors replace a
+wrapper or list:
 
     {"exp_avg": wrapper}      {"exp_avg::codes": tensor, "exp_avg::scale": tensor, "exp_avg::": recipe}
     {"GG": [matrix, None]}    {"GG::0": tensor, "GG::": recipe}
 
-The recipe is JSON. It names the class, which this program must have imported by itself: nothing that another
-rank or a file says causes an import, and no pickle is read.
+The recipe is JSON. It names the class, which this program must have imported before: no text from another
+rank or a file causes an import, and no pickle is read.
 """
 
 from __future__ import annotations
@@ -24,32 +25,35 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def is_within(key: Any) -> bool:
-    """The key is that of a part of a wrapper or list."""
+    """Return whether a key belongs to a part of a wrapper or list."""
     return isinstance(key, str) and PART in key
 
 
 def has_parts(value: Any) -> bool:
-    """The value is a wrapper, or a list, tuple or dict."""
+    """Return whether a value is a wrapper, or a list, tuple or dict."""
     return type(value) in _CONTAINERS.values() or is_traceable_wrapper_subclass(value)
 
 
 def take_apart(of_param: Mapping[Any, Any], param: int, whole: bool) -> dict[Any, Any]:
-    """The state of a parameter, with plain tensors and a recipe in place of each wrapper or list.
+    """Replace each wrapper or list in the state of a parameter by plain tensors and a recipe.
 
     Args:
+        of_param: the state.
         param: the parameter's number.
         whole: this is the state of all of the parameter, and not of a slice.
     Raises:
-        TypeError: a wrapper or list in the state of a slice, or one that holds what JSON cannot express, or a
-            wrapper whose class other ranks could not find by its name.
+        TypeError: the state of a slice has a wrapper or list; a wrapper or list holds a value that JSON
+            cannot express; other ranks could not find a wrapper's class by its name.
     """
     plain: dict[Any, Any] = {}
     for key, value in of_param.items():
+        # 1. A plain value stays, unless its key looks like that of a part.
         if not has_parts(value):
             if is_within(key):
                 raise TypeError(f"the state {key!r} of parameter {param} has {PART!r} in its name, {TAKEN}.")
             plain[key] = value
             continue
+        # 2. A wrapper or list becomes its tensors, and a recipe.
         what = f"the state {key!r} of parameter {param} is a {type(value).__name__}"
         if not whole:
             raise TypeError(f"{what}, which cannot be cut. {WHOLE}")
@@ -66,9 +70,11 @@ def check_is_whole(plain: Mapping[Any, Any], whole: bool, what: str) -> None:
     """Refuse parts of a wrapper or list in the state of a slice.
 
     Args:
-        what: the state, in words.
+        plain: the state.
+        whole: this is the state of all of the parameter.
+        what: words for the state in the error.
     Raises:
-        TypeError: there are such parts, and not `whole`.
+        TypeError: there are such parts, and this is the state of a slice.
     """
     if not whole and any(map(is_within, plain)):
         raise TypeError(f"{what} has a tensor subclass or a list, which cannot be cut. {WHOLE}")
@@ -90,6 +96,7 @@ def put_together(plain: Mapping[Any, Any]) -> dict[Any, Any]:
         if not is_within(key):
             of_param[key] = value
             continue
+        # The first part of a value stands for all: the recipe knows the others.
         name, _, _ = key.partition(PART)
         if name not in of_param:
             recipe = json.loads(plain[name + PART])
@@ -98,7 +105,7 @@ def put_together(plain: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def cloned(value: Any) -> Any:
-    """A copy of a value; of a wrapper, list, tuple or dict, one made from copies of what it holds."""
+    """Copy a value; copy a wrapper, list, tuple or dict with all that it holds."""
     if type(value) in (list, tuple):
         return type(value)(map(cloned, value))
     if type(value) is dict:
@@ -114,11 +121,16 @@ Recipe = dict[str, Any]
 
 
 def _flattened(value: Any) -> tuple[Recipe | None, dict[str, torch.Tensor]]:
-    """The recipe of a value and its plain tensors by name. A plain tensor has the name "" and no recipe."""
+    """Return the recipe of a value, and its plain tensors by name.
+
+    A plain tensor has the name "" and no recipe.
+    """
     kind = type(value)
+    # 1. A value without parts: a tensor, or a value for JSON.
     if not has_parts(value):
         is_tensor = isinstance(value, torch.Tensor)
         return (None, {"": value}) if is_tensor else ({"value": _encoded(value)}, {})
+    # 2. The parts by name, and the recipe that makes the value from them.
     if kind in _CONTAINERS.values():
         keys = [*value] if kind is dict else [*range(len(value))]
         recipe: Recipe = {"container": kind.__name__, "keys": _encoded(keys)}
@@ -130,6 +142,7 @@ def _flattened(value: Any) -> tuple[Recipe | None, dict[str, torch.Tensor]]:
             raise TypeError(f"nobody else finds its class, {recipe['class']}, by that name")
         recipe |= {"size": [*value.size()], "stride": [*value.stride()], "context": _encoded(context)}
         parts = {name: getattr(value, name) for name in names}
+    # 3. Each part may have parts, too. Their names are joined by dots: "codes", "0.codes".
     recipe["inner"] = {}
     plain: dict[str, torch.Tensor] = {}
     for name, part in parts.items():
@@ -139,6 +152,12 @@ def _flattened(value: Any) -> tuple[Recipe | None, dict[str, torch.Tensor]]:
 
 
 def _unflattened(recipe: Recipe | None, plain: Mapping[str, Any], prefix: str) -> Any:
+    """Make a value from its recipe.
+
+    Args:
+        plain: the plain tensors.
+        prefix: the beginning of the names of this value's tensors.
+    """
     if recipe is None:
         return plain[prefix.removesuffix(".")]
     if "value" in recipe:
@@ -160,7 +179,7 @@ def _unflattened(recipe: Recipe | None, plain: Mapping[str, Any], prefix: str) -
 
 
 def _named(path: str) -> Any:
-    """The wrapper class of that name, or None if this program has imported none."""
+    """Find the wrapper class of a name, "module:Class"; None if this program has imported no such class."""
     module, _, name = path.partition(":")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -170,7 +189,7 @@ def _named(path: str) -> Any:
 
 
 def _encoded(value: Any) -> Any:
-    """The value for JSON. A type that JSON lacks becomes an object {kind: parts}."""
+    """Write a value for JSON. A value of a type that JSON lacks becomes an object {kind: parts}."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
@@ -182,6 +201,7 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
+    """Undo `_encoded`."""
     if isinstance(value, list):
         return [_decoded(item) for item in value]
     if not isinstance(value, dict):
