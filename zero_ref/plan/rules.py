@@ -407,14 +407,10 @@ def _levelled(
     _check_sizes(numels, world_size)
     if alignment < 1:
         raise ValueError(f"alignment must be at least 1 element, got {alignment}.")
-    # 1. Give each `whole` parameter an owner. Frozen ones have no state, so they are packed by themselves.
-    owners: list[tuple[int, int]] = []  # (parameter, rank)
-    for trainable in (True, False):
-        whole = [i for i, param in enumerate(params) if param.whole and param.trainable == trainable]
-        owners += _packed_tightly(params, whole, cost, loads or [0] * world_size)
+    # 1. Give each `whole` parameter an owner.
     slices_of_rank: list[list[Slice]] = [[] for _ in range(world_size)]
     taken: dict[object, list[int]] = {}  # for each kind, the elements that each rank owns whole
-    for number, rank in owners:
+    for number, rank in _owners_of_whole(params, cost, loads or [0] * world_size):
         slices_of_rank[rank].append(Slice(number, 0, numels[number]))
         taken.setdefault(_kind(params[number]), [0] * world_size)[rank] += numels[number]
     # 2. Cut the others, each kind by itself, to fill up the ranks that own less.
@@ -423,6 +419,15 @@ def _levelled(
         for piece, rank in _cut_at(ends, members, numels, alignment):
             slices_of_rank[rank].append(piece)
     return Partition(tuple(numels), tuple(tuple(sorted(slices)) for slices in slices_of_rank))
+
+
+def _owners_of_whole(
+    params: Sequence[ParamSpec], cost: Callable[[ParamSpec], float], loads: Sequence[float]
+) -> Iterator[tuple[int, int]]:
+    """Yield each `whole` parameter with its owner. Frozen ones have no state, so pack them separately."""
+    for trainable in (True, False):
+        numbers = [i for i, param in enumerate(params) if param.whole and param.trainable == trainable]
+        yield from _packed_tightly(params, numbers, cost, loads)
 
 
 def _by_kind(params: Sequence[ParamSpec]) -> dict[object, list[int]]:

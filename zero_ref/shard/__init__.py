@@ -1,1 +1,1 @@
-"""What one rank holds: its parameters and slices, their gradients, and the optimizer that steps them."""
+"""The part of one rank: its parameters and slices, their gradients, and the optimizer that steps them."""

@@ -192,9 +192,20 @@ def _pieces_equal_wholes(
         optimizer_of([whole.tensor for whole in wholes]),
         *(optimizer_of([piece]) for whole in wholes for piece in whole.pieces),
     ]
+    # 2. Compare values and state.
+    return _stay_equal(wholes, optimizers, row, then) and _have_equal_state(wholes, optimizers)
+
+
+def _stay_equal(
+    wholes: Sequence[_Whole], optimizers: Sequence[Optimizer], row: torch.Tensor, then: Then
+) -> bool:
+    """Step tensors and pieces with the same gradients, then call `then`; return whether values stay equal.
+
+    Args:
+        row: random numbers, of which each gradient is a window.
+    """
     for optimizer in optimizers:
         switch(optimizer, "train")
-    # 2. Step all of them with the same gradients.
     for update in range(UPDATES):
         for whole in wholes:
             whole.set_gradient(row[64 * update :])
@@ -202,12 +213,13 @@ def _pieces_equal_wholes(
             optimizer.step()
         if not all(whole.equals_pieces() for whole in wholes):
             return False
-    # 3. Compare what `then` does to the values.
     for optimizer in optimizers:
         then(optimizer)
-    if not all(whole.equals_pieces() for whole in wholes):
-        return False
-    # 4. Compare the state.
+    return all(whole.equals_pieces() for whole in wholes)
+
+
+def _have_equal_state(wholes: Sequence[_Whole], optimizers: Sequence[Optimizer]) -> bool:
+    """Return whether the state of each tensor that has any is that of its pieces."""
     state = {param: of_param for optimizer in optimizers for param, of_param in optimizer.state.items()}
     return all(
         _states_are_equal(state[whole.tensor], [state[piece] for piece in whole.pieces], whole.tensor.shape)

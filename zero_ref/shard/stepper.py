@@ -327,6 +327,20 @@ class MergedStepper:
         self.inner.restore_gradients()
 
 
+def _unmerged_stepper(
+    owned: Sequence[OwnedSlice],
+    local: Optimizer | ForeignStep,
+    copies: Copies,
+    optim: Optimizer,
+    transfer: Casts | StatePlace,
+    used: set[int],
+) -> Stepper:
+    """Make the stepper that merges nothing: a `CopyStepper`, if there are copies. Args: as `CopyStepper`."""
+    if copies.slices:
+        return CopyStepper(owned, local, copies, optim, transfer, used)
+    return Stepper(owned, local)
+
+
 class Steppers:
     """The stepper of a rank's slices, chosen once.
 
@@ -371,9 +385,7 @@ class Steppers:
             local = foreign
             foreign.watch(optim, [*(own.local for own in owned), *(run.whole for run in runs)])
         # 3. Choose the stepper.
-        self.alone = Stepper(owned, local)
-        if copies.slices:
-            self.alone = CopyStepper(owned, local, copies, optim, transfer, used)
+        self.alone = _unmerged_stepper(owned, local, copies, optim, transfer, used)
         self.chosen: AnyStepper = MergedStepper(self.alone, self.small, self.shares) if runs else self.alone
 
     def unmerge(self) -> None:
