@@ -237,6 +237,7 @@ def time_at(probe: Path) -> float:
 
 
 def _name_of_owner(path: Path) -> str:
+    """Name the owner in words. Raises RuntimeError if the file is none of a job that saves."""
     try:
         return str(Owner.read(path))
     except DamagedError:

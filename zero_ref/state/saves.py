@@ -81,6 +81,7 @@ def sealed(value: Mapping[str, Any]) -> bytes:
 
 
 def _seal_of(body: bytes) -> bytes:
+    """The first line of a sealed file whose other lines are `body`."""
     return _SEAL + hashlib.sha256(body).hexdigest().encode() + b'",\n'
 
 

@@ -168,6 +168,7 @@ _KNOWN_DAMAGED: set[Path] = set()
 
 
 def _wait_for_pending(optimizer: ZeroRedundancyOptimizer) -> None:
+    """Complete the background save of this optimizer, if there is one. Collective."""
     pending = _PENDING.pop(optimizer, None)
     if pending is not None:
         pending.wait()
@@ -257,6 +258,7 @@ def _prepare_save(
 
 
 def _notes_as_json(notes: Mapping[str, Any] | None) -> str:
+    """Write the notes as JSON, with sorted keys, so that ranks can compare the text."""
     try:
         return json.dumps(notes or {}, sort_keys=True)
     except (TypeError, ValueError) as error:
