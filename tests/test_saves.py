@@ -51,7 +51,8 @@ def always(_: Mark) -> bool:
 
 
 def test_saves_are_numbered_on_and_a_number_is_not_given_twice(tmp_path: Path) -> None:
-    directory = tmp_path / "new" / "directory"
+    directory = tmp_path / "directory"
+    directory.mkdir()
     first, mark = new_save(directory, 2, {"pid": 7})
     assert (mark.number, mark.ranks, mark.owner, len(mark.id)) == (1, 2, {"pid": 7}, 32)
     assert Mark.read(first) == mark
@@ -103,7 +104,7 @@ def test_as_many_complete_saves_are_kept_and_what_came_to_no_end_goes(tmp_path: 
         saved(tmp_path, number)
     (tmp_path / "save-00000005" / "shard-0-of-2.json").unlink()
     newest = tmp_path / "save-00000006"
-    remove_old(newest, 2, always, damaged=["save-00000003"])
+    remove_old(newest, 2, always, damaged=[tmp_path / "save-00000003"])
     # 3 does not count, but is not older than what is kept; 5 is no save; 8 is newer.
     assert names_in(tmp_path) == [f"save-0000000{number}" for number in (2, 3, 6, 8)]
     remove_old(newest, 1, lambda mark: mark.number != 2)

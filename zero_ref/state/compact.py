@@ -1,8 +1,8 @@
-"""State dicts whose tensors lie in memory of their own, so that a file of them holds nothing else.
+"""State dicts whose tensors have memory of their own, so that a file of them contains nothing else.
 
-`torch.save` writes all the memory in which a tensor lies. In `minimal.py` each parameter has memory of its
-own. With `parameters_as_bucket_view=True` it is a view of a flat tensor, which has all parameters of its
-owner, so that a file of a part of the model is about as large as one of the whole.
+`torch.save` writes the whole storage of which a tensor is a view. In `minimal.py` each parameter has memory
+of its own. With `parameters_as_bucket_view=True` a parameter is a view of a flat tensor that has all
+parameters of its owner, so a file of a part of the model is about as large as a file of the whole model.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 
 import torch
 
-State = TypeVar("State", bound="dict[Any, Any] | list[Any] | tuple[Any, ...] | torch.Tensor")
+StateDict = TypeVar("StateDict", bound="dict[Any, Any] | list[Any] | tuple[Any, ...] | torch.Tensor")
 
 
 @torch.no_grad()
-def compact(state_dict: State) -> State:
-    """The same state dict, whose tensors have memory of their own, and no more than they need.
+def compact(state_dict: StateDict) -> StateDict:
+    """Copy a state dict so that its tensors have memory of their own, and no more than they need.
 
     >>> torch.save(compact(model.head.state_dict()), "head.pt")                            # doctest: +SKIP
 
-    Tensors that fill their memory stay as they are, others are copied. Those that overlap, as tied weights
-    do, overlap in the result too. (`copy.deepcopy` of a module copies its parameters in the same way.)
+    Tensors that fill their memory stay as they are, and others are copied. Tensors that overlap, as tied
+    weights do, overlap in the result too. (`copy.deepcopy` copies a module's parameters in the same way.)
 
     >>> flat = torch.arange(1000.0)
     >>> weight = compact({"weight": flat[4:6]})["weight"]
@@ -31,10 +31,10 @@ def compact(state_dict: State) -> State:
     (tensor([4., 5.]), 8)
 
     Args:
-        state_dict: that of a module or optimizer, or dicts, lists and tuples of tensors.
+        state_dict: the state dict of a module or optimizer, or dicts, lists and tuples of tensors.
     Returns:
-        Containers of the same types, with the metadata of a module's state dict. What they hold beside dense
-        tensors (sparse ones, tensor subclasses, numbers) is what `state_dict` holds.
+        Containers of the same types, with the metadata of a module's state dict. All else than dense tensors
+        (sparse tensors, tensor subclasses, numbers) is shared with `state_dict`.
     Raises:
         TypeError: `state_dict` is something else, such as a module.
     """
@@ -42,18 +42,21 @@ def compact(state_dict: State) -> State:
         raise TypeError(
             f"compact takes a state dict, not {type(state_dict).__name__}: pass what state_dict() returns."
         )
-    of_memory: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+    # 1. Collect the tensors of each storage. Views of one storage with different dtypes are kept apart.
+    tensors_of_storage: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
     for tensor in _tensors_in(state_dict):
-        of_memory.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), []).append(tensor)
+        tensors_of_storage.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), []).append(tensor)
+    # 2. Move tensors that overlap together: id of a tensor -> the tensor that replaces it.
     moved: dict[int, torch.Tensor] = {}
-    for tensors in of_memory.values():
-        for overlapping in _runs(tensors):
-            moved |= {id(tensor): new for tensor, new in zip(overlapping, _own_memory(overlapping))}
+    for tensors in tensors_of_storage.values():
+        for overlapping in _overlapping(tensors):
+            moved |= {id(tensor): new for tensor, new in zip(overlapping, _with_own_memory(overlapping))}
+    # 3. Make the same containers with the moved tensors.
     return _with_tensors(state_dict, moved)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The dense tensors of no special class in a structure."""
+    """Find the dense tensors in a structure, without tensor subclasses."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         if value.layout == torch.strided and not value.is_meta:
             yield value
@@ -63,37 +66,40 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _extent(tensor: torch.Tensor) -> range:
-    """The places of a tensor's memory from its first element to its last."""
+    """The range in the storage, in elements, from a tensor's first element to its last."""
     start = tensor.storage_offset()
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
     return range(start, start + length if tensor.numel() else start)
 
 
-def _runs(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors of one memory, those that overlap together."""
-    runs: list[list[torch.Tensor]] = []
-    stop = 0
+def _overlapping(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Divide the tensors of one storage into groups, so that tensors of different groups do not overlap."""
+    groups: list[list[torch.Tensor]] = []
+    stop = 0  # the end of the last group
     for tensor in sorted(tensors, key=lambda one: _extent(one).start):
         extent = _extent(tensor)
-        if runs and extent.start < stop:
-            runs[-1].append(tensor)
+        if groups and extent.start < stop:
+            groups[-1].append(tensor)
         else:
-            runs.append([tensor])
+            groups.append([tensor])
         stop = max(stop, extent.stop)
-    return runs
+    return groups
 
 
-def _own_memory(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors that overlap, in memory that has nothing but them."""
+def _with_own_memory(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors that overlap into memory that contains nothing else."""
     first, storage = tensors[0], tensors[0].untyped_storage()
     places = {(one.storage_offset(), one.size(), one.stride()) for one in tensors}
     start, stop = first.storage_offset(), max(_extent(one).stop for one in tensors)
+    # The storage contains nothing else already.
     if (stop - start) * first.itemsize == storage.nbytes():
         return tensors
     if len(places) == 1:
-        copied = first.detach().clone()  # without gaps that the tensor may have in memory
+        # All are the same tensor, as tied weights are. A clone leaves out gaps between its elements.
+        copied = first.detach().clone()
         views = [copied.detach() for _ in tensors]
     else:
+        # They overlap in part, so copy the range that they cover, with any gaps.
         memory = first.detach().as_strided((stop - start,), (1,)).clone()
         views = [memory.as_strided(one.size(), one.stride(), one.storage_offset() - start) for one in tensors]
     return [
@@ -103,12 +109,14 @@ def _own_memory(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _with_tensors(value: Any, moved: dict[int, torch.Tensor]) -> Any:
-    """A structure with other tensors in place of those of these ids."""
+    """Copy a structure, with the tensors `moved` in place of the tensors with these ids."""
     if isinstance(value, dict):
-        new = copy.copy(value)  # a module's has its metadata as an attribute
+        # The state dict of a module has its metadata as an attribute, which a new dict would lose.
+        new = copy.copy(value)
         new.update({key: _with_tensors(item, moved) for key, item in value.items()})
         return new
     if isinstance(value, (list, tuple)):
         items = [_with_tensors(item, moved) for item in value]
+        # A NamedTuple takes its items as arguments.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return moved.get(id(value), value)

@@ -1,16 +1,19 @@
-"""The contents of a sharded checkpoint: named flat tensors, and JSON. Nothing is sent here.
+"""The contents of a sharded checkpoint: named flat tensors, and JSON. Nothing here communicates.
 
-This module adds to `state_dict` of `minimal.py` a form of which each rank makes and takes only its own part.
+This module adds to `state_dict` of `minimal.py` a form of which each rank writes and reads only its own part.
 Tensors are stored flat, in the order of the parameter's memory: "parameters.<name>" and "state.<name>.<key>",
-with a number in place of the name where the optimizer has no names. A rank stores the ranges that it owns.
-All else is JSON, the "contents" in each rank's table:
+with a number in place of the name if the optimizer has no names. A rank stores the ranges that it owns. All
+else is JSON, the "contents" in each rank's table:
 
-    state           a `entries.Entry` for each value of this rank's state
-    parameters      of rank 0 only, as what follows: shape, strides and dtype, in registration order
+    state           an `entries.Entry` for each value of this rank's state
+
+and in the table of rank 0 also
+
+    parameters      shape, strides and dtype of each parameter, in registration order
     param_groups    as in a state dict
-    notes           the user's
+    notes           what the user passed to `save_sharded`
 
-`ranges_to_save` and `contents_of` make the tensors and the JSON, `Contents` checks the JSON of all ranks,
+`ranges_to_save` and `contents_of` make the tensors and the JSON, `Contents` checks the JSON of all ranks, and
 `LoadedShard` reads the ranges that this rank will own.
 """
 
@@ -39,8 +42,10 @@ def ranges_to_save(
     """Collect this rank's ranges of the stored tensors, and the entries of its state.
 
     Args:
-        parameters: the owned slices of the parameters too.
-        as_copies: in CPU memory, so that training may go on.
+        parameters: collect the owned slices of the parameters too.
+        as_copies: copy the ranges to CPU memory, so that training may go on.
+    Returns:
+        The ranges by the name of their tensor, and the entries.
     Raises:
         TypeError: as `entries.pack`.
     """
@@ -48,6 +53,7 @@ def ranges_to_save(
     labels = _labels_of(optimizer.param_groups)
     ranges: dict[str, Ranges] = {}
     entries = []
+    # 1. The state. Numbers are in the entry itself; only a tensor has a flat range.
     for entry, flat in packed:
         entries.append(entry)
         if flat is not None:
@@ -55,6 +61,7 @@ def ranges_to_save(
             numel = flat.numel() if "shape" in entry else optimizer.partition.numels[entry["param"]]
             name = name_of_state(labels[entry["param"]], entry["key"])
             _add_range(ranges, name, numel, entry.get("start", 0), flat, as_copies)
+    # 2. The parameters. Frozen ones have owners, too.
     for own in optimizer.shard.owned if parameters else ():
         name = name_of_param(labels[own.piece.param])
         _add_range(ranges, name, own.param.numel(), own.piece.start, flat_view(own.window), as_copies)
@@ -64,16 +71,16 @@ def ranges_to_save(
 def _add_range(
     to: dict[str, Ranges], name: str, numel: int, start: int, flat: torch.Tensor, as_copy: bool = False
 ) -> None:
-    """Add a range of the tensor of that name, which has `numel` elements."""
+    """Add a range, whose first element is number `start` of the `numel` elements of the tensor `name`."""
     flat = flat.to("cpu", copy=True) if as_copy else flat
     to.setdefault(name, Ranges({}, numel)).pieces[start] = flat
 
 
 def contents_of(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """Describe, as JSON, the contents that all ranks know.
+    """Describe as JSON what all ranks know alike, so that rank 0 alone stores it.
 
     Raises:
-        TypeError: an option of a parameter group cannot be expressed.
+        TypeError: an option of a parameter group cannot be expressed in JSON.
     """
     return {
         "parameters": [
@@ -88,10 +95,15 @@ def contents_of(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
 
 
 def _labels_of(param_groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The parameters' names in the files: their own, or numbers where names do not tell them apart."""
-    numbers = [str(number) for number in range(sum(len(group["params"]) for group in param_groups))]
-    names = [name for group in param_groups for name in group.get("param_names", ())]
-    return names if len(set(names)) == len(numbers) else numbers
+    """Give each parameter its name in the files: its own, or its number if names do not tell all apart."""
+    names: list[str] = []
+    count = 0
+    for group in param_groups:
+        names += group.get("param_names", ())
+        count += len(group["params"])
+    if len(set(names)) == count:
+        return names
+    return [*map(str, range(count))]
 
 
 def name_of_param(label: str) -> str:
@@ -108,27 +120,30 @@ class Contents:
     """The optimizer that all ranks' tables together describe, with tensors on "meta": no value is read.
 
     Attributes:
-        stored: by name, the tensors in the files.
-        params, labels: the parameters, and their names in the files.
-        state_dict: as of the unsharded optimizer.
-        notes: the user's.
+        stored: the tensors in the files, by name.
+        params: the parameters, in registration order.
+        labels: the parameters' names in the files.
+        state_dict: the state dict that the optimizer without shards would have.
+        notes: what the user passed to `save_sharded`.
     Raises:
-        DamagedError: the tables contradict themselves, or are of another program; names the file.
+        DamagedError: the tables contradict themselves, or were written by another program; names the file.
     """
 
     def __init__(self, reader: ShardReader) -> None:
         self.stored = reader.tensors
         contents_of_rank = [table["contents"] for table in reader.tables]
-        # Parameters, groups and notes stand in rank 0's table, the state of its slices in each rank's own.
+        # 1. Parameters, groups and notes are in rank 0's table.
         with damage_in(reader.path_of_table(0)):
-            self._take_common(contents_of_rank[0])
+            self._read_common(contents_of_rank[0])
+        # 2. The state of a rank's slices is in the rank's own table. (parameter, key) -> the step count there
         counts: dict[tuple[int, str], Any] = {}
         for rank, contents in enumerate(contents_of_rank):
             with damage_in(reader.path_of_table(rank)):
                 for entry in contents["state"]:
-                    self._take_entry(entry, counts)
+                    self._add_entry(entry, counts)
 
-    def _take_common(self, contents: Mapping[str, Any]) -> None:
+    def _read_common(self, contents: Mapping[str, Any]) -> None:
+        """Read and check what rank 0 has stored for all: parameters, groups and notes."""
         self.params = [
             torch.empty_strided(p["shape"], p["strides"], dtype=dtype_of(p["dtype"]), device="meta")
             for p in contents["parameters"]
@@ -136,6 +151,7 @@ class Contents:
         groups = [
             {key: _from_json(value) for key, value in group.items()} for group in contents["param_groups"]
         ]
+        # A state dict numbers the parameters through its groups: they must list each number once, in order.
         numbers = [number for group in groups for number in group["params"]]
         if numbers != list(range(len(self.params))):
             raise ValueError(f"there are {len(self.params)} parameters, but groups of {numbers}")
@@ -147,17 +163,20 @@ class Contents:
         self.notes = dict(contents["notes"])
         self.state_dict: dict[str, Any] = {"state": {}, "param_groups": groups}
 
-    def _take_entry(self, entry: Entry, counts: dict[tuple[int, str], Any]) -> None:
+    def _add_entry(self, entry: Entry, counts: dict[tuple[int, str], Any]) -> None:
         """Check one value of the state, and add it to the state dict.
 
         Args:
-            counts: the step counts of the entries before, by parameter and key. This entry's is added.
+            entry: describes the value; a tensor's elements are in the data file.
+            counts: the step counts of earlier entries, by parameter and key; this entry's count is added.
         """
+        # 1. The entry must describe a value of a parameter that there is.
         number, key = entry["param"], entry["key"]
         if type(number) is not int or not 0 <= number < len(self.params):
             raise ValueError(f"a state of parameter {number!r}; there are {len(self.params)}")
         if not isinstance(entry.get("value"), (int, float, str, type(None))):
             raise TypeError(f"{key!r} of parameter {self.labels[number]} is {entry['value']!r}")
+        # 2. Each slice of a parameter has a step count of its own, and all of them must be equal.
         if key in checkpoint.SCALARS and "value" in entry:
             count = counts.setdefault((number, key), entry["value"])
             if repr(count) != repr(entry["value"]):
@@ -165,6 +184,7 @@ class Contents:
                     f"{key!r} of parameter {self.labels[number]} is {entry['value']} here and {count} for "
                     "another slice, but the slices of a parameter step together"
                 )
+        # 3. Add the value, or a tensor on "meta", which must be in the files.
         of_param = self.state_dict["state"].setdefault(number, {})
         if "value" not in entry:
             entry = {**entry, "device": "meta"}
@@ -176,6 +196,7 @@ class Contents:
         return name_of_param(self.labels[number]) in self.stored
 
     def _check_stored(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that its table and the files describe differently."""
         stored = self.stored[name]
         if (stored.numel, stored.dtype) != (tensor.numel(), tensor.dtype):
             raise ValueError(
@@ -186,14 +207,16 @@ class Contents:
     def check_fits(self, optimizer: ZeroRedundancyOptimizer, parameters: bool) -> list[str]:
         """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
 
-        The groups of `state_dict` are then in the order of the optimizer's groups.
+        Afterwards the groups of `state_dict` are in the order of the optimizer's groups.
 
         Raises:
-            ValueError: other groups, names or shapes, or no values where `parameters` are wanted; names the
-                parameter.
+            ValueError: groups, names or shapes differ, or `parameters` are wanted and their values were not
+                saved; names the parameter.
         """
+        # 1. Check the groups and their options, as for any state dict.
         self.state_dict = checkpoint.arranged(self.state_dict, optimizer.param_groups)
         facts = checkpoint.check_fits(self.state_dict, optimizer.param_groups, optimizer.optim)
+        # 2. Check each parameter. `ids` are the checkpoint's numbers of the optimizer's parameters.
         ids = checkpoint.saved_ids(self.state_dict)
         for number, (id_, ours) in enumerate(zip(ids, optimizer.built.params, strict=True)):
             theirs = self.params[id_]
@@ -215,7 +238,8 @@ class LoadedShard:
     """The part of a checkpoint that this rank will own, read into CPU memory.
 
     Attributes:
-        state: by position in the optimizer's owned slices, as from `checkpoint.shard_of`.
+        state: the state of each slice, by its position in the optimizer's owned slices, as
+            `checkpoint.shard_of` returns it.
         parameters: each owned slice with the values to write into it; empty if parameters are not wanted.
     """
 
@@ -225,10 +249,14 @@ class LoadedShard:
         self.state: State = {}
         self.parameters: list[tuple[OwnedSlice, torch.Tensor]] = []
         self._contents = contents
+        # The ranges to read, by the name of their tensor, with memory for them.
         self._ranges: dict[str, Ranges] = {}
+        # Tensors that are read whole because they were saved with other strides, by name.
         self._wholes: dict[str, torch.Tensor] = {}
+        # (values to fill, the whole tensor, the slice that the values are of)
         self._reordered: list[tuple[torch.Tensor, torch.Tensor, OwnedSlice]] = []
-        # First allocate all that this rank will own, and note which ranges of the files it needs.
+
+        # 1. Allocate all that this rank will own, and note which ranges of the files it needs.
         saved_state = contents.state_dict["state"]
         ids = checkpoint.saved_ids(contents.state_dict)
         for position, own in enumerate(optimizer.shard.owned):
@@ -243,35 +271,41 @@ class LoadedShard:
             if parameters:
                 name = name_of_param(contents.labels[number])
                 self.parameters.append((own, self._allocate_slice(own, name, contents.params[number])))
-        # Then read the files once, in their order.
+        # 2. Read the files once, in their order.
         reader.read(self._ranges)
+        # 3. Take the slices out of the tensors that had to be read whole.
         for flat, whole, own in self._reordered:
             flat.copy_(flat_like(whole, own.param)[own.piece.start : own.piece.stop])
+        # 4. A checkpoint may have been saved with masters and loaded without, or the other way round.
         self._keep_wider_values(optimizer.shard.masters, stateless=not saved_state)
 
     def _keep_wider_values(self, masters: Masters | None, stateless: bool) -> None:
-        """Make masters of parameters that were saved in the masters' dtype, and parameters of such masters.
+        """Use parameters saved in the masters' dtype as masters, or saved masters as such parameters.
 
         A parameter without state was never stepped, unless the optimizer is `stateless`. Its master begins
         with the parameter's value, as at construction: see `Shard.state`.
         """
         for position, (own, values) in enumerate(self.parameters):
             saved = self.state.get(position, {})
+            # This optimizer keeps a master. The checkpoint has none, but the parameter in the master's dtype.
             if own.is_master and MASTER not in saved and values.dtype == own.local.dtype:
                 assert masters is not None
                 if saved or stateless:
                     self.state[position] = {**saved, MASTER: values}
                     values = masters.rounded(values, own.param.dtype, own.piece.start)
+            # The other way round: the saved parameter was only the rounded master.
             elif not own.is_master and MASTER in saved and saved[MASTER].dtype == own.param.dtype:
                 values = saved[MASTER]
             self.parameters[position] = own, values
 
     def _allocate(self, own: OwnedSlice, number: int, key: str, value: Any) -> Any:
-        """Take a value of the state for this slice; the elements of a tensor are still to be read."""
+        """Make a value of this slice's state; the elements of a tensor are still to be read."""
         if not isinstance(value, torch.Tensor):
             return value
+        # A step count was in the table. Each slice counts its own steps, so slices share no tensor.
         if not value.is_meta:
-            return value.clone()  # each slice counts its own steps
+            return value.clone()
+        # A moment has the parameter's shape, so this rank needs its slice. Other tensors it needs whole.
         name = name_of_state(self._contents.labels[number], key)
         if value.shape == self._contents.params[number].shape and not subclasses.is_within(key):
             return self._allocate_slice(own, name, value)
@@ -280,11 +314,13 @@ class LoadedShard:
         return whole
 
     def _allocate_slice(self, own: OwnedSlice, name: str, saved: torch.Tensor) -> torch.Tensor:
+        """Allocate this slice of a tensor that was saved with the shape of its parameter."""
         values = torch.empty_like(own.local, dtype=saved.dtype, device="cpu", requires_grad=False)
         if saved.stride() == own.param.stride():
             _add_range(self._ranges, name, saved.numel(), own.piece.start, flat_view(values))
             return values
-        # It was saved with other strides, as with channels_last, so the slice is scattered over the file.
+        # The tensor was saved with other strides, as with channels_last, so the elements of the slice are
+        # scattered over the file: read the whole tensor, once for all slices of the parameter.
         if name not in self._wholes:
             self._wholes[name] = torch.empty_strided(saved.shape, saved.stride(), dtype=saved.dtype)
             _add_range(self._ranges, name, saved.numel(), 0, flat_view(self._wholes[name]))
@@ -293,6 +329,7 @@ class LoadedShard:
 
 
 def _to_json(value: Any, option: str) -> Any:
+    """Express an option's value in JSON, which has no tensors and no tuples: both become dicts."""
     if isinstance(value, torch.Tensor):
         return {"tensor": value.tolist(), "dtype": dtype_name(value.dtype)}
     if isinstance(value, (tuple, list)):
@@ -307,6 +344,7 @@ def _to_json(value: Any, option: str) -> Any:
 
 
 def _from_json(value: Any) -> Any:
+    """Make the value from which `_to_json` made this one."""
     if isinstance(value, list):
         return [_from_json(item) for item in value]
     if not isinstance(value, dict):

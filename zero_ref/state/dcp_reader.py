@@ -1,7 +1,7 @@
 """Storage readers with which torch.distributed.checkpoint (DCP) reads what `save_sharded` wrote.
 
-This module adds to `minimal.py` that a program without this package's optimizer, such as one with
-`fully_shard`, goes on from a sharded save at any world size.
+This module adds to `minimal.py` that a program without this package's optimizer, such as a program with
+`fully_shard`, continues from a sharded save at any world size.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from zero_ref.state.saves import name_of
 from zero_ref.state.sharded import Directory, newest_intact
 
 
-class Stored(NamedTuple):
+class StoredBox(NamedTuple):
     """A box of a tensor, and the piece in which its elements lie.
 
     Args:
-        strides: of the tensor, whose element at `index` has the number sum(index * strides).
+        strides: the tensor's strides. Its element at `index` has the number sum(index * strides).
     """
 
     piece: Piece
@@ -55,10 +55,10 @@ class FlatReader(FileSystemReader):
     >>> dcp.load({"parameters.up.weight": weight}, storage_reader=FlatReader(folder))      # doctest: +SKIP
 
     Args:
-        folder: of one save.
+        folder: the folder of a save.
         tables: from `read_tables`, if they have been read.
     Raises:
-        ValueError: the save is damaged, which names the file.
+        ValueError: the save is damaged; names the file.
     """
 
     def __init__(self, folder: Path, tables: Sequence[Table] | None = None) -> None:
@@ -66,7 +66,8 @@ class FlatReader(FileSystemReader):
         self.files = ShardReader(folder, tables)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The tensors, and where their pieces are."""
+        """Describe the tensors, and say where their pieces are."""
+        # A piece is a chunk for DCP, and a box with one dimension here.
         stored: dict[str, Any] = {}
         places: dict[MetadataIndex, Any] = {}
         for name, tensor in self.files.tensors.items():
@@ -74,14 +75,15 @@ class FlatReader(FileSystemReader):
             for piece in tensor.pieces.values():
                 box = Box((piece.start,), (piece.numel,), piece.start)
                 chunks.append(chunk(box))
-                places[MetadataIndex(name, chunks[-1].offsets)] = Stored(piece, box, (1,))
+                places[MetadataIndex(name, chunks[-1].offsets)] = StoredBox(piece, box, (1,))
             properties = TensorProperties(dtype=tensor.dtype)
             stored[name] = TensorStorageMetadata(properties, torch.Size([tensor.numel]), chunks)
         return Metadata(stored, storage_data=places)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for, each file at once."""
-        requests: list[tuple[Stored, ReadItem]] = sorted(
+        """Read what the plan asks for."""
+        # Each file is opened once, and read from front to back.
+        requests: list[tuple[StoredBox, ReadItem]] = sorted(
             ((self.storage_data[item.storage_index], item) for item in plan.items),
             key=lambda request: (request[0].piece.path, request[0].piece.offset),
         )
@@ -91,6 +93,7 @@ class FlatReader(FileSystemReader):
                     target = planner.resolve_tensor(item).detach()
                     _read_part(file, stored, item, target)
                     planner.commit_tensor(item, target)
+        # DCP waits for a future. Here everything has been read already.
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -103,18 +106,19 @@ class DCPReader(FlatReader):
     ...                                                                                    # doctest: +SKIP
     >>> dcp.load(state, storage_reader=DCPReader("run7/checkpoint"))                       # doctest: +SKIP
 
-    The keys are "model.<name>", "optim.state.<name>.<key>" and "optim.param_groups.<number>.<option>". Where
-    the optimizer kept masters, they are the model's values: in 32 bits, and rounded by a model in 16 bits.
-    Buffers of the model are not in the save.
+    The keys are "model.<name>", "optim.state.<name>.<key>" and "optim.param_groups.<number>.<option>". If the
+    optimizer kept masters, these are the model's values, in 32 bits; a model in 16 bits rounds them. Buffers
+    of the model are not in the save.
 
     Args:
-        directory: what was passed to `save_sharded`.
+        directory: the directory that was passed to `save_sharded`.
         names: the names of the parameters in the order of their registration, if the optimizer was built
-            without them or on a model with other ones. None for those in the save.
-        save: as in `load_sharded`. None for the newest that is complete; nobody may be saving meanwhile.
+            without names or on a model with other names; None to use the names in the save.
+        save: as in `load_sharded`; None for the newest complete save. No job may be saving meanwhile.
     Raises:
-        FileNotFoundError: there is no complete checkpoint, or not this one.
-        ValueError: it is damaged, which names the file; or there is another number of names.
+        FileNotFoundError: there is no complete checkpoint, or not the one that `save` names.
+        ValueError: the checkpoint is damaged, and the file is named; or it has another number of parameters
+            than there are names.
     """
 
     def __init__(
@@ -127,16 +131,22 @@ class DCPReader(FlatReader):
         labels = self._contents.labels
         self.names = [checkpoint.plain_name(label) for label in labels] if names is None else names
         if len(self.names) != len(labels):
-            raise ValueError(f"{len(self.names)} names, and the save has {len(labels)} parameters")
+            raise ValueError(
+                f"{len(self.names)} names, and the save has {len(labels)} parameters. Pass one name for each "
+                "parameter, in the order of registration."
+            )
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The tensors and values of the save, by DCP's keys."""
+        """Describe the tensors and values of the save, by DCP's keys."""
         stored: dict[str, Any] = {}
+        # Where DCP finds each chunk: a `StoredBox`, or the value itself if it was in a table.
         places: dict[MetadataIndex, Any] = {}
+        # From DCP's flat keys back to the keys of nested dicts.
         paths: dict[str, tuple[str | int, ...]] = {}
         for path, value, flat_name in self._values():
             name = ".".join(map(str, path))
             paths[name] = path
+            # DCP keeps all else than tensors as bytes, which `read_data` makes when they are asked for.
             if not isinstance(value, torch.Tensor):
                 stored[name], places[MetadataIndex(name)] = BytesStorageMetadata(), value
                 continue
@@ -148,11 +158,11 @@ class DCPReader(FlatReader):
         return Metadata(stored, planner_data=paths, storage_data=places)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for; what is in the tables is here already."""
+        """Read what the plan asks for from the files, and give it the values that were in the tables."""
         in_files = []
         for item in plan.items:
             place = self.storage_data[item.storage_index]
-            if isinstance(place, Stored):
+            if isinstance(place, StoredBox):
                 in_files.append(item)
             elif item.type == LoadItemType.TENSOR:
                 target = planner.resolve_tensor(item).detach().copy_(place)
@@ -164,38 +174,46 @@ class DCPReader(FlatReader):
         return super().read_data(replace(plan, items=in_files), planner)
 
     def _values(self) -> Iterator[tuple[tuple[str | int, ...], Any, str]]:
-        """DCP's path to each value, the value, and the name of its elements if it is on "meta"."""
+        """Give DCP's path to each value, the value, and the name of its elements in the files.
+
+        A tensor is on "meta" if its elements are in the files. The name of other values is empty or not used.
+        """
         contents = self._contents
         for number, (name, label) in enumerate(zip(self.names, contents.labels, strict=True)):
+            # 1. The state, without the parts of tensor subclasses, which no plain optimizer would ask for.
             state = contents.state_dict["state"].get(number, {})
             for key, value in state.items():
                 if not subclasses.is_within(key):
                     yield ("optim", "state", name, key), value, name_of_state(label, key)
+            # 2. The parameter's value. The master is more accurate than the rounded parameter.
             if MASTER in state:
                 yield ("model", name), state[MASTER], name_of_state(label, MASTER)
             elif contents.has_values(number):
                 yield ("model", name), contents.params[number], name_of_param(label)
+        # 3. The options. DCP lists the parameters of a group by their names.
         for index, group in enumerate(contents.state_dict["param_groups"]):
             for option, value in group.items():
                 named = [self.names[number] for number in value] if option == "params" else value
                 yield ("optim", "param_groups", index, option), named, ""
 
     def _boxes(self, value: torch.Tensor, flat_name: str) -> Iterator[tuple[Box, Any]]:
-        """The boxes that a tensor is stored in, and where each is: in a file, or as the value itself."""
+        """Give the boxes in which a tensor is stored, each with a `StoredBox`, or with the value itself."""
         if not value.is_meta:
             yield Box((0,) * value.ndim, tuple(value.shape), 0), value
             return
         for piece in self.files.tensors[flat_name].pieces.values():
             for box in boxes_in_memory(piece.start, piece.start + piece.numel, value.shape, value.stride()):
-                yield box, Stored(piece, box, value.stride())
+                yield box, StoredBox(piece, box, value.stride())
 
 
-def _read_part(file: IO[bytes], stored: Stored, item: ReadItem, target: torch.Tensor) -> None:
-    """Read a part of a box into `target`; of a part whose elements are scattered, also what lies between."""
+def _read_part(file: IO[bytes], stored: StoredBox, item: ReadItem, target: torch.Tensor) -> None:
+    """Read a part of a box into `target`. If its elements are scattered, read those between them, too."""
+    # 1. Find the part's first element in the piece, and how many elements lie from there to its last.
     piece, box, strides = stored
     index = [begin + within for begin, within in zip(box.offsets, item.storage_offsets)]
     first = sum(at * stride for at, stride in zip(index, strides)) - piece.start
     numel = 1 + sum((length - 1) * stride for length, stride in zip(item.lengths, strides))
+    # 2. Read straight into the target if it has the part's elements in the same order, else into a buffer.
     in_file = torch.empty(numel, dtype=piece.dtype, device="meta").as_strided(item.lengths, strides)
     direct = target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
     buffer = target if direct and in_file.is_contiguous() else torch.empty(numel, dtype=piece.dtype)

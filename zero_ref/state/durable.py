@@ -8,7 +8,6 @@ sync all of them.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import stat
 from collections.abc import Iterator
@@ -17,19 +16,21 @@ from typing import IO
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it that are missing, and sync the one above each."""
-    missing = list(itertools.takewhile(lambda folder: not folder.exists(), [path, *path.parents]))
+    """Make a directory and all missing ones above it, and sync the folder above each new one."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for made in missing:
-        sync_folder(made.parent)
+    # The entry of a new folder is in the folder above it, so that one is synced.
+    for folder in missing:
+        sync_folder(folder.parent)
 
 
 @contextlib.contextmanager
 def writing(path: Path, mode: str = "xb") -> Iterator[IO[bytes]]:
-    """A new file, synced when the context ends.
+    """Open a new file to write to it, and sync the file when the context ends.
 
     Raises:
-        OSError: such as for a full disk; always names the file.
+        FileExistsError: the file exists, and `mode` is "xb".
+        OSError: the file cannot be written, such as for a full disk; always names the file.
     """
     try:
         with open(path, mode) as file:
@@ -37,26 +38,29 @@ def writing(path: Path, mode: str = "xb") -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        if error.filename is None:  # as of a full disk
+        # Python names the file when it cannot be opened, but not when the disk is full.
+        if error.filename is None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that replaces another one of the same name by one rename, when it is complete and synced.
+    """Open a file that gets its name by one rename when it is complete and synced; it may replace another.
 
     An interruption leaves at most a file of that name with `.part` added.
     """
     part = path.with_name(path.name + ".part")
     with writing(part, "wb") as file:
         yield file
+    # The content is on the disk before the name is: otherwise a loss of power could leave an empty file.
     part.replace(path)
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
     """Sync a folder, so that its files are found after a loss of power. Does nothing on Windows."""
+    # Windows cannot open a folder.
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -70,8 +74,8 @@ def open_regular(path: Path) -> IO[bytes]:
     """Open a regular file to read it, unbuffered; opening a pipe or a device might wait for ever.
 
     Raises:
-        OSError: it cannot be opened.
-        ValueError: it is no regular file.
+        OSError: the file cannot be opened.
+        ValueError: the file is a pipe, a device or a folder.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path} is no regular file")
@@ -79,20 +83,23 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def _without_waiting(path: str, flags: int) -> int:
+    # A pipe may have replaced the file since it was looked at. On a regular file the flags have no effect.
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """The contents of a regular file of at most `limit` bytes.
+    """Read the whole of a regular file of at most `limit` bytes.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no regular file, or larger.
+        OSError: the file cannot be read.
+        ValueError: the file is larger, or a pipe, a device or a folder.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise ValueError(f"{path} has {size} bytes; at most {limit} were expected")
+        # One read may return less than was asked for. The byte above `size` shows that the file has grown: no
+        # seal fits then, and reading ends even if another process goes on writing.
         data = b""
         while len(data) <= size and (part := file.read(size + 1 - len(data))):
             data += part

@@ -1,17 +1,18 @@
 """The two files of each rank of a sharded checkpoint: flat tensors by name, each in any number of pieces.
 
 This module adds to `minimal.py`, which writes no files, that any range of a tensor can be read again, at any
-world size, and that damage is found. A rank's data file is its tensors, end to end. Its table says where each
-piece lies, and has the SHA-256 of each MiB of it, so that reading a range checks the blocks that it touches.
-A table also names its save and its rank, so that no file can be taken for another one. Only numbers and JSON
-are stored: reading executes nothing, whatever the files contain, and nothing that a table claims is believed
-before it fits the files' sizes. `saves.py` shows the folder, `contents.py` gives the tensors their meaning.
+world size, and that damage is found. A rank's data file contains its tensors, end to end. The rank's table
+says where each piece lies, and has the SHA-256 of each MiB of the piece, so that reading a range checks the
+blocks that the range touches. A table also names its save and its rank, so that no file can be taken for
+another one. Only numbers and JSON are stored: reading executes nothing, whatever the files contain, and
+nothing that a table claims is believed before it fits the files' sizes. `saves.py` shows the folder, and
+`contents.py` gives the tensors their meaning.
 
 The library safetensors stores tensors in the same way, without checksums, and is not used. Measured with its
 version 0.8.0: it has no complex128. It copies tensors of an accelerator to the CPU all at once, which takes
 430 MB for a state of 500 MB (here 72 MB, one tensor at a time). An error for a full disk is no OSError and
 does not name the file. It reads through mmap: a file that becomes shorter ends the process by SIGBUS, where
-here all ranks raise. And the checksums need the same bytes once more.
+here all ranks raise. And the checksums would need to read the same bytes once more.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,21 +43,21 @@ from zero_ref.state.saves import (
 )
 
 BLOCK_NBYTES = 2**20
-"""A checksum covers a block of so many bytes of a piece; the last block of a piece may be smaller."""
+"""The bytes of a piece that one checksum covers; the last block of a piece may be smaller."""
 
 TABLE_NBYTES = 2**26
-"""A table is no larger than this, or than the data it describes. A larger file is not read."""
+"""The most bytes that a table may have, unless its data file has more. A larger table is not read."""
 
 Table = dict[str, Any]
-"""A rank's JSON file: the pieces of its "tensors", and the "contents" that `ShardWriter` was given."""
+"""The JSON in a rank's table: the pieces of its "tensors", and the "contents" given to `ShardWriter`."""
 
 
 class Ranges(NamedTuple):
     """The ranges of a flat tensor that this rank writes, or fills.
 
     Args:
-        pieces: by the number of their first element, 1-D tensors of one dtype, at least one.
-        numel: of the whole tensor.
+        pieces: one or more 1-D tensors of one dtype, by the number of their first element.
+        numel: elements of the whole tensor.
     """
 
     pieces: dict[int, torch.Tensor]
@@ -63,12 +65,12 @@ class Ranges(NamedTuple):
 
 
 class ShardWriter:
-    """Writes the two files of one rank: `write_data` its tensors, then `finish` its table.
+    """Writes the two files of one rank: first `write_data` the tensors, then `finish` the table.
 
     Args:
-        folder: of the save; it exists.
+        folder: the save's folder, which exists.
         contents: whatever JSON can express, to be stored in the table.
-        save: the identity of the save, from its mark.
+        save: the `id` in the save's mark.
     """
 
     def __init__(
@@ -83,20 +85,24 @@ class ShardWriter:
         self.finish(*self.write_data(tensors))
 
     def write_data(self, tensors: Mapping[str, Ranges]) -> tuple[dict[str, Any], int]:
-        """Write the pieces of the tensors end to end; return what the table says of them, and their bytes."""
+        """Write the pieces of the tensors end to end.
+
+        Returns:
+            The "tensors" of the table, and the bytes of the data file.
+        """
         described = {}
         with writing(self.table_path.with_suffix(".bin")) as file:
             for name, (pieces, numel) in tensors.items():
-                lines = []
+                rows = []  # the fields of `Piece` from `start` on
                 for start, piece in pieces.items():
-                    # From an accelerator one piece at a time is copied to the CPU.
+                    # Copy one piece at a time from an accelerator, since CPU memory may be too small for all.
                     tensor = piece.detach().cpu().contiguous()
                     memory = memory_of(tensor)
                     blocks = range(0, len(memory), BLOCK_NBYTES)
                     digests = [hashlib.sha256(memory[at : at + BLOCK_NBYTES]).hexdigest() for at in blocks]
-                    lines.append((start, tensor.numel(), file.tell(), "".join(digests)))
+                    rows.append((start, tensor.numel(), file.tell(), "".join(digests)))
                     file.write(memory)
-                described[name] = {"dtype": dtype_name(piece.dtype), "numel": numel, "pieces": lines}
+                described[name] = {"dtype": dtype_name(piece.dtype), "numel": numel, "pieces": rows}
             return described, file.tell()
 
     def finish(self, described: Mapping[str, Any], nbytes: int) -> None:
@@ -112,20 +118,20 @@ class ShardWriter:
                 f"{self.table_path} would have {len(text)} bytes, most of them notes: nobody would read it. "
                 f"Keep notes and options below {TABLE_NBYTES} bytes."
             )
-        # The name appears when the table is complete and on the disk, as the data are already.
+        # The data are on the disk already. The table gets its name when it is on the disk, too.
         with replacing(self.table_path) as file:
             file.write(text)
 
 
 class Piece(NamedTuple):
-    """A piece of a tensor in a data file, as its table says.
+    """A piece of a tensor in a data file, as a table describes it.
 
     Args:
-        path: of the data file.
-        name, dtype: of the tensor.
-        start, numel: its elements in the tensor.
-        offset: of its first byte in the file.
-        digests: the SHA-256 of its blocks one after the other, in hexadecimal.
+        path: the data file.
+        name, dtype: the tensor's name and dtype.
+        start, numel: the piece has the tensor's elements [start, start + numel).
+        offset: the place of the piece's first byte in the file.
+        digests: the SHA-256 of each block of the piece, in hexadecimal, one after the other.
     """
 
     path: Path
@@ -142,7 +148,7 @@ class Piece(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A flat tensor in the files of a save, in pieces by the number of their first element."""
+    """A flat tensor in the files of a save. Its pieces are listed by the number of their first element."""
 
     dtype: torch.dtype
     numel: int
@@ -150,22 +156,22 @@ class StoredTensor(NamedTuple):
 
 
 class ShardReader:
-    """The tensors in the files of all ranks; reads ranges, and checks each block that a range touches.
+    """Reads ranges of the tensors in the files of all ranks, and checks each block that a range touches.
 
     Args:
-        folder: of one save.
+        folder: the folder of a save.
         tables: from `read_tables`, if they have been read.
     Attributes:
-        tensors: by name.
+        tensors: the tensors by name.
     Raises:
-        DamagedError: the tables say what cannot be, or leave elements out.
+        DamagedError: tables contradict themselves or each other, or leave elements out.
     """
 
     def __init__(self, folder: Path, tables: Sequence[Table] | None = None) -> None:
         self.folder = folder
         self.tables = read_tables(folder) if tables is None else tables
         self.tensors: dict[str, StoredTensor] = {}
-        # Put the tables together, and believe none that contradicts another one.
+        # 1. Put the tables together, and believe none that contradicts another one.
         for rank, table in enumerate(self.tables):
             with damage_in(self.path_of_table(rank)):
                 for piece in self.pieces_of_rank(rank):
@@ -173,9 +179,10 @@ class ShardReader:
                     known = self.tensors.setdefault(name, StoredTensor(piece.dtype, numel, {}))
                     if (known.dtype, known.numel) != (piece.dtype, numel):
                         raise ValueError(f"{name} is {numel} of {piece.dtype}, and not so for another rank")
-                    # State with a shape of its own is stored by each owner of a part of the parameter.
+                    # Each owner of a part of a parameter stores the state that has a shape of its own: one is
+                    # enough.
                     known.pieces.setdefault(piece.start, piece)
-        # Every element must be in exactly one piece.
+        # 2. Every element must be in exactly one piece: each piece starts where the one before ends.
         for name, tensor in self.tensors.items():
             pieces = [tensor.pieces[start] for start in sorted(tensor.pieces)]
             starts = [*(piece.start for piece in pieces), tensor.numel]
@@ -188,14 +195,14 @@ class ShardReader:
                     )
 
     def path_of_table(self, rank: int) -> Path:
-        """The JSON file of a rank."""
+        """The path of a rank's table."""
         return self.folder / table_name(rank, len(self.tables))
 
     def pieces_of_rank(self, rank: int) -> list[Piece]:
-        """The pieces in a rank's data file. They must fill it, so a table claims nothing that is not there.
+        """List the pieces in a rank's data file, in the order in which they lie there.
 
         Raises:
-            DamagedError: the table says what cannot be.
+            DamagedError: the pieces overlap, or do not fill the file exactly.
         """
         path, table, end = self.path_of_table(rank), self.tables[rank], 0
         with damage_in(path):
@@ -204,7 +211,9 @@ class ShardReader:
                 for name, tensor in table["tensors"].items()
                 for piece in tensor["pieces"]
             ]
-            pieces.sort(key=lambda piece: (piece.offset, piece.numel))
+            # Empty pieces come first of those at one place.
+            pieces.sort(key=operator.attrgetter("offset", "numel"))
+            # `end` is the number of bytes in the pieces so far.
             for piece in pieces:
                 numbers = (piece.start, piece.numel, piece.offset, table["tensors"][piece.name]["numel"])
                 if {*map(type, numbers)} != {int} or min(numbers) < 0 or piece.offset != end:
@@ -219,7 +228,11 @@ class ShardReader:
         return pieces
 
     def parts_of(self, tensors: Mapping[str, Ranges]) -> list[tuple[Piece, int, torch.Tensor]]:
-        """Plan what to read: a piece, the first element in it, and where its elements go, in file order."""
+        """Plan which parts of which pieces to read, in the order of the files.
+
+        Returns:
+            Triples (piece, first element in the piece, the 1-D tensor to read into).
+        """
         parts = []
         for name, ranges in tensors.items():
             for piece in self.tensors[name].pieces.values():
@@ -231,12 +244,13 @@ class ShardReader:
         return sorted(parts, key=lambda part: (part[0].path, part[0].offset, part[1]))
 
     def read(self, tensors: Mapping[str, Ranges]) -> None:
-        """Fill ranges of stored tensors, on the CPU and of the stored dtype. Each file is opened once.
+        """Fill ranges of stored tensors, which are on the CPU and have the stored dtype.
 
         Raises:
             OSError: a file cannot be read.
             DamagedError: a block is not what was written.
         """
+        # Each file is opened once, and read from front to back.
         for path, parts in itertools.groupby(self.parts_of(tensors), key=lambda part: part[0].path):
             with opened(path) as file:
                 for piece, element, flat in parts:
@@ -244,10 +258,10 @@ class ShardReader:
 
 
 def read_tables(folder: Path) -> list[Table]:
-    """The tables of all ranks of a complete save, in rank order.
+    """Read the tables of all ranks of a complete save, in rank order.
 
     Raises:
-        DamagedError: a file is missing, damaged, of another save or program, or not of its size; names it.
+        DamagedError: a file is missing, damaged, from another save or program, or has another size; names it.
     """
     save = look_at(folder)
     if save is None or save.mark is None:
@@ -258,6 +272,7 @@ def read_tables(folder: Path) -> list[Table]:
 
 
 def _read_table(folder: Path, rank: int, mark: Mark) -> Table:
+    """Read one table, which must be from the save with that mark and fit its data file."""
     path = folder / table_name(rank, mark.ranks)
     data = path.with_suffix(".bin")
     size = data.stat().st_size if data.exists() else None
@@ -265,12 +280,14 @@ def _read_table(folder: Path, rank: int, mark: Mark) -> Table:
     with damage_in(path):
         if table["format"] != FORMAT or table["byteorder"] != sys.byteorder:
             raise ValueError(f"{table['format']!r}, {table['byteorder']}-endian")
+        # The table is intact. It may still be a copy from another folder.
         if [table["save"], table["rank"], table["ranks"]] != [mark.id, rank, mark.ranks]:
             raise ValueError(
                 f"it was written by rank {table['rank']} of {table['ranks']} for the save {table['save']}; "
                 f"this is {folder.name}, {mark.id}"
             )
         expected = table["nbytes"]
+    # A data file that was cut short is found now, though none of its blocks has been read.
     if size != expected:
         found = "is missing" if size is None else f"has {size} bytes"
         raise DamagedError(f"{data} {found}; its table says {expected} bytes. The checkpoint is damaged.")
@@ -278,7 +295,8 @@ def _read_table(folder: Path, rank: int, mark: Mark) -> Table:
 
 
 def verify(folder: Path) -> list[str]:
-    """Read every byte of a complete save, on one process; return a line for each damaged block."""
+    """Read every byte of a complete save, in one process; return a line for each damaged block."""
+    # Without sound tables nobody knows which blocks there are.
     try:
         reader = ShardReader(folder)
     except DamagedError as error:
@@ -302,26 +320,29 @@ _DIGEST = len(hashlib.sha256().hexdigest())
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, to read into and to write from, without NumPy."""
+    """View the bytes of a contiguous CPU tensor, to read into and to write from, without NumPy."""
     if tensor.nbytes == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def opened(path: Path) -> IO[bytes]:
-    """A data file, to read it.
+    """Open a data file to read it.
 
     Raises:
-        OSError: it cannot be opened.
-        DamagedError: it is no regular file.
+        OSError: the file cannot be opened.
+        DamagedError: the file is a pipe, a device or a folder.
     """
     with damage_in(path):
         return open_regular(path)
 
 
 def read_checked(file: IO[bytes], piece: Piece, first: int, into: memoryview) -> None:
-    """Read the bytes of a piece from `first` on, and check the blocks in which they lie.
+    """Read the bytes of a piece from `first` on, and check all blocks in which they lie.
 
+    Args:
+        first: the place in the piece, in bytes.
+        into: as many bytes as are to be read.
     Raises:
         OSError: the file cannot be read.
         DamagedError: a block is not what was written.
@@ -331,7 +352,8 @@ def read_checked(file: IO[bytes], piece: Piece, first: int, into: memoryview) ->
         start = number * BLOCK_NBYTES
         stop = min(start + BLOCK_NBYTES, piece.nbytes)
         wanted = slice(max(start, first), min(stop, end))
-        # Read straight into the target if it takes the whole block, else through a buffer.
+        # A checksum covers a whole block. Read straight into the target if it takes the whole block, else
+        # through a buffer.
         here = into[wanted.start - first : wanted.stop - first]
         block = here if len(here) == stop - start else memoryview(bytearray(stop - start))
         _read(file, piece.offset + start, block)
@@ -347,6 +369,7 @@ def read_checked(file: IO[bytes], piece: Piece, first: int, into: memoryview) ->
 
 
 def _read(file: IO[bytes], offset: int, memory: memoryview) -> None:
+    """Fill `memory` from the file. One call of an unbuffered file may read less than was asked for."""
     file.seek(offset)
     done = 0
     while done < len(memory):

@@ -1,7 +1,7 @@
-"""Parts of tensors, as torch.distributed.checkpoint (DCP) plans to write and to read them.
+"""Parts of tensors in the form in which torch.distributed.checkpoint (DCP) writes and reads them.
 
 This module adds to `minimal.py`, which saves nothing, that DCP saves and loads a tensor of which each rank
-has only some ranges. `save_sharded` and `load_sharded` do without DCP, and without this module.
+has only some ranges. `save_sharded` and `load_sharded` use neither DCP nor this module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FlatSlices(torch.Tensor):
     """A tensor of which this rank has only some ranges of its memory, to be saved, or to be loaded into.
 
     It has a size, a dtype and no values of its own. DCP's planners ask for its ranges by the dunder methods,
-    as boxes: a flat tensor's ranges, or those boxes of a shaped one that the ranges consist of.
+    as boxes. A range of a flat tensor is one box; a range of a tensor with a shape consists of several.
 
     >>> part = FlatSlices({4: torch.tensor([7.0, 8.0])}, numel=10)
     >>> part.size(), part
@@ -37,9 +37,9 @@ class FlatSlices(torch.Tensor):
      ChunkStorageMetadata(offsets=torch.Size([1, 0]), sizes=torch.Size([1, 1]))]
 
     Args:
-        pieces: by the number of their first element, 1-D tensors of one dtype, at least one.
-        numel: of the whole tensor.
-        like: has the shape and the strides of the whole tensor; None for a flat one.
+        pieces: one or more 1-D tensors of one dtype, by the number of their first element.
+        numel: elements of the whole tensor.
+        like: has the shape and the strides of the whole tensor; None if the whole tensor is flat.
     """
 
     pieces: dict[int, torch.Tensor]
@@ -50,6 +50,7 @@ class FlatSlices(torch.Tensor):
     ) -> FlatSlices:
         one = next(iter(pieces.values()))
         size, strides = ((numel,), (1,)) if like is None else (like.size(), like.stride())
+        # A wrapper subclass has a size and no memory.
         slices: FlatSlices = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=strides, dtype=one.dtype, device=one.device
         )
@@ -57,11 +58,14 @@ class FlatSlices(torch.Tensor):
         return slices
 
     def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The boxes that are here, and their elements as views of the pieces."""
+        """Give the boxes that this rank has, and their elements as views of the pieces."""
         for start, piece in self.pieces.items():
             for box in boxes_in_memory(start, start + piece.numel(), self.size(), self.stride()):
+                # `box.start` counts in the whole tensor, and the piece begins at its element `start`.
                 place = piece.storage_offset() + box.start - start
                 yield box, piece.as_strided(box.sizes, self.stride(), place)
+
+    # DCP's planners call the next three methods: to write, to read, and for the elements of a box.
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         return [
@@ -86,18 +90,18 @@ class FlatSlices(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), __: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.new_empty.default:
-            # dcp.async_save makes a new one of the same size, and then gives it copies of the attributes.
+            # dcp.async_save makes a new tensor of the same size, and then gives it copies of the attributes.
             return FlatSlices(args[0].pieces, args[0].numel(), like=args[0])
         raise NotImplementedError(f"{func} needs the whole tensor, of which only a part is here.")
 
 
 def chunk(box: Box) -> ChunkStorageMetadata:
-    """The box in DCP's form."""
+    """Give a box in DCP's form."""
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
 def read_slices(reader: StorageReader, tensors: Mapping[str, FlatSlices], metadata: Metadata) -> None:
-    """Fill ranges of tensors, as torch.distributed.checkpoint.load does between its calls to other ranks."""
+    """Fill ranges of tensors without communication, by the local part of `dcp.load`."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=True)

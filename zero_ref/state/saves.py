@@ -1,4 +1,4 @@
-"""The folders of sharded saves: which of them are ours, which are complete, and which may be removed.
+"""The folders of sharded saves: which were written here, which are complete, and which may be removed.
 
 This module adds to `minimal.py`, which saves nothing, that an interrupted save leaves the one before intact:
 
@@ -12,12 +12,12 @@ This module adds to `minimal.py`, which saves nothing, that an interrupted save 
 
 A rank's table appears by one rename, when its data are synced to the disk, and a save is complete when the
 tables of all its ranks are there. So no rank has to be told that a save is complete, an interrupted save
-never looks complete, and the one before it is not touched.
+never looks complete, and the save before it is not touched.
 
 Marks and tables are sealed JSON: they begin with the SHA-256 of the rest. Only folders with a mark are ever
-counted or removed, and in these only the files that a save writes: a user's own folder may have any name. An
-older empty folder of such a name is removed too, as a crash just before the mark is there leaves one.
-Standard library only.
+counted or removed, and of their files only those that a save writes: a user's own folder may have any name.
+An empty folder that has the name of an older save is removed too, since a crash just before the mark is
+written leaves one. Standard library only.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_ref.state.durable import make_directory, open_regular, read_regular, replacing, sync_folder
+from zero_ref.state.durable import open_regular, read_regular, replacing, sync_folder
 
 FORMAT = "zero_ref sharded checkpoint 2"
 MARK = "save.json"
 MARK_NBYTES = 2**16
-"""A larger file is no mark, and is not read."""
+"""The most bytes that a mark may have. A larger file is not read."""
 
 TABLE = re.compile(r"shard-(0|[1-9]\d*)-of-([1-9]\d*)\.json")
 _FOLDER = re.compile(r"save-(\d{8}|[1-9]\d{8,})")
-_OURS = re.compile(r"(shard-\d+-of-\d+\.(json|bin)|save\.json)(\.part)?")
+# All files that a save writes, also half written. Only these are ever removed.
+_WRITTEN = re.compile(r"(shard-\d+-of-\d+\.(json|bin)|save\.json)(\.part)?")
 
 
 class DamagedError(ValueError):
-    """The files do not hold what a save has written there."""
+    """A file does not contain what a save has written into it."""
 
 
 @contextlib.contextmanager
@@ -69,21 +70,23 @@ _SEAL = b'{"sha256": "'
 
 
 def sealed(value: Mapping[str, Any]) -> bytes:
-    """JSON whose first entry is the SHA-256 of all that follows it, so no bit of it can change unnoticed.
+    """Write JSON whose first entry is the SHA-256 of all that follows, so no bit can change unnoticed.
 
     >>> sealed({"number": 7}).splitlines()[1]
     b'"number": 7}'
     """
+    # The seal has the brace that opens the object, and the first entry. The body is the rest.
     body = json.dumps(value)[1:].encode() + b"\n"
     return _seal_of(body) + body
 
 
 def _seal_of(body: bytes) -> bytes:
+    """The first line of a sealed file whose other lines are `body`."""
     return _SEAL + hashlib.sha256(body).hexdigest().encode() + b'",\n'
 
 
 def begins_as_sealed(path: Path) -> bool:
-    """The file may be from `sealed`, perhaps cut short. Files of other programs begin otherwise."""
+    """Whether a file may be from `sealed`, perhaps cut short. Files of other programs begin otherwise."""
     with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
         return _SEAL.startswith(file.read(len(_SEAL)))
     return False
@@ -112,9 +115,10 @@ class Mark(NamedTuple):
     """The mark of a save's folder.
 
     Args:
-        id: of this save and no other; all its tables have it too.
-        began: ISO 8601, UTC.
-        owner: the job, as in `save_owner.Owner`.
+        id: identifies this save; all its tables repeat it.
+        ranks: how many ranks write the save.
+        began: the time at which the folder was made, in ISO 8601, UTC.
+        owner: the job that saves, as in `save_owner.Owner`.
     """
 
     number: int
@@ -128,8 +132,8 @@ class Mark(NamedTuple):
         """Read the mark of a folder.
 
         Raises:
-            OSError: there is none, or it cannot be read.
-            DamagedError: it is damaged, or of another folder.
+            OSError: the mark is missing, or cannot be read.
+            DamagedError: the mark is damaged, or was written for another folder.
         """
         path = folder / MARK
         entries = read_sealed(path, MARK_NBYTES)
@@ -137,20 +141,22 @@ class Mark(NamedTuple):
             if entries["format"] != FORMAT:
                 raise ValueError(f"it is of the format {entries['format']!r}; this is {FORMAT!r}")
             mark = cls(*map(entries.__getitem__, cls._fields))
+            # The seal shows that nothing has changed since. It does not show who wrote the file.
             if [*map(type, mark)] != [int, str, int, str, dict] or mark.ranks < 1:
                 raise ValueError(f"it says {mark}")
+            # Numbers order the saves, so a folder that was renamed would count as newer or older than it is.
             if folder.name != name_of(mark.number):
                 raise ValueError(f"this folder was written as {name_of(mark.number)}: rename it back")
         return mark
 
     def write(self, folder: Path) -> None:
-        """Mark the folder."""
+        """Write the mark into the folder."""
         with replacing(folder / MARK) as file:
             file.write(sealed({"format": FORMAT, **self._asdict()}))
 
 
 def table_name(rank: int, ranks: int) -> str:
-    """The name of a rank's table. That of its data file ends in .bin."""
+    """The name of a rank's table. The rank's data file has the same name with the suffix .bin."""
     return f"shard-{rank}-of-{ranks}.json"
 
 
@@ -172,9 +178,9 @@ class Save(NamedTuple):
     Args:
         number: the number in the folder's name.
         path: the folder.
-        mark: None if it is missing or damaged; then the folder is never removed.
-        problem: what is wrong with the mark; empty if nothing is.
-        names: of the files in the folder.
+        mark: the folder's mark; None if it is missing or damaged, and then the folder is never removed.
+        problem: what is wrong with the mark; empty if the mark is intact.
+        names: the names of the files in the folder.
     """
 
     number: int
@@ -185,17 +191,18 @@ class Save(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """The tables of all ranks are there."""
+        """Whether the tables of all ranks are there."""
         return self.mark is not None and not self.lacks
 
     @property
     def lacks(self) -> str:
-        """In words, the tables that are missing; empty where none is, or there is no valid mark."""
+        """The tables that are missing, in words; empty if none is missing, or the mark is not valid."""
         ranks = self.mark.ranks if self.mark else 0
-        # No list of all that are missing: a mark may claim any number of ranks.
+        # A mark may claim any number of ranks, so the names are made one by one, and three are enough.
         missing = (name for rank in range(ranks) if (name := table_name(rank, ranks)) not in self.names)
         if not (first := list(itertools.islice(missing, 3))):
             return ""
+        # Count the others without looking for each.
         tables = [match for match in map(TABLE.fullmatch, self.names) if match]
         there = [match for match in tables if int(match[1]) < ranks == int(match[2])]
         more = ranks - len(there) - len(first)
@@ -203,13 +210,14 @@ class Save(NamedTuple):
 
 
 def look_at(folder: Path) -> Save | None:
-    """The folder as a save; None unless it has the name of a save, and a mark or a table in it."""
+    """Describe a folder as a save; None unless it has the name of a save, and contains a mark or a table."""
     match = _FOLDER.fullmatch(folder.name)
     if match is None or not folder.is_dir():
         return None
     names = frozenset(os.listdir(folder))
     if MARK not in names and not any(map(TABLE.fullmatch, names)):
         return None
+    # A save whose mark is of no use is described all the same, so that the user learns of it.
     mark, problem = None, ""
     try:
         mark = Mark.read(folder)
@@ -224,32 +232,35 @@ def look_at(folder: Path) -> Save | None:
 
 
 def saves_in(directory: Path) -> list[Save]:
-    """All saves, complete or not, the newest last."""
+    """Find all saves in a directory, complete or not; the newest is last."""
     folders = directory.iterdir() if directory.is_dir() else []
+    # Saves compare by their first field, the number.
     return sorted(filter(None, map(look_at, folders)))
 
 
 def nothing_in(directory: Path, saves: list[Save]) -> FileNotFoundError:
-    """The error where no save is complete."""
+    """Make the error for a directory in which no save is complete."""
     lacks = f"; the newest save lacks {saves[-1].lacks}" if saves else ""
     return FileNotFoundError(f"{directory} holds no complete sharded checkpoint{lacks}.")
 
 
-# ------------------------------------------------------------------------------------ what comes and goes
+# ---------------------------------------------------------------------------------- to make and to remove
 
 
 def new_save(directory: Path, ranks: int, owner: Mapping[str, Any]) -> tuple[Path, Mark]:
-    """Make and mark a new folder, with the number after those that have a mark. Called by one rank."""
-    make_directory(directory)
+    """Make a new folder in the directory, which exists, and mark it. Called by one rank.
+
+    Its number is the next after all saves that have a mark.
+    """
     number = 1 + max([save.number for save in saves_in(directory) if save.mark], default=0)
     while True:
         folder = directory / name_of(number)
         try:
             folder.mkdir()
             break
-        except FileExistsError:  # a folder of the user's own, or a save whose mark is damaged
-            number += 1
-    # The mark is written last: until then a crash leaves an empty folder, which a later save removes.
+        except FileExistsError:
+            number += 1  # The name is taken by a user's own folder, or by a save whose mark is damaged.
+    # Until the mark is written, a crash leaves an empty folder, which a later save removes.
     began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     mark = Mark(number, secrets.token_hex(16), ranks, began, dict(owner))
     mark.write(folder)
@@ -258,44 +269,48 @@ def new_save(directory: Path, ranks: int, owner: Mapping[str, Any]) -> tuple[Pat
 
 
 def remove_old(
-    newest: Path, keep: int, may_remove: Callable[[Mark], bool], damaged: Collection[str] = ()
+    newest: Path, keep: int, may_remove: Callable[[Mark], bool], damaged: Collection[Path] = ()
 ) -> None:
-    """Keep `keep` complete saves; remove older ones, and what interrupted saves and removals left before.
+    """Keep `keep` complete saves; remove older saves, and what interrupted saves and removals have left.
 
     Args:
-        newest: the save under way, or just completed. Saves after it stay, and do not count.
-        may_remove: whether a save with that mark may be removed.
-        damaged: names of folders that are known to be damaged; they do not count as complete.
+        newest: the save under way, or just completed. Later saves stay, and do not count.
+        may_remove: tells from a save's mark whether the save may be removed.
+        damaged: folders that are known to be damaged; they do not count as complete.
     """
     last = int(newest.name.removeprefix("save-"))
     saves = [save for save in saves_in(newest.parent) if save.mark and save.number <= last]
     # Damaged and incomplete saves do not count, so that `keep` intact ones stay.
-    intact = [save.number for save in saves if save.is_complete and save.path.name not in damaged]
-    oldest = intact[-keep:][0] if intact else 0
+    intact = [save.number for save in saves if save.is_complete and save.path not in damaged]
+    oldest_kept = intact[-keep:][0] if intact else 0
+    # An incomplete save that is not the newest was interrupted: nobody will complete it.
     for save in saves:
         assert save.mark is not None
-        old = save.number < oldest or not save.is_complete
-        if old and save.path != newest and may_remove(save.mark):
+        obsolete = save.number < oldest_kept or not save.is_complete
+        if obsolete and save.path != newest and may_remove(save.mark):
             _remove(save)
     _remove_unmarked(newest.parent, last)
 
 
 def _remove(save: Save) -> None:
-    """Remove what a save writes, and the folder if nothing else is in it; what cannot be removed stays."""
-    # Tables first, so that an interrupted removal leaves no save that looks complete; the mark last.
+    """Remove the files of a save, and the folder if nothing else is in it; what cannot be removed stays."""
     with contextlib.suppress(OSError):
-        ours = filter(_OURS.fullmatch, save.names)
-        for name in sorted(ours, key=lambda name: (name == MARK, not TABLE.fullmatch(name))):
+        # Tables first, so that an interrupted removal leaves no save that looks complete. The mark last, so
+        # that a later save finds what this one could not remove.
+        written = filter(_WRITTEN.fullmatch, save.names)
+        for name in sorted(written, key=lambda name: (name == MARK, not TABLE.fullmatch(name))):
             (save.path / name).unlink(missing_ok=True)
         save.path.rmdir()
 
 
 def _remove_unmarked(directory: Path, last: int) -> None:
-    """Remove older folders that a crash has left before they had a mark, or after their mark was removed."""
+    """Remove older folders that a crash left before their mark was written, or after it was removed."""
     for folder in directory.iterdir():
         match = _FOLDER.fullmatch(folder.name)
+        # A folder with a higher number may be a save that another job has just begun.
         if match is None or int(match[1]) >= last or folder.is_symlink():
             continue
+        # Such a folder is empty, or has a mark that is half written.
         part = folder / f"{MARK}.part"
         with contextlib.suppress(OSError):
             if os.listdir(folder) == [part.name] and begins_as_sealed(part):

@@ -1,19 +1,24 @@
 """Checkpoints that no rank ever holds whole: each rank writes what it owns, and reads what it will own.
 
 This module adds to `state_dict` of `minimal.py` that nothing is gathered, that a save may go on in the
-background, and that an interrupted save leaves the one before it as it was. `save_sharded` and
-`save_sharded_async` write, `load_sharded` reads, at any other world size and partition. All that ranks say to
-each other is here. Below it are
+background, and that an interrupted save leaves the save before it as it was. `save_sharded` and
+`save_sharded_async` write a checkpoint. `load_sharded` reads it, at any other world size and partition. All
+communication is in this module. It uses
 
     contents.py       what a rank stores of an optimizer: named flat tensors, and JSON
     files.py          how these lie in a rank's two files, and how damage is found
     saves.py          the folders of a directory: which save is complete, which may be removed
     save_owner.py     which job may save into a directory
 
-A save has four phases. Ranks agree on what they save, and rank 0 makes the folder. Each rank writes its own
-files; the last of them, its table, says that the rank is done. Ranks seal the save: they hear that all have
-written. Rank 0 tidies up: it removes older saves. Only the first and the third phase communicate, on the
-calling thread, so that the second can go on in the background.
+A save has four phases:
+
+1. Prepare: ranks agree on what they save, and rank 0 makes the folder.
+2. Write: each rank writes its own files. The last of them, its table, says that the rank is done.
+3. Seal: ranks agree that all have written.
+4. Tidy: rank 0 removes older saves.
+
+Only the first and the third phase communicate, on the calling thread, so that the second can go on in the
+background.
 
 The `save` and `load` of torch.distributed.checkpoint (DCP) are not called: they exchange pickled objects
 between ranks, which a background thread must not do while training communicates.
@@ -60,35 +65,37 @@ def save_sharded(
     keep: int = 2,
     take_over: bool = False,
 ) -> None:
-    """Write a checkpoint, each rank what it owns: the optimizer's state and the parameters.
+    """Write a checkpoint: each rank writes the optimizer's state and the parameters that it owns.
 
-    If the save is interrupted, for whatever reason, `load_sharded` still finds the one before. Hooks on
-    `state_dict` are not called: there is none. `zero-ref checkpoints` lists the saves of a directory.
+    If the save is interrupted, for whatever reason, `load_sharded` still finds the save before. Hooks on
+    `state_dict` are not called, since no state dict is made. `zero-ref checkpoints` lists the saves of a
+    directory.
 
     >>> save_sharded(optimizer, "run7/checkpoint", notes={"iteration": 1200})  # doctest: +SKIP
 
     Args:
-        directory: one that all ranks see, and no other optimizer saves to. Whatever else lies there stays.
+        directory: a directory that all ranks see, and that no other optimizer saves to. Other files in it
+            stay.
         notes: what JSON can express, the same on all ranks; `load_sharded` returns it.
-        parameters: write the parameters too, frozen ones included. A model's buffers, such as the running
+        parameters: write the parameters too, including frozen ones. A model's buffers, such as the running
             means of a BatchNorm, are no parameters: save them yourself.
-        keep: so many complete saves stay; older ones are removed once the new one is complete.
-        take_over: save even though the directory belongs to another job, of which you know that it is gone.
-            Without it the first save after a crash waits, 5 minutes at most (see `save_owner.py`).
+        keep: the number of complete saves that stay; older saves are removed once the new one is complete.
+        take_over: save even though the directory belongs to another job, which you know to be gone. Without
+            this option the first save after a crash waits, 5 minutes at most (see `save_owner.py`).
     Raises:
         OSError: this rank could not write, such as for a full disk; names the file.
-        TypeError: the state, an option or a note is none that can be saved.
-        RuntimeError: another job saves into this directory; names it.
+        TypeError: the state, an option or a note cannot be saved.
+        RuntimeError: another job saves into this directory; names that job.
         RuntimeError, ValueError: another rank failed, stopped, or passes other arguments.
         If one rank raises, all raise.
     Warns:
-        UserWarning: the directory is another job's, and rank 0 waits to see whether that job lives.
+        UserWarning: the directory belongs to another job, and rank 0 waits to see whether that job is alive.
     Collective: all ranks of the group.
     Cost: each rank writes its 1/N of state and parameters, and computes their SHA-256. Between ranks: two
-        all-gathers of 32 bytes, one broadcast of the folder's name. Until it is complete, the disk holds one
-        save more than `keep`.
+        all-gathers of 32 bytes, one broadcast of the folder's name. Until the new save is complete, the disk
+        has one save more than `keep`.
     """
-    save = _agree_on_save(optimizer, directory, notes, parameters, keep, take_over)
+    save = _prepare_save(optimizer, directory, notes, parameters, keep, take_over)
     failure = save.write()
     save.seal(failure)
     save.tidy()
@@ -103,35 +110,36 @@ def save_sharded_async(
     keep: int = 2,
     take_over: bool = False,
 ) -> PendingSave:
-    """As `save_sharded`, but return when the state is copied, and write in the background.
+    """Save as `save_sharded` does, but return when the state is copied, and write in the background.
 
-    The background thread talks to no other rank, so training may go on and communicate. The save is complete
-    when the slowest rank has written, also if nobody waits for it. The next save or load of this optimizer
+    The background thread does not communicate, so training may go on and communicate. The save is complete
+    when the slowest rank has written, even if nobody waits for it. The next save or load of this optimizer
     waits for it first.
 
     Returns:
-        Its `wait()` returns when the save is complete, or raises what went wrong.
+        An object whose `wait()` returns when the save is complete, or raises what went wrong.
     Raises:
         As `save_sharded`; an error in writing is raised by `wait()`, or else by the next save or load.
     Collective: all ranks of the group.
     Cost: as `save_sharded`, and in CPU memory a copy of what this rank writes until it is written.
     """
-    save = _agree_on_save(optimizer, directory, notes, parameters, keep, take_over, as_copies=True)
+    save = _prepare_save(optimizer, directory, notes, parameters, keep, take_over, as_copies=True)
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save_sharded")
     pending = _PENDING[optimizer] = PendingSave(save, thread.submit(save.write))
-    thread.shutdown(wait=False)  # ends when it has written, and the interpreter waits for that
+    # The thread ends when it has written. The interpreter does not exit before.
+    thread.shutdown(wait=False)
     return pending
 
 
 class PendingSave:
     """A sharded save under way in the background."""
 
-    def __init__(self, save: _Save, writing: Future[Exception | None]) -> None:
-        self._unsealed: _Save | None = save
+    def __init__(self, save: _PreparedSave, writing: Future[Exception | None]) -> None:
+        self._unsealed: _PreparedSave | None = save
         self._writing = writing
 
     def done(self) -> bool:
-        """Whether this rank has written its part, or failed to. The others may still write."""
+        """Whether this rank has written its part, or failed to. Other ranks may still write."""
         return self._writing.done()
 
     def wait(self) -> None:
@@ -139,9 +147,10 @@ class PendingSave:
 
         Raises:
             OSError: this rank could not write its part.
-            RuntimeError: another rank could not, or stopped.
+            RuntimeError: another rank could not write its part, or stopped.
         Collective: all ranks of the group.
         """
+        # Also after an error the save is not sealed again: the other ranks would not take part.
         save, self._unsealed = self._unsealed, None
         if save is not None:
             save.seal(self._writing.result())
@@ -152,25 +161,27 @@ _PENDING: weakref.WeakKeyDictionary[ZeroRedundancyOptimizer, PendingSave] = weak
 """The last background save of each optimizer."""
 
 _OWNERSHIPS: weakref.WeakKeyDictionary[ZeroRedundancyOptimizer, set[Ownership]] = weakref.WeakKeyDictionary()
-"""The directories that an optimizer has saved to, which belong to this job for as long as it lives."""
+"""The directories that an optimizer has saved to, which belong to this job while the optimizer exists."""
 
 _KNOWN_DAMAGED: set[Path] = set()
-"""The saves that a load has skipped. They do not count as saves to keep."""
+"""The folders of saves that a load has skipped. They do not count as saves to keep."""
 
 
 def _wait_for_pending(optimizer: ZeroRedundancyOptimizer) -> None:
+    """Complete the background save of this optimizer, if there is one. Collective."""
     pending = _PENDING.pop(optimizer, None)
     if pending is not None:
         pending.wait()
 
 
 @dataclass
-class _Save:
-    """One save on this rank.
+class _PreparedSave:
+    """A save that ranks have agreed on: this rank has yet to `write`, `seal` and `tidy`.
 
     Args:
-        ranges: what this rank writes; freed when it is written.
-        ownership: of the directory, on rank 0. None elsewhere.
+        folder: the new save's folder, the same on all ranks.
+        ranges: the ranges that this rank writes; freed when they are written.
+        ownership: the ownership of the directory, on rank 0; None on other ranks.
     """
 
     comm: Collectives
@@ -187,6 +198,7 @@ class _Save:
         except Exception as error:
             return error
         finally:
+            # Free the copies of a background save, though nobody may have waited for it.
             self.ranges = {}
         return None
 
@@ -195,15 +207,16 @@ class _Save:
         agree(self.comm, f"complete the checkpoint {self.folder}", failure or [])
 
     def tidy(self) -> None:
-        """Remove older saves and what interrupted ones have left, on rank 0. The next save tries again."""
+        """Remove older saves and what interrupted saves have left, on rank 0."""
+        # Another job may have taken the directory over while this one wrote.
         if self.ownership is not None and self.ownership.is_valid():
-            damaged = [path.name for path in _KNOWN_DAMAGED if path.parent == self.folder.parent]
+            # The checkpoint is complete whether or not this succeeds. The next save tries again.
             with contextlib.suppress(OSError):
-                remove_old(self.folder, self.keep, self.ownership.may_remove, damaged)
+                remove_old(self.folder, self.keep, self.ownership.may_remove, _KNOWN_DAMAGED)
 
 
 @torch.no_grad()
-def _agree_on_save(
+def _prepare_save(
     optimizer: ZeroRedundancyOptimizer,
     directory: Directory,
     notes: Mapping[str, Any] | None,
@@ -211,37 +224,41 @@ def _agree_on_save(
     keep: int,
     take_over: bool,
     as_copies: bool = False,
-) -> _Save:
+) -> _PreparedSave:
     """Collect what this rank writes; return when all ranks have, and rank 0 has made a folder. Collective."""
     _wait_for_pending(optimizer)
     optimizer.current()
     comm, path = optimizer.collectives, Path(directory).absolute()
     ownership, name_and_id = None, ["", ""]
     with agreement(comm, "save a sharded checkpoint") as facts:
-        # Each rank finds out by itself what it is to write, and whether it can. An error reaches all ranks.
+        # 1. Each rank collects what it is to write. If a rank fails here, all ranks raise.
         if type(keep) is not int or keep < 1:
             raise ValueError(f"rank {comm.rank}: keep takes a number of saves from 1 on, not {keep!r}.")
         notes_text = _notes_as_json(notes)
         ranges, entries = ranges_to_save(optimizer, parameters, as_copies)
         contents: dict[str, Any] = {"state": entries}
+        # 2. Rank 0 makes this job the owner of the directory, and makes a folder for the save.
         if comm.rank == 0:
-            # Other ranks write into the new folder only when rank 0 owns the directory.
             contents |= {"notes": json.loads(notes_text), **contents_of(optimizer)}
             make_directory(path)
             ownership = become_owner(path, take_over)
             _OWNERSHIPS.setdefault(optimizer, set()).add(ownership)
             folder, mark = new_save(path, comm.world_size, ownership.owner._asdict())
             name_and_id = [folder.name, mark.id]
+        # 3. All ranks compare what they are about to save, and learn that rank 0 owns the directory.
         facts += [f"directory {path}", f"parameters={parameters}", f"keep={keep}", f"notes {notes_text}"]
         facts += optimizer.standing_facts()
+    # All ranks have agreed. Rank 0 tells them the folder.
     name, id_ = broadcast_json(comm, name_and_id, src=0)
     writer = ShardWriter(path / name, comm.rank, comm.world_size, contents, id_)
-    save = _Save(comm, path / name, writer, ranges, keep, ownership)
-    save.tidy()  # before the disk is needed
+    save = _PreparedSave(comm, path / name, writer, ranges, keep, ownership)
+    # What interrupted saves have left may be what fills the disk, so remove it before writing.
+    save.tidy()
     return save
 
 
 def _notes_as_json(notes: Mapping[str, Any] | None) -> str:
+    """Write the notes as JSON, with sorted keys, so that ranks can compare the text."""
     try:
         return json.dumps(notes or {}, sort_keys=True)
     except (TypeError, ValueError) as error:
@@ -261,82 +278,97 @@ def load_sharded(
 ) -> dict[str, Any]:
     """Load the newest intact checkpoint, saved at any world size and under any partition.
 
-    Each rank reads the ranges that it owns, and checks them. Parameters then travel as after a step: one rank
-    reads each element and sends it to the others, since a network between ranks is faster than a file system
-    that all of them read the whole model from. All of it takes effect on all ranks, or nothing does.
+    Each rank reads the ranges that it owns, and checks them. Owners then broadcast the parameters, as after a
+    step: each element is read by one rank, since a network between ranks is faster than a file system from
+    which all ranks read the whole model. Either the whole checkpoint takes effect on all ranks, or nothing
+    does.
 
     >>> iteration = load_sharded(optimizer, "run7/checkpoint")["iteration"]  # doctest: +SKIP
 
     Args:
-        directory: what was passed to `save_sharded`.
-        parameters: load the parameters too. They were saved with `parameters=True`. Values of 32 bits become
-            the masters of 16-bit parameters, and masters become the values of 32-bit parameters.
-        save: load this one and no other: its number, or the name of its folder, such as "save-00000007".
+        directory: the directory that was passed to `save_sharded`.
+        parameters: load the parameters too; they must have been saved with `parameters=True`. Values of 32
+            bits become the masters of 16-bit parameters, and masters become the values of 32-bit parameters.
+        save: load this checkpoint and no other: its number, or the name of its folder, such as
+            "save-00000007".
     Returns:
         The notes passed to `save_sharded`; tuples in them have become lists.
     Raises:
-        FileNotFoundError: there is no complete checkpoint, or not this one.
-        ValueError: it is of another model or optimizer, which names the parameter, or all that are there are
-            damaged, which names file, parameter and rank.
+        FileNotFoundError: there is no complete checkpoint, or not the one that `save` names.
+        ValueError: the checkpoint is of another model or optimizer, and the parameter is named; or all
+            checkpoints are damaged, and file, parameter and rank are named.
         RuntimeError: another rank could not read, or stopped. If one rank raises, all raise, and optimizer
-            and parameters are as they were. Only where the network fails in the very last message can ranks
-            not know of each other; one that has not loaded then refuses to step, until it has loaded
+            and parameters are as they were. Only if the network fails in the very last message, a rank
+            cannot know whether the others have loaded. It then refuses to step until it has loaded
             parameters again.
     Warns:
         UserWarning: the newest checkpoint is damaged, and an older one is loaded; on all ranks.
     Collective: all ranks of the group.
     Cost: each rank reads 1/N of state and parameters, and receives the parameters that it does not own. Rank
-        0 reads all tables, and broadcasts them. Until all ranks have everything, each holds the parameters a
+        0 reads all tables, and broadcasts them. Until all ranks have everything, each has the parameters a
         second time, on their device: call `zero_grad()` before, if memory is short. Three all-gathers of 32
         bytes, one of 8.
     """
     _wait_for_pending(optimizer)
+    # Loading parameters makes them the same on all ranks, even if an earlier load was cut off.
     with optimizer.accord.made_good() if parameters else contextlib.nullcontext():
         optimizer.current()
-        return _read(optimizer, Path(directory).absolute(), parameters, save).take_effect()
+        return _prepare_load(optimizer, Path(directory).absolute(), parameters, save).take_effect()
 
 
-def _read(
+def _prepare_load(
     optimizer: ZeroRedundancyOptimizer, path: Path, parameters: bool, save: int | str | None
-) -> _Loading:
+) -> _PreparedLoad:
     """Read this rank's part of the newest checkpoint that is intact on all ranks. Collective."""
+    # 1. Ranks agree on what they look for, since rank 0 looks for all of them.
     comm = optimizer.collectives
     name = name_of(save) if isinstance(save, int) else save
     only = [f"save={name}"] if name is not None else []
     agree(comm, "find a sharded checkpoint", [f"directory {path}", f"parameters={parameters}", *only])
-    skipped: dict[str, str] = {}  # folder name -> what is damaged in it; the same on all ranks
+    # 2. They try one save after the other. Folder name -> what is damaged in it; the same on all ranks.
+    skipped: dict[str, str] = {}
     while True:
         folder, tables = _find_and_share(comm, path, name, skipped)
-        loading, problem = None, ""
+        load, problem = None, ""
         with agreement(comm, f"read the checkpoint {folder}"):
             try:
-                loading = _Loading(optimizer, folder, tables, parameters)
+                load = _PreparedLoad(optimizer, folder, tables, parameters)
             except DamagedError as error:
-                problem = f"{error}"  # no error yet: an older save may be intact
+                # Do not raise: an older save may be intact.
+                problem = str(error)
+        # Damage in the data is seen only by the rank that reads them, so each rank tells the others.
         if not (problem := next(filter(None, gather_texts(comm, problem)), "")):
-            assert loading is not None
+            assert load is not None
             if skipped:
                 found = "; ".join(skipped.values())
                 warnings.warn(f"loading {folder}, since newer ones are damaged: {found}", stacklevel=4)
-            return loading
+            return load
         skipped[folder.name] = problem
 
 
 _KINDS = (FileNotFoundError, OSError, ValueError, RuntimeError)
+"""The errors of which rank 0 tells the others, by number in this order; a subclass before its base class."""
 
 
 def _find_and_share(
     comm: Collectives, path: Path, name: str | None, skipped: dict[str, str]
 ) -> tuple[Path, list[Table]]:
-    """A save and its tables, read by rank 0: N ranks need not open N files each. Adds to `skipped`."""
-    found: list[Any] = []
+    """Find the newest intact save on rank 0, and broadcast its folder and tables. Collective.
+
+    Only rank 0 opens the tables, so that N ranks need not open N files each.
+
+    Args:
+        name: the only folder to consider; None for all.
+        skipped: the damaged saves that are known; all ranks add those that rank 0 finds.
+    """
+    found: list[Any] = []  # folder, tables, damaged saves, number of the error's kind, message
     if comm.rank == 0:
         try:
             found = [*newest_intact(path, name, skipped), None, ""]
         except Exception as error:
             kind = next((n for n, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1)
             found = ["", [], {}, kind, str(error)]
-    # Not by agree: here all ranks raise the same kind of error, so that a script can catch it and start anew.
+    # Not by `agree`: here all ranks raise the same kind of error, so a script can catch it and start anew.
     folder_name, tables, damaged, kind, message = broadcast_json(comm, found, src=0)
     skipped.update(damaged)
     _KNOWN_DAMAGED.update(path / folder for folder in skipped)
@@ -348,11 +380,21 @@ def _find_and_share(
 def newest_intact(
     path: Path, name: str | None, skipped: Mapping[str, str]
 ) -> tuple[str, list[Table], dict[str, str]]:
-    """The newest complete save whose tables are intact, or the one of that name; and all that are damaged."""
+    """Find the newest complete save whose tables are intact, or the save of that name.
+
+    Args:
+        skipped: by folder name, the saves that are known to be damaged, and why.
+    Returns:
+        The name of the folder, the tables, and `skipped` with the damaged saves that were found.
+    Raises:
+        FileNotFoundError: there is no complete save, or none of that name.
+        DamagedError: all complete saves are damaged.
+    """
     saves = [save for save in saves_in(path) if name in (None, save.path.name)]
     if name is not None and not saves:
         raise FileNotFoundError(f"{path} has no save {name!r}.")
     problems = dict(skipped)
+    # A save that lacks tables was interrupted: that is no damage.
     for save in reversed(saves):
         if save.path.name in problems or (save.lacks and not save.problem):
             continue
@@ -365,8 +407,8 @@ def newest_intact(
     raise nothing_in(path, saves)
 
 
-class _Loading:
-    """The part of a checkpoint that this rank has read. Until `take_effect`, nothing is changed."""
+class _PreparedLoad:
+    """The part of a checkpoint that this rank has read. Optimizer and parameters change in `take_effect`."""
 
     def __init__(
         self, optimizer: ZeroRedundancyOptimizer, folder: Path, tables: list[Table], parameters: bool
@@ -378,15 +420,20 @@ class _Loading:
         self.shard = LoadedShard(reader, self.contents, optimizer, parameters)
 
     def take_effect(self) -> dict[str, Any]:
-        """Send the parameters; load state and parameters when all ranks have them. Collective."""
+        """Exchange the parameters; load state and parameters when all ranks have everything. Collective.
+
+        Returns:
+            The notes.
+        """
         optimizer = self.optimizer
         # If anything fails on any rank, the parameters that this rank owns get their old values back.
         before = [(own.window, own.window.clone()) for own, _ in self.shard.parameters]
         try:
+            # 1. Broadcasts send the parameters that this rank owns, so these get their values first.
             for own, values in self.shard.parameters:
                 own.window.copy_(values)
             received = _exchange_parameters(optimizer) if self.parameters else []
-            # The last agreement: all ranks have everything, or all raise.
+            # 2. Load the state, and agree for the last time: all ranks have everything, or all raise.
             with optimizer.whole.loading(f"load the checkpoint {self.folder}") as facts:
                 facts += self.facts
                 optimizer.shard.load(self.shard.state, self.contents.state_dict["param_groups"])
@@ -394,31 +441,34 @@ class _Loading:
             for window, values in before:
                 window.copy_(values)
             raise
+        # 3. All ranks have agreed. Write the parameters that other ranks own, which cannot fail.
         for place, values in received:
             place.copy_(values)
         if self.parameters:
+            # Autograd must refuse a backward that needs the old values.
             torch.autograd.graph.increment_version(optimizer.built.params)
         return self.contents.notes
 
 
 def _exchange_parameters(optimizer: ZeroRedundancyOptimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Send what this rank owns and receive the rest, rounded to the broadcast dtype as after a step.
+    """Send the parameters that this rank owns, and receive the others, rounded as after a step. Collective.
 
     Returns:
-        Pairs (memory of parameters that others own, the values received for it).
+        Pairs (memory of parameters that other ranks own, the values received for it).
     """
     comm, built = optimizer.collectives, optimizer.built
     received = []
 
-    def set_apart(message: Message) -> Message:
-        """With memory of its own where it is another rank's: parameters must not change if a rank fails."""
+    def with_own_memory(message: Message) -> Message:
+        """Receive into new memory: parameters must not change if a rank fails."""
         if message.owner == comm.rank:
             return message._replace(whole=None)
         received.append((message.tensor, torch.empty_like(message.tensor)))
         return message._replace(tensor=received[-1][1], whole=None)
 
-    trained = [set_apart(message) for message in built.messages]
+    # After a step only trained parameters are sent. A load also sends the frozen ones, in their own dtype.
+    trained = [with_own_memory(message) for message in built.messages]
     broadcast_messages(comm, trained, optimizer.broadcast_dtype, name=built.name)
     frozen = messages_by_parameter(built.partition, built.params, frozen=True)
-    broadcast_messages(comm, [set_apart(message) for message in frozen])
+    broadcast_messages(comm, [with_own_memory(message) for message in frozen])
     return received
