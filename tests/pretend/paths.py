@@ -266,7 +266,7 @@ def offload(place: Place, **options: Any) -> list[torch.Tensor]:
     mode = device.HostUse() if place.device.type != "cpu" else contextlib.nullcontext()
     for number in range(STEPS):
         place.loss(wrapped, number).backward()
-        with place.watch("arrive", "fetch") if number else contextlib.nullcontext(), mode:
+        with place.watch("offload.py") if number else contextlib.nullcontext(), mode:
             zero.step()
             zero.zero_grad()
     return values(model)
