@@ -278,7 +278,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @_disable_dynamo
     def begin_update(self) -> None:
         """Follow the user's changes since the last update, and compare what must be equal on all ranks."""
-        self.whole.changed()
+        self.whole.note_change()
         built = self.current()
         self.accord.before_update(built, self.standing_facts)
         replace_options(self.param_groups, self.shard.optim.param_groups)
@@ -485,7 +485,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def state(self, state: Mapping[Any, Any]) -> None:
         if hasattr(self, "shard"):  # else torch's constructor sets it to an empty one
             self.shard.replace_state(state)
-            self.whole.changed()
+            self.whole.note_change()
 
     def parts_of_state(self, param: torch.Tensor) -> list[SliceState]:
         """The parts that this rank has of a parameter's state, each with the range of its elements.

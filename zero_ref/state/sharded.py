@@ -289,7 +289,7 @@ def load_sharded(
         bytes, one of 8.
     """
     _wait_for_pending(optimizer)
-    with optimizer.accord.made_good() if parameters else contextlib.nullcontext():
+    with optimizer.accord.reloading() if parameters else contextlib.nullcontext():
         optimizer.current()
         return _read(optimizer, Path(directory).absolute(), parameters, save).take_effect()
 
