@@ -21,6 +21,7 @@ from zero_ref.comm.objects import gather_bytes
 from zero_ref.optimizer.accord import Accord
 from zero_ref.optimizer.registered import Registered
 from zero_ref.optimizer.whole import WholeState
+from zero_ref.plan.partition import Slice
 from zero_ref.shard.buckets import broadcast_messages, messages_by_parameter, messages_within
 from zero_ref.shard.built import Built
 from zero_ref.shard.checks import is_elementwise
@@ -104,25 +105,13 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
         _check_works_apart(zero, name, args, kwargs)
         facts += zero.standing_facts()
 
-    # 2. Each rank calls the method on what it owns. An error waits until phase 4, where all ranks learn of
-    # it.
+    # 2. Each rank calls the method on its own slices. An error is kept until all ranks know of it.
     replace_options(zero.param_groups, shard.optim.param_groups)
-    result, failure = None, None
-    before = digests(own.local for own in shard.owned)
-    try:
-        result = shard.call(name, args, kwargs, zero.backward.gradients.parts)
-    except Exception as error:
-        failure = error
-
-    # 3. Find what was written. Digests of values are compared, since a write through `.data` does not change
-    # a tensor's version. The digest of a tensor that cannot be read is empty; it counts as written.
-    after = digests(own.local for own in shard.owned)
-    changed = {own.piece.param for own, was, now in zip(shard.owned, before, after) if was != now or not now}
-    shard.publish_written(changed)
-
-    # 4. Each rank tells all others whether the method raised and made state, and one bit for each parameter.
-    # Owners then send the parameters that were written on any rank.
+    result, failure, changed = _call_on_shard(shard, name, args, kwargs, zero.backward.gradients.parts)
     has_state = any(not isinstance(of_key, dict) or of_key for of_key in shard.optim.state.values())
+
+    # 3. Each rank tells all others whether the method raised and made state, and one bit for each parameter.
+    # Owners then send the parameters that were written on any rank.
     bits = sum(1 << number for number in changed).to_bytes(len(built.params) // 8 + 1, "big")
     reports = gather_bytes(comm, bytes([failure is not None, has_state]) + bits)
     written = _send_written(zero, [report[2:] for report in reports])
@@ -130,7 +119,7 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
     if written or any(report[1] for report in reports):
         zero.whole.note_change()
 
-    # 5. If the method raised anywhere, all ranks raise. If it raised everywhere, the parameters are those of
+    # 4. If the method raised anywhere, all ranks raise. If it raised everywhere, the parameters are those of
     # an unsharded optimizer whose method raised, so training may go on.
     failed = [rank for rank, report in enumerate(reports) if report[0]]
     if failed:
@@ -142,6 +131,28 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
             )
         agree(comm, action, failure or [])
     return result
+
+
+def _call_on_shard(
+    shard: Shard,
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    parts: Mapping[Slice, torch.Tensor] | None,
+) -> tuple[Any, Exception | None, set[int]]:
+    """Call a method on this rank's slices: (its result, its exception, the parameters that it wrote)."""
+    result, failure = None, None
+    before = digests(own.local for own in shard.owned)
+    try:
+        result = shard.call(name, args, kwargs, parts)
+    except Exception as error:
+        failure = error
+    # Digests of values are compared, since a write through `.data` does not change a tensor's version. The
+    # digest of a tensor that cannot be read is empty; it counts as written.
+    after = digests(own.local for own in shard.owned)
+    changed = {own.piece.param for own, was, now in zip(shard.owned, before, after) if was != now or not now}
+    shard.publish_written(changed)
+    return result, failure, changed
 
 
 def _send_written(zero: Zero, bits_of_ranks: Iterable[bytes | bytearray]) -> set[int]:
