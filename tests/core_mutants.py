@@ -216,7 +216,7 @@ MUTANTS = [
     Mutant(
         "an alarm is heard once and never again",
         "comm/pairwise.py",
-        "                self._listen(peer)\n        return texts\n",
+        "                self._start_receive(peer)\n        return texts\n",
         "        return texts\n",
         faults("of_a_later_update or until_a_state_is_loaded"),
     ),

@@ -1,14 +1,14 @@
 """Clipping by the global norm of gradients whose owners are different ranks.
 
-With `minimal.py` every rank has all gradients, and `torch.nn.utils.clip_grad_norm_` is right. This module
-adds a norm for gradients that only their owners may have. The norm of all gradients is the norm of their
-norms. So each rank computes the norms of the slices that it owns, 1/N of the work (`norms.py`), and one small
-all-reduce gives every rank the norms of all slices (`among_ranks.py`). From there on each rank does what
-torch's function does: it takes the norm of the norms, and multiplies every gradient by one factor. With whole
-parameters the total is that of torch on the unsharded model, bit for bit.
+With `minimal.py` every rank has all gradients, and `torch.nn.utils.clip_grad_norm_` is right. Here only the
+owner of a slice may have its gradient. The norm of all gradients is the norm of their norms. So each rank
+computes the norms of the slices that it owns, 1/N of the work (`norms.py`), and one small all-reduce gives
+every rank the norms of all slices (`among_ranks.py`). Then each rank does what torch's function does: it
+takes the norm of the norms, and multiplies every gradient by one factor. With whole parameters the total is
+equal to torch's on the unsharded model, bit for bit.
 
-Several optimizers have one norm. One of them may be over fewer ranks, such as that of experts, of which each
-group of ranks has others.
+Several optimizers have one norm together. One of them may be over fewer ranks, such as an optimizer of
+experts, if each group of ranks has other experts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_
 
-from zero_ref.clip.among_ranks import norms_of_one, norms_of_several, shared, told
-from zero_ref.clip.norms import Chosen, ParameterNorm, in_torchs_order, norms_of_slices
+from zero_ref.clip.among_ranks import describe, norms_of_one, norms_of_several, share_norms
+from zero_ref.clip.norms import Chosen, ParameterNorm, norms_in_torchs_order, norms_of_slices
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives
 from zero_ref.comm.process_group import global_ranks
@@ -57,12 +57,12 @@ def clip_grad_norm_(
     >>> virtual.run(on_rank, 2)
     [(5.0, [1.5, 0.0]), (5.0, [0.0, 2.0])]
 
-    Several optimizers have one norm, and are scaled by one factor: `clip_grad_norm_([body, head], 1.0)`. If
-    one is over fewer ranks than another, its groups count as different parameters: so
-    `clip_grad_norm_([dense, experts], 1.0)`, where `dense` is over all ranks and `experts` over those that
-    share some experts, clips by the norm of the dense parameters and of the experts of all groups. If groups
-    have copies of the same parameters (hybrid sharding), give all optimizers the same group: beside a wider
-    one each copy would count, of which a warning tells.
+    Several optimizers have one norm together, and their gradients are scaled by one factor:
+    `clip_grad_norm_([body, head], 1.0)`. If an optimizer is over fewer ranks than another, its groups of
+    ranks count as different parameters. For example, if `dense` is over all ranks and `experts` over the
+    ranks that share some experts, `clip_grad_norm_([dense, experts], 1.0)` clips by the norm of the dense
+    parameters and of the experts of all groups. If groups have copies of the same parameters (hybrid
+    sharding), give all optimizers the same group: otherwise each copy counts, and a warning says so.
 
     Args:
         optimizer: the optimizer, or a list of them.
@@ -70,38 +70,40 @@ def clip_grad_norm_(
         params: some of the optimizer's parameters, in any order; only their gradients are counted and scaled.
             None is all. To count some and scale others, use `get_total_norm`, then
             `torch.nn.utils.clip_grads_with_norm_`.
-        across: all ranks whose gradients count; None for those of the optimizer with the most. A wider group
-            is needed if each optimizer is over a part of them, such as experts alone.
+        across: all ranks whose gradients count; None for the ranks of the optimizer with the most ranks. A
+            wider group is needed if every optimizer is over a part of the ranks only, such as experts alone.
     Returns:
         The norm before clipping, shape (), the same on all ranks. It is torch's total over the parameters in
-        registration order, in torch's dtype (what the gradients' dtypes promote to) and on torch's device
-        (that of the first gradient); 0.0 if there is no gradient. If no parameter is split between ranks, it
-        is equal to the last bit. With several optimizers torch's total is that over the parameters of the
-        first, then of the second, and so on, each time of all groups in the order of their ranks; for a model
-        that lists them otherwise torch adds the same norms in another order, and the last bit may differ. If
-        parameters are split, the total is more exact, because shorter sums round less: float32 2-norms
-        on a CPU are within 1e-6 of torch's for split parameters of a thousand elements, 1e-5 for a million
-        and 4e-4 for ten million; in bfloat16, within a unit in the last place (2**-7).
+        registration order, in torch's dtype (to which the gradients' dtypes promote) and on torch's device
+        (that of the first gradient); 0.0 if there is no gradient. If no parameter is split between ranks, all
+        bits are equal. With several optimizers, torch's total is over the parameters of the first, then of
+        the second, and so on, each time of all groups in the order of their ranks. For a model that lists
+        them otherwise, torch adds the same norms in another order, and the last bit may differ. If parameters
+        are split, the total is more exact, because shorter sums round less: float32 2-norms on a CPU are
+        within 1e-6 of torch's for split parameters of a thousand elements, 1e-5 for a million and 4e-4 for
+        ten million; in bfloat16, within a unit in the last place (2**-7).
     Raises:
         RuntimeError: the total is not finite and `error_if_nonfinite` (names the parameter; no gradient is
             changed); the update was already made in backward (`overlap_with_ddp`), or backward did not end; a
             gradient is sparse; another rank stopped, or makes other calls.
-        ValueError: ranks pass different arguments or optimizers; `params` holds one that no optimizer has; a
-            parameter is in two optimizers; `across`, or the widest group, lacks ranks of an optimizer.
+        ValueError: ranks pass different arguments or optimizers; `params` holds a tensor that no optimizer
+            has; a parameter is in two optimizers; `across`, or the widest group, lacks ranks of an optimizer.
         TypeError, ValueError: as torch's, on arguments that are no numbers. If one rank raises, all raise.
-    Collective: all ranks of the optimizer's group, or of `across`. Inside `Join`, those that still have data.
+    Collective: all ranks of the optimizer's group, or of `across`; inside `Join`, the ranks with data.
     Cost: one all-reduce of 8 bytes for each slice and each rank, and on an accelerator one wait, for the
-        norms. Of several optimizers, or with `across`, three all-gathers: of 32 bytes, of 8, and of a text of
-        about 50 bytes for each slice that a rank owns. Inside `Join` nothing is sent, and each rank computes
-        all norms.
+        norms. With several optimizers, or with `across`, three all-gathers: of 32 bytes, of 8, and of a text
+        of about 50 bytes for each slice that a rank owns. Inside `Join` nothing is sent, and each rank
+        computes all norms.
     """
     chosen, total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params, across, max_norm)
     tensors: list[torch.Tensor] = []
+    # Scale the `.grad` of parameters, and gradients of owned slices that are apart from `.grad`.
     for zero, of_zero in chosen.items():
         parts = zero.backward.gradients.parts or {}
         tensors += of_zero.values()
         tensors += (_with_gradient(part) for piece, part in parts.items() if piece.param in of_zero)
     clip_grads_with_norm_(tensors, float(max_norm), total, foreach)
+    # A step refuses gradients that were changed otherwise, so note that this change is right.
     for zero in chosen:
         zero.backward.gradients.note_change()
     return total
@@ -116,9 +118,9 @@ def get_total_norm(
     params: Iterable[torch.Tensor] | torch.Tensor | None = None,
     across: dist.ProcessGroup | Collectives | None = None,
 ) -> torch.Tensor:
-    """The norm of the gradients of all ranks, which stay as they are. See `clip_grad_norm_`.
+    """The norm of the gradients of all ranks; the gradients do not change. See `clip_grad_norm_`.
 
-    For a norm that is only logged, or one of some parameters, by which you scale more than those:
+    Use it to log the norm, or to scale more gradients than those that are counted:
 
     >>> total = get_total_norm([body, head], params=model.body.parameters())             # doctest: +SKIP
     >>> torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, total)             # doctest: +SKIP
@@ -127,7 +129,7 @@ def get_total_norm(
     """
     chosen, total = _total_norm(optimizer, norm_type, error_if_nonfinite, foreach, params, across)
     for zero in chosen:
-        # The caller may scale them, as above.
+        # The caller may scale the gradients, so they have to be in `.grad`.
         zero.backward.gradients.show(zero.built.params, {own.param for own in zero.shard.owned})
         zero.backward.gradients.note_change(freely=True)
     return total
@@ -143,14 +145,17 @@ def _total_norm(
     across: dist.ProcessGroup | Collectives | None,
     max_norm: float = math.inf,
 ) -> tuple[Chosen, torch.Tensor]:
-    """The parameters to clip, and the norm of their gradients."""
+    """Find the parameters to clip, and compute the norm of their gradients.
+
+    Args, Raises, Collective, Cost: as `clip_grad_norm_`.
+    """
     zeros = listed(
         optimizer, "clip over shards", " For an unsharded model use torch.nn.utils.clip_grad_norm_."
     )
     widest = max((zero.collectives for zero in zeros), key=lambda one: one.world_size)
     comm = widest if across is None else as_collectives(across)
     is_one = len(zeros) == 1 and comm is widest
-    # Ranks that have left a Join loop do not call this function. Those in the loop have all gradients.
+    # Ranks that have left a Join loop do not call this function. Ranks in the loop have all gradients.
     alone = any(zero.joined is not None for zero in zeros)
 
     # 1. Each rank checks what it was given, and computes the norms of its slices.
@@ -159,10 +164,10 @@ def _total_norm(
     norms = [torch.empty(0, device="cpu")]
     try:
         norm_type = float(norm_type)
-        chosen = _chosen(zeros, params)
+        chosen = _choose(zeros, params)
         facts = [
             f"max_norm={float(max_norm)}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}",
-            told(zeros[0], chosen[zeros[0]]) if is_one else f"{len(zeros)} optimizers",
+            describe(zeros[0], chosen[zeros[0]]) if is_one else f"{len(zeros)} optimizers",
         ]
         for zero, of_zero in chosen.items():
             _check_ranks(zero, comm, alone)
@@ -173,9 +178,9 @@ def _total_norm(
             raise
         facts = error
 
-    # 2. Ranks tell each other; all raise if one could not, or was given something else.
+    # 2. Ranks exchange the norms. If one rank failed, or was given other arguments, all raise.
     if is_one:
-        of_all = norms[0].tolist() if alone else shared(zeros[0], norms[0], facts)
+        of_all = norms[0].tolist() if alone else share_norms(zeros[0], norms[0], facts)
         found = norms_of_one(zeros[0], chosen[zeros[0]], of_all, norm_type)
     else:
         found = norms_of_several(comm, chosen, norms, facts, norm_type, alone)
@@ -187,25 +192,29 @@ def _total_norm(
 def _norm_of_norms(
     rank: int, found: Sequence[ParameterNorm], norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """The norm of all gradients, by the kernel and on the device of torch's function.
+    """The norm of all gradients, by the kernel and on the device that torch's function uses.
 
     Raises:
-        RuntimeError: it is not finite, and `error_if_nonfinite`.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
     """
     if not found:
         return torch.tensor(0.0)
-    together = in_torchs_order([one.like for one in found], [one.norm for one in found])
+    together = norms_in_torchs_order([one.like for one in found], [one.norm for one in found])
     if error_if_nonfinite and not bool(torch.linalg.vector_norm(together, norm_type).isfinite()):
         raise RuntimeError(_nonfinite_error(rank, found, norm_type))
-    # Without waiting until an accelerator can take the norms.
+    # The host does not wait for the copy to an accelerator.
     together = together.to(found[0].like.device, non_blocking=True)
     return torch.linalg.vector_norm(together, norm_type)
 
 
-def _chosen(
+def _choose(
     zeros: Sequence[ZeroRedundancyOptimizer], params: Iterable[torch.Tensor] | torch.Tensor | None
 ) -> Chosen:
-    """These parameters by their numbers, in registration order."""
+    """The parameters to clip, for each optimizer by number; None is all parameters.
+
+    Raises:
+        ValueError: a parameter is in two optimizers, or in none.
+    """
     chosen: Chosen = {zero: dict(enumerate(zero.built.params)) for zero in zeros}
     known = {param for zero in zeros for param in zero.built.params}
     if len(known) < sum(map(len, chosen.values())):
@@ -226,12 +235,12 @@ def _stranger_error(rank: int, param: object) -> str:
     shape = f" of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else ""
     return (
         f"rank {rank}: `params` holds a {type(param).__name__}{shape} that is no parameter "
-        "of this optimizer. Pass some of those that it was constructed with."
+        "of this optimizer. Pass some of the parameters with which it was constructed."
     )
 
 
 def _check_ranks(zero: ZeroRedundancyOptimizer, comm: Collectives, alone: bool) -> None:
-    """Refuse an optimizer with ranks that `comm` lacks, and inside Join one over fewer ranks."""
+    """Refuse an optimizer with ranks that `comm` lacks; inside Join also one over fewer ranks than `comm`."""
     ours, theirs = global_ranks(zero.collectives), global_ranks(comm)
     if not {*ours} <= {*theirs}:
         raise ValueError(
@@ -246,6 +255,11 @@ def _check_ranks(zero: ZeroRedundancyOptimizer, comm: Collectives, alone: bool) 
 
 
 def _check_can_be_clipped(zero: ZeroRedundancyOptimizer, chosen: Mapping[int, torch.Tensor]) -> None:
+    """Refuse gradients of which this module cannot compute a norm.
+
+    Raises:
+        RuntimeError: says why.
+    """
     gradients = zero.backward.gradients
     if gradients.why_no_clipping is not None:
         raise RuntimeError(f"rank {zero.rank}: {gradients.why_no_clipping}")
@@ -255,7 +269,7 @@ def _check_can_be_clipped(zero: ZeroRedundancyOptimizer, chosen: Mapping[int, to
             "with reduce_to_owners no other has the gradients that it owns. Use DDP without that hook."
         )
     gradients.check_as_left(zero.rank, zero.built)
-    for number, param in chosen.items():  # owned or not, so that all ranks raise the same
+    for number, param in chosen.items():  # also those of other owners, so that all ranks raise the same error
         if param.grad is not None and param.grad.layout != torch.strided:
             raise RuntimeError(
                 f"rank {zero.rank}: parameter {zero.built.name(number)} has a sparse gradient, of "
@@ -265,7 +279,7 @@ def _check_can_be_clipped(zero: ZeroRedundancyOptimizer, chosen: Mapping[int, to
 
 
 def _with_gradient(part: torch.Tensor) -> torch.Tensor:
-    """A tensor whose gradient is the part, for functions of torch that take parameters."""
+    """Make a tensor whose `.grad` is `part`, for functions of torch that take parameters."""
     holder = torch.empty_like(part)
     holder.grad = part
     return holder

@@ -1,7 +1,7 @@
-"""The norms of gradients that one rank computes: of the slices that it owns, by the kernels of torch.
+"""The norms of gradients that one rank computes, with torch's kernels, for the slices that it owns.
 
-The norm of all gradients is the norm of their norms. Whole parameters have the norm that torch computes for
-them, to the last bit; the norm of a slice is kept in more bits, as that of its parameter is to be rounded
+The norm of all gradients is the norm of their norms. A whole parameter has the norm that torch computes for
+it, to the last bit. The norm of a slice is kept in more bits, so that the norm of its parameter is rounded
 only once.
 """
 
@@ -28,10 +28,10 @@ from zero_ref.shard.owned import OwnedSlice
 from zero_ref.shard.stepper import GradientSource
 
 ABSENT = -1.0
-"""In place of the norm of a slice without a gradient: a norm is never negative."""
+"""Stands for the norm of a slice without a gradient; norms are never negative."""
 
 Chosen = dict[ZeroRedundancyOptimizer, dict[int, torch.Tensor]]
-"""For each optimizer the parameters to clip, by their numbers."""
+"""For each optimizer the parameters to clip, by number."""
 
 
 class SliceNorm(NamedTuple):
@@ -61,29 +61,33 @@ def norms_of_slices(
     foreach: bool | None,
     alone: bool,
 ) -> torch.Tensor:
-    """The norm of the gradient of each slice to count, or ABSENT: (slices,), float64.
+    """The norm of the gradient of each slice to count, or ABSENT: (slices,), float64, on the control device.
 
-    It lies where control messages are made.
+    Args:
+        chosen: the parameters to clip; slices of others count as ABSENT.
+        alone: count the slices of all ranks, not only those of this rank.
     """
-    pieces, control = [piece for piece, _ in counted(zero, alone)], zero.collectives.control_device
+    pieces, control = [piece for piece, _ in slices_to_count(zero, alone)], zero.collectives.control_device
+    # 1. Whole parameters, as torch does it.
     gradients = _gradients_of(zero, chosen, pieces)
     whole = {piece: grad for piece, grad in gradients.items() if piece.numel == chosen[piece.param].numel()}
-    norms = _norms(whole, norm_type, foreach)
+    norms = _norms_of_whole(whole, norm_type, foreach)
+    # 2. Parts of parameters.
     for piece in gradients.keys() - whole.keys():
         part = gradients[piece]
-        # Not in 16 bits: the norm of the whole parameter is to be rounded only once.
+        # Not in 16 bits, so that the norm of the whole parameter is rounded only once.
         dtype = torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else None
         norms[piece] = torch.linalg.vector_norm(part, norm_type, dtype=dtype).double()
     device = next((norm.device for norm in norms.values()), control)
     absent = torch.full((), ABSENT, dtype=torch.float64, device=device)
-    # Put together on their device, so that one copy brings all of them to another.
+    # 3. Stack the norms on their own device, so that one copy takes all of them to the control device.
     return torch.stack([absent, *(norms.get(piece, absent).to(device) for piece in pieces)])[1:].to(control)
 
 
 def _gradients_of(
     zero: ZeroRedundancyOptimizer, chosen: Mapping[int, torch.Tensor], pieces: Iterable[Slice]
 ) -> dict[Slice, torch.Tensor]:
-    """The gradients of those slices that have one and belong to a chosen parameter."""
+    """The gradients of the slices of chosen parameters; slices without a gradient are left out."""
     source = GradientSource(by_slice=zero.backward.gradients.parts)
     gradients = {}
     for piece in pieces:
@@ -94,11 +98,12 @@ def _gradients_of(
     return gradients
 
 
-def _norms(
+def _norms_of_whole(
     whole: Mapping[Slice, torch.Tensor], norm_type: float, foreach: bool | None
 ) -> dict[Slice, torch.Tensor]:
     """The norm of each gradient, rounded to its dtype, by the kernels that torch's function would use."""
     norms: dict[Slice, torch.Tensor] = {}
+    # Grouped and computed as in torch.nn.utils.get_total_norm.
     pieces = list(whole)
     for (device, _), ((of_kind, *_), indices) in _by_kind(list(whole.values())).items():
         if foreach and not _device_has_foreach_support(device):
@@ -114,36 +119,39 @@ def _norms(
     return norms
 
 
-def counted(zero: ZeroRedundancyOptimizer, alone: bool) -> list[tuple[Slice, int]]:
-    """The slices whose norms this rank computes, with their owners: its own, or if it is `alone` all."""
+def slices_to_count(zero: ZeroRedundancyOptimizer, alone: bool) -> list[tuple[Slice, int]]:
+    """(slice, owner) of the slices whose norms this rank computes: its own, or all if it is `alone`."""
     of_ranks = enumerate(zero.partition.slices_of_rank)
     return [(piece, rank) for rank, owned in of_ranks if alone or rank == zero.rank for piece in owned]
 
 
-def present(
-    counted: Sequence[tuple[Slice, int]], norms: Sequence[float], chosen: Mapping[int, torch.Tensor]
+def slices_with_gradient(
+    slices: Sequence[tuple[Slice, int]], norms: Sequence[float], chosen: Mapping[int, torch.Tensor]
 ) -> list[SliceNorm]:
-    """The slices that have a gradient."""
+    """Join slices, owners and norms; leave out slices without a gradient."""
     return [
         SliceNorm(*piece, owner, dtype_name(chosen[piece.param].dtype), norm)
-        for (piece, owner), norm in zip(counted, norms, strict=True)
+        for (piece, owner), norm in zip(slices, norms, strict=True)
         if norm != ABSENT
     ]
 
 
-def of_params(slices: Iterable[SliceNorm], norm_type: float) -> Iterator[tuple[int, list[int], str, float]]:
-    """By parameter its number, its owners, its dtype, and the norm of the norms of its slices."""
+def norms_of_params(
+    slices: Iterable[SliceNorm], norm_type: float
+) -> Iterator[tuple[int, list[int], str, float]]:
+    """(number, owners, dtype, norm) of each parameter; its norm is the norm of the norms of its slices."""
     for number, of_param in itertools.groupby(sorted(slices), key=itemgetter(0)):
         parts = list(of_param)
-        norm = parts[0].norm
+        norm = parts[0].norm  # of a whole parameter this is torch's norm, to the last bit
         if len(parts) > 1:
             together = torch.tensor([part.norm for part in parts], dtype=torch.float64, device="cpu")
             norm = torch.linalg.vector_norm(together, norm_type).item()
         yield number, [part.owner for part in parts], parts[0].dtype, norm
 
 
-def in_torchs_order(params: Sequence[torch.Tensor], norms: Sequence[float]) -> torch.Tensor:
-    """(params,): the norms as torch takes the norm of them, in the gradients' common dtype; on the CPU."""
+def norms_in_torchs_order(params: Sequence[torch.Tensor], norms: Sequence[float]) -> torch.Tensor:
+    """The norms in the order and dtype in which torch takes the norm of them: (params,), on the CPU."""
+    # torch computes the norms of each device and dtype together, in the dtype of the gradients.
     of_kinds = [
         torch.tensor([norms[index] for index in indices], dtype=torch.float64, device="cpu").to(
             dtype.to_real()

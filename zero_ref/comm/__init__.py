@@ -1,1 +1,1 @@
-"""What ranks say to each other: the calls, and what they agree on before and between them."""
+"""Communication between ranks: the calls, and the agreements that ranks reach before and between them."""

@@ -1,8 +1,8 @@
 """Agreement between ranks, so that all of them raise an error where one alone would leave the others waiting.
 
-It adds to `minimal.py` that ranks which are about to do different things, or of which one cannot go on, find
-out before the first call whose success depends on the others. Each rank says what it is about to do; if one
-differs, all raise.
+`minimal.py` has no such check. Here each rank says what it is about to do, before the first call whose
+success depends on the other ranks. If one rank is about to do something else, or cannot go on, all ranks
+raise.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from zero_ref.comm.objects import gather_bytes
 
 
 class RanksLostError(RuntimeError):
-    """The network failed while ranks compared what they do, so this rank cannot know which others went on."""
+    """The network failed while ranks compared what they do: this rank cannot know which others went on."""
 
 
 class Fact(str):
-    """A line that must be the same on all ranks, with advice (`remedy`) for the case that it is not."""
+    """A line that must be the same on all ranks, with advice (`remedy`) for the user if it is not."""
 
     remedy: str
 
@@ -33,7 +33,7 @@ class Fact(str):
 
 
 KNOWN_TO = "known_to"
-"""The attribute of an exception that lists the groups of which all ranks have raised for the same reason."""
+"""The attribute in which an exception lists the groups whose ranks have all raised for the same reason."""
 
 SAME_SLICES = (
     "`replicas` are the ranks that own the same slices in other groups, as along the other dimension of a "
@@ -54,32 +54,36 @@ def agree(
     An error found by one rank alone would leave the others waiting in their next collective. So each rank
     first checks its own situation, then passes the result here: the facts that must be equal, or its error.
 
-    With replicas, these compare first, and each rank brings what it found into its group. So an error of one
-    rank, or a difference that only some ranks can see, reaches all ranks of all groups.
+    With `replicas`, each rank first compares with its replicas, then passes an error from that comparison to
+    its own group. So an error of one rank, or a difference that only some ranks can see, reaches all ranks of
+    all groups.
 
     Args:
         action: what comes next, in words: "construct the optimizer".
-        facts: one line each, in an order that all ranks share, or the exception that this rank met. A `Fact`
-            brings its own advice for the case that it differs. An exception that an agreement of these ranks
-            has raised is only raised again.
+        facts: one line each, in an order that all ranks share; or the exception that this rank met. A `Fact`
+            has its own advice for the user. An exception that an earlier agreement of these ranks has raised
+            is raised again without communication.
         op: the name of the all-gather for observers.
         replicas: the ranks that own the same slices in other groups; None if there are no other groups.
     Raises:
         Exception: the one passed as `facts`, on the rank that passed it.
         RuntimeError: another rank failed, or does something else.
         RanksLostError: the network failed.
-        ValueError: the facts differ; names the rank and the first fact.
+        ValueError: the facts differ; names the rank and the first fact that differs.
     Collective: all ranks of the group, with replicas of all groups, outside of any other call.
     Cost: one all-gather of 32 bytes; where ranks differ, one more of all the facts. As much among replicas.
     """
+    # 1. Compare with the replicas. An error replaces the facts, so that phase 2 brings it to this group.
     if replicas is not None:
         place = Fact(f"the slices of rank {comm.rank} of {comm.world_size}", SAME_SLICES)
-        told = facts if isinstance(facts, Exception) else [place, *facts]
+        with_place = facts if isinstance(facts, Exception) else [place, *facts]
         try:
-            agree(replicas, f"{action} to train replicas of a model", told, op)
+            agree(replicas, f"{action} to train replicas of a model", with_place, op)
         except Exception as error:
             facts = error
-    # All ranks of this group have raised it, or will: none would answer one more comparison.
+
+    # 2. Compare within this group. If an agreement of this group raised the exception, all its ranks have
+    # raised, so no rank would answer one more comparison.
     if isinstance(facts, Exception) and comm in vars(facts).get(KNOWN_TO, ()):
         raise facts
     try:
@@ -90,10 +94,12 @@ def agree(
 
 
 def _compare(comm: Collectives, action: str, facts: Sequence[str] | Exception, op: str) -> None:
+    """Compare within one group; Args, Raises, Cost: as `agree`."""
+    # 1. Compare digests: a message of a fixed size, however many facts there are.
     failed = isinstance(facts, Exception)
     lines = [f"{type(facts).__name__}: {facts}"] if isinstance(facts, Exception) else list(facts)
     text = json.dumps([action, failed, lines]).encode()
-    # 24 bytes of a hash, and how long the text is, so that ranks that differ know how much to send.
+    # 24 bytes of a hash and 8 of the text's length, so that ranks know how much to send if they differ.
     digest = hashlib.sha256(text).digest()[:24] + len(text).to_bytes(8, "big")
     try:
         digests = gather_bytes(comm, digest, op)
@@ -102,7 +108,7 @@ def _compare(comm: Collectives, action: str, facts: Sequence[str] | Exception, o
     if all(other == digest for other in digests) and not failed:
         return
 
-    # Something differs on some rank. All ranks see that, so all make this second call, of the texts.
+    # 2. Some rank differs. All ranks have the same digests, so all make this second call, for the texts.
     longest = max(int.from_bytes(other[24:], "big") for other in digests)
     texts = gather_bytes(comm, text.ljust(longest), op)
     if isinstance(facts, Exception):
@@ -113,7 +119,7 @@ def _compare(comm: Collectives, action: str, facts: Sequence[str] | Exception, o
 def _difference(
     mine: int, action: str, of_ranks: list[tuple[str, bool, list[str]]], facts: Sequence[str]
 ) -> Exception:
-    """Say what keeps ranks from going on: an error first, then different actions, then different facts."""
+    """Give the error to raise: that a rank failed, or else that actions differ, or else that facts differ."""
     for rank, (their_action, their_failure, their_lines) in enumerate(of_ranks):
         if their_failure:
             return RuntimeError(f"rank {mine}: rank {rank} could not {their_action}: {their_lines[0]}")
@@ -136,7 +142,7 @@ def agreement(
     ...     facts += [f"{len(params)} parameters"]
 
     Yields:
-        A list for the facts. An exception that leaves the block is passed to `agree` instead of the facts.
+        A list to which the block adds the facts. If the block raises, `agree` gets the exception instead.
     Args, Raises, Collective, Cost: as `agree`, at the end.
     """
     facts: list[str] = []
@@ -151,10 +157,12 @@ def agreement(
 def _disagreement(action: str, lines_of_rank: list[list[str]], facts: Sequence[str]) -> str:
     """Name a rank whose lines differ from the most common ones, and its first line that differs."""
     usual = list(Counter(map(tuple, lines_of_rank)).most_common(1)[0][0])
+    # Facts that all ranks but one share are most likely right, so name the rank that differs from them.
     odd = next(rank for rank, lines in enumerate(lines_of_rank) if lines != usual)
     typical = lines_of_rank.index(usual)
     for number, (mine, theirs) in enumerate(zip(lines_of_rank[odd], usual, strict=False)):
         if mine != theirs:
+            # Only texts were sent; the advice is that of this rank's own fact in the same place.
             remedy = getattr(facts[number], "remedy", REMEDY) if number < len(facts) else REMEDY
             return (
                 f"ranks disagree, so none can {action}: rank {odd} has [{mine}] where rank {typical} has "

@@ -1,4 +1,4 @@
-"""The `Collectives` of what a caller passes as `process_group`, chosen once by the group's backends."""
+"""The choice of a `Collectives` for the `process_group` that a caller passes, by the group's backends."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ def as_collectives(process_group: dist.ProcessGroup | DeviceMesh | Collectives |
 
     Args:
         process_group: a torch group, None for the default one, a DeviceMesh of one dimension, or Collectives.
+    Raises:
+        TypeError: it is something else, such as options that were passed by position.
     """
     if isinstance(process_group, DeviceMesh):
-        process_group = process_group.get_group()  # of several dimensions torch asks for one of them
+        process_group = process_group.get_group()  # torch raises if the mesh has several dimensions
     # new_group() returns an int to ranks outside the group; the constructor refuses it.
     if process_group is None or isinstance(process_group, (dist.ProcessGroup, int)):
         return of_group(process_group)
@@ -31,8 +33,9 @@ def as_collectives(process_group: dist.ProcessGroup | DeviceMesh | Collectives |
 
 
 def of_group(group: dist.ProcessGroup | None) -> ProcessGroupCollectives:
-    """Give the calls of a process group; where it has Gloo, by what is fastest there."""
+    """Give the `Collectives` of a process group, in the subclass that is fastest with its backends."""
     comm = ProcessGroupCollectives(group)
+    # The group may have a backend for each kind of device. Without Gloo, the group's own calls are fastest.
     if "gloo" not in comm.backends.values():
         return comm
     if comm.backends.get("cpu") == "gloo" and comm.world_size <= PAIRWISE_RANKS:

@@ -1,8 +1,8 @@
-"""The calls between ranks: `Collectives` lists what the optimizer asks of a network.
+"""The calls between ranks: `Collectives` lists what the optimizer needs of a network.
 
 `ProcessGroupCollectives` makes the calls on a torch.distributed process group (NCCL, Gloo), and
-`zero_ref.lab.virtual` on threads of one process. In both, every call is passed to `observers` before it is
-made, so that what really happened can be compared with the plan.
+`zero_ref.lab.virtual` between threads of one process. Both pass every call to `observers` before they make
+it, so that the calls that were made can be compared with the plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zero_ref.plan.calls import Call
 
 Observer = Callable[[Call], None]
 ToPeer = tuple[int, torch.Tensor]
-"""(peer rank, tensor): what to send to that rank, or where to put what it sends."""
+"""(peer rank, tensor): a tensor to send to that rank, or one to overwrite with the tensor that it sends."""
 
 
 class PendingCall(Protocol):
@@ -28,21 +28,21 @@ class PendingCall(Protocol):
 
 
 class Alarm(Protocol):
-    """Short messages to all other ranks, which need not wait for them."""
+    """Short messages to all other ranks, for which the receivers do not wait."""
 
     def ring(self, text: str, update: int) -> None:
-        """Send `text` about this update, counted from 1, to all other ranks."""
+        """Send all other ranks `text` about an update; updates are counted from 1."""
 
     def heard(self, update: int) -> dict[int, str]:
-        """Give by rank the text about an update up to this one that has arrived since the last call.
+        """Give the texts that have arrived since the last call, by the rank that sent them.
 
-        A text arrives before all tensors that its rank sends later. A text about a later update, from a rank
-        that is ahead, is kept for a later call.
+        A text arrives before all tensors that its rank sends later. A text about an update after `update`,
+        from a rank that is ahead, is kept for a later call.
         """
 
 
 class Collectives(Protocol):
-    """What the optimizer asks of a network of `world_size` ranks, of which this is `rank`.
+    """The calls that the optimizer makes to a network of `world_size` ranks, of which this is `rank`.
 
     Calls return immediately; their tensors belong to the call until `wait()` returns. All ranks must make the
     same collective calls in the same order. Ranks are positions in the process group, never global ones.
@@ -54,66 +54,72 @@ class Collectives(Protocol):
     def world_size(self) -> int: ...
     @property
     def control_device(self) -> torch.device:
-        """The device on which short messages between ranks are made: facts, counts, norms."""
+        """The device of short messages between ranks, such as facts, counts and norms."""
 
     @property
-    def observers(self) -> list[Observer]: ...
+    def observers(self) -> list[Observer]:
+        """The functions that get every call before it is made."""
 
     def wire_of(self, device: torch.device) -> torch.device:
-        """The device on which a tensor of this device must lie for `send`, `recv` and `exchange`."""
+        """The device to which a tensor on `device` must be copied for `send`, `recv` and `exchange`."""
 
     def goes_pairwise(self, device: torch.device) -> bool:
-        """Whether messages between pairs of ranks take less time than one call, for such tensors."""
+        """Whether messages between pairs of ranks take less time than a collective, for tensors there."""
 
     def expect(self, tensor: torch.Tensor, src: int) -> PendingCall | None:
         """Receive the next broadcast of `src` into `tensor` early, while this rank still computes.
 
         Returns:
-            What to pass to that `broadcast`, which has to follow; None where the network cannot do this.
+            The started receive, to pass to that `broadcast`, which has to follow; None where the network
+            cannot receive early.
         """
 
     def open_channel(self, number: int, devices: Collection[torch.device]) -> Alarm | None:
-        """Keep later messages apart from those of other optimizers, where the network can.
+        """Keep this optimizer's later messages apart from those of other optimizers, where the network can.
 
         Args:
-            number: of the optimizer on the group.
-            devices: of what it will broadcast.
+            number: the number of the optimizer on the group.
+            devices: the devices of the tensors that it will broadcast.
         Returns:
-            An alarm whose messages arrive before later broadcasts of their sender; None where there is none.
+            An alarm whose messages arrive before later broadcasts of their sender; None where the network has
+            no such alarm.
         """
 
     def broadcast(self, tensor: torch.Tensor, src: int, expected: PendingCall | None = None) -> PendingCall:
-        """Overwrite `tensor` on all ranks by that of `src`. Cost: each other rank receives it once.
+        """Overwrite `tensor` on all ranks with the tensor of rank `src`.
 
         Args:
-            expected: what `expect` returned for this call.
+            expected: the receive that `expect` has started for this call.
+        Cost: each rank other than `src` receives it once.
         """
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingCall:
-        """Overwrite `tensor` by its sum over ranks. Cost: each rank sends 2(N-1)/N of it on a ring."""
+        """Overwrite `tensor` with its sum over ranks. Cost: each rank sends 2(N-1)/N of it on a ring."""
 
     def all_gather(self, tensor: torch.Tensor, op: str = "all_gather") -> list[torch.Tensor]:
-        """Give the `tensor` of each rank, in rank order; equal shapes. Cost: each rank receives N-1 of them.
+        """Wait for the `tensor` of each rank, and return them in rank order.
 
         Args:
+            tensor: of the same shape and dtype on all ranks.
             op: the call's name for observers.
+        Cost: each rank receives N-1 of them.
         """
 
     def gather_shares(self, flat: torch.Tensor, expected: Sequence[PendingCall | None] = ()) -> PendingCall:
-        """Overwrite each of the N equal shares of `flat` by that of its rank, in rank order.
+        """Overwrite each of the N equal shares of `flat` with the values of its rank, in rank order.
 
         Args:
-            flat: (N * share,), contiguous.
-            expected: for each rank what `expect` returned for its share.
+            flat: (N * share,), contiguous; rank r has the values of its r-th share.
+            expected: for each rank the receive that `expect` has started for its share.
         Cost: each rank receives (N-1)/N of it.
         """
 
     def reduce_shares(self, flat: torch.Tensor, share: torch.Tensor) -> PendingCall:
-        """Overwrite `share` by the sum over ranks of this rank's share of `flat`.
+        """Overwrite `share` with the sum over ranks of this rank's share of `flat`.
 
         Args:
             flat: (N * share,), contiguous. It may be overwritten, and must not be used before `wait` returns.
-            share: (share,), of its dtype and device.
+            share: (share,), of the dtype and device of `flat`.
         Cost: each rank sends (N-1)/N of `flat`; in pairwise messages it receives N-1 shares at once.
         """
 
@@ -121,7 +127,7 @@ class Collectives(Protocol):
         """Send `tensor` to `dst`, which must `recv` one of its shape and dtype."""
 
     def recv(self, tensor: torch.Tensor, src: int) -> PendingCall:
-        """Overwrite `tensor` by what `src` sends next. Messages of a pair of ranks keep their order."""
+        """Overwrite `tensor` with the next one that `src` sends. Messages of two ranks keep their order."""
 
     def exchange(
         self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer], told: Call | None = None
@@ -129,26 +135,27 @@ class Collectives(Protocol):
         """Send and receive several tensors as one call.
 
         Ranks that send to each other need this in place of `send` and `recv`, which on NCCL would each wait
-        for the other rank. Messages of a pair of ranks keep their order; none may be empty, or to oneself.
+        for the other rank. Messages of two ranks keep their order. No tensor may be empty, and no peer may be
+        this rank itself.
 
         Args:
-            told: what observers see in place of the messages.
+            told: the call that observers see in place of the messages.
         """
 
 
 class Observable:
-    """What implementations of `Collectives` inherit: observers; early receives and alarms that do nothing."""
+    """A base of implementations of `Collectives`: it calls observers, and has no early receives or alarms."""
 
     def __init__(self) -> None:
         self.observers: list[Observer] = []
 
     def tell(self, op: str, tensor: torch.Tensor, peer: int | None = None) -> None:
         """Pass a call that is about to be made to all observers."""
-        if self.observers:
+        if self.observers:  # without observers a step makes no `Call`
             self.tell_of(Call(op, tensor.numel() * tensor.element_size(), peer))
 
     def tell_of(self, call: Call) -> None:
-        """Pass this call to all observers."""
+        """Pass a call that is described already to all observers."""
         for observer in self.observers:
             observer(call)
 
@@ -171,7 +178,7 @@ class Observable:
 
 @dataclass(eq=False)
 class AllOf:
-    """Several calls that were started, as one."""
+    """Several calls that were started, to wait for together."""
 
     calls: Sequence[PendingCall]
 
@@ -182,7 +189,7 @@ class AllOf:
 
 @dataclass(eq=False)
 class Then:
-    """A call that was started, and what to do once it is complete."""
+    """A call that was started, and an action that `wait` takes once the call is complete."""
 
     call: PendingCall
     action: Callable[[], object]

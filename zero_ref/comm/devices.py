@@ -1,7 +1,7 @@
-"""Accelerators, through torch.accelerator and each device's own module: the one place that knows of kinds.
+"""Accelerators, through torch.accelerator and each device's own module: the one place that tells kinds apart.
 
-A GPU, another accelerator and the pretend device of the tests take the same path everywhere else. A CPU has
-no streams and nothing to wait for, so here each function says what it does for one.
+All other code treats a GPU, another accelerator and the pretend device of the tests alike. A CPU has no
+streams and nothing to wait for, so each function here says what it does for a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 CPU = torch.device("cpu")
 
 EXAMPLE = "cuda"
-"""A kind of accelerator, for messages: the one that most readers have."""
+"""A kind of accelerator to name in error messages: the one that most readers have."""
 
 
 def accelerator() -> torch.device | None:
@@ -44,7 +44,7 @@ def use(device: torch.device) -> None:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work on the device is queued, so that the host goes on before it is done."""
+    """Return whether work on the device is queued, so that the host goes on before the work is done."""
     return device.type not in ("cpu", "meta")
 
 
@@ -56,7 +56,7 @@ def backend_of(device: torch.device) -> str:
 def own_backend() -> str | None:
     """The backend that is made for this machine's accelerator, such as "nccl".
 
-    None without an accelerator, and where torch has no such backend or was built without it.
+    None if there is no accelerator, if torch has no backend for it, or if torch was built without it.
     """
     found = accelerator()
     if found is None or found.type not in dist.Backend.default_device_backend_map:
@@ -66,19 +66,20 @@ def own_backend() -> str | None:
 
 
 def gloo_takes(device: torch.device) -> bool:
-    """Whether Gloo carries tensors of this kind of device: of CPUs, and of NVIDIA's and AMD's GPUs."""
+    """Return whether Gloo sends tensors of this kind of device: CPUs, and NVIDIA's and AMD's GPUs."""
     return device.type in dist.Backend.backend_capability[dist.Backend.GLOO]
 
 
 def name_of(device: torch.device) -> str:
-    """The device's name, as its driver gives it; its kind if there is none."""
+    """The device's name, as its driver gives it; the kind of device if the driver gives none."""
     get_name = getattr(_module_of(device), "get_device_name", None)
     return device.type if get_name is None else str(get_name(device))
 
 
 def synchronize() -> None:
-    """Wait until all that this process has queued on its accelerator is done, if it has ever used one."""
+    """Wait until all work that this process has queued on its accelerator is done."""
     found = accelerator()
+    # A process that has never used the accelerator has queued nothing, and synchronizing would initialize it.
     if found is not None and _ask(found, "is_initialized", True):
         _module_of(found).synchronize()
 
@@ -89,7 +90,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def new_stream(device: torch.device) -> Any:
-    """A stream beside the others of the accelerator."""
+    """Make one more stream of the accelerator."""
     return _module_of(device).Stream(device)
 
 
@@ -101,12 +102,12 @@ def on_stream(stream: Any) -> Iterator[None]:
 
 
 def future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
-    """A future whose `wait` lets the waiter's stream wait for the one that set its result."""
+    """A future whose `wait` makes the current stream wait for the stream on which the result was set."""
     return torch.futures.Future(devices=[device] if is_accelerator(device) else None)
 
 
 def _ask(device: torch.device, name: str, otherwise: Any) -> Any:
-    """Call a function of the device's module. Apple's module, with one device, has few of them."""
+    """Call a function of the device's module; `otherwise` if it has none. Apple's module has few of them."""
     function = getattr(_module_of(device), name, None)
     return otherwise if function is None else function()
 
@@ -115,7 +116,7 @@ def _module_of(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-# --------------------------------------------------------------------------------- what measurements ask for
+# ------------------------------------------------------------------------------------ used by measurements
 
 
 def total_memory(device: torch.device) -> int | None:
@@ -139,14 +140,14 @@ def peak_memory_allocated(device: torch.device) -> int | None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory_allocated` begin anew. Does nothing for a CPU."""
+    """Reset the peak of `peak_memory_allocated`. Does nothing for a CPU."""
     reset = getattr(_module_of(device), "reset_peak_memory_stats", None)
     if is_accelerator(device) and reset is not None:
         reset(device)
 
 
 def release_memory(device: torch.device) -> None:
-    """Hand free memory that the allocator keeps back to the accelerator, for other processes."""
+    """Return the free memory that torch's allocator keeps to the accelerator, for other processes."""
     release = getattr(_module_of(device), "empty_cache", None)
     if is_accelerator(device) and release is not None:
         release()
@@ -154,9 +155,11 @@ def release_memory(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def timing_events(device: torch.device) -> Iterator[Callable[[], float | None]]:
-    """Give a function that afterwards waits, and gives the milliseconds of what the context has queued.
+    """Measure the time that the accelerator takes for the work queued in the context.
 
-    It gives None for a CPU, and for an accelerator whose events carry no times.
+    Yields:
+        A function to call after the context: it waits for the work and returns milliseconds. It returns None
+        for a CPU, and for an accelerator whose events record no times.
     """
     if not is_accelerator(device):
         yield lambda: None
@@ -174,11 +177,13 @@ def timing_events(device: torch.device) -> Iterator[Callable[[], float | None]]:
 
 @contextlib.contextmanager
 def error_on_synchronization(device: torch.device) -> Iterator[bool]:
-    """While the context lasts, an operation that makes the host wait for the accelerator raises an error.
+    """Make operations in the context raise if they make the host wait for the accelerator.
 
-    Gives whether the device can tell; a CPU, on which nothing is queued, cannot. The mode is the process's,
-    so it holds in autograd's threads, too. Operations such as `.item()` raise a RuntimeError; an explicit
-    `synchronize()` of a stream or an event does not.
+    The mode is the process's, so it holds in autograd's threads, too. Operations such as `.item()` raise a
+    RuntimeError; an explicit `synchronize()` of a stream or an event does not.
+
+    Yields:
+        Whether the device supports this. A CPU does not, since nothing is queued on it.
     """
     module = _module_of(device)
     set_mode = getattr(module, "set_sync_debug_mode", None)
@@ -195,7 +200,7 @@ def error_on_synchronization(device: torch.device) -> Iterator[bool]:
 
 
 def software_of(device: torch.device) -> dict[str, str | None]:
-    """Versions of what is below torch: the driver, the toolkit that torch was built with, NCCL."""
+    """The versions of the driver, of the toolkit that torch was built with, and of NCCL."""
     toolkit = torch.version.cuda or torch.version.hip
     nccl = None
     with contextlib.suppress(Exception):  # a build without NCCL has no such function, or it raises
@@ -204,11 +209,11 @@ def software_of(device: torch.device) -> dict[str, str | None]:
 
 
 def _driver_version(device: torch.device) -> str | None:
-    """The driver's version, as NVIDIA's own program prints it: torch does not tell. None for other kinds."""
+    """The driver's version, from NVIDIA's own program, since torch has no function for it; else None."""
     if device.type != "cuda" or torch.version.hip:
         return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
-        return said[0] if said else None
+        words = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+        return words[0] if words else None
     return None

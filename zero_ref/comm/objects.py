@@ -1,4 +1,4 @@
-"""Bytes, texts and JSON between ranks, as tensors on the device where short messages are made."""
+"""Bytes, texts and JSON between ranks, sent as uint8 tensors on the device of short messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_ref.comm.collectives import Collectives
 
 
 def gather_bytes(comm: Collectives, content: bytes, op: str = "all_gather") -> list[bytearray]:
-    """Gather the `content` of each rank, in rank order; equally many bytes on all ranks.
+    """Gather the `content` of each rank, in rank order; it has the same number of bytes on all ranks.
 
     Collective: all ranks of the group.
     Cost: one all-gather of the content.
@@ -24,25 +24,25 @@ def gather_texts(comm: Collectives, text: str) -> list[str]:
     """Gather the `text` of each rank, in rank order.
 
     Collective: all ranks of the group.
-    Cost: one all-gather of 8 bytes; where a rank has a text, one more of the texts.
+    Cost: one all-gather of 8 bytes; if any text is not empty, one more of the texts.
     """
     mine = text.encode()
     lengths = [int.from_bytes(other, "big") for other in gather_bytes(comm, len(mine).to_bytes(8, "big"))]
     if not any(lengths):
         return [""] * comm.world_size
-    # An all-gather takes tensors of one size: fill up to the longest, and cut off afterwards.
+    # An all-gather takes tensors of one size: pad to the longest text, and cut off the padding afterwards.
     texts = gather_bytes(comm, mine.ljust(max(lengths)))
     return [other[:length].decode() for other, length in zip(texts, lengths, strict=True)]
 
 
 def broadcast_json(comm: Collectives, value: Any, src: int) -> Any:
-    """Give all ranks the `value` of rank `src`, as JSON; tensors without dimensions become numbers.
+    """Send the `value` of rank `src` to all ranks, as JSON; 0-dimensional tensors become numbers.
 
     Collective: all ranks of the group.
     Cost: two broadcasts, of 8 bytes and of the text.
     """
     text = json.dumps(value, default=torch.Tensor.item).encode() if comm.rank == src else b""
-    # The other ranks learn how much memory the text needs, then receive it.
+    # The length first, so that the other ranks can allocate memory for the text.
     length = torch.tensor([len(text)], device=comm.control_device)
     comm.broadcast(length, src).wait()
     tensor = _tensor_of(text.ljust(int(length.item())), comm)
@@ -51,16 +51,17 @@ def broadcast_json(comm: Collectives, value: Any, src: int) -> Any:
 
 
 def exchange_json(comm: Collectives, values: Mapping[int, Any], sources: Iterable[int]) -> list[Any]:
-    """Send a value, which JSON can express, to each rank in `values`; return what each source sends.
+    """Send each rank in `values` its value, as JSON; return the values from `sources`, in their order.
 
     Collective: each destination has this rank among its sources, and each source has a value for this rank.
     Cost: between two ranks two messages, of 8 bytes and of the text.
     """
     texts = [(peer, _tensor_of(json.dumps(value).encode(), comm)) for peer, value in values.items()]
-    # The lengths first, so that each receiver can make room for the text.
+    # The lengths first, so that each receiver can allocate memory for the text.
     lengths = [(peer, torch.tensor([text.numel()], device=comm.control_device)) for peer, text in texts]
     their_lengths = [(peer, torch.tensor([0], device=comm.control_device)) for peer in sources]
     comm.exchange(lengths, their_lengths).wait()
+    # Tensors of zeros, for the texts to be received into.
     theirs = [(peer, _tensor_of(bytes(int(length.item())), comm)) for peer, length in their_lengths]
     comm.exchange(texts, theirs).wait()
     return [json.loads(_content_of(text)) for _, text in theirs]

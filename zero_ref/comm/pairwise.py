@@ -1,9 +1,9 @@
-"""Collectives on Gloo as messages between pairs of ranks: all that makes CPUs fast, and nothing else.
+"""Collectives on Gloo as messages between pairs of ranks, which are faster on CPUs.
 
-A process group of NCCL passes no line of this module. On few ranks, a message of its own to each peer takes
-less time than Gloo's broadcast or all-gather, and a rank can post the receive early, while it still computes
-(`expect`). On more ranks, shares are added up around a ring. Since the messages of two ranks keep their
-order, a rank also learns of another's error without waiting for it (`Alarm`).
+With NCCL no code of this module runs. On few ranks, sending each peer a message of its own takes less time
+than Gloo's broadcast or all-gather, and a rank can start to receive early, while it still computes
+(`expect`). On more ranks, a reduce-scatter passes sums around a ring. Since the messages of two ranks keep
+their order, a rank also learns of an error on another rank without waiting for a message (`Alarm`).
 """
 
 from __future__ import annotations
@@ -20,44 +20,48 @@ from zero_ref.comm.devices import CPU
 from zero_ref.comm.process_group import TAG, ProcessGroupCollectives
 
 ALARM_TAG = TAG + 720_720
-"""Gloo takes network device number (tag mod devices): with up to 16 devices the same one as for `TAG`."""
+"""Gloo sends a tag over network device number (tag mod devices). With up to 16 devices it is that of `TAG`,
+so alarms and parameters keep their order."""
 
 ALARM_NBYTES = 512
-"""An alarm is a text, then the update's number in eight bytes, then a 1, which arrives last."""
+"""An alarm is a text, then the update's number in 8 bytes, then one byte that is 1 and arrives last."""
 
 
 class GlooCollectives(ProcessGroupCollectives):
-    """Collectives on a process group that has Gloo for some kind of device; tensors of the others pass by.
+    """Collectives on a process group that has Gloo for some kind of device.
 
-    Gloo takes tensors of GPUs too, but not in messages between pairs of ranks; these go by way of the CPU.
+    Tensors of a kind of device with another backend take the calls of the base class. Gloo's collectives take
+    tensors of GPUs, but its messages between two ranks do not: such tensors are sent by way of the CPU.
     """
 
     def wire_of(self, device: torch.device) -> torch.device:
         return CPU if self.is_gloos(device) else super().wire_of(device)
 
     def is_gloos(self, device: torch.device) -> bool:
-        """Whether Gloo is the group's backend for this kind of device."""
+        """Return whether Gloo is the group's backend for this kind of device."""
         return self.backends.get(device.type) == "gloo"
 
     def reduce_on_wire(self, flat: torch.Tensor, share: torch.Tensor) -> PendingCall:
-        # Gloo's own reduce-scatter is an all-reduce inside, and sends twice as much.
+        # Gloo implements reduce-scatter by an all-reduce, which sends twice as much as a ring.
         if self.world_size == 1 or not self.is_gloos(flat.device):
             return super().reduce_on_wire(flat, share)
         return _RingReduction(self, flat.detach().chunk(self.world_size), share)
 
     def exchange_on_wire(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> PendingCall:
-        # Receives first, so that Gloo can write what arrives into its place without a copy.
+        # Start receives before sends: then Gloo writes an arriving message into its tensor without a copy.
         calls = [self.message_from(*recv) for recv in recvs if self.is_gloos(recv[1].device)]
         calls += [self.message_to(*send) for send in sends if self.is_gloos(send[1].device)]
+        # The group's other backends take the remaining messages.
         sends, recvs = ([one for one in each if not self.is_gloos(one[1].device)] for each in (sends, recvs))
         return AllOf([*calls, super().exchange_on_wire(sends, recvs)])
 
 
 class PairwiseCollectives(GlooCollectives):
-    """Collectives on a process group that has Gloo for the CPU, of few ranks: each sends to each other.
+    """Collectives on a group of few ranks with Gloo for the CPU: every rank sends directly to every other.
 
     Attributes:
-        others: the other ranks, the next one first, so that not all send to the same rank at once.
+        others: the other ranks, beginning with the next one, so that not all ranks send to the same rank
+            first.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -69,7 +73,7 @@ class PairwiseCollectives(GlooCollectives):
 
     def open_channel(self, number: int, devices: Collection[torch.device]) -> Alarm | None:
         super().open_channel(number, devices)
-        # An alarm comes before the broadcasts that follow it only if these are messages as well.
+        # An alarm arrives before the broadcasts that follow it only if these are messages of the same pair.
         if any(device.type != "cpu" for device in devices):
             return None
         return _PairwiseAlarm(self, ALARM_TAG + number)
@@ -83,14 +87,14 @@ class PairwiseCollectives(GlooCollectives):
         if not _fits_messages(tensor):
             return super().broadcast(tensor, src)
         self.tell("broadcast", tensor, src)
-        if src != self.rank:  # `expected` is the same receive, started early
+        if src != self.rank:  # `expected` is this receive, if it was started early
             return expected or self.message_from(src, tensor, "broadcast")
         return AllOf([self.message_to(peer, tensor, "broadcast") for peer in self.others])
 
     def gather_on_wire(self, flat: torch.Tensor, expected: Sequence[PendingCall | None] = ()) -> PendingCall:
         if not self.is_gloos(flat.device):
             return super().gather_on_wire(flat)
-        # Receives before sends: what arrives is then written into its place without a copy.
+        # Start receives before sends: then Gloo writes an arriving share into `flat` without a copy.
         shares = flat.detach().chunk(self.world_size)
         early = dict(enumerate(expected))
         calls = [
@@ -102,13 +106,14 @@ class PairwiseCollectives(GlooCollectives):
     def reduce_on_wire(self, flat: torch.Tensor, share: torch.Tensor) -> PendingCall:
         if not self.is_gloos(flat.device):
             return super().reduce_on_wire(flat, share)
+        # Each rank sends every peer the peer's share, and receives N-1 parts of its own share.
         shares = flat.detach().chunk(self.world_size)
         parts = {peer: torch.empty_like(share) for peer in self.others} | {self.rank: shares[self.rank]}
         calls = [self.message_from(peer, parts[peer], "reduce_scatter") for peer in self.others]
         calls += [self.message_to(peer, shares[peer], "reduce_scatter") for peer in self.others]
 
         def add_up() -> None:
-            # In the order of ranks, so that the result does not depend on who owns it.
+            # Add in rank order, so that the rounded sum does not depend on which rank owns the share.
             share.copy_(parts[0])
             for rank in range(1, self.world_size):
                 share.add_(parts[rank])
@@ -121,10 +126,15 @@ def _fits_messages(tensor: torch.Tensor) -> bool:
 
 
 class _PairwiseAlarm:
-    """An `Alarm` on Gloo: from each peer a receive for which nobody waits. Its last byte says if it came.
+    """An `Alarm` on Gloo: a receive from each peer is always pending, and no rank waits for it.
 
-    Gloo delivers the messages between two ranks in their order. So when a rank has received new values, an
-    alarm that their sender rang before is already in memory, and reading it there costs no communication.
+    Gloo delivers the messages between two ranks in order. So when a rank has received new values, an alarm
+    that their sender rang before is already in memory, and reading it costs no communication. The last byte
+    of a message tells whether it has arrived.
+
+    Attributes:
+        received: for each peer the memory that its next alarm is written into, zeros until then.
+        receives, sends: the calls that were started, kept so that they are not freed.
     """
 
     def __init__(self, comm: PairwiseCollectives, tag: int) -> None:
@@ -134,13 +144,13 @@ class _PairwiseAlarm:
         self.sends: list[Any] = []
         for peer in range(comm.world_size):
             if peer != comm.rank:
-                self._listen(peer)
+                self._start_receive(peer)
 
-    def _listen(self, peer: int) -> None:
+    def _start_receive(self, peer: int) -> None:
         self.received[peer] = bytearray(ALARM_NBYTES)
         tensor = torch.frombuffer(self.received[peer], dtype=torch.uint8)
-        # A peer whose process has ended, as a short program does that only constructs, rings no alarm.
-        # The next call to it raises.
+        # A peer whose process has ended (a short program may only construct an optimizer) rings no alarm. The
+        # next call to this peer raises.
         with contextlib.suppress(RuntimeError):
             self.receives[peer] = dist.irecv(tensor, group=self.comm.group, group_src=peer, tag=self.tag)
 
@@ -154,21 +164,22 @@ class _PairwiseAlarm:
 
     def heard(self, update: int) -> dict[int, str]:
         texts = {}
+        # The flag and the number are bytes in memory: reading them waits for nothing.
         for peer, message in list(self.received.items()):
             if message[-1] and int.from_bytes(message[-9:-1], "big") <= update:
                 texts[peer] = message[:-9].decode(errors="replace").rstrip()
-                self._listen(peer)
+                self._start_receive(peer)
         return texts
 
 
 class _RingReduction:
-    """A reduce-scatter around a ring: N-1 times a rank adds its part to a sum and passes that on.
+    """A reduce-scatter around a ring: N-1 times each rank adds its part to a sum and sends that to the next.
 
-    Many small tensors at once between all pairs of ranks would flood them; here a rank has two neighbours.
+    On many ranks, messages between all pairs would be too many at once; in a ring a rank has two neighbours.
     Only the first message is sent before `wait`, which all ranks must call in the same order.
 
     Args:
-        shares: of this rank's tensor, which are overwritten by sums.
+        shares: the N equal parts of this rank's tensor; sums overwrite them.
         result: receives the sum of all ranks' parts of this rank's share.
     Source: the first half of a ring all-reduce (Patarasuk and Yuan, 2009).
     """
@@ -178,9 +189,10 @@ class _RingReduction:
     ) -> None:
         self.comm, self.shares, self.result = comm, shares, result
         self.received = torch.empty_like(result)
-        self.under_way = self._pass_on(1)
+        self.under_way = self._start_round(1)
 
-    def _pass_on(self, distance: int) -> AllOf:
+    def _start_round(self, distance: int) -> AllOf:
+        """Send the next rank the sum of the share `distance` places back; receive from the previous rank."""
         rank, size = self.comm.rank, self.comm.world_size
         what = "reduce_scatter"
         return AllOf(
@@ -195,8 +207,8 @@ class _RingReduction:
         rank, size = self.comm.rank, self.comm.world_size
         for distance in range(1, size):
             self.under_way.wait()
-            # What came is the sum that the previous rank passed on: add this rank's part of the same share.
+            # The previous rank has sent its sum of one share: add this rank's part of the same share.
             self.shares[(rank - distance - 1) % size].add_(self.received)
             if distance < size - 1:
-                self.under_way = self._pass_on(distance + 1)
+                self.under_way = self._start_round(distance + 1)
         self.result.copy_(self.shares[rank])

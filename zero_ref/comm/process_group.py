@@ -1,8 +1,8 @@
 """The calls of `Collectives` on a torch.distributed process group, each as one call of the group's backend.
 
-To the `dist.broadcast` of `minimal.py` this adds that every call is passed to the observers before it is
-made, and that a call which fails says which rank was to do what. NCCL needs no more than stands here. What
-Gloo on CPUs needs stands in `pairwise.py`, and `backend.py` chooses between the two.
+`minimal.py` calls `dist.broadcast`. Here observers see every call before it is made, and the error of a call
+that fails says which rank was to do what. NCCL needs only this module. `pairwise.py` adds faster calls for
+Gloo on CPUs, and `backend.py` chooses between the two.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from zero_ref.comm.devices import CPU, current_device
 from zero_ref.plan.calls import Call
 
 TAG = 2**20
-"""Tells our messages between two ranks from a user's own, whose tag is 0 unless they choose another."""
+"""The tag of this package's messages between two ranks. A user's own have the tag 0, torch's default."""
 
 BACKWARD_TAG = 360_360
-"""What is added to the tag of a backward's messages, so that none is taken for a message of a step."""
+"""A number added to the tag of messages in backward, so that none is taken for a message of a step."""
 
 
 class ProcessGroupCollectives(Observable):
     """Collectives on a torch.distributed process group of any backend.
 
-    A group may have a backend for each kind of device: Gloo for the CPU, NCCL for GPUs. `as_collectives`
-    makes the subclass that a group with Gloo is faster with.
+    A group may have a backend for each kind of device: Gloo for the CPU, NCCL for GPUs. For a group with
+    Gloo, `as_collectives` makes a subclass that is faster.
 
     Args:
         group: the process group; None is the default group of `init_process_group`.
     Attributes:
         backends: by kind of device, the name of its backend.
-        tag: of the messages between two ranks.
+        tag: the tag of messages between two ranks.
     Raises:
         RuntimeError: torch.distributed has not been initialised.
         ValueError: this process is not a member of `group`.
@@ -57,7 +57,7 @@ class ProcessGroupCollectives(Observable):
                 "Build the optimizer only on the group's ranks."
             )
         self.backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
-        # On the CPU where the group takes it: there the host reads a message without waiting for a GPU.
+        # Prefer the CPU, where the host reads a message without waiting for a GPU.
         self.control_device = CPU if "cpu" in self.backends else current_device()
         self.tag = TAG
 
@@ -68,8 +68,8 @@ class ProcessGroupCollectives(Observable):
         return False
 
     def open_channel(self, number: int, devices: Collection[torch.device]) -> Alarm | None:
-        # With one tag for all, ranks that step two optimizers in another order would each take the other's
-        # parameters for their own. With a tag for each optimizer they wait, until the group's time-out.
+        # With one tag for all, ranks that step two optimizers in different orders would receive parameters of
+        # one into the other. With a tag for each optimizer they wait until the group's time-out.
         self.tag = TAG + number
         return None
 
@@ -95,12 +95,12 @@ class ProcessGroupCollectives(Observable):
         wire = self.wire_of(flat.device)
         if flat.device.type == wire.type:
             return self.gather_on_wire(flat, expected)
-        # The network has no backend for this device: send a copy that it takes, and copy back.
+        # No backend takes tensors of this device: gather a copy on a device that one takes, and copy back.
         staged = flat.to(wire)
         return Then(self.gather_on_wire(staged), lambda: flat.copy_(staged))
 
     def gather_on_wire(self, flat: torch.Tensor, expected: Sequence[PendingCall | None] = ()) -> PendingCall:
-        """Start the all-gather of `gather_shares`, of a tensor that lies where the network takes it."""
+        """Start the all-gather of `gather_shares`; `flat` is on a device that the backend takes."""
         mine = flat.detach().chunk(self.world_size)[self.rank]
         return self.start("all_gather", _all_gather, _raw(flat), _raw(mine), async_op=True)
 
@@ -113,7 +113,7 @@ class ProcessGroupCollectives(Observable):
         return Then(self.reduce_on_wire(sent, staged), lambda: share.copy_(staged))
 
     def reduce_on_wire(self, flat: torch.Tensor, share: torch.Tensor) -> PendingCall:
-        """Start the reduce-scatter of `reduce_shares`, of tensors that lie where the network takes them."""
+        """Start the reduce-scatter of `reduce_shares`; the tensors are on a device that the backend takes."""
         return self.start("reduce_scatter", _reduce_scatter, share, flat, async_op=True)
 
     # ------------------------------------------------------------------------- messages between two ranks
@@ -133,22 +133,22 @@ class ProcessGroupCollectives(Observable):
         return self.exchange_on_wire(sends, recvs)
 
     def exchange_on_wire(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> PendingCall:
-        """Start the messages of an `exchange`, of tensors that lie where the network takes them."""
+        """Start the messages of an `exchange`; the tensors are on devices that the backend takes."""
         if not sends and not recvs:
             return AllOf([])
         peers = sorted({peer for peer, _ in (*sends, *recvs)})
         return self.start(f"exchange with ranks {peers}", _batch, sends, recvs, tag=self.tag)
 
     def message_to(self, dst: int, tensor: torch.Tensor, what: str = "send") -> PendingCall:
-        """Start to send `tensor` to `dst`; `what` is the call's name in an error."""
+        """Start to send `tensor` to `dst`; `what` names the call in an error."""
         return self.start(f"{what} to rank {dst}", dist.isend, _raw(tensor), group_dst=dst, tag=self.tag)
 
     def message_from(self, src: int, tensor: torch.Tensor, what: str = "receive") -> PendingCall:
-        """Start to receive what `src` sends next into `tensor`; `what` is the call's name in an error."""
+        """Start to receive the next message of `src` into `tensor`; `what` names the call in an error."""
         return self.start(f"{what} from rank {src}", dist.irecv, _raw(tensor), group_src=src, tag=self.tag)
 
     def start(self, what: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> PendingCall:
-        """Start an operation of torch.distributed on the group; `what` is its name in an error."""
+        """Start an operation of torch.distributed on the group; `what` names it in an error."""
         name = f"rank {self.rank} of {self.world_size}: {what}"
         try:
             return _NamedCall(name, operation(*args, group=self.group, **kwargs))
@@ -158,7 +158,7 @@ class ProcessGroupCollectives(Observable):
 
 @dataclass(eq=False)
 class _NamedCall:
-    """A torch `Work` that says, when it fails, which rank was to do what."""
+    """A torch `Work` whose error says which rank was to do what."""
 
     name: str
     work: Any
@@ -179,17 +179,18 @@ def _not_completed(name: str, error: RuntimeError) -> RuntimeError:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    # As bytes, because Gloo does not broadcast every dtype: not int16, bool or float8.
+    """View a contiguous tensor as bytes: Gloo does not broadcast every dtype (not int16, bool or float8)."""
     return tensor.detach().view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
 
 
-# Newer versions of torch give the older names a warning.
+# Newer versions of torch warn if the older names are used.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _batch(sends: Sequence[ToPeer], recvs: Sequence[ToPeer], *, group: Any, tag: int) -> PendingCall:
-    # One launch for all: by itself a send on NCCL would complete only when its peer receives.
+    # Launch all together: on NCCL, a send by itself completes only when its peer receives, so two ranks that
+    # send to each other would wait forever.
     ops = [
         *(dist.P2POp(dist.isend, _raw(tensor), None, group, tag, dst) for dst, tensor in sends),
         *(dist.P2POp(dist.irecv, _raw(tensor), None, group, tag, src) for src, tensor in recvs),
@@ -198,7 +199,7 @@ def _batch(sends: Sequence[ToPeer], recvs: Sequence[ToPeer], *, group: Any, tag:
 
 
 def global_ranks(comm: Collectives) -> list[int]:
-    """List the global rank of each rank; where there is no process group, the ranks themselves."""
+    """List the global rank of each rank; without a process group, these are the ranks themselves."""
     if isinstance(comm, ProcessGroupCollectives):
         return dist.get_process_group_ranks(comm.group)
     return list(range(comm.world_size))

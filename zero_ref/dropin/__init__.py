@@ -1,1 +1,1 @@
-"""Interfaces of others on the same engine: FairScale's OSS, and torch's optimizer over RPC."""
+"""Interfaces of other libraries: FairScale's OSS, torch's optimizer over RPC, hooks for trainers."""

@@ -1,10 +1,10 @@
-"""Gather the state before a save of accelerate's or of transformers' Trainer.
+"""Hooks that gather the optimizer's state before accelerate or transformers' Trainer saves it.
 
-In `minimal.py` all ranks call `state_dict`, which gathers. These programs call an optimizer's `state_dict()`
-as if it were local: accelerate on all ranks, the Trainer on one. Lightning calls `consolidate_state_dict()`
-by itself and needs nothing from here.
+In `minimal.py` all ranks call `state_dict`, which gathers. These libraries call an optimizer's `state_dict()`
+without gathering: accelerate on all ranks, the Trainer on one. Lightning calls `consolidate_state_dict()` by
+itself and needs no hook.
 
-No client is imported before it is used, so the package needs none of them.
+A library is imported only when its hook is made, so this package needs none of them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ if TYPE_CHECKING:
 
 
 def consolidation_hook(*optimizers: Any) -> Callable[..., None]:
-    """A hook for accelerate, which gathers the state of these optimizers before `save_state` writes it.
+    """Make a hook for accelerate that gathers the state of optimizers before `save_state` writes it.
 
     >>> accelerator.register_save_state_pre_hook(consolidation_hook(optimizer))              # doctest: +SKIP
 
     Args:
-        *optimizers: each a `ZeroRedundancyOptimizer`, or what `Accelerator.prepare` made of one.
+        *optimizers: each a `ZeroRedundancyOptimizer`, or the wrapper that `Accelerator.prepare` puts around
+            it.
     Raises:
         TypeError: an optimizer is not sharded.
-    Collective: the hook, on all ranks: so all ranks call `save_state`, as accelerate asks.
-    Cost: the hook, that of `consolidate_state_dict("all")` for each optimizer, since accelerate asks every
-        rank for the state and writes that of one. Until the next step each rank has all of it in CPU memory.
+    Collective: the hook, on all ranks: so all ranks call `save_state`, as accelerate requires.
+    Cost: each call of the hook costs `consolidate_state_dict("all")` for each optimizer, since accelerate
+        gets the state on every rank and writes that of one. Until the next step each rank has the whole state
+        in CPU memory.
     """
     sharded = [_sharded(optimizer) for optimizer in optimizers]
 
@@ -41,19 +43,19 @@ def consolidation_hook(*optimizers: Any) -> Callable[..., None]:
 
 
 def consolidation_callback() -> TrainerCallback:
-    """A callback for transformers' Trainer, which gathers the optimizer's state before each save.
+    """Make a callback for transformers' Trainer that gathers the optimizer's state before each save.
 
     >>> Trainer(model, arguments, callbacks=[consolidation_callback()])                      # doctest: +SKIP
 
-    It acts where the Trainer has decided to save. With `save_strategy="best"` the Trainer decides after its
-    callbacks, so every evaluation gathers. An evaluation before a save also gathers if the optimizer has
-    `eval()`, which the Trainer has called in between. A callback of yours that sets `should_save` comes
-    before it in the list.
+    The callback gathers when the Trainer has decided to save. With `save_strategy="best"` the Trainer decides
+    after its callbacks, so every evaluation gathers. If the optimizer has `eval()`, an evaluation before a
+    save gathers again, since the Trainer has called `eval()` after the first time. If a callback of yours
+    sets `should_save`, put it before this one in the list.
 
     Raises:
         TypeError: when training begins, if the Trainer's optimizer is not sharded.
-    Collective: the Trainer calls it on all ranks.
-    Cost: that of `consolidate_state_dict(0)` for a save; with `save_on_each_node`, of "all".
+    Collective: all ranks, on which the Trainer calls it.
+    Cost: `consolidate_state_dict(0)` for a save; with `save_on_each_node`, `consolidate_state_dict("all")`.
     """
     from transformers import TrainerCallback
 
@@ -72,8 +74,10 @@ def consolidation_callback() -> TrainerCallback:
         on_epoch_end = on_step_end
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if kwargs["optimizer"] is None:  # before training
+            if kwargs["optimizer"] is None:  # an evaluation before training
                 return
+            # The state that `on_step_end` has gathered is out of date if the Trainer has called `eval()`
+            # since.
             switched = control.should_save and hasattr(_sharded(kwargs["optimizer"]), "eval")
             if args.save_strategy == "best" or switched:
                 consolidate(args, kwargs["optimizer"])

@@ -2,8 +2,8 @@
 
     from zero_ref import OSS                    # was: from fairscale.optim import OSS
 
-OSS (optimizer state sharding) was the first public implementation of ZeRO's stage 1, the stage of
-`minimal.py`; its repository is archived. This module adds FairScale's names and defaults.
+OSS (optimizer state sharding) was the first public implementation of ZeRO's stage 1, which `minimal.py`
+shows; its repository is archived. This module adds FairScale's names and defaults.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class ParamBucket(NamedTuple):
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The only one of `buffers`.
+        """The buffer of a bucket that has only one.
 
         Raises:
-            RuntimeError: there are several, as the parameters have several dtypes.
+            RuntimeError: there are several buffers, as the parameters have several dtypes.
         """
         if len(self.buffers) > 1:
             raise RuntimeError(
@@ -62,9 +62,9 @@ class OSS(ZeroRedundancyOptimizer):
     Args:
         params, optim, group: as `params`, `optimizer_class`, `process_group` of `ZeroRedundancyOptimizer`.
         broadcast_buffer_size, force_broadcast_object: accepted and not used.
-        broadcast_fp16: send new parameters as float16. Unlike with FairScale's, the owner keeps its own in
-            full precision, so that small updates add up; the other ranks, and a model that one rank saves,
-            have rounded ones. May be set later, on all ranks.
+        broadcast_fp16: send new parameters as float16. Unlike with FairScale's, the owner keeps its own
+            values in full precision, so that small updates add up; the other ranks, and a model that one rank
+            saves, have rounded values. May be set later, on all ranks.
         broadcast_dtype: the same with another dtype, such as torch.bfloat16, which has the range of float32.
         **default: passed to `optim`.
 
@@ -92,8 +92,8 @@ class OSS(ZeroRedundancyOptimizer):
     ) -> None:
         if broadcast_fp16 and broadcast_dtype is not None:
             raise ValueError(
-                f"broadcast_fp16=True and broadcast_dtype={broadcast_dtype} both say what to send parameters "
-                "in; pass one of them."
+                f"broadcast_fp16=True and broadcast_dtype={broadcast_dtype} both name a dtype in which to "
+                "send parameters; pass one of them."
             )
         super().__init__(
             params,
@@ -119,7 +119,7 @@ class OSS(ZeroRedundancyOptimizer):
         self.broadcast_dtype = torch.float16 if wanted else None
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """For each rank its parameter groups: all options, and the parameters that the rank owns.
+        """The parameter groups of each rank: all options, and the parameters that the rank owns.
 
         Parameters are assigned in registration order, each to the rank with the fewest trained elements so
         far.
@@ -142,8 +142,10 @@ class OSS(ZeroRedundancyOptimizer):
 
     @property
     def buckets(self) -> dict[torch.device, dict[int, ParamBucket]]:
-        """For each device, and each rank that trains parameters there, their memory."""
+        """The flat tensors of trained parameters, by device and by rank."""
         params = self.built.params
+        # One message of a step holds the parameters of one owner, device and dtype. A bucket joins its
+        # dtypes.
         of_device: dict[torch.device, dict[int, ParamBucket]] = {}
         for message in self.built.messages:
             of_rank = of_device.setdefault(message.tensor.device, {})
@@ -167,10 +169,10 @@ class OSS(ZeroRedundancyOptimizer):
         return of_device
 
     def refresh_trainable(self) -> None:
-        """Plan anew if parameters were frozen, unfrozen or moved. The next step would do so by itself.
+        """Make a new plan if parameters were frozen, unfrozen or moved, as the next step would do by itself.
 
         Collective: all ranks of the group.
-        Cost: nothing if `requires_grad` is as it was, else one all-gather of 32 bytes.
+        Cost: one all-gather of 32 bytes if `requires_grad` or a dtype has changed, else nothing.
         """
         self.current()
 
@@ -190,13 +192,15 @@ class OSS(ZeroRedundancyOptimizer):
                 norm, the same ones on every rank. All gradients are scaled.
         Returns:
             The norm before clipping, shape (), the same on all ranks.
-        Raises, Collective, Cost: as `zero_ref.clip_grad_norm_`. Over the ranks of `group`; FairScale's
-            is over all ranks.
+        Raises, Collective, Cost: as `zero_ref.clip_grad_norm_`, over the ranks of `group`. FairScale's is
+            over all ranks.
         """
         if filter_params_fn is None:
             return clip_grad_norm_(self, max_norm, norm_type)
 
-        def counted() -> Iterator[torch.Tensor]:  # runs where an error on one rank makes all ranks raise
+        # A generator, so that `get_total_norm` runs the filter where an error of one rank makes all ranks
+        # raise.
+        def counted() -> Iterator[torch.Tensor]:
             yield from filter_params_fn([param for param in self.built.params if param.requires_grad])
 
         total = get_total_norm(self, norm_type, params=counted())
@@ -207,18 +211,18 @@ class OSS(ZeroRedundancyOptimizer):
         """Gather the optimizer state onto one rank of the group, or onto all.
 
         Args:
-            recipient_rank: a rank; -1 or "all" for all ranks.
+            recipient_rank: a rank of the group; -1 or "all" for all ranks.
         Raises, Collective, Cost: as `ZeroRedundancyOptimizer.consolidate_state_dict`.
         """
         super().consolidate_state_dict("all" if recipient_rank == -1 else recipient_rank)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """The state that the unsharded optimizer would have, on ranks onto which it was gathered.
+        """The state of the unsharded optimizer, on ranks onto which it was gathered.
 
         Args:
-            all_ranks: gather it onto all ranks first.
+            all_ranks: gather the state onto all ranks first.
         Raises:
-            RuntimeError: it was not consolidated onto this rank since the last step.
+            RuntimeError: the state was not gathered onto this rank since the last step.
         Collective: with `all_ranks=True` all ranks of the group, otherwise none.
         """
         if all_ranks:

@@ -1,9 +1,8 @@
-"""An optimizer that runs on the workers that have the parameters: torch.distributed.rpc, not collectives.
+"""An optimizer that steps parameters on the workers that have them, by torch.distributed.rpc.
 
 In `minimal.py` every rank has all parameters. Here a model's layers are in several processes, called workers.
-Distributed autograd leaves each gradient on the worker that has its parameter, so only the request to step
-has to be sent. `DistributedOptimizer` sends it; an ordinary torch.optim optimizer on each worker makes the
-step.
+Distributed autograd leaves each gradient on the worker that has its parameter, so only a request to step has
+to be sent. `DistributedOptimizer` sends it; an ordinary torch.optim optimizer on each worker makes the step.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ __all__ = ["DistributedOptimizer"]
 class DistributedOptimizer:
     """Steps parameters on the workers that own them, with one local optimizer on each.
 
-    The same as one `optimizer_class` over all parameters, if it updates each parameter by itself, as SGD,
-    Adam and Adagrad do. A parameter without a gradient in the context does not change. Nor does `.grad` of
-    any parameter, if no other code writes it during the step. Steps on one worker wait for each other,
-    whichever client asks. But each DistributedOptimizer has local optimizers of its own: two with Adam keep
-    two states of the same parameter.
+    The result is that of one `optimizer_class` over all parameters, if the class updates each parameter by
+    itself, as SGD, Adam and Adagrad do. A parameter without a gradient in the context does not change. The
+    `.grad` of parameters does not change either, if no other code writes it during the step. On one worker,
+    steps of different clients run one after the other. But each DistributedOptimizer has its own local
+    optimizers: two of them with Adam keep two states of the same parameter.
 
-    Like torch's class it has no `state_dict` and no way to change an option such as the learning rate.
+    Like torch's class, this one has no `state_dict` and cannot change an option such as the learning rate.
 
     >>> with dist_autograd.context() as context_id:                             # doctest: +SKIP
     ...     loss = rpc.rpc_sync("worker1", second_half, args=(first(x),)).sum()
@@ -42,16 +41,16 @@ class DistributedOptimizer:
     ...     optimizer.step(context_id)
 
     Args:
-        optimizer_class: a class of torch.optim or one like them, from a module that every worker can import.
-        params_rref: an rpc.RRef for each parameter, a leaf tensor; each worker steps its own in this order.
+        optimizer_class: a subclass of torch.optim.Optimizer in a module that every worker can import.
+        params_rref: an rpc.RRef of each parameter, a leaf tensor; each worker steps its own in this order.
         args, kwargs: for `optimizer_class`, on every worker.
     Raises:
-        TypeError, ValueError: an argument is not as said above, or a worker's `optimizer_class` refuses it.
-        RuntimeError: RPC is not initialized, or a worker raised something else or gave no answer.
+        TypeError, ValueError: an argument is not as said above, or `optimizer_class` refuses it on a worker.
+        RuntimeError: RPC is not initialized, or a worker raised another exception or gave no answer.
     Cost:
-        One request and its reply for each worker other than this one, all at once. For each RRef that is
-        sent to its owner rpc adds a notice and its reply, and one of each for the local optimizer when this
-        object is deleted.
+        One request and its reply for each worker other than this one, all at the same time. For each RRef
+        that is sent to its owner, rpc adds a notice and its reply; it adds the same for each local optimizer
+        when this object is deleted.
     Source: the interface is that of torch.distributed.optim.DistributedOptimizer.
     """
 
@@ -68,25 +67,27 @@ class DistributedOptimizer:
         if failures := _failures_in(outcomes):
             raise _error("no optimizer was made", failures)
         self._ids: dict[str, int] = {worker: outcome[0] for worker, outcome in outcomes.items()}
-        # These keep the local optimizers alive.
+        # An RRef keeps its local optimizer alive on the worker.
         self._rrefs = [outcome[1] for outcome in outcomes.values()]
 
     def step(self, context_id: int) -> None:
-        """Step every parameter that has a gradient in the context; returns when all workers have.
+        """Step every parameter that has a gradient in the context; return when all workers have stepped.
 
         Args:
-            context_id: of a dist_autograd.context() that is still open, after dist_autograd.backward in it.
+            context_id: the number of an open dist_autograd.context() in which backward has run.
         Raises:
             RuntimeError, ValueError, TypeError: a worker raised that. RuntimeError also if a worker raised
                 another exception or did not answer within RPC's time-out, if this worker does not know the
                 context, or if no parameter has a gradient in it. The message says which workers made their
-                step, and of which this is not known: a worker that is slow to answer may still make it.
+                step, and which gave no answer: a slow worker may still make its step.
         Cost:
-            One request and its reply for each worker other than this one, all at once, without a tensor: the
-            same for every size of model.
+            One request and its reply for each worker other than this one, all at the same time. They hold no
+            tensor, so their size does not depend on the model.
         """
+        # 1. Request the step on all workers at the same time.
         _check_context(context_id)
         outcomes = _on_workers(_step, {worker: (number, context_id) for worker, number in self._ids.items()})
+        # 2. Raise one error for all workers that failed.
         if failures := _failures_in(outcomes):
             stepped = ", ".join(worker for worker in outcomes if worker not in failures) or "none"
             unknown = ", ".join(worker for worker, failure in failures.items() if failure.how == NO_ANSWER)
@@ -95,8 +96,8 @@ class DistributedOptimizer:
         if not any(outcomes.values()):
             raise RuntimeError(
                 f"no parameter has a gradient in context {context_id}, and none has changed. Call "
-                "dist_autograd.backward(context_id, [loss]) first, with a loss that these parameters led to, "
-                "within the same `with dist_autograd.context() as context_id:`."
+                "dist_autograd.backward(context_id, [loss]) first, with a loss that depends on these "
+                "parameters, in the same `with dist_autograd.context() as context_id:`."
             )
 
 
@@ -108,13 +109,17 @@ _locals: WeakValueDictionary[int, _LocalOptimizer] = WeakValueDictionary()
 
 
 class _LocalOptimizer:
+    """The optimizer of one DistributedOptimizer on one worker."""
+
     def __init__(self, optimizer: Optimizer, params: list[torch.Tensor]) -> None:
         self.optimizer = optimizer
         self.params = params
 
     def step(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> int:
-        """Step with these gradients and no others. Return the number of parameters that have one."""
+        """Step with these gradients instead of `.grad`; return the number of parameters that have one."""
         own = [gradients.get(param) for param in self.params]
+        # torch's optimizers read `.grad`, so put the gradients there during the step, and restore it
+        # afterwards.
         with _lock:
             before = [param.grad for param in self.params]
             try:
@@ -130,11 +135,12 @@ class _LocalOptimizer:
 def _create(
     optimizer_class: type[Optimizer], share: dict[int, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, Any]:
-    """Make the local optimizer. Return a number that names it in a step, and an RRef that keeps it alive.
+    """Make the local optimizer; return a number that names it in a step, and an RRef that keeps it alive.
 
-    Naming it by the RRef would double the messages of a step: rpc counts references, so an owner to which one
-    of its own RRefs is sent sends a notice back.
+    Naming it by the RRef would double the messages of a step: rpc counts references, so a worker that
+    receives one of its own RRefs sends a notice back.
     """
+    # 1. Check the parameters, which only their own worker can see.
     position_of: dict[torch.Tensor, int] = {}
     for position, rref in share.items():
         param = rref.local_value()
@@ -148,6 +154,7 @@ def _create(
         if param in position_of:
             raise ValueError(f"params_rref[{position_of[param]}] and [{position}] refer to the same tensor")
         position_of[param] = position
+    # 2. Make the optimizer, and find it by its number from now on.
     local = _LocalOptimizer(optimizer_class(list(position_of), *args, **kwargs), list(position_of))
     number = next(_numbers)
     _locals[number] = local
@@ -155,6 +162,7 @@ def _create(
 
 
 def _step(number: int, context_id: int) -> int:
+    """Step local optimizer `number` with the gradients of the context; return how many it has used."""
     try:
         gradients = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
     except RuntimeError as error:
@@ -171,6 +179,8 @@ RAISED, NOT_ASKED, NO_ANSWER = "raised", "could not be asked:", "gave no answer:
 
 
 class _Failure(NamedTuple):
+    """An exception of a worker, as texts that rpc can send."""
+
     how: str
     kind: str
     message: str
@@ -178,7 +188,8 @@ class _Failure(NamedTuple):
 
 
 def _on_workers(part: Callable[..., Any], args_of_worker: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """What `part` returns on each worker, all at once; a `_Failure` where it raises."""
+    """Call `part` on all workers at the same time; return each result, or a `_Failure` if it raised."""
+    # 1. Send the requests to the other workers. One that cannot be sent does not keep the rest from running.
     own = rpc.get_worker_info().name
     futures: dict[str, Any] = {}
     outcomes: dict[str, Any] = {}
@@ -188,8 +199,10 @@ def _on_workers(part: Callable[..., Any], args_of_worker: dict[str, tuple[Any, .
                 futures[worker] = rpc.rpc_async(worker, _attempt, args=(part, *args))
             except Exception as error:  # such as an argument that cannot be pickled
                 outcomes[worker] = _failure(error, NOT_ASKED)
+    # 2. Do this worker's part while the others do theirs.
     if own in args_of_worker:
         outcomes[own] = _attempt(part, *args_of_worker[own])
+    # 3. Wait for all answers, also after a failure, so that the error says which workers are done.
     for worker, future in futures.items():
         try:
             outcomes[worker] = future.wait()
@@ -199,7 +212,7 @@ def _on_workers(part: Callable[..., Any], args_of_worker: dict[str, tuple[Any, .
 
 
 def _attempt(part: Callable[..., Any], *args: Any) -> Any:
-    # The error is returned as a value: rpc would print it on the worker, and make a new one from its text.
+    # Return the error as a value: rpc would print it on the worker, and raise another one made from its text.
     try:
         return part(*args)
     except Exception as error:
@@ -218,6 +231,7 @@ def _error(headline: str, failures: dict[str, _Failure]) -> Exception:
     lines = [
         f"{worker} {failure.how} {failure.kind}: {failure.message}" for worker, failure in failures.items()
     ]
+    # If all workers raised the same kind of error, raise that kind here.
     kinds = {failure.kind if failure.how != NO_ANSWER else "" for failure in failures.values()}
     kept = {"ValueError": ValueError, "TypeError": TypeError}.get(min(kinds)) if len(kinds) == 1 else None
     error: Exception = (kept or RuntimeError)("\n".join([headline, *lines]))
@@ -236,7 +250,7 @@ def _check_class(optimizer_class: object) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
             f"{optimizer_class.__name__} needs a closure that computes the loss again, and couples all "
-            "parameters; here each worker steps its own. Use an optimizer such as SGD or Adam."
+            "parameters; here each worker steps only its own. Use an optimizer such as SGD or Adam."
         )
 
 
@@ -249,7 +263,7 @@ def _checked_rrefs(params_rref: Iterable[Any]) -> list[Any]:
         raise TypeError(f"params_rref must be a list of RRefs, not one {type(params_rref).__name__}")
     rrefs = list(params_rref)
     if not rrefs:
-        raise ValueError("params_rref is empty: give an RRef for each parameter")
+        raise ValueError("params_rref is empty: give an RRef of each parameter")
     for position, rref in enumerate(rrefs):
         if not _is_rref(rref):
             raise TypeError(
@@ -260,7 +274,7 @@ def _checked_rrefs(params_rref: Iterable[Any]) -> list[Any]:
 
 
 def _is_rref(value: object) -> bool:
-    # rpc.remote returns no rpc.RRef, but an instance of its base.
+    # rpc.remote returns an instance of PyRRef, the base of rpc.RRef.
     return isinstance(value, rpc.PyRRef)  # type: ignore[attr-defined]
 
 

@@ -1,1 +1,1 @@
-"""Ranks that average their parameters once in a while instead of their gradients in every step."""
+"""Local SGD: ranks average their parameters after some steps, instead of their gradients in every step."""

@@ -1,8 +1,8 @@
-"""Averagers: after a step, give ranks the mean of their parameters, where a schedule says so.
+"""Averagers: after the steps that a schedule names, they give ranks the mean of their parameters.
 
-In `minimal.py` ranks have the same parameters after every step. This module is for ranks that train by
-themselves. `AveragingSchedule` says at which steps and over which ranks to average, `ModelAverager` counts
-the steps and averages. The other two classes have torch's names and arguments.
+In `minimal.py` ranks have the same parameters after every step. Here each rank updates all parameters by
+itself. `AveragingSchedule` says after which steps and over which ranks to average; `ModelAverager` counts the
+steps and averages. The other two classes have torch's names and arguments.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ class ModelAverager:
         schedule: at which steps, and over which ranks.
         process_group: the ranks that train together; None is the default group. `Collectives` work too, if
             the schedule has no smaller groups.
-        timeout: of calls in the smaller groups, which are made here; None for torch's default of new groups,
-            which may differ from that of `process_group`.
+        timeout: the time-out of calls in the smaller groups, which are made here; None for torch's default,
+            which may differ from the time-out of `process_group`.
 
     Attributes:
-        step: steps so far; the hook reads it too.
-        collectives: the calls to all ranks; append to its `observers` to see every call. `group_of` has those
-            of smaller groups.
+        step: the number of steps so far; the hook reads it too.
+        collectives: the calls to all ranks; append to its `observers` to see every call.
+        group_of: the calls within groups, by group size; None is all ranks.
 
     Raises:
-        ValueError: the schedule does not fit so many ranks, or ranks pass different ones. All ranks raise.
+        ValueError: the schedule does not fit the number of ranks, or ranks pass different schedules. All
+            ranks raise.
 
     Collective: all ranks of the group construct it together.
     Cost: one all-gather of 32 bytes, and a new group for each size that the schedule names.
@@ -59,6 +60,7 @@ class ModelAverager:
         self.collectives = as_collectives(process_group)
         self.process_group = dist.group.WORLD if process_group is None else process_group
         world_size = self.collectives.world_size
+        # A level of the schedule may name all ranks by their number, or by None.
         self.group_of: dict[int | None, Collectives] = {None: self.collectives, world_size: self.collectives}
         smaller = [size for size in schedule.group_sizes if size < world_size]
         with agreement(self.collectives, "construct the averager") as facts:
@@ -69,6 +71,7 @@ class ModelAverager:
                     f"groups of {smaller[0]} ranks are made of a process group, not of {process_group!r}. "
                     "Average over all ranks, or pass a process group."
                 )
+        # Groups of consecutive ranks: 0 to size-1, size to 2*size-1, and so on.
         for size in smaller:
             assert isinstance(self.collectives, ProcessGroupCollectives)
             parts = [range(first, first + size) for first in range(0, world_size, size)]
@@ -76,33 +79,33 @@ class ModelAverager:
 
     @property
     def period(self) -> int:
-        """Steps from one average of all ranks to the next, at most."""
+        """The largest number of steps from one average of all ranks to the next."""
         return self.schedule.levels[-1].period
 
     @property
     def warmup_steps(self) -> int:
-        """Steps in which gradients are averaged over all ranks, and parameters are not."""
+        """The number of steps at the beginning that average gradients over all ranks, and no parameters."""
         return self.schedule.warmup_steps
 
     def average_parameters(self, params: Iterable[Any]) -> None:
         """Count a step. If an average is due, give every rank of the group the mean of their parameters.
 
-        Frozen parameters have not changed and are not averaged. Nor are buffers: DDP broadcasts those of rank
-        0 in every forward, unless told not to (`forward_sync_buffers=False`, in older torch
+        Frozen parameters have not changed and are not averaged. Buffers are not averaged either: DDP
+        broadcasts rank 0's in every forward, unless it has `forward_sync_buffers=False` (in older torch
         `broadcast_buffers=False`).
 
         Args:
-            params: those of the model, in an order that all ranks share, or the groups of an optimizer. They
-                must be what the optimizer updates: if it keeps 32-bit copies of its own, pass those, or its
-                next step undoes the average.
+            params: the model's parameters, in an order that all ranks share, or the groups of an optimizer.
+                They must be the tensors that the optimizer updates: if it keeps 32-bit copies, pass the
+                copies, or its next step undoes the average.
         Raises:
             TypeError: `params` holds something else. If one rank raises, all raise.
             ValueError: ranks average different parameters. All raise.
-            RuntimeError: ranks meet after different numbers of steps (every rank names its own), or another
-                rank stopped or did not call.
-        Collective: at the steps of the schedule all ranks of a group, at others none.
-        Cost: for each device, one all-reduce of the parameters there, in the dtype to which they all promote,
-            and memory for as much. One all-gather of 32 bytes.
+            RuntimeError: ranks meet after different numbers of steps (each rank names its own number), or
+                another rank stopped or did not call.
+        Collective: all ranks of a group at the steps of the schedule; none at other steps.
+        Cost: for each device, one all-reduce of the parameters there, in the dtype to which they promote, and
+            memory for a copy of them. One all-gather of 32 bytes.
         """
         level = self.schedule.level(self.step)
         if level is not None and level.group_size != 1:
@@ -116,9 +119,9 @@ class PeriodicModelAverager(ModelAverager):
     >>> PeriodicModelAverager(period=4, warmup_steps=100)                                 # doctest: +SKIP
 
     Args:
-        period: steps from one average to the next, H. With 1 as much is sent as by DDP, which overlaps it
-            with backward.
-        warmup_steps: how many steps at the beginning average gradients.
+        period: steps from one average to the next, H. With 1, as many bytes are sent as by DDP, which sends
+            them during backward.
+        warmup_steps: the number of steps at the beginning that average gradients.
         process_group, timeout: as ModelAverager.
         gradient_group: as AveragingSchedule.
     Raises, Collective, Cost: as ModelAverager.
@@ -133,7 +136,9 @@ class PeriodicModelAverager(ModelAverager):
         gradient_group: int = 1,
         timeout: timedelta | None = None,
     ) -> None:
-        schedule = _planned(process_group, AveragingSchedule.periodic, period, warmup_steps, gradient_group)
+        schedule = _make_schedule(
+            process_group, AveragingSchedule.periodic, period, warmup_steps, gradient_group
+        )
         super().__init__(schedule, process_group, timeout=timeout)
 
 
@@ -144,8 +149,8 @@ class HierarchicalModelAverager(ModelAverager):
 
     Args:
         period_group_size_dict: {period: ranks in a group}, from small groups, averaged often, to all ranks.
-            Periods are counted from step 0, not from the end of the warm-up. Of those that are due the last
-            is taken.
+            Periods are counted from step 0, not from the end of the warm-up. If several are due, the last one
+            in the dict is taken.
         warmup_steps, process_group, timeout: as PeriodicModelAverager.
         gradient_group: as AveragingSchedule.
     Raises, Collective, Cost: as ModelAverager.
@@ -161,33 +166,34 @@ class HierarchicalModelAverager(ModelAverager):
         timeout: timedelta | None = None,
     ) -> None:
         rule, periods = AveragingSchedule.hierarchical, period_group_size_dict or {}
-        schedule = _planned(process_group, rule, periods, warmup_steps, gradient_group)
+        schedule = _make_schedule(process_group, rule, periods, warmup_steps, gradient_group)
         super().__init__(schedule, process_group, timeout=timeout)
 
     @property
     def period_process_group_dict(self) -> dict[int, Any]:
-        """The process group of each period, as torch's."""
+        """The process group of each period, as in torch's averager."""
         groups = {level.period: self.group_of[level.group_size] for level in self.schedule.levels}
         return {period: getattr(comm, "group", None) or self.process_group for period, comm in groups.items()}
 
 
-def _planned(
+def _make_schedule(
     process_group: dist.ProcessGroup | Collectives | None,
     rule: Callable[..., AveragingSchedule],
     periods: int | Mapping[int, int],
     warmup_steps: int,
     gradient_group: int,
 ) -> AveragingSchedule:
-    """The schedule; if one rank's arguments are wrong, all ranks raise."""
+    """Make the schedule, and warn of useless periods; if one rank's arguments are wrong, all ranks raise."""
     try:
         schedule = rule(periods, warmup_steps=warmup_steps, gradient_group=gradient_group)
     except (TypeError, ValueError) as error:
+        # The other ranks wait in the agreement of ModelAverager's constructor. This one is its counterpart.
         agree(as_collectives(process_group), "construct the averager", error)
         raise
     if schedule.levels[-1].period == 1:
         warnings.warn(
             "with a period of 1 all parameters are averaged after every step: as much is sent as by "
-            "DistributedDataParallel, which hides it behind backward. Use that alone, or a longer period.",
+            "DistributedDataParallel, which sends during backward. Use that alone, or a longer period.",
             stacklevel=3,
         )
     for level in schedule.never_taken:
@@ -202,7 +208,7 @@ def _planned(
 def group_among(
     world: ProcessGroupCollectives, parts: Sequence[Sequence[int]], timeout: timedelta | None = None
 ) -> Any:
-    """A process group of that one of the parts, ranks of `world`, that has this rank.
+    """Make a process group of each part of the ranks of `world`; return the group with this rank.
 
     Collective: all ranks of `world`.
     """
@@ -210,12 +216,14 @@ def group_among(
     of_each = [[members[rank] for rank in part] for part in parts]
     if len(members) == dist.get_world_size():
         return dist.new_subgroups_by_enumeration(of_each, timeout=timeout)[0]
-    # Only the group's members make it, because ranks outside of `world` do not call this.
+    # torch's function needs all processes, but those outside of `world` do not call this. So only the members
+    # of a group make it.
     mine = next(ranks for ranks in of_each if dist.get_rank() in ranks)
     return dist.new_group(mine, timeout=timeout, use_local_synchronization=True)
 
 
 def _trainable(params: Iterable[Any]) -> list[torch.Tensor]:
+    """List the trained parameters in `params`, which may hold parameters or parameter groups."""
     listed = [p for entry in params for p in (entry["params"] if isinstance(entry, dict) else [entry])]
     for param in listed:
         if not isinstance(param, torch.Tensor):
@@ -228,15 +236,18 @@ def _trainable(params: Iterable[Any]) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _average(comm: Collectives, params: Iterable[Any], step: int) -> None:
+    """Overwrite the trained parameters with their mean over the ranks of `comm`."""
     if comm.world_size == 1:
         return
+    # 1. Agree: an all-reduce of different tensors would hang or mix them.
     with agreement(comm, f"average the parameters after its step {step}") as facts:
         trainable = _trainable(params)
         facts += [f"parameter {number}: {tuple(p.shape)} {p.dtype}" for number, p in enumerate(trainable)]
+    # 2. Average the parameters of each device as one flat tensor: one call, however many parameters.
     for device in dict.fromkeys(param.device for param in trainable):
         here = [param for param in trainable if param.device == device]
         flat = torch.cat([param.reshape(-1) for param in here])
-        # Divided before the sum, which could overflow in 16 bits.
+        # Divide before the sum, which could overflow in 16 bits.
         flat /= comm.world_size
         comm.all_reduce(flat).wait()
         for param, mean in zip(here, flat.split([param.numel() for param in here]), strict=True):

@@ -1,8 +1,9 @@
-"""The schedule of local SGD: at which steps ranks that train by themselves average, and over which ranks.
+"""The schedule of local SGD: the steps at which ranks average, and the ranks over which they average.
 
-In `minimal.py` every step averages gradients over all ranks. A schedule is one value for the hook that
-reduces gradients, the averager, the simulator and the plots, so that they cannot disagree. Like
-`partition.py` this module is arithmetic on integers: no tensor, no rank, no network.
+In `minimal.py` ranks have averaged gradients in every step. With local SGD each rank trains by itself between
+averages. The hook that reduces gradients, the averager, the simulator and the plots all use one schedule, so
+they cannot disagree. Like `partition.py`, this module is arithmetic on integers: it has no tensors and no
+communication.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class Level(NamedTuple):
 
     Args:
         period: steps from one average to the next, H.
-        group_size: ranks that are averaged, such as 0 to 3, 4 to 7 and so on for 4; None for all ranks.
+        group_size: the number of consecutive ranks that are averaged: with 4, ranks 0 to 3, 4 to 7 and so on;
+            None for all ranks.
     """
 
     period: int
@@ -28,11 +30,11 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class AveragingSchedule:
-    """At which steps gradients are averaged, at which steps parameters, and over which ranks.
+    """The steps at which gradients or parameters are averaged, and the ranks over which they are averaged.
 
     Steps are counted from 0. Before `warmup_steps` every step averages gradients over all ranks, as DDP does.
     From then on gradients are averaged within a gradient group at most, and a step may end with an average of
-    the parameters. Where several levels are due, only the one of the largest groups is taken.
+    the parameters. If several levels are due, only the level of the largest groups is taken.
 
     >>> flat = AveragingSchedule.periodic(3, warmup_steps=2)
     >>> [step for step in range(10) if flat.level(step)]
@@ -42,15 +44,15 @@ class AveragingSchedule:
     [64, None, 8, None, 64]
 
     Args:
-        levels: from the smallest groups, averaged most often, to all ranks; in another order too, the last
-            that is due is taken.
-        warmup_steps: how many steps come before local training.
-        origin: a level is due at steps that are a multiple of its period away from this one. torch's flat
-            averager counts from the end of the warm-up, its hierarchical one from step 0.
-        gradient_group: after the warm-up gradients are averaged over so many ranks, such as those of a
-            machine; with 1 not at all.
+        levels: from the smallest groups, averaged most often, to all ranks. If several are due, the last one
+            in this order is taken.
+        warmup_steps: the number of steps before local training.
+        origin: the step from which periods are counted. torch's periodic averager counts from the end of the
+            warm-up, its hierarchical averager from step 0.
+        gradient_group: the number of ranks over which gradients are averaged after the warm-up, such as the
+            ranks of a machine; with 1 they are not averaged.
     Raises:
-        TypeError: a number is not whole.
+        TypeError: a number is not an integer.
         ValueError: there is no level, a number is too small, another level than the last has group_size=None,
             or groups cannot be made of gradient groups.
     Source: post-local SGD, and hierarchical local SGD with its several levels (Lin et al., arXiv:1808.07217).
@@ -63,7 +65,9 @@ class AveragingSchedule:
 
     def __post_init__(self) -> None:
         if not self.levels:
-            raise ValueError("a schedule of local SGD needs at least one level: ranks must meet some time.")
+            raise ValueError(
+                "a schedule of local SGD needs at least one level: ranks must average some time."
+            )
         _check_at_least(0, warmup_steps=self.warmup_steps, origin=self.origin)
         _check_at_least(1, gradient_group=self.gradient_group)
         for level in self.levels:
@@ -72,6 +76,7 @@ class AveragingSchedule:
                 _check_at_least(1, group_size=level.group_size)
         if any(level.group_size is None for level in self.levels[:-1]):
             raise ValueError("only the last level averages over all ranks: group_size=None comes last.")
+        # Ranks that share gradients stay equal, so a group of one kind must be made of groups of the other.
         for size in self.group_sizes:
             inner, outer = sorted((size, self.gradient_group))
             if outer % inner:
@@ -81,16 +86,19 @@ class AveragingSchedule:
 
     @classmethod
     def periodic(cls, period: int, *, warmup_steps: int = 0, gradient_group: int = 1) -> AveragingSchedule:
-        """An average of all ranks every `period` steps, the first of them after step `warmup_steps`."""
+        """Average all ranks every `period` steps, for the first time after step `warmup_steps`."""
         return cls((Level(period),), warmup_steps, warmup_steps, gradient_group)
 
     @classmethod
     def hierarchical(
         cls, size_of_period: Mapping[int, int], *, warmup_steps: int = 0, gradient_group: int = 1
     ) -> AveragingSchedule:
-        """Averages within groups, and seldom over all ranks: {period: ranks in a group}, all ranks last.
+        """Average within groups often, and over all ranks seldom.
 
         As in torch's hierarchical averager, periods are counted from step 0, not from the end of the warm-up.
+
+        Args:
+            size_of_period: {period: ranks in a group}, all ranks last.
         """
         levels = tuple(Level(period, size) for period, size in dict(size_of_period).items())
         return cls(levels, warmup_steps, gradient_group=gradient_group)
@@ -103,7 +111,7 @@ class AveragingSchedule:
 
     @property
     def never_taken(self) -> list[Level]:
-        """The levels at all of whose steps a later one is due too.
+        """The levels that are never taken, since a later level is due at each of their steps.
 
         >>> AveragingSchedule.hierarchical({4: 2, 2: 8}).never_taken
         [Level(period=4, group_size=2)]
@@ -117,12 +125,14 @@ class AveragingSchedule:
 
     @property
     def cycle(self) -> int:
-        """Steps after which the schedule repeats."""
+        """The number of steps after which the schedule repeats."""
         return math.lcm(*(level.period for level in self.levels))
 
     @property
     def steady(self) -> range:
-        """The steps of the first cycle that begins with equal ranks: its last step averages over all ranks.
+        """The steps of the first cycle after the warm-up that begins with equal ranks.
+
+        Its last step averages over all ranks, so the next cycle begins with equal ranks, too.
 
         >>> AveragingSchedule.periodic(3, warmup_steps=2).steady
         range(3, 6)
@@ -132,27 +142,27 @@ class AveragingSchedule:
         return range(first, first + self.cycle)
 
     def is_local(self, step: int) -> bool:
-        """Whether the warm-up is over."""
+        """Return whether the warm-up is over at this step."""
         return step >= self.warmup_steps
 
     def level(self, step: int) -> Level | None:
-        """The average that follows the update of this step; None for no average."""
+        """The average that follows the update of this step; None if none follows."""
         if not self.is_local(step):
             return None
         due = [level for level in self.levels if (step - self.origin) % level.period == 0]
         return due[-1] if due else None
 
     def agreeing(self, step: int, world_size: int) -> int:
-        """How many consecutive ranks have the same parameters after a step, if all had before step 0.
+        """The number of consecutive ranks with the same parameters after a step, if all began with the same.
 
-        Ranks do that have used the same gradients in every step, or that have just been averaged.
+        Ranks have the same parameters if they used the same gradients in every step, or were just averaged.
 
         >>> schedule = AveragingSchedule.hierarchical({2: 4, 4: 8}, warmup_steps=2, gradient_group=2)
         >>> [schedule.agreeing(step, world_size=8) for step in range(6)]
         [8, 8, 4, 2, 8, 2]
 
         Raises:
-            ValueError: the schedule does not fit so many ranks.
+            ValueError: the schedule does not fit this number of ranks.
         """
         self.check_fits(world_size)
         if not self.is_local(step):
@@ -165,7 +175,7 @@ class AveragingSchedule:
         """Refuse a number of ranks that cannot be divided into the groups.
 
         Raises:
-            ValueError: it cannot, or the last level does not average over all ranks.
+            ValueError: the number cannot be divided, or the last level does not average over all ranks.
         """
         last = self.levels[-1].group_size
         if last is not None and last != world_size:

@@ -1,13 +1,13 @@
-"""What the ranks of an optimizer must have in common after its construction, and when it is compared.
+"""The agreements of ranks after construction: options are equal, updates come in one order, none is lost.
 
-`minimal.py` compares nothing. At construction the complete optimizer compares all that must be equal. Later
-options may come to differ, two optimizers may be stepped in another order on one rank, or an update may be
-lost on one rank. A comparison in every step would cost a message in every step. So ranks compare where they
-agree on something anyway, and before updates 1, 2, 4, 8 and so on: an error that is there from the beginning
-is found at once, and a long run pays for a few messages.
+`minimal.py` compares nothing. The complete optimizer compares everything that must be equal when it is
+constructed. Later options may come to differ, one rank may step two optimizers in another order, or one rank
+may lose an update. A comparison in every step would cost a message in every step. So ranks compare whenever
+they agree on something else, and before updates 1, 2, 4, 8 and so on: an error that exists from the beginning
+is found at once, and a long run pays for a few messages only.
 
-An update that one rank has lost must be known sooner, or the other ranks would train on. That rank rings an
-`Alarm`, which costs the others no waiting.
+If one rank has lost an update, the others must know sooner, or they would train on. The rank rings an
+`Alarm`, for which the others do not wait.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from zero_ref.shard.built import Built
 from zero_ref.shard.groups import ParamGroup, describe_options, plain
 from zero_ref.shard.several import title
 
-_MADE: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+# Ranks construct the optimizers of a group in the same order, so they number them alike without
+# communicating.
+_optimizers_on: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
 
 def number_on(process_group: object) -> int:
-    """How many optimizers this rank has made on the group before this one: the same on all its ranks."""
-    number = _MADE.get(process_group, 0)
-    _MADE[process_group] = number + 1
+    """Give the next optimizer on the group its number, from 0: the same number on all ranks of the group."""
+    number = _optimizers_on.get(process_group, 0)
+    _optimizers_on[process_group] = number + 1
     return number
 
 
@@ -47,18 +49,18 @@ class Accord:
     """The agreements of one optimizer after its construction.
 
     Args:
-        comm: the optimizer's.
+        comm: the calls to the ranks of the optimizer.
         alarm: tells other ranks of a lost update at once; None where the network has none.
         what: the optimizer in words: "optimizer 0 (AdamW)".
 
     Attributes:
-        updates: how many were begun.
-        lost: by rank, what its local optimizer raised in an update that other ranks have made. Without an
-            alarm each rank knows only of itself.
-        uncertain: why other ranks may have loaded a state that this rank has not; empty if none can have.
+        updates: the number of updates that were begun.
+        lost: by rank, the error of its local optimizer in an update that other ranks have made. Without an
+            alarm each rank knows only its own error.
+        uncertain: the reason why other ranks may have loaded a state that this rank has not; else empty.
         replicas: the ranks that own the same slices in other groups, with which this rank then compares
             before every update; None if there are no other groups.
-        compared: how many parameters, in their order, have had their start values compared.
+        compared: the number of parameters, from the first, whose start values have been compared.
     """
 
     def __init__(self, comm: Collectives, alarm: Alarm | None, what: str) -> None:
@@ -73,38 +75,42 @@ class Accord:
         """Compare before updates 1, 2, 4, 8, ..., with replicas before every update.
 
         Args:
-            built: the parameters. The values from which ranks start are compared when they first appear here.
-            facts: returns what must be the same on all ranks, `self.facts()` among it.
+            built: the parameters. Start values of parameters that are new here are compared too.
+            facts: returns the facts that must be equal on all ranks, which include `self.facts()`.
         Raises:
             RuntimeError: an update was lost; another rank failed, or is at another update or optimizer.
             ValueError: the facts differ. The next step compares again.
         Collective: all ranks of the group, with replicas of all groups.
         Cost: an all-gather of 32 bytes where it compares, with replicas one more among these.
         """
+        # 1. A lost update. All ranks of the group know of it; only ranks of other groups still have to be
+        # told.
         if self.lost and self.replicas is None:
-            self.check_nothing_lost()  # all ranks of the group know; those of other groups have to be told
+            self.check_nothing_lost()
+        # 2. The facts.
         if self.compare("make", facts, anyway=self.replicas is not None):
-            self.lost = {}  # if any, the same on all ranks
+            self.lost = {}  # ranks have agreed, so either no update was lost, or all ranks lost the same
         self.updates += 1
+        # 3. The start values, once for each parameter.
         if self.compared < len(built.params):
             compare_start_values(self.comm, built, self.compared)
             self.compared = len(built.params)
 
     def compare(self, action: str, facts: Callable[[], list[str]], *, anyway: bool = False) -> bool:
-        """Compare if the next update is 1, 2, 4, 8, ...; return whether it did.
+        """Compare if the next update is 1, 2, 4, 8, ...; return whether ranks have compared.
 
-        A rank that has left out a step then meets the others in it, and all raise. With replicas compare each
-        time, unless the host would have to wait for an accelerator.
+        If a rank has left out a step, the ranks meet here with different updates, and all raise. With
+        replicas ranks compare each time, unless the host would have to wait for an accelerator.
 
         Args:
-            action: what this rank is about to do for that update.
-            anyway: compare before other updates, too.
+            action: a verb for what this rank is about to do with that update: "make".
+            anyway: compare before all other updates, too.
             facts, Raises, Collective, Cost: as `before_update`.
         """
         update = self.updates + 1
         anyway |= self.replicas is not None and self.replicas.control_device.type == "cpu"
         alone = self.comm.world_size == 1 and self.replicas is None
-        compares = not alone and (anyway or update & self.updates == 0)
+        compares = not alone and (anyway or update & self.updates == 0)  # n & (n - 1) is 0 for powers of 2
         if compares:
             action = f"{action} update {update} of {self.what}"
             with agreement(self.comm, action, CHECK, self.replicas) as found:
@@ -112,7 +118,7 @@ class Accord:
         return compares
 
     def facts(self) -> list[str]:
-        """Whether an update was lost on this rank, for networks on which no alarm has told the others.
+        """The fact whether this rank has lost an update, for networks without an alarm.
 
         Raises:
             RuntimeError: an update was lost, and all ranks know.
@@ -122,16 +128,16 @@ class Accord:
         return [Fact(f"an update lost by {lost}" if lost else "no update lost", LOAD)]
 
     def ring(self, error: Exception) -> None:
-        """Note that this owner's local optimizer raised, and ring the alarm: before new values are sent."""
+        """Note that this owner's local optimizer raised, and ring the alarm before new values are sent."""
         self.lost[self.comm.rank] = f"{type(error).__name__}: {error}"
         if self.alarm is not None:
             self.alarm.ring(self.lost[self.comm.rank], self.updates)
 
     def after_update(self, owners: Iterable[int]) -> None:
-        """Note the alarms that came before the new values.
+        """Note the alarms that have arrived before the new values.
 
-        If the local optimizers of all owners raised, no update is lost: the unsharded optimizer would have
-        raised, too.
+        If the local optimizers of all owners raised, no rank has made the update, so none is lost: the
+        unsharded optimizer would have raised, too.
         """
         if self.alarm is not None:
             self.lost |= self.alarm.heard(self.updates)
@@ -148,29 +154,29 @@ class Accord:
             rank, error = min(self.lost.items())
             raise RuntimeError(
                 f"rank {self.comm.rank}: in update {self.updates} of {self.what} the local optimizer of rank "
-                f"{rank} raised {error}. The other ranks have made that update; for what rank {rank} owns it "
-                f"is lost. {LOAD}"
+                f"{rank} raised {error}. The other ranks have made that update; for the parameters that rank "
+                f"{rank} owns it is lost. {LOAD}"
             )
 
-    def was_cut_off(self, action: str) -> None:
-        """Note that the network failed while ranks agreed that all can load."""
+    def note_cut_off(self, action: str) -> None:
+        """Note that the network failed while ranks were agreeing whether all can load."""
         self.uncertain = (
             f"rank {self.comm.rank} was to {action}, and was cut off while ranks agreed that all can. This "
-            "rank is as it was before; others may have loaded it, so training on would mix the two. Load a "
-            "sharded checkpoint with its parameters, or start again."
+            "rank has its old state; others may have loaded the new one, and training on would mix the two. "
+            "Load a sharded checkpoint with its parameters, or start again."
         )
 
     def check_certain(self) -> None:
-        """Refuse to go on where others may have another state.
+        """Refuse to go on if other ranks may have loaded a state that this rank has not.
 
         Raises:
-            RuntimeError: with the reason.
+            RuntimeError: they may; gives the reason.
         """
         if self.uncertain:
             raise RuntimeError(self.uncertain)
 
     @contextlib.contextmanager
-    def made_good(self) -> Iterator[None]:
+    def reloading(self) -> Iterator[None]:
         """A context for loading parameters and state: it ends the uncertainty that a failed load has left."""
         before, self.uncertain = self.uncertain, ""
         try:
@@ -181,14 +187,14 @@ class Accord:
 
 
 def facts_of_options(param_groups: Sequence[ParamGroup], optim: Optimizer) -> list[str]:
-    """What must be the same on all ranks at any time: the options, and state that belongs to no parameter.
+    """The facts that must be equal at any time: options, and state that belongs to no single parameter.
 
-    An optimizer that computes such a state from all its parameters gets another one on each rank, because it
-    has other parameters there; then the ranks do not make one update together.
+    If a local optimizer computes such a state from all its parameters, the state differs between ranks, since
+    each rank has other parameters; then the ranks do not make the same update together.
     """
     remedy = (
-        "Set options alike on every rank, such as by a scheduler on each. If nobody has set this one, "
-        f"{title(optim)} computes it from all parameters that it has, and cannot be sharded: take an "
+        "Set options alike on every rank, such as by a scheduler on each. If your program has not set this "
+        f"one, {title(optim)} computes it from all parameters that it has, and cannot be sharded: use an "
         "optimizer that updates each parameter by itself."
     )
     lines = [

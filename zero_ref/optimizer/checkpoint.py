@@ -1,8 +1,8 @@
-"""A whole optimizer's state dict: checked, brought into this optimizer's order, and cut into shards.
+"""Loading of a whole optimizer's state dict: check it, bring it into this optimizer's order, and cut it.
 
-This module adds to `minimal.py` that a state dict can be loaded. It may be of the plain torch optimizer, of
-this one at any world size and partition, or of FSDP; `shard_of` takes one rank's part out of it. `gather.py`
-goes the other way.
+`minimal.py` cannot load. Here a state dict may come from the plain torch optimizer, from this one at any
+world size and partition, or from FSDP. `shard_of` takes one rank's part out of it. `gather.py` does the
+reverse.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from zero_ref.shard.owned import OwnedSlice
 from zero_ref.shard.several import class_of
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-"""The state that torch's elementwise optimizers keep once for a parameter."""
+"""The keys of the state that torch's elementwise optimizers keep once for each parameter."""
 
 SHAPED = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg"}
     | {"grad_avg", "acc_delta", "ax", "prev", "step_size"}
 )
-"""The state that they keep for each element, in the parameter's shape."""
+"""The keys of the state that torch's elementwise optimizers keep in the parameter's shape."""
 
 
 def packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups as in a torch state dict: options, and parameters as running numbers.
+    """Parameter groups as in a torch state dict: their options, and their parameters numbered from 0.
 
-    A class is given by its name, since a state dict without other objects loads with `weights_only=True`.
+    A group's optimizer class becomes its name, so that the dict loads with `weights_only=True`.
     """
     running = itertools.count()
 
@@ -61,12 +61,13 @@ def packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 def arranged(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The state dict with its groups, and the parameters in them, in the order of `param_groups`.
 
-    Parameters are found by name where both sides have names: a saved group has "param_names", or names for
-    ids, as FSDP and torch.distributed.checkpoint write them. What wrappers add to a name does not count.
+    If both sides have names, parameters are found by name. A saved group has names under "param_names", or as
+    ids, as FSDP and torch.distributed.checkpoint write them. Prefixes that wrappers add do not count.
 
     Raises:
-        ValueError: the dict is not of torch's form, or a group's names are not those of any of our groups.
+        ValueError: the dict is not in torch's form, or a group's names are not those of any of our groups.
     """
+    # 1. Look for names. Without them on both sides, the order of the dict counts.
     _check_form(state_dict)
     saved_groups = state_dict["param_groups"]
     theirs = [_names_in(group["params"], group.get("param_names")) for group in saved_groups]
@@ -75,9 +76,13 @@ def arranged(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any
     if sizes[0] != sizes[1] or None in theirs or None in ours:
         return dict(state_dict)
 
-    place: dict[str, tuple[int, Any]] = {}  # of each name its group, and the id under which it was saved
+    # 2. For each name the number of its saved group, and the id under which its state was saved.
+    place: dict[str, tuple[int, Any]] = {}
     for index, (names, group) in enumerate(zip(theirs, saved_groups, strict=True)):
         place |= {name: (index, id_) for name, id_ in zip(names or (), group["params"], strict=True)}
+
+    # 3. Find the saved group of each of our groups by its first known name. Groups without parameters have no
+    # names, so they keep their order.
     without = iter([group for group in saved_groups if not group["params"]])
     groups: list[Any] = []
     for index, names in enumerate(ours):
@@ -85,21 +90,26 @@ def arranged(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any
             groups.append(next(without))
             continue
         source = next((place[name][0] for name in names if name in place), index)
-        if odd := sorted({*names} ^ {*(theirs[source] or ())}):
-            raise ValueError(
-                f"the checkpoint's group {source} has other parameters than this optimizer's: {odd[0]!r} is "
-                f"in one of them only ({len(odd)} such names). Build the same model, then load again."
-            )
+        _check_names(source, names, theirs[source] or ())
         groups.append({**saved_groups[source], "params": [place[name][1] for name in names]})
     return {**state_dict, "param_groups": groups}
 
 
+def _check_names(source: int, ours: Sequence[str], theirs: Sequence[str]) -> None:
+    """Refuse a saved group, number `source`, that has other parameters than our group."""
+    if odd := sorted({*ours} ^ {*theirs}):
+        raise ValueError(
+            f"the checkpoint's group {source} has other parameters than this optimizer's: {odd[0]!r} is "
+            f"in one of them only ({len(odd)} such names). Build the same model, then load again."
+        )
+
+
 WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-"""What DDP, torch.compile, activation checkpointing and FSDP put into the names of parameters."""
+"""The parts that DDP, torch.compile, activation checkpointing and FSDP add to the names of parameters."""
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers put into it.
+    """A parameter's name without the parts that wrappers add.
 
     >>> plain_name("module._orig_mod.up.weight")
     'up.weight'
@@ -108,19 +118,20 @@ def plain_name(name: str) -> str:
 
 
 def _names_in(ids: Sequence[Any], names: Sequence[str] | None) -> list[str] | None:
-    """The names of a group's parameters without those of wrappers: its ids, if these are names; else None."""
+    """The plain names of a group's parameters: its ids, if these are names, or else `names`."""
     found = ids if ids and all(isinstance(id_, str) for id_ in ids) else names
     if found is None:
         return None
+    # Two names that differ only in a wrapper's part have to stay apart.
     plain = [*map(plain_name, found)]
     return plain if len({*plain}) == len(plain) else list(found)
 
 
 def saved_ids(state_dict: Mapping[str, Any]) -> list[Any]:
-    """The id under which the state of each parameter was saved, in the order of the dict's groups.
+    """The ids under which the states of parameters were saved, in the order of the dict's groups.
 
     Raises:
-        ValueError: an id stands for two parameters.
+        ValueError: two parameters have the same id.
     """
     ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
     if len(set(ids)) != len(ids):
@@ -136,18 +147,22 @@ def check_fits(
     """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
 
     Args:
-        state_dict: as from `arranged`.
-        optim: the local optimizer. If the class of a group is elementwise, its state's shapes are checked.
+        state_dict: from `arranged`.
+        optim: the local optimizer. The state of parameters whose class is elementwise must have their shapes.
     Raises:
-        ValueError: missing keys, other groups or classes, options that a class refuses, or a state that it
-            cannot have made; names the parameter.
+        ValueError: the dict has other groups or classes, options that a class refuses, or a state that the
+            class cannot have made; names the parameter.
     """
+    # 1. The groups.
     saved_groups = state_dict["param_groups"]
     _check_sizes(saved_groups, param_groups)
     classes = [class_of(group, optim) for group in param_groups]
     _check_options(saved_groups, param_groups, classes)
+
+    # 2. The state of each parameter.
     elementwise = [is_elementwise(of_class) for of_class in classes]
     specs = specs_of(param_groups)
+    # (number, key, shape, dtype) for a tensor, (number, key, None, value) for another value.
     kinds: list[tuple[Any, ...]] = []
     ids = saved_ids(state_dict)
     for number, (id_, param) in enumerate(zip(ids, params_of(param_groups), strict=True)):
@@ -156,6 +171,8 @@ def check_fits(
                 raise ValueError(_misfit_error(specs[number].name or str(number), key, value, param))
             is_tensor = isinstance(value, torch.Tensor)
             kinds.append((number, key, *((tuple(value.shape), value.dtype) if is_tensor else (None, value))))
+
+    # 3. The facts. A rank may have opened another file, but comparing all elements would take too long.
     described = enumerate(map(describe_options, saved_groups))
     options = [f"group {index}: {option}" for index, of_group in described for option in of_group]
     return [*options, f"state of shapes and kinds {hashlib.sha256(repr(kinds).encode()).hexdigest()[:12]}"]
@@ -171,12 +188,12 @@ def _misfit_error(name: str, key: Any, value: Any, param: torch.Tensor) -> str:
 
 
 def _check_form(state_dict: Mapping[str, Any]) -> None:
-    """Refuse what lacks groups or state in torch's forms."""
+    """Refuse a dict without groups and state in the form of torch's state dicts."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise ValueError(
             f"an optimizer's state dict has the keys 'state' and 'param_groups'; this has {found}. "
-            "Pass what optimizer.state_dict() returned, not the whole checkpoint."
+            "Pass the dict that optimizer.state_dict() returned, not the whole checkpoint."
         )
     saved_groups = state_dict["param_groups"]
     if (
@@ -187,7 +204,7 @@ def _check_form(state_dict: Mapping[str, Any]) -> None:
     ):
         raise ValueError(
             "the state dict's 'param_groups' must be a list of dicts with 'params', its 'state' a dict of "
-            "dicts; this one is damaged, or of another program."
+            "dicts; this one is damaged, or was written by another program."
         )
 
 
@@ -217,7 +234,7 @@ def _check_options(
                     f"the checkpoint's {option!r} of group {index} is {saved[option]!r}, this optimizer's is "
                     f"{value!r}. The checkpoint is damaged, or of another optimizer."
                 )
-        # torch checks options in its constructors. A class that refuses our own options says nothing by it.
+        # torch checks options in its constructors. Ignore a class that refuses even our own options.
         refusal = _refusal(of_class, {**ours, **saved})
         if refusal and not _refusal(of_class, ours):
             raise ValueError(
@@ -226,7 +243,7 @@ def _check_options(
 
 
 def _alike(theirs: Any, ours: Any) -> bool:
-    """Two values of an option are of one kind: numbers, texts or sequences. None may stand for any kind."""
+    """Return whether two values of an option are of one kind: numbers, texts or sequences. Others fit all."""
     if isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)):
         as_long = isinstance(ours, list) or len(theirs) == len(ours)
         return as_long and all(map(_alike, theirs, ours))
@@ -236,7 +253,7 @@ def _alike(theirs: Any, ours: Any) -> bool:
 
 
 def _refusal(optimizer_class: type[torch.optim.Optimizer], group: dict[str, Any]) -> str:
-    """The error of the class's constructor for a group's options, without parameters; "" if it has none."""
+    """The error with which the class's constructor refuses a group's options; "" if it accepts them."""
     accepted = inspect.signature(optimizer_class.__init__).parameters
     options = {key: value for key, value in options_of(group).items() if key in accepted}
     try:
@@ -247,13 +264,14 @@ def _refusal(optimizer_class: type[torch.optim.Optimizer], group: dict[str, Any]
 
 
 def _fits(key: Any, value: Any, param: torch.Tensor) -> bool:
+    """Return whether one of torch's elementwise optimizers can have made this state of the parameter."""
     shape = value.shape if isinstance(value, torch.Tensor) else None
     if key in SCALARS:
         if shape not in ((), (1,)) and not isinstance(value, (int, float)):
             return False
         number = float(value)
         return math.isfinite(number) and (key != "step" or (number >= 0 and number.is_integer()))
-    # SGD without momentum saves a momentum_buffer of None.
+    # SGD without momentum saves None as momentum_buffer. A key that torch does not use may hold anything.
     return key not in SHAPED or value is None or (shape == param.shape and value.layout == torch.strided)
 
 
@@ -264,11 +282,9 @@ def shard_of(
     owned: Sequence[OwnedSlice],
     take_over: bool = False,
 ) -> State:
-    """The part of a whole optimizer's state that belongs to the owned slices.
+    """Copy the part of a whole optimizer's state that belongs to the owned slices.
 
-    Everything is copied, since a local step must not write into the caller's checkpoint. With `take_over` the
-    tensors of parameters that are owned whole are not. A part of a tensor is copied all the same: it would
-    keep all of the tensor's memory.
+    The copies keep a local step from writing into the caller's checkpoint.
 
     Args:
         state: by saved id, as in a torch state dict.
@@ -276,12 +292,13 @@ def shard_of(
         owned: this rank's slices.
         take_over: do not copy what the slices can have as it is.
     Returns:
-        By position in `owned`; slices without saved state are left out.
+        The state by position in `owned`; slices without saved state are left out.
     """
 
     def part(key: str, value: Any, own: OwnedSlice) -> Any:
         if not own.is_whole:
-            subclasses.take_apart({key: value}, own.piece.param, whole=False)  # raises for what cannot be cut
+            subclasses.take_apart({key: value}, own.piece.param, whole=False)  # raises if it cannot be cut
+            # State in the parameter's shape is cut like the parameter; other state belongs to all slices.
             if isinstance(value, torch.Tensor) and value.shape == own.param.shape and value.ndim:
                 return flat_like(value, own.param)[own.piece.start : own.piece.stop].clone()
         elif take_over and type(value) is torch.Tensor and value.ndim:

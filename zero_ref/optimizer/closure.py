@@ -1,7 +1,8 @@
 """A closure that the local optimizer calls inside its step, to compute loss and gradients anew.
 
-`minimal.py` takes none. Here a closure stands between two of the step's phases. The gradients that it
-computes are checked like those of any backward, and an error that it raises is no lost update.
+`step` of `minimal.py` takes no closure. Here the local optimizer calls it in the middle of a step. The
+gradients that a closure computes are checked like those of any backward. If the closure raises, this is no
+error of the local optimizer, so no update counts as lost.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ class UserClosure:
 
     Args:
         closure: re-evaluates the model, and returns the loss.
-        check: checks the gradients that the closure has computed.
+        check: raises if a step cannot use the gradients that the closure has computed.
 
     Attributes:
-        error: the exception that closure or check has raised, if one has.
+        error: the exception that closure or check has raised; None if neither has.
     """
 
     def __init__(self, closure: Callable[[], Any], check: Callable[[], None]) -> None:
@@ -32,7 +33,7 @@ class UserClosure:
             loss = self._closure()
             self._check()
         except Exception as error:
-            self.error = error
+            self.error = error  # so that `step` can tell it from an error of the local optimizer
             raise
         return loss
 
@@ -40,4 +41,5 @@ class UserClosure:
         """Call the closure; later calls return the same loss, and leave the gradients as they are."""
         with torch.enable_grad():
             loss = self()
+        # The local optimizer will call the closure once more. A second backward would double the gradients.
         self._closure, self._check = lambda: loss, lambda: None

@@ -1,8 +1,7 @@
-"""The state of a slice as entries, which JSON can express, and 1-D tensors: as it travels and is stored.
+"""The state of a slice in the form in which it is sent and stored: entries, as JSON, and 1-D tensors.
 
-Nothing is pickled: an entry says what a value is and where its elements go, and the elements are sent, or
-written to a file, by themselves. So the elements of a large tensor go straight from one final place to the
-other.
+Nothing is pickled. An entry describes a value and says where its elements go. The elements are sent, or
+written to a file, separately from the entries, so those of a large tensor need no copy on their way.
 """
 
 from __future__ import annotations
@@ -26,31 +25,30 @@ State = dict[int, dict[str, Any]]
 """The state of parameters, or of slices, by number."""
 
 Entry = dict[str, Any]
-"""One value of a slice's state, described: "param", "key", and either its "value" or the "dtype", "numel"
-and place of its elements. The place is "start" and "stop" in the parameter, or a "shape" of its own, with
-"strides" if the elements are not in the usual order."""
+"""A description of one value of a slice's state: "param", "key", and either its "value" or the "dtype",
+"numel" and place of its elements. The place is "start" and "stop" in the parameter; or a "shape" of its own,
+with "strides" if the tensor is not contiguous."""
 
 Packed = tuple[Entry, torch.Tensor | None]
-"""An entry, and its elements as a 1-D tensor; None if the entry has the value."""
+"""An entry, and the elements of its value as a 1-D tensor; None instead if the entry has a "value"."""
 
 
 def pack(owned: Sequence[OwnedSlice], state: Mapping[Any, Mapping[Any, Any]]) -> list[Packed]:
-    """This rank's state as entries and 1-D tensors, which are views of the state where memory allows.
+    """This rank's state as entries and 1-D tensors, which are views of the state if its strides allow.
 
     Raises:
-        TypeError: the state holds something that is neither a tensor, a number, a text nor None, nor a list,
-            tuple or dict of these in the state of a whole parameter; or something that belongs to no
-            parameter.
+        TypeError: a value is not a tensor, a number, a text or None (nor, in the state of a whole parameter,
+            a list, tuple or dict of these); or it belongs to no parameter.
     """
     check_belongs_to_parameters(state)
     return [packed for own in owned for packed in pack_slice(own, plain_state(own, state))]
 
 
 def check_belongs_to_parameters(state: Mapping[Any, Any]) -> None:
-    """Refuse state that no rank owns.
+    """Refuse state that belongs to no parameter.
 
     Raises:
-        TypeError: the state holds something that belongs to no parameter.
+        TypeError: a key of the state is not a parameter.
     """
     for stranger in [key for key in state if not isinstance(key, torch.Tensor)]:
         raise TypeError(
@@ -62,7 +60,7 @@ def check_belongs_to_parameters(state: Mapping[Any, Any]) -> None:
 def warn_if_not_saved(
     optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Warn of a class that is not torch's if a trial shows that its state can be neither saved nor moved.
+    """Try a class that is not torch's, and warn if its state can be neither saved nor moved.
 
     Args: as `stepped_in_trial`.
     """
@@ -83,7 +81,7 @@ def warn_if_not_saved(
 
 
 def plain_state(own: OwnedSlice, state: Mapping[Any, Mapping[Any, Any]]) -> dict[Any, Any]:
-    """The state of one slice, its tensor subclasses and lists taken apart; raises as `pack`."""
+    """The state of one slice, with its tensor subclasses and lists taken apart; raises as `pack`."""
     return subclasses.take_apart(state.get(own.local, {}), own.piece.param, whole=own.is_whole)
 
 
@@ -94,6 +92,7 @@ def pack_slice(own: OwnedSlice, plain: Mapping[Any, Any]) -> list[Packed]:
     for key, value in plain.items():
         entry: Entry = {"param": piece.param, "key": key}
         tensor = None
+        # A number, text or None.
         if not isinstance(value, torch.Tensor):
             if not isinstance(key, str) or not isinstance(value, (int, float, str, bool, type(None))):
                 raise TypeError(
@@ -102,10 +101,12 @@ def pack_slice(own: OwnedSlice, plain: Mapping[Any, Any]) -> list[Packed]:
                     "checkpointed or moved."
                 )
             entry["value"] = value
+        # A 0-dimensional tensor, such as Adam's step. JSON has no complex numbers.
         elif value.ndim == 0 and not value.is_complex():
             entry |= {"value": value.item(), "dtype": dtype_name(value.dtype)}
+        # A tensor. A part of a subclass may have the slice's shape by chance: its elements are not the
+        # slice's.
         else:
-            # A part of a subclass may have the slice's shape by chance; its elements are in another order.
             follows_param = value.shape == local.shape and not subclasses.is_within(key)
             if follows_param:
                 tensor = flat_like(value, local)
@@ -115,7 +116,9 @@ def pack_slice(own: OwnedSlice, plain: Mapping[Any, Any]) -> list[Packed]:
                 value = value if dense else value.contiguous()
                 tensor = flat_view(value)
                 entry |= {"shape": [*value.shape]}
-                if not value.is_contiguous():  # a product of matrices rounds otherwise in another order
+                if (
+                    not value.is_contiguous()
+                ):  # keep the strides: a matrix product may round otherwise with others
                     entry["strides"] = [*value.stride()]
             entry |= {"dtype": dtype_name(value.dtype), "numel": tensor.numel()}
         packed.append((entry, tensor))
@@ -125,19 +128,20 @@ def pack_slice(own: OwnedSlice, plain: Mapping[Any, Any]) -> list[Packed]:
 def allocate(
     of_param: dict[str, Any], entry: Entry, like: torch.Tensor, first: int = 0
 ) -> torch.Tensor | None:
-    """Add an entry's key to a state, its elements still empty, and return the 1-D view where they go.
+    """Add an entry's key to a state, with memory for its elements, and return the 1-D view to copy them into.
 
     Args:
-        of_param: the state of a parameter or slice so far. An entry with a value adds it, and returns None.
+        of_param: the state of a parameter or slice so far. If the entry has a value, it is added, and the
+            result is None.
         entry: its "device" is a name, "parameter" for the device of `like`, or missing for the CPU.
-        like: the parameter or slice; state that follows it gets its shape and strides.
-        first: the number that the first element of `like` has in its parameter.
+        like: the parameter or slice; a state with a place in the parameter gets its shape and strides.
+        first: the position of the first element of `like` in its parameter.
     """
     key = entry["key"]
     dtype = dtype_of(entry["dtype"]) if "dtype" in entry else None
     device = like.device if entry.get("device") == "parameter" else entry.get("device", "cpu")
     if "value" in entry:
-        # The slices of one parameter step together, so the first one's count is that of all.
+        # All slices of a parameter are stepped together, so they have equal values: keep the first one.
         of_param.setdefault(
             key, entry["value"] if dtype is None else torch.tensor(entry["value"], dtype=dtype, device=device)
         )
@@ -147,16 +151,17 @@ def allocate(
         if "strides" in entry:
             of_param[key] = of_param[key].as_strided(entry["shape"], entry["strides"])
         return flat_view(of_param[key])
+    # Slices of several owners may fill parts of the same tensor; the first one allocates it.
     if key not in of_param:
         of_param[key] = torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
     flat = flat_view(of_param[key])
-    # Most entries are of the whole tensor, and slicing would take as long as the rest of this function.
+    # Most entries fill the whole tensor; slicing it would take as long as the rest of this function.
     return flat if flat.numel() == entry["numel"] else flat[entry["start"] - first : entry["stop"] - first]
 
 
 @cache
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name; ValueError if there is none."""
+    """Give the dtype of a name, such as "float32"; ValueError if no dtype has the name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype is called {name!r}")

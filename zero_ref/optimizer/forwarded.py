@@ -1,8 +1,8 @@
 """Methods of the wrapped class as methods of the sharded optimizer, such as `train` and `eval`.
 
-`minimal.py` knows `step` alone. But a schedule-free optimizer has `eval()`, which puts the averaged weights
-into the parameters, and `train()`, which takes them out again. `optimizer.eval()` calls the `eval()` of each
-rank's local optimizer and then, as a step does, sends what each has written to all ranks.
+`minimal.py` has `step` alone. But a schedule-free optimizer also has `eval()`, which writes averaged weights
+into the parameters, and `train()`, which restores the others. `optimizer.eval()` calls the `eval()` of each
+rank's local optimizer and then, as a step does, sends the parameters that were written to all ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from zero_ref.comm.objects import gather_bytes
 from zero_ref.optimizer.accord import Accord
 from zero_ref.optimizer.registered import Registered
 from zero_ref.optimizer.whole import WholeState
+from zero_ref.plan.partition import Slice
 from zero_ref.shard.buckets import broadcast_messages, messages_by_parameter, messages_within
 from zero_ref.shard.built import Built
 from zero_ref.shard.checks import is_elementwise
@@ -39,10 +40,10 @@ from zero_ref.shard.shard import Shard
 
 
 def method_of(zero: Zero, name: str) -> Callable[..., Any] | None:
-    """A public method that the wrapped class has beyond those of torch's `Optimizer`, for all ranks to call.
+    """Find a public method that the wrapped class has and torch's `Optimizer` lacks, for all ranks to call.
 
     Returns:
-        The method; None if no class has one of this name.
+        The method; None if no class of the optimizer has one of this name.
     """
     for one in optimizers_in(zero.shard.optim):
         if has_method(type(one), name):
@@ -52,7 +53,7 @@ def method_of(zero: Zero, name: str) -> Callable[..., Any] | None:
 
 
 class Zero(Protocol):
-    """What this module uses of a `ZeroRedundancyOptimizer`."""
+    """The part of a `ZeroRedundancyOptimizer` that this module uses."""
 
     accord: Accord
     collectives: Collectives
@@ -71,22 +72,23 @@ class Zero(Protocol):
 
 
 def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of the wrapped class on the local optimizer of each rank, and send what it has written.
+    """Call a method on the local optimizer of each rank, and send the parameters that it has written.
 
-    The local tensors have their gradients meanwhile, as in a step.
+    During the call the local tensors have their gradients, as in a step.
 
     Args:
-        *args, **kwargs: for the method, alike on all ranks, with no parameters or parameter groups in them.
+        *args, **kwargs: for the method, equal on all ranks, without parameters or parameter groups.
     Returns:
-        What the method of this rank's local optimizer returns; a list if several classes have the method.
+        The result of the method of this rank's local optimizer; a list if several classes have the method.
     Raises:
         TypeError: a parameter is among the arguments.
         ValueError: arguments or options differ between ranks; a trial showed that the method computes
-            something from all parameters together, or, where parameters are split, uses their shape.
-        RuntimeError: another rank makes another call, or raised; inside a `Join`. If the method raises on
-            some ranks and not on others, all raise, and refuse to go on until a sharded checkpoint is loaded.
+            something from all parameters together, or uses the shape of parameters that are split.
+        RuntimeError: another rank makes another call, or raised; or the call is inside a `Join`. If the
+            method raises on some ranks only, all raise, and refuse to go on until a sharded checkpoint is
+            loaded.
     Collective: all ranks of the group.
-    Cost: an all-gather of 32 bytes, one of a bit for each parameter, and two passes over what this rank owns.
+    Cost: an all-gather of 32 bytes, one of a bit for each parameter, and two passes over this rank's slices.
         The parameters that the method has changed on any rank, frozen ones too, are sent as in a step.
     """
     if zero.joined is not None:
@@ -94,58 +96,75 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
             f"rank {zero.collectives.rank}: {name}() was called inside a Join, where a rank that has run out "
             "of data would not take part. Call it before the Join or after."
         )
+
+    # 1. All ranks are about to call the same method with the same arguments, and it works on shards.
     built, comm, shard = zero.current(), zero.collectives, zero.shard
     action = f"call {name}() of {zero.accord.what}"
     with agreement(comm, action) as facts:
-        facts += _described(built, args, kwargs)
+        facts += _facts_of_arguments(built, args, kwargs)
         _check_works_apart(zero, name, args, kwargs)
         facts += zero.standing_facts()
 
-    # Each rank calls the method on what it owns.
+    # 2. Each rank calls the method on its own slices. An error is kept until all ranks know of it.
     replace_options(zero.param_groups, shard.optim.param_groups)
-    result, failure = None, None
-    before = digests(own.local for own in shard.owned)
-    try:
-        result = shard.call(name, args, kwargs, zero.backward.gradients.parts)
-    except Exception as error:
-        failure = error
-    # Values are compared, since writes through `.data` leave no trace in the versions. An empty digest is of
-    # a tensor that cannot be read.
-    after = digests(own.local for own in shard.owned)
-    changed = {own.piece.param for own, was, now in zip(shard.owned, before, after) if was != now or not now}
-    shard.publish_written(changed)
-
-    # All ranks learn which parameters were written anywhere, and owners send these.
+    result, failure, changed = _call_on_shard(shard, name, args, kwargs, zero.backward.gradients.parts)
     has_state = any(not isinstance(of_key, dict) or of_key for of_key in shard.optim.state.values())
-    bits = sum(1 << number for number in changed).to_bytes(len(built.params) // 8 + 1, "big")
-    told = gather_bytes(comm, bytes([failure is not None, has_state]) + bits)
-    written = _send_written(zero, [other[2:] for other in told])
-    copy_options(shard.optim.param_groups, zero.param_groups)
-    if written or any(other[1] for other in told):
-        zero.whole.changed()
 
-    failed = [rank for rank, other in enumerate(told) if other[0]]
+    # 3. Each rank tells all others whether the method raised and made state, and one bit for each parameter.
+    # Owners then send the parameters that were written on any rank.
+    bits = sum(1 << number for number in changed).to_bytes(len(built.params) // 8 + 1, "big")
+    reports = gather_bytes(comm, bytes([failure is not None, has_state]) + bits)
+    written = _send_written(zero, [report[2:] for report in reports])
+    copy_options(shard.optim.param_groups, zero.param_groups)
+    if written or any(report[1] for report in reports):
+        zero.whole.note_change()
+
+    # 4. If the method raised anywhere, all ranks raise. If it raised everywhere, the parameters are those of
+    # an unsharded optimizer whose method raised, so training may go on.
+    failed = [rank for rank, report in enumerate(reports) if report[0]]
     if failed:
         if len(failed) < comm.world_size:
             zero.accord.uncertain = (
                 f"rank {comm.rank}: {name}() of {title(shard.optim)} raised on ranks {failed} and not on the "
-                "others, so parameters and state are those of no unsharded optimizer. Load a sharded "
-                "checkpoint with its parameters, or start again."
+                "others, so no unsharded optimizer could have these parameters and this state. Load a "
+                "sharded checkpoint with its parameters, or start again."
             )
         agree(comm, action, failure or [])
     return result
+
+
+def _call_on_shard(
+    shard: Shard,
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    parts: Mapping[Slice, torch.Tensor] | None,
+) -> tuple[Any, Exception | None, set[int]]:
+    """Call a method on this rank's slices: (its result, its exception, the parameters that it wrote)."""
+    result, failure = None, None
+    before = digests(own.local for own in shard.owned)
+    try:
+        result = shard.call(name, args, kwargs, parts)
+    except Exception as error:
+        failure = error
+    # Digests of values are compared, since a write through `.data` does not change a tensor's version. The
+    # digest of a tensor that cannot be read is empty; it counts as written.
+    after = digests(own.local for own in shard.owned)
+    changed = {own.piece.param for own, was, now in zip(shard.owned, before, after) if was != now or not now}
+    shard.publish_written(changed)
+    return result, failure, changed
 
 
 def _send_written(zero: Zero, bits_of_ranks: Iterable[bytes | bytearray]) -> set[int]:
     """Send the parameters that were written on any rank from their owners to all; return their numbers.
 
     Args:
-        bits_of_ranks: from each rank one bit for each parameter, whether it was written there.
+        bits_of_ranks: from each rank one bit for each parameter, set if that rank has written it.
     """
     built = zero.built
     anywhere = functools.reduce(int.__or__, (int.from_bytes(bits, "big") for bits in bits_of_ranks))
     written = {number for number in range(len(built.params)) if anywhere >> number & 1}
-    # Messages of a step leave out frozen parameters, which a method may write too.
+    # The messages of a step leave out frozen parameters, but a method may write them.
     frozen = messages_by_parameter(built.partition, built.params, frozen=True)
     messages = messages_within([*built.messages, *frozen], written)
     broadcast_messages(zero.collectives, messages, zero.broadcast_dtype, name=built.name)
@@ -155,11 +174,11 @@ def _send_written(zero: Zero, bits_of_ranks: Iterable[bytes | bytearray]) -> set
 
 
 def _check_works_apart(zero: Zero, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a method that would do something else on shards, as the constructor refuses such a `step`.
+    """Refuse a method whose result would differ on shards, as the constructor refuses such a `step`.
 
     Raises:
-        ValueError: a trial showed that it does. `train` and `eval` were tried by the constructor; a method
-            that gets a function is not tried, since that may have effects.
+        ValueError: a trial showed that it does. The constructor has tried `train` and `eval`. A method with
+            a function among its arguments is not tried, since the function may have side effects.
     """
     tried = zero.registered.tried
     if name in tried or any(map(callable, tree_leaves((args, kwargs)))):
@@ -168,6 +187,7 @@ def _check_works_apart(zero: Zero, name: str, args: Sequence[Any], kwargs: Mappi
     def call(optimizer: Optimizer) -> None:
         getattr(optimizer, name)(*args, **kwargs)
 
+    # For each group with a parameter that is cut, the number of one such parameter.
     split = {spec.group: n for n, spec in enumerate(zero.built.specs) if zero.built.is_cut(n)}
     for index, (of_class, options, defaults) in enumerate(zero.registered.constructed_with):
         if is_elementwise(of_class) or not has_method(of_class, name):
@@ -176,8 +196,8 @@ def _check_works_apart(zero: Zero, name: str, args: Sequence[Any], kwargs: Mappi
             raise ValueError(
                 f"{name}() of {of_class.__name__} changed a tensor otherwise beside another one than by "
                 "itself: it computes something from all parameters together, such as a norm, and each rank "
-                "has only some of them. Compute it from the parameters instead, and write it into them, on "
-                "all ranks alike: the optimizer goes on from there."
+                "has only some of them. Compute the new values from the model's parameters instead, and "
+                "write them into these on all ranks alike: the optimizer goes on from there."
             )
         if index in split and not updates_elementwise(of_class, options, defaults, call):
             raise ValueError(
@@ -189,17 +209,17 @@ def _check_works_apart(zero: Zero, name: str, args: Sequence[Any], kwargs: Mappi
     tried.add(name)
 
 
-def _described(built: Built, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """The arguments as facts.
+def _facts_of_arguments(built: Built, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """The arguments of a method as facts that must be equal on all ranks.
 
     Raises:
-        TypeError: a parameter is among them.
+        TypeError: a parameter is among the arguments.
     """
     params = set(built.params)
     if any(isinstance(leaf, torch.Tensor) and leaf in params for leaf in tree_leaves((args, kwargs))):
         raise TypeError(
             "a parameter, or a group of them, is among the arguments, and the local optimizer does not know "
-            "it: it has other tensors in its groups, only of what this rank owns."
+            "it: the groups of the local optimizer have other tensors, only for the slices of this rank."
         )
 
     def plain(value: Any) -> Any:

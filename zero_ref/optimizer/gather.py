@@ -1,15 +1,15 @@
-"""State gathered from all ranks: `state_dict` of `minimal.py`, for parameters that are cut, without pickle.
+"""The gathering of state from all ranks, as `state_dict` of `minimal.py` does, without pickle.
 
-Each owner sends its entries (`entries.py`), then its tensors. A large tensor is received straight into its
-place in the final tensor; small tensors travel together. All memory is allocated before the first tensor is
-sent.
+Parameters may be cut here. Each owner sends its entries (`entries.py`), then its tensors. A large tensor is
+received directly into its place in the final tensor; small tensors are sent together. All memory is allocated
+before the first tensor is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,10 +22,7 @@ from zero_ref.optimizer.entries import Entry, Packed, State, allocate, dtype_of
 from zero_ref.shard import subclasses
 
 PARCEL_NBYTES = 2**18
-"""Tensors are joined into messages of up to this size: copying takes less time than a message for each."""
-
-
-# ------------------------------------------------------------------------------------------- shards to whole
+"""The size up to which tensors are joined into one message: copying takes less time than more messages."""
 
 
 @torch.no_grad()
@@ -34,69 +31,85 @@ def consolidate(
 ) -> State | None:
     """Gather the state of all slices on rank `to`, or on all ranks.
 
-    Each owner sends its entries as JSON, without pickle, then its tensors. A large tensor is received
-    straight into its place in the final tensor; small tensors travel together.
-
     Args:
         to: a rank, or "all".
         params: in registration order.
         packed: this rank's state, from `pack`.
     Returns:
-        On the receiving ranks, for each parameter number its whole state, on the CPU; elsewhere None.
+        On the receiving ranks the whole state by parameter number, on the CPU; on other ranks None.
     Raises:
-        RuntimeError: something went wrong on another rank. If one raises, all raise; none is left waiting.
+        RuntimeError: another rank failed. If one rank raises, all raise, and none is left waiting.
     Collective: all ranks, with the same `to`.
     Cost: as ZeroRedundancyOptimizer.consolidate_state_dict.
     """
     tensors = [tensor for _, tensor in packed if tensor is not None]
 
-    # 1. Owners say what they have.
+    # 1. Owners send their entries to the ranks that receive.
     entries_of_owner = _gather_entries(comm, to, [entry for entry, _ in packed])
 
     # 2. Allocate all memory before the first tensor is sent: from then on, other ranks wait for this one.
     whole: State = {}
-    places: dict[int, list[torch.Tensor]] = {}
+    places: dict[int, list[torch.Tensor]] = {}  # by owner: where its tensors go, as 1-D views of `whole`
     with agreement(comm, "make room for the optimizer state"):
         if to in ("all", comm.rank):
-            places = {owner: _room(whole, of_owner, params) for owner, of_owner in entries_of_owner.items()}
+            places = {
+                owner: _allocate(whole, of_owner, params) for owner, of_owner in entries_of_owner.items()
+            }
             _check_stepped_together(comm.rank, itertools.chain(*entries_of_owner.values()), params)
             whole = {param: subclasses.put_together(whole[param]) for param in sorted(whole)}
-        parcels: list[tuple[int, list[torch.Tensor]]] = []
-        for owner, entries in entries_of_owner.items():
-            ends = tensors if owner == comm.rank else places[owner]
-            if owner != to:
-                parcels += [(owner, [ends[n] for n in parcel]) for parcel in _parcels(entries)]
-        staged = [sum(end.nbytes for end in ends) for _, ends in parcels if not _goes_as_it_is(ends, comm)]
+        parcels = _plan_messages(to, entries_of_owner, {**places, comm.rank: tensors})
+        # One buffer for all parcels that have to be copied, as large as the largest of them.
+        staged = [sum(end.nbytes for end in ends) for _, ends in parcels if not _needs_no_copy(ends, comm)]
         staging = torch.empty(max(staged, default=0), dtype=torch.uint8, device=comm.wire_of(CPU))
 
-    # 3. Send the tensors. An error of this rank alone is noted, and raised when no rank waits for it any
-    # more.
+    # 3. Send the tensors. If this rank alone fails, it keeps the error and goes on, since other ranks wait
+    # for its calls. Phase 4 raises the error.
     failures: list[Exception] = []
     works: list[PendingCall] = []
     for owner, ends in parcels:
         works += _transfer_parcel(comm, to, owner, ends, staging, failures)
-    if tensors and places:  # while the last tensors of other owners arrive
-        with _noted(failures):
+    if tensors and places:  # copy this rank's own state while the last tensors of other owners arrive
+        with _keeping_errors(failures):
             torch._foreach_copy_(places[comm.rank], tensors)
     for work in works:
         work.wait()
+
+    # 4. All calls are complete: ranks learn whether every rank has its tensors.
     with agreement(comm, "consolidate the optimizer state"):
         if failures:
             raise failures[0]
     return whole if places else None
 
 
-def _room(whole: State, entries: Iterable[Entry], params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Memory in `whole` for what an owner has: for each of its tensors the 1-D view to receive into."""
+def _allocate(whole: State, entries: Iterable[Entry], params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Allocate an owner's state in `whole`; return for each tensor the 1-D view to receive into."""
     allocated = [
         allocate(whole.setdefault(entry["param"], {}), entry, params[entry["param"]]) for entry in entries
     ]
     return [place for place in allocated if place is not None]
 
 
+def _plan_messages(
+    to: int | Literal["all"],
+    entries_of_owner: Mapping[int, list[Entry]],
+    ends: Mapping[int, list[torch.Tensor]],
+) -> list[tuple[int, list[torch.Tensor]]]:
+    """Join tensors into messages, in the same order on all ranks: for each its owner and its tensors.
+
+    Args:
+        ends: by owner, the tensors at this rank's end: those to send, or those to receive into.
+    """
+    return [
+        (owner, [ends[owner][number] for number in parcel])
+        for owner, entries in entries_of_owner.items()
+        if owner != to
+        for parcel in _parcels(entries)
+    ]
+
+
 def _check_stepped_together(rank: int, entries: Iterable[Entry], params: Sequence[torch.Tensor]) -> None:
-    """Refuse a state that only some owners of a parameter have: the rest would be unwritten memory."""
-    numels: dict[tuple[int, Any], int] = {}
+    """Refuse a state that only some owners of a parameter have: the rest would be uninitialized memory."""
+    numels: dict[tuple[int, Any], int] = {}  # by (parameter number, key), the elements that owners have
     for entry in entries:
         if "start" in entry:
             key = (entry["param"], entry["key"])
@@ -111,7 +124,7 @@ def _check_stepped_together(rank: int, entries: Iterable[Entry], params: Sequenc
 
 
 def _gather_entries(comm: Collectives, to: int | Literal["all"], mine: list[Entry]) -> dict[int, list[Entry]]:
-    """Each owner's entries by its rank; a rank that receives no state gets only its own. Collective."""
+    """Gather the entries by owner; a rank that receives no state has only its own. Collective."""
     if to == "all":
         return {owner: broadcast_json(comm, mine, owner) for owner in range(comm.world_size)}
     if comm.rank != to:
@@ -124,7 +137,7 @@ def _gather_entries(comm: Collectives, to: int | Literal["all"], mine: list[Entr
 def _transfer(comm: Collectives, to: int | Literal["all"], owner: int, tensor: torch.Tensor) -> PendingCall:
     if to == "all":
         return comm.broadcast(tensor, owner)
-    # As an exchange: for a send by itself, NCCL would make one more communicator for each pair of ranks.
+    # An exchange, since for `send` NCCL would make one more communicator for each pair of ranks.
     if owner == comm.rank:
         return comm.exchange([(to, tensor)], [])
     return comm.exchange([], [(owner, tensor)])
@@ -138,35 +151,38 @@ def _transfer_parcel(
     staging: torch.Tensor,
     failures: list[Exception],
 ) -> list[PendingCall]:
-    """Send or receive tensors as one message, and return what is still under way.
+    """Send or receive tensors as one message; return the calls that are not complete yet.
 
-    An error of this rank alone is noted. The rank takes part all the same, because others wait for it.
+    An error of this rank alone goes into `failures`: the rank still makes the calls, as other ranks wait for
+    it.
 
     Args:
-        ends: where the elements come from on the owner, and where they go on a receiver.
+        ends: the tensors at this rank's end: on the owner those to send, on a receiver those to fill.
         staging: (nbytes,), uint8 on the wire's device, large enough for a parcel that has to be copied.
     """
-    if _goes_as_it_is(ends, comm):
+    if _needs_no_copy(ends, comm):
         return [_transfer(comm, to, owner, ends[0])]
     parcel = staging[: sum(end.nbytes for end in ends)].view(ends[0].dtype)
     parts = list(parcel.split([end.numel() for end in ends]))
-    with _noted(failures):
+    with _keeping_errors(failures):
         if owner == comm.rank:
             torch._foreach_copy_(parts, ends)
-    # One parcel at a time, so that neither end needs memory on the wire's device for the state of all.
+    # Wait for each parcel before the next one, so that one buffer on the wire's device is enough.
     _transfer(comm, to, owner, parcel).wait()
-    with _noted(failures):
+    with _keeping_errors(failures):
         if owner != comm.rank:
             torch._foreach_copy_(ends, parts)
     return []
 
 
-def _goes_as_it_is(ends: Sequence[torch.Tensor], comm: Collectives) -> bool:
-    return len(ends) == 1 and ends[0].device == comm.wire_of(CPU)  # where all of it will lie
+def _needs_no_copy(ends: Sequence[torch.Tensor], comm: Collectives) -> bool:
+    """Return whether the network takes the tensors directly: one tensor, on the device of the wire."""
+    return len(ends) == 1 and ends[0].device == comm.wire_of(CPU)  # the gathered state is on the CPU
 
 
 @contextlib.contextmanager
-def _noted(failures: list[Exception]) -> Iterator[None]:
+def _keeping_errors(failures: list[Exception]) -> Iterator[None]:
+    """Append an exception to `failures` instead of raising it."""
     try:
         yield
     except Exception as error:
@@ -174,17 +190,17 @@ def _noted(failures: list[Exception]) -> Iterator[None]:
 
 
 def _parcels(entries: Iterable[Entry]) -> list[list[int]]:
-    """The numbers of the tensors that travel as one message: small tensors of one dtype are joined.
+    """Divide an owner's tensors into messages, as lists of their numbers: small ones of a dtype together.
 
-    Large ones come last: parcels of small ones are waited for one by one, and would wait behind them.
+    Large tensors come last: ranks wait for each parcel of small ones, which would queue behind a large one.
 
     >>> entries = [{"dtype": "float32", "numel": numel} for numel in (10, 10**6, 20, 10**6, 5)]
     >>> _parcels(entries)
     [[0, 2, 4], [1], [3]]
     """
     large: list[list[int]] = []
-    small: dict[str, list[list[int]]] = {}
-    left: dict[str, int] = {}  # bytes that the last parcel of a dtype still has room for
+    small: dict[str, list[list[int]]] = {}  # by dtype, its parcels
+    left: dict[str, int] = {}  # by dtype, the bytes that its last parcel has room for
     for number, entry in enumerate(entry for entry in entries if "numel" in entry):
         dtype, nbytes = entry["dtype"], entry["numel"] * dtype_of(entry["dtype"]).itemsize
         if nbytes > PARCEL_NBYTES:

@@ -1,8 +1,8 @@
-"""Plans of a live optimizer: the first one, and those made anew when parameters, groups or owners change.
+"""Plans of a live optimizer: the first one, and a new one when parameters, groups or owners change.
 
-In `minimal.py` a plan is made once. Here parameters may be frozen, cast or moved, groups may be added, and
-owners may change in the middle of training. Each function prepares the change, lets all ranks agree on it,
-and only then applies it: where one rank cannot, all raise and the optimizer is as before.
+`minimal.py` plans once. Here parameters may be frozen, cast or moved, groups may be added, and owners may
+change in the middle of training. Each function prepares the change, lets all ranks agree on it, and only then
+applies it: if one rank cannot make the change, all raise and the optimizer is unchanged.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from zero_ref.shard.several import SeveralOptimizers, class_of, name_classes, ti
 from zero_ref.shard.shard import Shard, log_share
 
 Places = tuple[tuple[int, torch.dtype, bool], ...]
+"""For each parameter its address, its dtype and whether it is trained, as from `built.places_of`."""
 
 
 class Zero(Protocol):
-    """What this module uses of a `ZeroRedundancyOptimizer`."""
+    """The part of a `ZeroRedundancyOptimizer` that this module uses."""
 
     backward: Backward
     broadcast_dtype: torch.dtype | None
@@ -63,7 +64,7 @@ class Zero(Protocol):
 
 
 def first_plan(zero: Zero) -> Built:
-    """The checked plan of a new optimizer, with its messages."""
+    """Check the parameters and classes of a new optimizer, and plan its partition and messages."""
     registered = zero.registered
     classes = [group.get(OPTIMIZER_CLASS, registered.optimizer_class) for group in zero.param_groups]
     for of_class in dict.fromkeys(classes):
@@ -82,9 +83,12 @@ def _check_apart(registered: Registered, first: int = 0) -> None:
 
     Args:
         first: the number of the first group to look at.
+    Raises:
+        ValueError: as `check_updates_apart`.
     Warns:
         UserWarning: the state of a class can be neither saved nor moved.
     """
+    # A trial takes time, so make one for all groups with the same class and options.
     different = {repr(one): one for one in registered.constructed_with[first:]}
     for of_class, options, defaults in different.values():
         check_updates_apart(of_class, options, defaults)
@@ -92,13 +96,13 @@ def _check_apart(registered: Registered, first: int = 0) -> None:
 
 
 def facts_of_plan(zero: Zero, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:
-    """What must be equal on all ranks about a plan, and about the optimizer's way to work."""
-    way = (
+    """The facts about a plan, and about the optimizer's own options, that must be equal on all ranks."""
+    own_options = (
         f"{title(zero.shard.optim)}, parameters_as_bucket_view={zero.parameters_as_bucket_view}, "
         f"overlap_with_ddp={zero.overlap_with_ddp}, broadcast_dtype={zero.broadcast_dtype}, "
         f"{zero.shard.masters or 'no masters'}, {zero.shard.place_of_state or 'state beside parameters'}"
     )
-    return [way, *facts_of(zero.param_groups, specs, partition, first)]
+    return [own_options, *facts_of(zero.param_groups, specs, partition, first)]
 
 
 def _rebuild(zero: Zero, partition: Partition) -> None:
@@ -106,12 +110,12 @@ def _rebuild(zero: Zero, partition: Partition) -> None:
     params, specs = params_of(zero.param_groups), _specs(zero)
     built = Built.of(params, specs, partition, zero.parameters_as_bucket_view, zero.built)
     zero.shard.place(built)
-    zero.built = built  # last: if a line above fails, the next step tries again
+    zero.built = built  # last, so that the next step tries again if a line above raises
     log_share(zero.built, zero.shard, zero.collectives.world_size)
 
 
 def _specs(zero: Zero) -> list[ParamSpec]:
-    """The specs of the current parameters, with those kept whole that were planned so."""
+    """The specs of the current parameters; groups that were planned as whole parameters stay whole."""
     return specs_of(zero.param_groups, {spec.group for spec in zero.built.specs if spec.whole})
 
 
@@ -119,9 +123,11 @@ def follow_parameters(zero: Zero, now: Places) -> None:
     """Make messages and local tensors anew after parameters were moved, cast or frozen.
 
     Args:
-        now: their places, which are not those of the plan.
+        now: the current places of the parameters, which differ from those of the plan.
     Raises, Collective, Cost: as `ZeroRedundancyOptimizer.current`.
     """
+    # 1. New local tensors cannot replace views that the local optimizer keeps. Other ranks may have to learn
+    # of this error, so it is raised in phase 2.
     keeps_views: RuntimeError | None = None
     if zero.parameters_as_bucket_view or zero.shard.cut:
         try:
@@ -129,8 +135,8 @@ def follow_parameters(zero: Zero, now: Places) -> None:
         except RuntimeError as error:
             keeps_views = error
 
-    # Addresses may differ between ranks. Dtypes and what is trained may not: ranks that send different
-    # parameters overwrite each other's memory, or abort in Gloo.
+    # 2. Agree. Addresses may differ between ranks, so they are not compared. Dtypes and `requires_grad` may
+    # not: ranks that send different parameters would overwrite each other's memory, or abort in Gloo.
     dtypes, dtypes_before = ([dtype for _, dtype, _ in places] for places in (now, zero.built.places))
     trained, trained_before = ([trained for *_, trained in places] for places in (now, zero.built.places))
     if trained != trained_before:
@@ -139,12 +145,14 @@ def follow_parameters(zero: Zero, now: Places) -> None:
         agree(zero.collectives, "cast parameters", keeps_views or _kinds(zero))
     if keeps_views is not None:
         raise keeps_views
+
+    # 3. Make the plan anew, for the same owners.
     zero.shard.check_same_elements(params_of(zero.param_groups))
     _rebuild(zero, zero.built.partition)
 
 
 def _kinds(zero: Zero) -> list[str]:
-    """What is trained and in which dtypes, and the options, as facts that must be equal on all ranks."""
+    """The facts `requires_grad` and dtype of each parameter, and the options, which all ranks must share."""
     facts = [
         f"parameter {spec.name or number}: {kind}"
         for number, spec in enumerate(_specs(zero))
@@ -159,9 +167,11 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
     """Add a parameter group: `ZeroRedundancyOptimizer.add_param_group`."""
     built, shard, registered = zero.current(), zero.shard, zero.registered
     given = given_in(param_group) if isinstance(param_group, dict) else {}  # torch raises below
+    # The numbers of groups and parameters so far, and the local optimizer to go back to after an error.
     count, known, optim = len(zero.param_groups), len(built.params), shard.optim
     try:
         with agreement(zero.collectives, "add a parameter group") as facts:
+            # 1. Check the group, and list it with the others.
             if zero.parameters_as_bucket_view:
                 shard.check_keeps_no_views("add a parameter group")
             check_is_class(given.get(OPTIMIZER_CLASS, torch.optim.SGD))
@@ -169,7 +179,7 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
             classes = [class_of(group, optim) for group in zero.param_groups]
             _check_apart(registered, first=count)
 
-            # Earlier parameters keep their owners; the new ones go to ranks that have little so far.
+            # 2. Earlier parameters keep their owners; new ones go to lightly loaded ranks.
             rule = registered.rule_for_later
             specs = [*built.specs, *registered.specs_for(rule, zero.param_groups)[known:]]
             loads = loads_under(rule, built.partition, specs)
@@ -177,19 +187,21 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
             partition, params = built.partition.joined(later), params_of(zero.param_groups)
             check_can_be_sharded(classes, partition, params, specs)
 
-            owned = shard.slices_under(partition, params, first=len(shard.owned))
+            # 3. Add this rank's slices of the new parameters to the local optimizer.
+            owned = shard.own(partition, params, first=len(shard.owned))
             shard.optim = with_group(optim, {**given, "params": [own.local for own in owned]})
             replace_options(shard.optim.param_groups[-1:], zero.param_groups[-1:])
             name_classes(zero.param_groups, shard.optim)
             facts += facts_of_plan(zero, specs, partition, first=known)
     except Exception:
+        # Take back all that the block above has added.
         shard.optim = optim
         del zero.param_groups[count:], optim.param_groups[count:], registered.given[count:]
         if isinstance(optim, SeveralOptimizers):
             optim.forget_unused()
         raise
 
-    # All ranks have agreed.
+    # 4. All ranks have agreed.
     shard.owned = [*shard.owned, *owned]
     zero.built = replace(built, params=tuple(params), specs=tuple(specs), partition=partition, places=())
     registered.listed = ids_in(zero.param_groups)
@@ -199,6 +211,7 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
 
 def repartition(zero: Zero, choice: Choice) -> None:
     """Change the owners: `ZeroRedundancyOptimizer.repartition`."""
+    # 1. Check, plan the new owners and pack the state to send. Nothing is changed yet.
     built, shard = zero.current(), zero.shard
     with agreement(zero.collectives, "repartition the optimizer") as facts:
         facts += zero.standing_facts()
@@ -223,7 +236,7 @@ def repartition(zero: Zero, choice: Choice) -> None:
         )
         facts += facts_of_plan(zero, specs, new)
 
-    # All ranks have agreed.
+    # 2. All ranks have agreed: exchange the state. If that fails, all ranks raise and keep the old owners.
     shard.adopt(handover.owned, handover.exchange(zero.collectives))
     zero.built = replace(built, specs=tuple(specs), partition=new, places=())
     zero.registered.choice = choice

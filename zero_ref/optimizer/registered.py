@@ -1,7 +1,7 @@
-"""What the user has registered with an optimizer: groups, classes, options, and the rule for owners.
+"""The groups, classes and options that the user has given an optimizer, and the rule for owners.
 
-`minimal.py` passes all this on in its constructor and forgets it. Here it is kept for what comes later:
-groups that are added, owners that change, a trial of the wrapped class.
+The constructor of `minimal.py` only passes them on. Here they are kept for later: groups may be added, owners
+may change, and the wrapped class may be tried on small tensors.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from zero_ref.shard.groups import OPTIMIZER_CLASS, ParamGroup, options_of, specs
 
 @dataclass
 class Registered:
-    """What the constructor and `add_param_group` were given.
+    """The arguments of the constructor and of `add_param_group`, as the user gave them.
 
-    Optimizer.__init__ writes every default into each group, where it would override a value that the local
-    optimizer's constructor computes. So what the user gave is kept apart from `param_groups`.
+    `Optimizer.__init__` writes every default into each group. There it would override a value that the local
+    optimizer's constructor computes, so the user's own options are kept apart from `param_groups`.
 
     Args:
-        optimizer_class: the class of groups that name none.
+        optimizer_class: the class of groups that name no class.
         defaults: the options of its constructor.
         choice: the rule for owners, or the owners.
 
     Attributes:
-        given: for each group what was given, apart from its parameters.
-        listed: by group, the identity of each parameter.
-        tried: methods of the class of which a trial has shown that they work on shards.
+        given: for each group the options that the user gave, without its parameters.
+        listed: for each group the `id` of each parameter.
+        tried: the names of methods that work on shards, as a trial has shown.
     """
 
     optimizer_class: type[Optimizer]
@@ -45,7 +45,7 @@ class Registered:
 
     @property
     def constructed_with(self) -> list[tuple[type[Optimizer], dict[str, Any], Mapping[str, Any]]]:
-        """For each parameter group its class, and the options that group and constructor were given."""
+        """(class, the group's own options, the constructor's options for the class) of each group."""
         main = self.optimizer_class
         classes = [given.get(OPTIMIZER_CLASS, main) for given in self.given]
         return [
@@ -59,6 +59,6 @@ class Registered:
         return self.choice if isinstance(self.choice, str) or callable(self.choice) else "sorted_greedy"
 
     def specs_for(self, choice: Choice, param_groups: Sequence[ParamGroup]) -> list[ParamSpec]:
-        """The specs of the current parameters, for a partition by this rule."""
+        """The specs of the current parameters, for a partition by the rule `choice`."""
         whole = groups_kept_whole(self.given, self.optimizer_class, self.defaults, tried=may_cut(choice))
         return specs_of(param_groups, whole)

@@ -1,10 +1,9 @@
-"""The values from which ranks start, compared before the first update.
+"""The comparison of the values from which ranks start, before the first update.
 
-`minimal.py` takes for granted that all ranks start from the same values. A program may construct the
-optimizer first and DistributedDataParallel, which sends rank 0's values to all, afterwards. So nothing is
-compared when the optimizer is constructed, and everything before the first update. If values differ then, the
-update still makes them equal, since all ranks receive what the owners have; but the gradients were averaged
-over different models, and so all ranks warn.
+`minimal.py` assumes that all ranks start from the same values. A program may construct the optimizer before
+DistributedDataParallel, which sends rank 0's values to all ranks. So values are compared before the first
+update, not when the optimizer is constructed. If they differ, the update still makes them equal, since all
+ranks receive the owners' values. But the gradients were averaged over different models, so all ranks warn.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from zero_ref.shard.buckets import broadcast_messages, messages_by_parameter
 from zero_ref.shard.built import Built
 from zero_ref.shard.digests import digests
 
-DIGEST_NBYTES = 8
+DIGEST_NBYTES = 8  # of a parameter
 
 
 def compare_start_values(comm: Collectives, built: Built, first: int = 0) -> None:
-    """Warn on all ranks if values differ between ranks; those of frozen parameters become their owners'.
+    """Warn on all ranks if values differ between ranks, and send frozen parameters from their owners.
 
     Args:
         first: the number of the first parameter to compare.
@@ -35,9 +34,13 @@ def compare_start_values(comm: Collectives, built: Built, first: int = 0) -> Non
     """
     if comm.world_size == 1:
         return
+    # 1. Compare one digest of all parameters; usually it is equal. A tensor that cannot be read has an empty
+    # digest.
     mine = b"".join(int(one or "0", 16).to_bytes(DIGEST_NBYTES) for one in digests(built.params[first:]))
     if len({*map(bytes, gather_bytes(comm, hashlib.sha256(mine).digest(), CHECK))}) == 1:
         return
+
+    # 2. Gather a digest of each parameter, and name the first parameter that differs.
     of_ranks = [bytes(other) for other in gather_bytes(comm, mine, CHECK)]
     starts = range(0, len(mine), DIGEST_NBYTES)
     of_params = [[of_rank[start : start + DIGEST_NBYTES] for of_rank in of_ranks] for start in starts]
@@ -54,5 +57,6 @@ def compare_start_values(comm: Collectives, built: Built, first: int = 0) -> Non
         "differs, list them in one that all processes share, as that of a set is not.",
         stacklevel=4,
     )
-    # An update does not send parameters that are not trained.
+
+    # 3. An update sends only trained parameters, so make the others equal here.
     broadcast_messages(comm, messages_by_parameter(built.partition, built.params, frozen=True))

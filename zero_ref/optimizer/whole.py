@@ -31,15 +31,15 @@ from zero_ref.shard.shard import Shard
 
 
 def _is_asked_by_torchs_setter() -> bool:
-    """Whether the caller is `set_optimizer_state_dict`, which gives no other sign of it.
+    """Return whether torch's `set_optimizer_state_dict` is calling, as only the call stack tells.
 
-    Where it gets no keys, it fails with "Expected device to be set" (torch 2.13; tests/ranks/test_dcp.py).
+    If it gets no keys, it fails with "Expected device to be set" (torch 2.13; tests/ranks/test_dcp.py).
     """
     return any(frame.f_code.co_name == "_load_optim_state_dict" for frame, _ in walk_stack(None))
 
 
 class Zero(Protocol):
-    """What this module uses of a `ZeroRedundancyOptimizer`."""
+    """The part of a `ZeroRedundancyOptimizer` that this module uses."""
 
     accord: Accord
     broadcast_dtype: torch.dtype | None
@@ -54,28 +54,29 @@ class Zero(Protocol):
 
 
 class WholeState:
-    """An optimizer's state as one: gathered on a rank, or a part of it loaded on each.
+    """The state of the unsharded optimizer: gathered from all ranks, or cut into each rank's shard.
 
     Args:
         zero: the optimizer.
 
     Attributes:
-        gathered: the state that was gathered onto this rank since the last change; None if there is none.
+        gathered: the state that was gathered onto this rank, if it has not changed since; else None.
     """
 
     def __init__(self, zero: Zero) -> None:
-        # Without a way back, a dropped optimizer is freed at once, and not when Python looks for cycles.
+        # A strong reference would make a cycle: a dropped optimizer would keep its memory until Python's
+        # garbage collector runs.
         self.zero: Zero = weakref.proxy(zero)
         self.gathered: State | None = None
         self._is_everywhere = True  # all ranks have `gathered`, or what the constructor made
         self._is_as_constructed = True  # no update and no load since, on any rank
 
-    def changed(self) -> None:
-        """Note that what was gathered, and what the constructor made, is no longer the state."""
+    def note_change(self) -> None:
+        """Note that the state is no longer the one that was gathered, or that the constructor made."""
         self.gathered, self._is_as_constructed = None, False
 
     def gather(self, to: int | Literal["all"]) -> None:
-        """Gather the state onto one rank, or onto all: `ZeroRedundancyOptimizer.consolidate_state_dict`."""
+        """Gather the state onto rank `to`, or onto all: `ZeroRedundancyOptimizer.consolidate_state_dict`."""
         zero, world_size = self.zero, self.zero.collectives.world_size
         built = zero.current()
         with agreement(zero.collectives, "consolidate the optimizer state") as facts:
@@ -90,7 +91,7 @@ class WholeState:
         self._is_everywhere = to == "all"
 
     def as_gathered(self) -> dict[str, Any]:
-        """What was gathered, as a state dict, without hooks: `ZeroRedundancyOptimizer.state_dict`."""
+        """The gathered state as a state dict, before hooks: `ZeroRedundancyOptimizer.state_dict`."""
         rank, whole = self.zero.collectives.rank, self.gathered
         if whole is None and self._is_as_constructed:
             whole = self._constructed()
@@ -104,8 +105,8 @@ class WholeState:
             raise RuntimeError(
                 f"rank {rank}: the optimizer state is spread over {self.zero.collectives.world_size} ranks "
                 "and has not been gathered on this one since the last step. Call "
-                f"consolidate_state_dict({rank}) on all ranks, or state_dict() only on the rank that "
-                "the state was gathered to. Options, such as lr, are in optimizer.param_groups at any time."
+                f"consolidate_state_dict({rank}) on all ranks, or state_dict() only on the rank "
+                "onto which it was gathered. Options, such as lr, are in optimizer.param_groups at any time."
             )
         return {
             "state": {param: dict(state) for param, state in whole.items()},
@@ -115,12 +116,12 @@ class WholeState:
     def _constructed(self) -> State | None:
         """The state that the unsharded optimizer's constructor makes, without communication.
 
-        A rank that owns nothing cannot tell from its own state, so each constructs the optimizer on
-        stand-ins for all parameters. Nothing is written into their memory, so they take none.
+        A rank that owns nothing cannot tell from its own state, so each rank constructs the optimizer on
+        stand-ins for all parameters. Nothing is written into them, so the system gives them no memory.
 
         Returns:
-            By parameter number, on the CPU. None if only a consolidation can tell: a class that is not
-            torch's makes state, which may depend on the values of parameters.
+            The state by parameter number, on the CPU. None if a class that is not torch's makes state, which
+            may depend on the values of parameters: then it has to be gathered.
         """
         masters = self.zero.shard.masters
 
@@ -129,7 +130,7 @@ class WholeState:
             return torch.empty_like(param, dtype=dtype, device="cpu", requires_grad=param.requires_grad)
 
         try:
-            with torch.device("cpu"):  # also where the default is another
+            with torch.device("cpu"):  # torch's default device may be another one
                 optim = self._optimizer_of(stand_in)
         except Exception:  # a class may refuse the stand-ins
             return None
@@ -147,7 +148,7 @@ class WholeState:
         return local_optimizer(groups, self.zero.registered.optimizer_class, self.zero.registered.defaults)
 
     def keys(self) -> list[list[Any]]:
-        """For each parameter the keys that its state has after an update, as a trial on small ones finds out.
+        """Find out by a trial on small tensors which keys each parameter's state has after an update.
 
         Cost: an update of 2**ndim elements for each parameter, on the CPU.
         """
@@ -157,6 +158,7 @@ class WholeState:
             small.grad = torch.zeros_like(small) if param.requires_grad else None
             return small
 
+        # The number of elements does not change the keys, but the number of dimensions may.
         with trial():
             optim = self._optimizer_of(stand_in)
             for one in optimizers_in(optim):
@@ -168,8 +170,8 @@ class WholeState:
             for small, param in zip(params_of(optim.param_groups), self.zero.current().params, strict=True)
         ]
 
-    def load(self, state_dict: dict[str, Any], take_over: bool = False) -> list[str]:
-        """Load this rank's shard of a whole state; inside `loading`, before ranks have agreed.
+    def load(self, state_dict: dict[str, Any]) -> list[str]:
+        """Load this rank's shard of a whole state. Call it inside `loading`, before ranks have agreed.
 
         Args:
             take_over: as in `ZeroRedundancyOptimizer.load_state_dict`.
@@ -188,32 +190,35 @@ class WholeState:
 
     @contextlib.contextmanager
     def loading(self, action: str) -> Iterator[list[str]]:
-        """An `agreement` around code that loads the shard; if a rank raises, the shard is unchanged.
+        """An `agreement` around code that loads the shard; if any rank raises, no shard is changed.
 
-        If the network fails during the agreement, other ranks may have loaded and this rank has not. This
-        rank then refuses to step.
+        If the network fails during the agreement, other ranks may have loaded the state and this rank has
+        not. This rank then refuses to step.
         """
+        # 1. Keep what a load replaces.
         zero, optim = self.zero, self.zero.shard.optim
         before = {"state": optim.state, "param_groups": optim.param_groups}
-        # torch adds a default when it loads; groups that are added later would have it on some ranks only.
+        # torch adds missing defaults when it loads. After a failed load, groups that are added later would
+        # have them on some ranks only.
         defaults = [(one, dict(one.defaults)) for one in (optim, *optimizers_in(optim))]
         try:
             with agreement(zero.collectives, action) as facts:
-                yield facts
+                yield facts  # 2. The caller loads, and ranks agree that all of them could.
                 facts += facts_of_options(optim.param_groups, optim)
         except BaseException as error:
+            # 3. Or put back what was there.
             optim.__setstate__(before)
             for one, had in defaults:
                 for key in one.defaults.keys() - had.keys():
                     del one.defaults[key]
             if isinstance(error, RanksLostError) or not isinstance(error, Exception):
-                zero.accord.was_cut_off(action)
+                zero.accord.note_cut_off(action)
             raise
 
-        # All ranks have loaded.
-        zero.shard.restore_copies()
+        # 4. All ranks have loaded: take over the options, and drop what belonged to the old state.
+        zero.shard.settle()
         replace_options(optim.param_groups, zero.param_groups)
-        self.changed()
+        self.note_change()
         zero.accord.lost = {}
         if zero.broadcast_dtype is not None:
-            zero.accord.compared = len(zero.shard.built.params)  # a rank may have loaded rounded values
+            zero.accord.compared = len(zero.shard.built.params)  # ranks may hold rounded values

@@ -1,9 +1,9 @@
 """ZeroRedundancyOptimizer: every rank updates its own shard of the parameters, then broadcasts it.
 
-Read `minimal.py` first, then `step` and `make_update` here, which do the same. This module adds that the user
-may add groups, freeze parameters, change owners and load. Such a change updates what a step uses: the
-parameters and their plan (`built.py`), the slices that this rank owns (`shard.py`), and the facts that must
-be equal on all ranks (`optimizer/accord.py`).
+Read `minimal.py` first, then `step` and `make_update` here, which do the same. Here the user may also add
+groups, freeze parameters, change owners and load a state. Each such change updates three objects that a step
+uses: the parameters and their plan (`built.py`), the slices that this rank owns (`shard.py`), and the facts
+that must be equal on all ranks (`optimizer/accord.py`).
 
 Under data parallelism an ordinary optimizer makes the same update on all N ranks and keeps its state N times.
 Here each element has one owner, and only the owner keeps its state and updates it. State per rank falls to
@@ -61,22 +61,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         params: an iterable of parameters, of dicts (parameter groups) or of `named_parameters()`.
         optimizer_class: the class to shard, which must update each parameter by itself. A parameter group
             may name another one: `{"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 0.02}`.
-            Its other options are then the defaults of that class. Public methods that the class has beyond
-            those of torch's `Optimizer`, such as `train` and `eval` of a schedule-free one, are methods here:
-            all ranks call them together, and what they write is sent to all.
+            Its other options are then the defaults of that class. Public methods that torch's `Optimizer`
+            lacks, such as `train` and `eval` of a schedule-free optimizer, are methods here too: all ranks
+            call them together, and the parameters that they write are sent to all ranks.
         process_group: the ranks to shard over; None is the default group. A `Collectives` works too.
         parameters_as_bucket_view: make the parameters views of flat tensors, so that a step sends one
             message for each owner, not one for each parameter, and (without masters) steps adjacent small
-            parameters as one tensor. Save a part of the model as `zero_ref.compact(part.state_dict())`, or
-            the file has the whole flat tensors of which its parameters are views.
+            parameters as one tensor. Save a part of the model as `zero_ref.compact(part.state_dict())`;
+            otherwise the file contains the whole flat tensors of which its parameters are views.
         overlap_with_ddp: make the update during backward, by `hook_with_zero_step` or
             `hook_with_zero_step_interleaved` on the DistributedDataParallel model; see
-            `backward/overlap.py`. Without a hook, or where backward did not reduce, `step` makes the update.
+            `backward/overlap.py`. Without a hook, or if backward did not reduce, `step` makes the update.
         partition: the owners: "sorted_greedy" (torch's rule, the default), "registration_greedy"
             (FairScale's), "even" (1/N, to within 64 elements; parameters whose optimizer uses their shape
-            stay whole), "equal_shares" (1/N of each range of parameters, for ShardedDataParallel and one
-            all-gather a range), "balanced" (as "even", but what stays whole by the operations of Muon's
-            step), a function, lists of parameter numbers for each rank, or a Partition.
+            stay whole), "equal_shares" (1/N of each range of parameters, for ShardedDataParallel, with one
+            all-gather for each range), "balanced" (as "even", but whole parameters are balanced by the
+            operations of Muon's step), a function, lists of parameter numbers for each rank, or a Partition.
         broadcast_dtype: send new parameters in this dtype, such as torch.bfloat16, to halve the bytes sent.
             The owner keeps its unrounded values and other ranks get rounded ones, so ranks no longer hold
             equal values. With torch.float16, a step waits for the GPU to check for values beyond 65504.
@@ -84,12 +84,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             dtype, the local optimizer steps the copy, and the new values are rounded into the parameters.
             Larger parameters have no copy. State dicts have the copies under the key "master_weight".
             torch.amp.GradScaler refuses gradients in float16, so use bfloat16 with it.
-        rounding: "nearest", or "stochastic": to one of the two neighbours at random, the nearer one more
-            often, so that the mean is right. The result is the same at any world size and partition.
+        rounding: "nearest", or "stochastic": up or down at random, to the nearer value more often, so that
+            the expected value is unrounded. The result is the same at any world size and partition.
         rounding_seed: the seed of stochastic rounding.
-        state_device: "cpu" to keep masters, moments and the values that they belong to in the CPU's memory,
-            while parameters are on a GPU; a `pathlib.Path` to keep them in files in that directory. The local
-            step then runs on the CPU, in pieces, while other pieces are copied.
+        state_device: "cpu" to keep masters, moments and the owner's values in the CPU's memory, while
+            parameters are on a GPU; a `pathlib.Path` to keep them in files in that directory. The local step
+            then runs on the CPU, in pieces, while other pieces are copied.
         **defaults: passed to `optimizer_class`.
 
     Attributes:
@@ -98,17 +98,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         partition: the owner of each slice.
         built: the parameters, their partition and the messages of a step.
         shard: the slices that this rank owns, and the local optimizer.
-        backward: what DDP's hooks did in the last backward.
-        arriving: new parameters that are on their way, if ShardedDataParallel lets `step` return before.
+        backward: where the gradients of the last backward are, and whether hooks have made the update.
+        arriving: the pending receives of new parameters, if ShardedDataParallel lets `step` return early.
         accord: checks that options stay equal on all ranks, and reports errors between ranks.
         collectives: makes the calls to other ranks; append to its `observers` to see every call.
         process_group, rank, world_size, global_rank: as torch's. `rank` counts within the group.
 
     Raises:
-        TypeError, ValueError: as torch's optimizers on wrong `params` or options; also if the partition does
-            not suit the optimizer, a parameter is sharded already (DTensor, FSDP), or the optimizer's update
-            of a parameter depends on others. If one rank raises, or ranks pass different arguments, all
-            raise.
+        TypeError, ValueError: as torch's optimizers, for wrong `params` or options; also if the partition
+            does not suit the optimizer, a parameter is sharded already (DTensor, FSDP), or the optimizer's
+            update of a parameter depends on other parameters. If one rank raises, or ranks pass different
+            arguments, all raise.
     Warns:
         UserWarning: a trial has shown that the state of a class can be neither saved nor moved.
 
@@ -147,7 +147,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.registered = Registered(optimizer_class, defaults, partition)
         self.whole = WholeState(self)
 
-        # Errors are raised here, before the first message of parameters, and on all ranks.
+        # 1. Plan and check, without sending parameters. If one rank cannot construct its part, all ranks
+        # raise.
         number = number_on(self.process_group)
         with agreement(self.collectives, "construct the optimizer") as facts:
             Optimizer.__init__(self, params, defaults)
@@ -171,6 +172,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"optimizer {number} of the group",
                 *plans.facts_of_plan(self, self.built.specs, self.partition),
             ]
+
+        # 2. All ranks have agreed. Prepare for errors that come later.
         self.registered.listed = ids_in(self.param_groups)
         alarm = self.collectives.open_channel(number, {param.device for param in self.built.params})
         self.accord = Accord(self.collectives, alarm, f"optimizer {number} ({title(self.optim)})")
@@ -208,23 +211,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             closure: re-evaluates the model and returns the loss; the local optimizer calls it.
             **kwargs: passed to the local optimizer's `step`.
         Returns:
-            What the local optimizer's `step` returns: the closure's loss, or None.
+            The result of the local optimizer's `step`: the closure's loss, or None.
         Raises:
-            RuntimeError: another rank stopped, or makes other calls; says what this rank waited for. A value
-                is too large for `broadcast_dtype`, or gradients that only their owners have were changed
-                other than by `zero_ref.clip_grad_norm_`; names the parameter, on all ranks. The local
-                optimizer of another rank raised: up to 8 ranks on the CPU raise in the same step, others at
-                the next comparison. Then all ranks refuse to step and to save until a state is loaded.
+            RuntimeError: another rank stopped, or makes other calls; says for which call this rank waited.
+                A value is too large for `broadcast_dtype`, or gradients that only their owners have were
+                changed other than by `zero_ref.clip_grad_norm_`; names the parameter, on all ranks. The local
+                optimizer of another rank raised: groups of up to 8 ranks on the CPU raise in the same step,
+                others at the next comparison. Then all ranks refuse to step and to save until a state is
+                loaded.
             ValueError: options, or values that the local optimizer keeps for all parameters, differ between
                 ranks. They are compared before updates 1, 2, 4, 8, ..., and in every other agreement; before
                 every update if `ShardedDataParallel` has `replicas`.
         Collective: all ranks of the group, once each iteration, after their gradients were reduced.
         Cost: each rank receives (N-1)/N of the trainable parameters, and sends its own 1/N to the others. The
             first step after a change of `requires_grad` or a dtype, and updates 1, 2, 4, 8, ..., also make an
-            all-gather of 32 bytes; so does the first one with new parameters, which reads them all, for start
-            values. Nothing is sent if backward has made the update already (`overlap_with_ddp`).
+            all-gather of 32 bytes. So does the first step with new parameters, which reads all of them to
+            compare start values. Nothing is sent if backward has made the update (`overlap_with_ddp`).
         """
-        # After an ordinary backward all ranks have whole gradients. Others may have made the update already.
+        # 0. After an ordinary backward all ranks have whole gradients, and there is nothing to look at. After
+        # another one gradients have to be checked, or hooks may have made the update already.
         noted = None
         if closure is not None or self.backward.gradients is not WHOLE or self._shadow is not None:
             noted = self._look_at_gradients(closure)
@@ -243,13 +248,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         gradients: Mapping[int, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Update this rank's shard, and send every shard to all ranks.
+        """Update this rank's shard, and send every shard to all ranks, without comparing anything first.
 
         Args:
-            gradients: by parameter number, in place of the parameters' `.grad`.
+            gradients: gradients by parameter number, to use in place of the parameters' `.grad`.
             closure, **kwargs, Returns, Raises, Collective, Cost: as `step`.
         """
-        # A closure still needs the old parameters. Without one, the network may begin to receive new ones.
+        # Let the network receive new parameters while this rank computes, unless a closure still needs the
+        # old ones.
         expected = (
             [] if closure else expect_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype)
         )
@@ -260,6 +266,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 lambda: GradientSource(gradients, self.backward.gradients.parts), closure, **kwargs
             )
         except Exception as error:
+            # All ranks call the closure, so an error in it is theirs alike. One in the local step is not.
             if closure is None or closure.error is not error:
                 self._tell_failure(error, expected)
             raise
@@ -273,12 +280,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.accord.check_nothing_lost()
         return loss
 
-    # Where a step is compiled, dynamo shows options that groups do not have ("capturable"), and could not
-    # trace digests. The public torch.compiler.disable would import dynamo with this module.
+    # In a compiled step, dynamo adds options to groups ("capturable"), and it cannot trace digests. The
+    # public torch.compiler.disable would import dynamo with this module.
     @_disable_dynamo
     def begin_update(self) -> None:
         """Follow the user's changes since the last update, and compare what must be equal on all ranks."""
-        self.whole.changed()
+        self.whole.note_change()
         built = self.current()
         self.accord.before_update(built, self.standing_facts)
         replace_options(self.param_groups, self.shard.optim.param_groups)
@@ -286,13 +293,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def exchange(self, expected: Sequence[PendingCall | None]) -> None:
         """Send what this rank owns, receive the rest, and learn which ranks could not step."""
         works = start_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype, expected)
+        # With ShardedDataParallel, its next forward may wait for the parameters instead of this step.
         if self.arriving.later:
             self.arriving.begin(self.built.messages, works, self.built.params, self._have_arrived)
             return
         try:
             finish_broadcasts(works, self.built.name)
         finally:
-            self.accord.after_update(self.built.owners)
+            self.accord.after_update(self.built.owners)  # alarms come before the values of their sender
 
     def _have_arrived(self) -> None:
         self.accord.after_update(self.built.owners)
@@ -301,7 +309,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _tell_failure(self, error: Exception, expected: Sequence[PendingCall | None]) -> None:
         """Report an error of the local optimizer to the other ranks, and send them the old values.
 
-        They wait for values, and would otherwise receive those of the next step.
+        The other ranks wait for values. Without the old ones they would receive those of the next step.
+        Errors of the network are suppressed here, since the caller raises the first error.
         """
         with suppress(RuntimeError):
             if any(message.owner == self.rank for message in self.built.messages):
@@ -310,9 +319,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @_disable_dynamo
     def end_update(self) -> None:
-        """Record the update in autograd's versions, the user's groups and `backward`."""
-        # Autograd does not see that a broadcast wrote into parameters, so increment their versions.
-        # Frozen parameters have not changed, and a running backward may still need them.
+        """Record the update in the versions of parameters, the user's groups and `backward`."""
+        # Autograd does not see that a broadcast wrote into parameters, so increment their versions. Frozen
+        # parameters have not changed, and a running backward may still need them.
         torch.autograd.graph.increment_version([param for param in self.built.params if param.requires_grad])
         if self.shard.copies.slices:
             self.shard.copies.note_versions()
@@ -322,8 +331,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._opt_called = True  # learning-rate schedulers warn where step() was never called
 
     def _look_at_gradients(self, closure: Callable[[], Any] | None) -> UserClosure | None:
-        """Refuse gradients that a step cannot use, those of a closure when it has computed them.
+        """Refuse gradients that a step cannot use; with a closure, after it has computed them.
 
+        Returns:
+            The closure in the form that checks its gradients; None if there is none.
         Raises:
             RuntimeError: a gradient scaler cannot work on these gradients; or gradients were changed after
                 backward by each rank separately, or after the update that used them.
@@ -340,27 +351,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return None
         noted = UserClosure(closure, check)
         if self.overlap_with_ddp or self.joined is not None:
-            # The closure's backward makes the update, or ranks without data repeat its collectives.
+            # Call the closure now: its backward may make the update, and in a Join the ranks without data
+            # repeat the collectives of its backward before those of this step.
             noted.evaluate_now()
         return noted
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, as torch's optimizers do."""
         if not set_to_none:
-            # Gradients are to be zeros, and not gone.
+            # Gradients of owned slices may be apart from `.grad`: put them there, to be set to zero.
             self.backward.gradients.show(self.built.params, {own.param for own in self.shard.owned})
         super().zero_grad(set_to_none)
         self.backward.zeroed()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # True makes torch.amp.GradScaler call step() on every rank, which then refuses on every rank.
+        # If True, torch.amp.GradScaler calls step() on every rank, so that every rank raises the same error.
         return self.backward.gradients.why_no_scaler is not None
 
     # ---------------------------------------------------------------------------------- with uneven inputs
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook by which a rank without data continues to update its shard."""
+        """Make the hook by which a rank without data continues to update its shard."""
         shadow = join.ShadowStep(self, **kwargs)
         self._shadow = weakref.ref(shadow)
         return shadow
@@ -387,12 +399,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ---------------------------------------------------------------------------------- what changes later
 
     def current(self) -> Built:
-        """`built`, made anew if parameters were moved or frozen.
+        """Return `built`, made anew if parameters were moved, cast or frozen.
 
         Raises:
-            RuntimeError: as `check_groups`; this rank may not continue, as after a load that was cut off; the
-                elements of a parameter have changed; the local optimizer keeps views of parameters that have
-                moved.
+            RuntimeError: as `check_groups`; this rank must not continue, such as after a load that was cut
+                off; the size of a parameter has changed; the local optimizer keeps views of parameters that
+                have moved.
             ValueError: `requires_grad` or the dtype of a parameter differs between ranks.
         Collective: all ranks of the group, if `requires_grad` or the dtype of a parameter has changed.
         Cost: one all-gather of 32 bytes, in that case.
@@ -400,7 +412,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.arriving.wait()
         self.accord.check_certain()
         self.check_groups()
-        self.shard.follow()  # before anything moves the parameters
+        self.shard.follow()  # take over the user's writes into parameters, before a new plan moves them
         now = places_of(self.built.params)
         if now != self.built.places:
             plans.follow_parameters(self, now)
@@ -424,7 +436,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as torch's optimizers do; earlier parameters keep their owners.
+        """Add a parameter group, as in torch's optimizers; earlier parameters keep their owners.
 
         Raises:
             TypeError, ValueError: as torch's optimizers.
@@ -436,35 +448,36 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if hasattr(self, "shard"):
             plans.add_group(self, param_group)
         else:
-            # Optimizer.__init__ calls this for one group at a time; all are planned together afterwards.
+            # Optimizer.__init__ calls this for each group. The constructor plans all groups together
+            # afterwards.
             self.register(param_group)
 
     def register(self, param_group: dict[str, Any]) -> None:
-        """Check a group as torch does, and list it; it is not planned yet."""
-        given = given_in(param_group) if isinstance(param_group, dict) else {}  # torch raises
+        """Check a group as torch does, and list it in `param_groups`, without owners yet."""
+        given = given_in(param_group) if isinstance(param_group, dict) else {}  # torch raises below
         super().add_param_group(param_group)
         self.registered.given.append(given)
 
     def repartition(self, partition: Choice) -> None:
         """Change the owners of elements in the middle of training, without changing its result.
 
-        Only the state of elements that change owner is sent, from the old owner directly to the new one;
-        other slices keep their tensors. Options and a consolidated state stay.
+        Only the state of elements that change owner is sent, from the old owner directly to the new one.
+        Slices that stay keep their tensors. Options and a consolidated state do not change.
 
         >>> optimizer.repartition("even")                                    # doctest: +SKIP
 
         Args:
             partition: as in the constructor. A rule also applies to groups that are added later.
         Raises:
-            TypeError, ValueError: the partition does not fit, or does not suit this optimizer; something in
-                the state cannot be moved; the parts of a parameter were not stepped together.
+            TypeError, ValueError: the partition does not fit the parameters, or does not suit the optimizer;
+                a part of the state cannot be moved; the parts of a parameter were not stepped together.
             RuntimeError: the last backward reduced gradients to their owners, and no step has used them yet;
                 the local optimizer keeps views of its parameters; another rank stopped. If one rank raises,
                 or ranks pass different partitions, all raise and the optimizer is unchanged.
         Collective: all ranks of the group.
         Cost: the state of each element that changes owner is sent once, with `broadcast_dtype` its value too;
             a table of contents from each rank to each rank that it sends to; three all-gathers of 32 bytes.
-            Meanwhile the state of slices that change is in memory twice.
+            During the call the state of slices that change is in memory twice.
         """
         plans.repartition(self, partition)
 
@@ -474,20 +487,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def state(self) -> MutableMapping[Any, Any]:
         """This rank's part of the state, by parameter; it may be changed in place, or replaced.
 
-        For a parameter that is cut it has a `SliceState`, which says the range of its elements. It has
-        nothing for a parameter of another rank. Call `consolidate_state_dict` after a change.
+        The state of a parameter that is cut is a `SliceState`, which has the range of its elements.
+        Parameters of other ranks have no state here. Call `consolidate_state_dict` after a change.
 
         Raises:
             KeyError: this rank has no state of that parameter.
-            RuntimeError: it has several parts of it; see `parts_of_state`. All ranks raise.
+            RuntimeError: this rank has several parts of that parameter; see `parts_of_state`. All ranks
+                raise.
         """
         return StateOfParameters(self.shard.states)
 
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
-        if hasattr(self, "shard"):  # else torch's constructor sets it to an empty one
+        if hasattr(self, "shard"):  # torch's constructor, which has none yet, sets an empty state
             self.shard.replace_state(state)
-            self.whole.changed()
+            self.whole.note_change()
 
     def parts_of_state(self, param: torch.Tensor) -> list[SliceState]:
         """The parts that this rank has of a parameter's state, each with the range of its elements.
@@ -496,9 +510,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ...     part["exp_avg"].mul_(mask.view(-1)[part.start : part.stop])
 
         Returns:
-            One part if the rank owns all of the parameter, none if it owns nothing of it.
+            One part if the rank owns all of the parameter, an empty list if it owns nothing of the parameter.
         Raises:
-            KeyError: it is no parameter of this optimizer.
+            KeyError: `param` is no parameter of this optimizer.
         """
         return self.shard.states.parts(param)
 
@@ -509,8 +523,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             to: a rank of the group, or "all".
         Raises:
             ValueError: `to` is not a rank of the group, or ranks pass different values.
-            TypeError: the state holds something other than tensors, numbers, strings and None, and lists,
-                tuples and dicts of these; or one of these in the state of a parameter that is cut.
+            TypeError: a value of the state is not a tensor, a number, a string or None, nor a list, tuple or
+                dict of these; or it is a list, tuple or dict, and its parameter is cut.
             MemoryError: `to` lacks memory for the state. If one rank raises, all raise.
         Collective: all ranks of the group.
         Cost: `to` receives the (N-1)/N of the state that it does not own, directly into the final tensors in
@@ -520,16 +534,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.whole.gather(to)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that the unsharded optimizer would have. It loads there, and here at any world size.
+        """The state of the unsharded optimizer, to load into it, or into this one at any world size.
 
-        Its tensors are copies; to change the state, write into `state`, then consolidate again.
-        Before the first update or load it needs no consolidation: it is what the constructor makes, for most
-        classes nothing.
+        Its tensors are copies; to change the state, write into `state`, then consolidate again. Before the
+        first update or load no consolidation is needed: the state is the one that the constructor makes,
+        which is empty for most classes.
 
         Raises:
             RuntimeError: the state was not consolidated onto this rank since the last update or load; or,
-                before the first, a class that is not torch's makes state in its constructor. Or torch's
-                `set_optimizer_state_dict` asks for it, to find the keys that a whole state has.
+                before the first update, a class that is not torch's makes state in its constructor; or
+                torch's `set_optimizer_state_dict` calls it, to find the keys of a whole state.
         """
         self.check_groups()
         for before_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -544,15 +558,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Args:
             state_dict: from the plain torch optimizer or from a consolidated ZeroRedundancyOptimizer, at any
-                world size and partition, or whole from FSDP or torch.distributed.checkpoint. Where it and
-                this optimizer have names for parameters, groups and parameters may come in any order. This
-                rank's shard is copied, so later steps do not change the dict.
-            take_over: use the dict's tensors as the state, without a copy, where device and dtype fit and
-                this rank owns the whole parameter. Later steps change them: do not use the dict again. Ranks
-                may choose differently.
+                world size and partition, or a whole one from FSDP or torch.distributed.checkpoint. If the
+                dict and this optimizer have names for parameters, groups and parameters may come in any
+                order. This rank's shard is copied, so later steps do not change the dict.
         Raises:
-            ValueError: the dict is not for these parameters; names the first that does not fit. If one rank
-                raises, all raise and the optimizer is unchanged.
+            ValueError: the dict is not for these parameters; names the first one that does not fit. If one
+                rank raises, all raise and the optimizer is unchanged.
         Collective: all ranks of the group, each with the whole dict.
         Cost: one all-gather of 32 bytes.
         """
@@ -566,9 +577,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "a ZeroRedundancyOptimizer cannot be copied or pickled: it is tied to those of the other ranks. "
-            "Use consolidate_state_dict() and state_dict(). To copy a model in ShardedDataParallel, copy its "
-            "`module`."
+            "a ZeroRedundancyOptimizer cannot be copied or pickled: it communicates with those of the other "
+            "ranks. Use consolidate_state_dict() and state_dict(). To copy a model in ShardedDataParallel, "
+            "copy its `module`."
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -584,10 +595,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return [*self.accord.facts(), *facts_of_options(self.param_groups, self.optim)]
 
     def all_facts(self) -> list[str]:
-        """`standing_facts`, and those that the constructor has compared."""
+        """`standing_facts`, and the facts that the constructor has compared."""
         return [*self.standing_facts(), *plans.facts_of_plan(self, self.built.specs, self.partition)]
 
-    if not TYPE_CHECKING:  # a type checker would take any attribute for a method of the wrapped class
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Callable[..., Any]:
             # While the optimizer is constructed, torch's constructor asks for attributes too.
@@ -600,13 +611,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 
 def listed(given: Any, function: str, otherwise: str = "") -> list[ZeroRedundancyOptimizer]:
-    """The optimizers that a function was given: one, or several.
+    """List the optimizers in an argument that is one optimizer or a sequence of them.
 
     Args:
-        otherwise: advice to who gave something else.
+        given: the argument.
+        function: the name of the function that takes it, for errors.
+        otherwise: advice for a caller who passes something else.
     Raises:
-        TypeError: something else was given.
-        ValueError: none was given, or one was given twice.
+        TypeError: the argument holds something other than a ZeroRedundancyOptimizer.
+        ValueError: the argument is empty, or holds an optimizer twice.
     """
     optimizers = list(given) if isinstance(given, (list, tuple)) else [given]
     for one in optimizers:

@@ -310,8 +310,7 @@ def load_sharded(
         bytes, one of 8.
     """
     _wait_for_pending(optimizer)
-    # Loading parameters makes them the same on all ranks, even if an earlier load was cut off.
-    with optimizer.accord.made_good() if parameters else contextlib.nullcontext():
+    with optimizer.accord.reloading() if parameters else contextlib.nullcontext():
         optimizer.current()
         return _prepare_load(optimizer, Path(directory).absolute(), parameters, save).take_effect()
 
