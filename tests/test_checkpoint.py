@@ -1047,8 +1047,8 @@ def test_groups_that_hold_others_are_refused() -> None:
 
 
 @pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
-@pytest.mark.parametrize("take_over", [False, True])
-def test_the_tensors_of_a_checkpoint_are_taken_over_only_by_choice(partition: str, take_over: bool) -> None:
+@pytest.mark.parametrize("copies", [False, True])
+def test_the_tensors_of_a_checkpoint_are_taken_over_only_by_choice(partition: str, copies: bool) -> None:
     run = Run(optim.AdamW)
     first, middle = run.plain(range(2))
     rest, _ = run.plain(range(2, 4), first[-1], middle)
@@ -1056,16 +1056,16 @@ def test_the_tensors_of_a_checkpoint_are_taken_over_only_by_choice(partition: st
     def on_rank(comm: Collectives) -> tuple[list[Snapshot], dict[str, Any]]:
         state, model = copy.deepcopy(middle), run.model(first[-1])
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, comm, partition=partition)
-        optimizer.load_state_dict(state, take_over=take_over)
+        optimizer.load_state_dict(state, copy=copies)
         given = {value.data_ptr() for of in state["state"].values() for value in of.values() if value.ndim}
         for own in optimizer.shard.owned:
             for key, value in optimizer.shard.optim.state[own.local].items():
                 if value.ndim and value.numel():
-                    expected = take_over and own.is_whole
+                    expected = not copies and own.is_whole
                     assert (value.data_ptr() in given) == expected, (own.piece, key)
         return [snapshot(model) for _ in train(model, optimizer, range(2, 4))], state
 
     for trained, state in virtual.run(on_rank, 3):
         assert_same(trained, rest, "after loading")
-        if not take_over:
+        if copies:
             assert_state_dicts_equal(state, middle)

@@ -1,7 +1,7 @@
 """The checks of `ShardedDataParallel`'s arguments, which each rank makes before it compares them with others.
 
-`minimal.py` checks nothing. Here a mistake on one rank must be reported to all ranks, so these functions only
-raise, and the constructor passes the error on.
+`stairs/owners.py` checks nothing. Here a mistake on one rank must be reported to all ranks, so these
+functions only raise, and the constructor passes the error on.
 """
 
 from __future__ import annotations

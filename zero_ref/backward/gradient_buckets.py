@@ -1,10 +1,10 @@
 """Buckets of gradients: each is reduced as a whole, and this rank gets the part that it owns.
 
-`minimal.py` leaves gradients to DDP, which copies them into flat buckets and keeps these. A bucket here has
-two sides: `LocalGradients` are this rank's own, and `OwnedGradient` is this rank's part of the averages. The
-way between them depends on the network, so there are two buckets. `NativeBucket` copies all gradients into
-one flat tensor, for a backend's own reduce-scatter. `PairwiseBucket` sends messages between pairs of ranks.
-For those a large gradient stays where autograd has put it, and only small ones are copied together.
+`stairs/owners.py` leaves gradients to DDP, which copies them into flat buckets and keeps these. A bucket here
+has two sides: `LocalGradients` are this rank's own, and `OwnedGradient` is this rank's part of the averages.
+The way between them depends on the network, so there are two buckets. `NativeBucket` copies all gradients
+into one flat tensor, for a backend's own reduce-scatter. `PairwiseBucket` sends messages between pairs of
+ranks. For those a large gradient stays where autograd has put it, and only small ones are copied together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The hooks that autograd calls before and after it adds a gradient to a parameter's.
 
-`minimal.py` needs no hooks of its own, as DDP has them. `ShardedDataParallel` stands in DDP's place. The hook
-before the first gradient begins a backward, when earlier averages are still apart from what will be added to
-them. The hook after a gradient moves it to its bucket.
+`stairs/owners.py` needs no hooks of its own, as DDP has them. `ShardedDataParallel` stands in DDP's place.
+The hook before the first gradient begins a backward, when earlier averages are still apart from what will be
+added to them. The hook after a gradient moves it to its bucket.
 """
 
 from __future__ import annotations

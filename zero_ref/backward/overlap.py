@@ -1,8 +1,8 @@
 """The optimizer's update made during DDP's backward, bucket by bucket.
 
-In `minimal.py` the update begins when backward is over. DDP calls a communication hook for each bucket of
-gradients while autograd still computes those of earlier layers. The hooks of this module start the bucket's
-reduction, and when it is complete let its owners step their parameters and send the new values:
+In `stairs/owners.py` the update begins when backward is over. DDP calls a communication hook for each bucket
+of gradients while autograd still computes those of earlier layers. The hooks of this module start the
+bucket's reduction, and when it is complete let its owners step their parameters and send the new values:
 
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, overlap_with_ddp=True)
     ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))

@@ -1,9 +1,9 @@
 """Gradients averaged over the ranks, one DDP bucket at a time: on all ranks, or only on their owners.
 
-`minimal.py` leaves it to DDP to give every rank every averaged gradient, by an all-reduce of each bucket. But
-only the owner of an element updates it. This module adds `reduce_to_owners`, a communication hook that sends
-gradients to their owners and nowhere else: half the traffic of the all-reduce, and a rank can release the
-gradients of what it does not own. That is the second stage of ZeRO.
+`stairs/owners.py` leaves it to DDP to give every rank every averaged gradient, by an all-reduce of each
+bucket. But only the owner of an element updates it. This module adds `reduce_to_owners`, a communication hook
+that sends gradients to their owners and nowhere else: half the traffic of the all-reduce, and a rank can
+release the gradients of what it does not own. That is the second stage of ZeRO.
 """
 
 from __future__ import annotations

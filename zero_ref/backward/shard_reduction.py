@@ -1,8 +1,8 @@
 """The gradients of one optimizer, from their arrival in a backward to their owners.
 
-`minimal.py` leaves gradients to DDP, which averages them on every rank. A `ShardReduction` has the buckets of
-one optimizer. It puts each gradient into its bucket as it comes, reduces the full buckets, and when backward
-is over gives this rank the averages of what it owns, and nothing else.
+`stairs/owners.py` leaves gradients to DDP, which averages them on every rank. A `ShardReduction` has the
+buckets of one optimizer. It puts each gradient into its bucket as it comes, reduces the full buckets, and
+when backward is over gives this rank the averages of what it owns, and nothing else.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Gradients without DDP: each goes to its owner, and no other rank keeps it. This is stage 2 of ZeRO.
 
-`minimal.py` leaves gradients to DDP, which keeps all of them on every rank. `reduce_to_owners` sends them to
-their owners only, but DDP keeps its buckets, as large as all gradients together. The classes of this module
-stand in DDP's place. `NaiveShardedDataParallel` shows the idea in one hook, which reduces each gradient by
-itself. `ShardedDataParallel` collects gradients in buckets, reduces these while backward goes on, in one
-order on all ranks, and takes any partition.
+`stairs/owners.py` leaves gradients to DDP, which keeps all of them on every rank. `reduce_to_owners` sends
+them to their owners only, but DDP keeps its buckets, as large as all gradients together. The classes of this
+module stand in DDP's place. `NaiveShardedDataParallel` shows the idea in one hook, which reduces each
+gradient by itself. `ShardedDataParallel` collects gradients in buckets, reduces these while backward goes on,
+in one order on all ranks, and takes any partition.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def checkpoint(set_name: str, rounds: int) -> SuiteResult:
 
     loading = {f"{name}: load": _loading(each, whole) for name, each in optimizers.items()}
     # Ours copies by default. The peers' keep the dict's tensors, as ours does by choice.
-    loading[f"{OURS}: load without copies"] = _loading(optimizers[OURS], whole, take_over=True)
+    loading[f"{OURS}: load without copies"] = _loading(optimizers[OURS], whole, copy=False)
     taken |= take_turns(loading, rounds)
     for case in loading.values():
         case.before()

@@ -1,7 +1,7 @@
 """Clipping by the global norm of gradients whose owners are different ranks.
 
-With `minimal.py` every rank has all gradients, and `torch.nn.utils.clip_grad_norm_` is right. Here only the
-owner of a slice may have its gradient. The norm of all gradients is the norm of their norms. So each rank
+With `stairs/owners.py` every rank has all gradients, and `torch.nn.utils.clip_grad_norm_` is right. Here only
+the owner of a slice may have its gradient. The norm of all gradients is the norm of their norms. So each rank
 computes the norms of the slices that it owns, 1/N of the work (`norms.py`), and one small all-reduce gives
 every rank the norms of all slices (`among_ranks.py`). Then each rank does what torch's function does: it
 takes the norm of the norms, and multiplies every gradient by one factor. With whole parameters the total is

@@ -1,6 +1,6 @@
 """Agreement between ranks, so that all of them raise an error where one alone would leave the others waiting.
 
-`minimal.py` has no such check. Here each rank says what it is about to do, before the first call whose
+`stairs/owners.py` has no such check. Here each rank says what it is about to do, before the first call whose
 success depends on the other ranks. If one rank is about to do something else, or cannot go on, all ranks
 raise.
 """

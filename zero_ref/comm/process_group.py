@@ -1,8 +1,8 @@
 """The calls of `Collectives` on a torch.distributed process group, each as one call of the group's backend.
 
-`minimal.py` calls `dist.broadcast`. Here observers see every call before it is made, and the error of a call
-that fails says which rank was to do what. NCCL needs only this module. `pairwise.py` adds faster calls for
-Gloo on CPUs, and `backend.py` chooses between the two.
+`stairs/owners.py` calls `dist.broadcast`. Here observers see every call before it is made, and the error of a
+call that fails says which rank was to do what. NCCL needs only this module. `pairwise.py` adds faster calls
+for Gloo on CPUs, and `backend.py` chooses between the two.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hooks that gather the optimizer's state before accelerate or transformers' Trainer saves it.
 
-In `minimal.py` all ranks call `state_dict`, which gathers. These libraries call an optimizer's `state_dict()`
-without gathering: accelerate on all ranks, the Trainer on one. Lightning calls `consolidate_state_dict()` by
-itself and needs no hook.
+In `stairs/owners.py` all ranks call `state_dict`, which gathers. These libraries call an optimizer's
+`state_dict()` without gathering: accelerate on all ranks, the Trainer on one. Lightning calls
+`consolidate_state_dict()` by itself and needs no hook.
 
 A library is imported only when its hook is made, so this package needs none of them.
 """

@@ -2,7 +2,7 @@
 
     from zero_ref import OSS                    # was: from fairscale.optim import OSS
 
-OSS (optimizer state sharding) was the first public implementation of ZeRO's stage 1, which `minimal.py`
+OSS (optimizer state sharding) was the first public implementation of ZeRO's stage 1, which `stairs/owners.py`
 shows; its repository is archived. This module adds FairScale's names and defaults.
 """
 

@@ -1,8 +1,9 @@
 """An optimizer that steps parameters on the workers that have them, by torch.distributed.rpc.
 
-In `minimal.py` every rank has all parameters. Here a model's layers are in several processes, called workers.
-Distributed autograd leaves each gradient on the worker that has its parameter, so only a request to step has
-to be sent. `DistributedOptimizer` sends it; an ordinary torch.optim optimizer on each worker makes the step.
+In `stairs/owners.py` every rank has all parameters. Here a model's layers are in several processes, called
+workers. Distributed autograd leaves each gradient on the worker that has its parameter, so only a request to
+step has to be sent. `DistributedOptimizer` sends it; an ordinary torch.optim optimizer on each worker makes
+the step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Averagers: after the steps that a schedule names, they give ranks the mean of their parameters.
 
-In `minimal.py` ranks have the same parameters after every step. Here each rank updates all parameters by
-itself. `AveragingSchedule` says after which steps and over which ranks to average; `ModelAverager` counts the
-steps and averages. The other two classes have torch's names and arguments.
+In `stairs/owners.py` ranks have the same parameters after every step. Here each rank updates all parameters
+by itself. `AveragingSchedule` says after which steps and over which ranks to average; `ModelAverager` counts
+the steps and averages. The other two classes have torch's names and arguments.
 """
 
 from __future__ import annotations

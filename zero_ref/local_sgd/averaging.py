@@ -1,9 +1,9 @@
 """The schedule of local SGD: the steps at which ranks average, and the ranks over which they average.
 
-In `minimal.py` ranks have averaged gradients in every step. With local SGD each rank trains by itself between
-averages. The hook that reduces gradients, the averager, the simulator and the plots all use one schedule, so
-they cannot disagree. Like `partition.py`, this module is arithmetic on integers: it has no tensors and no
-communication.
+In `stairs/owners.py` ranks have averaged gradients in every step. With local SGD each rank trains by itself
+between averages. The hook that reduces gradients, the averager, the simulator and the plots all use one
+schedule, so they cannot disagree. Like `partition.py`, this module is arithmetic on integers: it has no
+tensors and no communication.
 """
 
 from __future__ import annotations

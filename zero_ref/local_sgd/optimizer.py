@@ -8,7 +8,7 @@
         loss_function(ddp(inputs), targets).backward()
         optimizer.step()        # also averages: do not call averager.average_parameters
 
-`minimal.py` sends new parameters in every step; here each rank updates all parameters by itself. Three
+`stairs/owners.py` sends new parameters in every step; here each rank updates all parameters by itself. Three
 objects share one `AveragingSchedule` and one count of steps. The hook averages gradients over all ranks
 during the warm-up, then within a group or not at all. The optimizer takes its local step. The averager then
 averages the parameters, at the steps of the schedule. Each object also works with torch's form of the others.

@@ -1,1 +1,1 @@
-"""`minimal.py` made complete: read `zero_redundancy_optimizer.py` first, then `built.py` and `shard.py`."""
+"""`stairs/owners.py` made complete: read `zero_redundancy_optimizer.py` first, then `shard/shard.py`."""

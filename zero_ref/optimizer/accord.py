@@ -1,6 +1,6 @@
 """The agreements of ranks after construction: options are equal, updates come in one order, none is lost.
 
-`minimal.py` compares nothing. The complete optimizer compares everything that must be equal when it is
+`stairs/owners.py` compares nothing. The complete optimizer compares everything that must be equal when it is
 constructed. Later options may come to differ, one rank may step two optimizers in another order, or one rank
 may lose an update. A comparison in every step would cost a message in every step. So ranks compare whenever
 they agree on something else, and before updates 1, 2, 4, 8 and so on: an error that exists from the beginning

@@ -1,7 +1,7 @@
 """Loading of a whole optimizer's state dict: check it, bring it into this optimizer's order, and cut it.
 
-`minimal.py` cannot load. Here a state dict may come from the plain torch optimizer, from this one at any
-world size and partition, or from FSDP. `shard_of` takes one rank's part out of it. `gather.py` does the
+`stairs/owners.py` cannot load. Here a state dict may come from the plain torch optimizer, from this one at
+any world size and partition, or from FSDP. `shard_of` takes one rank's part out of it. `gather.py` does the
 reverse.
 """
 
@@ -280,17 +280,18 @@ def shard_of(
     state: Mapping[Any, Mapping[str, Any]],
     saved_ids: Sequence[Any],
     owned: Sequence[OwnedSlice],
-    take_over: bool = False,
+    copy: bool = True,
 ) -> State:
     """Copy the part of a whole optimizer's state that belongs to the owned slices.
 
-    The copies keep a local step from writing into the caller's checkpoint.
+    The copies keep a local step from writing into the caller's checkpoint. Without them, a part of a tensor
+    is copied all the same: it would keep all of the tensor's memory.
 
     Args:
         state: by saved id, as in a torch state dict.
         saved_ids: the id of each parameter, in registration order.
         owned: this rank's slices.
-        take_over: do not copy what the slices can have as it is.
+        copy: copy also what the slices can have as it is: the tensors of whole parameters.
     Returns:
         The state by position in `owned`; slices without saved state are left out.
     """
@@ -301,7 +302,7 @@ def shard_of(
             # State in the parameter's shape is cut like the parameter; other state belongs to all slices.
             if isinstance(value, torch.Tensor) and value.shape == own.param.shape and value.ndim:
                 return flat_like(value, own.param)[own.piece.start : own.piece.stop].clone()
-        elif take_over and type(value) is torch.Tensor and value.ndim:
+        elif not copy and type(value) is torch.Tensor and value.ndim:
             return value
         return subclasses.cloned(value)
 

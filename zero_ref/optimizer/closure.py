@@ -1,6 +1,6 @@
 """A closure that the local optimizer calls inside its step, to compute loss and gradients anew.
 
-`step` of `minimal.py` takes no closure. Here the local optimizer calls it in the middle of a step. The
+`step` of `stairs/owners.py` takes no closure. Here the local optimizer calls it in the middle of a step. The
 gradients that a closure computes are checked like those of any backward. If the closure raises, this is no
 error of the local optimizer, so no update counts as lost.
 """

@@ -1,8 +1,8 @@
 """Methods of the wrapped class as methods of the sharded optimizer, such as `train` and `eval`.
 
-`minimal.py` has `step` alone. But a schedule-free optimizer also has `eval()`, which writes averaged weights
-into the parameters, and `train()`, which restores the others. `optimizer.eval()` calls the `eval()` of each
-rank's local optimizer and then, as a step does, sends the parameters that were written to all ranks.
+`stairs/owners.py` has `step` alone. But a schedule-free optimizer also has `eval()`, which writes averaged
+weights into the parameters, and `train()`, which restores the others. `optimizer.eval()` calls the `eval()`
+of each rank's local optimizer and then, as a step does, sends the parameters that were written to all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gathering of state from all ranks, as `state_dict` of `minimal.py` does, without pickle.
+"""The gathering of state from all ranks, as `state_dict` of `stairs/owners.py` does, without pickle.
 
 Parameters may be cut here. Each owner sends its entries (`entries.py`), then its tensors. A large tensor is
 received directly into its place in the final tensor; small tensors are sent together. All memory is allocated

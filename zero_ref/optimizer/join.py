@@ -1,8 +1,8 @@
 """Uneven inputs: ranks that have run out of data go on updating what they own.
 
-`minimal.py` needs the same number of batches on every rank. Here torch's `Join` context lets a rank leave its
-training loop when it has no more data. From then on that rank shadows the calls of the others: its DDP takes
-part in their reductions with gradients of zero, and its optimizer goes on stepping its shard.
+`stairs/owners.py` needs the same number of batches on every rank. Here torch's `Join` context lets a rank
+leave its training loop when it has no more data. From then on that rank shadows the calls of the others: its
+DDP takes part in their reductions with gradients of zero, and its optimizer goes on stepping its shard.
 
     with Join([ddp, zero]):
         for batch in batches_of_this_rank:

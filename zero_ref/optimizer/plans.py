@@ -1,8 +1,8 @@
 """Plans of a live optimizer: the first one, and a new one when parameters, groups or owners change.
 
-`minimal.py` plans once. Here parameters may be frozen, cast or moved, groups may be added, and owners may
-change in the middle of training. Each function prepares the change, lets all ranks agree on it, and only then
-applies it: if one rank cannot make the change, all raise and the optimizer is unchanged.
+`stairs/owners.py` plans once. Here parameters may be frozen, cast or moved, groups may be added, and owners
+may change in the middle of training. Each function prepares the change, lets all ranks agree on it, and only
+then applies it: if one rank cannot make the change, all raise and the optimizer is unchanged.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
             check_can_be_sharded(classes, partition, params, specs)
 
             # 3. Add this rank's slices of the new parameters to the local optimizer.
-            owned = shard.own(partition, params, first=len(shard.owned))
+            owned = shard.slices_under(partition, params, first=len(shard.owned))
             shard.optim = with_group(optim, {**given, "params": [own.local for own in owned]})
             replace_options(shard.optim.param_groups[-1:], zero.param_groups[-1:])
             name_classes(zero.param_groups, shard.optim)

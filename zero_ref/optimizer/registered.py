@@ -1,7 +1,7 @@
 """The groups, classes and options that the user has given an optimizer, and the rule for owners.
 
-The constructor of `minimal.py` only passes them on. Here they are kept for later: groups may be added, owners
-may change, and the wrapped class may be tried on small tensors.
+The constructor of `stairs/owners.py` only passes them on. Here they are kept for later: groups may be added,
+owners may change, and the wrapped class may be tried on small tensors.
 """
 
 from __future__ import annotations

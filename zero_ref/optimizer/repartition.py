@@ -1,7 +1,7 @@
 """The transfer of state from old owners to new ones: `ZeroRedundancyOptimizer.repartition`.
 
-In `minimal.py` owners never change; here they may, during training. `plan/moves.py` says which elements go
-from which rank to which. Each rank packs the state that it sends, describes it to each receiver, and
+In `stairs/owners.py` owners never change; here they may, during training. `plan/moves.py` says which elements
+go from which rank to which. Each rank packs the state that it sends, describes it to each receiver, and
 allocates memory for the state that it receives. Tensors are sent only when all ranks have that memory.
 Parameters are on every rank already and are not sent.
 """

@@ -1,9 +1,10 @@
 """The comparison of the values from which ranks start, before the first update.
 
-`minimal.py` assumes that all ranks start from the same values. A program may construct the optimizer before
-DistributedDataParallel, which sends rank 0's values to all ranks. So values are compared before the first
-update, not when the optimizer is constructed. If they differ, the update still makes them equal, since all
-ranks receive the owners' values. But the gradients were averaged over different models, so all ranks warn.
+`stairs/owners.py` assumes that all ranks start from the same values. A program may construct the optimizer
+before DistributedDataParallel, which sends rank 0's values to all ranks. So values are compared before the
+first update, not when the optimizer is constructed. If they differ, the update still makes them equal, since
+all ranks receive the owners' values. But the gradients were averaged over different models, so all ranks
+warn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Save and load the state of a sharded optimizer in the form of the unsharded optimizer.
 
-This module adds to `state_dict` of `minimal.py`: the state can be gathered on one chosen rank, all ranks
-refuse a state that does not fit, and a load that fails leaves the optimizer unchanged.
+This module adds to `state_dict` of `stairs/owners.py`: the state can be gathered on one chosen rank, all
+ranks refuse a state that does not fit, and a load that fails leaves the optimizer unchanged.
 """
 
 from __future__ import annotations
@@ -170,11 +170,11 @@ class WholeState:
             for small, param in zip(params_of(optim.param_groups), self.zero.current().params, strict=True)
         ]
 
-    def load(self, state_dict: dict[str, Any]) -> list[str]:
+    def load(self, state_dict: dict[str, Any], copy: bool = True) -> list[str]:
         """Load this rank's shard of a whole state. Call it inside `loading`, before ranks have agreed.
 
         Args:
-            take_over: as in `ZeroRedundancyOptimizer.load_state_dict`.
+            state_dict, copy: as in `ZeroRedundancyOptimizer.load_state_dict`.
         Returns:
             The facts that must be equal on all ranks.
         Raises:
@@ -184,7 +184,7 @@ class WholeState:
         state_dict = checkpoint.arranged(state_dict, zero.param_groups)
         facts = checkpoint.check_fits(state_dict, zero.param_groups, zero.shard.optim)
         ids = checkpoint.saved_ids(state_dict)
-        mine = checkpoint.shard_of(state_dict["state"], ids, zero.shard.owned, take_over)
+        mine = checkpoint.shard_of(state_dict["state"], ids, zero.shard.owned, copy)
         zero.shard.load(mine, state_dict["param_groups"])
         return facts
 
@@ -216,7 +216,7 @@ class WholeState:
             raise
 
         # 4. All ranks have loaded: take over the options, and drop what belonged to the old state.
-        zero.shard.settle()
+        zero.shard.restore_copies()
         replace_options(optim.param_groups, zero.param_groups)
         self.note_change()
         zero.accord.lost = {}

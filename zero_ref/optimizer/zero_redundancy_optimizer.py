@@ -1,9 +1,9 @@
 """ZeroRedundancyOptimizer: every rank updates its own shard of the parameters, then broadcasts it.
 
-Read `minimal.py` first, then `step` and `make_update` here, which do the same. Here the user may also add
-groups, freeze parameters, change owners and load a state. Each such change updates three objects that a step
-uses: the parameters and their plan (`built.py`), the slices that this rank owns (`shard.py`), and the facts
-that must be equal on all ranks (`optimizer/accord.py`).
+Read `stairs/owners.py` first, then `step` and `make_update` here, which do the same. Here the user may also
+add groups, freeze parameters, change owners and load a state. Each such change updates three objects that a
+step uses: the parameters and their plan (`built.py`), the slices that this rank owns (`shard.py`), and the
+facts that must be equal on all ranks (`optimizer/accord.py`).
 
 Under data parallelism an ordinary optimizer makes the same update on all N ranks and keeps its state N times.
 Here each element has one owner, and only the owner keeps its state and updates it. State per rank falls to
@@ -553,7 +553,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             state_dict = after_hook(self, state_dict) or state_dict
         return state_dict
 
-    def load_state_dict(self, state_dict: dict[str, Any], *, take_over: bool = False) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, copy: bool = True) -> None:
         """Load this rank's shard of a whole optimizer's state.
 
         Args:
@@ -561,6 +561,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 world size and partition, or a whole one from FSDP or torch.distributed.checkpoint. If the
                 dict and this optimizer have names for parameters, groups and parameters may come in any
                 order. This rank's shard is copied, so later steps do not change the dict.
+            copy: with False use the dict's tensors as the state, without a copy, where device and dtype fit
+                and this rank owns the whole parameter. Later steps change them: do not use the dict again.
+                Ranks may choose differently.
         Raises:
             ValueError: the dict is not for these parameters; names the first one that does not fit. If one
                 rank raises, all raise and the optimizer is unchanged.
@@ -571,7 +574,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with self.whole.loading("load the state dict") as facts:
             for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before_hook(self, state_dict) or state_dict
-            facts += self.whole.load(state_dict, take_over)
+            facts += self.whole.load(state_dict, copy)
         for after_hook in self._optimizer_load_state_dict_post_hooks.values():
             after_hook(self)
 

@@ -1,1 +1,1 @@
-"""Plans in integers, beyond `assign_owners` of `minimal.py`: owners, offsets, moves and calls. No torch."""
+"""Plans in integers, beyond `assign_owners` of `stairs/owners.py`: owners, offsets, calls. No torch."""

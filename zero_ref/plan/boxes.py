@@ -1,7 +1,7 @@
 """Ranges of a tensor's memory as boxes of the n-dimensional tensor.
 
 A shard here is a range of a parameter's memory. torch.distributed.checkpoint and FSDP describe a shard as a
-box, by its offset and its size in each dimension. `minimal.py` needs neither.
+box, by its offset and its size in each dimension. `stairs/owners.py` needs neither.
 """
 
 from __future__ import annotations

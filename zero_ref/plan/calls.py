@@ -1,6 +1,6 @@
 """A call to the other ranks, as a value that can be predicted, recorded and compared.
 
-This module adds to `minimal.py` a way to count its calls. The simulator predicts a list of `Call`s,
+This module adds to `stairs/owners.py` a way to count its calls. The simulator predicts a list of `Call`s,
 `lab.meter` records one, and the two must be equal: the same operations, in the same order and sizes.
 """
 

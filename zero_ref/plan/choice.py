@@ -1,7 +1,7 @@
 """The values that a user may pass as `partition=`, and the `Partition` that each stands for.
 
-A choice is a rule or its name, a function of the user's own, an assignment, or a Partition. `minimal.py` has
-a single rule, `assign_owners`. Here the result of any rule is checked.
+A choice is a rule or its name, a function of the user's own, an assignment, or a Partition.
+`stairs/owners.py` has a single rule, `assign_owners`. Here the result of any rule is checked.
 """
 
 from __future__ import annotations

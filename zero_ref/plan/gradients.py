@@ -1,7 +1,7 @@
 """Buckets of gradients that are reduced together without DDP, and the part of each rank.
 
-`minimal.py` leaves this to DDP. Here the parameters of a range are one bucket, whose gradients a single call
-reduces to equal shares. Other parameters are collected in buckets of a given size, in about the order in
+`stairs/owners.py` leaves this to DDP. Here the parameters of a range are one bucket, whose gradients a single
+call reduces to equal shares. Other parameters are collected in buckets of a given size, in about the order in
 which backward reaches them; each rank sends its gradients of them to their owners. `ShardedDataParallel`
 executes these plans, and the simulator estimates their times.
 """

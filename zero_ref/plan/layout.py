@@ -1,9 +1,10 @@
 """The offset of each owned slice in flat tensors: a `BucketLayout`, computed from a `Partition`.
 
-`minimal.py` sends one message for each parameter; this layout allows one for each owner. One flat tensor for
-each device and dtype holds the parameters end to end, ordered so that the slices of a rank are contiguous
-wherever the partition allows. A contiguous run of one owner is a bucket. A range of which all ranks own equal
-shares is a flat tensor of its own, with a bucket for each rank. All of this is plain arithmetic, no torch.
+`stairs/owners.py` sends one message for each parameter; this layout allows one for each owner. One flat
+tensor for each device and dtype holds the parameters end to end, ordered so that the slices of a rank are
+contiguous wherever the partition allows. A contiguous run of one owner is a bucket. A range of which all
+ranks own equal shares is a flat tensor of its own, with a bucket for each rank. All of this is plain
+arithmetic, no torch.
 """
 
 from __future__ import annotations

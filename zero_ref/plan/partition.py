@@ -1,7 +1,7 @@
 """The owner of every element, as a value.
 
-Beyond `assign_owners` of `minimal.py`, a parameter may be cut, and parameters may lie in ranges of which each
-rank owns an equal share. `rules.py` makes Partitions.
+Beyond `assign_owners` of `stairs/owners.py`, a parameter may be cut, and parameters may lie in ranges of
+which each rank owns an equal share. `rules.py` makes Partitions.
 
 Everything here is arithmetic on integers. No tensor is touched and nothing is sent, so every rank computes
 the same partition by itself, and a laptop can compute a partition for 4,096 ranks. The optimizer, the

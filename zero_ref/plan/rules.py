@@ -1,7 +1,7 @@
 """The rules that give each element an owner: from parameter sizes and a world size they make a `Partition`.
 
-`minimal.py` has one rule, `assign_owners`; here are several. All are pure functions. `choice.py` finds the
-rule that a user names.
+`stairs/owners.py` has one rule, `assign_owners`; here are several. All are pure functions. `choice.py` finds
+the rule that a user names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Broadcasts of new parameters that are still running when `step` has returned.
 
-The step of `minimal.py` waits for every broadcast. But the next forward needs the parameters one module after
-the other, so it can begin when the first parameters have arrived: a hook on each module waits for the
+The step of `stairs/owners.py` waits for every broadcast. But the next forward needs the parameters one module
+after the other, so it can begin when the first parameters have arrived: a hook on each module waits for the
 module's own.
 """
 

@@ -1,8 +1,8 @@
 """Flat tensors laid out by a `BucketLayout`; the parameters are views of them.
 
-`minimal.py` sends one broadcast for each parameter. This module adds buckets, with which one broadcast for
-each owner is enough. A bucket sends all its parameters in one message, and nothing is copied before or after:
-writing the bucket writes the parameters, because they share memory.
+`stairs/owners.py` sends one broadcast for each parameter. This module adds buckets, with which one broadcast
+for each owner is enough. A bucket sends all its parameters in one message, and nothing is copied before or
+after: writing the bucket writes the parameters, because they share memory.
 """
 
 from __future__ import annotations

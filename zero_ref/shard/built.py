@@ -1,7 +1,7 @@
 """An optimizer's parameters, their partition, and the messages that a step sends.
 
-Beyond `minimal.py`, the partition may cut parameters, one message may hold many, and both are made anew when
-parameters are frozen, moved or added.
+Beyond `stairs/owners.py`, the partition may cut parameters, one message may hold many, and both are made anew
+when parameters are frozen, moved or added.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Checks before anything is sent: some by each rank alone, some as facts that must be equal on all ranks.
 
-`minimal.py` checks nothing. Here it is an error if the result would differ from the unsharded optimizer's.
+`stairs/owners.py` checks nothing. Here it is an error if the result would differ from the unsharded
+optimizer's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Trials that find out whether an optimizer updates each parameter by itself, and each element by itself.
 
-`minimal.py` assumes that the optimizer updates each parameter by itself; this module adds the check. A rank's
-local optimizer sees only the parameters that the rank owns. So an optimizer that scales by a norm of all
-gradients, or estimates a learning rate from all parameters, would make different updates, without an error.
-If an optimizer updates each element by itself too, parameters may be cut.
+`stairs/owners.py` assumes that the optimizer updates each parameter by itself; this module adds the check. A
+rank's local optimizer sees only the parameters that the rank owns. So an optimizer that scales by a norm of
+all gradients, or estimates a learning rate from all parameters, would make different updates, without an
+error. If an optimizer updates each element by itself too, parameters may be cut.
 """
 
 from __future__ import annotations

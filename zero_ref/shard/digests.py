@@ -1,6 +1,6 @@
 """Digests of tensors' bits: to compare values between ranks, or with those of an earlier time.
 
-`minimal.py` compares no values.
+`stairs/owners.py` compares no values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The places of the last backward's gradients, and the operations that they allow.
 
-In `minimal.py` every rank has all averaged gradients after a backward, as after any ordinary one. The
+In `stairs/owners.py` every rank has all averaged gradients after a backward, as after any ordinary one. The
 communication hooks of `overlap.py` and `reduction.py` add other cases: only the owners have the gradients,
 the update has been made from them already, or backward has not ended. Each case is a class. It says which
 operations are allowed, and gives the reason where one is not.

@@ -1,4 +1,4 @@
-"""Parameter groups, which `minimal.py` does not have: the order of their parameters, and their options."""
+"""Parameter groups, which `stairs/owners.py` does not have: the order of parameters, and their options."""
 
 from __future__ import annotations
 

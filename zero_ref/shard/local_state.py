@@ -1,8 +1,9 @@
 """The state of a local optimizer, found by parameter.
 
-torch's optimizers keep state by the tensors that they step, which in `minimal.py` are the parameters. Here a
-rank may step a slice of a parameter, or a copy of it. A program that asks for the state of a parameter, to
-reset, prune or replace it, then gets the state of the tensor that is stepped in the parameter's place.
+torch's optimizers keep state by the tensors that they step, which in `stairs/owners.py` are the parameters.
+Here a rank may step a slice of a parameter, or a copy of it. A program that asks for the state of a
+parameter, to reset, prune or replace it, then gets the state of the tensor that is stepped in the parameter's
+place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Step many small tensors as one. This adds speed to the local step of `minimal.py`.
+"""Step many small tensors as one. This adds speed to the local step of `stairs/owners.py`.
 
 An optimizer spends some microseconds on each tensor, whatever its size. In a bucket the parameters of a rank
 are contiguous, and so are small master copies. So an elementwise optimizer can step one tensor over many of

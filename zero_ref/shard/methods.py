@@ -1,8 +1,8 @@
 """Methods that a wrapped class has beyond those of torch's `Optimizer`, such as `train` and `eval`.
 
-`minimal.py` knows `step` alone. If a user calls another method on a rank's local optimizer, it changes only
-what that rank owns, and the ranks have different models. `forwarded.py` calls a method on all ranks; this
-module notices a call on one.
+`stairs/owners.py` knows `step` alone. If a user calls another method on a rank's local optimizer, it changes
+only what that rank owns, and the ranks have different models. `forwarded.py` calls a method on all ranks;
+this module notices a call on one.
 """
 
 from __future__ import annotations

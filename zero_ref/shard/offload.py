@@ -1,8 +1,8 @@
 """A shard in other memory than the parameters': on the CPU beside an accelerator, or in files.
 
-In `minimal.py` the values and the optimizer state of a shard lie beside the parameters. Here they lie in a
-`StatePlace`, and a step goes through the shard in pieces. While one piece is stepped, the gradients of the
-next pieces are copied to the place, and the new values of the pieces before are copied back.
+In `stairs/owners.py` the values and the optimizer state of a shard lie beside the parameters. Here they lie
+in a `StatePlace`, and a step goes through the shard in pieces. While one piece is stepped, the gradients of
+the next pieces are copied to the place, and the new values of the pieces before are copied back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The slices that a rank owns, and the tensors that are stepped for them.
 
-In `minimal.py` a rank owns whole parameters and steps them. This module adds slices of parameters, and copies
-of slices in another dtype (masters) or place (offload).
+In `stairs/owners.py` a rank owns whole parameters and steps them. This module adds slices of parameters, and
+copies of slices in another dtype (masters) or place (offload).
 """
 
 from __future__ import annotations

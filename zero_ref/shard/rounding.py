@@ -1,9 +1,9 @@
 """32-bit master copies of 16-bit parameters, and how their values are rounded.
 
-Master copies add to `minimal.py` that small updates are not lost. bfloat16 has 8 significant bits: rounding
-to the nearest loses an update that is smaller than 1/512 of a weight, but a master copy keeps the update.
-With stochastic rounding the weights have the update too, on average: of the two neighbours of a value, the
-upper one is taken with a probability equal to the distance from the lower one, divided by the gap.
+Master copies add to `stairs/owners.py` that small updates are not lost. bfloat16 has 8 significant bits:
+rounding to the nearest loses an update that is smaller than 1/512 of a weight, but a master copy keeps the
+update. With stochastic rounding the weights have the update too, on average: of the two neighbours of a
+value, the upper one is taken with a probability equal to the distance from the lower one, divided by the gap.
 
 The random number is a hash of the value and its offset in the parameter. So a checkpoint needs no state of a
 generator, and the result does not depend on the partition or the number of ranks.

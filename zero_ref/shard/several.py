@@ -1,6 +1,6 @@
 """Several optimizer classes as one optimizer, such as Muon for matrices and AdamW for the rest.
 
-`minimal.py` has one class for all parameters. Here a parameter group may name its own:
+`stairs/owners.py` has one class for all parameters. Here a parameter group may name its own:
 
     {"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 0.02}
 

@@ -1,7 +1,8 @@
 """A rank's shard: the slices that it owns, and the local optimizer that steps them.
 
-`minimal.py` has the shard in its constructor and its step. This module adds slices and copies of parameters.
-Parameters may be frozen, moved, loaded, or given to other ranks. `stepper.py` has the step itself.
+`stairs/owners.py` has the shard in its constructor and its step. This module adds slices and copies of
+parameters. Parameters may be frozen, moved, loaded, or given to other ranks. `stepper.py` has the step
+itself.
 """
 
 from __future__ import annotations

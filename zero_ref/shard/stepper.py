@@ -1,8 +1,8 @@
-"""The step of a rank's slices: `self.local.step()` of `minimal.py`, for tensors that are no parameters.
+"""The step of a rank's slices: `self.local.step()` of `stairs/owners.py`, for tensors that are no parameters.
 
-In `minimal.py` the local optimizer steps parameters, which have gradients. Here it steps local tensors, which
-first have to be given the gradients of their slices. There are three steppers, chosen once when the shard is
-arranged:
+In `stairs/owners.py` the local optimizer steps parameters, which have gradients. Here it steps local tensors,
+which first have to be given the gradients of their slices. There are three steppers, chosen once when the
+shard is arranged:
 
     Stepper         steps local tensors that lie in the parameters' own memory
     CopyStepper     also steps copies of slices, in 32 bits or in other memory, in pieces

@@ -1,8 +1,8 @@
 """State that is a tensor subclass (torchao's 8-bit moments) or a list (SOAP's), taken apart and put together.
 
-This module adds to `state_dict` of `minimal.py` that such state needs no pickle. A wrapper subclass holds
-plain tensors: `__tensor_flatten__` returns their names and a context, and `__tensor_unflatten__` makes the
-wrapper from both, as torch.compile requires too. In state that is sent or stored, plain tensors replace a
+This module adds to `state_dict` of `stairs/owners.py` that such state needs no pickle. A wrapper subclass
+holds plain tensors: `__tensor_flatten__` returns their names and a context, and `__tensor_unflatten__` makes
+the wrapper from both, as torch.compile requires too. In state that is sent or stored, plain tensors replace a
 wrapper or list:
 
     {"exp_avg": wrapper}      {"exp_avg::codes": tensor, "exp_avg::scale": tensor, "exp_avg::": recipe}

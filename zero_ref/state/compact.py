@@ -1,7 +1,7 @@
 """State dicts whose tensors have memory of their own, so that a file of them contains nothing else.
 
-`torch.save` writes the whole storage of which a tensor is a view. In `minimal.py` each parameter has memory
-of its own. With `parameters_as_bucket_view=True` a parameter is a view of a flat tensor that has all
+`torch.save` writes the whole storage of which a tensor is a view. In `stairs/owners.py` each parameter has
+memory of its own. With `parameters_as_bucket_view=True` a parameter is a view of a flat tensor that has all
 parameters of its owner, so a file of a part of the model is about as large as a file of the whole model.
 """
 

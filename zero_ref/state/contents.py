@@ -1,9 +1,9 @@
 """The contents of a sharded checkpoint: named flat tensors, and JSON. Nothing here communicates.
 
-This module adds to `state_dict` of `minimal.py` a form of which each rank writes and reads only its own part.
-Tensors are stored flat, in the order of the parameter's memory: "parameters.<name>" and "state.<name>.<key>",
-with a number in place of the name if the optimizer has no names. A rank stores the ranges that it owns. All
-else is JSON, the "contents" in each rank's table:
+This module adds to `state_dict` of `stairs/owners.py` a form of which each rank writes and reads only its own
+part. Tensors are stored flat, in the order of the parameter's memory: "parameters.<name>" and
+"state.<name>.<key>", with a number in place of the name if the optimizer has no names. A rank stores the
+ranges that it owns. All else is JSON, the "contents" in each rank's table:
 
     state           an `entries.Entry` for each value of this rank's state
 

@@ -1,8 +1,9 @@
 """The state in the form of torch.distributed.checkpoint (DCP): by the model's names, in boxes of tensors.
 
-This module adds to `state_dict` of `minimal.py` that a program with `fully_shard` and a plain optimizer reads
-what is saved here, and the other way round, while no rank has the whole state. Pass a `StatefulOptimizer` to
-`dcp.save` and `dcp.load`, and an `OptimizerToLoad` to torch's `set_optimizer_state_dict`.
+This module adds to `state_dict` of `stairs/owners.py` that a program with `fully_shard` and a plain optimizer
+reads what is saved here, and the other way round, while no rank has the whole state. Pass a
+`StatefulOptimizer` to `dcp.save` and `dcp.load`, and an `OptimizerToLoad` to torch's
+`set_optimizer_state_dict`.
 
 DCP itself sends pickled plans between ranks, and pickles its `.metadata` file and all values but tensors.
 This module pickles nothing. Only load DCP checkpoints that you trust.

@@ -1,6 +1,6 @@
 """Storage readers with which torch.distributed.checkpoint (DCP) reads what `save_sharded` wrote.
 
-This module adds to `minimal.py` that a program without this package's optimizer, such as a program with
+This module adds to `stairs/owners.py` that a program without this package's optimizer, such as a program with
 `fully_shard`, continues from a sharded save at any world size.
 """
 

@@ -1,8 +1,8 @@
 """Files that survive a loss of power, and reading that cannot hang. Standard library only.
 
-This module adds to `minimal.py`, which writes no files, what a file needs to be found after a crash: the file
-must be synced, then the folder that lists it, then the folder above that. `make_directory` and `replacing`
-sync all of them.
+This module adds to `stairs/owners.py`, which writes no files, what a file needs to be found after a crash:
+the file must be synced, then the folder that lists it, then the folder above that. `make_directory` and
+`replacing` sync all of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The two files of each rank of a sharded checkpoint: flat tensors by name, each in any number of pieces.
 
-This module adds to `minimal.py`, which writes no files, that any range of a tensor can be read again, at any
-world size, and that damage is found. A rank's data file contains its tensors, end to end. The rank's table
-says where each piece lies, and has the SHA-256 of each MiB of the piece, so that reading a range checks the
-blocks that the range touches. A table also names its save and its rank, so that no file can be taken for
+This module adds to `stairs/owners.py`, which writes no files, that any range of a tensor can be read again,
+at any world size, and that damage is found. A rank's data file contains its tensors, end to end. The rank's
+table says where each piece lies, and has the SHA-256 of each MiB of the piece, so that reading a range checks
+the blocks that the range touches. A table also names its save and its rank, so that no file can be taken for
 another one. Only numbers and JSON are stored: reading executes nothing, whatever the files contain, and
 nothing that a table claims is believed before it fits the files' sizes. `saves.py` shows the folder, and
 `contents.py` gives the tensors their meaning.

@@ -1,7 +1,7 @@
 """Parts of tensors in the form in which torch.distributed.checkpoint (DCP) writes and reads them.
 
-This module adds to `minimal.py`, which saves nothing, that DCP saves and loads a tensor of which each rank
-has only some ranges. `save_sharded` and `load_sharded` use neither DCP nor this module.
+This module adds to `stairs/owners.py`, which saves nothing, that DCP saves and loads a tensor of which each
+rank has only some ranges. `save_sharded` and `load_sharded` use neither DCP nor this module.
 """
 
 from __future__ import annotations

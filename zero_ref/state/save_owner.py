@@ -1,8 +1,8 @@
 """The ownership of a directory: one job at a time saves into it, and its `owner.json` names that job.
 
-This module adds to `minimal.py`, which saves nothing, that two jobs never save into one directory: they would
-remove each other's saves, and a load would find the saves of either. The usual case is a requeued job whose
-predecessor still runs.
+This module adds to `stairs/owners.py`, which saves nothing, that two jobs never save into one directory: they
+would remove each other's saves, and a load would find the saves of either. The usual case is a requeued job
+whose predecessor still runs.
 
 - The first save of a job creates `owner.json` exclusively, with a token that no other job has.
 - The owner renews the file's modification time every 10 s, and removes the file when the optimizers that

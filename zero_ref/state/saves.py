@@ -1,6 +1,7 @@
 """The folders of sharded saves: which were written here, which are complete, and which may be removed.
 
-This module adds to `minimal.py`, which saves nothing, that an interrupted save leaves the one before intact:
+This module adds to `stairs/owners.py`, which saves nothing, that an interrupted save leaves the one before
+intact:
 
     directory/
         owner.json               the job that saves here (`save_owner.py`)

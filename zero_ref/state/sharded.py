@@ -1,6 +1,6 @@
 """Checkpoints that no rank ever holds whole: each rank writes what it owns, and reads what it will own.
 
-This module adds to `state_dict` of `minimal.py` that nothing is gathered, that a save may go on in the
+This module adds to `state_dict` of `stairs/owners.py` that nothing is gathered, that a save may go on in the
 background, and that an interrupted save leaves the save before it as it was. `save_sharded` and
 `save_sharded_async` write a checkpoint. `load_sharded` reads it, at any other world size and partition. All
 communication is in this module. It uses
