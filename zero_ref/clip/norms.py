@@ -31,7 +31,7 @@ ABSENT = -1.0
 """Stands for the norm of a slice without a gradient; norms are never negative."""
 
 Chosen = dict[ZeroRedundancyOptimizer, dict[int, torch.Tensor]]
-"""For each optimizer the parameters to clip, by number."""
+"""The parameters to clip, by optimizer and number."""
 
 
 class SliceNorm(NamedTuple):

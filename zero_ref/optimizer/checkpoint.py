@@ -76,12 +76,26 @@ def arranged(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any
     if sizes[0] != sizes[1] or None in theirs or None in ours:
         return dict(state_dict)
 
-    # 2. For each name the number of its saved group, and the id under which its state was saved.
+    # 2. Bring the saved groups into our order.
+    named = [names or [] for names in theirs]
+    groups = _groups_in_order([names or [] for names in ours], named, saved_groups)
+    return {**state_dict, "param_groups": groups}
+
+
+def _groups_in_order(
+    ours: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], saved_groups: Sequence[Mapping[str, Any]]
+) -> list[Any]:
+    """The saved groups in the order of ours, each with the ids of its parameters in our order.
+
+    Args:
+        ours, theirs: for each of our groups, and for each saved one, the names of its parameters.
+    """
+    # 1. For each name the number of its saved group, and the id under which its state was saved.
     place: dict[str, tuple[int, Any]] = {}
     for index, (names, group) in enumerate(zip(theirs, saved_groups, strict=True)):
-        place |= {name: (index, id_) for name, id_ in zip(names or (), group["params"], strict=True)}
+        place |= {name: (index, id_) for name, id_ in zip(names, group["params"], strict=True)}
 
-    # 3. Find the saved group of each of our groups by its first known name. Groups without parameters have no
+    # 2. Find the saved group of each of our groups by its first known name. Groups without parameters have no
     # names, so they keep their order.
     without = iter([group for group in saved_groups if not group["params"]])
     groups: list[Any] = []
@@ -90,9 +104,9 @@ def arranged(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any
             groups.append(next(without))
             continue
         source = next((place[name][0] for name in names if name in place), index)
-        _check_names(source, names, theirs[source] or ())
+        _check_names(source, names, theirs[source])
         groups.append({**saved_groups[source], "params": [place[name][1] for name in names]})
-    return {**state_dict, "param_groups": groups}
+    return groups
 
 
 def _check_names(source: int, ours: Sequence[str], theirs: Sequence[str]) -> None:

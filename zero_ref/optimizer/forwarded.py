@@ -119,16 +119,10 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
     if written or any(report[1] for report in reports):
         zero.whole.note_change()
 
-    # 4. If the method raised anywhere, all ranks raise. If it raised everywhere, the parameters are those of
-    # an unsharded optimizer whose method raised, so training may go on.
+    # 4. If the method raised anywhere, all ranks raise.
     failed = [rank for rank, report in enumerate(reports) if report[0]]
     if failed:
-        if len(failed) < comm.world_size:
-            zero.accord.uncertain = (
-                f"rank {comm.rank}: {name}() of {title(shard.optim)} raised on ranks {failed} and not on the "
-                "others, so no unsharded optimizer could have these parameters and this state. Load a "
-                "sharded checkpoint with its parameters, or start again."
-            )
+        _note_failures(zero, name, failed)
         agree(comm, action, failure or [])
     return result
 
@@ -153,6 +147,19 @@ def _call_on_shard(
     changed = {own.piece.param for own, was, now in zip(shard.owned, before, after) if was != now or not now}
     shard.publish_written(changed)
     return result, failure, changed
+
+
+def _note_failures(zero: Zero, name: str, failed: Sequence[int]) -> None:
+    """Make all ranks refuse to go on, unless the method raised on every rank.
+
+    In that case no rank has done the work, and an unsharded optimizer would have raised, too.
+    """
+    if len(failed) < zero.collectives.world_size:
+        zero.accord.uncertain = (
+            f"rank {zero.collectives.rank}: {name}() of {title(zero.shard.optim)} raised on ranks {failed} and "
+            "not on the others, so no unsharded optimizer could have these parameters and this state. Load a "
+            "sharded checkpoint with its parameters, or start again."
+        )
 
 
 def _send_written(zero: Zero, bits_of_ranks: Iterable[bytes | bytearray]) -> set[int]:

@@ -45,7 +45,7 @@ def consolidate(
     tensors = [tensor for _, tensor in packed if tensor is not None]
 
     # 1. Owners send their entries to the ranks that receive.
-    entries_of_owner = _gather_entries(comm, to, [entry for entry, _ in packed])
+    entries_of_owner = _gather_entries(comm, to, packed)
 
     # 2. Allocate all memory before the first tensor is sent: from then on, other ranks wait for this one.
     whole: State = {}
@@ -58,9 +58,7 @@ def consolidate(
             _check_stepped_together(comm.rank, itertools.chain(*entries_of_owner.values()), params)
             whole = {param: subclasses.put_together(whole[param]) for param in sorted(whole)}
         parcels = _plan_messages(to, entries_of_owner, {**places, comm.rank: tensors})
-        # One buffer for all parcels that have to be copied, as large as the largest of them.
-        staged = [sum(end.nbytes for end in ends) for _, ends in parcels if not _needs_no_copy(ends, comm)]
-        staging = torch.empty(max(staged, default=0), dtype=torch.uint8, device=comm.wire_of(CPU))
+        staging = _staging_for([ends for _, ends in parcels], comm)
 
     # 3. Send the tensors. If this rank alone fails, it keeps the error and goes on, since other ranks wait
     # for its calls. Phase 4 raises the error.
@@ -123,8 +121,11 @@ def _check_stepped_together(rank: int, entries: Iterable[Entry], params: Sequenc
             )
 
 
-def _gather_entries(comm: Collectives, to: int | Literal["all"], mine: list[Entry]) -> dict[int, list[Entry]]:
+def _gather_entries(
+    comm: Collectives, to: int | Literal["all"], packed: Sequence[Packed]
+) -> dict[int, list[Entry]]:
     """Gather the entries by owner; a rank that receives no state has only its own. Collective."""
+    mine = [entry for entry, _ in packed]
     if to == "all":
         return {owner: broadcast_json(comm, mine, owner) for owner in range(comm.world_size)}
     if comm.rank != to:
@@ -173,6 +174,12 @@ def _transfer_parcel(
         if owner != comm.rank:
             torch._foreach_copy_(ends, parts)
     return []
+
+
+def _staging_for(parcels: Iterable[Sequence[torch.Tensor]], comm: Collectives) -> torch.Tensor:
+    """Allocate one buffer for all parcels that have to be copied, as large as the largest of them."""
+    nbytes = [sum(end.nbytes for end in ends) for ends in parcels if not _needs_no_copy(ends, comm)]
+    return torch.empty(max(nbytes, default=0), dtype=torch.uint8, device=comm.wire_of(CPU))
 
 
 def _needs_no_copy(ends: Sequence[torch.Tensor], comm: Collectives) -> bool:

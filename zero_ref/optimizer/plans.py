@@ -39,7 +39,7 @@ from zero_ref.shard.several import SeveralOptimizers, class_of, name_classes, ti
 from zero_ref.shard.shard import Shard, log_share
 
 Places = tuple[tuple[int, torch.dtype, bool], ...]
-"""For each parameter its address, its dtype and whether it is trained, as from `built.places_of`."""
+"""(address, dtype, requires_grad) of each parameter, from `built.places_of`."""
 
 
 class Zero(Protocol):

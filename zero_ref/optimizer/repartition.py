@@ -34,9 +34,9 @@ from zero_ref.shard.owned import OwnedSlice
 StateByKey = dict[str, Any]
 """The state of one slice."""
 Entries = dict[Move, list[Entry]]
-"""For each move the descriptions of the state that it transfers."""
+"""The descriptions of the state that each move transfers."""
 Tensors = dict[Move, list[torch.Tensor]]
-"""For each move the elements that it transfers: 1-D tensors to send, or to receive into."""
+"""The elements that each move transfers: 1-D tensors to send, or to receive into."""
 
 
 class Handover:

@@ -228,8 +228,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             all-gather of 32 bytes. So does the first step with new parameters, which reads all of them to
             compare start values. Nothing is sent if backward has made the update (`overlap_with_ddp`).
         """
-        # 0. After an ordinary backward all ranks have whole gradients, and there is nothing to look at. After
-        # another one gradients have to be checked, or hooks may have made the update already.
+        # After an ordinary backward all ranks have whole gradients, and there is nothing to check. After
+        # another one, gradients have to be checked, or hooks have made the update already.
         noted = None
         if closure is not None or self.backward.gradients is not WHOLE or self._shadow is not None:
             noted = self._look_at_gradients(closure)
