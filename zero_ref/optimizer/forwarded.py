@@ -156,9 +156,9 @@ def _note_failures(zero: Zero, name: str, failed: Sequence[int]) -> None:
     """
     if len(failed) < zero.collectives.world_size:
         zero.accord.uncertain = (
-            f"rank {zero.collectives.rank}: {name}() of {title(zero.shard.optim)} raised on ranks {failed} and
-            " "not on the others, so no unsharded optimizer could have these parameters and this state. Load a
-            " "sharded checkpoint with its parameters, or start again."
+            f"rank {zero.collectives.rank}: {name}() of {title(zero.shard.optim)} raised on ranks {failed} "
+            "and not on the others, so no unsharded optimizer could have these parameters and this state. "
+            "Load a sharded checkpoint with its parameters, or start again."
         )
 
 
