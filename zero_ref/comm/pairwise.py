@@ -20,8 +20,8 @@ from zero_ref.comm.devices import CPU
 from zero_ref.comm.process_group import TAG, ProcessGroupCollectives
 
 ALARM_TAG = TAG + 720_720
-"""Gloo sends a tag over network device number (tag mod devices). With up to 16 devices it is that of `TAG`,
-so alarms and parameters keep their order."""
+"""Gloo sends a message over network device number (tag mod devices). The offset is a multiple of 1 to 16, so
+with up to 16 devices alarms and parameters travel over the same one, and keep their order."""
 
 ALARM_NBYTES = 512
 """An alarm is a text, then the update's number in 8 bytes, then one byte that is 1 and arrives last."""

@@ -83,13 +83,13 @@ class Accord:
         Collective: all ranks of the group, with replicas of all groups.
         Cost: an all-gather of 32 bytes where it compares, with replicas one more among these.
         """
-        # 1. A lost update. All ranks of the group know of it; only ranks of other groups still have to be
-        # told.
+        # 1. A lost update. With an alarm, every rank of this group knows of it and raises here. With
+        # replicas, the comparison below has to carry the news to the other groups first.
         if self.lost and self.replicas is None:
             self.check_nothing_lost()
         # 2. The facts.
         if self.compare("make", facts, anyway=self.replicas is not None):
-            self.lost = {}  # ranks have agreed, so either no update was lost, or all ranks lost the same
+            self.lost = {}  # ranks have agreed, so it is empty on all of them, or the same on all
         self.updates += 1
         # 3. The start values, once for each parameter.
         if self.compared < len(built.params):
@@ -150,6 +150,8 @@ class Accord:
         Raises:
             RuntimeError: an update was lost, and all ranks know.
         """
+        # Without an alarm only this rank knows. Raising alone would leave the others waiting, so ranks find
+        # out when they compare `facts`.
         if self.lost and self.alarm is not None:
             rank, error = min(self.lost.items())
             raise RuntimeError(

@@ -146,7 +146,8 @@ def follow_parameters(zero: Zero, now: Places) -> None:
     if keeps_views is not None:
         raise keeps_views
 
-    # 3. Make the plan anew, for the same owners.
+    # 3. Make the plan anew, for the same owners. Frozen parameters are left out of the messages: by `lay_out`
+    # of buckets, else by `messages_by_parameter`.
     zero.shard.check_same_elements(params_of(zero.param_groups))
     _rebuild(zero, zero.built.partition)
 

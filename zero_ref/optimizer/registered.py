@@ -22,8 +22,8 @@ from zero_ref.shard.groups import OPTIMIZER_CLASS, ParamGroup, options_of, specs
 class Registered:
     """The arguments of the constructor and of `add_param_group`, as the user gave them.
 
-    `Optimizer.__init__` writes every default into each group. There it would override a value that the local
-    optimizer's constructor computes, so the user's own options are kept apart from `param_groups`.
+    `Optimizer.__init__` writes every default into each group. There it would look like the user's choice, and
+    replace what the local optimizer's constructor computes. So the user's own options are kept apart.
 
     Args:
         optimizer_class: the class of groups that name no class.

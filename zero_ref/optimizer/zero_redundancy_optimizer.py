@@ -99,7 +99,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         built: the parameters, their partition and the messages of a step.
         shard: the slices that this rank owns, and the local optimizer.
         backward: where the gradients of the last backward are, and whether hooks have made the update.
-        arriving: the pending receives of new parameters, if ShardedDataParallel lets `step` return early.
+        arriving: the pending calls that send and receive new parameters, if `gather_in_forward` of
+            ShardedDataParallel lets `step` return before they are complete.
         accord: checks that options stay equal on all ranks, and reports errors between ranks.
         collectives: makes the calls to other ranks; append to its `observers` to see every call.
         process_group, rank, world_size, global_rank: as torch's. `rank` counts within the group.
@@ -228,8 +229,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             all-gather of 32 bytes. So does the first step with new parameters, which reads all of them to
             compare start values. Nothing is sent if backward has made the update (`overlap_with_ddp`).
         """
-        # After an ordinary backward all ranks have whole gradients, and there is nothing to check. After
-        # another one, gradients have to be checked, or hooks have made the update already.
+        # After an ordinary backward all ranks have whole gradients, and there is nothing to check. If hooks
+        # have reduced the gradients, check them first; a hook may even have made the update.
         noted = None
         if closure is not None or self.backward.gradients is not WHOLE or self._shadow is not None:
             noted = self._look_at_gradients(closure)
@@ -266,7 +267,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 lambda: GradientSource(gradients, self.backward.gradients.parts), closure, **kwargs
             )
         except Exception as error:
-            # All ranks call the closure, so an error in it is theirs alike. One in the local step is not.
+            # All ranks call the closure and meet an error in it themselves. Of one in the local step they
+            # have to be told.
             if closure is None or closure.error is not error:
                 self._tell_failure(error, expected)
             raise
@@ -309,7 +311,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _tell_failure(self, error: Exception, expected: Sequence[PendingCall | None]) -> None:
         """Report an error of the local optimizer to the other ranks, and send them the old values.
 
-        The other ranks wait for values. Without the old ones they would receive those of the next step.
+        If nothing were sent now, the other ranks would take the next step's values for this step's. The class
+        may have updated some tensors before it raised: of these the new values are sent.
         Errors of the network are suppressed here, since the caller raises the first error.
         """
         with suppress(RuntimeError):

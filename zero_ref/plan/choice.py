@@ -26,6 +26,10 @@ Choice = str | Partition | Callable[..., "Partition | Sequence[Sequence[int]]"] 
 rank; a function `(numels, world_size)` that returns a `Partition` or such lists; or a rule marked by
 `partition_rule`."""
 
+# Add a rule here, and its name works in the optimizer, the simulator and `zero-ref plan`. A rule must be
+# deterministic, since each rank calls it by itself, and must give every element one owner. One that is marked
+# by `partition_rule` gets ParamSpecs and `loads`: it has to leave parameters whole that are marked `whole`,
+# and to continue from the loads. Cuts at multiples of ALIGNMENT keep updates equal bit for bit.
 RULES: dict[str, Callable[..., Partition]] = {
     "sorted_greedy": sorted_greedy,
     "registration_greedy": registration_greedy,

@@ -227,8 +227,8 @@ def expect_broadcasts(
     """Start to receive the other ranks' broadcasts early, where the network supports it.
 
     Args:
-        dtype: as in `start_broadcasts`. With a dtype nothing is received early, since rounded values are
-            received into other tensors.
+        dtype: as in `start_broadcasts`. With a dtype, rounded values arrive in temporary tensors, which
+            `start_broadcasts` makes, so nothing is received early.
     Returns:
         The argument `expected` for `start_broadcasts`, which must follow with the same messages.
     """

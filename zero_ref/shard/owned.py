@@ -156,7 +156,8 @@ class Copies:
                 self._place.keep(state.get(own.local, {}), own.local)
             self._place.send([self._rounded(own) for own in new], [own.window for own in new])
         elif self._masters is not None and self._masters.rounding == "nearest" and new:
-            # One call for all of them: a copy into a smaller dtype rounds to the nearest.
+            # One call for all of them: a copy into a smaller dtype rounds to the nearest, as
+            # `Masters.rounded` does, which is for stochastic rounding and for single tensors.
             into = [own.param if own.is_whole else own.window for own in new]
             torch._foreach_copy_(into, [own.local for own in new])
         else:

@@ -12,7 +12,8 @@ communication is in this module. It uses
 
 A save has four phases:
 
-1. Prepare: ranks agree on what they save, and rank 0 makes the folder.
+1. Prepare: rank 0 makes the folder, and ranks agree on what they save. If they do not agree, the folder stays
+   empty, and the next save removes it.
 2. Write: each rank writes its own files. The last of them, its table, says that the rank is done.
 3. Seal: ranks agree that all have written.
 4. Tidy: rank 0 removes older saves.
