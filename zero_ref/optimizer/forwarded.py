@@ -150,15 +150,15 @@ def _call_on_shard(
 
 
 def _note_failures(zero: Zero, name: str, failed: Sequence[int]) -> None:
-    """Make all ranks refuse to go on, unless the method raised on every rank.
+    """Make all ranks refuse to go on if the method raised on some ranks only.
 
-    In that case no rank has done the work, and an unsharded optimizer would have raised, too.
+    If it raised on all ranks, the unsharded optimizer would have raised, too.
     """
     if len(failed) < zero.collectives.world_size:
         zero.accord.uncertain = (
-            f"rank {zero.collectives.rank}: {name}() of {title(zero.shard.optim)} raised on ranks {failed} and "
-            "not on the others, so no unsharded optimizer could have these parameters and this state. Load a "
-            "sharded checkpoint with its parameters, or start again."
+            f"rank {zero.collectives.rank}: {name}() of {title(zero.shard.optim)} raised on ranks {failed} "
+            "and not on the others, so no unsharded optimizer could have these parameters and this state. "
+            "Load a sharded checkpoint with its parameters, or start again."
         )
 
 
