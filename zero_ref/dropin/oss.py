@@ -200,10 +200,10 @@ class OSS(ZeroRedundancyOptimizer):
 
         # A generator, so that `get_total_norm` runs the filter where an error of one rank makes all ranks
         # raise.
-        def counted() -> Iterator[torch.Tensor]:
+        def params_to_count() -> Iterator[torch.Tensor]:
             yield from filter_params_fn([param for param in self.built.params if param.requires_grad])
 
-        total = get_total_norm(self, norm_type, params=counted())
+        total = get_total_norm(self, norm_type, params=params_to_count())
         clip_grads_with_norm_(self.built.params, float(max_norm), total)
         return total
 
