@@ -1,11 +1,10 @@
-"""Draws the two pictures of README.md into book/pictures: `python book/overview.py`."""
+"""Draws the picture of README.md into book/pictures: `python book/overview.py`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from zero_ref.lab import plots
-from zero_ref.plan.choice import plan_partition
 from zero_ref.simulator.models import shapes, specs
 from zero_ref.simulator.schedule import schedule
 
@@ -14,7 +13,7 @@ RANKS = 4
 
 
 def draw() -> None:
-    """GPT-2 (124 million parameters, fp32, AdamW) on four ranks: what each holds, and who owns what."""
+    """GPT-2 (124 million parameters, fp32, AdamW) on four ranks: what each holds."""
     params = specs(shapes("gpt2"))
     held = {}
     for strategy in ("ddp", "zero", "zero-even"):
@@ -23,11 +22,6 @@ def draw() -> None:
     figure, ax = plots.figure(7, 3)
     plots.memory_by_rank(held, ax)
     plots.save(figure, FOLDER / "overview-memory.svg")
-
-    figure, ax = plots.figure(7, 3.6)
-    partition = plan_partition("sorted_greedy", params, RANKS)
-    plots.shard_map(partition, ax, names=[shape.name for shape in shapes("gpt2")])
-    plots.save(figure, FOLDER / "overview-shards.svg")
 
 
 if __name__ == "__main__":

@@ -80,15 +80,16 @@ def test_readme_says_what_zero_sends_beside_ddp() -> None:
         assert planned(strategy).wire_bytes() == 1.5 * planned("ddp").wire_bytes()
 
 
-def test_readme_says_how_even_a_split_is() -> None:
+def test_partition_page_says_how_even_a_split_is() -> None:
+    assert "1/N of the elements each, to within 64" in text_of("book/api/partition.md")
     loads = even([1000, 10, 7_000, 123], 4).loads
     assert 0 < max(abs(load - sum(loads) / 4) for load in loads) < 64
     assert even([1000], 4).loads == (256, 256, 256, 232)  # cuts are multiples of 64
 
 
-def test_readme_says_how_long_a_range_is() -> None:
+def test_partition_page_says_how_long_a_range_is() -> None:
     assert round(signature(equal_shares).parameters["range_numel"].default, -6) == 4_000_000
-    assert "about four million elements" in text_of("README.md")
+    assert "about four million elements" in text_of("book/api/partition.md")
 
 
 # -------------------------------------------------------------------------------------------------- index.md
@@ -170,7 +171,7 @@ def test_glossary_says_how_coarse_bfloat16_is() -> None:
 
 
 def test_running_says_how_even_a_split_is() -> None:
-    test_readme_says_how_even_a_split_is()
+    test_partition_page_says_how_even_a_split_is()
     assert "to within 64 elements" in text_of("book/running.md")
 
 
