@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -183,7 +182,7 @@ class OverlappedStep:
                 # Each local step starts from the same options. So an optimizer that counts its steps in its
                 # groups counts one for each iteration, also on a rank that owns nothing of the bucket.
                 replace_options(zero.param_groups, zero.optim.param_groups)
-                zero.shard.step(partial(GradientSource, gradients))
+                zero.shard.step(GradientSource(gradients))
                 if self.interleaved:
                     stepped = [zero.built.params[number] for number in gradients]
                     torch.autograd.graph.increment_version(stepped)

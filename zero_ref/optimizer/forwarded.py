@@ -28,12 +28,7 @@ from zero_ref.shard.checks import is_elementwise
 from zero_ref.shard.coupling import couples_parameters, updates_elementwise
 from zero_ref.shard.digests import digests
 from zero_ref.shard.gradients import Backward
-from zero_ref.shard.groups import (
-    ParamGroup,
-    copy_options,
-    describe_options,
-    replace_options,
-)
+from zero_ref.shard.groups import ParamGroup, describe_options, replace_options
 from zero_ref.shard.methods import has_method
 from zero_ref.shard.several import optimizers_in, title
 from zero_ref.shard.shard import Shard
@@ -115,7 +110,7 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
     bits = sum(1 << number for number in changed).to_bytes(len(built.params) // 8 + 1, "big")
     reports = gather_bytes(comm, bytes([failure is not None, has_state]) + bits)
     written = _send_written(zero, [report[2:] for report in reports])
-    copy_options(shard.optim.param_groups, zero.param_groups)
+    replace_options(shard.optim.param_groups, zero.param_groups)
     if written or any(report[1] for report in reports):
         zero.whole.note_change()
 

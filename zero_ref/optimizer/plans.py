@@ -38,9 +38,6 @@ from zero_ref.shard.groups import (
 from zero_ref.shard.several import SeveralOptimizers, class_of, name_classes, title, with_group
 from zero_ref.shard.shard import Shard, log_share
 
-Places = tuple[tuple[int, torch.dtype, bool], ...]
-"""(address, dtype, requires_grad) of each parameter, from `built.places_of`."""
-
 
 class Zero(Protocol):
     """The part of a `ZeroRedundancyOptimizer` that this module uses."""
@@ -75,7 +72,7 @@ def first_plan(zero: Zero) -> Built:
     if zero.parameters_as_bucket_view:
         check_can_be_flattened(params)
     _check_apart(registered)
-    return Built.of(params, specs, partition, zero.parameters_as_bucket_view)
+    return Built.of(zero.param_groups, specs, partition, zero.parameters_as_bucket_view)
 
 
 def _check_apart(registered: Registered, first: int = 0) -> None:
@@ -107,8 +104,7 @@ def facts_of_plan(zero: Zero, specs: Sequence[ParamSpec], partition: Partition, 
 
 def _rebuild(zero: Zero, partition: Partition) -> None:
     """Make messages and local tensors for this partition of the current parameters."""
-    params, specs = params_of(zero.param_groups), _specs(zero)
-    built = Built.of(params, specs, partition, zero.parameters_as_bucket_view, zero.built)
+    built = Built.of(zero.param_groups, _specs(zero), partition, zero.parameters_as_bucket_view, zero.built)
     zero.shard.place(built)
     zero.built = built  # last, so that the next step tries again if a line above raises
     log_share(zero.built, zero.shard, zero.collectives.world_size)
@@ -119,11 +115,9 @@ def _specs(zero: Zero) -> list[ParamSpec]:
     return specs_of(zero.param_groups, {spec.group for spec in zero.built.specs if spec.whole})
 
 
-def follow_parameters(zero: Zero, now: Places) -> None:
+def follow_parameters(zero: Zero) -> None:
     """Make messages and local tensors anew after parameters were moved, cast or frozen.
 
-    Args:
-        now: the current places of the parameters, which differ from those of the plan.
     Raises, Collective, Cost: as `ZeroRedundancyOptimizer.current`.
     """
     # 1. New local tensors cannot replace views that the local optimizer keeps. Other ranks may have to learn
@@ -137,12 +131,11 @@ def follow_parameters(zero: Zero, now: Places) -> None:
 
     # 2. Agree. Addresses may differ between ranks, so they are not compared. Dtypes and `requires_grad` may
     # not: ranks that send different parameters would overwrite each other's memory, or abort in Gloo.
-    dtypes, dtypes_before = ([dtype for _, dtype, _ in places] for places in (now, zero.built.places))
-    trained, trained_before = ([trained for *_, trained in places] for places in (now, zero.built.places))
-    if trained != trained_before:
-        agree(zero.collectives, "change which parameters are trained", keeps_views or _kinds(zero))
-    elif dtypes != dtypes_before:
-        agree(zero.collectives, "cast parameters", keeps_views or _kinds(zero))
+    specs, before = _specs(zero), zero.built.specs
+    if [spec.trainable for spec in specs] != [spec.trainable for spec in before]:
+        agree(zero.collectives, "change which parameters are trained", keeps_views or _kinds(zero, specs))
+    elif [spec.dtype for spec in specs] != [spec.dtype for spec in before]:
+        agree(zero.collectives, "cast parameters", keeps_views or _kinds(zero, specs))
     if keeps_views is not None:
         raise keeps_views
 
@@ -152,11 +145,11 @@ def follow_parameters(zero: Zero, now: Places) -> None:
     _rebuild(zero, zero.built.partition)
 
 
-def _kinds(zero: Zero) -> list[str]:
+def _kinds(zero: Zero, specs: Sequence[ParamSpec]) -> list[str]:
     """The facts `requires_grad` and dtype of each parameter, and the options, which all ranks must share."""
     facts = [
         f"parameter {spec.name or number}: {kind}"
-        for number, spec in enumerate(_specs(zero))
+        for number, spec in enumerate(specs)
         for kind in (f"requires_grad={spec.trainable}", spec.dtype)
     ]
     if not zero.joined:  # in a Join, a step sends the options to ranks without data
@@ -204,7 +197,7 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
 
     # 4. All ranks have agreed.
     shard.owned = [*shard.owned, *owned]
-    zero.built = replace(built, params=tuple(params), specs=tuple(specs), partition=partition, places=())
+    zero.built = replace(built, params=tuple(params), specs=tuple(specs), partition=partition, places=[])
     registered.listed = ids_in(zero.param_groups)
     zero.whole.gathered = None
     _rebuild(zero, partition)
@@ -239,7 +232,7 @@ def repartition(zero: Zero, choice: Choice) -> None:
 
     # 2. All ranks have agreed: exchange the state. If that fails, all ranks raise and keep the old owners.
     shard.adopt(handover.owned, handover.exchange(zero.collectives))
-    zero.built = replace(built, specs=tuple(specs), partition=new, places=())
+    zero.built = replace(built, specs=tuple(specs), partition=new, places=[])
     zero.registered.choice = choice
     zero.backward.gradients.owners_changed()
     _rebuild(zero, new)

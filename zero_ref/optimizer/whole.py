@@ -69,11 +69,11 @@ class WholeState:
         self.zero: Zero = weakref.proxy(zero)
         self.gathered: State | None = None
         self._is_everywhere = True  # all ranks have `gathered`, or what the constructor made
-        self._is_as_constructed = True  # no update and no load since, on any rank
+        self._was_replaced = False  # the state was loaded or assigned, or a method has changed it
 
     def note_change(self) -> None:
-        """Note that the state is no longer the one that was gathered, or that the constructor made."""
-        self.gathered, self._is_as_constructed = None, False
+        """Note that other than by an update, the state has become another one than the constructor made."""
+        self.gathered, self._was_replaced = None, True
 
     def gather(self, to: int | Literal["all"]) -> None:
         """Gather the state onto rank `to`, or onto all: `ZeroRedundancyOptimizer.consolidate_state_dict`."""
@@ -93,7 +93,7 @@ class WholeState:
     def as_gathered(self) -> dict[str, Any]:
         """The gathered state as a state dict, before hooks: `ZeroRedundancyOptimizer.state_dict`."""
         rank, whole = self.zero.collectives.rank, self.gathered
-        if whole is None and self._is_as_constructed:
+        if whole is None and not self._was_replaced and not self.zero.accord.updates:
             whole = self._constructed()
         if not (whole and self._is_everywhere) and _is_asked_by_torchs_setter():
             raise RuntimeError(
