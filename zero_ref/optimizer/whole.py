@@ -24,6 +24,7 @@ from zero_ref.optimizer.gather import consolidate
 from zero_ref.optimizer.registered import Registered
 from zero_ref.shard.built import Built
 from zero_ref.shard.coupling import switch, trial
+from zero_ref.shard.gradients import Backward
 from zero_ref.shard.groups import ParamGroup, params_of, replace_options
 from zero_ref.shard.owned import MASTER
 from zero_ref.shard.several import is_known, keys_beside_state, local_optimizer, optimizers_in
@@ -39,17 +40,22 @@ def _is_asked_by_torchs_setter() -> bool:
 
 
 class Zero(Protocol):
-    """The part of a `ZeroRedundancyOptimizer` that this module uses."""
+    """The part of a `ZeroRedundancyOptimizer` that this module, `plans.py` and `forwarded.py` use."""
 
     accord: Accord
-    broadcast_dtype: torch.dtype | None
+    backward: Backward
+    built: Built
     collectives: Collectives
     param_groups: list[ParamGroup]
     registered: Registered
     shard: Shard
+    whole: WholeState
 
+    @property
+    def joined(self) -> object | None: ...
     def check_groups(self) -> None: ...
     def current(self) -> Built: ...
+    def register(self, param_group: ParamGroup) -> None: ...
     def standing_facts(self) -> list[str]: ...
 
 
@@ -220,5 +226,5 @@ class WholeState:
         replace_options(optim.param_groups, zero.param_groups)
         self.note_change()
         zero.accord.lost = {}
-        if zero.broadcast_dtype is not None:
+        if zero.registered.broadcast_dtype is not None:
             zero.accord.compared = len(zero.shard.built.params)  # ranks may hold rounded values

@@ -96,6 +96,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         optim: the local optimizer, on this rank's slices. If groups name several classes, it is a
             `SeveralOptimizers`, which has one optimizer for each class.
         partition: the owner of each slice.
+        registered: the arguments as the user gave them.
         built: the parameters, their partition and the messages of a step.
         shard: the slices that this rank owns, and the local optimizer.
         backward: where the gradients of the last backward are, and whether hooks have made the update.
@@ -103,7 +104,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ShardedDataParallel lets `step` return before they are complete; else None.
         accord: checks that options stay equal on all ranks, and reports errors between ranks.
         collectives: makes the calls to other ranks; append to its `observers` to see every call.
-        process_group, rank, world_size, global_rank: as torch's. `rank` counts within the group.
+        process_group, rank, world_size, global_rank, parameters_as_bucket_view: as torch's. `rank` counts
+            within the group.
 
     Raises:
         TypeError, ValueError: as torch's optimizers, for wrong `params` or options; also if the partition
@@ -140,12 +142,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._shadow: weakref.ref[join.ShadowStep] | None = None
         self.collectives = as_collectives(process_group)
         self.process_group = dist.group.WORLD if process_group is None else process_group
-        self.parameters_as_bucket_view = parameters_as_bucket_view
-        self.overlap_with_ddp = overlap_with_ddp
-        self.broadcast_dtype = broadcast_dtype
         self.backward = Backward()
         self.arriving: Arriving | None = None
-        self.registered = Registered(optimizer_class, defaults, partition)
+        self.registered = Registered(
+            optimizer_class,
+            defaults,
+            partition,
+            parameters_as_bucket_view,
+            overlap_with_ddp,
+            broadcast_dtype,
+        )
         self.whole = WholeState(self)
 
         # 1. Plan and check, without sending parameters. If one rank cannot construct its part, all ranks
@@ -199,6 +205,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def partition(self) -> Partition:
         return self.built.partition
+
+    @property
+    def parameters_as_bucket_view(self) -> bool:
+        return self.registered.parameters_as_bucket_view
 
     # ------------------------------------------------------------------------------------------- the step
 
@@ -258,7 +268,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Let the network receive new parameters while this rank computes, unless a closure still needs the
         # old ones, or they arrive in another dtype.
         expected: Sequence[PendingCall | None] = ()
-        if closure is None and self.broadcast_dtype is None:
+        if closure is None and self.registered.broadcast_dtype is None:
             expected = self.collectives.expect(self.built.messages)
 
         # 2. Take the gradients of what this rank owns, and step the local optimizer on it.
@@ -296,7 +306,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def exchange(self, expected: Sequence[PendingCall | None]) -> None:
         """Send what this rank owns, receive the rest, and learn which ranks could not step."""
-        works = start_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype, expected)
+        dtype = self.registered.broadcast_dtype
+        works = start_broadcasts(self.collectives, self.built.messages, dtype, expected)
         # With ShardedDataParallel, its next forward may wait for the parameters instead of this step.
         if self.arriving is not None:
             self.arriving.begin(self.built.messages, works, self.built.params, self._have_arrived)
@@ -355,7 +366,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             check()
             return None
         noted = UserClosure(closure, check)
-        if self.overlap_with_ddp or self.joined is not None:
+        if self.registered.overlap_with_ddp or self.joined is not None:
             # Call the closure now: its backward may make the update, and in a Join the ranks without data
             # repeat the collectives of its backward before those of this step.
             noted.evaluate_now()

@@ -34,6 +34,7 @@ class Built:
         specs: what the plan knows about each parameter.
         partition: the owner of each slice.
         messages: what a step sends, in order. They share memory with the parameters.
+        cut: (number, parameter, strides) of each parameter that is cut into several slices.
         places: the parameters as they were, from `places_of`, to notice that one has changed.
     """
 
@@ -41,6 +42,7 @@ class Built:
     specs: tuple[ParamSpec, ...]
     partition: Partition
     messages: tuple[Message, ...]
+    cut: tuple[tuple[int, torch.Tensor, tuple[int, ...]], ...]
     places: Places
 
     @classmethod
@@ -67,7 +69,13 @@ class Built:
             messages = flatten_parameters(lay_out(partition, specs), params)
         else:
             messages = messages_by_parameter(partition, params)
-        return cls(tuple(params), tuple(specs), partition, tuple(messages), places_of(param_groups))
+        cut = [
+            (number, param, param.stride())
+            for number, param in enumerate(params)
+            if len(partition.pieces_of_param[number]) > 1
+        ]
+        places = places_of(param_groups)
+        return cls(tuple(params), tuple(specs), partition, tuple(messages), tuple(cut), places)
 
     @cached_property
     def facts(self) -> list[str]:
@@ -91,10 +99,6 @@ class Built:
     def name(self, number: int) -> str:
         """A parameter's name in errors."""
         return name_of(self.specs, number)
-
-    def is_cut(self, number: int) -> bool:
-        """Return whether the parameter is cut into several slices."""
-        return len(self.partition.pieces_of_param[number]) > 1
 
 
 def places_of(param_groups: Sequence[ParamGroup]) -> Places:

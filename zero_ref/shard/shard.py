@@ -59,7 +59,6 @@ class Shard:
         owned: the slices that this rank owns.
         copies: the owned slices whose local tensors are copies.
         optim: the local optimizer.
-        cut: (number, parameter, strides) of each parameter that is cut.
         steppers: the objects that step the slices.
         foreign: watches what classes that are not torch's do in a step.
     """
@@ -108,7 +107,7 @@ class Shard:
         """
         # 1. Give each local tensor the gradient of its slice.
         stepper = self.steppers.chosen
-        if self.cut:
+        if self.built.cut:
             self._check_can_be_cut(source)
         stepper.set_gradients(source)
         # 2. Step, then give the parameters back the gradients that the user knows.
@@ -132,7 +131,7 @@ class Shard:
 
     def _check_can_be_cut(self, source: GradientSource) -> None:
         """Refuse a sparse gradient of a parameter that is cut, on all ranks: not only on its owners."""
-        for number, param, _ in self.cut:
+        for number, param, _ in self.built.cut:
             grad = source.of_param(number, param)
             if grad is not None and grad.layout != torch.strided:
                 raise RuntimeError(
@@ -238,13 +237,8 @@ class Shard:
 
     @torch.no_grad()
     def _arrange(self) -> None:
-        """Find the parameters that are cut and the slices that are copies, and make the steppers for them."""
+        """Find the slices that are copies, and make the steppers."""
         built = self.built
-        self.cut = [
-            (number, param, param.stride())
-            for number, param in enumerate(built.params)
-            if built.is_cut(number)
-        ]
         self._devices = [own.local.device for own in self.owned]
         self.copies = Copies(self.owned, self.masters, self.place_of_state)
         self.steppers = Steppers(
@@ -310,7 +304,7 @@ class Shard:
                         "optimizer is constructed."
                     )
         # 3. A slice is a range of memory: the same strides mean the same elements.
-        for number, param, strides in self.cut:
+        for number, param, strides in self.built.cut:
             if param.stride() != strides:
                 raise RuntimeError(
                     f"rank {self.rank}: parameter {self.built.name(number)} is split between ranks along its "
