@@ -27,7 +27,7 @@ NOT_FOR_READERS = {
     "zero_ref.plan.rules": {"elements", "elements_if_trainable"},
     "zero_ref.plan.layout": {"end_to_end"},
     "zero_ref.comm.agreement": {"RanksLostError", "agree", "agreement"},
-    "zero_ref.comm.collectives": {"Observable", "AllOf", "PendingCall", "Then"},
+    "zero_ref.comm.collectives": {"Observable", "AllOf", "PendingCall", "Then", "ToBroadcast"},
     "zero_ref.comm.process_group": {"global_ranks"},
     "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
     "zero_ref.simulator.memory": {"StateBytes", "costs", "offloaded", "whole_bytes"},

@@ -76,7 +76,7 @@ def test_attributes_are_named_as_in_fairscale() -> None:
         assert optimizer.broadcast_fp16
         assert optimizer.param_groups[0]["lr"] == optimizer.optim.param_groups[0]["lr"] == 0.5
         optimizer.broadcast_fp16 = False
-        assert optimizer.broadcast_dtype is None
+        assert optimizer.registered.broadcast_dtype is None
 
     virtual.run(on_rank, 2, timeout=20)
 

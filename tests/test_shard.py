@@ -263,7 +263,7 @@ def test_only_what_was_stepped_is_published() -> None:
         params, optimizer = made(comm, "sorted_greedy", False)
         fill(params, 0)
         before = [param._version for param in params]
-        optimizer.shard.step(lambda: GradientSource({1: params[1].grad}))  # type: ignore[dict-item]
+        optimizer.shard.step(GradientSource({1: params[1].grad}))  # type: ignore[dict-item]
         return [number for number, param in enumerate(params) if param._version != before[number]]
 
     assert virtual.run(on_rank, 1, timeout=180) == [[1]]

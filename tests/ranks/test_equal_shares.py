@@ -11,6 +11,7 @@ from zero_ref.comm.process_group import ProcessGroupCollectives
 from zero_ref.lab import ranks
 from zero_ref.lab.meter import recording
 from zero_ref.plan.calls import Call
+from zero_ref.shard.buckets import Message
 
 pytestmark = pytest.mark.ranks
 
@@ -63,7 +64,8 @@ def early_receives() -> None:
     """Receives that were started before the call are its own, as a step starts them."""
     comm = PairwiseCollectives()
     flat = flat_of(comm.rank, comm.world_size, torch.float32)
-    expected = [comm.expect(part, src) for src, part in enumerate(flat.chunk(comm.world_size))]
+    shares = flat.chunk(comm.world_size)
+    expected = comm.expect([Message(src, share, ()) for src, share in enumerate(shares)])
     dist.barrier()
     comm.gather_shares(flat, expected).wait()
     for other in range(comm.world_size):

@@ -117,16 +117,16 @@ def check_optimizers(
                 "process_group is another group than the optimizer's, whose ranks own the gradients. Leave "
                 "it out, or construct the optimizer on that group."
             )
-        if optimizer.overlap_with_ddp:
+        if optimizer.registered.overlap_with_ddp:
             raise ValueError(
                 "an optimizer with overlap_with_ddp=True is stepped by hooks of DistributedDataParallel. "
                 "Construct it without."
             )
-        if gather_in_forward and optimizer.broadcast_dtype is not None:
+        if gather_in_forward and optimizer.registered.broadcast_dtype is not None:
             raise ValueError(
                 "gather_in_forward=True receives new parameters in their own place, and with "
-                f"broadcast_dtype={optimizer.broadcast_dtype} they are received elsewhere and rounded. Leave "
-                "out one of the two."
+                f"broadcast_dtype={optimizer.registered.broadcast_dtype} they are received elsewhere and "
+                "rounded. Leave out one of the two."
             )
     if not optimizers:
         raise ValueError("sharded_optimizer is an empty list: gradients need an owner.")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -183,17 +182,21 @@ class OverlappedStep:
                 # Each local step starts from the same options. So an optimizer that counts its steps in its
                 # groups counts one for each iteration, also on a rank that owns nothing of the bucket.
                 replace_options(zero.param_groups, zero.optim.param_groups)
-                zero.shard.step(partial(GradientSource, gradients))
+                zero.shard.step(GradientSource(gradients))
                 if self.interleaved:
                     stepped = [zero.built.params[number] for number in gradients]
                     torch.autograd.graph.increment_version(stepped)
                     messages = messages_within(zero.built.messages, gradients)
-                    self.broadcasts += start_broadcasts(zero.collectives, messages, zero.broadcast_dtype)
+                    self.broadcasts += start_broadcasts(
+                        zero.collectives, messages, zero.registered.broadcast_dtype
+                    )
 
     def _complete(self) -> None:
         zero = self.zero
         if not self.interleaved:
-            self.broadcasts = start_broadcasts(zero.collectives, zero.built.messages, zero.broadcast_dtype)
+            self.broadcasts = start_broadcasts(
+                zero.collectives, zero.built.messages, zero.registered.broadcast_dtype
+            )
         with self._beside_backward():
             finish_broadcasts(self.broadcasts, zero.built.name)
         self.broadcasts = []
@@ -297,7 +300,7 @@ def _check_fits(
 ) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"ddp takes the DistributedDataParallel model, not {type(ddp).__name__}.")
-    if not zero.overlap_with_ddp:
+    if not zero.registered.overlap_with_ddp:
         raise ValueError(
             "the optimizer was not made for updates during backward. Construct it with overlap_with_ddp=True."
         )

@@ -309,7 +309,7 @@ class OwnerReduction:
                 # Views of a DDP bucket count writes together. With a count of its own, as `.data` has, a
                 # gradient does not look changed when that of another optimizer was.
                 param.grad = param.grad.data
-        for number, param, _ in zero.shard.cut:
+        for number, param, _ in zero.built.cut:
             for piece, owner in zero.partition.pieces_of_param[number]:
                 if param.grad is not None and owner != zero.rank:
                     flat_view(param.grad)[piece.start : piece.stop] = 0

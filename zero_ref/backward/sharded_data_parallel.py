@@ -30,6 +30,7 @@ from zero_ref.comm.collectives import Collectives
 from zero_ref.minimal import MinimalZero
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.gradients import BUCKET_NUMEL
+from zero_ref.shard.arriving import Arriving
 
 
 class NaiveShardedDataParallel(nn.Module):
@@ -209,6 +210,7 @@ class ShardedDataParallel(nn.Module):
         for zero in self.sharded_optimizers:
             zero.accord.replicas = self.replicas
             if gather_in_forward:
+                zero.arriving = zero.arriving or Arriving()
                 zero.arriving.watch(module)
         if sync_models_at_startup:
             self._broadcast([*module.parameters(), *module.buffers()])
@@ -276,7 +278,8 @@ class ShardedDataParallel(nn.Module):
     def wait_for_parameters(self) -> None:
         """Wait for the new parameters of the last step, which `gather_in_forward` leaves on their way."""
         for zero in self.sharded_optimizers:
-            zero.arriving.wait()
+            if zero.arriving is not None:
+                zero.arriving.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the model, by its optimizers."""

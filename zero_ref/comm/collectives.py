@@ -7,7 +7,7 @@ it, so that the calls that were made can be compared with the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,17 @@ from zero_ref.plan.calls import Call
 Observer = Callable[[Call], None]
 ToPeer = tuple[int, torch.Tensor]
 """(peer rank, tensor): a tensor to send to that rank, or one to overwrite with the tensor that it sends."""
+
+
+class ToBroadcast(Protocol):
+    """A contiguous tensor that a broadcast is to send."""
+
+    @property
+    def owner(self) -> int:
+        """The rank that sends it."""
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
 
 
 class PendingCall(Protocol):
@@ -66,12 +77,12 @@ class Collectives(Protocol):
     def goes_pairwise(self, device: torch.device) -> bool:
         """Whether messages between pairs of ranks take less time than a collective, for tensors there."""
 
-    def expect(self, tensor: torch.Tensor, src: int) -> PendingCall | None:
-        """Receive the next broadcast of `src` into `tensor` early, while this rank still computes.
+    def expect(self, messages: Iterable[ToBroadcast]) -> Sequence[PendingCall | None]:
+        """Receive the next broadcasts early, while this rank still computes.
 
         Returns:
-            The started receive, to pass to that `broadcast`, which has to follow; None where the network
-            cannot receive early.
+            For each message the started receive, to pass to its `broadcast`, which has to follow; None for a
+            message that cannot be received early. Nothing at all where the network never can.
         """
 
     def open_channel(self, number: int, devices: Collection[torch.device]) -> Alarm | None:
@@ -169,8 +180,8 @@ class Observable:
         for src, tensor in recvs:
             self.tell("recv", tensor, src)
 
-    def expect(self, tensor: torch.Tensor, src: int) -> PendingCall | None:
-        return None
+    def expect(self, messages: Iterable[ToBroadcast]) -> Sequence[PendingCall | None]:
+        return ()
 
     def open_channel(self, number: int, devices: Collection[torch.device]) -> Alarm | None:
         return None

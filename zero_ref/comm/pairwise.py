@@ -9,13 +9,13 @@ their order, a rank also learns of an error on another rank without waiting for 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zero_ref.comm.collectives import Alarm, AllOf, PendingCall, Then, ToPeer
+from zero_ref.comm.collectives import Alarm, AllOf, PendingCall, Then, ToBroadcast, ToPeer
 from zero_ref.comm.devices import CPU
 from zero_ref.comm.process_group import TAG, ProcessGroupCollectives
 
@@ -78,18 +78,29 @@ class PairwiseCollectives(GlooCollectives):
             return None
         return _PairwiseAlarm(self, ALARM_TAG + number)
 
-    def expect(self, tensor: torch.Tensor, src: int) -> PendingCall | None:
-        if src == self.rank or not _fits_messages(tensor):
-            return None
-        return self.message_from(src, tensor, "broadcast")
+    def expect(self, messages: Iterable[ToBroadcast]) -> Sequence[PendingCall | None]:
+        # Here and in `broadcast`, no views as bytes are needed, as `message_from` makes them: between two
+        # ranks Gloo sends a contiguous tensor of any dtype.
+        expected: list[PendingCall | None] = []
+        for message in messages:
+            src, tensor, receiving = message.owner, message.tensor, None
+            if src != self.rank and tensor.device.type == "cpu":
+                what = f"broadcast from rank {src}"
+                receiving = self.start(what, dist.irecv, tensor, group_src=src, tag=self.tag)
+            expected.append(receiving)
+        return expected
 
     def broadcast(self, tensor: torch.Tensor, src: int, expected: PendingCall | None = None) -> PendingCall:
-        if not _fits_messages(tensor):
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
             return super().broadcast(tensor, src)
         self.tell("broadcast", tensor, src)
         if src != self.rank:  # `expected` is this receive, if it was started early
             return expected or self.message_from(src, tensor, "broadcast")
-        return AllOf([self.message_to(peer, tensor, "broadcast") for peer in self.others])
+        sends = []
+        for peer in self.others:
+            what = f"broadcast to rank {peer}"
+            sends.append(self.start(what, dist.isend, tensor, group_dst=peer, tag=self.tag))
+        return AllOf(sends)
 
     def gather_on_wire(self, flat: torch.Tensor, expected: Sequence[PendingCall | None] = ()) -> PendingCall:
         if not self.is_gloos(flat.device):
@@ -119,10 +130,6 @@ class PairwiseCollectives(GlooCollectives):
                 share.add_(parts[rank])
 
         return Then(AllOf(calls), add_up)
-
-
-def _fits_messages(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 class _PairwiseAlarm:

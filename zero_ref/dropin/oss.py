@@ -112,11 +112,11 @@ class OSS(ZeroRedundancyOptimizer):
     @property
     def broadcast_fp16(self) -> bool:
         """Whether new parameters are sent as float16."""
-        return self.broadcast_dtype == torch.float16
+        return self.registered.broadcast_dtype == torch.float16
 
     @broadcast_fp16.setter
     def broadcast_fp16(self, wanted: bool) -> None:
-        self.broadcast_dtype = torch.float16 if wanted else None
+        self.registered.broadcast_dtype = torch.float16 if wanted else None
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """The parameter groups of each rank: all options, and the parameters that the rank owns.

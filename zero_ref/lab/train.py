@@ -83,7 +83,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Measured:
             progress(StepDone(step + 1, loss.item(), rate, step_ms[-1], ranks, time.time()))
         if config.saves_after(step + 1):
             checkpoints.save(step + 1, losses)
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    if isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer.arriving is not None:
         optimizer.arriving.wait()  # nothing more is trained that would
     held = made.held()
     checkpoints.save(config.steps, losses)

@@ -57,7 +57,8 @@ class Accord:
         updates: the number of updates that were begun.
         lost: by rank, the error of its local optimizer in an update that other ranks have made. Without an
             alarm each rank knows only its own error.
-        uncertain: the reason why other ranks may have loaded a state that this rank has not; else empty.
+        uncertain: the reason why this rank must not go on: other ranks may have loaded a state that it has
+            not. Else empty.
         replicas: the ranks that own the same slices in other groups, with which this rank then compares
             before every update; None if there are no other groups.
         compared: the number of parameters, from the first, whose start values have been compared.
@@ -167,15 +168,6 @@ class Accord:
             "rank has its old state; others may have loaded the new one, and training on would mix the two. "
             "Load a sharded checkpoint with its parameters, or start again."
         )
-
-    def check_certain(self) -> None:
-        """Refuse to go on if other ranks may have loaded a state that this rank has not.
-
-        Raises:
-            RuntimeError: they may; gives the reason.
-        """
-        if self.uncertain:
-            raise RuntimeError(self.uncertain)
 
     @contextlib.contextmanager
     def reloading(self) -> Iterator[None]:

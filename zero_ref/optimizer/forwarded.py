@@ -9,31 +9,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_ref.comm.agreement import agree, agreement
-from zero_ref.comm.collectives import Collectives
 from zero_ref.comm.objects import gather_bytes
-from zero_ref.optimizer.accord import Accord
-from zero_ref.optimizer.registered import Registered
-from zero_ref.optimizer.whole import WholeState
+from zero_ref.optimizer.whole import Zero
 from zero_ref.plan.partition import Slice
 from zero_ref.shard.buckets import broadcast_messages, messages_by_parameter, messages_within
 from zero_ref.shard.built import Built
 from zero_ref.shard.checks import is_elementwise
 from zero_ref.shard.coupling import couples_parameters, updates_elementwise
 from zero_ref.shard.digests import digests
-from zero_ref.shard.gradients import Backward
-from zero_ref.shard.groups import (
-    ParamGroup,
-    copy_options,
-    describe_options,
-    replace_options,
-)
+from zero_ref.shard.groups import describe_options, replace_options
 from zero_ref.shard.methods import has_method
 from zero_ref.shard.several import optimizers_in, title
 from zero_ref.shard.shard import Shard
@@ -50,25 +41,6 @@ def method_of(zero: Zero, name: str) -> Callable[..., Any] | None:
             method = getattr(type(one), name)
             return functools.update_wrapper(functools.partial(call_on_all, zero, name), method)
     return None
-
-
-class Zero(Protocol):
-    """The part of a `ZeroRedundancyOptimizer` that this module uses."""
-
-    accord: Accord
-    collectives: Collectives
-    shard: Shard
-    built: Built
-    backward: Backward
-    broadcast_dtype: torch.dtype | None
-    param_groups: list[ParamGroup]
-    registered: Registered
-    whole: WholeState
-
-    @property
-    def joined(self) -> object | None: ...
-    def current(self) -> Built: ...
-    def standing_facts(self) -> list[str]: ...
 
 
 def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +87,7 @@ def call_on_all(zero: Zero, name: str, /, *args: Any, **kwargs: Any) -> Any:
     bits = sum(1 << number for number in changed).to_bytes(len(built.params) // 8 + 1, "big")
     reports = gather_bytes(comm, bytes([failure is not None, has_state]) + bits)
     written = _send_written(zero, [report[2:] for report in reports])
-    copy_options(shard.optim.param_groups, zero.param_groups)
+    replace_options(shard.optim.param_groups, zero.param_groups)
     if written or any(report[1] for report in reports):
         zero.whole.note_change()
 
@@ -174,7 +146,7 @@ def _send_written(zero: Zero, bits_of_ranks: Iterable[bytes | bytearray]) -> set
     # The messages of a step leave out frozen parameters, but a method may write them.
     frozen = messages_by_parameter(built.partition, built.params, frozen=True)
     messages = messages_within([*built.messages, *frozen], written)
-    broadcast_messages(zero.collectives, messages, zero.broadcast_dtype, name=built.name)
+    broadcast_messages(zero.collectives, messages, zero.registered.broadcast_dtype, name=built.name)
     torch.autograd.graph.increment_version([built.params[number] for number in written])
     zero.shard.copies.note_versions()
     return written
@@ -195,7 +167,7 @@ def _check_works_apart(zero: Zero, name: str, args: Sequence[Any], kwargs: Mappi
         getattr(optimizer, name)(*args, **kwargs)
 
     # For each group with a parameter that is cut, the number of one such parameter.
-    split = {spec.group: n for n, spec in enumerate(zero.built.specs) if zero.built.is_cut(n)}
+    split = {zero.built.specs[number].group: number for number, *_ in zero.built.cut}
     for index, (of_class, options, defaults) in enumerate(zero.registered.constructed_with):
         if is_elementwise(of_class) or not has_method(of_class, name):
             continue

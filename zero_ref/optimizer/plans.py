@@ -9,23 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
 from zero_ref.comm.agreement import agree, agreement
-from zero_ref.comm.collectives import Collectives
 from zero_ref.optimizer.accord import facts_of_options
 from zero_ref.optimizer.entries import warn_if_not_saved
 from zero_ref.optimizer.registered import Registered
 from zero_ref.optimizer.repartition import Handover
-from zero_ref.optimizer.whole import WholeState
+from zero_ref.optimizer.whole import Zero
 from zero_ref.plan.choice import Choice, loads_under, plan_partition
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.shard.buckets import check_can_be_flattened
 from zero_ref.shard.built import Built
 from zero_ref.shard.checks import check_can_be_sharded, check_is_class, check_updates_apart, facts_of
-from zero_ref.shard.gradients import Backward
 from zero_ref.shard.groups import (
     OPTIMIZER_CLASS,
     ParamGroup,
@@ -36,31 +33,7 @@ from zero_ref.shard.groups import (
     specs_of,
 )
 from zero_ref.shard.several import SeveralOptimizers, class_of, name_classes, title, with_group
-from zero_ref.shard.shard import Shard, log_share
-
-Places = tuple[tuple[int, torch.dtype, bool], ...]
-"""(address, dtype, requires_grad) of each parameter, from `built.places_of`."""
-
-
-class Zero(Protocol):
-    """The part of a `ZeroRedundancyOptimizer` that this module uses."""
-
-    backward: Backward
-    broadcast_dtype: torch.dtype | None
-    built: Built
-    collectives: Collectives
-    overlap_with_ddp: bool
-    param_groups: list[ParamGroup]
-    parameters_as_bucket_view: bool
-    registered: Registered
-    shard: Shard
-    whole: WholeState
-
-    @property
-    def joined(self) -> object | None: ...
-    def current(self) -> Built: ...
-    def standing_facts(self) -> list[str]: ...
-    def register(self, param_group: ParamGroup) -> None: ...
+from zero_ref.shard.shard import log_share
 
 
 def first_plan(zero: Zero) -> Built:
@@ -72,10 +45,10 @@ def first_plan(zero: Zero) -> Built:
     params, specs = params_of(zero.param_groups), registered.specs_for(registered.choice, zero.param_groups)
     partition = plan_partition(registered.choice, specs, zero.collectives.world_size)
     check_can_be_sharded(classes, partition, params, specs)
-    if zero.parameters_as_bucket_view:
+    if registered.parameters_as_bucket_view:
         check_can_be_flattened(params)
     _check_apart(registered)
-    return Built.of(params, specs, partition, zero.parameters_as_bucket_view)
+    return Built.of(zero.param_groups, specs, partition, registered.parameters_as_bucket_view)
 
 
 def _check_apart(registered: Registered, first: int = 0) -> None:
@@ -97,9 +70,10 @@ def _check_apart(registered: Registered, first: int = 0) -> None:
 
 def facts_of_plan(zero: Zero, specs: Sequence[ParamSpec], partition: Partition, first: int = 0) -> list[str]:
     """The facts about a plan, and about the optimizer's own options, that must be equal on all ranks."""
+    given = zero.registered
     own_options = (
-        f"{title(zero.shard.optim)}, parameters_as_bucket_view={zero.parameters_as_bucket_view}, "
-        f"overlap_with_ddp={zero.overlap_with_ddp}, broadcast_dtype={zero.broadcast_dtype}, "
+        f"{title(zero.shard.optim)}, parameters_as_bucket_view={given.parameters_as_bucket_view}, "
+        f"overlap_with_ddp={given.overlap_with_ddp}, broadcast_dtype={given.broadcast_dtype}, "
         f"{zero.shard.masters or 'no masters'}, {zero.shard.place_of_state or 'state beside parameters'}"
     )
     return [own_options, *facts_of(zero.param_groups, specs, partition, first)]
@@ -107,8 +81,9 @@ def facts_of_plan(zero: Zero, specs: Sequence[ParamSpec], partition: Partition, 
 
 def _rebuild(zero: Zero, partition: Partition) -> None:
     """Make messages and local tensors for this partition of the current parameters."""
-    params, specs = params_of(zero.param_groups), _specs(zero)
-    built = Built.of(params, specs, partition, zero.parameters_as_bucket_view, zero.built)
+    built = Built.of(
+        zero.param_groups, _specs(zero), partition, zero.registered.parameters_as_bucket_view, zero.built
+    )
     zero.shard.place(built)
     zero.built = built  # last, so that the next step tries again if a line above raises
     log_share(zero.built, zero.shard, zero.collectives.world_size)
@@ -119,17 +94,15 @@ def _specs(zero: Zero) -> list[ParamSpec]:
     return specs_of(zero.param_groups, {spec.group for spec in zero.built.specs if spec.whole})
 
 
-def follow_parameters(zero: Zero, now: Places) -> None:
+def follow_parameters(zero: Zero) -> None:
     """Make messages and local tensors anew after parameters were moved, cast or frozen.
 
-    Args:
-        now: the current places of the parameters, which differ from those of the plan.
     Raises, Collective, Cost: as `ZeroRedundancyOptimizer.current`.
     """
     # 1. New local tensors cannot replace views that the local optimizer keeps. Other ranks may have to learn
     # of this error, so it is raised in phase 2.
     keeps_views: RuntimeError | None = None
-    if zero.parameters_as_bucket_view or zero.shard.cut:
+    if zero.registered.parameters_as_bucket_view or zero.built.cut:
         try:
             zero.shard.check_keeps_no_views("change which parameters are trained, or where they lie")
         except RuntimeError as error:
@@ -137,12 +110,11 @@ def follow_parameters(zero: Zero, now: Places) -> None:
 
     # 2. Agree. Addresses may differ between ranks, so they are not compared. Dtypes and `requires_grad` may
     # not: ranks that send different parameters would overwrite each other's memory, or abort in Gloo.
-    dtypes, dtypes_before = ([dtype for _, dtype, _ in places] for places in (now, zero.built.places))
-    trained, trained_before = ([trained for *_, trained in places] for places in (now, zero.built.places))
-    if trained != trained_before:
-        agree(zero.collectives, "change which parameters are trained", keeps_views or _kinds(zero))
-    elif dtypes != dtypes_before:
-        agree(zero.collectives, "cast parameters", keeps_views or _kinds(zero))
+    specs, before = _specs(zero), zero.built.specs
+    if [spec.trainable for spec in specs] != [spec.trainable for spec in before]:
+        agree(zero.collectives, "change which parameters are trained", keeps_views or _kinds(zero, specs))
+    elif [spec.dtype for spec in specs] != [spec.dtype for spec in before]:
+        agree(zero.collectives, "cast parameters", keeps_views or _kinds(zero, specs))
     if keeps_views is not None:
         raise keeps_views
 
@@ -152,11 +124,11 @@ def follow_parameters(zero: Zero, now: Places) -> None:
     _rebuild(zero, zero.built.partition)
 
 
-def _kinds(zero: Zero) -> list[str]:
+def _kinds(zero: Zero, specs: Sequence[ParamSpec]) -> list[str]:
     """The facts `requires_grad` and dtype of each parameter, and the options, which all ranks must share."""
     facts = [
         f"parameter {spec.name or number}: {kind}"
-        for number, spec in enumerate(_specs(zero))
+        for number, spec in enumerate(specs)
         for kind in (f"requires_grad={spec.trainable}", spec.dtype)
     ]
     if not zero.joined:  # in a Join, a step sends the options to ranks without data
@@ -173,7 +145,7 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
     try:
         with agreement(zero.collectives, "add a parameter group") as facts:
             # 1. Check the group, and list it with the others.
-            if zero.parameters_as_bucket_view:
+            if zero.registered.parameters_as_bucket_view:
                 shard.check_keeps_no_views("add a parameter group")
             check_is_class(given.get(OPTIMIZER_CLASS, torch.optim.SGD))
             zero.register(param_group)
@@ -204,7 +176,7 @@ def add_group(zero: Zero, param_group: ParamGroup) -> None:
 
     # 4. All ranks have agreed.
     shard.owned = [*shard.owned, *owned]
-    zero.built = replace(built, params=tuple(params), specs=tuple(specs), partition=partition, places=())
+    zero.built = replace(built, params=tuple(params), specs=tuple(specs), partition=partition, places=[])
     registered.listed = ids_in(zero.param_groups)
     zero.whole.gathered = None
     _rebuild(zero, partition)
@@ -230,7 +202,7 @@ def repartition(zero: Zero, choice: Choice) -> None:
             zero.collectives.rank,
             built.partition,
             new,
-            built.params if zero.broadcast_dtype is not None else (),
+            built.params if zero.registered.broadcast_dtype is not None else (),
             shard.owned,
             shard.slices_under(new, built.params),
             shard.state,
@@ -239,7 +211,7 @@ def repartition(zero: Zero, choice: Choice) -> None:
 
     # 2. All ranks have agreed: exchange the state. If that fails, all ranks raise and keep the old owners.
     shard.adopt(handover.owned, handover.exchange(zero.collectives))
-    zero.built = replace(built, specs=tuple(specs), partition=new, places=())
+    zero.built = replace(built, specs=tuple(specs), partition=new, places=[])
     zero.registered.choice = choice
     zero.backward.gradients.owners_changed()
     _rebuild(zero, new)

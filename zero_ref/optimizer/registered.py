@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from zero_ref.plan.choice import Choice, may_cut
@@ -29,6 +30,7 @@ class Registered:
         optimizer_class: the class of groups that name no class.
         defaults: the options of its constructor.
         choice: the rule for owners, or the owners.
+        parameters_as_bucket_view, overlap_with_ddp, broadcast_dtype: as the constructor's.
 
     Attributes:
         given: for each group the options that the user gave, without its parameters.
@@ -39,6 +41,9 @@ class Registered:
     optimizer_class: type[Optimizer]
     defaults: Mapping[str, Any]
     choice: Choice
+    parameters_as_bucket_view: bool
+    overlap_with_ddp: bool
+    broadcast_dtype: torch.dtype | None
     given: list[ParamGroup] = field(default_factory=list)
     listed: list[list[int]] = field(default_factory=list)
     tried: set[str] = field(default_factory=lambda: {"train", "eval"})

@@ -24,6 +24,7 @@ from zero_ref.optimizer.gather import consolidate
 from zero_ref.optimizer.registered import Registered
 from zero_ref.shard.built import Built
 from zero_ref.shard.coupling import switch, trial
+from zero_ref.shard.gradients import Backward
 from zero_ref.shard.groups import ParamGroup, params_of, replace_options
 from zero_ref.shard.owned import MASTER
 from zero_ref.shard.several import is_known, keys_beside_state, local_optimizer, optimizers_in
@@ -39,17 +40,22 @@ def _is_asked_by_torchs_setter() -> bool:
 
 
 class Zero(Protocol):
-    """The part of a `ZeroRedundancyOptimizer` that this module uses."""
+    """The part of a `ZeroRedundancyOptimizer` that this module, `plans.py` and `forwarded.py` use."""
 
     accord: Accord
-    broadcast_dtype: torch.dtype | None
+    backward: Backward
+    built: Built
     collectives: Collectives
     param_groups: list[ParamGroup]
     registered: Registered
     shard: Shard
+    whole: WholeState
 
+    @property
+    def joined(self) -> object | None: ...
     def check_groups(self) -> None: ...
     def current(self) -> Built: ...
+    def register(self, param_group: ParamGroup) -> None: ...
     def standing_facts(self) -> list[str]: ...
 
 
@@ -69,11 +75,11 @@ class WholeState:
         self.zero: Zero = weakref.proxy(zero)
         self.gathered: State | None = None
         self._is_everywhere = True  # all ranks have `gathered`, or what the constructor made
-        self._is_as_constructed = True  # no update and no load since, on any rank
+        self._was_replaced = False  # the state was loaded or assigned, or a method has changed it
 
     def note_change(self) -> None:
-        """Note that the state is no longer the one that was gathered, or that the constructor made."""
-        self.gathered, self._is_as_constructed = None, False
+        """Note that other than by an update, the state has become another one than the constructor made."""
+        self.gathered, self._was_replaced = None, True
 
     def gather(self, to: int | Literal["all"]) -> None:
         """Gather the state onto rank `to`, or onto all: `ZeroRedundancyOptimizer.consolidate_state_dict`."""
@@ -93,7 +99,7 @@ class WholeState:
     def as_gathered(self) -> dict[str, Any]:
         """The gathered state as a state dict, before hooks: `ZeroRedundancyOptimizer.state_dict`."""
         rank, whole = self.zero.collectives.rank, self.gathered
-        if whole is None and self._is_as_constructed:
+        if whole is None and not self._was_replaced and not self.zero.accord.updates:
             whole = self._constructed()
         if not (whole and self._is_everywhere) and _is_asked_by_torchs_setter():
             raise RuntimeError(
@@ -220,5 +226,5 @@ class WholeState:
         replace_options(optim.param_groups, zero.param_groups)
         self.note_change()
         zero.accord.lost = {}
-        if zero.broadcast_dtype is not None:
+        if zero.registered.broadcast_dtype is not None:
             zero.accord.compared = len(zero.shard.built.params)  # ranks may hold rounded values

@@ -36,10 +36,10 @@ from zero_ref.optimizer.whole import WholeState
 from zero_ref.plan.choice import Choice
 from zero_ref.plan.partition import Partition
 from zero_ref.shard.arriving import Arriving
-from zero_ref.shard.buckets import expect_broadcasts, finish_broadcasts, start_broadcasts
+from zero_ref.shard.buckets import finish_broadcasts, start_broadcasts
 from zero_ref.shard.built import Built, places_of
 from zero_ref.shard.gradients import WHOLE, Backward, check_no_scaler
-from zero_ref.shard.groups import copy_options, difference, given_in, ids_in, replace_options
+from zero_ref.shard.groups import difference, given_in, ids_in, replace_options
 from zero_ref.shard.local_state import SliceState, StateOfParameters
 from zero_ref.shard.offload import StatePlace
 from zero_ref.shard.rounding import Masters
@@ -96,14 +96,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         optim: the local optimizer, on this rank's slices. If groups name several classes, it is a
             `SeveralOptimizers`, which has one optimizer for each class.
         partition: the owner of each slice.
+        registered: the arguments as the user gave them.
         built: the parameters, their partition and the messages of a step.
         shard: the slices that this rank owns, and the local optimizer.
         backward: where the gradients of the last backward are, and whether hooks have made the update.
         arriving: the pending calls that send and receive new parameters, if `gather_in_forward` of
-            ShardedDataParallel lets `step` return before they are complete.
+            ShardedDataParallel lets `step` return before they are complete; else None.
         accord: checks that options stay equal on all ranks, and reports errors between ranks.
         collectives: makes the calls to other ranks; append to its `observers` to see every call.
-        process_group, rank, world_size, global_rank: as torch's. `rank` counts within the group.
+        process_group, rank, world_size, global_rank, parameters_as_bucket_view: as torch's. `rank` counts
+            within the group.
 
     Raises:
         TypeError, ValueError: as torch's optimizers, for wrong `params` or options; also if the partition
@@ -140,12 +142,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._shadow: weakref.ref[join.ShadowStep] | None = None
         self.collectives = as_collectives(process_group)
         self.process_group = dist.group.WORLD if process_group is None else process_group
-        self.parameters_as_bucket_view = parameters_as_bucket_view
-        self.overlap_with_ddp = overlap_with_ddp
-        self.broadcast_dtype = broadcast_dtype
         self.backward = Backward()
-        self.arriving = Arriving()
-        self.registered = Registered(optimizer_class, defaults, partition)
+        self.arriving: Arriving | None = None
+        self.registered = Registered(
+            optimizer_class,
+            defaults,
+            partition,
+            parameters_as_bucket_view,
+            overlap_with_ddp,
+            broadcast_dtype,
+        )
         self.whole = WholeState(self)
 
         # 1. Plan and check, without sending parameters. If one rank cannot construct its part, all ranks
@@ -199,6 +205,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def partition(self) -> Partition:
         return self.built.partition
+
+    @property
+    def parameters_as_bucket_view(self) -> bool:
+        return self.registered.parameters_as_bucket_view
 
     # ------------------------------------------------------------------------------------------- the step
 
@@ -256,16 +266,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             closure, **kwargs, Returns, Raises, Collective, Cost: as `step`.
         """
         # Let the network receive new parameters while this rank computes, unless a closure still needs the
-        # old ones.
-        expected = (
-            [] if closure else expect_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype)
-        )
+        # old ones, or they arrive in another dtype.
+        expected: Sequence[PendingCall | None] = ()
+        if closure is None and self.registered.broadcast_dtype is None:
+            expected = self.collectives.expect(self.built.messages)
 
         # 2. Take the gradients of what this rank owns, and step the local optimizer on it.
         try:
-            loss = self.shard.step(
-                lambda: GradientSource(gradients, self.backward.gradients.parts), closure, **kwargs
-            )
+            if closure is None:
+                source = GradientSource(gradients, self.backward.gradients.parts)
+                loss = self.shard.step(source, **kwargs)
+            else:
+                loss = self.shard.step_with(closure, lambda: self.backward.gradients.parts, **kwargs)
         except Exception as error:
             # All ranks call the closure and meet an error in it themselves. Of one in the local step they
             # have to be told.
@@ -287,16 +299,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @_disable_dynamo
     def begin_update(self) -> None:
         """Follow the user's changes since the last update, and compare what must be equal on all ranks."""
-        self.whole.note_change()
+        self.whole.gathered = None  # the update makes it out of date
         built = self.current()
         self.accord.before_update(built, self.standing_facts)
         replace_options(self.param_groups, self.shard.optim.param_groups)
 
     def exchange(self, expected: Sequence[PendingCall | None]) -> None:
         """Send what this rank owns, receive the rest, and learn which ranks could not step."""
-        works = start_broadcasts(self.collectives, self.built.messages, self.broadcast_dtype, expected)
+        dtype = self.registered.broadcast_dtype
+        works = start_broadcasts(self.collectives, self.built.messages, dtype, expected)
         # With ShardedDataParallel, its next forward may wait for the parameters instead of this step.
-        if self.arriving.later:
+        if self.arriving is not None:
             self.arriving.begin(self.built.messages, works, self.built.params, self._have_arrived)
             return
         try:
@@ -325,10 +338,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Record the update in the versions of parameters, the user's groups and `backward`."""
         # Autograd does not see that a broadcast wrote into parameters, so increment their versions. Frozen
         # parameters have not changed, and a running backward may still need them.
-        torch.autograd.graph.increment_version([param for param in self.built.params if param.requires_grad])
+        torch.autograd.graph.increment_version(self.built.trained)
         if self.shard.copies.slices:
             self.shard.copies.note_versions()
-        copy_options(self.shard.optim.param_groups, self.param_groups)
+        replace_options(self.shard.optim.param_groups, self.param_groups)
         if self.backward.gradients is not WHOLE:
             self.backward.stepped()
         self._opt_called = True  # learning-rate schedulers warn where step() was never called
@@ -353,7 +366,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             check()
             return None
         noted = UserClosure(closure, check)
-        if self.overlap_with_ddp or self.joined is not None:
+        if self.registered.overlap_with_ddp or self.joined is not None:
             # Call the closure now: its backward may make the update, and in a Join the ranks without data
             # repeat the collectives of its backward before those of this step.
             noted.evaluate_now()
@@ -412,13 +425,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Collective: all ranks of the group, if `requires_grad` or the dtype of a parameter has changed.
         Cost: one all-gather of 32 bytes, in that case.
         """
-        self.arriving.wait()
-        self.accord.check_certain()
-        self.check_groups()
-        self.shard.follow()  # take over the user's writes into parameters, before a new plan moves them
-        now = places_of(self.built.params)
-        if now != self.built.places:
-            plans.follow_parameters(self, now)
+        # 1. All new parameters must be here, and equal on all ranks.
+        if self.arriving is not None:
+            self.arriving.wait()
+        if self.accord.uncertain:
+            raise RuntimeError(self.accord.uncertain)
+        # 2. Take over the user's writes into parameters, before a new plan moves them.
+        self.shard.follow()
+        # 3. Compare the groups and parameters with the plan.
+        if places_of(self.param_groups) != self.built.places:
+            self.check_groups()
+            plans.follow_parameters(self)
         return self.built
 
     def check_groups(self) -> None:

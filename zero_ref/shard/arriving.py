@@ -20,13 +20,11 @@ from zero_ref.shard.buckets import Message
 class Arriving:
     """The broadcasts that the last step has started and nobody has waited for yet.
 
-    Attributes:
-        later: `step` returns before the new parameters have arrived. The caller that sets it must make every
-            reader of a parameter wait first.
+    An optimizer that has such an object returns from `step` before the new parameters have arrived. So every
+    reader of a parameter must wait first; `watch` sees to the modules of a model.
     """
 
     def __init__(self) -> None:
-        self.later = False
         # (the parameters in a broadcast, the broadcast)
         self._works: list[tuple[frozenset[torch.Tensor], PendingCall]] = []
         self._done: Callable[[], object] = lambda: None
@@ -81,7 +79,6 @@ class Arriving:
 
     def watch(self, module: nn.Module) -> None:
         """Make each submodule wait for its parameters before its forward, and before it saves or loads."""
-        self.later = True
         for submodule in module.modules():
             if any(True for _ in submodule.parameters(recurse=False)):
                 submodule.register_forward_pre_hook(lambda owner, _: self.wait(owner._parameters.values()))

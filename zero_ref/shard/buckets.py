@@ -221,20 +221,6 @@ def messages_within(messages: Iterable[Message], params: Container[int]) -> list
     ]
 
 
-def expect_broadcasts(
-    comm: Collectives, messages: Iterable[Message], dtype: torch.dtype | None = None
-) -> list[PendingCall | None]:
-    """Start to receive the other ranks' broadcasts early, where the network supports it.
-
-    Args:
-        dtype: as in `start_broadcasts`. With a dtype, rounded values arrive in temporary tensors, which
-            `start_broadcasts` makes, so nothing is received early.
-    Returns:
-        The argument `expected` for `start_broadcasts`, which must follow with the same messages.
-    """
-    return [] if dtype is not None else [comm.expect(message.tensor, message.owner) for message in messages]
-
-
 def start_broadcasts(
     comm: Collectives,
     messages: Iterable[Message],
@@ -246,7 +232,8 @@ def start_broadcasts(
     Args:
         dtype: send parameters of a larger floating-point dtype in this one; None sends all as they are. The
             owner keeps its unrounded values, the other ranks receive rounded ones.
-        expected: what `expect_broadcasts` returned for these messages; `dtype` is then None.
+        expected: what `comm.expect` returned for these messages; `dtype` is then None, since rounded values
+            arrive in temporary tensors.
     Collective: all ranks of the group, with the same messages in the same order.
     Cost: each rank receives the elements that it does not own.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 
@@ -16,7 +17,12 @@ from zero_ref.plan.layout import lay_out
 from zero_ref.plan.partition import ParamSpec, Partition
 from zero_ref.shard.buckets import Message, flatten_parameters, messages_by_parameter
 from zero_ref.shard.checks import fact_of
-from zero_ref.shard.groups import name_of
+from zero_ref.shard.groups import ParamGroup, name_of, params_of
+
+Places = list[list[tuple[int, int, tuple[torch.dtype, bool]]]]
+"""By group and parameter (id, address, (dtype, requires_grad))."""
+
+_kind = attrgetter("dtype", "requires_grad")
 
 
 @dataclass(frozen=True)
@@ -28,19 +34,21 @@ class Built:
         specs: what the plan knows about each parameter.
         partition: the owner of each slice.
         messages: what a step sends, in order. They share memory with the parameters.
-        places: the address, the dtype and `requires_grad` of each parameter, to notice that one has changed.
+        cut: (number, parameter, strides) of each parameter that is cut into several slices.
+        places: the parameters as they were, from `places_of`, to notice that one has changed.
     """
 
     params: tuple[torch.Tensor, ...]
     specs: tuple[ParamSpec, ...]
     partition: Partition
     messages: tuple[Message, ...]
-    places: tuple[tuple[int, torch.dtype, bool], ...]
+    cut: tuple[tuple[int, torch.Tensor, tuple[int, ...]], ...]
+    places: Places
 
     @classmethod
     def of(
         cls,
-        params: Sequence[torch.Tensor],
+        param_groups: Sequence[ParamGroup],
         specs: Sequence[ParamSpec],
         partition: Partition,
         flat: bool,
@@ -49,9 +57,11 @@ class Built:
         """Make the messages for the current parameters.
 
         Args:
+            param_groups: the groups that list the parameters.
             flat: move the trained parameters into flat tensors, in which each rank's slices are contiguous.
             before: the `Built` that the new one replaces.
         """
+        params = params_of(param_groups)
         if flat:
             # A frozen parameter is in no new flat tensor. As a view, it would keep the whole old one.
             if before is not None:
@@ -59,7 +69,13 @@ class Built:
             messages = flatten_parameters(lay_out(partition, specs), params)
         else:
             messages = messages_by_parameter(partition, params)
-        return cls(tuple(params), tuple(specs), partition, tuple(messages), places_of(params))
+        cut = [
+            (number, param, param.stride())
+            for number, param in enumerate(params)
+            if len(partition.pieces_of_param[number]) > 1
+        ]
+        places = places_of(param_groups)
+        return cls(tuple(params), tuple(specs), partition, tuple(messages), tuple(cut), places)
 
     @cached_property
     def facts(self) -> list[str]:
@@ -71,6 +87,11 @@ class Built:
         return [*lines, fact_of(self.partition)]
 
     @cached_property
+    def trained(self) -> tuple[torch.Tensor, ...]:
+        """The parameters that a step changes."""
+        return tuple(param for param, spec in zip(self.params, self.specs) if spec.trainable)
+
+    @cached_property
     def owners(self) -> frozenset[int]:
         """The ranks that update something in a step."""
         return frozenset(message.owner for message in self.messages if message.slices)
@@ -79,14 +100,15 @@ class Built:
         """A parameter's name in errors."""
         return name_of(self.specs, number)
 
-    def is_cut(self, number: int) -> bool:
-        """Return whether the parameter is cut into several slices."""
-        return len(self.partition.pieces_of_param[number]) > 1
 
-
-def places_of(params: Sequence[torch.Tensor]) -> tuple[tuple[int, torch.dtype, bool], ...]:
-    """List the address, dtype and `requires_grad` of each parameter; a change needs new messages."""
-    return tuple([(param.data_ptr(), param.dtype, param.requires_grad) for param in params])
+def places_of(param_groups: Sequence[ParamGroup]) -> Places:
+    """List what a plan depends on: each group's parameters, where they lie, and of which kind they are."""
+    places = []
+    for group in param_groups:
+        params = group["params"]
+        # `map`: every step looks at all parameters, and a loop in Python takes longer.
+        places.append([*zip(map(id, params), map(torch.Tensor.data_ptr, params), map(_kind, params))])
+    return places
 
 
 def _free_frozen_windows(params: Sequence[torch.Tensor], messages: Sequence[Message]) -> None:

@@ -91,21 +91,15 @@ def given_in(group: ParamGroup) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def copy_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
-    """Copy all options, such as learning rates, from `source` to `target`, but not the parameters."""
-    for theirs, ours in zip(source, target, strict=True):
-        for key, value in theirs.items():
-            if key not in PARAM_KEYS:
-                ours[key] = value
-
-
 def replace_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
     """Copy all options from `source` to `target`, and remove those that `source` does not have."""
     for theirs, ours in zip(source, target, strict=True):
         for key in ours.keys() - theirs.keys():
             if key not in PARAM_KEYS:
                 del ours[key]
-    copy_options(source, target)
+        for key, value in theirs.items():
+            if key not in PARAM_KEYS:
+                ours[key] = value
 
 
 def loaded_options(saved: ParamGroup, ours: ParamGroup, defaults: Mapping[str, Any]) -> dict[str, Any]:

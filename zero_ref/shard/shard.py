@@ -38,7 +38,7 @@ from zero_ref.shard.several import (
     local_optimizer,
     optimizers_in,
 )
-from zero_ref.shard.stepper import Casts, GradientSource, Steppers
+from zero_ref.shard.stepper import Casts, GradientSource, Parts, Steppers
 
 logger = logging.getLogger("zero_ref.optimizer")
 
@@ -59,7 +59,6 @@ class Shard:
         owned: the slices that this rank owns.
         copies: the owned slices whose local tensors are copies.
         optim: the local optimizer.
-        cut: (number, parameter, strides) of each parameter that is cut.
         steppers: the objects that step the slices.
         foreign: watches what classes that are not torch's do in a step.
     """
@@ -94,17 +93,11 @@ class Shard:
 
     # ------------------------------------------------------------------------------------------------ a step
 
-    def step(
-        self,
-        source: Callable[[], GradientSource],
-        closure: Callable[[], Any] | None = None,
-        **options: Any,
-    ) -> Any:
+    def step(self, source: GradientSource, **options: Any) -> Any:
         """Step the local optimizer with the gradients of what this rank owns, and publish the new values.
 
         Args:
-            source: returns the places of the gradients.
-            closure: computes the gradients; the local optimizer calls it.
+            source: the places of the gradients.
             **options: passed to the local optimizer's `step`.
         Returns:
             What the local optimizer's `step` returns.
@@ -112,34 +105,41 @@ class Shard:
             RuntimeError: a parameter that is cut has a sparse gradient. Every rank checks all parameters that
                 are cut, so all raise.
         """
-        # 1. Give each local tensor the gradient of its slice. With a closure, that is not known before.
-        if closure is None:
-            self._set_gradients(source())
-        else:
-            options["closure"] = partial(self._evaluate, closure, source)
+        # 1. Give each local tensor the gradient of its slice.
+        stepper = self.steppers.chosen
+        if self.built.cut:
+            self._check_can_be_cut(source)
+        stepper.set_gradients(source)
         # 2. Step, then give the parameters back the gradients that the user knows.
         try:
-            return self.steppers.chosen.step(**options)
+            return stepper.step(**options)
+        finally:
+            stepper.restore_gradients()
+
+    def step_with(self, closure: Callable[[], Any], parts: Callable[[], Parts], **options: Any) -> Any:
+        """Step the local optimizer, which calls the closure to compute the gradients.
+
+        Args:
+            closure: re-evaluates the model, and returns the loss.
+            parts: returns what the closure's backward has left as `GradientSource.by_slice`.
+            **options, Returns, Raises: as `step`.
+        """
+        try:
+            return self.steppers.chosen.step(closure=partial(self._evaluate, closure, parts), **options)
         finally:
             self.steppers.chosen.restore_gradients()
 
-    def _set_gradients(self, source: GradientSource, *, at_once: bool = False) -> None:
-        """Give each local tensor its gradient.
-
-        Raises:
-            RuntimeError: a gradient that would have to be cut is sparse.
-        """
-        # Also check parameters of which this rank owns nothing: otherwise only the owners would raise.
-        for number, param, _ in self.cut:
+    def _check_can_be_cut(self, source: GradientSource) -> None:
+        """Refuse a sparse gradient of a parameter that is cut, on all ranks: not only on its owners."""
+        for number, param, _ in self.built.cut:
             grad = source.of_param(number, param)
             if grad is not None and grad.layout != torch.strided:
                 raise RuntimeError(
                     f"parameter {self.built.name(number)} has a sparse gradient, which cannot be cut. Use a "
                     'partition of whole parameters, such as "sorted_greedy".'
                 )
-        self.steppers.chosen.set_gradients(source, at_once=at_once)
 
-    def _evaluate(self, closure: Callable[[], Any], source: Callable[[], GradientSource]) -> Any:
+    def _evaluate(self, closure: Callable[[], Any], parts: Callable[[], Parts]) -> Any:
         """Call the user's closure inside the step of the local optimizer, then set the new gradients."""
         # 1. The user's code must see its own gradients, and the values that the class has made so far.
         self.steppers.chosen.restore_gradients()
@@ -154,7 +154,9 @@ class Shard:
             loss = closure()
             self.copies.follow_parameters()
         # 3. Set all gradients at once: the class goes on with its step when this returns.
-        self._set_gradients(source(), at_once=True)
+        source = GradientSource(by_slice=parts())
+        self._check_can_be_cut(source)
+        self.steppers.chosen.set_gradients(source, at_once=True)
         return loss
 
     def call(
@@ -162,7 +164,7 @@ class Shard:
         name: str,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        parts: Mapping[Slice, torch.Tensor] | None,
+        parts: Parts,
     ) -> Any:
         """Call a method of the local optimizer's class while the local tensors have their gradients.
 
@@ -235,13 +237,8 @@ class Shard:
 
     @torch.no_grad()
     def _arrange(self) -> None:
-        """Find the parameters that are cut and the slices that are copies, and make the steppers for them."""
+        """Find the slices that are copies, and make the steppers."""
         built = self.built
-        self.cut = [
-            (number, param, param.stride())
-            for number, param in enumerate(built.params)
-            if built.is_cut(number)
-        ]
         self._devices = [own.local.device for own in self.owned]
         self.copies = Copies(self.owned, self.masters, self.place_of_state)
         self.steppers = Steppers(
@@ -307,7 +304,7 @@ class Shard:
                         "optimizer is constructed."
                     )
         # 3. A slice is a range of memory: the same strides mean the same elements.
-        for number, param, strides in self.cut:
+        for number, param, strides in self.built.cut:
             if param.stride() != strides:
                 raise RuntimeError(
                     f"rank {self.rank}: parameter {self.built.name(number)} is split between ranks along its "

@@ -35,6 +35,10 @@ CAST_NBYTES = 2**22
 """Bytes of masters whose gradients are cast at a time: the casts stay in the cache until they are used."""
 
 
+Parts = Mapping[Slice, torch.Tensor] | None
+"""By slice, this rank's gradients of parameters that are cut; None if the `.grad` of parameters has them."""
+
+
 class GradientSource(NamedTuple):
     """The places of the gradients of an update.
 
@@ -46,7 +50,7 @@ class GradientSource(NamedTuple):
     """
 
     by_param: Mapping[int, torch.Tensor] | None = None
-    by_slice: Mapping[Slice, torch.Tensor] | None = None
+    by_slice: Parts = None
 
     def of_param(self, number: int, param: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of a whole parameter."""
