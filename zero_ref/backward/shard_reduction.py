@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero_ref.backward.gradient_buckets import GradientBucket, Memory, Phases, make_bucket
+from zero_ref.backward.gradient_buckets import GradientBucket, Memory, Phases, bucket_class
 from zero_ref.backward.reduction import gradients_to_watch, share_infinities
 from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.comm.process_group import BACKWARD_TAG, ProcessGroupCollectives
@@ -112,8 +112,9 @@ class ShardReduction:
         self._memory = Memory(options.keep_memory)  # other buckets need other sizes
         for plan in gradient_plans(built.partition, built.specs, max(options.cap, 1)):
             params = {number: built.params[number] for number in plan.starts}
-            dtype = options.dtype or next(iter(params.values())).dtype
-            self.buckets.append(make_bucket(plan, params, dtype, self.comm, self.replicas, self._memory))
+            first = next(iter(params.values()))
+            kind, dtype = bucket_class(plan, self.comm, first.device), options.dtype or first.dtype
+            self.buckets.append(kind(plan, params, dtype, self.comm, self.replicas, self._memory))
         self.bucket_of = {number: bucket for bucket in self.buckets for number in bucket.params}
 
     # ------------------------------------------------------------------------------------------- a backward
@@ -178,7 +179,7 @@ class ShardReduction:
         """Move a complete gradient to its bucket."""
         bucket, grad = self.bucket_of[number], param.grad
         assert grad is not None
-        if number not in bucket.local.missing:
+        if number not in bucket.missing:
             raise RuntimeError(
                 f"{self._title(number)} got a second gradient in one backward. Reentrant activation "
                 "checkpointing does this: pass use_reentrant=False."
@@ -190,7 +191,7 @@ class ShardReduction:
             )
         if grad.requires_grad:
             raise has_graph()
-        bucket.local.put(number, grad, bucket.own.kept)
+        bucket.put(number, grad)
         param.grad = None
 
     def _title(self, number: int) -> str:
@@ -201,12 +202,14 @@ class ShardReduction:
         """Start to reduce a bucket, and complete the one before it, which has had time to arrive."""
         running = self._running
         assert running is not None
-        for number in sorted(bucket.local.missing):
+        for number in sorted(bucket.missing):
             param = bucket.params[number]
             if param.grad is not None:  # of earlier backwards under no_sync, and not used in this one
-                bucket.local.put(number, param.grad, bucket.own.kept)
+                bucket.put(number, param.grad)
                 param.grad = None
-        running.unused |= bucket.local.missing
+            else:  # other ranks may have one
+                bucket.put(number, torch.zeros_like(param, requires_grad=False))
+                running.unused.add(number)
         running.start(bucket.reduce())
 
     def count(self) -> None:

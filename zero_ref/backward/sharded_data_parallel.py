@@ -390,7 +390,7 @@ class ShardedDataParallel(nn.Module):
             return
         reduction, number = self._hooks.place_of[param]
         reduction.take(number, param)
-        while waiting and not waiting[0][1].local.missing:
+        while waiting and not waiting[0][1].missing:
             reduction, bucket = waiting.pop(0)
             reduction.reduce(bucket)
 
