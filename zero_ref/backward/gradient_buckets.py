@@ -176,7 +176,7 @@ class GradientBucket:
         replicas: Collectives | None,
         memory: Memory,
     ) -> None:
-        self.plan, self.params, self.dtype, self.comm, self.replicas = plan, params, dtype, comm, replicas
+        self.params, self.dtype, self.comm, self.replicas = params, dtype, comm, replicas
         self.layout, self.memory = plan.tensors(as_one=self.as_one), memory
         self.own = OwnedGradient(plan, comm.rank, next(iter(params.values())), memory)
         # The places of gradients in joint tensors, by number. They stay if memory does: to make such a view
@@ -253,7 +253,7 @@ class NativeBucket(GradientBucket):
 
     def average_on_owners(self, tensors: Sequence[torch.Tensor]) -> Generator[None, None, torch.Tensor]:
         # Divided before the sum: float16 could overflow. What memory has lent may be longer than the bucket.
-        flat = tensors[0][: self.plan.numel].mul_(1 / self.comm.world_size)
+        flat = tensors[0][: len(self.layout.extents[0])].mul_(1 / self.comm.world_size)
         part = self.own.receiver(self.dtype)
         work = self.comm.reduce_shares(flat, part)
         yield
