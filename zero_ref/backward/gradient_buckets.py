@@ -17,7 +17,7 @@ import torch
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.plan.calls import Call
-from zero_ref.plan.gradients import Cut, GradientPlan
+from zero_ref.plan.gradients import GradientPlan
 from zero_ref.plan.partition import Slice
 from zero_ref.shard.buckets import flat_like
 
@@ -310,35 +310,19 @@ class PairwiseBucket(GradientBucket):
         yield
         work.wait()
         # Phase 3: the average, in the order of ranks, so that it is the same whoever owns it.
-        parts = []
+        arrived = []
         for part in received:
-            parts.append(part[: own.numel].to(own.device))
-        for cut in self.cuts:
-            self._average(cut, tensors[cut.tensor], parts, average)
+            arrived.append(part[: own.numel].to(own.device))
+        for cut, window in zip(self.cuts, self.windows):
+            parts = []
+            for part in arrived:
+                parts.append(part[window])
+            parts.insert(self.comm.rank, tensors[cut.tensor][cut.start : cut.stop])
+            average_into(average[window], parts)
         for part in received:
             if part is not average:
                 self.memory.give_back([part])
         return average
-
-    def _average(
-        self, cut: Cut, local: torch.Tensor, received: Sequence[torch.Tensor], average: torch.Tensor
-    ) -> None:
-        """Average the part of one tensor that this rank owns.
-
-        Args:
-            local: the tensor, with this rank's own gradients.
-            received: the parts that the other ranks have sent, in rank order.
-            average: (own numel,), receives the result; may be one of the parts.
-        """
-        numel = cut.stop - cut.start
-        for start in range(0, numel, CHUNK_NUMEL):
-            stop = min(start + CHUNK_NUMEL, numel)
-            inside = slice(cut.place + start, cut.place + stop)
-            parts = []
-            for part in received:
-                parts.append(part[inside])
-            parts.insert(self.comm.rank, local[cut.start + start : cut.start + stop])
-            average_into(average[inside], parts)
 
 
 def bucket_class(plan: GradientPlan, comm: Collectives, device: torch.device) -> type[GradientBucket]:
@@ -364,12 +348,16 @@ def average_into(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """
     scale = 1 / len(parts)
     # Dividing by a power of two is exact, so sum first and divide once. Not in float16, where the sum could
-    # overflow. `result` may be the first or the second part: `add` reads both before it writes.
-    if len(parts) > 1 and len(parts) & (len(parts) - 1) == 0 and result.dtype != torch.float16:
-        torch.add(parts[0], parts[1], out=result)
-        for part in parts[2:]:
-            result.add_(part)
-        result.mul_(scale)
-        return
-    divided = [part * scale for part in parts]  # `result` may be the memory of a part
-    result.copy_(sum(divided[1:], divided[0]))
+    # overflow.
+    sums_first = len(parts) > 1 and len(parts) & (len(parts) - 1) == 0 and result.dtype != torch.float16
+    for start in range(0, result.numel(), CHUNK_NUMEL):
+        chunk = slice(start, start + CHUNK_NUMEL)
+        average = result[chunk]
+        if sums_first:  # `result` may be the first or the second part: `add` reads both before it writes
+            torch.add(parts[0][chunk], parts[1][chunk], out=average)
+            for part in parts[2:]:
+                average.add_(part[chunk])
+            average.mul_(scale)
+        else:
+            divided = [part[chunk] * scale for part in parts]  # `result` may be the memory of a part
+            average.copy_(sum(divided[1:], divided[0]))
