@@ -27,6 +27,13 @@ FAIRSCALE = {
 """Options that `ShardedDataParallel` accepts for programs written for FairScale, and what each does here."""
 
 
+def listed_optimizers(given: Any) -> list[Any]:
+    """The argument `sharded_optimizer` as a list, whatever it is."""
+    if isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable):
+        return [given]
+    return list(given)
+
+
 def check_names(options: Iterable[str]) -> None:
     """Refuse options that are not FairScale's.
 

@@ -1,24 +1,23 @@
 """Buckets of gradients: each is reduced as a whole, and this rank gets the part that it owns.
 
 `stairs/owners.py` leaves gradients to DDP, which copies them into flat buckets and keeps these. A bucket here
-has two sides: `LocalGradients` are this rank's own, and `OwnedGradient` is this rank's part of the averages.
-The way between them depends on the network, so there are two buckets. `NativeBucket` copies all gradients
-into one flat tensor, for a backend's own reduce-scatter. `PairwiseBucket` sends messages between pairs of
-ranks. For those a large gradient stays where autograd has put it, and only small ones are copied together.
+takes this rank's own gradients, and its `OwnedGradient` is this rank's part of the averages. The way between
+them depends on the network, so there are two buckets. `NativeBucket` copies all gradients into one flat
+tensor, for a backend's own reduce-scatter. `PairwiseBucket` sends messages between pairs of ranks. For those
+a large gradient stays where autograd has put it, and only small ones are copied together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from functools import cached_property
 from itertools import compress
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.plan.calls import Call
-from zero_ref.plan.gradients import Cut, GradientPlan, GradientTensors
+from zero_ref.plan.gradients import GradientPlan
 from zero_ref.plan.partition import Slice
 from zero_ref.shard.buckets import flat_like
 
@@ -60,82 +59,6 @@ class Memory:
         """Free the pool at the end of a backward, unless memory is kept."""
         if not self.keeps:
             self._free.clear()
-
-
-class LocalGradients:
-    """This rank's own gradients of a bucket, in the tensors from which they are sent.
-
-    Args:
-        params: the parameters by number, in the order of their places.
-        layout: the tensor and the place of each gradient.
-        dtype: the dtype in which gradients are sent.
-        memory: lends the joint tensors.
-
-    Attributes:
-        missing: the numbers of the parameters whose gradients have not come.
-        tensors: the tensors that are sent; None until a gradient has come.
-    """
-
-    def __init__(
-        self, params: Mapping[int, torch.Tensor], layout: GradientTensors, dtype: torch.dtype, memory: Memory
-    ) -> None:
-        self.params, self.layout, self.dtype, self.memory = params, layout, dtype, memory
-        # The places of gradients in joint tensors, by number. They stay if memory does: to make such a view
-        # takes about as long as to copy a small gradient into it.
-        self._viewed: dict[int, torch.Tensor] = {}
-        self._views: dict[int, torch.Tensor] = {}
-        self.reset()
-
-    def reset(self) -> None:
-        """Expect all gradients, and let go of those that are here."""
-        self.missing = set(self.params)
-        self.tensors: list[torch.Tensor | None] = [None] * len(self.layout.extents)
-        if not self.memory.keeps:
-            self._viewed, self._views = {}, {}
-
-    def put(self, number: int, grad: torch.Tensor, received_in: torch.Tensor | None) -> None:
-        """Take a gradient, which must not be changed any more.
-
-        Args:
-            received_in: memory in which other ranks' gradients will arrive.
-        """
-        self.missing.discard(number)
-        tensor, start = self.layout.of_param[number]
-        if self.layout.joint[tensor]:
-            joint = self.tensors[tensor]
-            if joint is None:
-                joint = self._borrow(tensor)
-            view = self._views.get(number)
-            if view is None:
-                param = self.params[number]
-                view = self._views[number] = joint.as_strided(param.size(), param.stride(), start)
-            view.copy_(grad)
-            return
-        # A gradient that was set to zero, and not to None, lies where other ranks' are about to arrive.
-        flat = flat_like(grad, self.params[number])
-        self.tensors[tensor] = flat.to(self.dtype, copy=_share(flat, received_in))
-
-    def fill(self) -> list[torch.Tensor]:
-        """Put zeros where no gradient has come, and return all tensors."""
-        for number in list(self.missing):
-            self.put(number, torch.zeros_like(self.params[number], requires_grad=False), None)
-        return cast(list[torch.Tensor], self.tensors)
-
-    def give_back(self, sent: Sequence[torch.Tensor]) -> None:
-        """Return the joint tensors among those that were sent to the pool."""
-        self.memory.give_back(compress(sent, self.layout.joint))
-        self.tensors = [None] * len(self.layout.extents)
-
-    def _borrow(self, tensor: int) -> torch.Tensor:
-        """Borrow the memory of a joint tensor, and forget the views of another one."""
-        numel, device = len(self.layout.extents[tensor]), next(iter(self.params.values())).device
-        joint = self.tensors[tensor] = self.memory.borrow(numel, self.dtype, device)
-        if self._viewed.get(tensor) is not joint:
-            self._viewed[tensor] = joint
-            for number, (at, _) in self.layout.of_param.items():
-                if at == tensor:
-                    self._views.pop(number, None)
-        return joint
 
 
 class OwnedGradient:
@@ -233,6 +156,12 @@ class GradientBucket:
         comm: reduces them.
         replicas: adds up the shards of the same rank in other groups; None if there is one group.
         memory: from which the bucket takes tensors.
+
+    Attributes:
+        layout: the tensor and the place of each gradient.
+        missing: the numbers of the parameters whose gradients have not come.
+        tensors: this rank's own gradients, as they are sent; None until a gradient has come.
+        own: this rank's part of the averages.
     """
 
     as_one: bool
@@ -247,25 +176,63 @@ class GradientBucket:
         replicas: Collectives | None,
         memory: Memory,
     ) -> None:
-        self.plan, self.params, self.dtype, self.comm, self.replicas = plan, params, dtype, comm, replicas
-        self.local = LocalGradients(params, plan.tensors(as_one=self.as_one), dtype, memory)
+        self.params, self.dtype, self.comm, self.replicas = params, dtype, comm, replicas
+        self.layout, self.memory = plan.tensors(as_one=self.as_one), memory
         self.own = OwnedGradient(plan, comm.rank, next(iter(params.values())), memory)
+        # The places of gradients in joint tensors, by number. They stay if memory does: to make such a view
+        # takes about as long as to copy a small gradient into it.
+        self._viewed: dict[int, torch.Tensor] = {}
+        self._views: dict[int, torch.Tensor] = {}
+        self.reset()
 
     def reset(self) -> None:
         """Expect all gradients, and forget the averages. Messages that are under way keep their tensors."""
-        self.local.reset()
+        self.missing = set(self.params)
+        self.tensors: list[torch.Tensor | None] = [None] * len(self.layout.extents)
         self.own.gradient = None
+        if not self.memory.keeps:
+            self._viewed, self._views = {}, {}
+
+    def put(self, number: int, grad: torch.Tensor) -> None:
+        """Take a parameter's gradient, which must not be changed any more."""
+        self.missing.discard(number)
+        tensor, start = self.layout.of_param[number]
+        if not self.layout.joint[tensor]:
+            # A gradient that was set to zero, and not to None, lies where other ranks' are about to arrive.
+            flat = flat_like(grad, self.params[number])
+            self.tensors[tensor] = flat.to(self.dtype, copy=_share(flat, self.own.kept))
+            return
+        joint = self.tensors[tensor]
+        if joint is None:
+            joint = self._borrow(tensor)
+        view = self._views.get(number)
+        if view is None:
+            param = self.params[number]
+            view = self._views[number] = joint.as_strided(param.size(), param.stride(), start)
+        view.copy_(grad)
+
+    def _borrow(self, tensor: int) -> torch.Tensor:
+        """Borrow the memory of a joint tensor, and forget the views of another one."""
+        numel = len(self.layout.extents[tensor])
+        joint = self.tensors[tensor] = self.memory.borrow(numel, self.dtype, self.own.device)
+        if self._viewed.get(tensor) is not joint:
+            self._viewed[tensor] = joint
+            for number, (at, _) in self.layout.of_param.items():
+                if at == tensor:
+                    self._views.pop(number, None)
+        return joint
 
     def reduce(self) -> Phases:
-        """Average the gradients over all ranks, and add this rank's part to `own`.
+        """Average the gradients, which have all come, over all ranks, and add this rank's part to `own`.
 
         Collective: all ranks reduce their buckets in the same order.
         Cost: each rank sends (N-1)/N of the bucket, with R replicas also 2(R-1)/R of its part.
         """
         # Phase 1: from all ranks of the group to the owners.
-        tensors = self.local.fill()
+        tensors = cast(list[torch.Tensor], self.tensors)
         part = yield from self.average_on_owners(tensors)
-        self.local.give_back(tensors)
+        self.memory.give_back(compress(tensors, self.layout.joint))
+        self.tensors = []
         del tensors
         # Phase 2: over the replicas of each owner, divided before the sum, as float16 could overflow.
         if self.replicas is not None and part.numel():
@@ -286,7 +253,7 @@ class NativeBucket(GradientBucket):
 
     def average_on_owners(self, tensors: Sequence[torch.Tensor]) -> Generator[None, None, torch.Tensor]:
         # Divided before the sum: float16 could overflow. What memory has lent may be longer than the bucket.
-        flat = tensors[0][: self.plan.numel].mul_(1 / self.comm.world_size)
+        flat = tensors[0][: len(self.layout.extents[0])].mul_(1 / self.comm.world_size)
         part = self.own.receiver(self.dtype)
         work = self.comm.reduce_shares(flat, part)
         yield
@@ -295,95 +262,76 @@ class NativeBucket(GradientBucket):
 
 
 class PairwiseBucket(GradientBucket):
-    """Any slices, by messages between pairs of ranks: an owner receives all parts and averages them."""
+    """Any slices, by messages between pairs of ranks: an owner receives all parts and averages them.
+
+    Attributes:
+        sends: (peer, its part of a tensor) of each message that this rank sends, in order.
+        cuts: this rank's own parts of the tensors; `windows` are their ranges in its part of the bucket.
+        senders: the ranks that send to this one, in rank order.
+        wire: the device of the messages.
+        told: the call that observers see; None for each message.
+    """
 
     as_one = False
 
-    @cached_property
-    def cuts(self) -> list[list[Cut]]:
-        """For each owner, its parts of the tensors that are sent."""
-        ranks = range(self.comm.world_size)
-        return [list(self.local.layout.cuts(self.plan.runs(owner))) for owner in ranks]
-
-    @cached_property
-    def route(self) -> tuple[list[int], torch.device, Call | None]:
-        """The other ranks in the order of sending, the device of messages, and the call that is reported."""
-        comm, plan = self.comm, self.plan
-        after = [(comm.rank + distance) % comm.world_size for distance in range(1, comm.world_size)]
-        wire = comm.wire_of(self.own.device)
-        if not plan.is_shared:
-            return sorted(after), wire, None
+    def __init__(self, plan: GradientPlan, *args: Any) -> None:
+        super().__init__(plan, *args)
+        rank, world_size = self.comm.rank, self.comm.world_size
+        self.wire = self.comm.wire_of(self.own.device)
         # The next rank first, so that not all send to the same one at once. Observers see equal shares as one
         # call, as a reduce-scatter would be.
-        return after, wire, Call("reduce_shares", plan.numel * self.dtype.itemsize)
+        peers = [(rank + distance) % world_size for distance in range(1, world_size)]
+        self.told: Call | None = None
+        if plan.is_shared:
+            self.told = Call("reduce_shares", plan.numel * self.dtype.itemsize)
+        else:
+            peers.sort()
+        self.sends = [(peer, cut) for peer in peers for cut in self.layout.cuts(plan.runs(peer))]
+        self.cuts = list(self.layout.cuts(plan.runs(rank)))
+        self.windows = [cut.within for cut in self.cuts]
+        self.senders = sorted(peers) if self.cuts else []
 
     def average_on_owners(self, tensors: Sequence[torch.Tensor]) -> Generator[None, None, torch.Tensor]:
-        own, mine, (peers, wire, told) = self.own, self.cuts[self.comm.rank], self.route
+        own = self.own
         # Phase 1: memory for what peers send. The first part arrives where the average is computed.
         average = own.receiver(self.dtype)
-        received: list[tuple[int, torch.Tensor]] = []
-        for peer in sorted(peers) if mine else ():
-            is_first = not received and wire == own.device
-            received.append((peer, average if is_first else own.memory.borrow(own.numel, self.dtype, wire)))
+        received: list[torch.Tensor] = []
+        for _ in self.senders:
+            in_place = not received and self.wire == own.device
+            received.append(average if in_place else self.memory.borrow(own.numel, self.dtype, self.wire))
         # Phase 2: the exchange.
         sends, recvs = [], []
-        for peer in peers:
-            for cut in self.cuts[peer]:
-                sends.append((peer, tensors[cut.tensor][cut.start : cut.stop].to(wire)))
-        for peer, part in received:
-            for cut in mine:
-                recvs.append((peer, part[cut.within]))
-        work = self.comm.exchange(sends, recvs, told)
+        for peer, cut in self.sends:
+            sends.append((peer, tensors[cut.tensor][cut.start : cut.stop].to(self.wire)))
+        for peer, part in zip(self.senders, received):
+            for window in self.windows:
+                recvs.append((peer, part[window]))
+        work = self.comm.exchange(sends, recvs, self.told)
         yield
         work.wait()
         # Phase 3: the average, in the order of ranks, so that it is the same whoever owns it.
-        parts = []
-        for _, part in received:
-            parts.append(part[: own.numel].to(own.device))
-        for cut in mine:
-            self._average(cut, tensors[cut.tensor], parts, average)
-        for _, part in received:
+        arrived = []
+        for part in received:
+            arrived.append(part[: own.numel].to(own.device))
+        for cut, window in zip(self.cuts, self.windows):
+            parts = []
+            for part in arrived:
+                parts.append(part[window])
+            parts.insert(self.comm.rank, tensors[cut.tensor][cut.start : cut.stop])
+            average_into(average[window], parts)
+        for part in received:
             if part is not average:
-                own.memory.give_back([part])
+                self.memory.give_back([part])
         return average
 
-    def _average(
-        self, cut: Cut, local: torch.Tensor, received: Sequence[torch.Tensor], average: torch.Tensor
-    ) -> None:
-        """Average the part of one tensor that this rank owns.
 
-        Args:
-            local: the tensor, with this rank's own gradients.
-            received: the parts that the other ranks have sent, in rank order.
-            average: (own numel,), receives the result; may be one of the parts.
-        """
-        numel = cut.stop - cut.start
-        for start in range(0, numel, CHUNK_NUMEL):
-            stop = min(start + CHUNK_NUMEL, numel)
-            inside = slice(cut.place + start, cut.place + stop)
-            parts = []
-            for part in received:
-                parts.append(part[inside])
-            parts.insert(self.comm.rank, local[cut.start + start : cut.start + stop])
-            average_into(average[inside], parts)
-
-
-def make_bucket(
-    plan: GradientPlan,
-    params: Mapping[int, torch.Tensor],
-    dtype: torch.dtype,
-    comm: Collectives,
-    replicas: Collectives | None,
-    memory: Memory,
-) -> GradientBucket:
-    """The bucket that suits the plan and the network. Args: as `GradientBucket`.
+def bucket_class(plan: GradientPlan, comm: Collectives, device: torch.device) -> type[GradientBucket]:
+    """The kind of bucket that suits the plan and the network.
 
     Equal shares are reduced by one native call on NCCL, and on Gloo by a ring of more than 8 ranks. On Gloo
     with fewer ranks, and under any other partition, gradients are sent to their owners pair by pair.
     """
-    device = next(iter(params.values())).device
-    is_native = plan.is_shared and not comm.goes_pairwise(device)
-    return (NativeBucket if is_native else PairwiseBucket)(plan, params, dtype, comm, replicas, memory)
+    return NativeBucket if plan.is_shared and not comm.goes_pairwise(device) else PairwiseBucket
 
 
 def _share(one: torch.Tensor, other: torch.Tensor | None) -> bool:
@@ -400,12 +348,16 @@ def average_into(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """
     scale = 1 / len(parts)
     # Dividing by a power of two is exact, so sum first and divide once. Not in float16, where the sum could
-    # overflow. `result` may be the first or the second part: `add` reads both before it writes.
-    if len(parts) > 1 and len(parts) & (len(parts) - 1) == 0 and result.dtype != torch.float16:
-        torch.add(parts[0], parts[1], out=result)
-        for part in parts[2:]:
-            result.add_(part)
-        result.mul_(scale)
-        return
-    divided = [part * scale for part in parts]  # `result` may be the memory of a part
-    result.copy_(sum(divided[1:], divided[0]))
+    # overflow.
+    sums_first = len(parts) > 1 and len(parts) & (len(parts) - 1) == 0 and result.dtype != torch.float16
+    for start in range(0, result.numel(), CHUNK_NUMEL):
+        chunk = slice(start, start + CHUNK_NUMEL)
+        average = result[chunk]
+        if sums_first:  # `result` may be the first or the second part: `add` reads both before it writes
+            torch.add(parts[0][chunk], parts[1][chunk], out=average)
+            for part in parts[2:]:
+                average.add_(part[chunk])
+            average.mul_(scale)
+        else:
+            divided = [part[chunk] * scale for part in parts]  # `result` may be the memory of a part
+            average.copy_(sum(divided[1:], divided[0]))

@@ -8,7 +8,7 @@ release the gradients of what it does not own. That is the second stage of ZeRO.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -97,19 +97,28 @@ class ToOwners:
         divisor: int | None = None,
     ) -> None:
         self.flat, self.params, self.runs = flat, params, runs_of_rank[comm.rank]
-        if divisor != 1:  # before the sum, as DDP does: float16 could overflow
-            flat.mul_(1 / (divisor or comm.world_size))
-        wire = comm.wire_of(flat.device)
-        peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
-        sends = [(p, _packed(flat, runs_of_rank[p]).to(wire)) for p in peers if runs_of_rank[p]]
-        self.sent = [tensor for _, tensor in sends]
         self.numels = [run.stop - run.start for run in self.runs]
-        numel = sum(self.numels)
-        received = [(p, flat.new_empty(numel, device=wire)) for p in peers if self.runs]
-        self.of_lower = [tensor for peer, tensor in received if peer < comm.rank]
-        self.of_higher = [tensor for peer, tensor in received if peer > comm.rank]
-        self.work: PendingCall = comm.exchange(sends, received)
         self.future = devices.future(flat.device)
+        # 1. Divide before the sum, as DDP does: float16 could overflow.
+        if divisor != 1:
+            flat.mul_(1 / (divisor or comm.world_size))
+        # 2. Pack for each owner what it owns.
+        wire = comm.wire_of(flat.device)
+        lower, higher = range(comm.rank), range(comm.rank + 1, comm.world_size)
+        sends = []
+        for peer in (*lower, *higher):
+            if runs_of_rank[peer]:
+                sends.append((peer, _packed(flat, runs_of_rank[peer]).to(wire)))
+        self.sent = [tensor for _, tensor in sends]
+        # 3. Memory for what the peers send, if this rank owns a part of the bucket.
+        self.of_lower: list[torch.Tensor] = []
+        self.of_higher: list[torch.Tensor] = []
+        if self.runs:
+            numel = sum(self.numels)
+            self.of_lower = [flat.new_empty(numel, device=wire) for _ in lower]
+            self.of_higher = [flat.new_empty(numel, device=wire) for _ in higher]
+        received = [*zip(lower, self.of_lower), *zip(higher, self.of_higher)]
+        self.work: PendingCall = comm.exchange(sends, received)
 
     def wait(self) -> torch.Tensor:
         """As `ByHook.wait`, but only this rank's runs of the bucket are averaged."""
@@ -309,42 +318,53 @@ class OwnerReduction:
                 # Views of a DDP bucket count writes together. With a count of its own, as `.data` has, a
                 # gradient does not look changed when that of another optimizer was.
                 param.grad = param.grad.data
+        self._zero_parts_of_others(zero)
+        keep_one_to_watch(zero, kept)
+        if self.scaled:
+            share_infinities(zero.collectives, gradients_of(kept))
+        zero.backward.end_on_owners(kept, used, self.scaled, self.may_change)
+
+    def _zero_parts_of_others(self, zero: ZeroRedundancyOptimizer) -> None:
+        """Set the parts of cut parameters' gradients that other ranks own to zero."""
         for number, param, _ in zero.built.cut:
             for piece, owner in zero.partition.pieces_of_param[number]:
                 if param.grad is not None and owner != zero.rank:
                     flat_view(param.grad)[piece.start : piece.stop] = 0
-        own = gradients_to_watch(zero, kept)
-        if self.scaled:
-            share_infinities(zero.collectives, own)
-        zero.backward.end_on_owners(kept, used, self.scaled, self.may_change)
 
 
-def gradients_to_watch(
+def keep_one_to_watch(
     zero: ZeroRedundancyOptimizer, kept: dict[torch.Tensor, None], *, parts_apart: bool = False
-) -> list[torch.Tensor]:
-    """The gradients of the parameters in `kept`. If there are none, a parameter with one of zeros is added.
+) -> None:
+    """Add a parameter with a gradient of zeros to those in `kept`, if none of them has a gradient.
 
     A rank without gradients could not see a change that torch makes to all gradients. The added parameter is
-    one that this rank does not step: if possible one of which the rank owns nothing, and then the smallest.
+    one that this rank does not step.
 
     Args:
         kept: the parameters whose gradients this rank keeps.
         parts_apart: parts of a gradient are not in `.grad`. A step then takes only whole gradients from
             there, so a parameter of which this rank owns a part may be added, too.
-    Returns:
-        The gradients of the parameters in `kept`.
     """
-    watched = [param.grad for param in kept if param.grad is not None and param.numel()]
-    if watched:
-        return watched
+    for param in kept:
+        if param.grad is not None and param.numel():
+            return
+    smallest = _smallest_not_stepped(zero, parts_apart)
+    if smallest is not None:
+        smallest.grad = torch.zeros_like(smallest, requires_grad=False)
+        kept[smallest] = None
+
+
+def _smallest_not_stepped(zero: ZeroRedundancyOptimizer, parts_apart: bool) -> torch.Tensor | None:
+    """Find the smallest trained parameter that this rank does not step, if possible one that others own."""
     mine = {own.param for own in zero.shard.owned}
     stepped = {own.param for own in zero.shard.owned if own.is_whole or not parts_apart}
     others = [p for p in zero.built.params if p.requires_grad and p.numel() and p not in stepped]
-    if others:
-        smallest = min(others, key=lambda param: (param in mine, param.numel()))
-        smallest.grad = torch.zeros_like(smallest, requires_grad=False)
-        watched, kept[smallest] = [smallest.grad], None
-    return watched
+    return min(others, key=lambda param: (param in mine, param.numel()), default=None)
+
+
+def gradients_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of these parameters that have elements."""
+    return [param.grad for param in params if param.grad is not None and param.numel()]
 
 
 def share_infinities(comm: Collectives, own: Sequence[torch.Tensor]) -> None:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from zero_ref.backward.gradient_buckets import GradientBucket, Memory, Phases, make_bucket
-from zero_ref.backward.reduction import gradients_to_watch, share_infinities
+from zero_ref.backward.gradient_buckets import GradientBucket, Memory, Phases, bucket_class
+from zero_ref.backward.reduction import gradients_of, keep_one_to_watch, share_infinities
 from zero_ref.comm.collectives import Collectives, PendingCall
 from zero_ref.comm.process_group import BACKWARD_TAG, ProcessGroupCollectives
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import Slice
 from zero_ref.shard.buckets import flat_like
+from zero_ref.shard.built import Built
 
 
 class Options(NamedTuple):
@@ -41,6 +43,7 @@ class Options(NamedTuple):
     keep_memory: bool = False
 
 
+@dataclass
 class RunningBackward:
     """A backward that has begun, and its reductions.
 
@@ -48,32 +51,26 @@ class RunningBackward:
         before: this rank's slices to whose gradients the backward adds.
         of_frozen: gradients of slices that are not trained now, which stay as they are.
         unused: the numbers of the parameters that had no gradient on this rank.
+        under_way: the reductions that were started, the latest first.
     """
 
-    def __init__(self) -> None:
-        self.before: set[Slice] = set()
-        self.of_frozen: dict[Slice, torch.Tensor] = {}
-        self.unused: set[int] = set()
-        self._under_way: list[Phases] = []
-
-    def start(self, reduction: Phases) -> None:
-        """Start a reduction, and let the earlier ones go on, which have had time to arrive."""
-        next(reduction)
-        self.go_on()
-        self._under_way.insert(0, reduction)
+    before: set[Slice] = field(default_factory=set)
+    of_frozen: dict[Slice, torch.Tensor] = field(default_factory=dict)
+    unused: set[int] = field(default_factory=set)
+    under_way: list[Phases] = field(default_factory=list)
 
     def go_on(self) -> None:
         """Complete the phase that each reduction is in."""
         left = []
         # The latest comes first: it starts messages then, while the earlier ones only wait for theirs.
-        for reduction in self._under_way:
+        for reduction in self.under_way:
             if next(reduction, "complete") is None:  # it pauses again
                 left.append(reduction)
-        self._under_way = left
+        self.under_way = left
 
     def wait(self) -> None:
         """Complete all reductions."""
-        while self._under_way:
+        while self.under_way:
             self.go_on()
 
 
@@ -89,32 +86,27 @@ class ShardReduction:
     def __init__(self, zero: ZeroRedundancyOptimizer, options: Options, replicas: Collectives | None) -> None:
         self.zero, self.options, self.replicas = zero, options, replicas
         self.comm = _apart_from(zero.collectives)
+        # Are parts of a parameter's gradient in `.grad`, with zeros where other ranks own the rest, or apart?
+        self._in_grad = options.scaled or options.may_change
         self.buckets: list[GradientBucket] = []
         self.bucket_of: dict[int, GradientBucket] = {}
         self._memory = Memory(options.keep_memory)
-        self._planned_for: object = None
+        self._planned_for: Built | None = None
         self._running: RunningBackward | None = None
         self._counting: tuple[torch.Tensor, PendingCall] | None = None
 
-    def _plan(self) -> None:
-        """Make the buckets for the current owners and for the parameters that are trained now.
-
-        Raises:
-            ValueError, RuntimeError: as `ZeroRedundancyOptimizer.current`; ranks differ, or one is to do
-                something else, such as a step that this rank has left out.
-        """
-        zero, options = self.zero, self.options
-        zero.accord.compare("run a backward for", lambda: zero.current().facts)
-        built = zero.current()
-        if built is self._planned_for:
-            return
-        self._planned_for, self.buckets = built, []
-        self._memory = Memory(options.keep_memory)  # other buckets need other sizes
+    def _plan(self, built: Built) -> None:
+        """Make the buckets for the owners and for the parameters that are trained now."""
+        options = self.options
+        memory = Memory(options.keep_memory)  # other buckets need other sizes
+        buckets: list[GradientBucket] = []
         for plan in gradient_plans(built.partition, built.specs, max(options.cap, 1)):
             params = {number: built.params[number] for number in plan.starts}
-            dtype = options.dtype or next(iter(params.values())).dtype
-            self.buckets.append(make_bucket(plan, params, dtype, self.comm, self.replicas, self._memory))
-        self.bucket_of = {number: bucket for bucket in self.buckets for number in bucket.params}
+            first = next(iter(params.values()))
+            kind, dtype = bucket_class(plan, self.comm, first.device), options.dtype or first.dtype
+            buckets.append(kind(plan, params, dtype, self.comm, self.replicas, memory))
+        self._planned_for, self.buckets, self._memory = built, buckets, memory
+        self.bucket_of = {number: bucket for bucket in buckets for number in bucket.params}
 
     # ------------------------------------------------------------------------------------------- a backward
 
@@ -123,8 +115,10 @@ class ShardReduction:
 
         Raises:
             RuntimeError: the earlier gradients are no longer on their owners, or were lost with a backward
-                that raised.
+                that raised; another rank is to do something else, such as a step that this rank has left out.
+            ValueError, RuntimeError: as `ZeroRedundancyOptimizer.current`; ranks differ.
         """
+        # 1. Refuse gradients to which none can be added.
         zero = self.zero
         cut_off, self._running = self._running, None
         if cut_off is not None and cut_off.before:
@@ -135,7 +129,12 @@ class ShardReduction:
         gradients = zero.backward.gradients
         if gradients.why_no_clipping and any(param.grad is not None for param in zero.built.params):
             raise RuntimeError(f"rank {zero.rank}: {gradients.why_no_clipping}")
-        self._plan()
+        # 2. Follow what the user has changed.
+        zero.accord.compare("run a backward for", lambda: zero.current().facts)
+        built = zero.current()
+        if built is not self._planned_for:
+            self._plan(built)
+        # 3. Expect gradients in all buckets.
         running = self._running = RunningBackward()
         zero.backward.begin(adds=True)  # waits for what a backward that raised has left
         zero.backward.under_way.append(running)
@@ -178,7 +177,7 @@ class ShardReduction:
         """Move a complete gradient to its bucket."""
         bucket, grad = self.bucket_of[number], param.grad
         assert grad is not None
-        if number not in bucket.local.missing:
+        if number not in bucket.missing:
             raise RuntimeError(
                 f"{self._title(number)} got a second gradient in one backward. Reentrant activation "
                 "checkpointing does this: pass use_reentrant=False."
@@ -190,7 +189,7 @@ class ShardReduction:
             )
         if grad.requires_grad:
             raise has_graph()
-        bucket.local.put(number, grad, bucket.own.kept)
+        bucket.put(number, grad)
         param.grad = None
 
     def _title(self, number: int) -> str:
@@ -201,13 +200,18 @@ class ShardReduction:
         """Start to reduce a bucket, and complete the one before it, which has had time to arrive."""
         running = self._running
         assert running is not None
-        for number in sorted(bucket.local.missing):
+        for number in sorted(bucket.missing):
             param = bucket.params[number]
             if param.grad is not None:  # of earlier backwards under no_sync, and not used in this one
-                bucket.local.put(number, param.grad, bucket.own.kept)
+                bucket.put(number, param.grad)
                 param.grad = None
-        running.unused |= bucket.local.missing
-        running.start(bucket.reduce())
+            else:  # other ranks may have one
+                bucket.put(number, torch.zeros_like(param, requires_grad=False))
+                running.unused.add(number)
+        reduction = bucket.reduce()
+        next(reduction)
+        running.go_on()
+        running.under_way.insert(0, reduction)
 
     def count(self) -> None:
         """Start to count on how many ranks each parameter had a gradient: all buckets are on their way."""
@@ -237,12 +241,12 @@ class ShardReduction:
     @torch.no_grad()
     def end(self) -> None:
         """Wait for all buckets, and give this rank the gradients of what it owns."""
-        zero, running, options = self.zero, self._running, self.options
+        # 1. Wait for the averages, and for the number of ranks that had a gradient.
+        zero, running = self.zero, self._running
         assert running is not None
         running.wait()
         nowhere = self._used_nowhere(running.unused)
-        # Are parts of a parameter's gradient in `.grad`, with zeros where other ranks own the rest, or apart?
-        in_grad = options.scaled or options.may_change
+        # 2. Give each slice its average: in `.grad`, or beside it for a part of a parameter.
         parts = running.of_frozen  # by slice, what is not in `.grad`
         flats: dict[GradientBucket, torch.Tensor] = {}
         watched: dict[torch.Tensor, None] = {}
@@ -260,7 +264,7 @@ class ShardReduction:
                 used.add(number)
                 if stop - start == param.numel():
                     param.grad = window
-                elif not in_grad:
+                elif not self._in_grad:
                     parts[piece] = window
                     continue
                 else:
@@ -268,18 +272,14 @@ class ShardReduction:
                         param.grad = torch.zeros_like(param, requires_grad=False)
                     flat_like(param.grad, param)[start:stop] = window
                 watched[param] = None
-        own = gradients_to_watch(zero, watched, parts_apart=not in_grad)
-        if options.scaled:
-            share_infinities(self.comm, own)
+        # 3. Let the step see what is changed later.
+        keep_one_to_watch(zero, watched, parts_apart=not self._in_grad)
+        scaled, may_change = self.options.scaled, self.options.may_change
+        if scaled:
+            share_infinities(self.comm, gradients_of(watched))
         self.drop()
-        zero.backward.end_on_owners(
-            watched,
-            frozenset(used),
-            options.scaled,
-            options.may_change,
-            None if in_grad else parts,
-            flats,
-        )
+        apart = None if self._in_grad else parts
+        zero.backward.end_on_owners(watched, frozenset(used), scaled, may_change, apart, flats)
 
     def drop(self) -> None:
         """Free what a backward holds; one that did not come to its end is forgotten."""

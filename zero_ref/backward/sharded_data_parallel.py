@@ -13,7 +13,6 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -21,7 +20,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ref.backward.arguments import check_dtype, check_names, check_optimizers, groups_of, replicas_of
+from zero_ref.backward.arguments import (
+    check_dtype,
+    check_names,
+    check_optimizers,
+    groups_of,
+    listed_optimizers,
+    replicas_of,
+)
 from zero_ref.backward.gradient_buckets import GradientBucket
 from zero_ref.backward.hooks import GradientHooks
 from zero_ref.backward.shard_reduction import Options, ShardReduction
@@ -154,16 +160,13 @@ class ShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        given = sharded_optimizer
-        self.sharded_optimizers = (
-            [given]
-            if isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable)
-            else list(given)
-        )
+        self.sharded_optimizers = listed_optimizers(sharded_optimizer)
         self.broadcast_buffers, self.require_backward_grad_sync = broadcast_buffers, True
         self.replicas: Collectives | None = None
         self._reductions: list[ShardReduction] = []
-        self._ordered: list[tuple[ShardReduction, GradientBucket]] = []
+        # The buckets of each optimizer; all of them, in the order in which all ranks reduce them.
+        self._ordered: tuple[list[list[GradientBucket]], list[tuple[ShardReduction, GradientBucket]]]
+        self._ordered = [], []
         # The buckets of the running backward that are not reduced yet, in order; None under no_sync.
         self._waiting: list[tuple[ShardReduction, GradientBucket]] | None = None
         self._task, self._in_backward = -1, False
@@ -180,7 +183,8 @@ class ShardedDataParallel(nn.Module):
             "replicas": None if replicas is None else "given",
         }
 
-        # Until all ranks agree, nothing in the module or the optimizers is changed or sent.
+        # 1. Check the arguments. Until all ranks agree, nothing in the module or the optimizers is changed or
+        # sent, so an error of this rank waits for the agreement.
         facts: list[str] | Exception
         try:
             if replicas is not None:  # first: from now on an error reaches their groups, too
@@ -198,14 +202,9 @@ class ShardedDataParallel(nn.Module):
             facts = self._facts(options)
         except Exception as error:
             facts = error
-        for comm in groups_of(self.sharded_optimizers, process_group):
-            try:
-                agree(comm, "construct ShardedDataParallel", facts, replicas=self.replicas)
-            except Exception as error:
-                facts = error
-        if isinstance(facts, Exception):
-            raise facts
-
+        # 2. Agree with all ranks of all groups.
+        self._agree(facts, process_group)
+        # 3. Put hooks on the parameters, and start from rank 0's values.
         self.refresh_trainable()
         for zero in self.sharded_optimizers:
             zero.accord.replicas = self.replicas
@@ -324,6 +323,18 @@ class ShardedDataParallel(nn.Module):
             facts += zero.all_facts()
         return facts
 
+    def _agree(
+        self, facts: list[str] | Exception, process_group: dist.ProcessGroup | Collectives | None
+    ) -> None:
+        """Compare the facts between all ranks of all groups. If one rank has an error, all ranks raise."""
+        for comm in groups_of(self.sharded_optimizers, process_group):
+            try:
+                agree(comm, "construct ShardedDataParallel", facts, replicas=self.replicas)
+            except Exception as error:
+                facts = error  # the next groups hear of it
+        if isinstance(facts, Exception):
+            raise facts
+
     def _send_buffers(self) -> None:
         buffers = dict(self.module.named_buffers())
         kinds = {name: (one.dtype, tuple(one.shape)) for name, one in buffers.items()}
@@ -367,8 +378,11 @@ class ShardedDataParallel(nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self.require_backward_grad_sync:
             self._begin_reductions()
-            return
-        # Under no_sync gradients stay where they are, unless averages are there, which are not this rank's.
+        else:
+            self._check_none_averaged()
+
+    def _check_none_averaged(self) -> None:
+        """Refuse a backward under `no_sync` where averages are, which are not this rank's own gradients."""
         for zero in self.sharded_optimizers:
             if zero.backward.gradients.versions is None:
                 continue
@@ -382,9 +396,13 @@ class ShardedDataParallel(nn.Module):
 
     def _begin_reductions(self) -> None:
         """Compare with other ranks what changed, and expect gradients in all buckets."""
+        buckets = []
         for reduction in self._reductions:
             reduction.begin()
-        self._waiting = self._in_order()
+            buckets.append(reduction.buckets)
+        if buckets != self._ordered[0]:
+            self._ordered = buckets, self._in_order()
+        self._waiting = list(self._ordered[1])
 
     def _take(self, param: torch.Tensor) -> None:
         """Move a complete gradient to its bucket, and reduce the buckets whose turn has come."""
@@ -393,7 +411,7 @@ class ShardedDataParallel(nn.Module):
             return
         reduction, number = self._hooks.place_of[param]
         reduction.take(number, param)
-        while waiting and not waiting[0][1].local.missing:
+        while waiting and not waiting[0][1].missing:
             reduction, bucket = waiting.pop(0)
             reduction.reduce(bucket)
 
@@ -414,16 +432,10 @@ class ShardedDataParallel(nn.Module):
 
     def _in_order(self) -> list[tuple[ShardReduction, GradientBucket]]:
         """The buckets of all optimizers, those of the last parameters first: the same on all ranks."""
-        buckets: list[tuple[ShardReduction, GradientBucket]] = []
-        for reduction in self._reductions:
-            buckets += zip(repeat(reduction), reduction.buckets)
-        if set(buckets) != set(self._ordered):
-            params = enumerate(self.module.parameters())
-            places: dict[torch.Tensor, int] = {param: place for place, param in params}
-            self._ordered = sorted(
-                buckets, key=lambda one: -min(places.get(param, 0) for param in one[1].params.values())
-            )
-        return list(self._ordered)
+        buckets = [(reduction, bucket) for reduction in self._reductions for bucket in reduction.buckets]
+        params = enumerate(self.module.parameters())
+        places: dict[torch.Tensor, int] = {param: place for place, param in params}
+        return sorted(buckets, key=lambda one: -min(places.get(param, 0) for param in one[1].params.values()))
 
 
 def _callbacks(

@@ -48,12 +48,22 @@ class GlooCollectives(ProcessGroupCollectives):
         return _RingReduction(self, flat.detach().chunk(self.world_size), share)
 
     def exchange_on_wire(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> PendingCall:
+        calls: list[PendingCall] = []
+        other_sends, other_recvs = [], []  # for the group's other backends
         # Start receives before sends: then Gloo writes an arriving message into its tensor without a copy.
-        calls = [self.message_from(*recv) for recv in recvs if self.is_gloos(recv[1].device)]
-        calls += [self.message_to(*send) for send in sends if self.is_gloos(send[1].device)]
-        # The group's other backends take the remaining messages.
-        sends, recvs = ([one for one in each if not self.is_gloos(one[1].device)] for each in (sends, recvs))
-        return AllOf([*calls, super().exchange_on_wire(sends, recvs)])
+        for src, tensor in recvs:
+            if self.is_gloos(tensor.device):
+                calls.append(self.message_from(src, tensor))
+            else:
+                other_recvs.append((src, tensor))
+        for dst, tensor in sends:
+            if self.is_gloos(tensor.device):
+                calls.append(self.message_to(dst, tensor))
+            else:
+                other_sends.append((dst, tensor))
+        if other_sends or other_recvs:
+            calls.append(super().exchange_on_wire(other_sends, other_recvs))
+        return AllOf(calls)
 
 
 class PairwiseCollectives(GlooCollectives):

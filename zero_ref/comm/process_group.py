@@ -129,7 +129,8 @@ class ProcessGroupCollectives(Observable):
     def exchange(
         self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer], told: Call | None = None
     ) -> PendingCall:
-        self.tell_exchange(sends, recvs, told)
+        if self.observers:
+            self.tell_exchange(sends, recvs, told)
         return self.exchange_on_wire(sends, recvs)
 
     def exchange_on_wire(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> PendingCall:

@@ -8,9 +8,10 @@ operations are allowed, and gives the reason where one is not.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -319,8 +320,7 @@ class Backward:
         self.gradients = WHOLE
         self.late = False
         self.under_way: list[Any] = []
-        self._first_bucket: Sequence[torch.Tensor] = ()
-        self._are_views = False
+        self._versions_of: Callable[[Iterable[torch.Tensor], bool], GradientVersions] = GradientVersions
         self._begun = 0  # the number of backwards
         self._task = -1  # autograd's number of the last backward
 
@@ -341,9 +341,14 @@ class Backward:
         if task >= 0 and not adds:
             self.gradients.check_may_be_added_to(first_bucket, are_views)
         # 2. Note this backward. A hook inside another hook begins the same one.
-        self._first_bucket, self._are_views = first_bucket, are_views
         self._begun += task != self._task
         self._task = task
+        self._versions_of = GradientVersions
+        if are_views:
+            # Watching one gradient is enough, except in the first backward: after it DDP makes new buckets
+            # and replaces all gradients by views of them, so a watched gradient that happens to be zero says
+            # nothing.
+            self._versions_of = partial(WatchedViews, prefer=set(first_bucket) if self._begun > 1 else None)
         # 3. Complete reductions of a backward that raised: freed too early, they would block the network.
         for reduction in self.under_way:
             reduction.wait()
@@ -366,13 +371,13 @@ class Backward:
             used, scaled, may_change, parts, flats: as `OnOwners`.
         """
         self.under_way = []
-        versions = self._versions(params, strict=True)
+        versions = self._versions_of(params, True)
         self._set(OnOwners(versions, used, scaled, may_change, parts, flats))
 
     def end_updated(self, params: Iterable[torch.Tensor], groups: Iterable[ParamGroup]) -> None:
         """Note that backward is over and has updated the parameters."""
         self.under_way = []
-        self._set(UsedInBackward(self._versions(params, strict=False), groups))
+        self._set(UsedInBackward(self._versions_of(params, False), groups))
 
     def take_update(self, options: Mapping[str, Any]) -> bool:
         """Return whether backward has made the update of this step; say so, or raise, once for each backward.
@@ -403,12 +408,6 @@ class Backward:
             versions.stop_watching()
         self.gradients = gradients
 
-    def _versions(self, params: Iterable[torch.Tensor], strict: bool) -> GradientVersions:
-        # Watching one gradient is enough, except in the first backward: after it DDP makes new buckets and
-        # replaces all gradients by views of them, so a watched gradient that happens to be zero says nothing.
-        prefer = set(self._first_bucket) if self._begun > 1 else None
-        return GradientVersions(params, strict, prefer, self._are_views)
-
 
 def check_no_scaler(optimizer: object, gradients: Gradients) -> None:
     """Refuse a step that a torch.amp.GradScaler has called, if no scaler can work on these gradients.
@@ -430,23 +429,6 @@ def check_no_scaler(optimizer: object, gradients: Gradients) -> None:
 # ------------------------------------------------------------------------------- changes of gradients
 
 
-class GradientVersion(NamedTuple):
-    """A parameter's gradient at some time: the tensor, and its version counter."""
-
-    param: torch.Tensor
-    grad: TensorWeakRef  # weak, or zero_grad() would free no memory
-    version: int
-
-    @property
-    def is_same(self) -> bool:
-        """Return whether the parameter still has this tensor as its gradient."""
-        return self.param.grad is not None and self.param.grad is self.grad()
-
-    def written(self, times: int) -> bool:
-        """Return whether the gradient is the same tensor and was written to so many times since."""
-        return self.is_same and self.param.grad._version == self.version + times  # type: ignore[union-attr]
-
-
 class GradientVersions:
     """The versions of some gradients, to notice later that one was changed, or that they are still there.
 
@@ -457,67 +439,94 @@ class GradientVersions:
     Args:
         params: the parameters. A parameter without a gradient is left out.
         strict: a gradient that is the same tensor counts as still there, however often it was written to.
-        prefer: watch one parameter only, one of these if possible; None to watch all.
-        are_views: gradients are views of DDP's buckets. A view is the same tensor even after `zero_grad`, so
-            a hook watches it.
     """
 
-    def __init__(
-        self,
-        params: Iterable[torch.Tensor],
-        strict: bool,
-        prefer: set[torch.Tensor] | None = None,
-        are_views: bool = False,
-    ) -> None:
+    def __init__(self, params: Iterable[torch.Tensor], strict: bool) -> None:
         self.params, self._strict = dict.fromkeys(params), strict
-        self._prefer, self._are_views = prefer, are_views
-        self._watches: list[_Watch] = []
         self.renew()
 
     def renew(self) -> None:
         """Compare with the gradients as they are now from here on."""
-        self._versions = [
-            GradientVersion(param, TensorWeakRef(param.grad), param.grad._version)
-            for param in self.params
-            if param.grad is not None
-        ]
-        if self._are_views:
-            self._watch()
-
-    def _watch(self) -> None:
-        self.stop_watching()
-        trained = [one for one in self._versions if one.param.requires_grad]
-        # An empty gradient is always zero.
-        watched = [one for one in trained if one.param.numel()] or trained
-        if self._prefer is not None:
-            watched = ([one for one in watched if one.param in self._prefer] or watched)[:1]
-        self._watches = [_Watch(one) for one in watched]
+        # Lists side by side: of an object for each gradient the garbage collector would have thousands to
+        # look at in every iteration.
+        self._noted: list[torch.Tensor] = []
+        self._grads: list[TensorWeakRef] = []  # weak, or zero_grad() would free no memory
+        self._counts: list[int] = []
+        for param in self.params:
+            grad = param.grad
+            if grad is not None:
+                self._noted.append(param)
+                self._grads.append(TensorWeakRef(grad))
+                self._counts.append(grad._version)
 
     @property
     def any_left(self) -> bool:
         """Return whether one of the parameters has a gradient."""
-        return any(one.param.grad is not None for one in self._versions)
+        return any(param.grad is not None for param in self._noted)
 
     def first_changed(self) -> torch.Tensor | None:
         """Find the first parameter that has a gradient which was replaced or written to; None if none has."""
-        return next((o.param for o in self._versions if o.param.grad is not None and not o.written(0)), None)
+        for param, before, count in zip(self._noted, self._grads, self._counts):
+            grad = param.grad
+            if grad is not None and (grad is not before() or grad._version != count):
+                return param
+        return None
 
     def still_there(self, first_bucket: Iterable[torch.Tensor], are_views: bool) -> bool:
         """Return whether the backward that has completed this bucket adds to the gradients."""
         complete = set(first_bucket)
-        # For views in the completed bucket only the hooks can tell: the views share one version counter.
-        seen = [one for one in self._versions if not (are_views and one.param in complete)]
-        # This backward has written once to each gradient in its first bucket, and not to the others.
-        there = any(
-            one.written(one.param in complete) or (self._strict and not are_views and one.is_same)
-            for one in seen
-        ) or not all(watch.gone for watch in self._watches)
-        if there and self._are_views:
+        for param, before, count in zip(self._noted, self._grads, self._counts):
+            # For views in the completed bucket only hooks can tell: the views share one version counter.
+            if are_views and param in complete:
+                continue
+            grad = param.grad
+            if grad is None or grad is not before():
+                continue
+            # This backward has written once to each gradient in its first bucket, and not to the others.
+            if (self._strict and not are_views) or grad._version == count + (param in complete):
+                return True
+        return False
+
+    def stop_watching(self) -> None:
+        """Remove the hooks on the parameters, if there are any."""
+
+
+class WatchedViews(GradientVersions):
+    """The versions of gradients that are views of DDP's buckets.
+
+    Such a view is the same tensor even after `zero_grad`, so hooks watch the gradients.
+
+    Args:
+        prefer: watch one parameter only, one of these if possible; None to watch all.
+    """
+
+    def __init__(
+        self, params: Iterable[torch.Tensor], strict: bool, prefer: set[torch.Tensor] | None
+    ) -> None:
+        self._prefer = prefer
+        self._watches: list[_Watch] = []
+        super().__init__(params, strict)
+
+    def renew(self) -> None:
+        super().renew()
+        self._watch()
+
+    def _watch(self) -> None:
+        self.stop_watching()
+        trained = [one for one in zip(self._noted, self._grads, self._counts) if one[0].requires_grad]
+        # An empty gradient is always zero.
+        watched = [one for one in trained if one[0].numel()] or trained
+        if self._prefer is not None:
+            watched = ([one for one in watched if one[0] in self._prefer] or watched)[:1]
+        self._watches = [_Watch(*one) for one in watched]
+
+    def still_there(self, first_bucket: Iterable[torch.Tensor], are_views: bool) -> bool:
+        there = super().still_there(first_bucket, are_views) or not all(watch.gone for watch in self._watches)
+        if there:
             self._watch()  # the next backward is checked again
         return there
 
     def stop_watching(self) -> None:
-        """Remove the hooks on the parameters."""
         for watch in self._watches:
             watch.handle.remove()
         self._watches = []
@@ -532,12 +541,12 @@ class _Watch:
     to be zero does not notice, goes on, and waits for the ranks that refuse.
     """
 
-    def __init__(self, watched: GradientVersion) -> None:
+    def __init__(self, param: torch.Tensor, grad: TensorWeakRef, version: int) -> None:
         # Weak: a parameter holds its hooks.
-        self.param, self.grad, self.version = TensorWeakRef(watched.param), watched.grad, watched.version
+        self.param, self.grad, self.version = TensorWeakRef(param), grad, version
         self._gone = False
         self._looked_in: int | None = None
-        self.handle = watched.param.register_hook(self._before_adding)
+        self.handle = param.register_hook(self._before_adding)
 
     @property
     def gone(self) -> bool:
