@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm.agreement import agreement
 from zero_ref.optimizer import checkpoint
-from zero_ref.optimizer.entries import State, check_belongs_to_parameters, plain_state
+from zero_ref.optimizer.entries import State, plain_state
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like
@@ -144,7 +144,6 @@ class StatefulOptimizer:
     def _state(self) -> dict[str, dict[str, Any]]:
         """Give this rank's state by the parameters' names. Slices of a tensor become one `FlatSlices`."""
         local_state, state = self.optimizer.shard.state, dict[str, dict[str, Any]]()
-        check_belongs_to_parameters(local_state)
         for own in self.optimizer.shard.owned:
             plain = plain_state(own, local_state)
             if any(map(subclasses.is_within, plain)):
