@@ -26,6 +26,7 @@ from zero_ref.shard.checks import is_elementwise
 from zero_ref.shard.groups import (
     OPTIMIZER_CLASS,
     describe_options,
+    name_of,
     options_of,
     params_of,
     specs_of,
@@ -49,13 +50,13 @@ def packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     A group's optimizer class becomes its name, so that the dict loads with `weights_only=True`.
     """
     running = itertools.count()
-
-    def packed(group: dict[str, Any]) -> dict[str, Any]:
-        kept = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-        named = {OPTIMIZER_CLASS: group[OPTIMIZER_CLASS].__name__} if OPTIMIZER_CLASS in group else {}
-        return {**kept, **named, "params": [next(running) for _ in group["params"]]}
-
-    return list(map(packed, param_groups))
+    groups = []
+    for group in param_groups:
+        packed = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+        if OPTIMIZER_CLASS in group:
+            packed[OPTIMIZER_CLASS] = group[OPTIMIZER_CLASS].__name__
+        groups.append({**packed, "params": [next(running) for _ in group["params"]]})
+    return groups
 
 
 def arranged(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -141,54 +142,62 @@ def _names_in(ids: Sequence[Any], names: Sequence[str] | None) -> list[str] | No
     return plain if len({*plain}) == len(plain) else list(found)
 
 
-def saved_ids(state_dict: Mapping[str, Any]) -> list[Any]:
-    """The ids under which the states of parameters were saved, in the order of the dict's groups.
-
-    Raises:
-        ValueError: two parameters have the same id.
-    """
-    ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
-    if len(set(ids)) != len(ids):
-        raise ValueError("the checkpoint's parameter groups name the same parameter twice; it is damaged.")
-    return ids
-
-
 def check_fits(
     state_dict: Mapping[str, Any],
     param_groups: Sequence[dict[str, Any]],
     optim: torch.optim.Optimizer,
-) -> list[str]:
-    """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
+) -> list[Any]:
+    """Refuse a checkpoint of another model; return the ids under which the parameters' states were saved.
 
     Args:
         state_dict: from `arranged`.
         optim: the local optimizer. The state of parameters whose class is elementwise must have their shapes.
     Raises:
         ValueError: the dict has other groups or classes, options that a class refuses, or a state that the
-            class cannot have made; names the parameter.
+            class cannot have made; names the parameter. Or two parameters have the same id.
     """
     # 1. The groups.
     saved_groups = state_dict["param_groups"]
-    _check_sizes(saved_groups, param_groups)
+    saved, ours = ([len(group["params"]) for group in groups] for groups in (saved_groups, param_groups))
+    if saved != ours:
+        raise ValueError(
+            f"the checkpoint has parameter groups of {saved} parameters and this optimizer has {ours}. "
+            "Build the optimizer from the same parameter groups, in the same order, then load again."
+        )
     classes = [class_of(group, optim) for group in param_groups]
     _check_options(saved_groups, param_groups, classes)
+    ids = [id_ for group in saved_groups for id_ in group["params"]]
+    if len(set(ids)) != len(ids):
+        raise ValueError("the checkpoint's parameter groups name the same parameter twice; it is damaged.")
 
     # 2. The state of each parameter.
     elementwise = [is_elementwise(of_class) for of_class in classes]
     specs = specs_of(param_groups)
-    # (number, key, shape, dtype) for a tensor, (number, key, None, value) for another value.
-    kinds: list[tuple[Any, ...]] = []
-    ids = saved_ids(state_dict)
     for number, (id_, param) in enumerate(zip(ids, params_of(param_groups), strict=True)):
         for key, value in state_dict["state"].get(id_, {}).items():
             if elementwise[specs[number].group] and not _fits(key, value, param):
-                raise ValueError(_misfit_error(specs[number].name or str(number), key, value, param))
-            is_tensor = isinstance(value, torch.Tensor)
-            kinds.append((number, key, *((tuple(value.shape), value.dtype) if is_tensor else (None, value))))
+                raise ValueError(_misfit_error(name_of(specs, number), key, value, param))
+    return ids
 
-    # 3. The facts. A rank may have opened another file, but comparing all elements would take too long.
-    described = enumerate(map(describe_options, saved_groups))
-    options = [f"group {index}: {option}" for index, of_group in described for option in of_group]
+
+def facts_of(state_dict: Mapping[str, Any], ids: Sequence[Any]) -> list[str]:
+    """The facts that ranks compare before they load, since a rank may have opened another file.
+
+    To compare all elements would take too long, so shapes and dtypes stand for tensors.
+
+    Args:
+        ids: from `check_fits`.
+    """
+    kinds = [
+        (number, key, (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value)
+        for number, id_ in enumerate(ids)
+        for key, value in state_dict["state"].get(id_, {}).items()
+    ]
+    options = [
+        f"group {index}: {option}"
+        for index, group in enumerate(state_dict["param_groups"])
+        for option in describe_options(group)
+    ]
     return [*options, f"state of shapes and kinds {hashlib.sha256(repr(kinds).encode()).hexdigest()[:12]}"]
 
 
@@ -219,15 +228,6 @@ def _check_form(state_dict: Mapping[str, Any]) -> None:
         raise ValueError(
             "the state dict's 'param_groups' must be a list of dicts with 'params', its 'state' a dict of "
             "dicts; this one is damaged, or was written by another program."
-        )
-
-
-def _check_sizes(saved_groups: Sequence[Any], param_groups: Sequence[dict[str, Any]]) -> None:
-    saved, ours = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in param_groups]
-    if saved != ours:
-        raise ValueError(
-            f"the checkpoint has parameter groups of {saved} parameters and this optimizer has {ours}. "
-            "Build the optimizer from the same parameter groups, in the same order, then load again."
         )
 
 

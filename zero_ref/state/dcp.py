@@ -138,7 +138,8 @@ class StatefulOptimizer:
             saved: dict[str, Any] = {"state": part.described, "param_groups": groups}
             # 2. Check that the checkpoint fits, and load. If a rank raises, `loading` restores the optimizer.
             saved = checkpoint.arranged(saved, ours)
-            facts += checkpoint.check_fits(saved, ours, optimizer.optim)
+            ids = checkpoint.check_fits(saved, ours, optimizer.optim)
+            facts += checkpoint.facts_of(saved, ids)
             optimizer.shard.load(part.state(state_dict), saved["param_groups"])
 
     def _state(self) -> dict[str, dict[str, Any]]:

@@ -30,10 +30,10 @@ from zero_ref.plan.boxes import Box, boxes_in_memory
 from zero_ref.shard import subclasses
 from zero_ref.shard.owned import MASTER
 from zero_ref.state.contents import Contents, name_of_param, name_of_state
-from zero_ref.state.files import Piece, ShardReader, Table, memory_of, opened, read_checked
+from zero_ref.state.files import Piece, ShardReader, Table, memory_of, newest_intact, opened, read_checked
 from zero_ref.state.flat_slices import chunk
 from zero_ref.state.saves import name_of
-from zero_ref.state.sharded import Directory, newest_intact
+from zero_ref.state.sharded import Directory
 
 
 class StoredBox(NamedTuple):
@@ -56,12 +56,12 @@ class FlatReader(FileSystemReader):
 
     Args:
         folder: the folder of a save.
-        tables: from `read_tables`, if they have been read.
+        tables: from `read_tables`.
     Raises:
         ValueError: the save is damaged; names the file.
     """
 
-    def __init__(self, folder: Path, tables: Sequence[Table] | None = None) -> None:
+    def __init__(self, folder: Path, tables: Sequence[Table]) -> None:
         super().__init__(folder)
         self.files = ShardReader(folder, tables)
 

@@ -239,12 +239,6 @@ def saves_in(directory: Path) -> list[Save]:
     return sorted(filter(None, map(look_at, folders)))
 
 
-def nothing_in(directory: Path, saves: list[Save]) -> FileNotFoundError:
-    """Make the error for a directory in which no save is complete."""
-    lacks = f"; the newest save lacks {saves[-1].lacks}" if saves else ""
-    return FileNotFoundError(f"{directory} holds no complete sharded checkpoint{lacks}.")
-
-
 # ---------------------------------------------------------------------------------- to make and to remove
 
 
