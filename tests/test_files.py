@@ -22,7 +22,6 @@ from hypothesis import given, settings, strategies as st
 from saved import newest_complete
 
 from zero_ref.state import durable, files
-from zero_ref.state.dcp_reader import FlatReader
 from zero_ref.state.files import Ranges, ShardReader, ShardWriter, read_tables, verify
 from zero_ref.state.flat_slices import FlatSlices
 from zero_ref.state.saves import MARK, Mark, Save, look_at, sealed
@@ -165,15 +164,6 @@ def test_exactly_the_blocks_asked_for_are_read_and_no_other_file_is_opened(
     read_of_file.clear()
     reader.read({"a": Ranges({0: torch.zeros(6)}, 10)})
     assert read_of_file == {"shard-0-of-2.bin": 24}
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_dcp_loads_whole_tensors_from_the_files_by_itself(tmp_path: Path) -> None:
-    folder = two_ranks(tmp_path)
-    wanted = {"a": torch.zeros(10, dtype=torch.float64), "b": torch.zeros(3, dtype=torch.int64)}
-    dcp.load(wanted, storage_reader=FlatReader(folder, read_tables(save_in(folder))), no_dist=True)
-    assert wanted["a"].tolist() == list(range(1, 11))
-    assert wanted["b"].tolist() == [1, 2, 3]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
