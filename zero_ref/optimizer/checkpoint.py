@@ -59,6 +59,31 @@ def packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     return groups
 
 
+def check_form(state_dict: Mapping[str, Any]) -> None:
+    """Refuse a dict without groups and state in the form of torch's state dicts.
+
+    Raises:
+        ValueError: the dict is in another form.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(
+            f"an optimizer's state dict has the keys 'state' and 'param_groups'; this has {found}. "
+            "Pass the dict that optimizer.state_dict() returned, not the whole checkpoint."
+        )
+    saved_groups = state_dict["param_groups"]
+    if (
+        not isinstance(saved_groups, Sequence)
+        or not all(isinstance(group, Mapping) and "params" in group for group in saved_groups)
+        or not isinstance(state_dict["state"], Mapping)
+        or not all(isinstance(of_param, Mapping) for of_param in state_dict["state"].values())
+    ):
+        raise ValueError(
+            "the state dict's 'param_groups' must be a list of dicts with 'params', its 'state' a dict of "
+            "dicts; this one is damaged, or was written by another program."
+        )
+
+
 def arranged(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The state dict with its groups, and the parameters in them, in the order of `param_groups`.
 
@@ -66,10 +91,9 @@ def arranged(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any
     ids, as FSDP and torch.distributed.checkpoint write them. Prefixes that wrappers add do not count.
 
     Raises:
-        ValueError: the dict is not in torch's form, or a group's names are not those of any of our groups.
+        ValueError: a group's names are not those of any of our groups.
     """
     # 1. Look for names. Without them on both sides, the order of the dict counts.
-    _check_form(state_dict)
     saved_groups = state_dict["param_groups"]
     theirs = [_names_in(group["params"], group.get("param_names")) for group in saved_groups]
     ours = [_names_in((), g.get("param_names", None if g["params"] else ())) for g in param_groups]
@@ -208,27 +232,6 @@ def _misfit_error(name: str, key: Any, value: Any, param: torch.Tensor) -> str:
         f"the checkpoint's {key!r} for parameter {name} {what}; the parameter has {tuple(param.shape)}. The "
         "checkpoint is of another model, or of the same parameters in another order."
     )
-
-
-def _check_form(state_dict: Mapping[str, Any]) -> None:
-    """Refuse a dict without groups and state in the form of torch's state dicts."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-        raise ValueError(
-            f"an optimizer's state dict has the keys 'state' and 'param_groups'; this has {found}. "
-            "Pass the dict that optimizer.state_dict() returned, not the whole checkpoint."
-        )
-    saved_groups = state_dict["param_groups"]
-    if (
-        not isinstance(saved_groups, Sequence)
-        or not all(isinstance(group, Mapping) and "params" in group for group in saved_groups)
-        or not isinstance(state_dict["state"], Mapping)
-        or not all(isinstance(of_param, Mapping) for of_param in state_dict["state"].values())
-    ):
-        raise ValueError(
-            "the state dict's 'param_groups' must be a list of dicts with 'params', its 'state' a dict of "
-            "dicts; this one is damaged, or was written by another program."
-        )
 
 
 def _check_options(

@@ -181,6 +181,7 @@ class WholeState:
             ValueError: the state is not for these parameters.
         """
         zero = self.zero
+        checkpoint.check_form(state_dict)
         state_dict = checkpoint.arranged(state_dict, zero.param_groups)
         ids = checkpoint.check_fits(state_dict, zero.param_groups, zero.shard.optim)
         facts = checkpoint.facts_of(state_dict, ids)

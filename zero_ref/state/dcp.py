@@ -137,6 +137,7 @@ class StatefulOptimizer:
             groups = part.groups(state_dict, names_of_group)
             saved: dict[str, Any] = {"state": part.described, "param_groups": groups}
             # 2. Check that the checkpoint fits, and load. If a rank raises, `loading` restores the optimizer.
+            checkpoint.check_form(saved)
             saved = checkpoint.arranged(saved, ours)
             ids = checkpoint.check_fits(saved, ours, optimizer.optim)
             facts += checkpoint.facts_of(saved, ids)

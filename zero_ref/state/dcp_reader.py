@@ -31,7 +31,6 @@ from zero_ref.shard.owned import MASTER
 from zero_ref.state.contents import Contents, name_of_param, name_of_state
 from zero_ref.state.files import Piece, ShardReader, memory_of, newest_intact, opened, read_checked
 from zero_ref.state.flat_slices import chunk
-from zero_ref.state.saves import name_of
 from zero_ref.state.sharded import Directory
 
 
@@ -73,7 +72,7 @@ class DCPReader(FileSystemReader):
         self, directory: Directory, names: list[str] | None = None, *, save: int | str | None = None
     ) -> None:
         path = Path(directory).absolute()
-        folder, tables, _ = newest_intact(path, name_of(save) if isinstance(save, int) else save, {})
+        folder, tables, _ = newest_intact(path, save, {})
         super().__init__(path / folder)
         self._contents = Contents(ShardReader(path / folder, tables))
         labels = self._contents.labels

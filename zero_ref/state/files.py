@@ -36,6 +36,7 @@ from zero_ref.state.saves import (
     DamagedError,
     Save,
     damage_in,
+    name_of,
     read_sealed,
     saves_in,
     sealed,
@@ -287,11 +288,12 @@ def read_tables(save: Save) -> list[Table]:
 
 
 def newest_intact(
-    directory: Path, name: str | None, skipped: Mapping[str, str]
+    directory: Path, save: int | str | None, skipped: Mapping[str, str]
 ) -> tuple[str, list[Table], dict[str, str]]:
-    """Find the newest complete save whose tables are intact, or the save of that name.
+    """Find the newest complete save whose tables are intact, or a certain save.
 
     Args:
+        save: the number of the only save to consider, or the name of its folder; None for all saves.
         skipped: by folder name, the saves that are known to be damaged, and why.
     Returns:
         The name of the folder, the tables, and `skipped` with the damaged saves that were found.
@@ -299,18 +301,19 @@ def newest_intact(
         FileNotFoundError: there is no complete save, or none of that name.
         DamagedError: all complete saves are damaged.
     """
-    saves = [save for save in saves_in(directory) if name in (None, save.path.name)]
+    name = name_of(save) if isinstance(save, int) else save
+    saves = [found for found in saves_in(directory) if name in (None, found.path.name)]
     if name is not None and not saves:
         raise FileNotFoundError(f"{directory} has no save {name!r}.")
     problems = dict(skipped)
-    for save in reversed(saves):
+    for found in reversed(saves):
         # A save that lacks tables was interrupted: that is no damage.
-        if save.path.name in problems or save.lacks:
+        if found.path.name in problems or found.lacks:
             continue
         try:
-            return save.path.name, read_tables(save), problems
+            return found.path.name, read_tables(found), problems
         except DamagedError as error:
-            problems[save.path.name] = str(error)
+            problems[found.path.name] = str(error)
     if problems:
         raise DamagedError("; ".join(problems.values()))
     lacks = f"; the newest save lacks {saves[-1].lacks}" if saves else ""

@@ -49,7 +49,7 @@ from zero_ref.state.contents import Contents, LoadedShard, contents_of, ranges_t
 from zero_ref.state.durable import make_directory
 from zero_ref.state.files import Ranges, ShardReader, ShardWriter, Table, newest_intact
 from zero_ref.state.save_owner import Ownership, become_owner
-from zero_ref.state.saves import DamagedError, name_of, new_save, remove_old
+from zero_ref.state.saves import DamagedError, new_save, remove_old
 
 Directory = str | os.PathLike[str]
 
@@ -328,13 +328,12 @@ def _read_newest(
     """
     # 1. Ranks agree on what they look for, since rank 0 looks for all of them.
     comm = optimizer.collectives
-    name = name_of(save) if isinstance(save, int) else save
-    only = [f"save={name}"] if name is not None else []
-    agree(comm, "find a sharded checkpoint", [f"directory {path}", f"parameters={parameters}", *only])
+    facts = [f"directory {path}", f"parameters={parameters}", f"save={save}"]
+    agree(comm, "find a sharded checkpoint", facts)
     # 2. They try one save after the other. Folder name -> what is damaged in it; the same on all ranks.
     skipped: dict[str, str] = {}
     while True:
-        folder, tables, skipped = _find_and_share(comm, path, name, skipped)
+        folder, tables, skipped = _find_and_share(comm, path, save, skipped)
         loaded, problem = None, ""
         with agreement(comm, f"read the checkpoint {folder}"):
             try:
@@ -358,7 +357,7 @@ _KINDS = (FileNotFoundError, OSError, ValueError, RuntimeError)
 
 
 def _find_and_share(
-    comm: Collectives, path: Path, name: str | None, skipped: dict[str, str]
+    comm: Collectives, path: Path, save: int | str | None, skipped: dict[str, str]
 ) -> tuple[Path, list[Table], dict[str, str]]:
     """Find the newest intact save on rank 0, and broadcast its folder and tables. Collective.
 
@@ -369,7 +368,7 @@ def _find_and_share(
     found: dict[str, Any] = {}
     if comm.rank == 0:
         try:
-            folder_name, tables, damaged = newest_intact(path, name, skipped)
+            folder_name, tables, damaged = newest_intact(path, save, skipped)
             found = {"folder": folder_name, "tables": tables, "damaged": damaged}
         except Exception as error:
             kind = next((n for n, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1)
