@@ -28,7 +28,6 @@ from zero_ref.shard.groups import (
     describe_options,
     name_of,
     options_of,
-    params_of,
     specs_of,
 )
 from zero_ref.shard.owned import OwnedSlice
@@ -180,27 +179,29 @@ def check_fits(
         ValueError: the dict has other groups or classes, options that a class refuses, or a state that the
             class cannot have made; names the parameter. Or two parameters have the same id.
     """
-    # 1. The groups.
+    # 1. The groups have the parameters that ours have, each once.
     saved_groups = state_dict["param_groups"]
-    saved, ours = ([len(group["params"]) for group in groups] for groups in (saved_groups, param_groups))
-    if saved != ours:
+    theirs, here = ([len(group["params"]) for group in groups] for groups in (saved_groups, param_groups))
+    if theirs != here:
         raise ValueError(
-            f"the checkpoint has parameter groups of {saved} parameters and this optimizer has {ours}. "
+            f"the checkpoint has parameter groups of {theirs} parameters and this optimizer has {here}. "
             "Build the optimizer from the same parameter groups, in the same order, then load again."
         )
-    classes = [class_of(group, optim) for group in param_groups]
-    _check_options(saved_groups, param_groups, classes)
     ids = [id_ for group in saved_groups for id_ in group["params"]]
     if len(set(ids)) != len(ids):
         raise ValueError("the checkpoint's parameter groups name the same parameter twice; it is damaged.")
 
-    # 2. The state of each parameter.
-    elementwise = [is_elementwise(of_class) for of_class in classes]
-    specs = specs_of(param_groups)
-    for number, (id_, param) in enumerate(zip(ids, params_of(param_groups), strict=True)):
-        for key, value in state_dict["state"].get(id_, {}).items():
-            if elementwise[specs[number].group] and not _fits(key, value, param):
-                raise ValueError(_misfit_error(name_of(specs, number), key, value, param))
+    # 2. The options of each group, and the state of its parameters.
+    for index, (saved, ours) in enumerate(zip(saved_groups, param_groups, strict=True)):
+        of_class = class_of(ours, optim)
+        _check_options(index, saved, ours, of_class)
+        if not is_elementwise(of_class):
+            continue
+        for id_, param in zip(saved["params"], ours["params"], strict=True):
+            for key, value in state_dict["state"].get(id_, {}).items():
+                if not _fits(key, value, param):
+                    name = name_of(specs_of(param_groups), ids.index(id_))
+                    raise ValueError(_misfit_error(name, key, value, param))
     return ids
 
 
@@ -235,28 +236,24 @@ def _misfit_error(name: str, key: Any, value: Any, param: torch.Tensor) -> str:
 
 
 def _check_options(
-    saved_groups: Sequence[Mapping[str, Any]],
-    param_groups: Sequence[dict[str, Any]],
-    classes: Sequence[type[torch.optim.Optimizer]],
+    index: int, saved: Mapping[str, Any], ours: dict[str, Any], of_class: type[torch.optim.Optimizer]
 ) -> None:
-    for index, (saved, ours, of_class) in enumerate(zip(saved_groups, param_groups, classes, strict=True)):
-        if saved.get(OPTIMIZER_CLASS, of_class.__name__) != of_class.__name__:
+    """Refuse the options of saved group number `index` if the class of our group cannot have them."""
+    if saved.get(OPTIMIZER_CLASS, of_class.__name__) != of_class.__name__:
+        raise ValueError(
+            f"the checkpoint's group {index} is of {saved[OPTIMIZER_CLASS]}, this optimizer's is of "
+            f"{of_class.__name__}. Give the group the same optimizer_class, then load again."
+        )
+    for option, value in options_of(ours).items():
+        if not _alike(saved.get(option), value):
             raise ValueError(
-                f"the checkpoint's group {index} is of {saved[OPTIMIZER_CLASS]}, this optimizer's is of "
-                f"{of_class.__name__}. Give the group the same optimizer_class, then load again."
+                f"the checkpoint's {option!r} of group {index} is {saved[option]!r}, this optimizer's is "
+                f"{value!r}. The checkpoint is damaged, or of another optimizer."
             )
-        for option, value in options_of(ours).items():
-            if not _alike(saved.get(option), value):
-                raise ValueError(
-                    f"the checkpoint's {option!r} of group {index} is {saved[option]!r}, this optimizer's is "
-                    f"{value!r}. The checkpoint is damaged, or of another optimizer."
-                )
-        # torch checks options in its constructors. Ignore a class that refuses even our own options.
-        refusal = _refusal(of_class, {**ours, **saved})
-        if refusal and not _refusal(of_class, ours):
-            raise ValueError(
-                f"{of_class.__name__} refuses the checkpoint's options of group {index}: {refusal}"
-            )
+    # torch checks options in its constructors. Ignore a class that refuses even our own options.
+    refusal = _refusal(of_class, {**ours, **saved})
+    if refusal and not _refusal(of_class, ours):
+        raise ValueError(f"{of_class.__name__} refuses the checkpoint's options of group {index}: {refusal}")
 
 
 def _alike(theirs: Any, ours: Any) -> bool:

@@ -239,6 +239,11 @@ def saves_in(directory: Path) -> list[Save]:
     return sorted(filter(None, map(look_at, folders)))
 
 
+def last_number(directory: Path) -> int:
+    """The number of the newest save that has a mark, complete or not; 0 if there is none."""
+    return max((save.number for save in saves_in(directory) if save.mark), default=0)
+
+
 # ---------------------------------------------------------------------------------- to make and to remove
 
 
@@ -247,7 +252,7 @@ def new_save(directory: Path, ranks: int, owner: Mapping[str, Any]) -> tuple[Pat
 
     Its number is the next after all saves that have a mark.
     """
-    number = 1 + max([save.number for save in saves_in(directory) if save.mark], default=0)
+    number = 1 + last_number(directory)
     while True:
         folder = directory / name_of(number)
         try:
