@@ -184,17 +184,17 @@ class ShardReader:
                     # Each owner of a part of a parameter stores the state that has a shape of its own: one is
                     # enough.
                     known.pieces.setdefault(piece.start, piece)
-        # 2. Every element must be in exactly one piece: each piece starts where the one before ends.
+        # 2. Every element must be in exactly one piece: each piece, and then the end of the tensor, must be
+        # where the piece before ends.
         for name, tensor in self.tensors.items():
-            pieces = [tensor.pieces[start] for start in sorted(tensor.pieces)]
-            starts = [*(piece.start for piece in pieces), tensor.numel]
-            ends = itertools.accumulate((piece.numel for piece in pieces), initial=0)
-            for start, end in zip(starts, ends, strict=True):
+            end = 0
+            for start in (*sorted(tensor.pieces), tensor.numel):
                 if start != end:
                     raise DamagedError(
                         f"{folder}: {name} has {tensor.numel} elements; those from {end} on are in no shard, "
                         "or others are in two. The checkpoint is damaged."
                     )
+                end += tensor.pieces[start].numel if start in tensor.pieces else 0
 
     def path_of_table(self, rank: int) -> Path:
         """The path of a rank's table."""

@@ -199,15 +199,14 @@ class Save(NamedTuple):
     def lacks(self) -> str:
         """The tables that are missing, in words; empty if none is missing, or the mark is not valid."""
         ranks = self.mark.ranks if self.mark else 0
-        # A mark may claim any number of ranks, so the names are made one by one, and three are enough.
-        missing = (name for rank in range(ranks) if (name := table_name(rank, ranks)) not in self.names)
-        if not (first := list(itertools.islice(missing, 3))):
+        tables = filter(None, map(TABLE.fullmatch, self.names))
+        there = {int(table[1]) for table in tables if int(table[1]) < ranks == int(table[2])}
+        if len(there) == ranks:
             return ""
-        # Count the others without looking for each.
-        tables = [match for match in map(TABLE.fullmatch, self.names) if match]
-        there = [match for match in tables if int(match[1]) < ranks == int(match[2])]
-        more = ranks - len(there) - len(first)
-        return ", ".join(first) + (f" and {more} more" if more > 0 else "")
+        # A mark may claim any number of ranks, so the names are made one by one, and three are enough.
+        missing = (table_name(rank, ranks) for rank in range(ranks) if rank not in there)
+        more = ranks - len(there) - 3
+        return ", ".join(itertools.islice(missing, 3)) + (f" and {more} more" if more > 0 else "")
 
 
 def look_at(folder: Path) -> Save | None:

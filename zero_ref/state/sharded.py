@@ -21,6 +21,14 @@ A save has four phases:
 Only the first and the third phase communicate, on the calling thread, so that the second can go on in the
 background.
 
+A load has four phases, too:
+
+1. Find: rank 0 reads the tables of the newest save, and sends them to all ranks.
+2. Read: each rank checks that the save is of its model, reads what it will own, and checks the checksums. If
+   a rank finds damage, all ranks go back to phase 1, for an older save.
+3. Exchange: owners send their parameters to the other ranks, which keep them apart.
+4. Load: ranks agree that all have everything, and only then replace state and parameters.
+
 The `save` and `load` of torch.distributed.checkpoint (DCP) are not called: they exchange pickled objects
 between ranks, which a background thread must not do while training communicates.
 """
