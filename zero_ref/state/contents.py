@@ -58,7 +58,7 @@ def ranges_to_save(
         entries.append(entry)
         if flat is not None:
             # State with a shape of its own, such as the factors of Adafactor, is stored whole.
-            numel = flat.numel() if "shape" in entry else optimizer.partition.numels[entry["param"]]
+            numel = flat.numel() if "shape" in entry else optimizer.built.partition.numels[entry["param"]]
             name = name_of_state(labels[entry["param"]], entry["key"])
             _add_range(ranges, name, numel, entry.get("start", 0), flat, as_copies)
     # 2. The parameters. Frozen ones have owners, too.
@@ -215,7 +215,7 @@ class Contents:
         """
         # 1. Check the groups and their options, as for any state dict.
         self.state_dict = checkpoint.arranged(self.state_dict, optimizer.param_groups)
-        numbers = checkpoint.check_fits(self.state_dict, optimizer.param_groups, optimizer.optim)
+        numbers = checkpoint.check_fits(self.state_dict, optimizer.param_groups, optimizer.shard.optim)
         # 2. Check each parameter.
         for number, (theirs, ours) in enumerate(zip(numbers, optimizer.built.params, strict=True)):
             shape = self.params[theirs].shape

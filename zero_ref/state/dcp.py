@@ -139,7 +139,7 @@ class StatefulOptimizer:
             # 2. Check that the checkpoint fits, and load. If a rank raises, `loading` restores the optimizer.
             checkpoint.check_form(saved)
             saved = checkpoint.arranged(saved, ours)
-            ids = checkpoint.check_fits(saved, ours, optimizer.optim)
+            ids = checkpoint.check_fits(saved, ours, optimizer.shard.optim)
             facts += checkpoint.facts_of(saved, ids)
             optimizer.shard.load(part.state(state_dict), saved["param_groups"])
 

@@ -201,7 +201,11 @@ class ShardReader:
         return self.folder / table_name(rank, len(self.tables))
 
     def _pieces_in(self, rank: int, table: Table) -> list[Piece]:
-        """Make the pieces of a rank's table; any error if they overlap, or do not fill the file exactly."""
+        """List the pieces that a rank's table describes, in the order in which they lie in the data file.
+
+        Raises:
+            Exception: any, if the table is damaged: the pieces overlap, or do not fill the file exactly.
+        """
         path = self.path_of_table(rank).with_suffix(".bin")
         pieces = [
             Piece(path, name, dtype_of(tensor["dtype"]), *piece)
