@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from zero_ref.optimizer import checkpoint
-from zero_ref.optimizer.entries import Entry, State, allocate, dtype_of, pack
+from zero_ref.optimizer.entries import Entry, State, allocate, dtype_of, pack_slice, plain_state
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like, flat_view
@@ -49,22 +49,23 @@ def ranges_to_save(
     Raises:
         TypeError: as `entries.pack`.
     """
-    packed = pack(optimizer.shard.owned, optimizer.shard.state)
-    labels = _labels_of(optimizer.param_groups)
+    state, labels = optimizer.shard.state, _labels_of(optimizer.param_groups)
     ranges: dict[str, Ranges] = {}
     entries = []
-    # 1. The state. Numbers are in the entry itself; only a tensor has a flat range.
-    for entry, flat in packed:
-        entries.append(entry)
-        if flat is not None:
-            # State with a shape of its own, such as the factors of Adafactor, is stored whole.
-            numel = flat.numel() if "shape" in entry else optimizer.built.partition.numels[entry["param"]]
-            name = name_of_state(labels[entry["param"]], entry["key"])
-            _add_range(ranges, name, numel, entry.get("start", 0), flat, as_copies)
-    # 2. The parameters. Frozen ones have owners, too.
-    for own in optimizer.shard.owned if parameters else ():
-        name = name_of_param(labels[own.piece.param])
-        _add_range(ranges, name, own.param.numel(), own.piece.start, flat_view(own.window), as_copies)
+    for own in optimizer.shard.owned:
+        label = labels[own.piece.param]
+        # 1. The state. Numbers are in the entry itself; only a tensor has a flat range.
+        for entry, flat in pack_slice(own, plain_state(own, state)):
+            entries.append(entry)
+            if flat is not None:
+                # State with a shape of its own, such as the factors of Adafactor, is stored whole.
+                numel = flat.numel() if "shape" in entry else own.param.numel()
+                name = name_of_state(label, entry["key"])
+                _add_range(ranges, name, numel, entry.get("start", 0), flat, as_copies)
+        # 2. The parameter. Frozen ones have owners, too.
+        if parameters:
+            name, numel = name_of_param(label), own.param.numel()
+            _add_range(ranges, name, numel, own.piece.start, flat_view(own.window), as_copies)
     return ranges, entries
 
 
