@@ -267,9 +267,9 @@ def by_hand(folder: Path, ran: list[Stretch]) -> tuple[list[float], list[bytes]]
 
 def saved_in(directory: Path) -> tuple[list[float], list[bytes]]:
     """The losses of the newest save, and what its ranks wrote."""
-    newest = saves_in(directory)[-1].path
+    newest = saves_in(directory)[-1]
     losses = read_tables(newest)[0]["contents"]["notes"]["losses"]
-    return losses, [path.read_bytes() for path in sorted(newest.glob("*.bin"))]
+    return losses, [path.read_bytes() for path in sorted(newest.path.glob("*.bin"))]
 
 
 def run(way: str, kills: int, world_size: int, seed: int, folder: Path) -> bool:

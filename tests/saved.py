@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_ref.state.saves import Save, nothing_in, saves_in
+from zero_ref.state.saves import Save, saves_in
 
 
 def newest_complete(directory: Path) -> Save:
-    """The newest save of which all tables are there; the package's FileNotFoundError where there is none."""
-    saves = saves_in(directory)
-    complete = [save for save in saves if save.is_complete]
+    """The newest save of which all tables are there."""
+    complete = [save for save in saves_in(directory) if save.is_complete]
     if not complete:
-        raise nothing_in(directory, saves)
+        raise FileNotFoundError(directory)
     return complete[-1]

@@ -20,6 +20,7 @@ from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.owned import MASTER
 from zero_ref.state.files import verify
+from zero_ref.state.saves import saves_in
 from zero_ref.state.sharded import load_sharded, save_sharded
 
 SAVES = Path(__file__).parent / "earlier_saves"
@@ -72,4 +73,5 @@ def test_a_save_of_an_earlier_version_is_loaded_and_the_directory_is_saved_to(
 def test_the_command_lists_and_verifies_saves_of_an_earlier_version(saved_at: int) -> None:
     [entry] = listed(SAVES / f"{saved_at}-ranks", verify=True)
     assert (entry["state"], entry["ranks"], entry["notes"]) == ("verified", saved_at, {"steps": 2})
-    assert verify(SAVES / f"{saved_at}-ranks" / "save-00000001") == []
+    [save] = saves_in(SAVES / f"{saved_at}-ranks")
+    assert verify(save) == []

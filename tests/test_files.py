@@ -22,10 +22,9 @@ from hypothesis import given, settings, strategies as st
 from saved import newest_complete
 
 from zero_ref.state import durable, files
-from zero_ref.state.dcp_reader import FlatReader
 from zero_ref.state.files import Ranges, ShardReader, ShardWriter, read_tables, verify
 from zero_ref.state.flat_slices import FlatSlices
-from zero_ref.state.saves import MARK, Mark, sealed
+from zero_ref.state.saves import MARK, Mark, Save, look_at, sealed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.int16]
 DTYPES += [torch.uint8, torch.bool, torch.float8_e4m3fn]
@@ -47,12 +46,23 @@ def write(directory: Path, shards: list[Mapping[str, Ranges]], contents: Any = N
     mark = Mark(number, f"{number:032x}", len(shards), "2026-07-01T00:00:00+00:00", {})
     mark.write(folder)
     for rank, tensors in enumerate(shards):
-        ShardWriter(folder, rank, len(shards), contents, mark.id).save(tensors)
+        writer = ShardWriter(folder, rank, len(shards), contents, mark.id)
+        writer.finish(*writer.write_data(tensors))
     return folder
 
 
+def reader_of(folder: Path) -> ShardReader:
+    return ShardReader(folder, read_tables(save_in(folder)))
+
+
+def save_in(folder: Path) -> Save:
+    save = look_at(folder)
+    assert save is not None
+    return save
+
+
 def read(folder: Path, wanted: Mapping[str, Ranges]) -> None:
-    ShardReader(folder).read(wanted)
+    reader_of(folder).read(wanted)
 
 
 def two_ranks(directory: Path, number: int = 1) -> Path:
@@ -144,7 +154,7 @@ def test_exactly_the_blocks_asked_for_are_read_and_no_other_file_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "BLOCK_NBYTES", 8)  # two elements
-    reader = ShardReader(two_ranks(tmp_path))
+    reader = reader_of(two_ranks(tmp_path))
     read_of_file: dict[str, int] = {}
     monkeypatch.setattr(files, "open_regular", lambda path: CountingFile(path, read_of_file))
     middle = torch.zeros(3)
@@ -154,15 +164,6 @@ def test_exactly_the_blocks_asked_for_are_read_and_no_other_file_is_opened(
     read_of_file.clear()
     reader.read({"a": Ranges({0: torch.zeros(6)}, 10)})
     assert read_of_file == {"shard-0-of-2.bin": 24}
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_dcp_loads_whole_tensors_from_the_files_by_itself(tmp_path: Path) -> None:
-    folder = two_ranks(tmp_path)
-    wanted = {"a": torch.zeros(10, dtype=torch.float64), "b": torch.zeros(3, dtype=torch.int64)}
-    dcp.load(wanted, storage_reader=FlatReader(folder), no_dist=True)
-    assert wanted["a"].tolist() == list(range(1, 11))
-    assert wanted["b"].tolist() == [1, 2, 3]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -236,7 +237,7 @@ def test_a_full_disk_is_reported_with_the_name_of_the_file(
     folder = write(tmp_path, [])
     monkeypatch.setattr(durable.os, "fsync", full)
     with pytest.raises(OSError, match=r"No space left on device: .*shard-0-of-1\.bin"):
-        ShardWriter(folder, 0, 1).save({"a": Ranges({0: numbers(3, torch.int64)}, 3)})
+        ShardWriter(folder, 0, 1).write_data({"a": Ranges({0: numbers(3, torch.int64)}, 3)})
 
 
 # ------------------------------------------------------------------------------- files not to be believed
@@ -440,7 +441,7 @@ def test_data_that_is_not_what_was_written_is_refused(
 
 def test_a_file_that_ends_while_it_is_read_is_named(tmp_path: Path) -> None:
     folder = two_ranks(tmp_path)
-    reader = ShardReader(folder, read_tables(folder))
+    reader = reader_of(folder)
     os.truncate(folder / "shard-1-of-2.bin", 10)
     with pytest.raises(ValueError, match=r"shard-1-of-2\.bin ends at byte 10"):
         reader.read({"a": Ranges({0: torch.zeros(10)}, 10)})
@@ -450,18 +451,18 @@ def test_a_flipped_bit_is_found_in_whatever_byte_it_lies(tmp_path: Path) -> None
     """Every byte of a small save: so it is no matter of chance. `test_sharded.py` flips bits under a load."""
     tensor = torch.randn(40, dtype=torch.float64)
     folder = write(tmp_path, [{"t": Ranges(cut(tensor, [9]), 40)}], contents={"notes": "é"})
-    assert verify(folder) == []
+    assert verify(save_in(folder)) == []
     for path in sorted(folder.iterdir()):
         original = path.read_bytes()
         for place in range(len(original)):
             flipped = bytearray(original)
             flipped[place] ^= 1 << place % 8
             path.write_bytes(flipped)
-            problems = verify(folder)
+            problems = verify(save_in(folder))
             assert problems, f"bit {place % 8} of byte {place} of {path.name}"
             assert path.name in problems[0]
         path.write_bytes(original)
-    assert verify(folder) == []
+    assert verify(save_in(folder)) == []
 
 
 def test_what_is_damaged_is_named_to_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,7 +473,7 @@ def test_what_is_damaged_is_named_to_the_block(tmp_path: Path, monkeypatch: pyte
     data[4 * 9] ^= 1
     data[4 * 21] ^= 1
     path.write_bytes(data)
-    first, second = verify(folder)
+    first, second = verify(save_in(folder))
     assert re.search(r"shard-0-of-1\.bin is damaged: t, elements \[8, 12\), is not what rank 0 wrote", first)
     assert re.search(r": u, elements \[0, 3\), is not what rank 0", second)
     intact = torch.zeros(8)

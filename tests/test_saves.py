@@ -12,6 +12,7 @@ import pytest
 from saved import newest_complete
 
 from zero_ref.state import saves
+from zero_ref.state.files import newest_intact
 from zero_ref.state.saves import (
     FORMAT,
     MARK,
@@ -204,13 +205,13 @@ def test_an_unmarked_folder_with_anything_else_in_it_stays(tmp_path: Path) -> No
 def test_where_there_is_no_complete_save_the_error_says_what_is_missing(tmp_path: Path) -> None:
     for directory in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(FileNotFoundError, match=f"{directory} holds no complete sharded checkpoint"):
-            newest_complete(directory)
+            newest_intact(directory, None, {})
     (saved(tmp_path, 1) / "shard-1-of-2.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"the newest save lacks shard-1-of-2\.json\."):
-        newest_complete(tmp_path)
+        newest_intact(tmp_path, None, {})
     new_save(tmp_path, 100, {})
     with pytest.raises(FileNotFoundError, match=r"lacks shard-0-of-100\.json, .*, .* and 97 more\."):
-        newest_complete(tmp_path)
+        newest_intact(tmp_path, None, {})
 
 
 def test_numbers_of_ranks_cost_nothing_wherever_they_are_claimed(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def listed(directory: Path, verify: bool = False) -> list[dict[str, Any]]:
             entry["state"] = f"incomplete: lacks {save.lacks}"
         else:
             try:
-                entry["notes"] = files.read_tables(save.path)[0]["contents"]["notes"]
-                entry["problems"] = files.verify(save.path) if verify else []
+                entry["notes"] = files.read_tables(save)[0]["contents"]["notes"]
+                entry["problems"] = files.verify(save) if verify else []
             except (saves.DamagedError, KeyError, TypeError) as error:
                 entry["problems"] = [str(error)]
             if entry["problems"]:

@@ -286,7 +286,7 @@ def newest_step(directory: str | Path) -> int:
     for save in reversed(saves_in(Path(directory))):
         if save.is_complete:
             with contextlib.suppress(DamagedError):
-                return int(read_tables(save.path)[0]["contents"]["notes"]["step"])
+                return int(read_tables(save)[0]["contents"]["notes"]["step"])
     return 0
 
 

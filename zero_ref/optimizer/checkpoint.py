@@ -26,8 +26,8 @@ from zero_ref.shard.checks import is_elementwise
 from zero_ref.shard.groups import (
     OPTIMIZER_CLASS,
     describe_options,
+    name_of,
     options_of,
-    params_of,
     specs_of,
 )
 from zero_ref.shard.owned import OwnedSlice
@@ -49,13 +49,38 @@ def packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     A group's optimizer class becomes its name, so that the dict loads with `weights_only=True`.
     """
     running = itertools.count()
+    groups = []
+    for group in param_groups:
+        packed = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+        if OPTIMIZER_CLASS in group:
+            packed[OPTIMIZER_CLASS] = group[OPTIMIZER_CLASS].__name__
+        groups.append({**packed, "params": [next(running) for _ in group["params"]]})
+    return groups
 
-    def packed(group: dict[str, Any]) -> dict[str, Any]:
-        kept = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-        named = {OPTIMIZER_CLASS: group[OPTIMIZER_CLASS].__name__} if OPTIMIZER_CLASS in group else {}
-        return {**kept, **named, "params": [next(running) for _ in group["params"]]}
 
-    return list(map(packed, param_groups))
+def check_form(state_dict: Mapping[str, Any]) -> None:
+    """Refuse a dict without groups and state in the form of torch's state dicts.
+
+    Raises:
+        ValueError: the dict is in another form.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(
+            f"an optimizer's state dict has the keys 'state' and 'param_groups'; this has {found}. "
+            "Pass the dict that optimizer.state_dict() returned, not the whole checkpoint."
+        )
+    saved_groups = state_dict["param_groups"]
+    if (
+        not isinstance(saved_groups, Sequence)
+        or not all(isinstance(group, Mapping) and "params" in group for group in saved_groups)
+        or not isinstance(state_dict["state"], Mapping)
+        or not all(isinstance(of_param, Mapping) for of_param in state_dict["state"].values())
+    ):
+        raise ValueError(
+            "the state dict's 'param_groups' must be a list of dicts with 'params', its 'state' a dict of "
+            "dicts; this one is damaged, or was written by another program."
+        )
 
 
 def arranged(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -65,10 +90,9 @@ def arranged(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any
     ids, as FSDP and torch.distributed.checkpoint write them. Prefixes that wrappers add do not count.
 
     Raises:
-        ValueError: the dict is not in torch's form, or a group's names are not those of any of our groups.
+        ValueError: a group's names are not those of any of our groups.
     """
     # 1. Look for names. Without them on both sides, the order of the dict counts.
-    _check_form(state_dict)
     saved_groups = state_dict["param_groups"]
     theirs = [_names_in(group["params"], group.get("param_names")) for group in saved_groups]
     ours = [_names_in((), g.get("param_names", None if g["params"] else ())) for g in param_groups]
@@ -141,54 +165,64 @@ def _names_in(ids: Sequence[Any], names: Sequence[str] | None) -> list[str] | No
     return plain if len({*plain}) == len(plain) else list(found)
 
 
-def saved_ids(state_dict: Mapping[str, Any]) -> list[Any]:
-    """The ids under which the states of parameters were saved, in the order of the dict's groups.
-
-    Raises:
-        ValueError: two parameters have the same id.
-    """
-    ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
-    if len(set(ids)) != len(ids):
-        raise ValueError("the checkpoint's parameter groups name the same parameter twice; it is damaged.")
-    return ids
-
-
 def check_fits(
     state_dict: Mapping[str, Any],
     param_groups: Sequence[dict[str, Any]],
     optim: torch.optim.Optimizer,
-) -> list[str]:
-    """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
+) -> list[Any]:
+    """Refuse a checkpoint of another model; return the ids under which the parameters' states were saved.
 
     Args:
         state_dict: from `arranged`.
         optim: the local optimizer. The state of parameters whose class is elementwise must have their shapes.
     Raises:
         ValueError: the dict has other groups or classes, options that a class refuses, or a state that the
-            class cannot have made; names the parameter.
+            class cannot have made; names the parameter. Or two parameters have the same id.
     """
-    # 1. The groups.
+    # 1. The groups have the parameters that ours have, each once.
     saved_groups = state_dict["param_groups"]
-    _check_sizes(saved_groups, param_groups)
-    classes = [class_of(group, optim) for group in param_groups]
-    _check_options(saved_groups, param_groups, classes)
+    theirs, here = ([len(group["params"]) for group in groups] for groups in (saved_groups, param_groups))
+    if theirs != here:
+        raise ValueError(
+            f"the checkpoint has parameter groups of {theirs} parameters and this optimizer has {here}. "
+            "Build the optimizer from the same parameter groups, in the same order, then load again."
+        )
+    ids = [id_ for group in saved_groups for id_ in group["params"]]
+    if len(set(ids)) != len(ids):
+        raise ValueError("the checkpoint's parameter groups name the same parameter twice; it is damaged.")
 
-    # 2. The state of each parameter.
-    elementwise = [is_elementwise(of_class) for of_class in classes]
-    specs = specs_of(param_groups)
-    # (number, key, shape, dtype) for a tensor, (number, key, None, value) for another value.
-    kinds: list[tuple[Any, ...]] = []
-    ids = saved_ids(state_dict)
-    for number, (id_, param) in enumerate(zip(ids, params_of(param_groups), strict=True)):
-        for key, value in state_dict["state"].get(id_, {}).items():
-            if elementwise[specs[number].group] and not _fits(key, value, param):
-                raise ValueError(_misfit_error(specs[number].name or str(number), key, value, param))
-            is_tensor = isinstance(value, torch.Tensor)
-            kinds.append((number, key, *((tuple(value.shape), value.dtype) if is_tensor else (None, value))))
+    # 2. The options of each group, and the state of its parameters.
+    for index, (saved, ours) in enumerate(zip(saved_groups, param_groups, strict=True)):
+        of_class = class_of(ours, optim)
+        _check_options(index, saved, ours, of_class)
+        if not is_elementwise(of_class):
+            continue
+        for id_, param in zip(saved["params"], ours["params"], strict=True):
+            for key, value in state_dict["state"].get(id_, {}).items():
+                if not _fits(key, value, param):
+                    name = name_of(specs_of(param_groups), ids.index(id_))
+                    raise ValueError(_misfit_error(name, key, value, param))
+    return ids
 
-    # 3. The facts. A rank may have opened another file, but comparing all elements would take too long.
-    described = enumerate(map(describe_options, saved_groups))
-    options = [f"group {index}: {option}" for index, of_group in described for option in of_group]
+
+def facts_of(state_dict: Mapping[str, Any], ids: Sequence[Any]) -> list[str]:
+    """The facts that ranks compare before they load, since a rank may have opened another file.
+
+    To compare all elements would take too long, so shapes and dtypes stand for tensors.
+
+    Args:
+        ids: from `check_fits`.
+    """
+    kinds = [
+        (number, key, (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value)
+        for number, id_ in enumerate(ids)
+        for key, value in state_dict["state"].get(id_, {}).items()
+    ]
+    options = [
+        f"group {index}: {option}"
+        for index, group in enumerate(state_dict["param_groups"])
+        for option in describe_options(group)
+    ]
     return [*options, f"state of shapes and kinds {hashlib.sha256(repr(kinds).encode()).hexdigest()[:12]}"]
 
 
@@ -201,59 +235,25 @@ def _misfit_error(name: str, key: Any, value: Any, param: torch.Tensor) -> str:
     )
 
 
-def _check_form(state_dict: Mapping[str, Any]) -> None:
-    """Refuse a dict without groups and state in the form of torch's state dicts."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-        raise ValueError(
-            f"an optimizer's state dict has the keys 'state' and 'param_groups'; this has {found}. "
-            "Pass the dict that optimizer.state_dict() returned, not the whole checkpoint."
-        )
-    saved_groups = state_dict["param_groups"]
-    if (
-        not isinstance(saved_groups, Sequence)
-        or not all(isinstance(group, Mapping) and "params" in group for group in saved_groups)
-        or not isinstance(state_dict["state"], Mapping)
-        or not all(isinstance(of_param, Mapping) for of_param in state_dict["state"].values())
-    ):
-        raise ValueError(
-            "the state dict's 'param_groups' must be a list of dicts with 'params', its 'state' a dict of "
-            "dicts; this one is damaged, or was written by another program."
-        )
-
-
-def _check_sizes(saved_groups: Sequence[Any], param_groups: Sequence[dict[str, Any]]) -> None:
-    saved, ours = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in param_groups]
-    if saved != ours:
-        raise ValueError(
-            f"the checkpoint has parameter groups of {saved} parameters and this optimizer has {ours}. "
-            "Build the optimizer from the same parameter groups, in the same order, then load again."
-        )
-
-
 def _check_options(
-    saved_groups: Sequence[Mapping[str, Any]],
-    param_groups: Sequence[dict[str, Any]],
-    classes: Sequence[type[torch.optim.Optimizer]],
+    index: int, saved: Mapping[str, Any], ours: dict[str, Any], of_class: type[torch.optim.Optimizer]
 ) -> None:
-    for index, (saved, ours, of_class) in enumerate(zip(saved_groups, param_groups, classes, strict=True)):
-        if saved.get(OPTIMIZER_CLASS, of_class.__name__) != of_class.__name__:
+    """Refuse the options of saved group number `index` if the class of our group cannot have them."""
+    if saved.get(OPTIMIZER_CLASS, of_class.__name__) != of_class.__name__:
+        raise ValueError(
+            f"the checkpoint's group {index} is of {saved[OPTIMIZER_CLASS]}, this optimizer's is of "
+            f"{of_class.__name__}. Give the group the same optimizer_class, then load again."
+        )
+    for option, value in options_of(ours).items():
+        if not _alike(saved.get(option), value):
             raise ValueError(
-                f"the checkpoint's group {index} is of {saved[OPTIMIZER_CLASS]}, this optimizer's is of "
-                f"{of_class.__name__}. Give the group the same optimizer_class, then load again."
+                f"the checkpoint's {option!r} of group {index} is {saved[option]!r}, this optimizer's is "
+                f"{value!r}. The checkpoint is damaged, or of another optimizer."
             )
-        for option, value in options_of(ours).items():
-            if not _alike(saved.get(option), value):
-                raise ValueError(
-                    f"the checkpoint's {option!r} of group {index} is {saved[option]!r}, this optimizer's is "
-                    f"{value!r}. The checkpoint is damaged, or of another optimizer."
-                )
-        # torch checks options in its constructors. Ignore a class that refuses even our own options.
-        refusal = _refusal(of_class, {**ours, **saved})
-        if refusal and not _refusal(of_class, ours):
-            raise ValueError(
-                f"{of_class.__name__} refuses the checkpoint's options of group {index}: {refusal}"
-            )
+    # torch checks options in its constructors. Ignore a class that refuses even our own options.
+    refusal = _refusal(of_class, {**ours, **saved})
+    if refusal and not _refusal(of_class, ours):
+        raise ValueError(f"{of_class.__name__} refuses the checkpoint's options of group {index}: {refusal}")
 
 
 def _alike(theirs: Any, ours: Any) -> bool:

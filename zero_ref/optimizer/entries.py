@@ -19,7 +19,7 @@ from zero_ref.shard.buckets import flat_like, flat_view
 from zero_ref.shard.coupling import stepped_in_trial
 from zero_ref.shard.groups import dtype_name, params_of
 from zero_ref.shard.owned import OwnedSlice
-from zero_ref.shard.several import check_nothing_beside_state
+from zero_ref.shard.several import check_belongs_to_parameters
 
 State = dict[int, dict[str, Any]]
 """The state of parameters, or of slices, by number."""
@@ -38,23 +38,9 @@ def pack(owned: Sequence[OwnedSlice], state: Mapping[Any, Mapping[Any, Any]]) ->
 
     Raises:
         TypeError: a value is not a tensor, a number, a text or None (nor, in the state of a whole parameter,
-            a list, tuple or dict of these); or it belongs to no parameter.
+            a list, tuple or dict of these).
     """
-    check_belongs_to_parameters(state)
     return [packed for own in owned for packed in pack_slice(own, plain_state(own, state))]
-
-
-def check_belongs_to_parameters(state: Mapping[Any, Any]) -> None:
-    """Refuse state that belongs to no parameter.
-
-    Raises:
-        TypeError: a key of the state is not a parameter.
-    """
-    for stranger in [key for key in state if not isinstance(key, torch.Tensor)]:
-        raise TypeError(
-            f"the optimizer keeps the state {stranger!r} for no parameter in particular, so no rank owns it; "
-            "it can be neither checkpointed nor moved."
-        )
 
 
 def warn_if_not_saved(
@@ -69,7 +55,7 @@ def warn_if_not_saved(
     optim = stepped_in_trial(optimizer_class, options, defaults)
     try:
         if optim is not None:
-            check_nothing_beside_state(optim)
+            check_belongs_to_parameters(optim)
             (param,) = params_of(optim.param_groups)
             pack([OwnedSlice(Slice(0, 0, param.numel()), param, param)], optim.state)
     except TypeError as error:

@@ -21,7 +21,6 @@ from zero_ref.optimizer.entries import (
     Entry,
     Packed,
     allocate,
-    check_belongs_to_parameters,
     pack_slice,
     plain_state,
 )
@@ -65,7 +64,6 @@ class Handover:
         owned: list[OwnedSlice],
         state: Mapping[Any, StateByKey],
     ) -> None:
-        check_belongs_to_parameters(state)
         self.planned = moves_of_rank(rank, old, new)
         self.owned = owned
         self._params = params

@@ -187,9 +187,10 @@ class WholeState:
             ValueError: the state is not for these parameters.
         """
         zero = self.zero
+        checkpoint.check_form(state_dict)
         state_dict = checkpoint.arranged(state_dict, zero.param_groups)
-        facts = checkpoint.check_fits(state_dict, zero.param_groups, zero.shard.optim)
-        ids = checkpoint.saved_ids(state_dict)
+        ids = checkpoint.check_fits(state_dict, zero.param_groups, zero.shard.optim)
+        facts = checkpoint.facts_of(state_dict, ids)
         mine = checkpoint.shard_of(state_dict["state"], ids, zero.shard.owned, copy)
         zero.shard.load(mine, state_dict["param_groups"])
         return facts

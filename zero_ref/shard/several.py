@@ -46,17 +46,22 @@ def is_known(optim: Optimizer) -> bool:
     return all(type(one).__module__.startswith("torch.optim.") for one in optimizers_in(optim))
 
 
-def check_nothing_beside_state(optim: Optimizer) -> None:
-    """Refuse a class that keeps more in its `state_dict` than options and the state of parameters.
+def check_belongs_to_parameters(optim: Optimizer) -> None:
+    """Refuse a class that keeps more than options and the state of parameters: nobody would own the rest.
 
     Raises:
-        TypeError: the class does. What it keeps beside them would be lost.
+        TypeError: the class keeps more in its `state_dict`, or its state has a key that is no parameter.
     """
     if more := keys_beside_state(optim):
         raise TypeError(
             f"{title(optim)} keeps {more} in its state_dict, beside the state of parameters and the "
             "options of groups. It belongs to no parameter, so it cannot be gathered, saved or moved to "
             "other owners. Use an optimizer whose state_dict has only 'state' and 'param_groups'."
+        )
+    for stranger in (key for key in optim.state if not isinstance(key, torch.Tensor)):
+        raise TypeError(
+            f"the optimizer keeps the state {stranger!r} for no parameter in particular, so no rank owns it; "
+            "it can be neither checkpointed nor moved."
         )
 
 

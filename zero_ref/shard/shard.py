@@ -32,7 +32,7 @@ from zero_ref.shard.owned import MASTER, Copies, OwnedSlice, own_slices
 from zero_ref.shard.rounding import Masters
 from zero_ref.shard.several import (
     SeveralOptimizers,
-    check_nothing_beside_state,
+    check_belongs_to_parameters,
     defaults_of,
     is_known,
     local_optimizer,
@@ -346,9 +346,9 @@ class Shard:
         entry of only these values would take the entry for its own and not initialize the rest.
 
         Raises:
-            TypeError: the class keeps more in its `state_dict`, which would be lost.
+            TypeError: the class keeps more than the state of parameters, which would be lost.
         """
-        check_nothing_beside_state(self.optim)
+        check_belongs_to_parameters(self.optim)
         copies = {
             own.local: {**self.states.get(own.local, {}), MASTER: own.local.detach()}
             for own in self.copies.slices

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from zero_ref.optimizer import checkpoint
-from zero_ref.optimizer.entries import Entry, State, allocate, dtype_of, pack
+from zero_ref.optimizer.entries import Entry, State, allocate, dtype_of, pack_slice, plain_state
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like, flat_view
@@ -49,22 +49,23 @@ def ranges_to_save(
     Raises:
         TypeError: as `entries.pack`.
     """
-    packed = pack(optimizer.shard.owned, optimizer.shard.state)
-    labels = _labels_of(optimizer.param_groups)
+    state, labels = optimizer.shard.state, _labels_of(optimizer.param_groups)
     ranges: dict[str, Ranges] = {}
     entries = []
-    # 1. The state. Numbers are in the entry itself; only a tensor has a flat range.
-    for entry, flat in packed:
-        entries.append(entry)
-        if flat is not None:
-            # State with a shape of its own, such as the factors of Adafactor, is stored whole.
-            numel = flat.numel() if "shape" in entry else optimizer.partition.numels[entry["param"]]
-            name = name_of_state(labels[entry["param"]], entry["key"])
-            _add_range(ranges, name, numel, entry.get("start", 0), flat, as_copies)
-    # 2. The parameters. Frozen ones have owners, too.
-    for own in optimizer.shard.owned if parameters else ():
-        name = name_of_param(labels[own.piece.param])
-        _add_range(ranges, name, own.param.numel(), own.piece.start, flat_view(own.window), as_copies)
+    for own in optimizer.shard.owned:
+        label = labels[own.piece.param]
+        # 1. The state. Numbers are in the entry itself; only a tensor has a flat range.
+        for entry, flat in pack_slice(own, plain_state(own, state)):
+            entries.append(entry)
+            if flat is not None:
+                # State with a shape of its own, such as the factors of Adafactor, is stored whole.
+                numel = flat.numel() if "shape" in entry else own.param.numel()
+                name = name_of_state(label, entry["key"])
+                _add_range(ranges, name, numel, entry.get("start", 0), flat, as_copies)
+        # 2. The parameter. Frozen ones have owners, too.
+        if parameters:
+            name, numel = name_of_param(label), own.param.numel()
+            _add_range(ranges, name, numel, own.piece.start, flat_view(own.window), as_copies)
     return ranges, entries
 
 
@@ -120,7 +121,7 @@ class Contents:
     """The optimizer that all ranks' tables together describe, with tensors on "meta": no value is read.
 
     Attributes:
-        stored: the tensors in the files, by name.
+        reader: reads the tensors in the files.
         params: the parameters, in registration order.
         labels: the parameters' names in the files.
         state_dict: the state dict that the optimizer without shards would have.
@@ -130,7 +131,7 @@ class Contents:
     """
 
     def __init__(self, reader: ShardReader) -> None:
-        self.stored = reader.tensors
+        self.reader = reader
         contents_of_rank = [table["contents"] for table in reader.tables]
         # 1. Parameters, groups and notes are in rank 0's table.
         with damage_in(reader.path_of_table(0)):
@@ -193,19 +194,19 @@ class Contents:
 
     def has_values(self, number: int) -> bool:
         """Whether the elements of a parameter were saved, not only its state."""
-        return name_of_param(self.labels[number]) in self.stored
+        return name_of_param(self.labels[number]) in self.reader.tensors
 
     def _check_stored(self, name: str, tensor: torch.Tensor) -> None:
         """Refuse a tensor that its table and the files describe differently."""
-        stored = self.stored[name]
+        stored = self.reader.tensors[name]
         if (stored.numel, stored.dtype) != (tensor.numel(), tensor.dtype):
             raise ValueError(
                 f"{name} is stored as {stored.numel} elements of {stored.dtype}, and described as "
                 f"{tensor.numel()} of {tensor.dtype}"
             )
 
-    def check_fits(self, optimizer: ZeroRedundancyOptimizer, parameters: bool) -> list[str]:
-        """Refuse a checkpoint of another model; return the facts that ranks compare before loading.
+    def numbers_for(self, optimizer: ZeroRedundancyOptimizer, parameters: bool) -> list[int]:
+        """Refuse a checkpoint of another model; return its numbers of the optimizer's parameters.
 
         Afterwards the groups of `state_dict` are in the order of the optimizer's groups.
 
@@ -215,40 +216,45 @@ class Contents:
         """
         # 1. Check the groups and their options, as for any state dict.
         self.state_dict = checkpoint.arranged(self.state_dict, optimizer.param_groups)
-        facts = checkpoint.check_fits(self.state_dict, optimizer.param_groups, optimizer.optim)
-        # 2. Check each parameter. `ids` are the checkpoint's numbers of the optimizer's parameters.
-        ids = checkpoint.saved_ids(self.state_dict)
-        for number, (id_, ours) in enumerate(zip(ids, optimizer.built.params, strict=True)):
-            theirs = self.params[id_]
-            if theirs.shape != ours.shape:
+        numbers = checkpoint.check_fits(self.state_dict, optimizer.param_groups, optimizer.shard.optim)
+        # 2. Check each parameter.
+        for number, (theirs, ours) in enumerate(zip(numbers, optimizer.built.params, strict=True)):
+            shape = self.params[theirs].shape
+            if shape != ours.shape:
                 raise ValueError(
-                    f"the checkpoint's parameter {self.labels[id_]} has shape {tuple(theirs.shape)}; this "
+                    f"the checkpoint's parameter {self.labels[theirs]} has shape {tuple(shape)}; this "
                     f"optimizer's parameter {optimizer.built.name(number)} has {tuple(ours.shape)}. The "
                     "checkpoint is of another model, or of the same parameters in another order."
                 )
-            if parameters and not self.has_values(id_):
+            if parameters and not self.has_values(theirs):
                 raise ValueError(
-                    f"the checkpoint has no values of parameter {self.labels[id_]}: it was saved with "
+                    f"the checkpoint has no values of parameter {self.labels[theirs]}: it was saved with "
                     "parameters=False. Load it with parameters=False."
                 )
-        return facts
+        return numbers
 
 
 class LoadedShard:
     """The part of a checkpoint that this rank will own, read into CPU memory.
 
+    Args:
+        contents: the checkpoint, of which the model is checked first.
+        parameters: read the parameters too.
     Attributes:
         state: the state of each slice, by its position in the optimizer's owned slices, as
             `checkpoint.shard_of` returns it.
         parameters: each owned slice with the values to write into it; empty if parameters are not wanted.
+    Raises:
+        OSError: a file cannot be read.
+        DamagedError: a block that this rank needs is not what was written.
+        ValueError: the checkpoint is of another model.
     """
 
-    def __init__(
-        self, reader: ShardReader, contents: Contents, optimizer: ZeroRedundancyOptimizer, parameters: bool
-    ) -> None:
+    def __init__(self, contents: Contents, optimizer: ZeroRedundancyOptimizer, parameters: bool) -> None:
+        numbers = contents.numbers_for(optimizer, parameters)
+        self.contents = contents
         self.state: State = {}
         self.parameters: list[tuple[OwnedSlice, torch.Tensor]] = []
-        self._contents = contents
         # The ranges to read, by the name of their tensor, with memory for them.
         self._ranges: dict[str, Ranges] = {}
         # Tensors that are read whole because they were saved with other strides, by name.
@@ -258,9 +264,8 @@ class LoadedShard:
 
         # 1. Allocate all that this rank will own, and note which ranges of the files it needs.
         saved_state = contents.state_dict["state"]
-        ids = checkpoint.saved_ids(contents.state_dict)
         for position, own in enumerate(optimizer.shard.owned):
-            number = ids[own.piece.param]
+            number = numbers[own.piece.param]
             if number in saved_state:
                 plain = {
                     key: self._allocate(own, number, key, value) for key, value in saved_state[number].items()
@@ -272,7 +277,7 @@ class LoadedShard:
                 name = name_of_param(contents.labels[number])
                 self.parameters.append((own, self._allocate_slice(own, name, contents.params[number])))
         # 2. Read the files once, in their order.
-        reader.read(self._ranges)
+        contents.reader.read(self._ranges)
         # 3. Take the slices out of the tensors that had to be read whole.
         for flat, whole, own in self._reordered:
             flat.copy_(flat_like(whole, own.param)[own.piece.start : own.piece.stop])
@@ -306,8 +311,8 @@ class LoadedShard:
         if not value.is_meta:
             return value.clone()
         # A moment has the parameter's shape, so this rank needs its slice. Other tensors it needs whole.
-        name = name_of_state(self._contents.labels[number], key)
-        if value.shape == self._contents.params[number].shape and not subclasses.is_within(key):
+        name = name_of_state(self.contents.labels[number], key)
+        if value.shape == self.contents.params[number].shape and not subclasses.is_within(key):
             return self._allocate_slice(own, name, value)
         whole = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
         _add_range(self._ranges, name, whole.numel(), 0, flat_view(whole))

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm.agreement import agreement
 from zero_ref.optimizer import checkpoint
-from zero_ref.optimizer.entries import State, check_belongs_to_parameters, plain_state
+from zero_ref.optimizer.entries import State, plain_state
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard import subclasses
 from zero_ref.shard.buckets import flat_like
@@ -137,14 +137,15 @@ class StatefulOptimizer:
             groups = part.groups(state_dict, names_of_group)
             saved: dict[str, Any] = {"state": part.described, "param_groups": groups}
             # 2. Check that the checkpoint fits, and load. If a rank raises, `loading` restores the optimizer.
+            checkpoint.check_form(saved)
             saved = checkpoint.arranged(saved, ours)
-            facts += checkpoint.check_fits(saved, ours, optimizer.optim)
+            ids = checkpoint.check_fits(saved, ours, optimizer.shard.optim)
+            facts += checkpoint.facts_of(saved, ids)
             optimizer.shard.load(part.state(state_dict), saved["param_groups"])
 
     def _state(self) -> dict[str, dict[str, Any]]:
         """Give this rank's state by the parameters' names. Slices of a tensor become one `FlatSlices`."""
         local_state, state = self.optimizer.shard.state, dict[str, dict[str, Any]]()
-        check_belongs_to_parameters(local_state)
         for own in self.optimizer.shard.owned:
             plain = plain_state(own, local_state)
             if any(map(subclasses.is_within, plain)):

@@ -1,4 +1,4 @@
-"""Storage readers with which torch.distributed.checkpoint (DCP) reads what `save_sharded` wrote.
+"""The storage reader with which torch.distributed.checkpoint (DCP) reads what `save_sharded` wrote.
 
 This module adds to `stairs/owners.py` that a program without this package's optimizer, such as a program with
 `fully_shard`, continues from a sharded save at any world size.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -30,10 +29,9 @@ from zero_ref.plan.boxes import Box, boxes_in_memory
 from zero_ref.shard import subclasses
 from zero_ref.shard.owned import MASTER
 from zero_ref.state.contents import Contents, name_of_param, name_of_state
-from zero_ref.state.files import Piece, ShardReader, Table, memory_of, opened, read_checked
+from zero_ref.state.files import Piece, ShardReader, memory_of, newest_intact, opened, read_checked
 from zero_ref.state.flat_slices import chunk
-from zero_ref.state.saves import name_of
-from zero_ref.state.sharded import Directory, newest_intact
+from zero_ref.state.sharded import Directory
 
 
 class StoredBox(NamedTuple):
@@ -48,58 +46,7 @@ class StoredBox(NamedTuple):
     strides: tuple[int, ...]
 
 
-class FlatReader(FileSystemReader):
-    """Lets `dcp.load` read the tensors of a save, flat and by the names under which they are stored.
-
-    >>> weight = torch.empty(12)
-    >>> dcp.load({"parameters.up.weight": weight}, storage_reader=FlatReader(folder))      # doctest: +SKIP
-
-    Args:
-        folder: the folder of a save.
-        tables: from `read_tables`, if they have been read.
-    Raises:
-        ValueError: the save is damaged; names the file.
-    """
-
-    def __init__(self, folder: Path, tables: Sequence[Table] | None = None) -> None:
-        super().__init__(folder)
-        self.files = ShardReader(folder, tables)
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Describe the tensors, and say where their pieces are."""
-        # A piece is a chunk for DCP, and a box with one dimension here.
-        stored: dict[str, Any] = {}
-        places: dict[MetadataIndex, Any] = {}
-        for name, tensor in self.files.tensors.items():
-            chunks = []
-            for piece in tensor.pieces.values():
-                box = Box((piece.start,), (piece.numel,), piece.start)
-                chunks.append(chunk(box))
-                places[MetadataIndex(name, chunks[-1].offsets)] = StoredBox(piece, box, (1,))
-            properties = TensorProperties(dtype=tensor.dtype)
-            stored[name] = TensorStorageMetadata(properties, torch.Size([tensor.numel]), chunks)
-        return Metadata(stored, storage_data=places)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for."""
-        # Each file is opened once, and read from front to back.
-        requests: list[tuple[StoredBox, ReadItem]] = sorted(
-            ((self.storage_data[item.storage_index], item) for item in plan.items),
-            key=lambda request: (request[0].piece.path, request[0].piece.offset),
-        )
-        for path, of_file in itertools.groupby(requests, key=lambda request: request[0].piece.path):
-            with opened(path) as file:
-                for stored, item in of_file:
-                    target = planner.resolve_tensor(item).detach()
-                    _read_part(file, stored, item, target)
-                    planner.commit_tensor(item, target)
-        # DCP waits for a future. Here everything has been read already.
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-
-class DCPReader(FlatReader):
+class DCPReader(FileSystemReader):
     """Lets `dcp.load` read what `save_sharded` wrote, under the keys of a `fully_shard` program.
 
     >>> state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, adamw)}
@@ -125,9 +72,9 @@ class DCPReader(FlatReader):
         self, directory: Directory, names: list[str] | None = None, *, save: int | str | None = None
     ) -> None:
         path = Path(directory).absolute()
-        folder, tables, _ = newest_intact(path, name_of(save) if isinstance(save, int) else save, {})
-        super().__init__(path / folder, tables)
-        self._contents = Contents(self.files)
+        folder, tables, _ = newest_intact(path, save, {})
+        super().__init__(path / folder)
+        self._contents = Contents(ShardReader(path / folder, tables))
         labels = self._contents.labels
         self.names = [checkpoint.plain_name(label) for label in labels] if names is None else names
         if len(self.names) != len(labels):
@@ -159,11 +106,12 @@ class DCPReader(FlatReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for from the files, and give it the values that were in the tables."""
-        in_files = []
+        # 1. Values that were in the tables. DCP wants all else than tensors as bytes.
+        in_files: list[tuple[StoredBox, ReadItem]] = []
         for item in plan.items:
             place = self.storage_data[item.storage_index]
             if isinstance(place, StoredBox):
-                in_files.append(item)
+                in_files.append((place, item))
             elif item.type == LoadItemType.TENSOR:
                 target = planner.resolve_tensor(item).detach().copy_(place)
                 planner.commit_tensor(item, target)
@@ -171,7 +119,18 @@ class DCPReader(FlatReader):
                 torch.save(place, as_bytes := io.BytesIO())
                 as_bytes.seek(0)
                 planner.load_bytes(item, as_bytes)
-        return super().read_data(replace(plan, items=in_files), planner)
+        # 2. Tensors in the files. Each file is opened once, and read from front to back.
+        in_files.sort(key=lambda request: (request[0].piece.path, request[0].piece.offset))
+        for path, of_file in itertools.groupby(in_files, key=lambda request: request[0].piece.path):
+            with opened(path) as file:
+                for stored, item in of_file:
+                    target = planner.resolve_tensor(item).detach()
+                    _read_part(file, stored, item, target)
+                    planner.commit_tensor(item, target)
+        # DCP waits for a future. Here everything has been read already.
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
     def _values(self) -> Iterator[tuple[tuple[str | int, ...], Any, str]]:
         """Give DCP's path to each value, the value, and the name of its elements in the files.
@@ -201,7 +160,7 @@ class DCPReader(FlatReader):
         if not value.is_meta:
             yield Box((0,) * value.ndim, tuple(value.shape), 0), value
             return
-        for piece in self.files.tensors[flat_name].pieces.values():
+        for piece in self._contents.reader.tensors[flat_name].pieces.values():
             for box in boxes_in_memory(piece.start, piece.start + piece.numel, value.shape, value.stride()):
                 yield box, StoredBox(piece, box, value.stride())
 

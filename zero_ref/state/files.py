@@ -34,10 +34,11 @@ from zero_ref.state.durable import open_regular, replacing, writing
 from zero_ref.state.saves import (
     FORMAT,
     DamagedError,
-    Mark,
+    Save,
     damage_in,
-    look_at,
+    name_of,
     read_sealed,
+    saves_in,
     sealed,
     table_name,
 )
@@ -80,15 +81,13 @@ class ShardWriter:
         self.head = {"format": FORMAT, "save": save, "rank": rank, "ranks": world_size}
         self.contents = contents
 
-    def save(self, tensors: Mapping[str, Ranges]) -> None:
-        """Write both files. Raises OSError, such as for a full disk, and ValueError as `finish`."""
-        self.finish(*self.write_data(tensors))
-
     def write_data(self, tensors: Mapping[str, Ranges]) -> tuple[dict[str, Any], int]:
         """Write the pieces of the tensors end to end.
 
         Returns:
             The "tensors" of the table, and the bytes of the data file.
+        Raises:
+            OSError: the file cannot be written, such as for a full disk; names the file.
         """
         described = {}
         with writing(self.table_path.with_suffix(".bin")) as file:
@@ -109,6 +108,7 @@ class ShardWriter:
         """Write the table, which says that this rank's data are complete.
 
         Raises:
+            OSError: as `write_data`.
             ValueError: the table is too large to be read again.
         """
         table = {**self.head, "byteorder": sys.byteorder, "nbytes": nbytes, "tensors": described}
@@ -160,21 +160,23 @@ class ShardReader:
 
     Args:
         folder: the folder of a save.
-        tables: from `read_tables`, if they have been read.
+        tables: from `read_tables`.
     Attributes:
         tensors: the tensors by name.
+        pieces_of_rank: the pieces in each rank's data file, in the order in which they lie there.
     Raises:
         DamagedError: tables contradict themselves or each other, or leave elements out.
     """
 
-    def __init__(self, folder: Path, tables: Sequence[Table] | None = None) -> None:
-        self.folder = folder
-        self.tables = read_tables(folder) if tables is None else tables
+    def __init__(self, folder: Path, tables: Sequence[Table]) -> None:
+        self.folder, self.tables = folder, tables
         self.tensors: dict[str, StoredTensor] = {}
+        self.pieces_of_rank: list[list[Piece]] = []
         # 1. Put the tables together, and believe none that contradicts another one.
-        for rank, table in enumerate(self.tables):
+        for rank, table in enumerate(tables):
             with damage_in(self.path_of_table(rank)):
-                for piece in self.pieces_of_rank(rank):
+                self.pieces_of_rank.append(self._pieces_in(rank, table))
+                for piece in self.pieces_of_rank[rank]:
                     name, numel = piece.name, table["tensors"][piece.name]["numel"]
                     known = self.tensors.setdefault(name, StoredTensor(piece.dtype, numel, {}))
                     if (known.dtype, known.numel) != (piece.dtype, numel):
@@ -182,49 +184,46 @@ class ShardReader:
                     # Each owner of a part of a parameter stores the state that has a shape of its own: one is
                     # enough.
                     known.pieces.setdefault(piece.start, piece)
-        # 2. Every element must be in exactly one piece: each piece starts where the one before ends.
+        # 2. Every element must be in exactly one piece: each piece, and then the end of the tensor, must be
+        # where the piece before ends.
         for name, tensor in self.tensors.items():
-            pieces = [tensor.pieces[start] for start in sorted(tensor.pieces)]
-            starts = [*(piece.start for piece in pieces), tensor.numel]
-            ends = itertools.accumulate((piece.numel for piece in pieces), initial=0)
-            for start, end in zip(starts, ends, strict=True):
+            end = 0
+            for start in (*sorted(tensor.pieces), tensor.numel):
                 if start != end:
                     raise DamagedError(
                         f"{folder}: {name} has {tensor.numel} elements; those from {end} on are in no shard, "
                         "or others are in two. The checkpoint is damaged."
                     )
+                end += tensor.pieces[start].numel if start in tensor.pieces else 0
 
     def path_of_table(self, rank: int) -> Path:
         """The path of a rank's table."""
         return self.folder / table_name(rank, len(self.tables))
 
-    def pieces_of_rank(self, rank: int) -> list[Piece]:
-        """List the pieces in a rank's data file, in the order in which they lie there.
+    def _pieces_in(self, rank: int, table: Table) -> list[Piece]:
+        """List the pieces that a rank's table describes, in the order in which they lie in the data file.
 
         Raises:
-            DamagedError: the pieces overlap, or do not fill the file exactly.
+            Exception: any, if the table is damaged: the pieces overlap, or do not fill the file exactly.
         """
-        path, table, end = self.path_of_table(rank), self.tables[rank], 0
-        with damage_in(path):
-            pieces = [
-                Piece(path.with_suffix(".bin"), name, dtype_of(tensor["dtype"]), *piece)
-                for name, tensor in table["tensors"].items()
-                for piece in tensor["pieces"]
-            ]
-            # Empty pieces come first of those at one place.
-            pieces.sort(key=operator.attrgetter("offset", "numel"))
-            # `end` is the number of bytes in the pieces so far.
-            for piece in pieces:
-                numbers = (piece.start, piece.numel, piece.offset, table["tensors"][piece.name]["numel"])
-                if {*map(type, numbers)} != {int} or min(numbers) < 0 or piece.offset != end:
-                    raise ValueError(
-                        f"{piece.name}: a piece lies outside of the data file, or on another one"
-                    )
-                if len(piece.digests) != _DIGEST * -(-piece.nbytes // BLOCK_NBYTES):
-                    raise ValueError(f"{piece.name}: a piece of {piece.nbytes} bytes has other checksums")
-                end += piece.nbytes
-            if end != table["nbytes"]:
-                raise ValueError(f"{end} bytes are in pieces, of {table['nbytes']}")
+        path = self.path_of_table(rank).with_suffix(".bin")
+        pieces = [
+            Piece(path, name, dtype_of(tensor["dtype"]), *piece)
+            for name, tensor in table["tensors"].items()
+            for piece in tensor["pieces"]
+        ]
+        # Empty pieces come first of those at one place.
+        pieces.sort(key=operator.attrgetter("offset", "numel"))
+        end = 0  # the bytes in the pieces so far
+        for piece in pieces:
+            numbers = (piece.start, piece.numel, piece.offset, table["tensors"][piece.name]["numel"])
+            if {*map(type, numbers)} != {int} or min(numbers) < 0 or piece.offset != end:
+                raise ValueError(f"{piece.name}: a piece lies outside of the data file, or on another one")
+            if len(piece.digests) != _DIGEST * -(-piece.nbytes // BLOCK_NBYTES):
+                raise ValueError(f"{piece.name}: a piece of {piece.nbytes} bytes has other checksums")
+            end += piece.nbytes
+        if end != table["nbytes"]:
+            raise ValueError(f"{end} bytes are in pieces, of {table['nbytes']}")
         return pieces
 
     def parts_of(self, tensors: Mapping[str, Ranges]) -> list[tuple[Piece, int, torch.Tensor]]:
@@ -257,54 +256,85 @@ class ShardReader:
                     read_checked(file, piece, element * piece.dtype.itemsize, memory_of(flat))
 
 
-def read_tables(folder: Path) -> list[Table]:
+def read_tables(save: Save) -> list[Table]:
     """Read the tables of all ranks of a complete save, in rank order.
 
     Raises:
         DamagedError: a file is missing, damaged, from another save or program, or has another size; names it.
     """
-    save = look_at(folder)
-    if save is None or save.mark is None:
-        raise DamagedError(save.problem if save else f"{folder} is no folder of a save.")
+    folder, mark = save.path, save.mark
+    if mark is None:
+        raise DamagedError(save.problem)
     if save.lacks:
         raise DamagedError(f"{folder} lacks {save.lacks}.")
-    return [_read_table(folder, rank, save.mark) for rank in range(save.mark.ranks)]
+    tables = []
+    for rank in range(mark.ranks):
+        path = folder / table_name(rank, mark.ranks)
+        data = path.with_suffix(".bin")
+        size = data.stat().st_size if data.exists() else None
+        table = read_sealed(path, max(TABLE_NBYTES, size or 0))
+        with damage_in(path):
+            if table["format"] != FORMAT or table["byteorder"] != sys.byteorder:
+                raise ValueError(f"{table['format']!r}, {table['byteorder']}-endian")
+            # The table is intact. It may still be a copy from another folder.
+            if [table["save"], table["rank"], table["ranks"]] != [mark.id, rank, mark.ranks]:
+                raise ValueError(
+                    f"it was written by rank {table['rank']} of {table['ranks']} for the save "
+                    f"{table['save']}; this is {folder.name}, {mark.id}"
+                )
+            expected = table["nbytes"]
+        # A data file that was cut short is found now, though none of its blocks has been read.
+        if size != expected:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise DamagedError(f"{data} {found}; its table says {expected} bytes. The checkpoint is damaged.")
+        tables.append(table)
+    return tables
 
 
-def _read_table(folder: Path, rank: int, mark: Mark) -> Table:
-    """Read one table, which must be from the save with that mark and fit its data file."""
-    path = folder / table_name(rank, mark.ranks)
-    data = path.with_suffix(".bin")
-    size = data.stat().st_size if data.exists() else None
-    table = read_sealed(path, max(TABLE_NBYTES, size or 0))
-    with damage_in(path):
-        if table["format"] != FORMAT or table["byteorder"] != sys.byteorder:
-            raise ValueError(f"{table['format']!r}, {table['byteorder']}-endian")
-        # The table is intact. It may still be a copy from another folder.
-        if [table["save"], table["rank"], table["ranks"]] != [mark.id, rank, mark.ranks]:
-            raise ValueError(
-                f"it was written by rank {table['rank']} of {table['ranks']} for the save {table['save']}; "
-                f"this is {folder.name}, {mark.id}"
-            )
-        expected = table["nbytes"]
-    # A data file that was cut short is found now, though none of its blocks has been read.
-    if size != expected:
-        found = "is missing" if size is None else f"has {size} bytes"
-        raise DamagedError(f"{data} {found}; its table says {expected} bytes. The checkpoint is damaged.")
-    return table
+def newest_intact(
+    directory: Path, save: int | str | None, skipped: Mapping[str, str]
+) -> tuple[str, list[Table], dict[str, str]]:
+    """Find the newest complete save whose tables are intact, or a certain save.
+
+    Args:
+        save: the number of the only save to consider, or the name of its folder; None for all saves.
+        skipped: by folder name, the saves that are known to be damaged, and why.
+    Returns:
+        The name of the folder, the tables, and `skipped` with the damaged saves that were found.
+    Raises:
+        FileNotFoundError: there is no complete save, or none of that name.
+        DamagedError: all complete saves are damaged.
+    """
+    name = name_of(save) if isinstance(save, int) else save
+    saves = [found for found in saves_in(directory) if name in (None, found.path.name)]
+    if name is not None and not saves:
+        raise FileNotFoundError(f"{directory} has no save {name!r}.")
+    problems = dict(skipped)
+    for found in reversed(saves):
+        # A save that lacks tables was interrupted: that is no damage.
+        if found.path.name in problems or found.lacks:
+            continue
+        try:
+            return found.path.name, read_tables(found), problems
+        except DamagedError as error:
+            problems[found.path.name] = str(error)
+    if problems:
+        raise DamagedError("; ".join(problems.values()))
+    lacks = f"; the newest save lacks {saves[-1].lacks}" if saves else ""
+    raise FileNotFoundError(f"{directory} holds no complete sharded checkpoint{lacks}.")
 
 
-def verify(folder: Path) -> list[str]:
+def verify(save: Save) -> list[str]:
     """Read every byte of a complete save, in one process; return a line for each damaged block."""
     # Without sound tables nobody knows which blocks there are.
     try:
-        reader = ShardReader(folder)
+        reader = ShardReader(save.path, read_tables(save))
     except DamagedError as error:
         return [str(error)]
     problems = []
-    for rank in range(len(reader.tables)):
+    for rank, pieces in enumerate(reader.pieces_of_rank):
         with opened(reader.path_of_table(rank).with_suffix(".bin")) as file:
-            for piece in reader.pieces_of_rank(rank):
+            for piece in pieces:
                 for first in range(0, piece.nbytes, BLOCK_NBYTES):
                     block = memoryview(bytearray(min(piece.nbytes - first, BLOCK_NBYTES)))
                     try:

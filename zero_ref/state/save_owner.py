@@ -40,6 +40,7 @@ from zero_ref.state.saves import (
     Mark,
     begins_as_sealed,
     damage_in,
+    last_number,
     read_sealed,
     saves_in,
     sealed,
@@ -172,8 +173,7 @@ def become_owner(directory: Path, take_over: bool = False) -> Ownership:
 
     # 3. This process may remove the saves that are there now. A later save with another token was written by
     # a job that has taken the directory over.
-    found = max([save.number for save in saves_in(directory) if save.mark], default=0)
-    ownership = _OWNERSHIPS[path] = Ownership(path, me, found)
+    ownership = _OWNERSHIPS[path] = Ownership(path, me, found=last_number(directory))
     return ownership
 
 

@@ -199,15 +199,14 @@ class Save(NamedTuple):
     def lacks(self) -> str:
         """The tables that are missing, in words; empty if none is missing, or the mark is not valid."""
         ranks = self.mark.ranks if self.mark else 0
-        # A mark may claim any number of ranks, so the names are made one by one, and three are enough.
-        missing = (name for rank in range(ranks) if (name := table_name(rank, ranks)) not in self.names)
-        if not (first := list(itertools.islice(missing, 3))):
+        tables = filter(None, map(TABLE.fullmatch, self.names))
+        there = {int(table[1]) for table in tables if int(table[1]) < ranks == int(table[2])}
+        if len(there) == ranks:
             return ""
-        # Count the others without looking for each.
-        tables = [match for match in map(TABLE.fullmatch, self.names) if match]
-        there = [match for match in tables if int(match[1]) < ranks == int(match[2])]
-        more = ranks - len(there) - len(first)
-        return ", ".join(first) + (f" and {more} more" if more > 0 else "")
+        # A mark may claim any number of ranks, so the names are made one by one, and three are enough.
+        missing = (table_name(rank, ranks) for rank in range(ranks) if rank not in there)
+        more = ranks - len(there) - 3
+        return ", ".join(itertools.islice(missing, 3)) + (f" and {more} more" if more > 0 else "")
 
 
 def look_at(folder: Path) -> Save | None:
@@ -239,10 +238,9 @@ def saves_in(directory: Path) -> list[Save]:
     return sorted(filter(None, map(look_at, folders)))
 
 
-def nothing_in(directory: Path, saves: list[Save]) -> FileNotFoundError:
-    """Make the error for a directory in which no save is complete."""
-    lacks = f"; the newest save lacks {saves[-1].lacks}" if saves else ""
-    return FileNotFoundError(f"{directory} holds no complete sharded checkpoint{lacks}.")
+def last_number(directory: Path) -> int:
+    """The number of the newest save that has a mark, complete or not; 0 if there is none."""
+    return max((save.number for save in saves_in(directory) if save.mark), default=0)
 
 
 # ---------------------------------------------------------------------------------- to make and to remove
@@ -253,7 +251,7 @@ def new_save(directory: Path, ranks: int, owner: Mapping[str, Any]) -> tuple[Pat
 
     Its number is the next after all saves that have a mark.
     """
-    number = 1 + max([save.number for save in saves_in(directory) if save.mark], default=0)
+    number = 1 + last_number(directory)
     while True:
         folder = directory / name_of(number)
         try:

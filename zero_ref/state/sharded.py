@@ -21,6 +21,14 @@ A save has four phases:
 Only the first and the third phase communicate, on the calling thread, so that the second can go on in the
 background.
 
+A load has four phases, too:
+
+1. Find: rank 0 reads the tables of the newest save, and sends them to all ranks.
+2. Read: each rank checks that the save is of its model, reads what it will own, and checks the checksums. If
+   a rank finds damage, all ranks go back to phase 1, for an older save.
+3. Exchange: owners send their parameters to the other ranks, which keep them apart.
+4. Load: ranks agree that all have everything, and only then replace state and parameters.
+
 The `save` and `load` of torch.distributed.checkpoint (DCP) are not called: they exchange pickled objects
 between ranks, which a background thread must not do while training communicates.
 """
@@ -47,9 +55,9 @@ from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.shard.buckets import Message, broadcast_messages, messages_by_parameter
 from zero_ref.state.contents import Contents, LoadedShard, contents_of, ranges_to_save
 from zero_ref.state.durable import make_directory
-from zero_ref.state.files import Ranges, ShardReader, ShardWriter, Table, read_tables
+from zero_ref.state.files import Ranges, ShardReader, ShardWriter, Table, newest_intact
 from zero_ref.state.save_owner import Ownership, become_owner
-from zero_ref.state.saves import DamagedError, name_of, new_save, nothing_in, remove_old, saves_in
+from zero_ref.state.saves import DamagedError, new_save, remove_old
 
 Directory = str | os.PathLike[str]
 
@@ -195,7 +203,7 @@ class _PreparedSave:
     def write(self) -> Exception | None:
         """Write this rank's files, without communication; return the error, if any, for `seal`."""
         try:
-            self.writer.save(self.ranges)
+            self.writer.finish(*self.writer.write_data(self.ranges))
         except Exception as error:
             return error
         finally:
@@ -313,37 +321,43 @@ def load_sharded(
     _wait_for_pending(optimizer)
     with optimizer.accord.reloading() if parameters else contextlib.nullcontext():
         optimizer.current()
-        return _prepare_load(optimizer, Path(directory).absolute(), parameters, save).take_effect()
+        folder, loaded = _read_newest(optimizer, Path(directory).absolute(), parameters, save)
+        _take_effect(optimizer, folder, loaded, parameters)
+    return loaded.contents.notes
 
 
-def _prepare_load(
+def _read_newest(
     optimizer: ZeroRedundancyOptimizer, path: Path, parameters: bool, save: int | str | None
-) -> _PreparedLoad:
-    """Read this rank's part of the newest checkpoint that is intact on all ranks. Collective."""
+) -> tuple[Path, LoadedShard]:
+    """Read this rank's part of the newest checkpoint that is intact on all ranks. Collective.
+
+    Returns:
+        The folder of the checkpoint, and this rank's part.
+    """
     # 1. Ranks agree on what they look for, since rank 0 looks for all of them.
     comm = optimizer.collectives
-    name = name_of(save) if isinstance(save, int) else save
-    only = [f"save={name}"] if name is not None else []
-    agree(comm, "find a sharded checkpoint", [f"directory {path}", f"parameters={parameters}", *only])
+    facts = [f"directory {path}", f"parameters={parameters}", f"save={save}"]
+    agree(comm, "find a sharded checkpoint", facts)
     # 2. They try one save after the other. Folder name -> what is damaged in it; the same on all ranks.
     skipped: dict[str, str] = {}
     while True:
-        folder, tables = _find_and_share(comm, path, name, skipped)
-        load, problem = None, ""
+        folder, tables, skipped = _find_and_share(comm, path, save, skipped)
+        loaded, problem = None, ""
         with agreement(comm, f"read the checkpoint {folder}"):
             try:
-                load = _PreparedLoad(optimizer, folder, tables, parameters)
+                loaded = LoadedShard(Contents(ShardReader(folder, tables)), optimizer, parameters)
             except DamagedError as error:
                 # Do not raise: an older save may be intact.
                 problem = str(error)
         # Damage in the data is seen only by the rank that reads them, so each rank tells the others.
         if not (problem := next(filter(None, gather_texts(comm, problem)), "")):
-            assert load is not None
+            assert loaded is not None
             if skipped:
                 found = "; ".join(skipped.values())
                 warnings.warn(f"loading {folder}, since newer ones are damaged: {found}", stacklevel=4)
-            return load
+            return folder, loaded
         skipped[folder.name] = problem
+        _KNOWN_DAMAGED.add(folder)
 
 
 _KINDS = (FileNotFoundError, OSError, ValueError, RuntimeError)
@@ -351,103 +365,54 @@ _KINDS = (FileNotFoundError, OSError, ValueError, RuntimeError)
 
 
 def _find_and_share(
-    comm: Collectives, path: Path, name: str | None, skipped: dict[str, str]
-) -> tuple[Path, list[Table]]:
+    comm: Collectives, path: Path, save: int | str | None, skipped: dict[str, str]
+) -> tuple[Path, list[Table], dict[str, str]]:
     """Find the newest intact save on rank 0, and broadcast its folder and tables. Collective.
 
     Only rank 0 opens the tables, so that N ranks need not open N files each.
 
-    Args:
-        name: the only folder to consider; None for all.
-        skipped: the damaged saves that are known; all ranks add those that rank 0 finds.
+    Args, Returns, Raises: as `newest_intact`, on all ranks.
     """
-    found: list[Any] = []  # folder, tables, damaged saves, number of the error's kind, message
+    found: dict[str, Any] = {}
     if comm.rank == 0:
         try:
-            found = [*newest_intact(path, name, skipped), None, ""]
+            folder_name, tables, damaged = newest_intact(path, save, skipped)
+            found = {"folder": folder_name, "tables": tables, "damaged": damaged}
         except Exception as error:
             kind = next((n for n, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1)
-            found = ["", [], {}, kind, str(error)]
+            found = {"error": str(error), "kind": kind}
     # Not by `agree`: here all ranks raise the same kind of error, so a script can catch it and start anew.
-    folder_name, tables, damaged, kind, message = broadcast_json(comm, found, src=0)
-    skipped.update(damaged)
-    _KNOWN_DAMAGED.update(path / folder for folder in skipped)
-    if kind is not None:
-        raise _KINDS[kind](message)
-    return path / folder_name, tables
+    found = broadcast_json(comm, found, src=0)
+    if "error" in found:
+        raise _KINDS[found["kind"]](found["error"])
+    _KNOWN_DAMAGED.update(path / folder for folder in found["damaged"])
+    return path / found["folder"], found["tables"], found["damaged"]
 
 
-def newest_intact(
-    path: Path, name: str | None, skipped: Mapping[str, str]
-) -> tuple[str, list[Table], dict[str, str]]:
-    """Find the newest complete save whose tables are intact, or the save of that name.
-
-    Args:
-        skipped: by folder name, the saves that are known to be damaged, and why.
-    Returns:
-        The name of the folder, the tables, and `skipped` with the damaged saves that were found.
-    Raises:
-        FileNotFoundError: there is no complete save, or none of that name.
-        DamagedError: all complete saves are damaged.
-    """
-    saves = [save for save in saves_in(path) if name in (None, save.path.name)]
-    if name is not None and not saves:
-        raise FileNotFoundError(f"{path} has no save {name!r}.")
-    problems = dict(skipped)
-    # A save that lacks tables was interrupted: that is no damage.
-    for save in reversed(saves):
-        if save.path.name in problems or (save.lacks and not save.problem):
-            continue
-        try:
-            return save.path.name, read_tables(save.path), problems
-        except DamagedError as error:
-            problems[save.path.name] = str(error)
-    if problems:
-        raise DamagedError("; ".join(problems.values()))
-    raise nothing_in(path, saves)
-
-
-class _PreparedLoad:
-    """The part of a checkpoint that this rank has read. Optimizer and parameters change in `take_effect`."""
-
-    def __init__(
-        self, optimizer: ZeroRedundancyOptimizer, folder: Path, tables: list[Table], parameters: bool
-    ) -> None:
-        self.optimizer, self.folder, self.parameters = optimizer, folder, parameters
-        reader = ShardReader(folder, tables)
-        self.contents = Contents(reader)
-        self.facts = self.contents.check_fits(optimizer, parameters)
-        self.shard = LoadedShard(reader, self.contents, optimizer, parameters)
-
-    def take_effect(self) -> dict[str, Any]:
-        """Exchange the parameters; load state and parameters when all ranks have everything. Collective.
-
-        Returns:
-            The notes.
-        """
-        optimizer = self.optimizer
-        # If anything fails on any rank, the parameters that this rank owns get their old values back.
-        before = [(own.window, own.window.clone()) for own, _ in self.shard.parameters]
-        try:
-            # 1. Broadcasts send the parameters that this rank owns, so these get their values first.
-            for own, values in self.shard.parameters:
-                own.window.copy_(values)
-            received = _exchange_parameters(optimizer) if self.parameters else []
-            # 2. Load the state, and agree for the last time: all ranks have everything, or all raise.
-            with optimizer.whole.loading(f"load the checkpoint {self.folder}") as facts:
-                facts += self.facts
-                optimizer.shard.load(self.shard.state, self.contents.state_dict["param_groups"])
-        except BaseException:
-            for window, values in before:
-                window.copy_(values)
-            raise
-        # 3. All ranks have agreed. Write the parameters that other ranks own, which cannot fail.
-        for place, values in received:
-            place.copy_(values)
-        if self.parameters:
-            # Autograd must refuse a backward that needs the old values.
-            torch.autograd.graph.increment_version(optimizer.built.params)
-        return self.contents.notes
+def _take_effect(
+    optimizer: ZeroRedundancyOptimizer, folder: Path, loaded: LoadedShard, parameters: bool
+) -> None:
+    """Exchange the parameters; load state and parameters when all ranks have everything. Collective."""
+    # If anything fails on any rank, the parameters that this rank owns get their old values back.
+    before = [(own.window, own.window.clone()) for own, _ in loaded.parameters]
+    try:
+        # 1. Broadcasts send the parameters that this rank owns, so these get their values first.
+        for own, values in loaded.parameters:
+            own.window.copy_(values)
+        received = _exchange_parameters(optimizer) if parameters else []
+        # 2. Load the state, and agree for the last time: all ranks have everything, or all raise.
+        with optimizer.whole.loading(f"load the checkpoint {folder}"):
+            optimizer.shard.load(loaded.state, loaded.contents.state_dict["param_groups"])
+    except BaseException:
+        for window, values in before:
+            window.copy_(values)
+        raise
+    # 3. All ranks have agreed. Write the parameters that other ranks own, which cannot fail.
+    for place, values in received:
+        place.copy_(values)
+    if parameters:
+        # Autograd must refuse a backward that needs the old values.
+        torch.autograd.graph.increment_version(optimizer.built.params)
 
 
 def _exchange_parameters(optimizer: ZeroRedundancyOptimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
