@@ -132,11 +132,11 @@ links: $(STAMP)  ## look up every link of the book to another site
 	    PYTHONPATH=book:book/_ext $(BIN)/jupyter-book build . --config _build/links/config.yml --path-output _build/links --builder linkcheck --all --quiet)
 
 loc: $(STAMP)  ## the core against its targets: functions that a call passes, lines, branches, comments
-	@$(BIN)/python bench/seams.py
+	@$(BIN)/python -m benchmarks.seams
 
 # Up to ten minutes. Without a GPU it says what it would measure, writes nothing, and fails: its exit code is 1.
-gpu: $(STAMP)  ## all that needs a GPU, on this machine's: tests, memory, times; into bench/results/gpu.json
-	@$(BIN)/zero-ref bench gpu --json bench/results/gpu.json
+gpu: $(STAMP)  ## all that needs a GPU, on this machine's: tests, memory, times; into benchmarks/results/gpu.json
+	@$(BIN)/python -m benchmarks gpu --json benchmarks/results/gpu.json
 
 address: $(STAMP)  ## write the repository's address, as pyproject.toml has it, to the files that name it
 	@$(BIN)/python book/address.py

@@ -1,8 +1,8 @@
 """Pieces of a page that says what was measured, as Markdown and pictures, made from the files that hold it.
 
 Each function of VIEWS is called with a folder for its pictures and gives blocks of text, which
-book/_ext/measured.py puts into pages. The files are in bench/results/; `zero-ref bench --json` writes them,
-and tests/optimizer_table.py writes that of the optimizers.
+book/_ext/measured.py puts into pages. The files are in benchmarks/results/; `python -m benchmarks
+--json` writes them, and tests/optimizer_table.py writes that of the optimizers.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from zero_ref.bench import plots as of_bench
-from zero_ref.bench.comparisons import LOST, UNDECIDED, WON, Comparison, Growth, comparisons, growths, outcome
-from zero_ref.bench.gpu import report as of_gpu, tables as gpu_tables
-from zero_ref.bench.results import AXES, LIMIT, GrowthPoint, Report, Spread, SuiteResult, spread
-from zero_ref.bench.tables import aligned, figures_table, suite_table, targets_table
-from zero_ref.bench.targets import judge
+from benchmarks import plots as of_bench
+from benchmarks.comparisons import LOST, UNDECIDED, WON, Comparison, Growth, comparisons, growths, outcome
+from benchmarks.gpu import report as of_gpu, tables as gpu_tables
+from benchmarks.results import AXES, LIMIT, GrowthPoint, Report, Spread, SuiteResult, spread
+from benchmarks.tables import aligned, figures_table, suite_table, targets_table
+from benchmarks.targets import judge
 from zero_ref.lab import plots
 from zero_ref.live.numbers import short, short_count
 
-RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 NOT_YET = "*Not among the results yet.*"
 
 # What was timed, in the words of the page.
@@ -42,7 +42,7 @@ TRAINING = ("step", "sync", "iteration")
 
 @cache
 def report(name: str) -> Report:
-    """What is in bench/results/NAME.json: "benchmarks", "sharded" or "growth"."""
+    """What is in benchmarks/results/NAME.json: "benchmarks", "sharded" or "growth"."""
     file = RESULTS / f"{name}.json"
     if not file.is_file():
         raise ValueError(f"{file} is not there: the page says which command writes it.")
@@ -362,7 +362,7 @@ def gpu(folder: Path) -> Iterator[str]:
     if not file.is_file():
         yield (
             "No GPU has been measured yet. On a machine that has one, `make gpu` measures it and writes "
-            "`bench/results/gpu.json`, and the next `make book` shows that here."
+            "`benchmarks/results/gpu.json`, and the next `make book` shows that here."
         )
         return
     found = of_gpu.GpuReport.from_json(json.loads(file.read_text(encoding="utf-8")))

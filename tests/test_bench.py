@@ -10,9 +10,9 @@ from bench_results import ADAMW, EXCHANGE, report, step_result
 from hypothesis import given, settings
 from hypothesis.strategies import integers, lists
 
-from zero_ref.bench import machine, tables, targets
-from zero_ref.bench.contenders import OURS, OURS_IN, TORCH, TORCH_BEST
-from zero_ref.bench.results import (
+from benchmarks import machine, tables, targets
+from benchmarks.contenders import OURS, OURS_IN, TORCH, TORCH_BEST
+from benchmarks.results import (
     AXES,
     Figure,
     GrowthPoint,
@@ -23,7 +23,7 @@ from zero_ref.bench.results import (
     merge,
     spread,
 )
-from zero_ref.bench.targets import Bounds, Judged, judge
+from benchmarks.targets import Bounds, Judged, judge
 
 
 def rows_of(judged: list[Judged], what: str, set_name: str | None = "gpt") -> list[Judged]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zero_ref.bench.comparisons import comparisons
-from zero_ref.bench.results import SuiteResult, Taken
+from benchmarks.comparisons import comparisons
+from benchmarks.results import SuiteResult, Taken
 
 
 def suite(name: str, wall_ms: dict[str, list[float]]) -> SuiteResult:

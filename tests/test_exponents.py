@@ -8,8 +8,8 @@ from dataclasses import asdict
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.bench.comparisons import exponent, growths, upper_half
-from zero_ref.bench.results import AXES, GROWING, GrowthPoint
+from benchmarks.comparisons import exponent, growths, upper_half
+from benchmarks.results import AXES, GROWING, GrowthPoint
 from zero_ref.simulator._records import record
 
 

@@ -12,9 +12,9 @@ from types import ModuleType
 
 import pytest
 
-from zero_ref.bench.gpu.report import Accelerator, GpuReport, SectionResult
-from zero_ref.bench.machine import Commit, Machine
-from zero_ref.bench.results import GROWING, GrowthPoint, Report, Session, SuiteResult, Taken
+from benchmarks.gpu.report import Accelerator, GpuReport, SectionResult
+from benchmarks.machine import Commit, Machine
+from benchmarks.results import GROWING, GrowthPoint, Report, Session, SuiteResult, Taken
 
 ROOT = Path(__file__).resolve().parent.parent
 

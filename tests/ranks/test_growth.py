@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from zero_ref.bench import growth, rounds
-from zero_ref.bench.contenders import OURS, TORCH_BEST
-from zero_ref.bench.growth import Size, sizes
-from zero_ref.bench.results import GROWING, GrowthPoint
+from benchmarks import growth, rounds
+from benchmarks.contenders import OURS, TORCH_BEST
+from benchmarks.growth import Size, sizes
+from benchmarks.results import GROWING, GrowthPoint
 from zero_ref.lab import ranks
 
 pytestmark = pytest.mark.ranks
