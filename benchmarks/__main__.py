@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import growth, machine, predicted, results, rounds, suites, tables
 from benchmarks.contenders import SETS
-from benchmarks.gpu import report as of_gpu, tables as gpu_tables
+from benchmarks.gpu import report as of_gpu
 from benchmarks.results import Figure, Report
 from zero_ref.comm import devices
 from zero_ref.lab import meter, pieces, ranks
@@ -93,7 +93,7 @@ def _print_reports(arguments: argparse.Namespace) -> int:
     """Print what --json wrote, and merge several into one."""
     values = [read_json(file) for file in arguments.reports]
     if len(values) == 1 and "accelerator" in values[0]:
-        print(gpu_tables.report_text(of_gpu.GpuReport.from_json(values[0])))
+        print(tables.gpu_text(of_gpu.GpuReport.from_json(values[0])))
         return 0
     report = results.merge([Report.from_json(value) for value in values])
     for result in report.results:
@@ -184,10 +184,10 @@ def _measure_gpu(arguments: argparse.Namespace) -> int:
         return 1
     device = devices.current_device()
     report = of_gpu.new_report(device, arguments.quick)
-    print(gpu_tables.where(report), flush=True)
+    print(tables.where(report), flush=True)
 
     def tell(result: of_gpu.SectionResult) -> None:
-        print(f"\n{gpu_tables.section_text(result)}", flush=True)
+        print(f"\n{tables.section_text(result)}", flush=True)
         _write(report, arguments.json)
 
     of_gpu.measure(device, report, tell=tell)

@@ -1,17 +1,14 @@
-"""What follows from results: ours beside each other contender, and how times grow with a size.
-
-Standard library only, but for the names of contenders.
-"""
+"""What follows from results: ours beside each other contender, and how times grow with a size."""
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from benchmarks.contenders import OURS_IN
-from benchmarks.results import LIMIT, GrowthPoint, Spread, SuiteResult, spread
+from benchmarks.results import GROWING, LIMIT, Spread, SuiteResult, Taken, spread
 
 WON, UNDECIDED, LOST = "won", "undecided", "lost"
 
@@ -34,7 +31,6 @@ class Comparison(NamedTuple):
         thing: what was timed: a suite, or one half of the suite "checkpoint".
         ours, other: names of contenders, without what is timed.
         wall, cpu: the other's time over ours, round by round.
-        ours_ms, other_ms: wall time.
     """
 
     thing: str
@@ -44,8 +40,6 @@ class Comparison(NamedTuple):
     other: str
     wall: Spread
     cpu: Spread
-    ours_ms: Spread
-    other_ms: Spread
 
     @property
     def is_limit(self) -> bool:
@@ -54,21 +48,19 @@ class Comparison(NamedTuple):
 
 
 def comparisons(results: Sequence[SuiteResult]) -> list[Comparison]:
-    """Ours, in the form that has to reach the targets, beside all that is not ours, suite by suite."""
+    """Ours, in the form that counts (`contenders.OURS_IN`), beside all that is not ours, suite by suite."""
     found = []
     for result in results:
-        times = {name: taken.wall_ms for name, taken in result.taken.items() if taken.wall_ms}
+        timed = [name for name, taken in result.taken.items() if taken.wall_ms]
         for thing, ours in OURS_IN.items():
             mine, _, half = ours.partition(": ")
-            if result.suite != ("checkpoint" if half else thing) or ours not in times:
+            if result.suite != ("checkpoint" if half else thing) or ours not in timed:
                 continue
-            for name in times:
+            for name in timed:
                 other, _, of_other = (name, "", half) if name.startswith(LIMIT) else name.partition(": ")
                 if of_other == half and not other.startswith("zero_ref"):
-                    of = thing, result.set, result.ranks, mine, other
-                    both_ms = spread(times[ours]), spread(times[name])
-                    cpu = result.ratio(name, ours, of="cpu_ms")
-                    found.append(Comparison(*of, result.ratio(name, ours), cpu, *both_ms))
+                    ratios = result.ratio(name, ours), result.ratio(name, ours, of="cpu_ms")
+                    found.append(Comparison(thing, result.set, result.ranks, mine, other, *ratios))
     return found
 
 
@@ -81,20 +73,40 @@ TOLERANCE = 0.1
 take as tensors outgrow them."""
 
 
-def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """The slope of the line that fits best on logarithmic axes.
+def amount(result: SuiteResult) -> int:
+    """Where a result of growth lies on its axis."""
+    return int(getattr(result, result.set))
 
-    >>> round(exponent([1, 10, 100], [3, 30, 300]), 12), round(exponent([1, 10, 100], [3, 3, 3]), 12)
-    (1.0, 0.0)
 
-    Raises:
-        ValueError: fewer than two points, all of the same size, or a number that is not above 0.
+def work(result: SuiteResult) -> float:
+    """What there is to do: tensors where these are varied, else bytes of memory traffic of all ranks.
+
+    An element's update moves 28 bytes. Its new value is read and written twice on the way to each other
+    rank: by the sender into the kernel, by the receiver out of it. Of state there are 8 bytes an element;
+    rank 0 copies its own part and is sent the others. Construction copies all parameters on every rank.
+
+    >>> [work(SuiteResult(what, "ranks", 4, 100, 10**6, {})) / 1e6 for what in GROWING]
+    [76.0, 48.0, 28.0, 32.0]
     """
-    if len(sizes) < 2 or len(set(sizes)) == 1 or min(*sizes, *values) <= 0:
-        raise ValueError(
-            f"sizes {list(sizes)}, values {list(values)}: give two or more of different size, all above 0."
-        )
-    return statistics.linear_regression(list(map(math.log, sizes)), list(map(math.log, values))).slope
+    if result.set == "tensors":
+        return result.tensors
+    sent = 16 * (result.ranks - 1)
+    an_element = (28 + sent, sent, (16 + 2 * sent) / result.ranks, 8 * result.ranks)
+    return result.parameters * an_element[GROWING.index(result.suite)]
+
+
+def growing_ms(result: SuiteResult, taken: Taken) -> list[float]:
+    """Wall time; where ranks are varied the processor time of all of them, because they share cores."""
+    return taken.cpu_ms if result.set == "ranks" else taken.wall_ms
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """The slope of the line that fits best on logarithmic axes. All numbers are above 0.
+
+    >>> round(exponent([1, 10, 100], [3, 30, 300]), 12), round(exponent([1, 10, 100], [3, 3, 3]) + 0.0, 12)
+    (1.0, 0.0)
+    """
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
 class Growth(NamedTuple):
@@ -119,24 +131,25 @@ class Growth(NamedTuple):
         return self.exponent.low > self.of_work + TOLERANCE
 
 
-def upper_half(points: Iterable[GrowthPoint]) -> list[GrowthPoint]:
+def upper_half(results: Iterable[SuiteResult]) -> list[SuiteResult]:
     """Those with work that lie above the middle of their range on a logarithmic axis, smallest first."""
-    with_work = sorted((point for point in points if point.work > 0), key=lambda point: point.amount)
-    return [one for one in with_work if one.amount**2 >= with_work[0].amount * with_work[-1].amount]
+    with_work = sorted((result for result in results if work(result) > 0), key=amount)
+    return [one for one in with_work if amount(one) ** 2 >= amount(with_work[0]) * amount(with_work[-1])]
 
 
-def growths(points: Iterable[GrowthPoint]) -> list[Growth]:
+def growths(results: Iterable[SuiteResult]) -> list[Growth]:
     """The exponents of each thing, contender and axis that has two points or more in its upper half."""
-    together: dict[tuple[str, str, str], list[GrowthPoint]] = {}
-    for point in points:
-        together.setdefault((point.axis, point.what, point.contender), []).append(point)
+    curves: dict[tuple[str, str, str], list[SuiteResult]] = {}
+    for result in results:
+        for name in result.taken:
+            curves.setdefault((result.set, result.suite, name), []).append(result)
     found = []
-    for name, of_one in together.items():
-        upper = upper_half(of_one)
+    for (axis, what, name), curve in curves.items():
+        upper = upper_half(curve)
         if len(upper) > 1:
-            amounts = [point.amount for point in upper]
-            rounds = zip(*(point.times_ms for point in upper), strict=True)
+            amounts = [amount(result) for result in upper]
+            rounds = zip(*(growing_ms(result, result.taken[name]) for result in upper), strict=True)
             exponents = spread([exponent(amounts, times) for times in rounds])
-            of_work = exponent(amounts, [point.work for point in upper])
-            found.append(Growth(*name, exponents, of_work, len(upper)))
+            of_work = exponent(amounts, [work(result) for result in upper])
+            found.append(Growth(axis, what, name, exponents, of_work, len(upper)))
     return found

@@ -30,6 +30,7 @@ TORCH, TORCH_BEST = "torch", "torch, best"
 PLAIN, REFERENCE = "ddp", "ddp, fused"
 MASTERS = "zero_ref, masters"
 OWN_HOOKS = "zero_ref, ShardedDataParallel"
+FAIRSCALE_BEST = "fairscale, fused"
 SHARES = f"{OWN_HOOKS}, equal shares"
 OWN_HOOKS_BEST = f"{OWN_HOOKS}, best"
 
@@ -44,7 +45,19 @@ OURS_IN = {
     "state": EVEN,
     "memory": OURS,
 }
-"""Which of our forms has to reach the targets, for each thing that is measured."""
+"""Which of our forms stands beside the peers, for each thing that is measured: named before, never picked."""
+
+FORMS = {
+    REFERENCE: "parameters, gradients and state fit on every rank",
+    OURS: "the state is to be shared out, and DDP stays as it is",
+    TO_OWNERS: "so, and less is to be sent: DDP takes a communication hook",
+    f"{TO_OWNERS}, interleaved": "so, and the network is slow: buckets are updated while backward goes on",
+    OWN_HOOKS_BEST: "DDP may go, and the model has few, large tensors",
+    TORCH_BEST: "PyTorch's own sharded optimizer is enough",
+    FAIRSCALE_BEST: "FairScale is there already",
+    "fsdp2": "the parameters do not fit on a rank either",
+}
+"""The forms of a whole iteration, ours and others', and when to choose which."""
 
 BEST: dict[str, Any] = {"parameters_as_bucket_view": True, "fused": True}
 

@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks import contenders
 from benchmarks.contenders import BEST, OURS, TORCH_BEST, copy, exchange, fused_update, give_gradients
-from benchmarks.results import LIMIT, GrowthPoint
+from benchmarks.results import LIMIT, SuiteResult, Taken
 from benchmarks.rounds import Case, take_turns, touch_memory
 from zero_ref.lab import ranks
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -65,7 +65,7 @@ def sizes(quick: bool = False) -> Iterator[Size]:
 
 def measure_growth(
     rounds: int, quick: bool = False, *, tell: Callable[[str], object] = lambda line: None
-) -> list[GrowthPoint]:
+) -> list[SuiteResult]:
     """Time step, sync alone, consolidation and construction at all sizes, on ranks that it starts.
 
     Args:
@@ -73,35 +73,33 @@ def measure_growth(
         quick: a tenth of the sizes, and fewer: to see that it works.
         tell: called with a line before each size.
     """
-    points: list[GrowthPoint] = []
+    found: list[SuiteResult] = []
     for size in sizes(quick):
         tell(f"{size.axis}: {size.ranks} ranks, {size.tensors:,} tensors, {size.parameters:,} parameters")
         with closing(ranks.Pool(size.ranks)) as pool:  # all memory goes back before the next
-            points += pool.run(measure, size, rounds, timeout=POINT_SECONDS)[0]
-    return points
+            found += pool.run(measure, size, rounds, timeout=POINT_SECONDS)[0]
+    return found
 
 
-def measure(size: Size, rounds: int) -> list[GrowthPoint]:
+def measure(size: Size, rounds: int) -> list[SuiteResult]:
     """Time everything at one size. Collective: all ranks of the default group, which are `size.ranks`."""
     from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
 
     torch.set_num_threads(1)
     most_parameters, most_tensors = TORCH_CONSOLIDATES
-    points = []
+    found = []
     for what, timed in TIMED.items():
         makers: dict[str, Callable[[], Case]] = {OURS: partial(timed.case, ZeroRedundancyOptimizer, size)}
         if what != "consolidate" or (size.parameters <= most_parameters and size.tensors <= most_tensors):
             makers[TORCH_BEST] = partial(timed.case, TorchOptimizer, size)
         if size.ranks > 1 or what in ("step", "construct"):  # nothing is sent to nobody
             makers[LIMIT + timed.limit] = partial(timed.alone, size)
+        taken: dict[str, Taken] = {}
         for group in [[name] for name in makers] if size.parameters > LARGE else [list(makers)]:
             touch_memory()
-            taken = take_turns({name: makers[name]() for name in group}, rounds)
-            points += [
-                GrowthPoint(size.axis, what, name, *size[1:], tuple(of.wall_ms), tuple(of.cpu_ms))
-                for name, of in taken.items()
-            ]
-    return points
+            taken |= take_turns({name: makers[name]() for name in group}, rounds)
+        found.append(SuiteResult(what, *size, taken))
+    return found
 
 
 # -------------------------------------------------------------------------------------------- what is timed

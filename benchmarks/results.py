@@ -1,11 +1,12 @@
-"""What a benchmark brings home: every sample, as plain values. Standard library only."""
+"""What a benchmark brings home: every sample, as plain values, and what they come to."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from benchmarks.machine import Commit, Machine
 from zero_ref.simulator._records import record
@@ -18,8 +19,6 @@ LIMIT = "limit: "
 """What the name of a limit begins with."""
 
 BYTES_OF_A_PARAMETER = 4
-MOST = 10**12
-"""Of what is counted and timed here. Above it, sizes and times could not be told apart or divided."""
 
 
 class Spread(NamedTuple):
@@ -36,10 +35,8 @@ def spread(values: Sequence[float]) -> Spread:
     >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
     Spread(median=3.0, low=1.5, high=4.5)
     """
-    if len(values) < 2:
-        return Spread(values[0], values[0], values[0])
-    low, middle, high = statistics.quantiles(values, n=4)
-    return Spread(middle, low, high)
+    low, median, high = np.quantile(values, (0.25, 0.5, 0.75), method="weibull").tolist()
+    return Spread(median, low, high)
 
 
 @dataclass
@@ -64,8 +61,8 @@ class SuiteResult:
     """One suite on one set: what every contender and every limit took, round by round.
 
     Args:
-        suite: "step", "sync", "iteration", "checkpoint", "memory" or "construction".
-        set: of `contenders.SETS`.
+        suite: one of `suites.SUITES`; of growth one of GROWING.
+        set: of `contenders.SETS`; of growth one of AXES, what was varied.
         ranks: the number of ranks.
         tensors, parameters: of the model.
         taken: by contender. A limit's name begins with "limit: ".
@@ -78,11 +75,10 @@ class SuiteResult:
     parameters: int
     taken: dict[str, Taken]
 
-    def ratio(self, one: str, *others: str, of: str = "wall_ms") -> Spread:
-        """How many times as long `one` took as the others one after the other, round by round."""
-        times, *of_others = (getattr(self.taken[name], of) for name in (one, *others))
-        together = map(sum, zip(*of_others, strict=True))
-        return spread([a / b for a, b in zip(times, together, strict=True)])
+    def ratio(self, one: str, other: str, *, of: str = "wall_ms") -> Spread:
+        """How many times as long `one` took as the other, round by round."""
+        times, of_other = (getattr(self.taken[name], of) for name in (one, other))
+        return spread([a / b for a, b in zip(times, of_other, strict=True)])
 
     def wire_units(self, name: str) -> float | None:
         """Bytes on the wire in units of (N-1)Ψ, Ψ the bytes of all parameters; None where nobody counted."""
@@ -92,60 +88,11 @@ class SuiteResult:
 
 
 @dataclass(frozen=True)
-class GrowthPoint:
-    """What one contender took for one thing at one size: a point of a curve of growth.
-
-    Args:
-        axis: what is varied: of AXES.
-        what: of GROWING.
-        contender: a limit's name begins with "limit: ".
-        tensors, parameters: of the model; all tensors but the first have one size, and it what is left.
-        wall_ms, cpu_ms: of each round, as `Taken` has them.
-    """
-
-    axis: str
-    what: str
-    contender: str
-    ranks: int
-    tensors: int
-    parameters: int
-    wall_ms: tuple[float, ...]
-    cpu_ms: tuple[float, ...]
-
-    @property
-    def amount(self) -> int:
-        """Where the point lies on its axis."""
-        return int(getattr(self, self.axis))
-
-    @property
-    def work(self) -> float:
-        """What there is to do: tensors where these are varied, else bytes of memory traffic of all ranks.
-
-        An element's update moves 28 bytes. Its new value is read and written twice on the way to each other
-        rank: by the sender into the kernel, by the receiver out of it. Of state there are 8 bytes an element;
-        rank 0 copies its own part and is sent the others. Construction copies all parameters on every rank.
-
-        >>> [GrowthPoint("ranks", what, "ours", 4, 100, 10**6, (), ()).work / 1e6 for what in GROWING]
-        [76.0, 48.0, 28.0, 32.0]
-        """
-        if self.axis == "tensors":
-            return self.tensors
-        sent = 16 * (self.ranks - 1)
-        an_element = (28 + sent, sent, (16 + 2 * sent) / self.ranks, 8 * self.ranks)
-        return self.parameters * an_element[GROWING.index(self.what)]
-
-    @property
-    def times_ms(self) -> tuple[float, ...]:
-        """Wall time; where ranks are varied the processor time of all of them, because they share cores."""
-        return self.cpu_ms if self.axis == "ranks" else self.wall_ms
-
-
-@dataclass(frozen=True)
 class Figure:
     """A single number, where nobody takes turns.
 
     Args:
-        suite: "starts", "plan", "simulate" or "predicted".
+        suite: "plan", "simulate" or "predicted".
         name: what it is, as a table names it.
         case: of what, where there are several: a strategy, a size.
         ranks: real or on paper.
@@ -187,6 +134,7 @@ class Report:
         versions: of Python and the packages; None for what is not installed.
         commit: None outside a checkout.
         sessions: one for each run of the command.
+        growth: as `results`, of the sizes of each axis.
     """
 
     machine: Machine
@@ -195,7 +143,7 @@ class Report:
     sessions: list[Session]
     results: list[SuiteResult] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
-    growth: list[GrowthPoint] = field(default_factory=list)
+    growth: list[SuiteResult] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """As plain values, for json."""
@@ -206,61 +154,17 @@ class Report:
         """What `as_json` made plain values of, by way of json too.
 
         Raises:
-            ValueError: it is something else, or says what no measurement can: a time that is not above 0,
-                contenders with more rounds than others, no rank.
+            ValueError: it is something else; a time is not above 0; or some have more rounds than others.
         """
         report = record(cls, value, "report")
-        for result in report.results:
-            _check_result(result)
-        for figure in report.figures:
-            _check_numbers(f"figure {figure.name!r}", figure, figures=[figure.value])
-        _check_growth(report.growth)
+        for result in (*report.results, *report.growth):
+            what = f"{result.suite}, {result.set}"
+            times = [times for taken in result.taken.values() for times in (taken.wall_ms, taken.cpu_ms)]
+            if len({len(of_one) for of_one in times}) > 1:
+                raise ValueError(f"{what}: all contenders take turns, but some have more rounds than others")
+            if min((ms for of_one in times for ms in of_one), default=1) <= 0:
+                raise ValueError(f"{what}: a time in milliseconds is above 0")
         return report
-
-
-def _check_result(result: SuiteResult) -> None:
-    what = f"{result.suite}, {result.set}"
-    _check_numbers(what, result)
-    for name, taken in result.taken.items():
-        _check_numbers(f"{what}, {name}", result, taken.wall_ms + taken.cpu_ms, [*taken.figures.values()])
-    rounds = {len(times) for taken in result.taken.values() for times in (taken.wall_ms, taken.cpu_ms)}
-    if len(rounds) > 1:
-        raise ValueError(f"{what}: all contenders take turns, but these have {sorted(rounds)} rounds")
-
-
-def _check_growth(points: Sequence[GrowthPoint]) -> None:
-    seen: set[tuple[str, str, str, int]] = set()
-    rounds_of: dict[tuple[str, str, str], int] = {}
-    for point in points:
-        if point.axis not in AXES or point.what not in GROWING:
-            raise ValueError(
-                f"growth of {point.what!r} with {point.axis!r}: choose from {', '.join(GROWING)}, and from "
-                f"{', '.join(AXES)}"
-            )
-        what = f"growth of {point.what} with {point.axis}, {point.contender}"
-        _check_numbers(what, point, (*point.wall_ms, *point.cpu_ms))
-        of = point.axis, point.what, point.contender
-        rounds = rounds_of.setdefault(of, len(point.wall_ms))
-        if not len(point.wall_ms) == len(point.cpu_ms) == rounds > 0:
-            raise ValueError(f"{what}: all sizes have as many rounds, 1 or more")
-        if (*of, point.amount) in seen:
-            raise ValueError(f"{what}: {point.amount:,} {point.axis} are there twice")
-        seen.add((*of, point.amount))
-
-
-def _check_numbers(
-    what: str, sizes: object, times_ms: Sequence[float] = (), figures: Sequence[float] = ()
-) -> None:
-    for name in AXES:
-        amount = getattr(sizes, name, 1)  # a figure has no tensors
-        if not 1 <= amount <= MOST:
-            raise ValueError(f"{what}: {name} must be 1 to {MOST:,}, not {amount:,}")
-    for ms in times_ms:
-        if not 1 / MOST <= ms <= MOST:
-            raise ValueError(f"{what}: a time in milliseconds is above 0, up to {MOST:,}, not {ms:g}")
-    for value in figures:
-        if abs(value) > MOST**1.5:
-            raise ValueError(f"{what}: {value:g} is nothing that was measured")
 
 
 def merge(reports: Sequence[Report]) -> Report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from bench_results import report, step_result
 
 from benchmarks import machine, paper
 from benchmarks.__main__ import main
-from benchmarks.results import Figure, GrowthPoint
+from benchmarks.results import Figure
 from zero_ref import cli
 from zero_ref.plan.choice import RULES
 
@@ -118,20 +119,12 @@ def test_reports_are_printed_and_merged_without_running_anything(
 @pytest.mark.parametrize(
     ("where", "value", "answer"),
     [
-        (("results", 0, "ranks"), 0, "step, gpt: ranks must be 1 to"),
-        (
-            ("results", 0, "taken", "torch", "wall_ms", 1),
-            0,
-            "gpt, torch: a time in milliseconds is above 0",
-        ),
-        (("results", 0, "taken", "torch", "wall_ms"), [1.0], r"these have \[1, 3\] rounds"),
+        (("results", 0, "taken", "torch", "wall_ms", 1), 0, "step, gpt: a time in milliseconds is above 0"),
+        (("results", 0, "taken", "torch", "wall_ms"), [1.0], "step, gpt: .* some have more rounds"),
         (("results", 0, "taken", "torch", "wall_ms", 0), "9", r'wall_ms\[0\] must be a number, not "9"'),
         (("results", 0, "suite"), None, r"results\[0\].suite must be text, not null"),
         (("results", 0, "taken"), [], r"results\[0\].taken must be an object, not a list of 0"),
-        (("figures", 0, "value"), 1e300, "figure 'partition': 1e[+]300 is nothing that was measured"),
-        (("growth", 0, "what"), "walk", "growth of 'walk' with 'ranks': choose from step"),
-        (("growth", 1, "ranks"), 1, "growth of step with ranks, zero_ref, best: 1 ranks are there twice"),
-        (("growth", 1, "cpu_ms"), [1.0], "all sizes have as many rounds"),
+        (("growth", 0, "taken", "torch", "cpu_ms"), [1.0], "step, ranks: .* some have more rounds"),
         (("sessions", 0, "load_average"), [1, 2, 3], "load_average must have 2 items, not 3"),
         (("machine", "extra"), 1, r'report.machine has no "extra"; it has processor, cores'),
         (("sessions",), "left out", "report has no sessions"),
@@ -141,10 +134,7 @@ def test_an_altered_report_hears_what_is_wrong_in_it(
     where: tuple[Any, ...], value: Any, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = report(step_result(), figures=(Figure("plan", "partition", "even", 4096, 90.0, "ms"),))
-    made.growth = [
-        GrowthPoint("ranks", "step", "zero_ref, best", ranks, 100, 10**6, (1.0, 2.0), (1.0, 2.0))
-        for ranks in (1, 2, 3, 4)
-    ]
+    made.growth = [replace(step_result(), set="ranks", ranks=ranks) for ranks in (1, 2, 3, 4)]
     altered: Any = json.loads(json.dumps(made.as_json()))
     place = altered
     for key in where[:-1]:

@@ -99,7 +99,7 @@ def _iterate(one: Training, given: Sequence[torch.Tensor]) -> None:
 
 
 def hidden(spans: Sequence[tuple[str, bool, float, float]]) -> Found:
-    """The share of communication during which the device also computes, and when each goes on.
+    """The share of communication during which the device also computes.
 
     >>> found = hidden([("nccl", False, 0, 4000), ("gemm", False, 1000, 3000), ("aten::mm", True, 0, 9000)])
     >>> found["communication_ms"], found["computing_ms"], found["hidden_share"]
@@ -109,15 +109,13 @@ def hidden(spans: Sequence[tuple[str, bool, float, float]]) -> Found:
         spans: (name, whether the host did it, start, end), microseconds. The host's count only if there are
             no others.
     Returns:
-        Milliseconds in all, with overlapping spans once; a share of None where nothing was sent; and the
-        spans, (start, end) in milliseconds since the first.
+        Milliseconds in all, with overlapping spans once; a share of None where nothing was sent.
     """
     if any(not on_host for _, on_host, _, _ in spans):
         spans = [span for span in spans if not span[1]]
-    first = min((start for _, _, start, _ in spans), default=0.0)
     communication, computing = list[Event](), list[Event]()
     for name, on_host, start, end in spans:
-        when = (start - first) / 1e3, (end - first) / 1e3
+        when = start / 1e3, end / 1e3
         if "nccl" in name or name.startswith("gloo:"):
             communication.append(Event("network", "sent", None, *when))
         elif not on_host or name.startswith("aten::"):
@@ -128,21 +126,4 @@ def hidden(spans: Sequence[tuple[str, bool, float, float]]) -> Found:
         "communication_ms": sent_ms,
         "computing_ms": computed_ms,
         "hidden_share": both_ms / sent_ms if sent_ms else None,
-        "communication": _merged(communication),
-        "computing": _merged(computing),
     }
-
-
-GAP_MS = 0.01
-"""Between two kernels that are drawn as one."""
-
-
-def _merged(events: Sequence[Event]) -> list[list[float]]:
-    """Start and end of what is under way almost without a gap, rounded to microseconds."""
-    merged: list[list[float]] = []
-    for start, stop in sorted((round(event.start_ms, 3), round(event.stop_ms, 3)) for event in events):
-        if merged and start <= merged[-1][1] + GAP_MS:
-            merged[-1][1] = max(merged[-1][1], stop)
-        else:
-            merged.append([start, stop])
-    return merged

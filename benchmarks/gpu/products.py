@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ import torch
 from benchmarks.gpu.budget import Budget, Found
 from zero_ref.comm import devices
 from zero_ref.lab import meter
-from zero_ref.simulator.calibrate import Computation
 from zero_ref.simulator.models import TRANSFORMERS, Llama, blocks, shapes
 from zero_ref.simulator.presets import DEVICES
 
@@ -64,7 +62,7 @@ def products(
     sample_ms: float = 10.0,
     rounds: int = 5,
 ) -> Found:
-    """The rate of each matrix product of a block's linear layers, also as `calibrate` takes such times.
+    """The rate of each matrix product of a block's linear layers.
 
     Args:
         of: the products; None for those of GPT-2's four sizes and Llama 3 8B, with 8,192 tokens.
@@ -73,7 +71,6 @@ def products(
     devices.use(device)
     peak = peak_tflops(device)
     rows: list[Found] = []
-    computations: list[Found] = []
     for product in products_of(MULTIPLIED, 8192) if of is None else of:
         if budget.over:
             rows.append({**product._asdict(), "left_out": "no time was left"})
@@ -92,10 +89,8 @@ def products(
                 "share_of_peak": None if peak is None else statistics.harmonic_mean(tflops) / peak,
             }
         )
-        for ms in zip(*ms_of):
-            computations.append(asdict(Computation("train", 1, 3.0 * product.flops, sum(ms))))
     dtype_name = str(dtype).removeprefix("torch.")
-    return {"dtype": dtype_name, "peak_tflops": peak, "products": rows, "computations": computations}
+    return {"dtype": dtype_name, "peak_tflops": peak, "products": rows}
 
 
 def _samples_ms(run: Callable[[], object], sample_ms: float, rounds: int) -> list[float]:

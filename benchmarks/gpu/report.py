@@ -1,7 +1,7 @@
 """What `python -m benchmarks gpu` does on a machine with accelerators, section by section, as one report.
 
 A section that fails is in the report with its error, and the others run. Each has a module beside this one;
-`tables` shows a report.
+`benchmarks.tables` shows a report.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from benchmarks.machine import Commit, Machine, read_commit, read_machine, read_
 from zero_ref.comm import devices
 from zero_ref.lab.config import GPTConfig
 from zero_ref.simulator._records import record
-from zero_ref.simulator.calibrate import Computation, fit_device
-from zero_ref.simulator.cluster import Device
 from zero_ref.simulator.models import GPT2
 
 TOTAL_S = 600.0
@@ -178,10 +176,6 @@ class GpuReport:
         """
         return record(cls, value, "report")
 
-    def found(self, section: str) -> Found:
-        """What a section has found; empty if it was not measured."""
-        return next((one.found for one in self.sections if one.name == section), {})
-
     @property
     def failed(self) -> list[str]:
         """The names of the sections that failed."""
@@ -240,19 +234,6 @@ def measure(
         result.seconds = round(time.monotonic() - began, 1)
         report.sections.append(result)
         tell(result)
-
-
-def measured_device(report: GpuReport) -> Device:
-    """A device for the simulator, from the rates of matrix products and steps: as `calibrate` makes one.
-
-    Its `tflops` is what products of such shapes reach. A training step does more than these, so it is slower.
-
-    Raises:
-        ValueError: the sections "gemm" and "step" have too few sizes, or their times make no sense.
-    """
-    listed = [one for section in ("gemm", "step") for one in report.found(section).get("computations", [])]
-    computations = [record(Computation, one, "computation") for one in listed]
-    return fit_device(computations, report.accelerator.name)[0]
 
 
 def explain_absence() -> str:

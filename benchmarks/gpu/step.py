@@ -7,7 +7,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm import devices
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.rules import equal_shares
-from zero_ref.simulator.calibrate import ADAMW_BYTES, Computation
+from zero_ref.simulator.calibrate import ADAMW_BYTES
 from zero_ref.simulator.models import ParamShape, shapes
 
 MASTERS_BYTES = 2 + 4 + ADAMW_BYTES + 4 + 2
@@ -54,11 +53,10 @@ def step(
 
     Args:
         models: the parameters' shapes, or names of `models.MODELS`; the largest for which there is memory
-            and time is the one that counts, all together are for `calibrate`.
+            and time is the one that counts.
         copied_bytes: how much the copy moves: half of it is read, half written.
     """
     listed: list[Found] = []
-    computations: list[Found] = []
     with alone(device):
         for model in models:
             of_shapes = shapes(model) if isinstance(model, str) else model
@@ -72,14 +70,10 @@ def step(
             cases, copy = _steps(device, of_shapes, copied_bytes)
             taken = in_turns(device, cases, rounds, meanwhile=copy)
             listed += [_step_row(name, numel, what, taken, copied_bytes) for what in BYTES_OF_STEP]
-            computations += [
-                asdict(Computation("update", len(of_shapes), numel * ADAMW_BYTES, one.device_ms))
-                for one in taken["zero_ref, float32"]
-            ]
             del cases, copy
             gc.collect()
             devices.release_memory(device)
-    return {"steps": listed, "computations": computations}
+    return {"steps": listed}
 
 
 class Time(NamedTuple):

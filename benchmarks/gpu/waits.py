@@ -6,12 +6,14 @@ import itertools
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+import zero_ref
 from benchmarks import contenders, training
 from benchmarks.gpu.budget import Budget, Found, alone
 from benchmarks.training import Way
@@ -131,7 +133,8 @@ def _parts_of_iteration(
 def _our_line(error: BaseException) -> str:
     """The last line of this package that an error came through, as "shard/shard.py:100"."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "zero_ref" in frame.filename and frame.filename != __file__]
+    package = Path(zero_ref.__file__).parent
+    ours = [frame for frame in frames if package in Path(frame.filename).parents]
     if not ours:
         return "torch's own code"
-    return f"{ours[-1].filename.rpartition('zero_ref/')[2]}:{ours[-1].lineno}"
+    return f"{Path(ours[-1].filename).relative_to(package).as_posix()}:{ours[-1].lineno}"

@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 from pretend_ranks import Ranks
 
-from benchmarks.gpu import report, tables
+from benchmarks import tables
+from benchmarks.gpu import report
 from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.report import SECTIONS, GpuReport
 from benchmarks.gpu.waits import synchronisations
@@ -33,7 +34,7 @@ def measured() -> tuple[GpuReport, str]:
     made = report.new_report(device.DEVICE, quick=True)
     here = [one for one in SECTIONS if one.name in ("synchronisations", "gemm", "step", "memory", "overlap")]
     report.measure(device.DEVICE, made, sections=here)
-    return made, tables.report_text(made)
+    return made, tables.gpu_text(made)
 
 
 def waits_with_a_mistake() -> object:
