@@ -12,7 +12,7 @@ PIP_LOCKED := $(PIP) --require-hashes --no-deps --only-binary :all: --requiremen
 SHELL       := bash
 MAKEFLAGS   += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo notebook test thorough lint types imports unit ranks notebooks book browser pages-in-browser links loc address offline pdf gpu clean
+.PHONY: help install lock demo notebook test thorough lint types imports unit ranks notebooks book browser pages-in-browser links loc address offline pdf bench gpu clean
 # Hundreds of processes import the package. Where a variable keeps Python from writing bytecode, each compiles it anew.
 export PYTHONDONTWRITEBYTECODE :=
 # Notebooks and tests may start the environment's own programs, such as torchrun.
@@ -132,11 +132,25 @@ links: $(STAMP)  ## look up every link of the book to another site
 	    PYTHONPATH=book:book/_ext $(BIN)/jupyter-book build . --config _build/links/config.yml --path-output _build/links --builder linkcheck --all --quiet)
 
 loc: $(STAMP)  ## the core against its targets: functions that a call passes, lines, branches, comments
-	@$(BIN)/python bench/seams.py
+	@$(BIN)/python -m benchmarks.seams
+
+# An hour, with nothing else running. Reports of one commit are put together; what was measured apart from them goes.
+NETWORK :=
+bench: $(STAMP)  ## measure what the page "How fast is it?" shows; into benchmarks/results/
+	$(call step,benchmarks,\
+	    measure="$(NETWORK) $(BIN)/python -m benchmarks"; parts=$$(mktemp -d); \
+	    $$measure step sync construction memory iteration --rounds 9 --json $$parts/two.json; \
+	    $$measure checkpoint --rounds 5 --json $$parts/checkpoint.json; \
+	    $$measure step sync construction iteration --ranks 4 --rounds 5 --json $$parts/four.json; \
+	    $$measure growth --rounds 3 --json $$parts/growth.json; \
+	    $(BIN)/python -m benchmarks --json benchmarks/results/benchmarks.json \
+	        --from $$parts/two.json --from $$parts/checkpoint.json --from $$parts/four.json; \
+	    mv $$parts/growth.json benchmarks/results/growth.json; \
+	    rm -rf $$parts benchmarks/results/sharded.json)
 
 # Up to ten minutes. Without a GPU it says what it would measure, writes nothing, and fails: its exit code is 1.
-gpu: $(STAMP)  ## all that needs a GPU, on this machine's: tests, memory, times; into bench/results/gpu.json
-	@$(BIN)/zero-ref bench gpu --json bench/results/gpu.json
+gpu: $(STAMP)  ## all that needs a GPU, on this machine's: tests, memory, times; into benchmarks/results/gpu.json
+	@$(BIN)/python -m benchmarks gpu --json benchmarks/results/gpu.json
 
 address: $(STAMP)  ## write the repository's address, as pyproject.toml has it, to the files that name it
 	@$(BIN)/python book/address.py

@@ -1,8 +1,8 @@
 """Pieces of a page that says what was measured, as Markdown and pictures, made from the files that hold it.
 
 Each function of VIEWS is called with a folder for its pictures and gives blocks of text, which
-book/_ext/measured.py puts into pages. The files are in bench/results/; `zero-ref bench --json` writes them,
-and tests/optimizer_table.py writes that of the optimizers.
+book/_ext/measured.py puts into pages. The files are in benchmarks/results/; `python -m benchmarks
+--json` writes them, and tests/optimizer_table.py writes that of the optimizers.
 """
 
 from __future__ import annotations
@@ -14,16 +14,29 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from zero_ref.bench import plots as of_bench
-from zero_ref.bench.comparisons import LOST, UNDECIDED, WON, Comparison, Growth, comparisons, growths, outcome
-from zero_ref.bench.gpu import report as of_gpu, tables as gpu_tables
-from zero_ref.bench.results import AXES, LIMIT, GrowthPoint, Report, Spread, SuiteResult, spread
-from zero_ref.bench.tables import aligned, figures_table, suite_table, targets_table
-from zero_ref.bench.targets import judge
+from benchmarks import plots as of_bench
+from benchmarks.comparisons import (
+    LOST,
+    UNDECIDED,
+    WON,
+    Comparison,
+    Growth,
+    amount,
+    comparisons,
+    growing_ms,
+    growths,
+    outcome,
+    work,
+)
+from benchmarks.contenders import FORMS, REFERENCE
+from benchmarks.gpu.report import GpuReport
+from benchmarks.results import AXES, LIMIT, Report, Spread, SuiteResult, spread
+from benchmarks.tables import aligned, gpu_text, suite_table, where
 from zero_ref.lab import plots
 from zero_ref.live.numbers import short, short_count
 
-RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+COMPARING = ("benchmarks", "sharded")
 NOT_YET = "*Not among the results yet.*"
 
 # What was timed, in the words of the page.
@@ -42,7 +55,7 @@ TRAINING = ("step", "sync", "iteration")
 
 @cache
 def report(name: str) -> Report:
-    """What is in bench/results/NAME.json: "benchmarks", "sharded" or "growth"."""
+    """What is in benchmarks/results/NAME.json."""
     file = RESULTS / f"{name}.json"
     if not file.is_file():
         raise ValueError(f"{file} is not there: the page says which command writes it.")
@@ -62,10 +75,16 @@ def spread_of(value: Spread) -> str:
 # ------------------------------------------------------------------------------------------ beside others
 
 
+def reports() -> list[Report]:
+    """Those that compare, the newest last."""
+    names = [name for name in COMPARING if (RESULTS / f"{name}.json").is_file()]
+    return sorted(map(report, names), key=lambda one: max(session.date for session in one.sessions))
+
+
 def results() -> list[SuiteResult]:
-    """One for each suite, set and number of ranks: the later one where something was measured again."""
-    both = [*report("benchmarks").results, *report("sharded").results]
-    return list({(one.suite, one.set, one.ranks): one for one in both}.values())
+    """One for each suite, set and number of ranks: the newest, where something was measured again."""
+    measured = [result for one in reports() for result in one.results]
+    return list({(one.suite, one.set, one.ranks): one for one in measured}.values())
 
 
 def compared() -> list[Comparison]:
@@ -112,27 +131,38 @@ def numbers(folder: Path, suite: str) -> Iterator[str]:
 
 
 def _tables(suite: str, half: str = "") -> list[str]:
-    all_of_it = report("benchmarks")
-    found = [
+    return [
         suite_table(replace(one, taken={name: of for name, of in one.taken.items() if name.endswith(half)}))
         for one in results()
         if one.suite == suite
     ]
-    figures = [figure for figure in all_of_it.figures if figure.suite == suite]
-    return found + ([figures_table(figures)] if figures else [])
 
 
-def targets(folder: Path) -> Iterator[str]:
-    """What was wanted and not reached, with the numbers; then all that was wanted."""
-    all_of_it = report("benchmarks")
-    judged = judge(results(), all_of_it.figures, report("growth").growth)
-    missed = [row for row in judged if row.reached is False]
-    reached = sum(row.reached is True for row in judged)
-    not_here = len(judged) - reached - len(missed)
-    yield f"{reached} were reached, {len(missed)} missed, {not_here} not measured here. The missed ones:"
-    if missed:
-        yield targets_table(missed)
-    yield from folded("All that was wanted", [targets_table(judged)])
+def forms(folder: Path, ranks: str) -> Iterator[str]:
+    """Which form to choose, by which rule, and what a whole iteration takes with it, beside plain DDP."""
+    of_set = [one for one in results() if (one.suite, f"{one.ranks}") == ("iteration", ranks)]
+    if not of_set:
+        yield NOT_YET
+        return
+    rows = []
+    for name, rule in FORMS.items():
+        costs = [cost for result in of_set for cost in _costs(result, name)]
+        rows.append([name, rule, *costs])
+    titles = [f"{what}, {result.set}" for result in of_set for what in ("time", "state", "sent")]
+    yield aligned(["form", "choose it if", *titles], rows)
+
+
+def _costs(result: SuiteResult, name: str) -> tuple[str, str, str]:
+    """Time, in that of DDP with fused AdamW; state on the fullest rank, in all of it; what is sent."""
+    if name not in result.taken:
+        return "-", "-", "-"
+    state, whole = (result.taken[each].figures["state_bytes"] for each in (name, REFERENCE))
+    units = result.wire_units(name)
+    return (
+        "1" if name == REFERENCE else spread_of(result.ratio(name, REFERENCE)),
+        short(state / whole),
+        "-" if units is None else f"{units:.2f}",
+    )
 
 
 def tally(folder: Path) -> Iterator[str]:
@@ -199,40 +229,34 @@ def ratio(text: str) -> str:
 
 def growth(folder: Path, what: str) -> Iterator[str]:
     """The picture of how one thing grows: a panel for each axis."""
-    points = [point for point in report("growth").growth if point.what == what]
-    axes = [axis for axis in AXES if any(point.axis == axis for point in points)]
+    by_axis = {
+        axis: [one for one in report("growth").growth if (one.suite, one.set) == (what, axis)]
+        for axis in AXES
+    }
+    axes = [axis for axis in AXES if by_axis[axis]]
     if not axes:
         yield NOT_YET
         return
     fig, panels = plots.panels([2.9] + [2.3] * (len(axes) - 1))
+    ends = []
     for axis, ax in zip(axes, panels, strict=True):
         curves: dict[str, dict[float, Spread]] = {}
-        for point in points:
-            if point.axis == axis:
-                curves.setdefault(point.contender, {})[point.amount] = spread(point.times_ms)
-        first = next(iter(curves))
+        for result in by_axis[axis]:
+            for name, taken in result.taken.items():
+                curves.setdefault(name, {})[amount(result)] = spread(growing_ms(result, taken))
         of_bench.growth(
             curves,
             ax,
             along=axis,
-            work={p.amount: p.work for p in points if (p.axis, p.contender) == (axis, first)},
+            work={amount(result): work(result) for result in by_axis[axis]},
             time=GROWING.get(what, what) + (", CPU time of all ranks," if axis == "ranks" else ""),
             key=axis == axes[0],
         )
-    alt = f"Time of {GROWING.get(what, what)} against {', '.join(axes)}. "
-    alt += " ".join(_ends(points, axis) for axis in axes)
+        name, curve = next(iter(curves.items()))
+        of_ends = (f"{short(curve[size].median)} ms at {size:,} {axis}" for size in (min(curve), max(curve)))
+        ends.append(f"{name}: {', '.join(of_ends)}.")
+    alt = f"Time of {GROWING.get(what, what)} against {', '.join(axes)}. {' '.join(ends)}"
     yield from picture(fig, folder / f"growth-{what}.svg", alt)
-
-
-def _ends(points: Iterable[GrowthPoint], axis: str) -> str:
-    """A curve's ends in words, for those who do not see the picture."""
-    of_ours = sorted(
-        (p for p in points if p.axis == axis and p.contender.startswith("zero_ref")), key=lambda p: p.amount
-    )
-    ends = (
-        f"{short(spread(p.times_ms).median)} ms at {p.amount:,} {axis}" for p in of_ours[:: len(of_ours) - 1]
-    )
-    return f"{of_ours[0].contender}: {', '.join(ends)}."
 
 
 def exponents(folder: Path) -> Iterator[str]:
@@ -259,12 +283,11 @@ def exponents(folder: Path) -> Iterator[str]:
 
 def sizes(folder: Path) -> Iterator[str]:
     """What was varied, and what was held."""
-    points = report("growth").growth
     for axis in AXES:
-        of_axis = [point for point in points if point.axis == axis]
+        of_axis = [one for one in report("growth").growth if one.set == axis]
         held = [name for name in AXES if name != axis]
         if of_axis:
-            amounts = ", ".join(short_count(amount) for amount in sorted({p.amount for p in of_axis}))
+            amounts = ", ".join(short_count(size) for size in sorted({*map(amount, of_axis)}))
             at = " and ".join(f"{short_count(getattr(of_axis[0], name))} {name}" for name in held)
             yield f"- {axis}: {amounts}, at {at}"
 
@@ -336,24 +359,10 @@ def optimizers(folder: Path, package: str) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------- where, when
 
 
-def machine(folder: Path, name: str) -> Iterator[str]:
-    """Where and when a file's numbers were taken."""
-    found = report(name)
-    one = found.machine
-    memory = "" if one.memory_bytes is None else f", {one.memory_bytes / 1e9:.0f} GB of memory"
-    virtual = ", a virtual machine" if one.virtual else ""
-    versions = ", ".join(f"{package} {version}" for package, version in found.versions.items() if version)
-    commit = "no checkout"
-    if found.commit is not None:
-        commit = f"`{found.commit.name[:12]}`" + (", with changes" if found.commit.changed else "")
-    processor = one.processor or "unknown processor"
-    yield f"- machine: {processor}, {one.cores} cores{memory}{virtual}; {one.kernel}"
-    yield f"- versions: {versions}"
-    yield f"- commit: {commit}"
-    for session in found.sessions:
-        load = " and ".join(short(value) for value in session.load_average if value is not None)
-        quick = ", quick: to see that it runs, not to compare" if session.quick else ""
-        yield f"- {session.date}: {session.rounds} rounds{quick}, load averages {load or 'unknown'}"
+def machine(folder: Path, what: str) -> Iterator[str]:
+    """Where and when the numbers were taken: of "comparisons", or of "growth"."""
+    for one in [report("growth")] if what == "growth" else reports():
+        yield where(one)
 
 
 def gpu(folder: Path) -> Iterator[str]:
@@ -362,12 +371,10 @@ def gpu(folder: Path) -> Iterator[str]:
     if not file.is_file():
         yield (
             "No GPU has been measured yet. On a machine that has one, `make gpu` measures it and writes "
-            "`bench/results/gpu.json`, and the next `make book` shows that here."
+            "`benchmarks/results/gpu.json`, and the next `make book` shows that here."
         )
         return
-    found = of_gpu.GpuReport.from_json(json.loads(file.read_text(encoding="utf-8")))
-    yield gpu_tables.where(found)
-    yield from (gpu_tables.section_text(section) for section in found.sections)
+    yield gpu_text(GpuReport.from_json(json.loads(file.read_text(encoding="utf-8"))))
 
 
 # ------------------------------------------------------------------------------------------------ pieces
@@ -392,7 +399,7 @@ VIEWS: dict[str, Callable[..., Iterator[str]]] = {
     for view in (
         against_peers,
         numbers,
-        targets,
+        forms,
         tally,
         lost,
         growth,

@@ -19,7 +19,7 @@ What is enough:
 - A formula of numbers alone, with an equals sign, is computed: its sides have to be equal.
 - A number in the text of a link to the page of numbers stands on that page: so say what others published.
   There, a row with an expression is evaluated by tests/test_numbers.py.
-- A paragraph that names `bench/NOTES.md` may say what stands there: measured times, which no assert can
+- A paragraph that names `benchmarks/NOTES.md` may say what stands there: measured times, which no assert can
   hold.
 - The last resort is a comment in the same cell or page, `<!-- number: 29500, the reason -->`. These are
   counted and printed with their reasons. One that excuses nothing is an error.
@@ -180,7 +180,7 @@ def judge(place: str, markdown: str, here: Asserted) -> Reading:
     left: list[str] = []
     used: set[float] = set()
     for block in blocks(markdown):
-        known = here.and_also(numbers_on("bench/NOTES.md")) if "`bench/NOTES.md`" in block else here
+        known = here.and_also(numbers_on("benchmarks/NOTES.md")) if "`benchmarks/NOTES.md`" in block else here
         for sentence in sentences(block):
             if place == "numbers.md" and sentence.startswith("|") and sentence.count("`") > 1:
                 continue  # evaluated

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from zero_ref.bench.tables import aligned
+from benchmarks.tables import aligned
 from zero_ref.cli.validate import shown, summaries
 from zero_ref.simulator.published import operations_of_token, published
 from zero_ref.simulator.spread import MEMORY, TIME

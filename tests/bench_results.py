@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zero_ref.bench import machine, rounds
-from zero_ref.bench.contenders import OURS, TORCH, TORCH_BEST
-from zero_ref.bench.results import Figure, Report, Session, SuiteResult, Taken
+from benchmarks import machine, rounds
+from benchmarks.contenders import OURS, TORCH, TORCH_BEST
+from benchmarks.results import Figure, Report, Session, SuiteResult, Taken
 
 ADAMW, EXCHANGE = "limit: fused AdamW of a share", "limit: exchange of shares"
 

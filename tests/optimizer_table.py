@@ -1,6 +1,6 @@
 """Other people's optimizers under ZeroRedundancyOptimizer: each class, under each partition, against itself.
 
-    python tests/optimizer_table.py            # all that are installed; writes bench/results/optimizers.json
+    python tests/optimizer_table.py            # all that are installed, into the results
     python tests/optimizer_table.py Lion SAM   # prints the rows of these
 
 Each class makes 10 updates by itself, with all parameters, and then sharded over 3 virtual ranks. A verdict
@@ -38,7 +38,7 @@ from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.state.sharded import load_sharded, save_sharded
 
-FILE = Path(__file__).resolve().parents[1] / "bench" / "results" / "optimizers.json"
+FILE = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "optimizers.json"
 PACKAGES = ["torch", "torchao", "bitsandbytes", "pytorch_optimizer"]
 STEPS, RANKS, FEWER_RANKS = 10, 3, 2
 PARTITIONS = ["sorted_greedy", "registration_greedy", "even"]

@@ -50,7 +50,7 @@ NOT_FOR_READERS = {
         "shared_out",
     },
     "zero_ref.simulator.timeline": {"covered_ms"},
-    "zero_ref.bench.pieces": {"flops_of", "load_average", "now", "passages"},
+    "zero_ref.lab.pieces": {"flops_of", "load_average", "now", "passages", "send_nothing"},
     "zero_ref.lab.compare": {"ProgressFile"},
     "zero_ref.lab.outcome": {"as_json", "environment"},
     "zero_ref.lab.dry_run": {"TrainScenario", "print_prediction"},

@@ -1,4 +1,4 @@
-"""`zero-ref bench gpu`: its measurements on a CPU, tiny; its report; and what it says without a GPU."""
+"""`python -m benchmarks gpu`: its measurements on a CPU, tiny; its report; and what it says without a GPU."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from zero_ref import cli
-from zero_ref.bench import contenders
-from zero_ref.bench.gpu import memory, model, overlap, products, report, step, suites, tables, waits
-from zero_ref.bench.gpu.budget import Budget, Skipped
-from zero_ref.bench.gpu.report import FAILED, MEASURED, SECTIONS, SKIPPED, GpuReport, Section, SectionResult
-from zero_ref.bench.rounds import WARM_UP, Case
-from zero_ref.cli import bench as command
+from benchmarks import contenders, tables
+from benchmarks.__main__ import main
+from benchmarks.gpu import memory, model, overlap, products, report, step, suites, waits
+from benchmarks.gpu.budget import Budget, Skipped
+from benchmarks.gpu.report import FAILED, MEASURED, SECTIONS, SKIPPED, GpuReport, Section, SectionResult
+from benchmarks.rounds import WARM_UP, Case
 from zero_ref.comm import devices
 from zero_ref.lab.config import GPTConfig
 from zero_ref.shard.merged import SMALL_NUMEL
 from zero_ref.simulator.activations import OF_THE_PAPER, activation_bytes, head_bytes
-from zero_ref.simulator.calibrate import Computation
 from zero_ref.simulator.models import GPT2
 from zero_ref.simulator.presets import DEVICES
 
@@ -55,8 +53,6 @@ def test_a_step_is_set_against_a_copy_round_by_round() -> None:
         )
         assert row["share_of_copy"][0] == pytest.approx(shares[1])
         assert len(row["host_ms"]) == 3
-    works = [Computation(**one) for one in found["computations"]]
-    assert {(one.kind, one.tensors, one.amount) for one in works} == {("update", 28, 28.0 * numel)}
 
 
 def test_bytes_a_parameter_are_28_and_those_of_masters_have_the_casts() -> None:
@@ -68,7 +64,7 @@ def test_bytes_a_parameter_are_28_and_those_of_masters_have_the_casts() -> None:
 def test_a_model_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "total_memory", lambda device: 10**6)
     found = step.step(CPU, long(), models=(TINY.shapes(),), copied_bytes=2**12)
-    assert found == {"steps": [{"model": "28 tensors", "left_out": "too large"}], "computations": []}
+    assert found == {"steps": [{"model": "28 tensors", "left_out": "too large"}]}
 
 
 def test_all_take_turns_and_what_is_queued_before_a_case_is_not_timed(
@@ -196,8 +192,6 @@ def test_products_are_rated_by_their_operations() -> None:
     assert one.flops == 65536
     for name, ms in row["ms"].items():
         assert row["tflops"][name] == pytest.approx(one.flops / sorted(ms)[1] / 1e9)
-    assert [work["amount"] for work in found["computations"]] == [3.0 * 65536] * 3
-    assert found["computations"][0]["ms"] == pytest.approx(sum(ms[0] for ms in row["ms"].values()))
     assert found["peak_tflops"] is row["share_of_peak"] is None
 
 
@@ -307,8 +301,6 @@ def test_spans_that_lie_upon_each_other_count_once() -> None:
     assert found["communication_ms"] == pytest.approx(4.0)
     assert found["computing_ms"] == pytest.approx(3.795)
     assert found["hidden_share"] == pytest.approx((1.5 + 0.095 + 0.2) / 4)
-    assert found["communication"] == [[1.0, 5.0]]
-    assert found["computing"] == [[0.0, 2.6], [4.8, 6.0]]
     assert overlap.hidden([("aten::mm", True, 0.0, 1.0)])["hidden_share"] is None
 
 
@@ -433,7 +425,7 @@ def test_a_section_that_fails_is_reported_and_the_others_run() -> None:
     assert made.sections[1].found == {"runs": []}
     assert made.failed == ["tests", "tests"]
     assert told == made.sections
-    assert "2 " in tables.report_text(made)
+    assert "2 " in tables.gpu_text(made)
 
 
 def test_what_has_no_time_left_is_skipped() -> None:
@@ -445,7 +437,7 @@ def test_what_has_no_time_left_is_skipped() -> None:
         found = section.measure(CPU, Budget(0), **section.quick)
         (rows,) = [value for value in found.values() if value and isinstance(value, list)]
         assert {row["left_out"] for row in rows} == {"no time was left"}
-        assert "no time was left" in "".join(tables.TABLES[name](found))
+        assert "no time was left" in "".join(tables.SECTIONS[name](found))
 
 
 def test_every_section_quick_on_a_cpu_goes_through_json_into_a_table() -> None:
@@ -455,7 +447,7 @@ def test_every_section_quick_on_a_cpu_goes_through_json_into_a_table() -> None:
     assert made.failed == [], made.sections
     again = GpuReport.from_json(json.loads(json.dumps(made.as_json(), allow_nan=False)))
     assert again == made
-    text = tables.report_text(again)
+    text = tables.gpu_text(again)
     assert "quick: to see that it runs" in text
     for words in (
         "zero_ref, bfloat16 with float32 masters",
@@ -471,28 +463,10 @@ def test_every_section_quick_on_a_cpu_goes_through_json_into_a_table() -> None:
 
 def test_every_section_has_a_table_and_all_fit_into_ten_minutes() -> None:
     assert [one.name for one in SECTIONS] == list(dict.fromkeys(one.name for one in SECTIONS))
-    assert {one.name for one in SECTIONS} == set(tables.TABLES)
+    assert {one.name for one in SECTIONS} == set(tables.SECTIONS)
     limits = [one.seconds for one in SECTIONS]
     assert limits == sorted(limits), "from short to long"
     assert sum(limits) <= report.TOTAL_S == 600
-
-
-def test_the_simulator_gets_a_device_of_what_was_measured() -> None:
-    made = report.new_report(CPU)
-    # 100 TFLOP/s; 2,000 GB/s and 1 microsecond a tensor.
-    trains = [Computation("train", 1, flops, flops / 1e11) for flops in (1e12, 4e12, 9e12)]
-    updates = [
-        Computation("update", n, gb * 1e9, gb * 0.5 + n * 1e-3) for n, gb in ((10, 1), (20, 4), (20, 9))
-    ]
-    for name, works in (("gemm", trains), ("step", updates)):
-        rows = [vars(one) for one in works]
-        made.sections.append(SectionResult(name, MEASURED, 1.0, found={"computations": rows}))
-    device = report.measured_device(made)
-    assert device.tflops == pytest.approx(100)
-    assert device.memory_gb_per_s == pytest.approx(2000)
-    assert device.update_overhead_us == pytest.approx(1)
-    with pytest.raises(ValueError, match="no 'train' was measured"):
-        report.measured_device(report.new_report(CPU))
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -503,7 +477,7 @@ def test_without_an_accelerator_it_says_so_and_what_it_would_measure(
 ) -> None:
     monkeypatch.setattr(devices, "accelerator", lambda: None)
     file = tmp_path / "gpu.json"
-    assert cli.main(["bench", "gpu", "--json", str(file)]) == 1
+    assert main(["gpu", "--json", str(file)]) == 1
     said = capsys.readouterr().out
     assert said.startswith("This machine has no accelerator that torch")
     for section in SECTIONS:
@@ -526,16 +500,16 @@ def test_it_writes_a_report_that_from_prints(
 ) -> None:
     monkeypatch.setattr(report, "SECTIONS", (failing(RuntimeError("out of memory")), found_by("notebooks")))
     file = tmp_path / "gpu.json"
-    assert cli.main(["bench", "gpu", "--json", str(file)]) == 1
+    assert main(["gpu", "--json", str(file)]) == 1
     printed = capsys.readouterr().out
     assert "out of memory" in printed
-    assert printed.endswith(f"written: {file}\n\nfailed: tests\n")
+    assert printed.endswith("\n\nfailed: tests\n")
     written = json.loads(file.read_text())
     assert [one["status"] for one in written["sections"]] == [FAILED, MEASURED]
-    assert cli.main(["bench", "--from", str(file)]) == 0
-    assert capsys.readouterr().out.strip() == printed.partition("\n\nwritten")[0].strip()
+    assert main(["--from", str(file)]) == 0
+    assert capsys.readouterr().out.strip() == printed.partition("\n\nfailed:")[0].strip()
     monkeypatch.setattr(report, "SECTIONS", (found_by("notebooks"),))
-    assert cli.main(["bench", "gpu"]) == 0
+    assert main(["gpu"]) == 0
 
 
 @pytest.mark.usefixtures("cpu_for_an_accelerator")
@@ -551,9 +525,10 @@ def test_an_altered_report_hears_what_is_wrong_in_it(
         ({"name": "walk"}, "'walk'"),
     ):
         file.write_text(json.dumps({**made, "sections": [{**made["sections"][0], **section}]}))
-        assert cli.main(["bench", "--from", str(file)]) == 2
+        with pytest.raises(SystemExit, match="2"):
+            main(["--from", str(file)])
         said = capsys.readouterr().err
-        assert "is no report that `bench gpu --json` wrote" in said
+        assert "no report that --json wrote" in said
         assert re.search(answer, said), said
 
 
@@ -561,14 +536,14 @@ def test_an_altered_report_hears_what_is_wrong_in_it(
     "words", [["gpu", "step"], ["gpu", "--ranks", "2"], ["gpu", "--set", "gpt"], ["gpu", "--rounds", "3"]]
 )
 def test_it_is_alone(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", *words]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
     assert "takes only --json and --quick beside it" in capsys.readouterr().err
-    assert command.GPU in command.SUITES
 
 
 def test_the_makefile_writes_what_the_page_reads() -> None:
     (line,) = re.findall(r"^gpu:.*\n\t@(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert line == "$(BIN)/zero-ref bench gpu --json bench/results/gpu.json"
+    assert line == "$(BIN)/python -m benchmarks gpu --json benchmarks/results/gpu.json"
 
 
 def test_on_a_cpu_devices_say_that_they_know_nothing() -> None:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from zero_ref.bench import rounds
-from zero_ref.bench.rounds import WARM_UP, Case, take_turns
+from benchmarks import rounds
+from benchmarks.rounds import WARM_UP, Case, take_turns
 from zero_ref.lab import meter
 
 

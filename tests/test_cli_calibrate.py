@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from zero_ref import cli
-from zero_ref.bench import pieces
 from zero_ref.cli.calibrate import print_calibration
-from zero_ref.lab import ranks
+from zero_ref.lab import pieces, ranks
 from zero_ref.lab._arguments import json_text
 from zero_ref.simulator.calibrate import Computation, Measurement, calibrate
 from zero_ref.simulator.cluster import Cluster, Link, cluster

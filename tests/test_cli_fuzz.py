@@ -17,12 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from bench_results import report, step_result
 
 from zero_ref import cli
-from zero_ref.bench.contenders import OURS, TORCH
-from zero_ref.bench.results import Figure, GrowthPoint
-from zero_ref.lab._arguments import Output
+from zero_ref.lab._arguments import Output, OutputFile
 from zero_ref.simulator.cluster import cluster
 
 CALLS = 60
@@ -128,10 +125,9 @@ def nothing_is_trained_or_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (
         "zero_ref.lab.compare.compare",
         "zero_ref.lab.demo.run_demo",
-        "zero_ref.bench.pieces.measure",
+        "zero_ref.lab.pieces.measure",
         "zero_ref.lab.ranks.run",
         "zero_ref.lab.ranks.Pool",
-        "zero_ref.cli.bench._measured",
         "zero_ref.simulator.validation.validate",
     ):
         monkeypatch.setattr(place, begin)
@@ -270,7 +266,7 @@ def test_odd_words_end_in_one_paragraph_or_in_a_result(command: str, odd_folder:
                 for word in found.words:
                     path = word.removeprefix(f"{one.option_strings[-1]}=") if one.option_strings else ""
                     # Folders on the way to a file are made where it is a result of long work.
-                    bad = UNWRITABLE[1:] if one.type is cli.bench.OutputFile else UNWRITABLE[3:]
+                    bad = UNWRITABLE[1:] if one.type is OutputFile else UNWRITABLE[3:]
                     assert path == word or path not in bad, f"{found}: work began"
         codes.append(found.code)
     assert 2 in codes, "nothing was odd"
@@ -290,7 +286,7 @@ def test_a_place_that_cannot_be_written_is_found_before_the_work(
         f"{one.option_strings[-1]}={usual(one)}" if one.option_strings else usual(one) for one in required
     ]
     for one in written:
-        makes_folders = one.type is not cli.bench.OutputFile
+        makes_folders = one.type is not OutputFile
         for path in UNWRITABLE:
             if makes_folders and path in (".", "folder", "no/such/folder/x"):
                 continue
@@ -328,17 +324,6 @@ def altered(document: Any, draw: random.Random) -> Any:
     return document
 
 
-def good_report() -> dict[str, Any]:
-    made = report(step_result(), figures=(Figure("plan", "partition", "even", 4096, 90.0, "ms"),))
-    taken = made.results[0].taken
-    made.results[0].taken = {OURS: taken[OURS], TORCH: taken[TORCH]}  # fewer places, each tried more often
-    made.growth = [
-        GrowthPoint("ranks", "step", "zero_ref, best", n, 100, 10**6, (1.0 * n, 2.0 * n), (1.0, 2.0))
-        for n in (2, 4)
-    ]
-    return made.as_json()
-
-
 DOCUMENTS: dict[str, tuple[Any, list[str]]] = {
     "cluster": (
         json.loads(cluster("h100-ib").to_json()) | {"link_of_op": {"send": {"latency_us": 1, "gb_per_s": 1}}},
@@ -347,7 +332,6 @@ DOCUMENTS: dict[str, tuple[Any, list[str]]] = {
     "gpt2": (GPT2, ["simulate", "--ranks=2", "--config=FILE"]),
     "llama": (LLAMA, ["simulate", "--ranks=2", "--config=FILE"]),
     "searched": (GPT2, ["search", "--ranks=2", "--tokens=64", "--config=FILE"]),
-    "report": (good_report(), ["bench", "--from=FILE"]),
     "notebook": (NOTEBOOK, ["check", "FILE"]),
     "chapter": (NOTEBOOK, ["notebooks", "FOLDER", "--for=students", "--source=altered"]),
 }
@@ -380,7 +364,6 @@ def test_a_file_that_is_no_json_is_refused(name: str, odd_folder: Path, call: Ca
         ["simulate", "--ranks=2", f"--config={name}"],
         ["simulate", "--model=gpt2", "--ranks=2", f"--cluster={name}"],
         ["search", "--model=gpt2", "--ranks=2", "--tokens=64", f"--cluster={name}"],
-        ["bench", f"--from={name}"],
         ["check", name],
     ):
         assert call(*words).code == 2

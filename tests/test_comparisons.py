@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zero_ref.bench.comparisons import comparisons
-from zero_ref.bench.results import SuiteResult, Taken
+from benchmarks.comparisons import comparisons
+from benchmarks.results import SuiteResult, Taken
 
 
 def suite(name: str, wall_ms: dict[str, list[float]]) -> SuiteResult:
@@ -40,7 +40,6 @@ def test_ours_stands_beside_peers_and_limits_and_not_beside_itself():
         ("step", "zero_ref, best", "limit: copy", True),
     ]
     assert rows[0].wall.median == rows[0].cpu.median == 2.0  # of 2, 2 and 3: paired, not 8 by 3
-    assert (rows[0].ours_ms.median, rows[0].other_ms.median) == (3.0, 8.0)
 
 
 def test_the_halves_of_a_checkpoint_are_not_mixed():

@@ -321,7 +321,7 @@ def test_a_job_is_known_by_torchrun_s_name_of_it(tmp_path: Path, monkeypatch: py
 
 def test_the_page_s_command_is_the_one_that_the_script_tries() -> None:
     (words,) = [words for words in commands("torchrun") if "--elastic" in words]
-    script = (PAGE.parents[1] / "bench" / "lost_ranks.py").read_text(encoding="utf-8")
+    script = (PAGE.parents[1] / "tests" / "lost_ranks.py").read_text(encoding="utf-8")
     (settings,) = [word for word in words if word.startswith("--rdzv-conf=")]
     for said in (settings, "--max-restarts=100", "--rdzv-backend=c10d"):
         assert said in words

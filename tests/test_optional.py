@@ -61,7 +61,7 @@ def test_without_any_extra_all_but_the_lab_can_be_imported() -> None:
     )  # torch takes numpy if it is there
     assert failed
     for module, package in failed:
-        assert module.split(".")[1] in ("lab", "bench", "course"), (module, package)
+        assert module.split(".")[1] in ("lab", "course"), (module, package)
         assert package in EXTRAS["lab"], (module, package)
     needs_lab = {module for module, _ in failed}
     for module in (

@@ -19,8 +19,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from benchmarks.gpu.step import BYTES_OF_STEP
 from zero_ref import cli
-from zero_ref.bench.gpu.step import BYTES_OF_STEP
 from zero_ref.course.predictions import predictions
 from zero_ref.lab import elastic
 from zero_ref.lab.compare import CYCLE, ROW_NAMES

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from pictures import Plot, assert_readable, assert_repeatable, drawn, written
 
-from zero_ref.bench.plots import benchmarks
-from zero_ref.bench.results import Spread
+from benchmarks.plots import benchmarks
+from benchmarks.results import Spread
 from zero_ref.lab import plots
 
 RATIOS = {

@@ -10,9 +10,9 @@ from hypothesis import given, settings, strategies as st
 from matplotlib.axes import Axes
 from pictures import Plot, assert_readable, assert_repeatable, drawn, written
 
-from zero_ref.bench.comparisons import exponent
-from zero_ref.bench.plots import PROPORTIONAL, growth
-from zero_ref.bench.results import Spread
+from benchmarks.comparisons import exponent
+from benchmarks.plots import PROPORTIONAL, growth
+from benchmarks.results import Spread
 from zero_ref.lab import plots
 
 SIZES = [10.0**power for power in range(6, 9)]

@@ -1,4 +1,4 @@
-"""`bench/seams.py` counts what it says it counts, by hand-made sources and on the package itself."""
+"""`benchmarks/seams.py` counts what it says it counts, by hand-made sources and on the package itself."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[1] / "bench"
-sys.path.insert(0, str(BENCH))
-import roads  # noqa: E402
-import seams  # noqa: E402
+from benchmarks import roads, seams
 
-sys.path.remove(str(BENCH))
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 def module(text: str, name: str = "one") -> seams.Module:
@@ -95,7 +92,7 @@ def test_a_road_has_each_function_of_the_folder_once() -> None:
     def passes() -> list[int]:
         return [len(seams.attributes(node)) for _ in range(2) for _, node in module("class A: ...").classes]
 
-    road = roads.road_of(passes, BENCH)
+    road = roads.road_of(passes, BENCHMARKS)
     assert ("seams.py", "attributes") in road.functions
     assert ("seams.py", "attributes.<locals>.<setcomp>") in road.functions
     assert len(set(road.functions)) == len(road.functions)

@@ -22,16 +22,12 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "bench"))
-    try:
-        return importlib.import_module("slow_link")
-    finally:
-        sys.path.pop(0)
+    return importlib.import_module("benchmarks.slow_link")
 
 
 @pytest.fixture(scope="module")
 def run() -> Any:
-    return json.loads((ROOT / "bench" / "results" / "slow_link.json").read_text())
+    return json.loads((ROOT / "benchmarks" / "results" / "slow_link.json").read_text())
 
 
 # ----------------------------------------------------------------------------------------- where it can run
@@ -112,7 +108,7 @@ def test_what_was_wanted_of_the_committed_run(script: ModuleType, run: Any) -> N
 def test_chapter_7_has_the_numbers_of_the_committed_run(run: Any) -> None:
     notebook = json.loads((ROOT / "notebooks" / "07_overlap.ipynb").read_text(encoding="utf-8"))
     (cell,) = (cell for cell in notebook["cells"] if cell["id"] == "compare-times-seen")
-    text = " ".join("".join(cell["source"]).split()).partition("bench/results/slow_link.json")[2]
+    text = " ".join("".join(cell["source"]).split()).partition("benchmarks/results/slow_link.json")[2]
     of = run["exposed_ms"]
     milliseconds = [
         round(of[name][way]) for name in ("measured", "predicted") for way in ("interleaved", "plain")

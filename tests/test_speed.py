@@ -7,14 +7,16 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from zero_ref.bench.gpu.report import Accelerator, GpuReport, SectionResult
-from zero_ref.bench.machine import Commit, Machine
-from zero_ref.bench.results import GROWING, GrowthPoint, Report, Session, SuiteResult, Taken
+from benchmarks.contenders import FORMS
+from benchmarks.gpu.report import Accelerator, GpuReport, SectionResult
+from benchmarks.machine import Commit, Machine
+from benchmarks.results import GROWING, Report, Session, SuiteResult, Taken
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,9 +55,16 @@ REPORT = Report(
     [Session("2026-01-02T03:04:05+00:00", 3, False, "nowhere", (0.25, None))],
     [SuiteResult("step", "gpt", ranks, 148, 31, STEP) for ranks in (2, 4)],
     growth=[
-        GrowthPoint("tensors", what, name, 2, n, 10**6, (n * slope, n * slope), (1.0, 1.0))
+        SuiteResult(
+            what,
+            "tensors",
+            *(2, n, 10**6),
+            {
+                name: Taken([n * slope] * 2, [1.0, 1.0])
+                for name, slope in (("zero_ref, best", 2.0), ("torch, best", 1.0), ("limit: copy", 0.5))
+            },
+        )
         for what in GROWING
-        for name, slope in (("zero_ref, best", 2.0), ("torch, best", 1.0), ("limit: copy", 0.5))
         for n in (10, 100, 1000)
     ],
 )
@@ -113,12 +122,37 @@ def test_another_job_is_not_counted(build: Build, monkeypatch: pytest.MonkeyPatc
     assert re.findall(r"(\d+) comparisons", build("tally")) == ["1", "2", "0"]
 
 
-def test_missed_targets_are_seen_first_and_all_are_in_a_fold(build: Build) -> None:
-    missed, everything = build("targets").split("All that was wanted")
-    assert "MISSED" in missed
-    assert "reached |" not in missed
-    assert "not measured" in everything
-    assert missed.endswith("::::{dropdown} ")
+def test_forms_have_their_rule_and_what_they_cost(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"ddp, fused": 8000.0, "zero_ref, best": 4000.0}
+    iteration = SuiteResult(
+        *("iteration", "gpt", 2, 148, 100),
+        {
+            name: Taken([ms], [ms], wire_bytes=800, figures={"state_bytes": state[name]})
+            for name, ms in (("ddp, fused", 10.0), ("zero_ref, best", 12.0))
+        },
+    )
+    monkeypatch.setattr(REPORT, "results", [iteration])
+    rows = [re.sub(" +", " ", row) for row in build("forms", "2").splitlines()]
+    assert rows[0] == "| form | choose it if | time, gpt | state, gpt | sent, gpt |"
+    assert rows[2].endswith("fit on every rank | 1 | 1 | 2.00 |")
+    assert rows[3].endswith("DDP stays as it is | 1.2 | 0.5 | 2.00 |")
+    assert rows[4].endswith("a communication hook | - | - | - |")
+    assert len(rows) == 2 + len(FORMS)
+    assert build("forms", "4") == findings.NOT_YET
+
+
+def test_what_was_measured_again_counts_as_it_was_measured_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = (
+        replace(
+            REPORT,
+            sessions=[replace(REPORT.sessions[0], date=date)],
+            results=[replace(REPORT.results[0], tensors=n)],
+        )
+        for date, n in (("2026-01-01", 1), ("2026-01-02", 2))
+    )
+    by_name = {"benchmarks": new, "sharded": old}
+    monkeypatch.setattr(findings, "report", by_name.get)
+    assert [result.tensors for result in findings.results()] == [2]
 
 
 def test_a_single_number_in_a_sentence(build: Build) -> None:
@@ -139,7 +173,7 @@ def test_growth_has_a_picture_and_its_exponents(build: Build) -> None:
 
 def test_what_grows_faster_than_its_work_is_named(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     squares = [
-        GrowthPoint("tensors", "step", "zero_ref, best", 2, n, 10**6, (n * n, n * n), (1, 1))
+        SuiteResult("step", "tensors", 2, n, 10**6, {"zero_ref, best": Taken([n * n, n * n], [1, 1])})
         for n in (10, 100, 1000)
     ]
     monkeypatch.setattr(REPORT, "growth", squares)
@@ -147,11 +181,11 @@ def test_what_grows_faster_than_its_work_is_named(build: Build, monkeypatch: pyt
 
 
 def test_where_and_when_is_printed(build: Build) -> None:
-    text = build("machine", "benchmarks")
+    text = build("machine", "growth")
     commit = "`0123456789ab`, with changes"
     for said in ("a processor, 2 cores, 16 GB", "virtual", commit, "python 3.11", "2026-01-02"):
         assert said in text
-    assert "fairscale" not in text  # not installed
+    assert "fairscale" not in text, "it is not installed"
 
 
 # --------------------------------------------------------------------------------------------------- the page
@@ -182,7 +216,9 @@ def test_the_page_shows_everything_that_grows_and_that_is_timed() -> None:
 @pytest.mark.parametrize("name", ["benchmarks", "sharded", "growth"])
 def test_the_files_are_reports_and_the_page_says_how_they_are_made(name: str) -> None:
     file = findings.RESULTS / f"{name}.json"
-    assert f"--json {file.relative_to(ROOT)}" in PAGE
+    (recipe,) = re.findall(r"^bench:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    assert f"{file.relative_to(ROOT)}" in recipe
+    assert "make bench" in PAGE
     found = Report.from_json(json.loads(file.read_text(encoding="utf-8")))
     assert found.growth if name == "growth" else found.results
 
@@ -207,6 +243,6 @@ def test_a_gpu_that_nobody_measured_is_said_to_be_missing(
     text = "\n\n".join(findings.gpu(tmp_path))
     assert "- device: 1 of a GPU with 80 GB" in text
     assert "driver 1.2" in text
-    assert "commit: 0123456789ab, with changes" in text
+    assert "commit: `0123456789ab`, with changes" in text
     assert re.search(r"\| gloo, one rank +\| +6 \|", text)
     assert "overlap: skipped in 0 s: there is one accelerator" in text

@@ -111,7 +111,7 @@ def test_what_counts(text: str, found: list[str]) -> None:
         ("$65{,}536 \\cdot 8 + 4 = 524{,}292$ bytes", ""),
         ("$\\frac{4}{3} - \\frac{1}{6} = \\frac{7}{6}$, $2^{-7} \\approx 0.008$", ""),
         ("[80 GB](../book/numbers.md)", ""),
-        ("`bench/NOTES.md` has it: within 25%.", ""),
+        ("`benchmarks/NOTES.md` has it: within 25%.", ""),
         ("port 29500 <!-- number: 29500, the default of torchrun -->", ""),
     ],
 )
@@ -134,7 +134,7 @@ def test_what_is_enough(text: str, cell: str) -> None:
         ("[81 GB](../book/numbers.md)", ""),
         ("an H100 has 80 GB ([Sheet, 2022](https://example.org/81)), and so on", ""),
         ("[the numbers](../book/numbers.md) have 80 GB", ""),
-        ("`bench/NOTES.md` has others.\n\nHere it is 25%.", ""),
+        ("`benchmarks/NOTES.md` has others.\n\nHere it is 25%.", ""),
     ],
 )
 def test_what_is_not_enough(text: str, cell: str) -> None:

@@ -9,14 +9,18 @@ tables of the page of validation, from what is simulated.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from docutils.statemachine import StringList
-from findings import RESULTS, VIEWS as MEASURED, ratio
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective, SphinxRole
+
+# The benchmarks are in the repository, not in the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from findings import RESULTS, VIEWS as MEASURED, ratio
 from validated import VIEWS as VALIDATED
 
 VIEWS = MEASURED | VALIDATED

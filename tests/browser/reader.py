@@ -12,7 +12,7 @@ PHONE, DESK = 390, 1250
 """Widths in pixels: a usual phone's, and a window that shows both side bars."""
 
 PATIENCE_MS = 600_000
-"""For whatever is waited for: no measure of speed (bench/explorer_start.py is), only an end to waiting."""
+"""For whatever is waited for: no measure of speed (explorer_start.py is), only an end to waiting."""
 
 OPTIONS = [
     "--no-sandbox",  # in a container Chromium cannot have one; it opens this book's pages only

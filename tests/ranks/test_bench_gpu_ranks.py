@@ -1,4 +1,4 @@
-"""The overlap trace of `zero-ref bench gpu`, on two ranks of a CPU."""
+"""The overlap trace of `python -m benchmarks gpu`, on two ranks of a CPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from zero_ref.bench import contenders
-from zero_ref.bench.gpu import overlap, tables
-from zero_ref.bench.gpu.budget import Budget
+from benchmarks import contenders
+from benchmarks.gpu import overlap, tables
+from benchmarks.gpu.budget import Budget
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.ranks import shutdown
 

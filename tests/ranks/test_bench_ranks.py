@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_ref import cli
-from zero_ref.bench.contenders import OURS, TORCH
-from zero_ref.bench.results import Report, SuiteResult, Taken
-from zero_ref.bench.rounds import COUNTS, WARM_UP, Case, take_turns
-from zero_ref.bench.suites import SUITES
-from zero_ref.bench.targets import judge
+from benchmarks.__main__ import main
+from benchmarks.contenders import OURS, TORCH
+from benchmarks.results import Report, SuiteResult, Taken
+from benchmarks.rounds import COUNTS, WARM_UP, Case, take_turns
+from benchmarks.suites import SUITES
 from zero_ref.lab import ranks
 from zero_ref.plan.choice import RULES
 
@@ -70,7 +68,7 @@ def in_miniature(suite: Callable[[str, int], SuiteResult]) -> Callable[[str, int
     """The suite on a model of a few tensors, and without touching all memory first."""
 
     def run(set_name: str, rounds: int) -> SuiteResult:
-        from zero_ref.bench import contenders, state
+        from benchmarks import contenders, state
 
         contenders.SETS[set_name] = contenders.SETS[set_name]._replace(
             make=lambda: contenders.chain([64] * 5)
@@ -81,7 +79,7 @@ def in_miniature(suite: Callable[[str, int], SuiteResult]) -> Callable[[str, int
     return run
 
 
-def test_the_command_measures_every_suite_and_judges_it(
+def test_the_command_measures_every_suite(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(ranks, "shutdown", lambda: None)  # new ranks for each suite take most of the time
@@ -89,7 +87,7 @@ def test_the_command_measures_every_suite_and_judges_it(
         monkeypatch.setitem(SUITES, name, in_miniature(SUITES[name]))
     file = tmp_path / "report.json"
     words = [*SUITES, "plan", "--set", "tiny", "--rounds", "2", "--quick", "--json", str(file)]
-    assert cli.main(["bench", *words]) == 0
+    assert main(words) == 0
     printed = capsys.readouterr().out
     for suite in SUITES:
         assert f"{suite}, tiny: 2 ranks, 8 tensors" in printed
@@ -99,11 +97,6 @@ def test_the_command_measures_every_suite_and_judges_it(
     assert {len(taken.wall_ms) for taken in report.results[0].taken.values()} == {2}
     assert report.sessions[0].quick
     assert [figure.case.replace("-", "_") for figure in report.figures] == list(RULES)
-    # Every contender that a target names took part, but for the one that may not be installed.
-    on_linux = sys.platform == "linux"
-    for row in judge(report.results, report.figures):
-        if row.set == "tiny" and "fairscale" not in row.says and (on_linux or "extra MB" not in row.says):
-            assert row.reached is not None, row
 
 
 def test_a_suite_that_fails_is_said_and_the_others_go_on(
@@ -113,7 +106,7 @@ def test_a_suite_that_fails_is_said_and_the_others_go_on(
         raise RuntimeError("no such luck")
 
     monkeypatch.setitem(SUITES, "step", broken)
-    assert cli.main(["bench", "step", "plan", "--set", "tiny", "--quick"]) == 1
+    assert main(["step", "plan", "--set", "tiny", "--quick"]) == 1
     printed = capsys.readouterr()
     assert "step, tiny, 2 ranks" in printed.err
     assert "no such luck" in printed.err

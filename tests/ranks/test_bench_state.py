@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import AdamW, Optimizer
 
-from zero_ref.bench import contenders, rounds, state
-from zero_ref.bench.contenders import SETS, Set, chain, give_gradients
-from zero_ref.bench.results import SuiteResult, Taken
-from zero_ref.bench.suites import SUITES
+from benchmarks import contenders, rounds, state
+from benchmarks.contenders import SETS, Set, chain, give_gradients
+from benchmarks.results import SuiteResult, Taken
+from benchmarks.suites import SUITES
 from zero_ref.lab import ranks
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 

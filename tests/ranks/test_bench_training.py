@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from zero_ref.bench import contenders, starts as starts_module, training
-from zero_ref.bench.contenders import OWN_HOOKS, OWN_HOOKS_BEST, SETS, SHARES, Set, chain
-from zero_ref.bench.results import SuiteResult
-from zero_ref.bench.starts import Outcome, starts
-from zero_ref.bench.training import TO_OWNERS, Way, WithGiven
+from benchmarks import contenders, training
+from benchmarks.contenders import OWN_HOOKS, OWN_HOOKS_BEST, SETS, SHARES, Set, chain
+from benchmarks.results import SuiteResult
+from benchmarks.training import TO_OWNERS, Way, WithGiven
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT
@@ -146,58 +145,3 @@ def test_given_gradients_become_the_parameters_own_without_a_copy() -> None:
     for param, gradient in zip(model.parameters(), given, strict=True):
         assert param.grad is not None
         assert param.grad.data_ptr() == gradient.data_ptr()
-
-
-# ------------------------------------------------------------------------------------------------- starts
-
-
-def test_overlapped_runs_start_and_update_in_the_first_iteration() -> None:
-    result = starts(2, 2)
-    assert result == ((), (), result.smallest_move, 1, (6,))
-    assert result.smallest_move > 0
-
-
-def test_starting_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1, not 0"):
-        starts(2, 0)
-
-
-def no_hook(hook, ddp, zero, shard_buckets):  # type: ignore[no-untyped-def]
-    return hook
-
-
-def half_of_each_bucket(hook, ddp, zero, shard_buckets):  # type: ignore[no-untyped-def]
-    return lambda state, bucket: hook(state, (bucket.buffer().mul_(0.5), bucket)[1])
-
-
-def start_of(way: Callable[..., object]) -> Outcome:
-    ways = starts_module.WAYS[:]
-    starts_module.WAYS[:] = [(way, False, None)]
-    try:
-        return starts_module._start(0)
-    finally:
-        starts_module.WAYS[:] = ways
-
-
-@pytest.mark.parametrize(("way", "same"), [(no_hook, True), (half_of_each_bucket, False)])
-def test_an_update_that_backward_does_not_make_or_makes_wrong_shows(
-    way: Callable[..., object], same: bool
-) -> None:
-    for outcome in ranks.run(start_of, 2, way, backend="gloo"):
-        assert (outcome.same, outcome.first_update) == (same, None)
-
-
-def test_of_many_starts_the_worst_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes = iter([[Outcome(True, 2.0, 1, 6), Outcome(True, 1.0, 3, 6)], [Outcome(False, 0.5, 1, 4)], None])
-
-    def run(*_: object, **__: object) -> list[Outcome]:
-        of_ranks = next(outcomes)
-        if of_ranks is None:
-            raise ranks.RankError("no end", 0, "no end")
-        return of_ranks
-
-    monkeypatch.setattr(ranks, "run", run)
-    hung, lost, smallest_move, first_update, buckets = starts(2, 3)
-    assert (smallest_move, first_update, buckets) == (0.5, 3, (4, 6))
-    assert [text.partition(",")[0] for text in (*lost, *hung)] == ["start 1", "start 2"]
-    assert hung[0].endswith("no end")

@@ -198,7 +198,7 @@ def test_a_rank_killed_at_a_random_step_is_done_without_and_comes_back(way: str)
     seed = random.SystemRandom().randrange(10**6)
     print("--seed", seed)
     ended = subprocess.run(
-        [sys.executable, "bench/lost_ranks.py", "--kills", "1", "--way", way, "--seed", str(seed)],
+        [sys.executable, "tests/lost_ranks.py", "--kills", "1", "--way", way, "--seed", str(seed)],
         env=environ(),
         cwd=ROOT,
         timeout=1800,

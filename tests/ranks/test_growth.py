@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from zero_ref.bench import growth, rounds
-from zero_ref.bench.contenders import OURS, TORCH_BEST
-from zero_ref.bench.growth import Size, sizes
-from zero_ref.bench.results import GROWING, GrowthPoint
+from benchmarks import growth, rounds
+from benchmarks.contenders import OURS, TORCH_BEST
+from benchmarks.growth import Size, sizes
+from benchmarks.results import GROWING, SuiteResult
 from zero_ref.lab import ranks
 
 pytestmark = pytest.mark.ranks
 
 
-def measured(size: Size) -> list[GrowthPoint]:
+def measured(size: Size) -> list[SuiteResult]:
     rounds.TOUCHED_NBYTES = 2**20
     return growth.measure(size, 2)
 
@@ -21,17 +21,17 @@ def measured(size: Size) -> list[GrowthPoint]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_thing_is_timed_for_ours_for_torch_and_alone(world_size):
     size = Size("ranks", world_size, 3, 3_001)
-    points, *others = ranks.run(measured, world_size, size, timeout=100)
-    assert all(of_rank == points for of_rank in others)
-    assert {point.what for point in points} == set(GROWING)
-    for what in GROWING:
-        of_what = {point.contender: point for point in points if point.what == what}
-        assert {OURS, TORCH_BEST} <= of_what.keys()
-        assert len(of_what) == (2 if world_size == 1 and what in ("sync", "consolidate") else 3)
-        for point in of_what.values():
-            assert (point.axis, point.ranks, point.tensors, point.parameters) == size
-            assert len(point.wall_ms) == len(point.cpu_ms) == 2
-            assert min(point.wall_ms) > 0
+    found, *others = ranks.run(measured, world_size, size, timeout=100)
+    assert all(of_rank == found for of_rank in others)
+    assert [one.suite for one in found] == list(GROWING)
+    for one in found:
+        assert (one.set, one.ranks, one.tensors, one.parameters) == size
+        assert {OURS, TORCH_BEST} <= one.taken.keys()
+        alone = world_size == 1 and one.suite in ("sync", "consolidate")
+        assert len(one.taken) == (2 if alone else 3)
+        for taken in one.taken.values():
+            assert len(taken.wall_ms) == len(taken.cpu_ms) == 2
+            assert min(taken.wall_ms) > 0
 
 
 def test_the_sizes_span_what_is_to_be_shown():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from zero_ref.bench import pieces
-from zero_ref.bench.pieces import Effort, TrainingSize
-from zero_ref.lab import ranks
+from zero_ref.lab import pieces, ranks
 from zero_ref.lab.config import GPTConfig
+from zero_ref.lab.pieces import Effort, TrainingSize
 from zero_ref.simulator.calibrate import Computation, Measurement
 
 pytestmark = pytest.mark.ranks

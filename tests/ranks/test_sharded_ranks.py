@@ -296,7 +296,7 @@ def test_when_a_rank_is_killed_while_parameters_travel_in_a_load_the_others_are_
 def test_killing_a_rank_at_random_points_of_a_save_loses_no_checkpoint(tmp_path: Path) -> None:
     """The short form of the script, which takes 20."""
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "kill_during_save.py"), "--kills", "3", "--ranks", "2"],
+        [sys.executable, str(ROOT / "tests" / "kill_during_save.py"), "--kills", "3", "--ranks", "2"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
         timeout=800,

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from zero_ref.bench import step_times
-from zero_ref.bench.pieces import Effort, TrainingSize
-from zero_ref.bench.step_times import Trial, compare_steps, predict_step, take_turns
-from zero_ref.lab import ranks
+from zero_ref.lab import ranks, step_times
 from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig
+from zero_ref.lab.pieces import Effort, TrainingSize
+from zero_ref.lab.step_times import Trial, compare_steps, predict_step, take_turns
 from zero_ref.simulator.calibrate import ADAMW_BYTES, NoRateError
 from zero_ref.simulator.cluster import cluster
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 
 from zero_ref import __version__
 from zero_ref.cli._common import CommandError, Subparsers
-from zero_ref.cli.bench import register_bench
 from zero_ref.cli.calibrate import register_calibrate
 from zero_ref.cli.check import register_check
 from zero_ref.cli.checkpoints import register_checkpoints
@@ -37,12 +36,13 @@ COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
     register_train,
     register_demo,
     register_calibrate,
-    register_bench,
     register_checkpoints,
     register_check,
     register_grade,
     register_notebooks,
 )
+
+WHERE_BENCHMARKS_ARE = "in a clone of the repository run `python -m benchmarks --help`."
 
 
 def make_parser() -> tuple[Parser, dict[str, Parser]]:
@@ -65,8 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: the parser printed help, or an error in the arguments (code 2).
     """
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["bench"]:
+        complain("zero-ref bench", f"the benchmarks are no part of the package: {WHERE_BENCHMARKS_ARE}")
+        return 2
     parser, _ = make_parser()
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(words)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for names outside the encoding
     try:

@@ -72,7 +72,7 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
         calibration = _from_logs(arguments)
         measured = calibration.cluster.source
     else:
-        calibration = _measured(arguments, need("zero_ref.bench.pieces"), need("zero_ref.lab.ranks"))
+        calibration = _measured(arguments, need("zero_ref.lab.pieces"), need("zero_ref.lab.ranks"))
         measured = f"{arguments.ranks} ranks"
     if arguments.out:
         write_text("--out", arguments.out, calibration.cluster.to_json() + "\n")

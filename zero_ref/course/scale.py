@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 
-from zero_ref.bench.pieces import time_collectives
 from zero_ref.course import Answer, exercise, shown
 from zero_ref.course.predictions import prediction
 from zero_ref.lab import ranks
+from zero_ref.lab.pieces import time_collectives
 from zero_ref.simulator import spread
 from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.calibrate import NoRateError, Sample, fit

@@ -18,7 +18,7 @@ PAIRWISE_RANKS = 8
 
 A broadcast is then one send to each rank, and a reduction to shares is one message between each pair. Many
 small broadcasts at once take a fraction of the time of Gloo's own, and large ones take no longer
-(bench/NOTES.md). More ranks have not been measured.
+(benchmarks/NOTES.md). More ranks have not been measured.
 """
 
 

@@ -30,7 +30,7 @@ from zero_ref.shard.several import class_of
 CONTAINERS = (list, tuple, dict)
 
 SMALL_NUMEL = 2**14
-"""Up to this size, copying a gradient is faster than stepping one more tensor (bench/NOTES.md)."""
+"""Up to this size, copying a gradient is faster than stepping one more tensor (benchmarks/NOTES.md)."""
 
 
 def _can_be_merged(tensor: torch.Tensor, limit: float) -> bool:

@@ -4,7 +4,7 @@ Each time has a cost for each call and a cost for each byte or operation: a coll
 forward and backward have tensors and floating-point operations, an optimizer step has tensors and bytes. So
 `fit` serves all of them. `calibrate` fits on every other size, predicts the sizes in between, and keeps the
 predicted and the measured times. These errors are the ones to trust; the interval of a parameter says how
-well the times determine it. `bench.pieces` takes the times.
+well the times determine it. `lab.pieces` takes the times.
 """
 
 from __future__ import annotations

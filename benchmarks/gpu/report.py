@@ -1,0 +1,249 @@
+"""What `python -m benchmarks gpu` does on a machine with accelerators, section by section, as one report.
+
+A section that fails is in the report with its error, and the others run. Each has a module beside this one;
+`benchmarks.tables` shows a report.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.gpu import suites
+from benchmarks.gpu.budget import Budget, Found, Skipped
+from benchmarks.gpu.memory import memory
+from benchmarks.gpu.overlap import overlap
+from benchmarks.gpu.products import Product, products
+from benchmarks.gpu.step import step
+from benchmarks.gpu.suites import NotAllPassed
+from benchmarks.gpu.waits import synchronisations
+from benchmarks.machine import Commit, Machine, read_commit, read_machine, read_versions
+from zero_ref.comm import devices
+from zero_ref.lab.config import GPTConfig
+from zero_ref.simulator._records import record
+from zero_ref.simulator.models import GPT2
+
+TOTAL_S = 600.0
+"""All sections together end after about ten minutes."""
+
+
+class Section(NamedTuple):
+    """Something to measure.
+
+    Args:
+        says: what it measures, in a line.
+        seconds: it begins nothing more after so many.
+        measure: called with the device and the budget.
+        quick: further arguments with which `measure` takes a second or two.
+    """
+
+    name: str
+    says: str
+    seconds: int
+    measure: Callable[..., Found]
+    quick: Mapping[str, Any] = {}
+
+
+_TINY = GPT2(width=64, depth=2, heads=4, vocabulary=101, positions=32)
+_SMALLER = GPT2(width=32, depth=2, heads=4, vocabulary=101, positions=32)
+
+SECTIONS = (
+    Section(
+        "synchronisations",
+        "host waits for the device, in each way to train",
+        30,
+        synchronisations,
+        {"config": GPTConfig(1, 2, 16, 8)},
+    ),
+    Section(
+        "gemm",
+        "matrix products of GPT-2 and Llama by shape, TFLOP/s",
+        40,
+        products,
+        {"of": [Product("tiny", 128, 64, n) for n in (64, 256)], "sample_ms": 1.0, "rounds": 2},
+    ),
+    Section(
+        "step",
+        "AdamW on flat shards, with and without masters, against a copy kernel",
+        45,
+        step,
+        {"models": (_SMALLER.shapes(), _TINY.shapes()), "copied_bytes": 2**20, "rounds": 3},
+    ),
+    Section(
+        "memory",
+        "GPT-2's state and activations, predicted and allocated",
+        45,
+        memory,
+        {"architecture": _TINY, "batch_size": 2},
+    ),
+    Section(
+        "overlap",
+        "a trace: how much communication hides behind computing (2 GPUs or more)",
+        60,
+        overlap,
+        {"config": GPTConfig(2, 2, 32, 16)},
+    ),
+    Section(
+        "notebooks",
+        "chapters of the book, their ranks on the device",
+        120,
+        suites.notebooks,
+        {"files": suites.NOTEBOOKS[:1]},
+    ),
+    Section(
+        "tests",
+        "tests on real ranks: NCCL with one, Gloo with 2 and 4 on one GPU, NCCL on all",
+        240,
+        suites.on_ranks,
+    ),
+)
+"""From short to long."""
+
+MEASURED, FAILED, SKIPPED = "measured", "failed", "skipped"
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What was measured.
+
+    Args:
+        kind: as torch names it.
+        name: as its driver names it.
+        count: how many this process can use. Tests, notebooks and the overlap are on all, the rest on one.
+        memory_bytes: of one; None where the device does not tell.
+        software: versions of the driver, of the toolkit that torch was built with, and of NCCL.
+    """
+
+    kind: str
+    name: str
+    count: int
+    memory_bytes: int | None
+    software: dict[str, str | None]
+
+
+@dataclass
+class SectionResult:
+    """How a section went.
+
+    Args:
+        status: MEASURED, FAILED or SKIPPED.
+        why: an error, or the reason for which it was skipped; None if it was measured.
+        found: what the section's function gave; of one that failed, what is known nevertheless.
+    """
+
+    name: str
+    status: str
+    seconds: float
+    why: str | None = None
+    found: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class GpuReport:
+    """All that was measured, and where: what `python -m benchmarks gpu --json` writes.
+
+    Args:
+        versions, commit: as in `results.Report`.
+        date: when it began, UTC, ISO 8601.
+        quick: whether it was only to see that all of it runs.
+    """
+
+    accelerator: Accelerator
+    machine: Machine
+    versions: dict[str, str | None]
+    commit: Commit | None
+    date: str
+    quick: bool
+    sections: list[SectionResult] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values, for json."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> GpuReport:
+        """What `as_json` made plain values of. What sections have found is taken as it is.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        return record(cls, value, "report")
+
+    @property
+    def failed(self) -> list[str]:
+        """The names of the sections that failed."""
+        return [one.name for one in self.sections if one.status == FAILED]
+
+
+def new_report(device: torch.device, quick: bool = False) -> GpuReport:
+    """A report without sections."""
+    accelerator = Accelerator(
+        device.type,
+        devices.name_of(device),
+        devices.accelerator_count(),
+        devices.total_memory(device),
+        devices.software_of(device),
+    )
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return GpuReport(accelerator, read_machine(), read_versions(), read_commit(), now, quick)
+
+
+def measure(
+    device: torch.device,
+    report: GpuReport,
+    *,
+    sections: Sequence[Section] | None = None,
+    tell: Callable[[SectionResult], object] = lambda result: None,
+    total_s: float = TOTAL_S,
+) -> None:
+    """Measure each section, and add it to the report, whether or not it succeeds.
+
+    A section has the seconds that it was given, and what is left of `total_s`. Nothing stops a kernel that
+    never ends: Ctrl-C does, and `tell` has then been told of the sections before.
+
+    Args:
+        sections: None for all.
+        tell: called after each section with its result, which is in the report.
+    """
+    everything = Budget(total_s)
+    for section in SECTIONS if sections is None else sections:
+        began = time.monotonic()
+        result = SectionResult(section.name, MEASURED, 0.0)
+        try:
+            if everything.over:
+                raise Skipped(f"the sections before took {total_s:g} s, and there is no time left")
+            budget = Budget(min(section.seconds, everything.left_s))
+            result.found = section.measure(device, budget, **(section.quick if report.quick else {}))
+        except Skipped as reason:
+            result.status, result.why = SKIPPED, str(reason)
+        except NotAllPassed as error:
+            result.status, result.why, result.found = FAILED, str(error), error.found
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
+            result.status, result.why = FAILED, f"{type(error).__name__} at {where}: {error}"
+        gc.collect()  # a section's tensors must not take the memory of the next, nor of the tests' processes
+        devices.release_memory(device)
+        result.seconds = round(time.monotonic() - began, 1)
+        report.sections.append(result)
+        tell(result)
+
+
+def explain_absence() -> str:
+    """What a machine without an accelerator is told: that it has none, and what one would be used for."""
+    lines = [
+        f"This machine has no accelerator that torch {torch.__version__} can use, so nothing is measured.",
+        "",
+        f"With one, such as a GPU, `make gpu` would take at most {TOTAL_S / 60:.0f} minutes for:",
+        "",
+    ]
+    width = max(len(section.name) for section in SECTIONS)
+    lines += [f"  {one.name:{width}}  {one.seconds:>4} s  {one.says}" for one in SECTIONS]
+    return "\n".join(lines)

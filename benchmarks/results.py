@@ -1,0 +1,196 @@
+"""What a benchmark brings home: every sample, as plain values, and what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.machine import Commit, Machine
+from zero_ref.simulator._records import record
+
+AXES = ("parameters", "tensors", "ranks")
+GROWING = ("step", "sync", "consolidate", "construct")
+"""What is timed along each of AXES."""
+
+LIMIT = "limit: "
+"""What the name of a limit begins with."""
+
+BYTES_OF_A_PARAMETER = 4
+
+
+class Spread(NamedTuple):
+    """The median of some samples and the quartiles beside it."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles.
+
+    >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    Spread(median=3.0, low=1.5, high=4.5)
+    """
+    low, median, high = np.quantile(values, (0.25, 0.5, 0.75), method="weibull").tolist()
+    return Spread(median, low, high)
+
+
+@dataclass
+class Taken:
+    """What one contender took.
+
+    Args:
+        wall_ms: for each round the milliseconds from a barrier until the slowest rank was done.
+        cpu_ms: for each round the processor time of all ranks together, their backend's threads included.
+        wire_bytes: what all ranks sent together in one go; None where nobody counted.
+        figures: other numbers, by name: "state_bytes", "peak_bytes".
+    """
+
+    wall_ms: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
+    wire_bytes: int | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class SuiteResult:
+    """One suite on one set: what every contender and every limit took, round by round.
+
+    Args:
+        suite: one of `suites.SUITES`; of growth one of GROWING.
+        set: of `contenders.SETS`; of growth one of AXES, what was varied.
+        ranks: the number of ranks.
+        tensors, parameters: of the model.
+        taken: by contender. A limit's name begins with "limit: ".
+    """
+
+    suite: str
+    set: str
+    ranks: int
+    tensors: int
+    parameters: int
+    taken: dict[str, Taken]
+
+    def ratio(self, one: str, other: str, *, of: str = "wall_ms") -> Spread:
+        """How many times as long `one` took as the other, round by round."""
+        times, of_other = (getattr(self.taken[name], of) for name in (one, other))
+        return spread([a / b for a, b in zip(times, of_other, strict=True)])
+
+    def wire_units(self, name: str) -> float | None:
+        """Bytes on the wire in units of (N-1)Ψ, Ψ the bytes of all parameters; None where nobody counted."""
+        sent = self.taken[name].wire_bytes
+        unit = (self.ranks - 1) * self.parameters * BYTES_OF_A_PARAMETER
+        return None if sent is None or not unit else sent / unit
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A single number, where nobody takes turns.
+
+    Args:
+        suite: "plan", "simulate" or "predicted".
+        name: what it is, as a table names it.
+        case: of what, where there are several: a strategy, a size.
+        ranks: real or on paper.
+        value: in `unit`.
+    """
+
+    suite: str
+    name: str
+    case: str
+    ranks: int
+    value: float
+    unit: str = ""
+
+
+@dataclass
+class Session:
+    """One run of the command.
+
+    Args:
+        date: when it began, UTC, ISO 8601.
+        rounds: of every suite that takes turns.
+        quick: whether it was only to see that all of it runs.
+        wire_counter: where the bytes on the wire were read.
+        load_average: before and after; None where the system does not tell.
+    """
+
+    date: str
+    rounds: int
+    quick: bool
+    wire_counter: str
+    load_average: tuple[float | None, float | None]
+
+
+@dataclass
+class Report:
+    """All that was measured, and where: what `python -m benchmarks --json` writes.
+
+    Args:
+        versions: of Python and the packages; None for what is not installed.
+        commit: None outside a checkout.
+        sessions: one for each run of the command.
+        growth: as `results`, of the sizes of each axis.
+    """
+
+    machine: Machine
+    versions: dict[str, str | None]
+    commit: Commit | None
+    sessions: list[Session]
+    results: list[SuiteResult] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    growth: list[SuiteResult] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values, for json."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Report:
+        """What `as_json` made plain values of, by way of json too.
+
+        Raises:
+            ValueError: it is something else; a time is not above 0; or some have more rounds than others.
+        """
+        report = record(cls, value, "report")
+        for result in (*report.results, *report.growth):
+            what = f"{result.suite}, {result.set}"
+            times = [times for taken in result.taken.values() for times in (taken.wall_ms, taken.cpu_ms)]
+            if len({len(of_one) for of_one in times}) > 1:
+                raise ValueError(f"{what}: all contenders take turns, but some have more rounds than others")
+            if min((ms for of_one in times for ms in of_one), default=1) <= 0:
+                raise ValueError(f"{what}: a time in milliseconds is above 0")
+        return report
+
+
+def merge(reports: Sequence[Report]) -> Report:
+    """One report of several, for suites that were run one at a time.
+
+    Raises:
+        ValueError: there is none; they are of different machines, versions or commits; or two have the same
+            suite, set and number of ranks, and which of them counts is not for this function to say.
+    """
+    if not reports:
+        raise ValueError("merge needs at least one report, got none")
+    first = reports[0]
+    for name in ("machine", "versions", "commit"):
+        for other in reports[1:]:
+            ours, theirs = getattr(first, name), getattr(other, name)
+            if ours != theirs:
+                raise ValueError(f"reports of different {name} cannot be one: {ours} and {theirs}")
+    sessions, results, figures, growth = (
+        [one for report in reports for one in getattr(report, name)]
+        for name in ("sessions", "results", "figures", "growth")
+    )
+    seen: set[tuple[object, ...]] = set()
+    for key in [(one.suite, one.set, one.ranks) for one in results] + [
+        (one.suite, one.name, one.case, one.ranks) for one in figures
+    ]:
+        if key in seen:
+            raise ValueError(f"{key} is in more than one report: leave all but one of them out")
+        seen.add(key)
+    return Report(first.machine, first.versions, first.commit, sessions, results, figures, growth)

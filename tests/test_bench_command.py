@@ -1,0 +1,152 @@
+"""`python -m benchmarks`: what it answers to mistakes, what it reads and writes, and where it says it was."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_results import report, step_result
+
+from benchmarks import machine, paper
+from benchmarks.__main__ import main
+from benchmarks.results import Figure
+from zero_ref import cli
+from zero_ref.plan.choice import RULES
+
+# ------------------------------------------------------------------------------------------- where and when
+
+
+def test_the_machine_is_described_without_being_named() -> None:
+    found = machine.read_machine()
+    assert found.cores is not None
+    assert found.cores >= 1
+    assert found.kernel
+    assert socket.gethostname() not in json.dumps(report().as_json())
+    versions = machine.read_versions()
+    assert versions["torch"]
+    assert "fairscale" in versions
+
+
+def test_a_file_outside_a_checkout_has_no_commit(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text("")
+    assert machine.read_commit(str(file)) is None
+    assert machine.read_commit(None) is None
+
+
+def test_a_plan_is_timed_for_each_rule() -> None:
+    figures = list(paper.plan(rounds=1))
+    assert {figure.case for figure in figures} == {rule.replace("_", "-") for rule in RULES}
+    assert len(paper.PLANNED) == 2000
+    assert all(figure.ranks == 4096 and figure.value > 0 for figure in figures)
+
+
+def test_a_simulation_is_of_a_trillion_parameters() -> None:
+    found = paper.cost("zero-3", 1024, rounds=1)
+    assert found["operations"][0] > 0
+    assert found["simulated iteration"][0] > 0
+    numel = sum(param.numel for param in paper.shapes(paper.MODEL))
+    assert numel == pytest.approx(1e12, rel=0.01)
+
+
+# ----------------------------------------------------------------------------------------------- the command
+
+
+def test_the_installed_command_says_where_the_benchmarks_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "step", "--ranks", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "python -m benchmarks" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "answers"),
+    [
+        (["stepp"], ["stepp", "step, sync, iteration"]),
+        (["step", "--ranks", "1"], ["--ranks must be at least 2"]),
+        (["step", "--json", "no/such/folder/x.json"], ["there is no such folder"]),
+        (["step", "--from", "x.json"], ["leave the suites out"]),
+        (["--from", "no-such-file.json"], ["no-such-file.json"]),
+    ],
+)
+def test_a_mistake_ends_with_code_2_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], words: list[str], answers: list[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    for answer in answers:
+        assert answer in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--set", "large"], "large"),
+        (["--rounds", "0"], "it must be at least 1, got 0"),
+        (["--ranks", "0"], "it must be at least 1, got 0"),
+    ],
+)
+def test_an_argument_that_makes_no_sense_is_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], answer: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert answer in capsys.readouterr().err
+
+
+def test_reports_are_printed_and_merged_without_running_anything(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    one, other, both = (tmp_path / name for name in ("one.json", "other.json", "both.json"))
+    one.write_text(json.dumps(report(step_result()).as_json()))
+    figures = (Figure("plan", "partition", "even", 4096, 90.0, "ms"),)
+    other.write_text(json.dumps(report(figures=figures).as_json()))
+    assert main(["--from", str(one), "--from", str(other), "--json", str(both)]) == 0
+    printed = capsys.readouterr().out
+    assert "step, gpt: 2 ranks" in printed
+    assert "| plan | ranks | partition, ms |" in printed
+    merged: dict[str, Any] = json.loads(both.read_text())
+    assert len(merged["sessions"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "answer"),
+    [
+        (("results", 0, "taken", "torch", "wall_ms", 1), 0, "step, gpt: a time in milliseconds is above 0"),
+        (("results", 0, "taken", "torch", "wall_ms"), [1.0], "step, gpt: .* some have more rounds"),
+        (("results", 0, "taken", "torch", "wall_ms", 0), "9", r'wall_ms\[0\] must be a number, not "9"'),
+        (("results", 0, "suite"), None, r"results\[0\].suite must be text, not null"),
+        (("results", 0, "taken"), [], r"results\[0\].taken must be an object, not a list of 0"),
+        (("growth", 0, "taken", "torch", "cpu_ms"), [1.0], "step, ranks: .* some have more rounds"),
+        (("sessions", 0, "load_average"), [1, 2, 3], "load_average must have 2 items, not 3"),
+        (("machine", "extra"), 1, r'report.machine has no "extra"; it has processor, cores'),
+        (("sessions",), "left out", "report has no sessions"),
+    ],
+)
+def test_an_altered_report_hears_what_is_wrong_in_it(
+    where: tuple[Any, ...], value: Any, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = report(step_result(), figures=(Figure("plan", "partition", "even", 4096, 90.0, "ms"),))
+    made.growth = [replace(step_result(), set="ranks", ranks=ranks) for ranks in (1, 2, 3, 4)]
+    altered: Any = json.loads(json.dumps(made.as_json()))
+    place = altered
+    for key in where[:-1]:
+        place = place[key]
+    if value == "left out":
+        del place[where[-1]]
+    else:
+        place[where[-1]] = value
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(altered))
+    with pytest.raises(SystemExit, match="2"):
+        main(["--from", str(file)])
+    said = capsys.readouterr().err
+    assert f"--from {file}: no report that --json wrote: " in said
+    assert re.search(answer, said), said
