@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import zero_ref
-from zero_ref import course
-from zero_ref.course import ExerciseFailed, StillTheStub, call_text, check, exercise, grade
+import zero_ref_course as course
 from zero_ref.lab import ranks
+from zero_ref_course import ExerciseFailed, StillTheStub, call_text, check, exercise, grade
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +152,7 @@ def test_a_notebook_shows_the_message_and_no_traceback(
     interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
     shell = interactiveshell.InteractiveShell.instance()
     try:
-        shell.run_cell("from zero_ref.course import check")
+        shell.run_cell("from zero_ref_course import check")
         capsys.readouterr()
         shell.run_cell('check("test.double", lambda number: number + 2)')
         assert capsys.readouterr().out == "ExerciseFailed: twice 5 is 10\n"
@@ -169,7 +169,7 @@ def test_long_arguments_are_shortened() -> None:
 
 
 def test_without_asserts_nothing_is_graded() -> None:
-    script = 'from zero_ref.course import check; check("partition.adversary", lambda: [1])'
+    script = 'from zero_ref_course import check; check("partition.adversary", lambda: [1])'
     root = str(Path(zero_ref.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-O", "-c", script],
