@@ -267,8 +267,9 @@ def grade(name: str, answer: object, seed: int = 0) -> str:
         return found.grader(given.limited(found.seconds, found.may_return_none, seed))
     except RankError as error:
         raise _failure_on_a_rank(error) from None
-    except (ExerciseFailed, StillTheStub) as failure:
-        raise type(failure)(str(failure)) from None  # with no frames: a plain script's traceback is short too
+    # With no frames: a plain script's traceback is short too.
+    except StillTheStub as failure:
+        raise StillTheStub(str(failure)) from None
     except AssertionError as failure:
         raise ExerciseFailed(str(failure)) from None
 
@@ -291,6 +292,16 @@ def call_text(name: str, *args: object, **kwargs: object) -> str:
     words = [shown(value) for value in args]
     words += [f"{key}={shown(value)}" for key, value in kwargs.items()]
     return f"{name}({', '.join(words)})"
+
+
+@contextlib.contextmanager
+def in_words(words: str, answer: Answer, *args: object) -> Iterator[None]:
+    """Around a call of an answer whose arguments would fill a page: messages say the call in these words."""
+    call = call_text(answer.name, *args)  # before the call: it may change its arguments
+    try:
+        yield
+    except ExerciseFailed as failure:
+        raise type(failure)(str(failure).replace(call, f"{answer.name}({words})")) from None
 
 
 def shown(value: object) -> str:

@@ -1,7 +1,15 @@
-"""Around a reader's code on a rank: every call that it makes to the others is made in company.
+"""Around a reader's code on real ranks: every call that it makes to the others is made in company.
 
 Before each call the ranks compare what they are about to do, so that ranks which would wait for each other
 hear of it. What was called is written down, and whether it was waited for.
+
+    def on_each_rank(answer):
+        company = Company()
+        with company.watching():
+            answer()
+        return company.calls
+
+    of_ranks = on_ranks(on_each_rank, 2, answer)
 """
 
 from __future__ import annotations
@@ -11,15 +19,23 @@ import linecache
 import os
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from zero_ref.lab import ranks
 from zero_ref.plan.calls import Call
-from zero_ref_course import ExerciseFailed
-from zero_ref_course.step import POINT_TO_POINT, Calls, RanksDiffer, Watched
+from zero_ref_course import ExerciseFailed, StillTheStub
+
+T = TypeVar("T")
+
+SECONDS = 40.0
+"""For each call on ranks, times `patience()`."""
+
+POINT_TO_POINT = ("send", "recv", "isend", "irecv")
+"""They pair two ranks, so ranks need not make them alike."""
 
 MET = (
     *("broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
@@ -30,6 +46,11 @@ MET = (
 
 RAISES = "raises: "
 
+EVERY_RANK = (
+    "Every rank makes every call, in the same order, also for what it does not own: there it receives, or "
+    "helps to add up."
+)
+
 _gather_objects = dist.all_gather_object  # ours, while the reader's is replaced
 
 
@@ -39,6 +60,27 @@ class NotYet(Exception):
 
 class OnAllRanks(ExerciseFailed):
     """All ranks say the same, so none is named."""
+
+
+class RanksDiffer(OnAllRanks):
+    """Ranks are about to make different calls, and would wait for each other."""
+
+
+def on_ranks(function: Callable[..., T], world_size: int, *args: Any, **kwargs: Any) -> list[T]:
+    """What a function returns on each rank. What all ranks raise alike is raised here; the ranks live on."""
+    # Gloo even where there are GPUs: its time-out is an error, NCCL's ends the process.
+    values = ranks.run(_caught, world_size, function, *args, timeout=SECONDS, backend="gloo", **kwargs)
+    for value in values:
+        if isinstance(value, Exception):
+            raise value
+    return [value for value in values if not isinstance(value, Exception)]
+
+
+def _caught(function: Callable[..., T], *args: Any, **kwargs: Any) -> T | Exception:
+    try:
+        return function(*args, **kwargs)
+    except (NotYet, OnAllRanks) as alike:
+        return alike
 
 
 def gathered(value: Any) -> list[Any]:
@@ -57,41 +99,109 @@ def alike() -> Iterator[None]:
         raise OnAllRanks(str(error)) from None
 
 
+class UnderWay:
+    """A call that was started with async_op=True, until somebody waits for it, in whichever way."""
+
+    def __init__(self, work: Any, number: int, under_way: dict[int, str]) -> None:
+        self._work, self._number, self._under_way = work, number, under_way
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self, *args: Any) -> Any:
+        self._under_way.pop(self._number, None)
+        return self._work.wait(*args)
+
+    def get_future(self) -> Any:
+        self._under_way.pop(self._number, None)
+        return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        done = bool(self._work.is_completed())
+        if done:
+            self._under_way.pop(self._number, None)
+        return done
+
+
+def call_with_size(name: str, tensor: torch.Tensor | None, peer: int | None) -> str:
+    """A collective as a rank says it to the others: ranks whose texts differ make different calls."""
+    size = "" if tensor is None else f" of {tensor.numel()} elements"
+    towards = {"broadcast": " from", "scatter": " from"}.get(name, " to")
+    return f"calls {name}{size}" + ("" if peer is None else f"{towards} rank {peer}")
+
+
+def call_by_name(name: str, _: torch.Tensor | None, peer: int | None) -> str:
+    """The same for an exercise in which all tensors of a call have the same size."""
+    return f"calls {name}" + (f" from rank {peer}" if name == "broadcast" else "")
+
+
 class Company:
-    """What a rank runs the reader's code in.
+    """What a rank runs a reader's code in.
+
+    Args:
+        file: the reader's, if the code is in one; messages quote its lines.
+        says: the text for a collective that the ranks compare, made of its name, tensor and other rank.
+        advice: ends the message to ranks that make different calls.
 
     Attributes:
         calls: what was called, in order; `op`, bytes, and the rank at its other end if there is one.
-        book: of `calls` the names, and those that nobody has waited for.
+        under_way: those that nobody has waited for, by their place in `calls`: "broadcast 0", with its number
+            among the calls of that name.
     """
 
-    def __init__(self, file: str) -> None:
+    def __init__(
+        self,
+        file: str = "",
+        says: Callable[[str, torch.Tensor | None, int | None], str] = call_with_size,
+        advice: str = EVERY_RANK,
+    ) -> None:
         self.file = os.path.realpath(file)
+        self.says, self.advice = says, advice
         self.calls: list[Call] = []
-        self.book = Calls()
+        self.under_way: dict[int, str] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """What was called, in order, by its name."""
+        return [call.op for call in self.calls]
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the reader's code, from its first call to its return.
+
+        Raises:
+            OnAllRanks: it raised on some rank.
+            RanksDiffer: ranks called different things.
+        """
+        self.calls, self.under_way = [], {}
+        with contextlib.ExitStack() as patches:
+            for name in (*MET, *POINT_TO_POINT):
+                patches.enter_context(patch.object(dist, name, self._in_company(name, getattr(dist, name))))
+            try:
+                yield
+            except (NotYet, StillTheStub, OnAllRanks):
+                raise
+            except Exception as error:
+                self._meet(
+                    RAISES + str(error)
+                )  # raises on all ranks, so the others hear of it where they are
+        self._meet("returns")
 
     @contextlib.contextmanager
     def running(self, what: str) -> Iterator[None]:
-        """Around the reader's code. `what` says in messages what was called.
+        """Around code of the reader's file. `what` says in messages what was called.
 
         Raises:
             OnAllRanks: it raised on some rank, or a call was not waited for.
             RanksDiffer: ranks called different things.
             NotYet: it raised NotImplementedError.
         """
-        self.calls, self.book = [], Calls()
-        with contextlib.ExitStack() as patches:
-            for name in (*MET, *POINT_TO_POINT):
-                patches.enter_context(patch.object(dist, name, self._in_company(name, getattr(dist, name))))
+        with self.watching():
             try:
                 yield
             except Exception as error:
-                told = self._told(what, error)
-                if not isinstance(told, (NotYet, OnAllRanks, RanksDiffer)):
-                    self._meet(RAISES + str(told))  # so that the others hear of it where they are
-                raise told from None
-        self._meet("returns")
-        left = gathered(list(self.book.under_way.values()))
+                raise self._told(what, error) from None
+        left = gathered(list(self.under_way.values()))
         with alike():
             started = next((each for of_rank in left for each in of_rank), "")
             assert not started, (
@@ -107,13 +217,15 @@ class Company:
             )
             peer = _peer(name, args, kwargs)
             if name in MET:
-                size = "" if tensor is None else f" of {tensor.numel()} elements"
-                towards = {"broadcast": " from", "scatter": " from"}.get(name, " to")
-                self._meet(f"calls {name}{size}" + ("" if peer is None else f"{towards} rank {peer}"))
+                self._meet(self.says(name, tensor, peer))
+            number = len(self.calls)
+            started = f"{name} {self.names.count(name)}"
             self.calls.append(Call(name, 0 if tensor is None else tensor.nbytes, peer))
-            self.book.names.append(name)
             work = function(*args, **kwargs)
-            return Watched(work, self.book) if isinstance(work, dist.Work) else work
+            if not isinstance(work, dist.Work):
+                return work
+            self.under_way[number] = started
+            return UnderWay(work, number, self.under_way)
 
         return in_company
 
@@ -127,8 +239,7 @@ class Company:
             raise RanksDiffer(
                 "the ranks make different calls, so some would wait for ever: "
                 + ", ".join(f"rank {rank} {does}" for rank, does in enumerate(of_ranks))
-                + ". Every rank makes every call, in the same order, also for what it does not own: there it "
-                "receives, or helps to add up."
+                + f". {self.advice}"
             )
 
     def _told(self, what: str, error: BaseException) -> Exception:

@@ -17,7 +17,7 @@ def to_owners(path: str, shapes: Shapes) -> None:
         beside.forget()
         with beside.company.running(BACKWARD_AND_STEP):
             beside.backward(number)
-            names = set(beside.company.book.names)
+            names = set(beside.company.names)
             if "broadcast" not in names:  # an update in backward has used the gradients by now
                 _check_reduced(beside, number, names)
             beside.mine.step()
@@ -83,7 +83,7 @@ def in_backward(path: str, shapes: Shapes) -> int:
     marks: list[bool] = []  # whether a reduction was under way as each hook returned
 
     def after_the_hook(param: torch.Tensor) -> None:
-        marks.append(any(not each.startswith("broadcast") for each in beside.company.book.under_way.values()))
+        marks.append(any(not each.startswith("broadcast") for each in beside.company.under_way.values()))
 
     for param in beside.params:  # called after the reader's, which were registered before
         param.register_post_accumulate_grad_hook(after_the_hook)
@@ -92,7 +92,7 @@ def in_backward(path: str, shapes: Shapes) -> int:
         beside.forget()
         with beside.company.running(BACKWARD_AND_STEP):
             beside.backward(number)
-            if "broadcast" not in beside.company.book.names:
+            if "broadcast" not in beside.company.names:
                 raise NotYet("backward makes no broadcast: the update is left to step().")
             beside.mine.step()
         beside.step_package(number)

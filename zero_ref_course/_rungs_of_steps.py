@@ -80,7 +80,7 @@ def buckets(path: str, shapes: Shapes) -> tuple[int, int]:
             )
         return sent, len(shapes)
     with alike():
-        names = sorted(set(beside.company.book.names) - {"broadcast"})
+        names = sorted(set(beside.company.names) - {"broadcast"})
         assert not names, f"the values are right, but a step calls {' and '.join(names)} besides broadcast."
         assert sent <= len(of_owner), (
             f"the values are right, but a step makes {sent} broadcasts, and {len(of_owner)} ranks own "

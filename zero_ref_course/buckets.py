@@ -21,7 +21,7 @@ from zero_ref.plan.partition import ParamSpec, Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.simulator.models import from_module, shapes
 from zero_ref.simulator.schedule import broadcasts_of_buckets, ddp_buckets
-from zero_ref_course import Answer, ExerciseFailed, call_text, exercise, shown
+from zero_ref_course import Answer, call_text, exercise, in_words, shown
 from zero_ref_course.predictions import prediction
 
 # ---------------------------------------------------------------------------------------- 5.1 flatten
@@ -47,12 +47,9 @@ def flatten(answer: Answer) -> str:
     for params in [*_models(), *answer.drawn(_drawn_model)]:
         before = [Before(p, p.detach().clone(), tuple(p.shape), p.stride(), p.requires_grad) for p in params]
         given = list(params)
-        try:
+        with in_words(_named(before), answer, given):
             flat = answer(given)
-        except ExerciseFailed as failure:  # say what was given in few words: values fill a page
-            call, words = call_text(answer.name, given), f"{answer.name}({_in_words(before)})"
-            raise ExerciseFailed(str(failure).replace(call, words)) from None
-        _check_flat(f"{answer.name}({_in_words(before)})", flat, given, before)
+        _check_flat(f"{answer.name}({_named(before)})", flat, given, before)
         tried += len(params)
     return f"{tried} parameters, among them a transposed, a frozen and an empty one, alias their flat tensor"
 
@@ -78,7 +75,7 @@ def _drawn_model(rng: random.Random) -> list[nn.Parameter]:
     return [nn.Parameter(one.t() if rng.random() < 0.5 else one, rng.random() < 0.7) for one in tensors]
 
 
-def _in_words(before: Sequence[Before]) -> str:
+def _named(before: Sequence[Before]) -> str:
     return f"parameters of shapes {', '.join(str(one.shape) for one in before)}"
 
 

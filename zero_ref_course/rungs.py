@@ -16,19 +16,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch.optim import Adam
 
-from zero_ref.lab import ranks
 from zero_ref.lab.own import FILE
 from zero_ref.lab.ranks import RankError
 from zero_ref_course import _rungs_of_hooks as hooks, _rungs_of_state as states, _rungs_of_steps as steps
-from zero_ref_course._company import NotYet, OnAllRanks
-from zero_ref_course.step import RanksDiffer
+from zero_ref_course._company import NotYet, OnAllRanks, on_ranks
 
 __all__ = ["check_my_zero", "check_rungs", "check_rung", "RungResult", "RUNGS"]
 
 T = TypeVar("T")
-
-SECONDS = 40.0
-"""For each call on ranks, times `patience()`."""
 
 SMALL = [(4, 3), (3,), (3, 2), (2,)]
 MANY = [(5, 7), (4,), (7, 3), (3,), (6, 6), (1,), (9,), (2, 2)]
@@ -37,19 +32,8 @@ FEW = [(6, 5), (5,)]
 
 
 def run(function: Callable[..., T], world_size: int, *args: Any, **kwargs: Any) -> T:
-    """What the function returns on rank 0. What all ranks raise alike is raised here; the ranks live on."""
-    # Gloo even where there are GPUs: NCCL's time-out would end the process.
-    values = ranks.run(_caught, world_size, function, *args, timeout=SECONDS, backend="gloo", **kwargs)
-    if isinstance(values[0], Exception):
-        raise values[0]
-    return values[0]
-
-
-def _caught(function: Callable[..., T], *args: Any, **kwargs: Any) -> T | Exception:
-    try:
-        return function(*args, **kwargs)
-    except (NotYet, OnAllRanks, RanksDiffer) as alike:
-        return alike
+    """What the function returns on rank 0. What all ranks raise alike is raised here."""
+    return on_ranks(function, world_size, *args, **kwargs)[0]
 
 
 class Rung(NamedTuple):

@@ -30,7 +30,7 @@ from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import schedule
 from zero_ref.simulator.traffic import traffic
-from zero_ref_course import Answer, ExerciseFailed, StillTheStub, call_text, exercise, shown
+from zero_ref_course import Answer, ExerciseFailed, StillTheStub, call_text, exercise, in_words, shown
 from zero_ref_course.predictions import prediction
 
 # ------------------------------------------------------------------------------ 17.1 buckets in one order
@@ -162,12 +162,10 @@ def _shares(rank: int, size: int, seed: int) -> list[torch.Tensor]:
 def _reduced(comm: Collectives, answer: Answer) -> _Outcome:
     calls: list[Call] = []
     shares = _shares(comm.rank, comm.world_size, answer.seed)
-    call = call_text(answer.name, comm, shares)
     comm.observers.append(calls.append)
     try:
-        share = answer(comm, shares)
-    except ExerciseFailed as failure:
-        raise ExerciseFailed(str(failure).replace(call, f"{answer.name}(comm, shares)")) from None
+        with in_words("comm, shares", answer, comm, shares):
+            share = answer(comm, shares)
     finally:
         comm.observers.remove(calls.append)
     is_share = isinstance(share, torch.Tensor) and share.numel() == SHARE

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-from unittest.mock import patch
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zero_ref.comm.collectives import Collectives
-from zero_ref.lab import ranks, virtual
-from zero_ref.lab.meter import gather_from_ranks
+from zero_ref.lab import virtual
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.shard.checks import is_elementwise
 from zero_ref.simulator.traffic import traffic
-from zero_ref_course import Answer, ExerciseFailed, call_text, exercise, shown
+from zero_ref_course import Answer, ExerciseFailed, exercise, in_words, shown
+from zero_ref_course._company import Company, call_by_name, on_ranks
 from zero_ref_course.predictions import prediction
 
 # -------------------------------------------------------------------------------------- 4.1 write `step`
@@ -41,72 +38,31 @@ Ages = list[int | None]
 """For each parameter how many steps its value is behind the plain optimizer's; None if that never had it."""
 
 
-POINT_TO_POINT = ("send", "recv", "isend", "irecv")
-"""They pair two ranks, so ranks need not make them alike."""
-
-
 BROADCAST_ALL = (
     "Every rank calls the broadcast of every parameter, in the same order, also of those that it does not "
     "own: there it receives."
 )
 
 
-class RanksDiffer(ExerciseFailed):
-    """Ranks are about to make different calls, and would wait for each other."""
+class AfterStep(NamedTuple):
+    """What a rank has after a step, what it called in it, and what it has not waited for."""
 
-
-@dataclass
-class Calls:
-    """What one rank called in one step, in order."""
-
-    names: list[str] = field(default_factory=list)
-    under_way: dict[int, str] = field(default_factory=dict)
-    """Started with async_op=True and never waited for: name and number among the calls of that name."""
-
-
-class Watched:
-    """A call under way, taken off `under_way` when somebody waits for it, in whichever way."""
-
-    def __init__(self, work: Any, calls: Calls) -> None:
-        self._work, self._calls, self._number = work, calls, len(calls.names) - 1
-        name = calls.names[-1]
-        calls.under_way[self._number] = f"{name} {calls.names.count(name) - 1}"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-    def wait(self, *args: Any) -> Any:
-        self._calls.under_way.pop(self._number, None)
-        return self._work.wait(*args)
-
-    def get_future(self) -> Any:
-        self._calls.under_way.pop(self._number, None)
-        return self._work.get_future()
-
-    def is_completed(self) -> bool:
-        done = bool(self._work.is_completed())
-        if done:
-            self._calls.under_way.pop(self._number, None)
-        return done
+    ages: Ages
+    names: list[str]
+    under_way: list[str]
 
 
 @exercise("step.write_step", seconds=20.0, may_return_none=True, on_ranks=True)
 def write_step(answer: Answer) -> str:
     """Two steps of a sharded optimizer on 1, 2 and 3 ranks, each parameter compared bit for bit."""
     for world_size, shapes, owners in WORLDS + answer.drawn(_drawn_world, 2):
-        # Gloo even where there are GPUs: its time-out is an error, NCCL's ends the process.
-        outcomes = ranks.run(
-            _train_beside_plain, world_size, answer, shapes, owners, timeout=30.0, backend="gloo"
-        )
-        differ = [outcome for outcome in outcomes if isinstance(outcome, str)]
-        assert not differ, differ[0]
-        steps = list(zip(*(outcome for outcome in outcomes if not isinstance(outcome, str)), strict=True))
+        steps = list(zip(*on_ranks(_train_beside_plain, world_size, answer, shapes, owners), strict=True))
         for of_ranks in steps:
-            _check_waited([calls for _, calls in of_ranks])
+            _check_waited([after.under_way for after in of_ranks])
         for step, of_ranks in enumerate(steps, start=1):
-            _check_ages([ages for ages, _ in of_ranks], owners, step)
+            _check_ages([after.ages for after in of_ranks], owners, step)
         for of_ranks in steps:
-            _check_only_broadcasts([calls for _, calls in of_ranks])
+            _check_only_broadcasts([after.names for after in of_ranks])
     return f"{STEPS} steps on 1, 2 and 3 real ranks are the plain optimizer's, bit for bit"
 
 
@@ -117,12 +73,9 @@ def _drawn_world(rng: random.Random) -> tuple[int, list[tuple[int, ...]], list[i
 
 def _train_beside_plain(
     answer: Answer, shapes: Sequence[tuple[int, ...]], owners: list[int]
-) -> list[tuple[Ages, Calls]] | str:
-    """On a rank: step with the answer and with a plain optimizer, from the same start and gradients.
-
-    Returns:
-        The ages after each step and the calls made in it, or in what the ranks' calls differ.
-    """
+) -> list[AfterStep]:
+    """On a rank: step with the answer and with a plain optimizer, from the same start and gradients."""
+    company = Company(says=call_by_name, advice=BROADCAST_ALL)
     generator = torch.Generator().manual_seed(answer.seed)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
@@ -135,70 +88,24 @@ def _train_beside_plain(
         for param, twin in zip(params, twins):
             twin.grad = torch.randn(twin.shape, generator=generator)
             param.grad = twin.grad.clone()
-        try:
-            calls = _step_in_company(answer, local, params, owners)
-        except RanksDiffer as difference:
-            return str(difference)
+        with company.watching(), in_words(f"local, params, {owners}", answer, local, params, owners):
+            answer(local, params, list(owners))
         plain.step()
         for twin, values in zip(twins, values_of_twins):
             values.insert(0, twin.detach().clone())
-        steps.append(([_age(param, values) for param, values in zip(params, values_of_twins)], calls))
+        ages = [_age(param, values) for param, values in zip(params, values_of_twins)]
+        steps.append(AfterStep(ages, company.names, list(company.under_way.values())))
     return steps
-
-
-def _step_in_company(answer: Answer, local: torch.optim.Adam, params: list[Any], owners: list[int]) -> Calls:
-    """Call the answer; before each of its collectives, and at its end, see whether all ranks are there."""
-    call = call_text(answer.name, local, params, owners)
-    calls = Calls()
-    with contextlib.ExitStack() as patches:
-        for name in ("broadcast", "all_reduce", "all_gather", "reduce", *POINT_TO_POINT):
-            patches.enter_context(patch.object(dist, name, _in_company(name, getattr(dist, name), calls)))
-        try:
-            answer(local, params, list(owners))
-        except RanksDiffer:
-            raise
-        except ExerciseFailed as failure:  # say the arguments' names: their values fill a page
-            named = f"{answer.name}(local, params, {owners})"
-            raise ExerciseFailed(str(failure).replace(call, named)) from None
-    _meet("returns")
-    return calls
-
-
-def _in_company(name: str, collective: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
-    def collective_in_company(*args: Any, **kwargs: Any) -> Any:
-        source = kwargs.get("group_src", kwargs.get("src", args[1] if len(args) > 1 else None))
-        if name not in POINT_TO_POINT:
-            _meet(f"calls {name}" + (f" from rank {source}" if name == "broadcast" else ""))
-        calls.names.append(name)
-        work = collective(*args, **kwargs)
-        return Watched(work, calls) if isinstance(work, dist.Work) else work
-
-    return collective_in_company
-
-
-def _meet(about_to: str, advice: str = BROADCAST_ALL) -> None:
-    """Compare what the ranks are about to do.
-
-    Raises:
-        RanksDiffer: on all of them alike.
-    """
-    of_ranks = gather_from_ranks(about_to)
-    if len(set(of_ranks)) > 1:
-        raise RanksDiffer(
-            "the ranks make different calls, so some would wait for ever: "
-            + ", ".join(f"rank {rank} {does}" for rank, does in enumerate(of_ranks))
-            + f". {advice}"
-        )
 
 
 def _age(param: torch.Tensor, newest_first: Sequence[torch.Tensor]) -> int | None:
     return next((age for age, value in enumerate(newest_first) if torch.equal(param, value)), None)
 
 
-def _check_waited(calls_of_rank: Sequence[Calls]) -> None:
+def _check_waited(under_way_of_rank: Sequence[list[str]]) -> None:
     """Values that arrived unwaited for were in luck: on a slower network they would not have."""
-    for rank, calls in enumerate(calls_of_rank):
-        for started in calls.under_way.values():
+    for rank, under_way in enumerate(under_way_of_rank):
+        for started in under_way:
             raise AssertionError(
                 f"on rank {rank}, {started} (counted from 0) was started with async_op=True and never waited "
                 "for: when `step` returns, its value need not have arrived. Call .wait() on what "
@@ -206,9 +113,9 @@ def _check_waited(calls_of_rank: Sequence[Calls]) -> None:
             )
 
 
-def _check_only_broadcasts(calls_of_rank: Sequence[Calls]) -> None:
-    names = {name for calls in calls_of_rank for name in calls.names}
-    assert names or len(calls_of_rank) == 1, (
+def _check_only_broadcasts(names_of_rank: Sequence[list[str]]) -> None:
+    names = set().union(*names_of_rank)
+    assert names or len(names_of_rank) == 1, (
         "The values are right, and no rank has sent any: each has updated what it does not own, with an "
         "optimizer beside `local`. Then nothing is sharded. Step `local`, and broadcast."
     )
@@ -369,6 +276,8 @@ WORLDS_OF_REPLICAS: list[tuple[int, list[Differences]]] = [
     (3, [[(2, 4, "bit")], [(1, 0, "other"), (2, 4, "exchanged")], [(0, 0, "bit"), (0, 1, "sign")]]),
 ]
 
+SAME_CALLS = "Every rank makes the same calls, also one that has found a difference."
+
 BYTES_PER_PARAM = 64
 """What a rank may send for each parameter."""
 
@@ -378,10 +287,7 @@ def differing(answer: Answer) -> str:
     """Replicas on 1, 2 and 3 ranks, some with one bit spoiled, or two elements exchanged."""
     tried = 0
     for world_size, cases in WORLDS_OF_REPLICAS + answer.drawn(_drawn_differences, 2):
-        # Gloo even where there are GPUs: its time-out is an error, NCCL's ends the process.
-        of_ranks = ranks.run(_compare_replicas, world_size, answer, cases, timeout=30.0, backend="gloo")
-        alike = next((said for said in of_ranks if isinstance(said, str)), None)
-        assert alike is None, str(alike)
+        of_ranks = on_ranks(_compare_replicas, world_size, answer, cases)
         for case, said in zip(cases, zip(*of_ranks)):
             _check_differing(answer.name, world_size, case, list(said))
         tried += len(cases)
@@ -396,22 +302,20 @@ def _drawn_differences(rng: random.Random) -> tuple[int, list[Differences]]:
     return n, some
 
 
-def _compare_replicas(answer: Answer, cases: Sequence[Differences]) -> list[tuple[Any, int]] | str:
-    """On a rank: what the answer says of each case and the bytes it sent, or in what ranks' calls differ."""
+def _compare_replicas(answer: Answer, cases: Sequence[Differences]) -> list[tuple[Any, int]]:
+    """On a rank: what the answer says of each case and the bytes it sent."""
+    company = Company(says=call_by_name, advice=SAME_CALLS)
     said = []
     for number, case in enumerate(cases):
         params = _replicas(answer.seed + number, [(p, kind) for r, p, kind in case if r == dist.get_rank()])
         before = [param.detach().clone() for param in params]
-        sent: list[int] = []
-        try:
-            value = _call_in_company(answer, params, sent)
-        except RanksDiffer as difference:
-            return str(difference)
+        with company.watching(), in_words("params", answer, params):
+            value = answer(params)
         same = all(_same_bytes(param, value) for param, value in zip(params, before))
         assert same, (
             f"{answer.name} changed the parameters of rank {dist.get_rank()}. It is only to look at them."
         )
-        said.append((value, sum(sent)))
+        said.append((value, sum(call.nbytes for call in company.calls)))
     return said
 
 
@@ -439,39 +343,6 @@ def _replicas(seed: int, spoiled: Sequence[tuple[int, str]]) -> list[torch.nn.Pa
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.detach().numpy().tobytes() == other.detach().numpy().tobytes()
-
-
-def _call_in_company(answer: Answer, params: list[torch.nn.Parameter], sent: list[int]) -> Any:
-    """Call the answer; before each collective see whether all ranks make it, and count what it sends."""
-
-    def counted(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            sent.append(sum(tensor.nbytes for tensor in given))
-            return collective(*args, **kwargs)
-
-        return call
-
-    def meeting(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            _meet(f"calls {name}", "Every rank makes the same calls, also one that has found a difference.")
-            return collective(*args, **kwargs)
-
-        return call
-
-    with contextlib.ExitStack() as patches:
-        for name in ("broadcast", "all_reduce", "all_gather", "reduce", "all_gather_into_tensor"):
-            call = meeting(name, counted(getattr(dist, name)))
-            patches.enter_context(patch.object(dist, name, call))
-        try:
-            value = answer(params)
-        except RanksDiffer:
-            raise
-        except ExerciseFailed as failure:
-            called = call_text(answer.name, params)
-            raise ExerciseFailed(str(failure).replace(called, f"{answer.name}(params)")) from None
-    _meet("returns", "Every rank makes the same calls, also one that has found a difference.")
-    return value
 
 
 def _check_differing(name: str, world_size: int, case: Differences, said: list[tuple[Any, int]]) -> None:
