@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# Nothing is installed whose hash is not in requirements/, whatever index it comes from, and nothing is built but zero_ref.
+# Nothing is installed whose hash is not in requirements/, whatever index it comes from. Only zero_ref and its course are built.
 PIP        := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP_LOCKED := $(PIP) --require-hashes --no-deps --only-binary :all: --requirement
 
@@ -30,12 +30,12 @@ endef
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(STAMP)  ## .venv with the pinned requirements and this package
+install: $(STAMP)  ## .venv with the pinned requirements, this package and its course
 
 # torch comes in a step of its own, the only one that looks at TORCH_INDEX_URL, and without what its builds ask for:
 # that is in locked.txt, and for PyPI's build for Linux also in cuda.txt. A torch of this version that is there stays.
 # It is downloaded by version, so that where pip is told of a CPU build that is taken, and then installed by hash.
-$(STAMP): $(addprefix requirements/,locked.txt torch.txt cuda.txt) pyproject.toml
+$(STAMP): $(addprefix requirements/,locked.txt torch.txt cuda.txt) pyproject.toml zero_ref_course/pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else f"zero_ref needs Python 3.11 to 3.13, and $(PYTHON) is {v[0]}.{v[1]}: run make PYTHON=python3.13")'
 	$(call step,install into $(VENV),\
 	    test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
@@ -49,7 +49,7 @@ $(STAMP): $(addprefix requirements/,locked.txt torch.txt cuda.txt) pyproject.tom
 	    if { $(BIN)/python -m pip check || true; } | grep '^torch .* not installed' > /dev/null; then \
 	        $(PIP_LOCKED) requirements/cuda.txt; \
 	    fi; \
-	    $(PIP) --no-deps --no-build-isolation --editable .; \
+	    $(PIP) --no-deps --no-build-isolation --editable . --editable ./zero_ref_course; \
 	    touch $(STAMP))
 
 lock:  ## write requirements/*.txt from requirements.txt; UPGRADE=1 for new versions of what it leaves open

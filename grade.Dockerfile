@@ -5,6 +5,7 @@ WORKDIR /zero_ref
 COPY Makefile pyproject.toml requirements.txt README.md LICENSE LICENSE-docs ./
 COPY requirements requirements
 COPY zero_ref zero_ref
+COPY zero_ref_course zero_ref_course
 COPY notebooks notebooks
 RUN make install
 USER 65534:65534

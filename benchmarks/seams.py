@@ -265,7 +265,7 @@ def print_sources() -> None:
     print(f"\nlines of code: {largest_first(long)}")
     print(f"\nattributes: {largest_first(wide)}")
     print(f"\nprivate names: {', '.join(private) or '-'}")
-    for folder in ("zero_ref", "tests"):
+    for folder in ("zero_ref", "zero_ref_course", "benchmarks", "tests"):
         texts = [path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))]
         print(f"\nlines of {folder}: {sum(len(text.splitlines()) for text in texts)}", end="")
     print()

@@ -46,22 +46,23 @@ def read_address(root: Path = ROOT) -> str | None:
 
 
 def install_cell(address: str | None) -> str:
-    """The source of a notebook's first code cell: installs the package if it is missing.
+    """The source of a notebook's first code cell: installs the package and its course if they are missing.
 
     >>> print(install_cell("https://github.com/OWNER/NAME"))
     # On Colab this installs the package. Where it is installed it does nothing.
     from importlib.util import find_spec
     <BLANKLINE>
     address = "git+https://github.com/OWNER/NAME"
-    if find_spec("zero_ref") is None:
+    if find_spec("zero_ref_course") is None:
         %pip install --quiet "zero_ref[lab] @ {address}"
+        %pip install --quiet "zero_ref_course @ {address}#subdirectory=zero_ref_course"
     """
     if address is None:
         return (
             "# The package comes with the repository. Where it is installed this does nothing.\n"
             "from importlib.util import find_spec\n"
             "\n"
-            'if find_spec("zero_ref") is None:\n'
+            'if find_spec("zero_ref_course") is None:\n'
             '    raise ModuleNotFoundError("Run `make notebook` in a clone of the repository.")'
         )
     return (
@@ -69,8 +70,9 @@ def install_cell(address: str | None) -> str:
         "from importlib.util import find_spec\n"
         "\n"
         f'address = "git+{address}"\n'
-        'if find_spec("zero_ref") is None:\n'
-        '    %pip install --quiet "zero_ref[lab] @ {address}"'
+        'if find_spec("zero_ref_course") is None:\n'
+        '    %pip install --quiet "zero_ref[lab] @ {address}"\n'
+        '    %pip install --quiet "zero_ref_course @ {address}#subdirectory=zero_ref_course"'
     )
 
 

@@ -42,7 +42,7 @@ from typing import NamedTuple
 from prose import MEASURED, NAMED, PERCENT, SCALES, UNIT, UNTRUE, VALUE, Number, blocks, numbers, sentences
 
 ROOT = Path(__file__).resolve().parent.parent
-GRADERS = ROOT / "zero_ref" / "course"
+GRADERS = ROOT / "zero_ref_course"
 
 # ------------------------------------------------------------------------------------------- reading code
 

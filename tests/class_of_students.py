@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero_ref.course.editions import edition
-from zero_ref.course.notebook import read_notebook
+from zero_ref_course.editions import edition
+from zero_ref_course.notebook import read_notebook
 
 CHAPTER = Path(__file__).parents[1] / "notebooks" / "03_partition.ipynb"
 Notebook = dict[str, Any]
@@ -21,7 +21,7 @@ def {name}(*args):
     json.dump([True, "fine"], open("result.json", "w"))
     os._exit(0)
 """,
-    """from zero_ref import course
+    """import zero_ref_course as course
 course.grade = course.check = lambda *_: "fine"
 def {name}(*args):
     return []

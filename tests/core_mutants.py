@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("zero_ref", "tests", "benchmarks", "conftest.py", "pyproject.toml")
+COPIED = ("zero_ref", "zero_ref_course", "tests", "benchmarks", "conftest.py", "pyproject.toml")
 TIMEOUT_S = 300
 """A selection of tests takes some seconds; one that takes this long waits for what will not come."""
 

@@ -27,9 +27,10 @@ AS_NOTEBOOK = "del _os.environ['ZERO_REF_PAGE'], _os"
 
 
 def digest(notebook: Path) -> str:
-    """Of what the outputs of a notebook come from: its cells, the package, all that is installed."""
+    """Of what the outputs of a notebook come from: its cells, the packages, all that is installed."""
     found = hashlib.sha256(sys.version.encode())
-    for path in [notebook, *sorted((ROOT / "zero_ref").rglob("*"))]:
+    packages = [*(ROOT / "zero_ref").rglob("*"), *(ROOT / "zero_ref_course").rglob("*")]
+    for path in [notebook, *sorted(packages)]:
         if path.is_file() and "__pycache__" not in path.parts:
             found.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
     found.update(" ".join(sorted(f"{one.name} {one.version}" for one in distributions())).encode())

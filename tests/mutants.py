@@ -21,12 +21,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import zero_ref.course
-from zero_ref.course import ExerciseFailed, StillTheStub, exercises, grade, starts_ranks
-from zero_ref.course.notebook import ExerciseCells, exercises_in
+import zero_ref_course
 from zero_ref.lab import ranks
+from zero_ref_course import ExerciseFailed, StillTheStub, exercises, grade, starts_ranks
+from zero_ref_course.notebook import ExerciseCells, exercises_in
 
-COURSE = Path(zero_ref.course.__file__).parent
+COURSE = Path(zero_ref_course.__file__).parent
 NOTEBOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
 
 OPERATORS = {

@@ -127,7 +127,10 @@ def test_where_the_package_is_missing_the_cell_installs_it_or_says_how(
     else:
         exec(source, {"get_ipython": lambda: ipython})
         # IPython puts the value in for {address} before pip sees the line.
-        assert commands == ['pip install --quiet "zero_ref[lab] @ {address}"']
+        assert commands == [
+            'pip install --quiet "zero_ref[lab] @ {address}"',
+            'pip install --quiet "zero_ref_course @ {address}#subdirectory=zero_ref_course"',
+        ]
 
 
 @pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)

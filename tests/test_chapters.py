@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from zero_ref.course.editions import chapters_in
-from zero_ref.course.plain import numbers_in
+from zero_ref_course.editions import chapters_in
+from zero_ref_course.plain import numbers_in
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = chapters_in(ROOT / "notebooks")  # in the order in which they are read

@@ -131,7 +131,7 @@ def nothing_is_trained_or_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         "zero_ref.simulator.validation.validate",
     ):
         monkeypatch.setattr(place, begin)
-    monkeypatch.setattr("zero_ref.course.notebook._grade_alone", lambda *_: (True, "it passed."))
+    monkeypatch.setattr("zero_ref_course.notebook._grade_alone", lambda *_: (True, "it passed."))
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from zero_ref import cli
-from zero_ref.course import ExerciseFailed, StillTheStub, exercises, grade
-from zero_ref.course.editions import NOT_RUN, Audience, chapters_in, edition, write_editions
-from zero_ref.course.notebook import exercises_in
+from zero_ref_course import ExerciseFailed, StillTheStub, exercises, grade
+from zero_ref_course.editions import NOT_RUN, Audience, chapters_in, edition, write_editions
+from zero_ref_course.notebook import exercises_in
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"

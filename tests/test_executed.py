@@ -52,7 +52,9 @@ def test_a_notebook_is_taken_until_it_or_the_package_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package, notebook, folder = tmp_path / "zero_ref" / "lab", tmp_path / "01_a.ipynb", tmp_path / "kept"
+    course = tmp_path / "zero_ref_course"
     package.mkdir(parents=True)
+    course.mkdir()
     folder.mkdir()
     (package / "ranks.py").write_text("one = 1")
     notebook.write_text("cells")
@@ -64,7 +66,12 @@ def test_a_notebook_is_taken_until_it_or_the_package_changes(
         nbformat.v4.new_notebook(metadata={"digest": executed.digest(notebook)}), folder / "01_a.ipynb"
     )
     assert executed.kept(notebook) is not None
-    for path, now in ((notebook, "sells"), (package / "ranks.py", "one = 2"), (package / "new.py", "")):
+    for path, now in (
+        (notebook, "sells"),
+        (package / "ranks.py", "one = 2"),
+        (package / "new.py", ""),
+        (course / "new.py", ""),
+    ):
         before = path.read_text() if path.exists() else None
         path.write_text(now)
         assert executed.kept(notebook) is None, path

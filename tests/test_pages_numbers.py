@@ -21,7 +21,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from benchmarks.gpu.step import BYTES_OF_STEP
 from zero_ref import cli
-from zero_ref.course.predictions import predictions
 from zero_ref.lab import elastic
 from zero_ref.lab.compare import CYCLE, ROW_NAMES
 from zero_ref.lab.config import GPTConfig, TrainConfig
@@ -31,6 +30,7 @@ from zero_ref.plan.rules import equal_shares, even
 from zero_ref.simulator.ledger import ledger
 from zero_ref.simulator.recipe import RECIPES
 from zero_ref.simulator.schedule import Schedule
+from zero_ref_course.predictions import predictions
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = sorted((ROOT / "notebooks").glob("*.ipynb"))[1:]  # the first is the tour
@@ -234,7 +234,7 @@ def test_grading_page_has_the_limits_of_an_answer_and_the_user_of_the_container(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from zero_ref import cli
-    from zero_ref.course._confine import Limits
+    from zero_ref_course._confine import Limits
 
     page = (ROOT / "book" / "grading.md").read_text(encoding="utf-8")
     assert Limits() == (2 * 2**30, 120, 16 * 2**20)
@@ -245,6 +245,6 @@ def test_grading_page_has_the_limits_of_an_answer_and_the_user_of_the_container(
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("zero_ref.cli.grade._check", interrupted)
+    monkeypatch.setattr("zero_ref_course.cli.grade._check", interrupted)
     assert cli.main(["grade", "submissions"]) == 130
     assert "130 after Ctrl-C" in page

@@ -12,8 +12,8 @@ import nbformat
 import pytest
 from hypothesis import given, strategies as st
 
-from zero_ref.course.editions import chapters_in, write_editions
-from zero_ref.course.plain import numbers_in, plain, plain_text
+from zero_ref_course.editions import chapters_in, write_editions
+from zero_ref_course.plain import numbers_in, plain, plain_text
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = {path: json.loads(path.read_text()) for path in chapters_in(ROOT / "notebooks")}

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from zero_ref.course import predict as boxes
-from zero_ref.course.editions import chapters_in, edition
-from zero_ref.course.predict import predict, reveal, score
-from zero_ref.course.predictions import (
+from zero_ref.live import page
+from zero_ref_course import predict as boxes
+from zero_ref_course.editions import chapters_in, edition
+from zero_ref_course.predict import predict, reveal, score
+from zero_ref_course.predictions import (
     Prediction,
     points_of,
     prediction_named,
     predictions,
     predictions_in,
 )
-from zero_ref.live import page
 
 CHAPTERS = chapters_in(Path(__file__).parents[1] / "notebooks")
 

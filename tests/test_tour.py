@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from zero_ref.course.editions import chapters_in
-from zero_ref.course.notebook import exercises_in
+from zero_ref_course.editions import chapters_in
+from zero_ref_course.notebook import exercises_in
 
 ROOT = Path(__file__).parents[1]
 TOUR = ROOT / "notebooks" / "00_tour.ipynb"

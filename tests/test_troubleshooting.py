@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import inspect
@@ -48,7 +47,7 @@ COMMANDS = [
 def sentences() -> list[str]:
     """Every text in the package's sources but docstrings, with … for the values that are put into it."""
     found = []
-    for path in sorted((ROOT / "zero_ref").rglob("*.py")):
+    for path in sorted([*(ROOT / "zero_ref").rglob("*.py"), *(ROOT / "zero_ref_course").rglob("*.py")]):
         tree = ast.parse(path.read_text())
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
@@ -101,11 +100,7 @@ def test_every_section_quotes_or_runs_something() -> None:
 def test_commands_and_their_options_exist(words: list[str]) -> None:
     program, *rest = words
     if program == "zero-ref":
-        parser = argparse.ArgumentParser()
-        subparsers = parser.add_subparsers(required=True)
-        for register in cli.COMMANDS:
-            register(subparsers)
-        parser.parse_args(rest)
+        cli.make_parser()[0].parse_args(rest)
     elif program == "torchrun":
         launched = get_args_parser().parse_args(rest)
         importlib.import_module(launched.training_script)

@@ -171,9 +171,9 @@ CHAPTER_OF = {
     "zero_ref.lab.step_times": 14,
     "zero_ref.lab.plots": None,
     "zero_ref.lab.own": None,
-    "zero_ref.course": None,
-    "zero_ref.course.rungs": None,
-    "zero_ref.course.sharded_class": None,
+    "zero_ref_course": None,
+    "zero_ref_course.rungs": None,
+    "zero_ref_course.sharded_class": None,
 }
 """The chapter of a name, or of the rest of a module; 0 is the tour, None what all chapters use."""
 

@@ -15,7 +15,7 @@ from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from zero_ref.course.editions import chapters_in
+from zero_ref_course.editions import chapters_in
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 

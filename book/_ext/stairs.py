@@ -14,7 +14,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from zero_ref.course.stubs import STAIRS, path_of, stub
+from zero_ref_course.stubs import STAIRS, path_of, stub
 
 
 def difference(stair: str) -> str:

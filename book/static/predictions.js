@@ -1,6 +1,6 @@
 // Predictions: what a reader says before a result is shown. It stays in this browser, and nothing is sent.
 // Results between a box and its answer, and the text about them, are covered until the reader commits, or asks to see them without.
-// The boxes and answers are made by zero_ref/course/predict.py; the points are those of Prediction.points.
+// The boxes and answers are made by zero_ref_course/predict.py; the points are those of Prediction.points.
 (() => {
   const KEY = "zero_ref predictions";
   const SKIPPED = "";

@@ -7,9 +7,9 @@ import pytest
 from playwright.sync_api import Locator, Page
 from reader import Visit
 
-from zero_ref.course.predictions import prediction_named
 from zero_ref.live import EXPLORERS
 from zero_ref.live.page import frames
+from zero_ref_course.predictions import prediction_named
 
 CHAPTER = "notebooks/03_partition.html"
 NAME = "partition.crossover"

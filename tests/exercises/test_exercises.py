@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from zero_ref.course import CHAPTERS, ExerciseFailed, StillTheStub, exercises, grade, starts_ranks
-from zero_ref.course.editions import chapters_in
-from zero_ref.course.notebook import ExerciseCells, exercises_in
 from zero_ref.lab import ranks
+from zero_ref_course import CHAPTERS, ExerciseFailed, StillTheStub, exercises, grade, starts_ranks
+from zero_ref_course.editions import chapters_in
+from zero_ref_course.notebook import ExerciseCells, exercises_in
 
 NOTEBOOKS = sorted(Path(__file__).parents[2].glob("notebooks/*.ipynb"))
 IN_CHAPTERS = chapters_in(Path(__file__).parents[2] / "notebooks")

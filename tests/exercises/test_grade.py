@@ -22,11 +22,11 @@ import pytest
 from class_of_students import CHAPTER, KINDS, write_class
 
 from zero_ref import cli
-from zero_ref.course.grading import Assigned, Status, Verdict, answer_in, assigned_in
-from zero_ref.course.isolated import Cells
-from zero_ref.course.marks import Scale, as_csv, as_gradescope, as_junit, read_points
-from zero_ref.course.predictions import predictions
-from zero_ref.course.submissions import (
+from zero_ref_course.grading import Assigned, Status, Verdict, answer_in, assigned_in
+from zero_ref_course.isolated import Cells
+from zero_ref_course.marks import Scale, as_csv, as_gradescope, as_junit, read_points
+from zero_ref_course.predictions import predictions
+from zero_ref_course.submissions import (
     Graded,
     Job,
     Submission,
@@ -511,7 +511,8 @@ def test_the_dockerfile_copies_what_is_there_and_starts_a_command_that_is_one() 
     assert arguments.submissions == "/in"
     assert {*run} >= {"none", "--read-only", "--memory", "--pids-limit", "ALL", "no-new-privileges"}
     # make install needs these, and a container that has no others is not built in vain
-    assert {"Makefile", "pyproject.toml", "requirements", "zero_ref", "notebooks", "README.md"} <= {*copied}
+    needed = "Makefile pyproject.toml requirements zero_ref zero_ref_course notebooks README.md"
+    assert {*needed.split()} <= {*copied}
 
 
 @pytest.mark.thorough
@@ -521,7 +522,7 @@ def test_the_instructors_page_leads_from_a_clone_to_marks_in_ten_commands(tmp_pa
     commands = block.replace("\\\n", "").splitlines()
     assert len(commands) <= 10
     assert commands[:2] == ["make install", "source .venv/bin/activate"]  # this environment is there already
-    for folder in ("notebooks", "tests", "zero_ref", "book"):
+    for folder in ("notebooks", "tests", "zero_ref", "zero_ref_course", "book"):
         (tmp_path / folder).symlink_to(CHAPTER.parents[1] / folder)
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for command in commands[2:]:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from zero_ref.course import exercises, forbidden_in, grade
-from zero_ref.course._confine import protections
-from zero_ref.course.grading import answer_in, assigned_in, judge, modules_of
-from zero_ref.course.isolated import Cells, IsolatedAnswer, Nursery
-from zero_ref.course.notebook import exercises_in, read_notebook
 from zero_ref.lab import ranks
+from zero_ref_course import exercises, forbidden_in, grade
+from zero_ref_course._confine import protections
+from zero_ref_course.grading import answer_in, assigned_in, judge, modules_of
+from zero_ref_course.isolated import Cells, IsolatedAnswer, Nursery
+from zero_ref_course.notebook import exercises_in, read_notebook
 
 pytestmark = [
     pytest.mark.ranks,  # processes
@@ -99,7 +99,7 @@ def adversary():
 
 def test_replacing_the_registered_exercise_fails(nursery: Nursery) -> None:
     replaces = """
-from zero_ref import course
+import zero_ref_course as course
 course.exercises()
 for name, found in course._registered.items():
     course._registered[name] = found._replace(grader=lambda answer: "fine")
@@ -234,7 +234,7 @@ def adversary():
         ('{"value": ["pickle", pickled]}', "an answer may not send a pickle"),
         ('{"value": ["optimizer", -1, pickled, [[[], []]], []]}', "an optimizer of the answer's own"),
         ('{"value": ["value", "os", "system", ["true"]]}', "os.system is no type of values"),
-        ('{"value": ["value", "zero_ref.course.grading", "Path", ["/"]]}', "Path is no type of values"),
+        ('{"value": ["value", "zero_ref_course.grading", "Path", ["/"]]}', "Path is no type of values"),
         ('{"callback": [7, "write", ["list", -1, []], ["dict", -2, []]]}', "asks for what it was not lent"),
         ('{"callback": [0, "destroy_process_group", ["list", -1, []], ["dict", -2, []]]}', "was not lent"),
         ('{"value": ["known", 0]}', "cannot be read: KeyError"),
@@ -381,7 +381,7 @@ def test_what_is_forbidden_is_there_and_is_disabled() -> None:
     script = (
         "import sys, zero_ref\n"
         "from importlib import import_module\n"
-        "from zero_ref.course._answers import _disable, Forbidden\n"
+        "from zero_ref_course._answers import _disable, Forbidden\n"
         f"names = {names!r}\n"
         "def found(full):\n"
         "    module, _, name = full.rpartition('.')\n"
@@ -456,7 +456,7 @@ def test_what_a_machine_does_not_have_is_the_containers(tmp_path: Path, missing:
     (tmp_path / "other").write_text("another student's answer")
     script = f"""
 import os, pathlib, socket, sys
-from zero_ref.course import _confine
+from zero_ref_course import _confine
 if sys.argv[1] == "without":
     has = _confine.protections()
     _confine.protections = lambda: has | {{{missing!r}: False}}

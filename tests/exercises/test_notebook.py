@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from zero_ref import cli
-from zero_ref.course.notebook import ExerciseResult, check_notebook, exercises_in
+from zero_ref_course.notebook import ExerciseResult, check_notebook, exercises_in
 
 # Each exercise has a process that imports torch: one test after another, as for those on ranks.
 pytestmark = pytest.mark.ranks
@@ -83,7 +83,7 @@ def test_a_cell_that_fails_harms_no_other(tmp_path: Path) -> None:
         "1 / 0\n",
         "adversary = [3, 3, 2, 2, 2]\n",
         "def adversry():\n    return [3, 3, 2, 2, 2]\n",
-        "import zero_ref.course.partition as grader\ngrader._best_of_two = None\n" + RIGHT,
+        "import zero_ref_course.partition as grader\ngrader._best_of_two = None\n" + RIGHT,
         RIGHT,
     )
     exits, no_syntax, sys_exits, raises, no_function, misnamed, breaks_the_grader, right = outcomes(

@@ -13,9 +13,9 @@ import pytest
 from wrong_my_zero import WRONG, Wrong
 
 from zero_ref import cli
-from zero_ref.course.rungs import RUNGS, check_my_zero, check_rung, check_rungs
-from zero_ref.course.stubs import STAIRS, answer, stub
 from zero_ref.lab import ranks
+from zero_ref_course.rungs import RUNGS, check_my_zero, check_rung, check_rungs
+from zero_ref_course.stubs import STAIRS, answer, stub
 
 RUNGS_OF = {
     "owners": ["owners", "step"],

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import pytest
 
 from zero_ref import cli
-from zero_ref.course.rungs import outcome
-from zero_ref.course.sharded_class import CHECKS
 from zero_ref.lab import ranks
+from zero_ref_course.rungs import outcome
+from zero_ref_course.sharded_class import CHECKS
 
 RIGHT = Path(__file__).with_name("sharded_class.py").read_text(encoding="utf-8")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from zero_ref.course.checkpoint import Table as TableOfRank, tables_in
 from zero_ref.plan.partition import Partition, Slice
+from zero_ref_course.checkpoint import Table as TableOfRank, tables_in
 
 Reads = list[tuple[int, int, int]]
 

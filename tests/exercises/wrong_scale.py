@@ -5,9 +5,9 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from zero_ref.course.scale import Design, Job, step_ms
 from zero_ref.simulator.calibrate import Sample, fit
 from zero_ref.simulator.scenario import Scenario
+from zero_ref_course.scale import Design, Job, step_ms
 
 Points = list[tuple[float, float]]
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.cli import main
-from zero_ref.course.stubs import answer
 from zero_ref.lab import meter, ranks
 from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig
 from zero_ref.lab.model import GPT, batch, language_reference
@@ -32,6 +31,7 @@ from zero_ref.simulator.models import ParamShape
 from zero_ref.simulator.operations import WAYS
 from zero_ref.simulator.recipe import RECIPES, recipe
 from zero_ref.simulator.scenario import Scenario
+from zero_ref_course.stubs import answer
 
 pytestmark = pytest.mark.ranks
 

@@ -1,5 +1,8 @@
 """The command line `zero-ref`: each command is a module with a `register` function.
 
+Other distributions add commands as entry points of the group `zero_ref.commands`: so the course adds `check`,
+`grade` and `notebooks`.
+
 `register` adds the command's parser to `subparsers` and sets `run`, the function that is called with the
 parsed arguments and returns the exit code. Only `run` imports what the command needs, so that
 `zero-ref --help` and `zero-ref plan --json` work without torch and without extras. A user's mistake is a
@@ -8,19 +11,18 @@ CommandError.
 
 from __future__ import annotations
 
+import argparse
 import errno
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 
 from zero_ref import __version__
 from zero_ref.cli._common import CommandError, Subparsers
 from zero_ref.cli.calibrate import register_calibrate
-from zero_ref.cli.check import register_check
 from zero_ref.cli.checkpoints import register_checkpoints
-from zero_ref.cli.grade import register_grade
-from zero_ref.cli.notebooks import register_notebooks
 from zero_ref.cli.plan import register_plan
 from zero_ref.cli.search import register_search
 from zero_ref.cli.simulate import register_simulate
@@ -37,12 +39,11 @@ COMMANDS: tuple[Callable[[Subparsers], None], ...] = (
     register_demo,
     register_calibrate,
     register_checkpoints,
-    register_check,
-    register_grade,
-    register_notebooks,
 )
 
 WHERE_BENCHMARKS_ARE = "in a clone of the repository run `python -m benchmarks --help`."
+OF_THE_COURSE = ("check", "grade", "notebooks")
+"""The commands of zero_ref_course. Without it they say how to get it."""
 
 
 def make_parser() -> tuple[Parser, dict[str, Parser]]:
@@ -52,7 +53,28 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="command", dest="command")
     for register in COMMANDS:
         register(subparsers)
+    for added in entry_points(group="zero_ref.commands"):
+        added.load()(subparsers)
+    for name in OF_THE_COURSE:
+        if name not in subparsers.choices:
+            _register_absent(subparsers, name)
     return parser, subparsers.choices
+
+
+def _register_absent(subparsers: Subparsers, name: str) -> None:
+    """Add a command that takes any words, and says where it is."""
+    # No word begins with the prefix "\0", so options too are taken as words.
+    parser = subparsers.add_parser(
+        name, help="comes with the course, which is not installed", add_help=False, prefix_chars="\0"
+    )
+    parser.add_argument("words", nargs="*")
+    parser.set_defaults(run=_run_absent)
+
+
+def _run_absent(_: argparse.Namespace) -> int:
+    raise CommandError(
+        "it comes with the course. In a clone of the repository: pip install ./zero_ref_course"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

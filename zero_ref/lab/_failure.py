@@ -18,31 +18,14 @@ from traceback import StackSummary
 import cloudpickle
 import torch
 
+from zero_ref.lab._rank_error import RankError
+
 # What a rank reports because another one went away: that other one is the cause.
 _CONSEQUENCE = re.compile(
     r"connection (closed|reset) by peer|broken pipe|remote process exited|EOF: end of file"
     r"|the local optimizer of rank \d+ raised",
     re.I,
 )
-
-
-class RankError(RuntimeError):
-    """A call that did not give a value on every rank.
-
-    The message has the traceback of the rank that failed first, then a line on each other rank.
-    `__cause__` is what that rank raised, if it can be pickled.
-
-    Attributes:
-        rank: the rank that failed first; of those still running at a time-out, the lowest.
-        summary: what happened on it: "ValueError: boom", "was killed by signal 9 (SIGKILL)", "timed out".
-        others: rank to a line on what became of it.
-    """
-
-    def __init__(self, message: str, rank: int, summary: str, others: dict[int, str] | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.summary = summary
-        self.others = others or {}
 
 
 @dataclass(frozen=True)

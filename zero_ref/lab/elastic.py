@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from zero_ref.comm.agreement import RanksLostError
 from zero_ref.lab import ranks
-from zero_ref.lab._failure import Failure, RankError
+from zero_ref.lab._failure import Failure
+from zero_ref.lab._rank_error import RankError
 from zero_ref.lab.checkpoints import newest_step, stretches
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.patience import patience

@@ -33,8 +33,9 @@ from typing import Any, TypeVar, cast
 import torch
 
 from zero_ref.lab import _worker
-from zero_ref.lab._failure import Failure, RankError, failed, timed_out
+from zero_ref.lab._failure import Failure, failed, timed_out
 from zero_ref.lab._process import RankProcess, starting_processes
+from zero_ref.lab._rank_error import RankError
 from zero_ref.lab._worker import RankCall, Seat, Surroundings
 from zero_ref.lab.patience import patience
 from zero_ref.lab.placement import Placement, device_here, place_ranks

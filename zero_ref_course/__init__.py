@@ -1,0 +1,365 @@
+"""The book's graders: `check("partition.largest_first", largest_first)` says what is wrong with an answer.
+
+One module a chapter holds the graders of its exercises, in the reader's terms; here is what they share.
+A grader is a function that takes the reader's function, calls it, asserts, and returns the line to print:
+
+    @exercise("partition.largest_first")
+    def largest_first(answer: Callable[..., Any]) -> str:
+        owners = answer([6, 5, 4, 1], 2)
+        assert owners == [0, 1, 1, 0], "..."
+        return "3 models on 1 to 1,024 ranks"
+
+What it is given is an `Answer`, so it need not care for answers that raise, hang or return nothing. It may
+send it to real ranks: `ranks.run(answer, 2, ...)`, or inside any function that runs there.
+
+`notebook.check_notebook` grades a whole notebook file, `submissions.grade_submissions` those of a class.
+There each answer has a process of its own (`isolated`), which the grader need not trust.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import random
+import reprlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+from zero_ref.lab._rank_error import RankError
+from zero_ref.lab.patience import patience
+
+__all__ = ["check", "exercise", "exercises", "Answer", "ExerciseFailed", "StillTheStub"]
+
+CHAPTERS = (
+    "ledger",
+    "collectives",
+    "partition",
+    "step",
+    "buckets",
+    "groups",
+    "overlap",
+    "checkpoint",
+    "clipping",
+    "precision",
+    "matrices",
+    "join",
+    "local_sgd",
+    "rpc",
+    "sharded",
+    "stages",
+    "scale",
+)
+"""The modules with graders, in the order in which the chapters are read. A new chapter adds its name."""
+
+
+class _Short:
+    """An exception that a notebook shows as its message: the reader's own line is in it, the rest is ours."""
+
+    def _render_traceback_(self) -> list[str]:  # what IPython asks an exception for
+        return [f"{type(self).__name__}: {self}"]
+
+
+class ExerciseFailed(_Short, AssertionError):
+    """The answer is wrong; the message says why, in the exercise's own terms."""
+
+
+class StillTheStub(_Short, NotImplementedError):
+    """There is no answer yet."""
+
+
+# ------------------------------------------------------------------------------------------- for readers
+
+
+def check(name: str, answer: Callable[..., Any]) -> None:
+    """Grade an answer and print how it went; silence never means success.
+
+    >>> def largest_first(numels, world_size):
+    ...     return [0 for _ in numels]
+    >>> check("partition.largest_first", largest_first)                                 # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    zero_ref_course.ExerciseFailed: largest_first([...
+
+    Args:
+        name: of the exercise, chapter first: one of `exercises()`.
+        answer: the function itself, not a value that it returned.
+    Raises:
+        ExerciseFailed: the answer is wrong, raises or does not end; says which call showed it.
+        StillTheStub: the function still raises NotImplementedError.
+        ValueError: there is no such exercise.
+    """
+    __tracebackhide__ = True
+    print(f"✓ {name}: {grade(name, answer)}")
+
+
+def exercises() -> list[str]:
+    """The names of all exercises, chapter by chapter."""
+    for chapter in CHAPTERS:
+        import_module(f"{__name__}.{chapter}")
+    return list(_registered)
+
+
+def forbidden_in(name: str) -> tuple[str, ...]:
+    """The functions that an answer to an exercise may not call.
+
+    >>> forbidden_in("matrices.operations")
+    ('zero_ref.plan.rules.newton_schulz_operations',)
+
+    Raises:
+        ValueError: there is no such exercise.
+    """
+    return _exercise_named(name).forbids
+
+
+def starts_ranks(name: str) -> bool:
+    """Whether the grader of an exercise in `exercises()` starts processes."""
+    return _registered[name].on_ranks
+
+
+# ------------------------------------------------------------------------------------------- for graders
+
+
+T = TypeVar("T")
+Grader = TypeVar("Grader", bound=Callable[[Any], str])
+
+
+class _Exercise(NamedTuple):
+    grader: Callable[[Any], str]
+    seconds: float
+    may_return_none: bool
+    on_ranks: bool
+    forbids: tuple[str, ...]
+
+
+_registered: dict[str, _Exercise] = {}
+
+
+def exercise(
+    name: str,
+    *,
+    seconds: float = 5.0,
+    may_return_none: bool = False,
+    on_ranks: bool = False,
+    forbids: tuple[str, ...] = (),
+) -> Callable[[Grader], Grader]:
+    """Register a grader. It is given an `Answer`, asserts, and returns the line that is printed on success.
+
+    Args:
+        name: chapter and exercise, "partition.largest_first". The notebook's cells are then
+            `largest-first-stub`, `largest-first-check` and `largest-first-solution`.
+        seconds: that one call of the answer may take, times `patience()`.
+        may_return_none: the answer works in place, so None is not a forgotten `return`.
+        on_ranks: the grader starts real ranks; its tests then run one after another.
+        forbids: functions that the task asks the reader to write, "zero_ref.plan.rules.sorted_greedy": an
+            answer that is graded in a process of its own cannot call them.
+    """
+
+    def register(grader: Grader) -> Grader:
+        _registered[name] = _Exercise(grader, seconds, may_return_none, on_ranks, forbids)
+        return grader
+
+    return register
+
+
+class Answer:
+    """A reader's function as a grader calls it: whatever goes wrong in it is an `ExerciseFailed`.
+
+    The message says with which arguments it was called. Can be sent to ranks, where it does the same.
+
+    Args:
+        function: the reader's.
+        seconds, may_return_none: as in `exercise`.
+
+    Attributes:
+        function: the bare function.
+        name: what the reader called it.
+        seed: 0 for the cases that everybody can read in the grader; any other adds cases drawn from it, which
+            decide over marks. See `drawn`.
+    """
+
+    seed = 0
+
+    def __init__(
+        self, function: Callable[..., Any], seconds: float = 5.0, may_return_none: bool = False
+    ) -> None:
+        self.function = function
+        self.seconds = seconds
+        self.may_return_none = may_return_none
+        self.name: str = getattr(function, "__name__", type(function).__name__)
+
+    def limited(self, seconds: float, may_return_none: bool, seed: int) -> Answer:
+        """This answer, called as an exercise says."""
+        limited = Answer(self.function, seconds, may_return_none)
+        limited.seed = seed
+        return limited
+
+    def drawn(self, case: Callable[[random.Random], T], count: int = 8) -> list[T]:
+        """Cases that nobody knows beforehand: none for seed 0, else `count` that are drawn from the seed."""
+        return [case(random.Random(f"{self.seed} {number}")) for number in range(count if self.seed else 0)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        seconds = self.seconds * patience()
+        call = call_text(self.name, *args, **kwargs)  # before the call: it may change its arguments
+        try:
+            with _time_limit(seconds):
+                value = self.function(*args, **kwargs)
+        except _TooLong:
+            raise ExerciseFailed(
+                f"{call} did not return within {seconds:g} s. Is there a loop that never ends?"
+            ) from None
+        except NotImplementedError as error:
+            if self._raised_itself(error.__traceback__):
+                raise StillTheStub(
+                    f"{self.name} is still the stub: write its body, run its cell, then check again."
+                ) from None
+            raise ExerciseFailed(self._what_it_raised(call, error)) from None
+        except (ExerciseFailed, RankError):
+            raise  # the grader is inside: it gave the answer a function of its own to call
+        except Exception as error:
+            raise ExerciseFailed(self._what_it_raised(call, error)) from None
+        if value is None and not self.may_return_none:
+            raise ExerciseFailed(f"{call} returned None. Does the function end in a `return`?")
+        return value
+
+    def _what_it_raised(self, call: str, error: Exception) -> str:
+        text = f"{call} raised {type(error).__name__}" + (f": {error}" if str(error) else "")
+        line = 0
+        for frame in _frames(error.__traceback__):
+            if frame.tb_frame.f_code.co_filename == self._filename:
+                line = frame.tb_lineno
+        source = linecache.getline(self._filename, line).strip()
+        return f"{text} (line {line}: {source})" if source else text
+
+    def _raised_itself(self, trace: TracebackType | None) -> bool:
+        """Not in a library that it called: torch raises NotImplementedError too."""
+        return [frame.tb_frame.f_code.co_filename for frame in _frames(trace)][-1] == self._filename
+
+    @property
+    def _filename(self) -> str:
+        code = getattr(self.function, "__code__", None)
+        return code.co_filename if code else ""
+
+
+def grade(name: str, answer: object, seed: int = 0) -> str:
+    """What `check` does, returning the line instead of printing it.
+
+    Args:
+        answer: a function, or an `Answer`.
+        seed: of hidden cases; 0 for none.
+    """
+    __tracebackhide__ = True
+    if not __debug__:
+        raise RuntimeError("graders use assert, which `python -O` leaves out: run Python without -O.")
+    found = _exercise_named(name)
+    if not callable(answer):
+        function = name.partition(".")[2]
+        raise ExerciseFailed(
+            f"check was given {shown(answer)}. It takes the function itself, with no parentheses "
+            f'after its name: check("{name}", {function}).'
+        )
+    given = answer if isinstance(answer, Answer) else Answer(answer)
+    try:
+        return found.grader(given.limited(found.seconds, found.may_return_none, seed))
+    except RankError as error:
+        raise _failure_on_a_rank(error) from None
+    # With no frames: a plain script's traceback is short too.
+    except StillTheStub as failure:
+        raise StillTheStub(str(failure)) from None
+    except AssertionError as failure:
+        raise ExerciseFailed(str(failure)) from None
+
+
+def _exercise_named(name: str) -> _Exercise:
+    chapter = name.partition(".")[0]
+    if chapter in CHAPTERS:
+        import_module(f"{__name__}.{chapter}")
+    if name not in _registered:
+        raise ValueError(f"there is no exercise {name!r}; there are {', '.join(exercises())}.")
+    return _registered[name]
+
+
+def call_text(name: str, *args: object, **kwargs: object) -> str:
+    """A call as a reader would write it, long arguments shortened.
+
+    >>> call_text("largest_first", [6, 5, 4, 1], world_size=2)
+    'largest_first([6, 5, 4, 1], world_size=2)'
+    """
+    words = [shown(value) for value in args]
+    words += [f"{key}={shown(value)}" for key, value in kwargs.items()]
+    return f"{name}({', '.join(words)})"
+
+
+@contextlib.contextmanager
+def in_words(words: str, answer: Answer, *args: object) -> Iterator[None]:
+    """Around a call of an answer whose arguments would fill a page: messages say the call in these words."""
+    call = call_text(answer.name, *args)  # before the call: it may change its arguments
+    try:
+        yield
+    except ExerciseFailed as failure:
+        raise type(failure)(str(failure).replace(call, f"{answer.name}({words})")) from None
+
+
+def shown(value: object) -> str:
+    """A value on one line of a message, shortened.
+
+    >>> shown(list(range(1000)))
+    '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...]'
+    """
+    return " ".join(_shorten.repr(value).split())
+
+
+# ------------------------------------------------------------------------------------------- small parts
+
+_shorten = reprlib.Repr()  # takes no arguments before Python 3.12
+_shorten.maxlist = _shorten.maxtuple = 12
+_shorten.maxstring = _shorten.maxother = 80
+
+
+class _TooLong(BaseException):
+    """Not an Exception, so that an answer's own `except Exception` does not swallow it."""
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise _TooLong in the body after so many seconds.
+
+    By a signal, which only a main thread receives and Windows does not have. Without it a loop that never
+    ends is ended with the notebook's stop button, or by `check_notebook`, which ends the whole process.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise _TooLong
+
+    began = time.monotonic()
+    handler_before = signal.signal(signal.SIGALRM, ring)
+    delay_before, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler_before)
+        if delay_before:  # somebody else's alarm, such as pytest's: let it go on
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, delay_before - (time.monotonic() - began)))
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace:
+        yield trace
+        trace = trace.tb_next
+
+
+def _failure_on_a_rank(error: RankError) -> ExerciseFailed | StillTheStub:
+    cause = error.__cause__
+    if isinstance(cause, StillTheStub):
+        return StillTheStub(str(cause))
+    if isinstance(cause, AssertionError):  # the grader's, or what Answer made of the reader's exception
+        return ExerciseFailed(f"on rank {error.rank}: {cause}")
+    return ExerciseFailed(f"on real ranks:\n{error}")

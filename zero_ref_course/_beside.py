@@ -1,0 +1,230 @@
+"""The reader's `MyZero` and the package's optimizer, side by side on one rank.
+
+The gradients are whole numbers that every number of ranks here divides, so that a sum and an average are
+exact in whatever order they are made, and all comparisons are bit for bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Adam
+
+from zero_ref.lab.own import CLASS, load_own
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.rules import sorted_greedy
+from zero_ref_course._company import Company, NotYet, OnAllRanks, alike, gathered
+from zero_ref_course.step import Ages, _age, _check_ages
+
+Shapes = Sequence[tuple[int, ...]]
+STEPS = 3
+LR = 0.1
+CALL = f"{CLASS}(params, Adam, lr={LR})"
+BACKWARD_AND_STEP = f"a backward and {CLASS}.step()"
+
+
+class Once:
+    """Parameters as `model.parameters()` gives them: to be gone through once."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params, self._over, self.again = iter(params), False, False
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        self.again = self.again or self._over
+        return self
+
+    def __next__(self) -> nn.Parameter:
+        try:
+            return next(self._params)
+        except StopIteration:
+            self._over = True
+            raise
+
+
+class Given(nn.Module):
+    """A model whose gradients are given: those of its parameters are the coefficients."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(params)
+
+    def forward(self, coefficients: Sequence[torch.Tensor], without: Sequence[int] = ()) -> torch.Tensor:
+        """Scalar; it does not use the parameters with the numbers `without`."""
+        terms = [(param * of_param).sum() for param, of_param in zip(self.params, coefficients)]
+        return torch.stack([term for number, term in enumerate(terms) if number not in without]).sum()
+
+
+class Beside:
+    """The reader's optimizer and the package's, on parameters that begin alike.
+
+    Attributes:
+        reduces: the reader's class has `reduce`, a hook that averages gradients during backward. Otherwise
+            gradients are averaged already when `step` is called, as DDP does it.
+    Collective: all ranks.
+    """
+
+    def __init__(self, path: str, shapes: Shapes, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.start = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        self.params = [nn.Parameter(value.clone()) for value in self.start]
+        self.twins = [nn.Parameter(value.clone()) for value in self.start]
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.owners = list(
+            sorted_greedy([value.numel() for value in self.start], self.world_size).owner_of_param
+        )
+        self.company = Company(path)
+        given = Once(self.params)
+        extra = "".join(f", {name}={value}" for name, value in options.items())
+        call = CALL[:-1] + extra + ")"
+        with self.company.running(f"loading {CLASS}"):
+            module = load_own(path)
+        if not isinstance(made := getattr(module, CLASS, None), type):
+            raise NotYet(f"the file has no class {CLASS}.")
+        for name in options:
+            if name not in inspect.signature(made).parameters:
+                raise NotYet(f"{CLASS}.__init__ has no argument `{name}`.")
+        with self.company.running(call):
+            self.mine = made(given, Adam, lr=LR, **options)
+        self.given_again = given.again
+        self.model, self.reduces = Given(self.params), hasattr(self.mine, "reduce")
+        self.package = ZeroRedundancyOptimizer(self.twins, Adam, lr=LR, **options)
+        self.values_of_twins = [[value.clone()] for value in self.start]  # the newest first
+        dtypes = gathered([str(param.dtype) for param in self.params])
+        with alike():
+            assert all(each == str(dtype) for of_rank in dtypes for each in of_rank), (
+                f"{call} made parameters {dtypes[0][0]}, and they were {dtype}. Only what the local "
+                "optimizer steps may be a copy in another dtype."
+            )
+            moved = [
+                i for i, (now, then) in enumerate(zip(self.params, self.start)) if not torch.equal(now, then)
+            ]
+            assert not any(all_moved := gathered(moved)), (
+                f"{call} changed the values of parameter {next(of[0] for of in all_moved if of)}: when a "
+                "parameter moves to other memory, its values go with it."
+            )
+
+    def needs(self, *names: str) -> None:
+        """Raise NotYet if the reader's class lacks one of these."""
+        for name in names:
+            if not hasattr(self.mine, name):
+                raise NotYet(f"{CLASS} has no `{name}`.")
+
+    def gradients(self, step: int, of_rank: int | None = None) -> list[torch.Tensor]:
+        """Of a step, on a rank, or averaged over all: whole numbers, exact in 16 bits."""
+        if of_rank is None:
+            of_ranks = zip(*(self.gradients(step, rank) for rank in range(self.world_size)), strict=True)
+            return [torch.stack(each).sum(0) / self.world_size for each in of_ranks]
+        generator = torch.Generator().manual_seed(100 * step + of_rank)
+        return [
+            6.0 * torch.randint(-10, 11, value.shape, generator=generator).to(value.dtype)
+            for value in self.start
+        ]
+
+    def step_package(self, step: int, without: Sequence[int] = ()) -> None:
+        """The package's step on the averaged gradients."""
+        for number, (twin, gradient) in enumerate(zip(self.twins, self.gradients(step))):
+            twin.grad = None if number in without else gradient
+        self.package.step()
+        for twin, values in zip(self.twins, self.values_of_twins):
+            values.insert(0, twin.detach().clone())
+
+    def backward(self, step: int, without: Sequence[int] = ()) -> None:
+        """On this rank's own gradients: the reader's hooks average them."""
+        self.model(self.gradients(step, self.rank), without).backward()
+
+    def forget(self) -> None:
+        """As before each backward: no gradients."""
+        for param in self.params:
+            param.grad = None
+        if hasattr(self.mine, "zero_grad"):
+            with self.company.running(f"{CLASS}.zero_grad()"):
+                self.mine.zero_grad()
+
+    def step_mine(self, step: int, without: Sequence[int] = ()) -> None:
+        """The reader's, likewise."""
+        if self.reduces:
+            self.forget()
+            with self.company.running(BACKWARD_AND_STEP):
+                self.backward(step, without)
+                self.mine.step()
+            return
+        for number, (param, gradient) in enumerate(zip(self.params, self.gradients(step))):
+            param.grad = None if number in without else gradient.clone()
+        with self.company.running(f"{CLASS}.step()"):
+            self.mine.step()
+
+    def both(self, step: int) -> None:
+        """A step of both, and all parameters compared."""
+        self.step_mine(step)
+        self.step_package(step)
+        self.compare(step)
+
+    def ages(self) -> list[Ages]:
+        """For each rank how old its parameters are."""
+        return gathered([_age(param, values) for param, values in zip(self.params, self.values_of_twins)])
+
+    def compare(self, step: int, last: int = STEPS) -> None:
+        """Raise, on all ranks alike, what went wrong if the parameters are not the package's."""
+        ages = self.ages()
+        if step + 1 < last and all(age in (0, 1) for of_rank in ages for age in of_rank):
+            # Sent too early, or never: with one step more the two look different.
+            return
+        with alike():
+            try:
+                _check_ages(ages, self.owners, step + 1)
+            except AssertionError as error:
+                text = (
+                    str(error).replace("local.step()", "self.local.step()").replace("`local`", "`self.local`")
+                )
+                text = text.replace("the plain optimizer", "the package's optimizer")
+                twice = (
+                    " (params was gone through twice. model.parameters() is a generator, and empty the "
+                    "second time: begin with self.params = list(params).)"
+                )
+                raise AssertionError(text + (twice if self.given_again else "")) from None
+
+    @property
+    def local(self) -> torch.optim.Optimizer:
+        """The reader's local optimizer."""
+        local = getattr(self.mine, "local", None)
+        if not isinstance(local, torch.optim.Optimizer):
+            raise OnAllRanks(
+                f"{CLASS} has no `local`: call this rank's own torch optimizer self.local. The check looks "
+                "there for the state."
+            )
+        return local
+
+    def pieces(self) -> list[torch.Tensor]:
+        """What the local optimizer steps on this rank."""
+        return [piece for group in self.local.param_groups for piece in group["params"]]
+
+    def check_equal_shares(self) -> None:
+        """Where parameters are cut: the ranks step each element once, and none of them more than 1/N."""
+        numels = gathered(sum(piece.numel() for piece in self.pieces()))
+        total = sum(value.numel() for value in self.start)
+        share = -(-total // self.world_size)
+        with alike():
+            for rank, numel in enumerate(numels):
+                assert numel <= share, (
+                    f"the local optimizer of rank {rank} steps {numel} elements, and an equal share of "
+                    f"{total} is {share}: give it what this rank owns and nothing else, and cut the "
+                    "parameters, end to end, into equal parts."
+                )
+            assert sum(numels) == total, (
+                f"the local optimizers of all ranks step {sum(numels)} elements, and the parameters have "
+                f"{total}: each element has one owner."
+            )
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        """What the reader's local optimizer keeps on this rank, by number of parameter; -1 is nobody's."""
+        numbers = {id(param): number for number, param in enumerate(self.params)}
+        places = {(param.data_ptr(), param.shape): number for number, param in enumerate(self.params)}
+        return {
+            numbers.get(id(param), places.get((param.data_ptr(), param.shape), -1 - order)): state
+            for order, (param, state) in enumerate(self.local.state.items())
+        }

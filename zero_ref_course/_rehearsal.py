@@ -1,0 +1,146 @@
+"""Chapter 7's hook, rehearsed: a rank with a clock and no network, which says what cannot be done now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zero_ref.simulator.timeline import BucketTimes, simulate
+from zero_ref_course import Answer, ExerciseFailed
+
+ACTIONS = {
+    "start_reduction": "",
+    "wait_for_reduction": "no reduction of it was started, so there is nothing to wait for",
+    "step": "nobody waited for its reduction, so its gradients are this rank's own, or half a sum",
+    "start_broadcast": "it was not stepped yet, so old values would be sent",
+    "wait_for_broadcast": "no broadcast of it was started, so there is nothing to wait for",
+}
+"""What can be done with a bucket, in this order, and why not earlier."""
+
+NEVER = {
+    "start_reduction": "was never reduced. Its update is lost",
+    "wait_for_reduction": "was reduced, but never stepped. Its update is lost",
+    "step": "was reduced, but never stepped. Its update is lost",
+    "start_broadcast": "was stepped, but never sent. The other ranks keep its old values",
+    "wait_for_broadcast": "was sent, but nobody waited. Backward returns before its new values are there",
+}
+"""What it means if an action was missing in the end."""
+
+
+class HookBucket:
+    """One of DDP's buckets, as the reader's hook is given it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"bucket {self.number}"
+
+    def start_reduction(self) -> None:
+        """Start to average its gradients over the ranks."""
+        self._do("start_reduction")
+
+    def wait_for_reduction(self) -> None:
+        """Return when they are averaged."""
+        self._do("wait_for_reduction")
+
+    def step(self) -> None:
+        """Update what this rank owns of it."""
+        self._do("step")
+
+    def start_broadcast(self) -> None:
+        """Start to send its new parameters, each from its owner."""
+        self._do("start_broadcast")
+
+    def wait_for_broadcast(self) -> None:
+        """Return when they are there."""
+        self._do("wait_for_broadcast")
+
+    def _do(self, action: str) -> None:
+        raise NotImplementedError
+
+
+class _Rehearsal:
+    """A rank with a clock. It knows what each bucket has been through, and in which call that was."""
+
+    def __init__(self, times: Sequence[BucketTimes]) -> None:
+        self.times = times
+        self.now_ms = self.network_free_ms = 0.0
+        self.buckets: list[_RehearsedBucket] = []
+        self.done: list[tuple[int, str, int]] = []
+
+    def call(self, answer: Answer) -> None:
+        """Backward has come to the next bucket."""
+        bucket = _RehearsedBucket(len(self.buckets), self)
+        self.buckets.append(bucket)
+        self.now_ms += self.times[bucket.number].backward_ms
+        answer(list(self.buckets), len(self.buckets) == len(self.times))
+
+    def send(self, duration_ms: float) -> float:
+        self.network_free_ms = max(self.now_ms, self.network_free_ms) + duration_ms
+        return self.network_free_ms
+
+
+class _RehearsedBucket(HookBucket):
+    def __init__(self, number: int, rehearsal: _Rehearsal) -> None:
+        super().__init__(number)
+        self.rehearsal = rehearsal
+        self.left = list(ACTIONS)
+        self.done_ms = 0.0
+
+    def _do(self, action: str) -> None:
+        if action not in self.left:
+            raise ExerciseFailed(f"{action}() of {self} is called a second time.")
+        if action != self.left[0]:
+            raise ExerciseFailed(f"{action}() of {self} comes too early: {ACTIONS[action]}.")
+        self.left.pop(0)
+        rank = self.rehearsal
+        rank.done.append((len(rank.buckets) - 1, action, self.number))
+        times = rank.times[self.number]
+        if action == "step":
+            rank.now_ms += times.step_ms
+        elif action == "start_reduction":
+            self.done_ms = rank.send(times.reduce_ms)
+        elif action == "start_broadcast":
+            self.done_ms = rank.send(times.broadcast_ms)
+        else:
+            rank.now_ms = max(rank.now_ms, self.done_ms)
+
+
+def rehearse(answer: Answer, times: Sequence[BucketTimes]) -> None:
+    """Call the reader's hook as one backward would.
+
+    Raises:
+        ExerciseFailed: it does something too early, twice or never, or takes longer than an interleaved hook.
+    """
+    rehearsal = _Rehearsal(times)
+    for _ in times:
+        rehearsal.call(answer)
+    for bucket in rehearsal.buckets:
+        assert not bucket.left, (
+            f"{answer.name} was called for each of {len(times)} buckets, and {bucket} "
+            f"{NEVER[bucket.left[0]]}. After the call with is_last=True nothing may be left to do."
+        )
+    possible_ms = simulate(times, "interleaved").makespan_ms
+    assert rehearsal.now_ms <= possible_ms, (
+        f"{answer.name} does all that is needed, but backward with {len(times)} buckets takes "
+        f"{rehearsal.now_ms:g} ms, and {possible_ms:g} ms are possible. "
+        + _what_is_slow(rehearsal.done, len(times))
+    )
+
+
+def _what_is_slow(done: list[tuple[int, str, int]], count: int) -> str:
+    """Why a hook that does all it should hides less than it could."""
+    in_backward = [(call, action, bucket) for call, action, bucket in done if call < count - 1]
+    if any(action == "wait_for_reduction" and bucket == call for call, action, bucket in in_backward):
+        return (
+            "It waits for a reduction that it has just started, and backward stands still meanwhile. Finish "
+            "the bucket before it instead, whose reduction has had time."
+        )
+    if any(action == "wait_for_broadcast" for _, action, _ in in_backward):
+        return "It waits for broadcasts while backward could go on. Nobody needs them before the end."
+    if not any(action == "step" for _, action, _ in in_backward):
+        return "No bucket is updated before the last one is ready, so no broadcast hides behind backward."
+    return (
+        "When a bucket is ready, start its reduction first, then finish the one before: so the network has "
+        "something to do while this rank steps."
+    )

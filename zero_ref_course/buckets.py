@@ -1,0 +1,462 @@
+"""Chapter 5's graders: a flat tensor that parameters are views of, the calls of a step, what to copy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, combinations
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zero_ref.lab import ranks
+from zero_ref.lab.config import GPTConfig
+from zero_ref.lab.meter import recording
+from zero_ref.lab.model import GPT
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.choice import plan_partition
+from zero_ref.plan.layout import lay_out
+from zero_ref.plan.partition import ParamSpec, Partition, Slice
+from zero_ref.plan.rules import even, from_lists, sorted_greedy
+from zero_ref.simulator.models import from_module, shapes
+from zero_ref.simulator.schedule import broadcasts_of_buckets, ddp_buckets
+from zero_ref_course import Answer, call_text, exercise, in_words, shown
+from zero_ref_course.predictions import prediction
+
+# ---------------------------------------------------------------------------------------- 5.1 flatten
+
+
+class Before(NamedTuple):
+    """What a parameter was before it was flattened, and must be afterwards."""
+
+    param: nn.Parameter
+    values: torch.Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    requires_grad: bool
+
+
+@exercise(
+    "buckets.flatten",
+    forbids=("zero_ref.shard.buckets.flatten_parameters", "zero_ref.stairs.buckets.flatten"),
+)
+def flatten(answer: Answer) -> str:
+    """Parameters become windows of one tensor and stay what they were."""
+    tried = 0
+    for params in [*_models(), *answer.drawn(_drawn_model)]:
+        before = [Before(p, p.detach().clone(), tuple(p.shape), p.stride(), p.requires_grad) for p in params]
+        given = list(params)
+        with in_words(_named(before), answer, given):
+            flat = answer(given)
+        _check_flat(f"{answer.name}({_named(before)})", flat, given, before)
+        tried += len(params)
+    return f"{tried} parameters, among them a transposed, a frozen and an empty one, alias their flat tensor"
+
+
+def _models() -> Iterator[list[nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+        return [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in shapes]
+
+    yield params((4, 3), (4,), (2, 4), (2,))
+    transposed = nn.Parameter(torch.randn(5, 2, generator=generator).t())
+    frozen = nn.Parameter(torch.randn(4, 1, generator=generator), requires_grad=False)
+    yield [*params((3,)), transposed, frozen, *params((2, 2))]
+    yield params((), (0, 3), (2, 3), dtype=torch.float64)
+    yield params((6,))
+
+
+def _drawn_model(rng: random.Random) -> list[nn.Parameter]:
+    shapes = [(rng.randint(1, 5), rng.randint(1, 5)) for _ in range(rng.randint(1, 5))]
+    generator = torch.Generator().manual_seed(rng.randrange(10**6))
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [nn.Parameter(one.t() if rng.random() < 0.5 else one, rng.random() < 0.7) for one in tensors]
+
+
+def _named(before: Sequence[Before]) -> str:
+    return f"parameters of shapes {', '.join(str(one.shape) for one in before)}"
+
+
+def _check_flat(call: str, flat: Any, params: list[Any], before: Sequence[Before]) -> None:
+    total = sum(one.values.numel() for one in before)
+    is_flat = isinstance(flat, torch.Tensor) and flat.dim() == 1
+    assert is_flat, f"{call} returned {_kind(flat)}. It must return one tensor of one dimension."
+    assert flat.numel() == total, (
+        f"{call} returned {flat.numel()} elements; the parameters have {total}. The flat tensor holds each "
+        "element once, and nothing else."
+    )
+    assert flat.dtype == before[0].values.dtype, (
+        f"{call} returned a tensor of {flat.dtype}; the parameters are of {before[0].values.dtype}. Give "
+        "torch.empty the dtype of the parameters: its own choice is float32."
+    )
+    for number, one in enumerate(before):
+        _check_still_itself(f"after {call}, parameter {number}", number, params, one)
+    assert not flat.requires_grad, (
+        f"{call} returned a tensor that autograd follows. A flat tensor is only memory: make it from "
+        "param.detach(), or under torch.no_grad()."
+    )
+    _check_aliases(call, flat, before)
+
+
+def _check_still_itself(which: str, number: int, params: list[Any], one: Before) -> None:
+    is_same = len(params) > number and params[number] is one.param
+    assert is_same, (
+        f"{which} was replaced in the list by another object. The model, autograd and the optimizer hold the "
+        "old one and would never see it: keep the Parameter and assign to its .data."
+    )
+    assert tuple(one.param.shape) == one.shape, (
+        f"{which} has shape {tuple(one.param.shape)} and had {one.shape}. Its place alone may change."
+    )
+    assert one.param.requires_grad == one.requires_grad, (
+        f"{which} has requires_grad={one.param.requires_grad} and had {one.requires_grad}."
+    )
+    assert torch.equal(one.param.detach(), one.values), (
+        f"{which} has other values than before. Copy them into the flat tensor before you move it there, "
+        "each to its own place."
+    )
+    assert one.param.stride() == one.strides, (
+        f"{which} has strides {one.param.stride()} and had {one.strides}: a transposed matrix was laid out "
+        "anew. flat.as_strided(param.size(), param.stride(), offset) is a window of the same strides."
+    )
+
+
+def _check_aliases(call: str, flat: torch.Tensor, before: Sequence[Before]) -> None:
+    begins = list(accumulate((one.values.numel() for one in before), initial=0))
+    for number, (one, begin) in enumerate(zip(before, begins)):
+        if not one.values.numel():
+            continue
+        which = f"after {call}, parameter {number}"
+        assert one.param.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr(), (
+            f"{which} has memory of its own: what is written into the flat tensor does not reach it. "
+            "Assign a window of the flat tensor to its .data; torch.cat only copies."
+        )
+        place = (one.param.data_ptr() - flat.data_ptr()) // flat.element_size()
+        assert place == begin, (
+            f"{which} begins at element {place} of the flat tensor; it belongs at {begin}, behind those that "
+            "come before it in the list."
+        )
+    with torch.no_grad():
+        flat.copy_(torch.arange(flat.numel()))
+        for number, (one, begin) in enumerate(zip(before, begins)):
+            expected = set(range(begin, begin + one.values.numel()))
+            assert set(one.param.flatten().tolist()) == expected, (
+                f"after {call}, elements {begin} to {begin + len(expected)} of the flat tensor are not "
+                f"parameter {number}'s: it holds {shown(sorted(one.param.flatten().tolist()))} of them."
+            )
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+# ------------------------------------------------------------------------------- 5.2 predict the calls
+
+
+class Case(NamedTuple):
+    """A model, who owns what, and which parameters are trained."""
+
+    partition: Partition
+    trainable: list[bool]
+
+
+def _case(rule: Any, numels: Sequence[int], world_size: int, frozen: Sequence[int] = ()) -> Case:
+    trainable = [number not in frozen for number in range(len(numels))]
+    specs = [ParamSpec(numel, trainable=trained) for numel, trained in zip(numels, trainable)]
+    return Case(plan_partition(rule, specs, world_size), trainable)
+
+
+CASES: dict[int, list[Case]] = {
+    2: [
+        _case("sorted_greedy", [12, 4, 8, 2], 2),
+        _case("sorted_greedy", [12, 4, 8, 2], 2, frozen=[1]),
+        _case("sorted_greedy", [12, 4, 8, 2], 2, frozen=[0, 3]),
+        _case("even", [192, 64, 128, 5], 2),
+    ],
+    3: [
+        _case(from_lists([3, 20, 3], [[2], [], [0, 1]]), [3, 20, 3], 3),
+        _case("sorted_greedy", [5, 0, 4], 3),
+        _case("even", [640, 320, 64], 3, frozen=[1]),
+    ],
+    1: [_case("sorted_greedy", [12, 4], 1)],
+}
+"""By number of ranks. With frozen ones, ranks that own nothing, an empty parameter, cut ones."""
+
+Pairs = list[tuple[Any, int]]
+"""For each broadcast the rank that sends it, and its bytes."""
+
+
+@exercise(
+    "buckets.calls",
+    on_ranks=True,
+    forbids=(
+        "zero_ref.simulator.schedule.schedule",
+        "zero_ref.simulator.schedule.calls_of_rank",
+        "zero_ref.simulator.schedule.broadcasts_of_buckets",
+        "zero_ref.simulator.schedule.broadcasts_of_slices",
+        "zero_ref.shard.buckets.broadcast_messages",
+    ),
+)
+def calls(answer: Answer) -> str:
+    """The broadcasts of a step, as real ranks record them, with and without flat tensors."""
+    steps = 0
+    drawn = answer.drawn(_drawn_case, 4)
+    for world_size, known in CASES.items():
+        cases = known + [case for case in drawn if case.partition.world_size == world_size]
+        recorded = (
+            ranks.run(_record, world_size, cases, timeout=30.0, backend="gloo")[0]
+            if world_size > 1
+            else [[], []]
+        )
+        for number, (case, flat) in enumerate((case, flat) for case in cases for flat in (False, True)):
+            theirs = _pairs(answer, case, flat)
+            if theirs != recorded[number]:
+                raise AssertionError(_mistake_in_calls(answer.name, case, flat, theirs, recorded[number]))
+            steps += 1
+    return f"{steps} steps on 1, 2 and 3 real ranks make these calls, in this order"
+
+
+def _drawn_case(rng: random.Random) -> Case:
+    count = rng.randint(2, 6)
+    numels, frozen = [rng.randint(1, 400) for _ in range(count)], rng.sample(range(count), rng.randint(0, 2))
+    return _case(rng.choice(("sorted_greedy", "even")), numels, rng.randint(2, 3), frozen)
+
+
+def _record(cases: Sequence[Case]) -> list[Pairs]:
+    """On a rank: what a step of the package sends, one by one and flat."""
+    recorded = []
+    for case in cases:
+        for flat in (False, True):
+            params = [
+                nn.Parameter(torch.ones(numel), requires_grad=trained)
+                for numel, trained in zip(case.partition.numels, case.trainable)
+            ]
+            optimizer = ZeroRedundancyOptimizer(
+                params, torch.optim.SGD, None, flat, partition=case.partition, lr=0.1
+            )
+            for param in params:
+                param.grad = torch.ones_like(param)
+            with recording(optimizer.collectives) as sent:
+                optimizer.step()
+            recorded.append([(call.peer, call.nbytes) for call in sent if call.op == "broadcast"])
+    return recorded
+
+
+def _pairs(answer: Answer, case: Case, flat: bool) -> Pairs:
+    """What the answer returns, once it is a list of (rank, bytes)."""
+    returned = answer(case.partition, list(case.trainable), flat)
+    are_pairs = isinstance(returned, (list, tuple)) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in returned
+    )
+    assert are_pairs, (
+        f"{answer.name} returned {shown(returned)}. It must return a list of pairs, (rank, bytes), one for "
+        "each broadcast; an empty list where nothing is sent."
+    )
+    return [(rank, nbytes) for rank, nbytes in returned]
+
+
+def _mistake_in_calls(name: str, case: Case, flat: bool, theirs: Pairs, recorded: Pairs) -> str:
+    def in_words(piece: Slice) -> str:
+        return f"{piece.numel}" if case.trainable[piece.param] else f"{piece.numel} (frozen)"
+
+    owned = [f"[{', '.join(map(in_words, slices))}]" for slices in case.partition.slices_of_rank]
+    return (
+        f"the ranks own {', '.join(owned)} elements and flat={flat}: the step sends {recorded}, {name} says "
+        f"{theirs}. {_why_not(case, flat, theirs, recorded)}"
+    )
+
+
+def _why_not(case: Case, flat: bool, theirs: Pairs, recorded: Pairs) -> str:
+    if case.partition.world_size == 1:
+        return "One rank has nobody to send to."
+    for reason, wrong in _WRONG_RULES.items():
+        if theirs == wrong(case, flat):
+            return reason
+    if [pair for pair in theirs if pair[1]] == recorded:
+        return "A message without bytes is not sent."
+    if sorted(theirs) == sorted(recorded):
+        return "These are the right messages in another order: rank 0 sends first, then rank 1, and so on."
+    if len(theirs) != len(recorded):
+        return f"That is {len(theirs)} messages instead of {len(recorded)}."
+    return "Each is (rank that sends, bytes)."
+
+
+def _sent(case: Case, flat: bool, itemsize: int = 4, frozen_too: bool = False, round_to: int = 1) -> Pairs:
+    """The messages under a rule that may be wrong."""
+    sent = []
+    for rank, slices in enumerate(case.partition.slices_of_rank):
+        numels = [piece.numel for piece in slices if frozen_too or case.trainable[piece.param]]
+        for numel in [sum(numels)] if flat else numels:
+            if numel:
+                sent.append((rank, -(-numel // round_to) * round_to * itemsize))
+    return sent
+
+
+_WRONG_RULES: dict[str, Callable[[Case, bool], Pairs]] = {
+    "Those are elements. A message has bytes: a float32 takes 4.": lambda case, flat: _sent(case, flat, 1),
+    "A frozen parameter does not change, so nobody sends it.": lambda case, flat: _sent(
+        case, flat, frozen_too=True
+    ),
+    "Padding is not sent: a message ends where the owner's last parameter does.": lambda case, flat: _sent(
+        case, flat, round_to=16
+    ),
+    "With flat=True what a rank owns lies together, and goes out as one message.": lambda case, flat: _sent(
+        case, False
+    ),
+    "With flat=False each slice is a message of its own.": lambda case, flat: _sent(case, True),
+    "The broadcasts go owner by owner: all of rank 0's, then all of rank 1's. These are in the order of the "
+    "model.": lambda case, flat: [
+        (rank, 4 * piece.numel)
+        for pieces in case.partition.pieces_of_param
+        for piece, rank in pieces
+        if piece.numel and case.trainable[piece.param]
+    ],
+}
+"""What a reader may have written, by what there is to say about it."""
+
+
+# ---------------------------------------------------------------------------------- 5.3 worth copying
+
+
+@exercise("buckets.worth_copying")
+def worth_copying(answer: Answer) -> str:
+    """The choice with the least time: every choice tried on small models, the rule on GPT-2."""
+    fixed_us, bytes_per_us = 100, 5_000
+    for sizes in _SMALL + answer.drawn(lambda rng: [1000 * rng.randint(1, 500) for _ in range(6)]):
+        best = min(
+            _time_us(sizes, chosen, fixed_us, bytes_per_us)
+            for count in range(len(sizes) + 1)
+            for chosen in combinations(range(len(sizes)), count)
+        )
+        theirs = _chosen(answer, sizes, fixed_us, bytes_per_us)
+        _compare_times(answer.name, sizes, theirs, best, fixed_us, bytes_per_us)
+    sizes = [4 * shape.numel for shape in shapes("gpt2")]
+    one_by_one = _time_us(sizes, [], fixed_us, bytes_per_us)
+    right = _best(sizes, fixed_us, bytes_per_us)
+    theirs = _chosen(answer, sizes, fixed_us, bytes_per_us)
+    best = _time_us(sizes, right, fixed_us, bytes_per_us)
+    _compare_times(answer.name, sizes, theirs, best, fixed_us, bytes_per_us)
+    return (
+        f"{len(_SMALL)} small models and GPT-2, where copying {len(right)} of {len(sizes)} tensors leaves "
+        f"{best / 1000:.1f} ms of {one_by_one / 1000:.1f}"
+    )
+
+
+# With 100 us a message and 5,000 bytes copied in each, twice, copying pays below 250,000 bytes.
+_SMALL: list[list[int]] = [
+    [1_000, 2_000_000, 1_000, 3_000, 400_000],
+    [1_000_000, 2_000_000],
+    [1_000, 2_000, 4_000],
+    [2_000_000, 1_000],
+    [240_000, 230_000, 245_000],
+    [240_000, 260_000, 400, 300_000, 1_000_000, 400],
+    [100_000, 400_000, 150_000, 500_000],
+    [],
+]
+"""Few small ones, none, only such, a single one, some that together save less than one message costs."""
+
+
+def _time_us(sizes: Sequence[int], copied: Sequence[int], fixed_us: float, bytes_per_us: float) -> float:
+    """Microseconds beside what the bytes take on the wire, which is the same for every choice."""
+    messages = len(sizes) - len(copied) + bool(copied)
+    return messages * fixed_us + 2 * sum(sizes[i] for i in copied) / bytes_per_us
+
+
+def _best(sizes: Sequence[int], fixed_us: float, bytes_per_us: float) -> list[int]:
+    small = [i for i, nbytes in enumerate(sizes) if 2 * nbytes / bytes_per_us < fixed_us]
+    return min([], small, key=lambda copied: _time_us(sizes, copied, fixed_us, bytes_per_us))
+
+
+def _chosen(answer: Answer, sizes: list[int], fixed_us: int, bytes_per_us: int) -> list[int]:
+    """What the answer returns, once it is a list of positions."""
+    returned = answer(list(sizes), fixed_us, bytes_per_us)
+    call = call_text(answer.name, sizes, fixed_us, bytes_per_us)
+    assert isinstance(returned, (list, tuple, set)), (
+        f"{call} returned {shown(returned)}. It must return the numbers of the parameters to copy, as a list."
+    )
+    chosen = list(returned)
+    for number in chosen:
+        is_number = isinstance(number, int) and not isinstance(number, bool) and 0 <= number < len(sizes)
+        assert is_number, (
+            f"{call} returned {shown(returned)}, and {number!r} is not the number of a parameter. There are "
+            f"{len(sizes)}, numbered from 0."
+        )
+    assert len(set(chosen)) == len(chosen), f"{call} lists a parameter twice: {shown(returned)}."
+    return chosen
+
+
+def _compare_times(
+    name: str, sizes: list[int], theirs: list[int], best: float, fixed_us: int, bytes_per_us: int
+) -> None:
+    took = _time_us(sizes, theirs, fixed_us, bytes_per_us)
+    if took <= best * (1 + 1e-9):
+        return
+    call = call_text(name, sizes, fixed_us, bytes_per_us)
+    right = _best(sizes, fixed_us, bytes_per_us)
+    raise AssertionError(
+        f"{call} chose {shown(sorted(theirs))}: {took:,.0f} us beside the bytes on the wire. "
+        f"{shown(right)} takes {best:,.0f} us. " + _why_slow(sizes, theirs, right, fixed_us, bytes_per_us)
+    )
+
+
+def _why_slow(
+    sizes: Sequence[int], theirs: Sequence[int], right: Sequence[int], fixed_us: int, bytes_per_us: int
+) -> str:
+    pays = [i for i, nbytes in enumerate(sizes) if 2 * nbytes / bytes_per_us < fixed_us]
+    if not right and sorted(theirs) == pays:
+        return (
+            "Each of these alone is quicker to copy than to send as a message, but the buffer is a message "
+            "too. Together they must save more than it costs."
+        )
+    too_large = [i for i in theirs if i not in pays]
+    if too_large:
+        i = too_large[0]
+        return (
+            f"Copying {sizes[i]:,} bytes into the buffer on one side and out of it on the other takes "
+            f"{2 * sizes[i] / bytes_per_us:,.0f} us; a message of their own costs {fixed_us:,} us."
+        )
+    i = next(i for i in right if i not in theirs)
+    return (
+        f"Parameter {i} could go with the others: copying its {sizes[i]:,} bytes twice takes "
+        f"{2 * sizes[i] / bytes_per_us:,.1f} us, and saves a message of {fixed_us:,} us."
+    )
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+
+@prediction(
+    "buckets.written",
+    "Rank 0's message is overwritten with sevens: which parameters of the model are sevens then?",
+    choices=("none", "W1 alone", "W1 and b2", "all four"),
+)
+def _written() -> str:
+    owned = sorted_greedy([12, 4, 8, 2], world_size=2).slices_of_rank[0]
+    return " and ".join(("W1", "b1", "W2", "b2")[piece.param] for piece in owned)
+
+
+@prediction(
+    "buckets.flat",
+    "The deep model, even split, flat, four ranks: how many broadcasts does a step make?",
+    unit="broadcasts",
+)
+def _broadcasts_of_even() -> float:
+    specs = _deep()
+    return len(broadcasts_of_buckets(lay_out(even([spec.numel for spec in specs], 4), specs)))
+
+
+@prediction(
+    "buckets.reductions",
+    "The deep model under DDP: how many all-reduces does a step make?",
+    unit="all-reduces",
+)
+def _all_reduces() -> float:
+    return len(ddp_buckets(_deep()))
+
+
+def _deep() -> list[ParamSpec]:
+    """The chapter's model: 24 layers, 64 wide."""
+    return from_module(GPT(GPTConfig(layers=24, heads=2, width=64)))

@@ -1,0 +1,465 @@
+"""Graders of chapter 9, clipping: what must be global, for the model and for each parameter?"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives
+from zero_ref.lab import ranks, virtual
+from zero_ref.lab.config import GPTConfig
+from zero_ref.lab.meter import recording
+from zero_ref.lab.model import GPT
+from zero_ref.plan.calls import Call
+from zero_ref.plan.choice import plan_partition
+from zero_ref.simulator.models import from_module
+from zero_ref_course import Answer, ExerciseFailed, StillTheStub, exercise, shown
+from zero_ref_course.predictions import prediction
+
+T = TypeVar("T")
+
+Gradients = list[list[float]]
+"""The slices that one rank owns, each a list of its elements."""
+
+MOST_BYTES = 512
+"""What an answer may send: a few numbers for each rank, and no gradients."""
+
+
+def _run_virtually(given: str, function: Callable[..., T], world_size: int, *args: Any) -> list[T]:
+    """What a function that calls the answer returns on each virtual rank; `given` is its input in words."""
+    try:
+        return virtual.run(function, world_size, *args, timeout=3.0)
+    except RuntimeError as error:
+        cause = error.__cause__
+        if isinstance(cause, StillTheStub) or cause is None:
+            raise (cause or error) from None
+        if "did not complete" in str(cause) or "but the ranks call" in str(cause):
+            raise ExerciseFailed(
+                f"with {given}, the ranks do not make the same calls, and wait for each other: {cause} "
+                "Every rank must make every call, with tensors of one shape and dtype, also a rank that owns "
+                "nothing or has already found what it looked for."
+            ) from None
+        raise cause from None
+
+
+def _on_each_rank(answer: Answer, gradients: Sequence[Gradients], *options: Any) -> list[Any]:
+    """What the answer returns on each virtual rank, where each is given its own gradients."""
+    outcomes = _run_virtually(_shown(gradients), _observed, len(gradients), answer, gradients, *options)
+    return _values(answer, gradients, outcomes)
+
+
+def _on_real_ranks(answer: Answer, gradients: Sequence[Gradients], *options: Any) -> list[Any]:
+    # Gloo even where there are GPUs: its time-out is an error, NCCL's ends the process.
+    outcomes = ranks.run(
+        _observed_here, len(gradients), answer, gradients, *options, timeout=20.0, backend="gloo"
+    )
+    return _values(answer, gradients, outcomes)
+
+
+def _observed_here(answer: Answer, gradients: Sequence[Gradients], *options: Any) -> tuple[Any, list[Call]]:
+    return _observed(as_collectives(None), answer, gradients, *options)
+
+
+def _observed(
+    comm: Collectives, answer: Answer, gradients: Sequence[Gradients], *options: Any
+) -> tuple[Any, list[Call]]:
+    own = [torch.tensor(elements) for elements in gradients[comm.rank]]
+    with recording(comm) as calls:
+        value = answer(own, *options, comm)
+    for tensor, elements in zip(own, gradients[comm.rank]):
+        same = torch.equal(tensor.nan_to_num(), torch.tensor(elements).nan_to_num())
+        assert same, f"{answer.name} changed the gradients of rank {comm.rank}. It is only to look at them."
+    return value, calls
+
+
+def _values(answer: Answer, gradients: Sequence[Gradients], outcomes: Sequence[Any]) -> list[Any]:
+    for rank, (_, calls) in enumerate(outcomes):
+        nbytes = sum(call.nbytes for call in calls)
+        assert nbytes <= MOST_BYTES, (
+            f"{answer.name} sends {nbytes:,} bytes on rank {rank} of {len(gradients)}. Gradients stay where "
+            "they are: only a number or two for each rank has to travel."
+        )
+    return [value for value, _ in outcomes]
+
+
+def _shown(gradients: Sequence[Gradients]) -> str:
+    owned = ", ".join(f"{shown(of_rank)} on rank {rank}" for rank, of_rank in enumerate(gradients))
+    return f"the gradients {owned}"
+
+
+# ------------------------------------------------------------------------------------- 9.1 the global norm
+
+
+def _random_gradients(sizes: Sequence[Sequence[int]]) -> list[Gradients]:
+    generator = torch.Generator().manual_seed(0)
+    return [[torch.randn(numel, generator=generator).tolist() for numel in of_rank] for of_rank in sizes]
+
+
+OWNED: list[list[Gradients]] = [
+    [[[3.0, 0.0]], [[-4.0], [12.0]]],
+    [[[3.0, 4.0, -12.0], [1.0]]],
+    [[[1.0, -2.0]], [], [[-3.0], [0.0, 0.5]]],
+    [[], [[5.0, -5.0]]],
+    _random_gradients([[400, 7], [300], [1], [200, 200, 50], []]),
+]
+"""For each case the gradients of each rank: of two, of one, with ranks that own nothing, of many elements."""
+
+NORM_TYPES = [2.0, 1.0, 3.0, math.inf]
+
+
+@exercise(
+    "clipping.global_norm",
+    on_ranks=True,
+    forbids=(
+        "zero_ref.clip.grad_norm.get_total_norm",
+        "zero_ref.clip.grad_norm.clip_grad_norm_",
+    ),
+)
+def global_norm(answer: Answer) -> str:
+    """The norm of all ranks' gradients, on virtual ranks and once on real ones, beside torch's."""
+    for gradients in OWNED + answer.drawn(_drawn_gradients, 3):
+        for norm_type in NORM_TYPES:
+            _check_norms(answer, gradients, norm_type, _on_each_rank(answer, gradients, norm_type))
+    for norm_type in (2.0, math.inf):
+        _check_norms(answer, OWNED[0], norm_type, _on_real_ranks(answer, OWNED[0], norm_type))
+    return f"torch's norm of all gradients, on 1 to {len(OWNED[-1])} ranks and for p = 1, 2, 3 and infinity"
+
+
+def _drawn_gradients(rng: random.Random) -> list[Gradients]:
+    def slices() -> Gradients:
+        return [[rng.gauss(0, 1) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(0, 3))]
+
+    return [*(slices() for _ in range(rng.randint(1, 4))), [[rng.gauss(0, 1)]]]
+
+
+def _drawn_spoiled(rng: random.Random) -> list[Gradients]:
+    gradients = _drawn_gradients(rng)
+    slices = [one for of_rank in gradients for one in of_rank]
+    rng.choice(slices)[0] = rng.choice((1.0, -1.0, INF, -INF, NAN))
+    return gradients
+
+
+def _check_norms(answer: Answer, gradients: Sequence[Gradients], norm_type: float, values: list[Any]) -> None:
+    right = _norm([part for of_rank in gradients for part in of_rank], norm_type)
+    given = f"norm_type={norm_type:g} and {_shown(gradients)}"
+    for rank, value in enumerate(values):
+        try:
+            ours = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ExerciseFailed(
+                f"{answer.name} returned {shown(value)} on rank {rank}. It must return one number."
+            ) from None
+        if not math.isclose(ours, right, rel_tol=1e-5):
+            raise AssertionError(
+                f"with {given}, {answer.name} returns {ours:.6g} on rank {rank}; the norm of them all is "
+                f"{right:.6g}. {_mistake_in_norm(gradients, norm_type, rank, ours)}"
+            )
+
+
+def _norm(parts: Sequence[Sequence[float]], norm_type: float) -> float:
+    elements = [element for part in parts for element in part]
+    return torch.linalg.vector_norm(torch.tensor(elements, dtype=torch.float64), norm_type).item()
+
+
+def _ones(parts: Sequence[Sequence[float]]) -> int:
+    """What a sum of x**inf is where no element is above 1."""
+    return sum(abs(element) == 1 for part in parts for element in part)
+
+
+def _mistake_in_norm(gradients: Sequence[Gradients], norm_type: float, rank: int, value: float) -> str:
+    parts = [part for of_rank in gradients for part in of_rank]
+    own = [_norm(of_rank, norm_type) for of_rank in gradients]
+    of_slices = [_norm([part], norm_type) for part in parts]
+
+    def is_(number: float) -> bool:
+        return math.isclose(value, number, rel_tol=1e-5)
+
+    if not math.isfinite(value):
+        return (
+            "For p = infinity the largest element counts: no power and no root gives it. An all-reduce adds; "
+            "let each rank write its norm into a place of its own, among zeros."
+        )
+    if norm_type == math.inf and value in (0.0, 1.0, float(_ones(parts))):
+        return (
+            "A sum of powers says nothing for p = infinity: x**inf is 0, 1 or infinite, and its root is 1. "
+            "The largest element counts: let each rank write its own into a place among zeros."
+        )
+    if is_(own[rank]) and len(gradients) > 1:
+        return "That is what this rank owns, alone. What do the others own?"
+    if is_(sum(own)) or is_(sum(of_slices)):
+        return "That is the sum of norms. Norms are the sides of right angles: their p-th powers add up."
+    if norm_type != math.inf:
+        if is_(_norm(parts, norm_type) ** norm_type):
+            return "That is the sum of the p-th powers. Take the p-th root of it."
+        if is_(_norm(parts, norm_type) / len(gradients)) or is_(
+            _norm(parts, norm_type) / len(gradients) ** (1 / norm_type)
+        ):
+            return "That is divided by the number of ranks. Gradients are averaged; parts of a norm add up."
+        if is_(sum(norm**norm_type for norm in of_slices) ** 0.5) and norm_type != 2:
+            return "The p-th powers are added; their root must be the p-th one, too."
+    if is_(_norm(parts, 2.0)):
+        return "That is the 2-norm, whatever `norm_type` is."
+    return "Each rank's norm is the norm of its slices' norms, and the global one the norm of those."
+
+
+# ---------------------------------------------------------------------------------------- 9.2 who may step?
+
+INF, NAN = math.inf, math.nan
+SPOILED: list[list[Gradients]] = [
+    [[[1.0, 2.0]], [[3.0]]],
+    [[[1.0, INF]], [[3.0]]],
+    [[[1.0]], [[2.0], [0.0, -INF]]],
+    [[[1.0]], [[NAN, 2.0]], [[3.0]]],
+    [[[INF]], [[-INF]]],
+    [[], [[INF]], [[1.0]]],
+    [[], [[0.0, 1.0]]],
+    [[[INF, 1.0]]],
+    [[[3e38, 3e38]], [[3e38], [-3e38]]],
+]
+"""Finite and not; the last one's sum would overflow, and its elements do not."""
+
+
+@exercise("clipping.may_step", on_ranks=True)
+def may_step(answer: Answer) -> str:
+    """Whether to step, decided alike on all virtual ranks, and once on real ones."""
+    for gradients in SPOILED + answer.drawn(_drawn_spoiled):
+        _check_decisions(answer, gradients, _on_each_rank(answer, gradients))
+    for gradients in SPOILED[:2]:
+        _check_decisions(answer, gradients, _on_real_ranks(answer, gradients))
+    return f"all ranks decide alike in {len(SPOILED)} cases"
+
+
+def _check_decisions(answer: Answer, gradients: Sequence[Gradients], values: list[Any]) -> None:
+    for value in values:
+        is_truth = isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        assert is_truth, f"{answer.name} returned {shown(value)}. It must return True or False."
+    ours = [bool(value) for value in values]
+    finite = [all(math.isfinite(x) for part in of_rank for x in part) for of_rank in gradients]
+    if ours == [all(finite)] * len(finite):
+        return
+    given = f"with {_shown(gradients)}, {answer.name} returns {ours}"
+    if ours == finite:
+        hint = "Each rank looks at its own gradients only, so some step and some do not."
+    elif len(set(ours)) > 1:
+        hint = "Ranks that step send parameters to ranks that do not: the decision must be one."
+    elif all(finite):
+        hint = "Every element is finite, so nothing forbids the step. (A sum of finite numbers may overflow.)"
+    elif not any(math.isinf(x) for of_rank in gradients for part in of_rank for x in part):
+        hint = "A NaN is not infinite, but it is not finite either. One is enough to spoil the parameters."
+    else:
+        hint = "One element that is not finite, on any rank, is enough: then no rank may step."
+    raise AssertionError(f"{given}. {hint}")
+
+
+# ----------------------------------------------------------------------------- 9.3 a norm for each parameter
+
+Owned = list[tuple[int, list[float], list[float]]]
+"""What a rank owns: the parameter of each slice, the slice's weights, their gradients."""
+
+LAYERS: list[tuple[int, list[Owned]]] = [
+    (1, [[(0, [3.0], [6.0])], [(0, [4.0], [8.0])]]),
+    (2, [[(0, [3.0, 4.0], [0.0, 2.0]), (1, [1.0], [2.0])], [(1, [2.0, 2.0], [1.0, 2.0])]]),
+    (
+        3,
+        [
+            [(0, [1.0], [2.0]), (2, [2.0], [1.0]), (2, [3.0], [5.0])],
+            [],
+            [(1, [5.0], [1.0]), (2, [6.0], [4.0])],
+        ],
+    ),
+    (2, [[(0, [0.0], [3.0])], [(0, [0.0], [4.0]), (1, [3.0], [0.0])], [(1, [4.0], [0.0])]]),
+    (2, [[], [(0, [2.0, -1.0], [-3.0, 0.5]), (1, [7.0], [2.0])]]),
+]
+"""Parameters in the model, and what each rank owns: cut and whole, two slices of one, zeros, nothing."""
+
+MOST_CALLS = 2
+MOST_BYTES_PER_PARAM = 32
+
+
+@exercise("clipping.trust_ratios", on_ranks=True)
+def trust_ratios(answer: Answer) -> str:
+    """A ratio of norms for each parameter, of which ranks own slices, on virtual ranks and on real ones."""
+    for count, owned in LAYERS + answer.drawn(_drawn_layers, 4):
+        outcomes = _ratios_on_virtual_ranks(answer, count, owned)
+        _check_ratios(answer.name, count, owned, outcomes)
+    count, owned = LAYERS[1]
+    outcomes = ranks.run(_ratios_here, len(owned), answer, count, owned, timeout=20.0, backend="gloo")
+    _check_ratios(answer.name, count, owned, outcomes)
+    return f"{len(LAYERS)} models of cut and whole parameters, and one on 2 real ranks"
+
+
+def _drawn_layers(rng: random.Random) -> tuple[int, list[Owned]]:
+    def numbers(numel: int) -> list[float]:
+        return [rng.gauss(0, 2) for _ in range(numel)]
+
+    count = rng.randint(2, 5)
+    owned: list[Owned] = [[] for _ in range(rng.randint(1, 4))]
+    for param in range(count):
+        for _ in range(rng.randint(1, 3)):
+            numel = rng.randint(1, 5)
+            rng.choice(owned).append((param, numbers(numel), numbers(numel)))
+    return count, owned
+
+
+def _ratios_on_virtual_ranks(
+    answer: Answer, count: int, owned: Sequence[Owned]
+) -> list[tuple[Any, list[Call]]]:
+    return _run_virtually(_owned_in_words(owned), _ratios_observed, len(owned), answer, count, owned)
+
+
+def _ratios_here(answer: Answer, count: int, owned: Sequence[Owned]) -> tuple[Any, list[Call]]:
+    return _ratios_observed(as_collectives(None), answer, count, owned)
+
+
+def _ratios_observed(
+    comm: Collectives, answer: Answer, count: int, owned: Sequence[Owned]
+) -> tuple[Any, list[Call]]:
+    params = [param for param, _, _ in owned[comm.rank]]
+    weights, gradients = ([torch.tensor(of_slice[i]) for of_slice in owned[comm.rank]] for i in (1, 2))
+    before = [tensor.clone() for tensor in (*weights, *gradients)]
+    with recording(comm) as calls:
+        value = answer(weights, gradients, params, count, comm)
+    same = all(map(torch.equal, before, (*weights, *gradients)))
+    assert same, f"{answer.name} changed what rank {comm.rank} owns. It is only to look at it."
+    return value, calls
+
+
+def _owned_in_words(owned: Sequence[Owned]) -> str:
+    def words(of_rank: Owned) -> str:
+        return (
+            ", ".join(f"{w} of parameter {param} with gradient {g}" for param, w, g in of_rank) or "nothing"
+        )
+
+    return "; ".join(f"rank {rank} owning {words(of_rank)}" for rank, of_rank in enumerate(owned))
+
+
+def _check_ratios(
+    name: str, count: int, owned: Sequence[Owned], outcomes: Sequence[tuple[Any, list[Call]]]
+) -> None:
+    given = f"with {_owned_in_words(owned)}, "
+    for rank, (value, calls) in enumerate(outcomes):
+        is_list = isinstance(value, (list, tuple)) and all(
+            isinstance(each, (int, float)) and not isinstance(each, bool) for each in value
+        )
+        assert is_list, (
+            f"{given}{name} returned {shown(value)} on rank {rank}. It must return a list of numbers."
+        )
+        assert len(value) == len(owned[rank]), (
+            f"{given}{name} returned {len(value)} ratios on rank {rank}, which owns {len(owned[rank])} "
+            "slices. It must return one for each."
+        )
+        nbytes = sum(call.nbytes for call in calls)
+        assert len(calls) <= MOST_CALLS, (
+            f"{given}rank {rank} makes {len(calls)} calls for {count} parameters. A model has hundreds: put "
+            "the squares of all parameters into one tensor, and send it in one call."
+        )
+        assert nbytes <= MOST_BYTES_PER_PARAM * count, (
+            f"{given}rank {rank} sends {nbytes} bytes. Two numbers for each parameter are enough."
+        )
+    theirs = [list(value) for value, _ in outcomes]
+    right = _ratios(owned)
+    for rank, (ours, rights) in enumerate(zip(theirs, right)):
+        for place, (ratio, should) in enumerate(zip(ours, rights)):
+            if not math.isclose(ratio, should, rel_tol=1e-5):
+                raise AssertionError(
+                    f"{given}{name} returns {ratio:.6g} on rank {rank} for its slice {place}, of parameter "
+                    f"{owned[rank][place][0]}; it should be {should:.6g}. "
+                    + _mistake_in_ratio(owned, rank, place, ratio, should)
+                )
+
+
+def _norms(owned: Sequence[Owned], param: int | None, which: int, order: float = 2.0) -> float:
+    """Of the weights (1) or gradients (2) of a parameter; of all if it is None."""
+    slices = [each for of_rank in owned for each in of_rank if param in (None, each[0])]
+    return _norm([(weights, gradients)[which - 1] for _, weights, gradients in slices], order)
+
+
+def _ratio(weight: float, gradient: float) -> float:
+    return weight / gradient if weight and gradient else 1.0
+
+
+def _ratios(owned: Sequence[Owned]) -> list[list[float]]:
+    return [
+        [_ratio(_norms(owned, param, 1), _norms(owned, param, 2)) for param, _, _ in of_rank]
+        for of_rank in owned
+    ]
+
+
+def _mistake_in_ratio(owned: Sequence[Owned], rank: int, place: int, ratio: float, should: float) -> str:
+    param, weights, gradients = owned[rank][place]
+    norms = [_norms(owned, param, which) for which in (1, 2)]
+    here = [owned[rank]]
+    slices = [each for of_rank in owned for each in of_rank if each[0] == param]
+    last_of_rank = [[each for each in of_rank if each[0] == param][-1:] for of_rank in owned]
+
+    def is_(number: float) -> bool:
+        return math.isclose(ratio, number, rel_tol=1e-5)
+
+    if 0.0 in norms:
+        what = "weights" if norms[0] == 0 else "gradients"
+        return f"All {what} of parameter {param} are zero. Then there is no ratio of norms: return 1.0."
+    if is_(1 / should):
+        return "That is the norm of the gradients divided by that of the weights."
+    if is_(should**2):
+        return "That is the ratio of the squares. Take roots of the sums."
+    if is_(_ratio(_norm([weights], 2), _norm([gradients], 2))) and len(slices) > 1:
+        return (
+            f"That is the ratio of this slice alone. Parameter {param} has {len(slices)} slices: add up "
+            "their squares."
+        )
+    if is_(_ratio(_norms(here, param, 1), _norms(here, param, 2))):
+        return f"That is the ratio of what this rank owns of parameter {param}. Other ranks have the rest."
+    if is_(_ratio(_norms(owned, None, 1), _norms(owned, None, 2))):
+        return "That is one ratio for the whole model. Each parameter has its own."
+    if is_(_ratio(_norms(last_of_rank, param, 1), _norms(last_of_rank, param, 2))):
+        return (
+            f"A rank may own several slices of parameter {param}. Their squares add up; this keeps the last."
+        )
+    sums = [sum(_norms([[each]], param, which) for each in slices) for which in (1, 2)]
+    of_ranks = [sum(_norms([of_rank], param, which) for of_rank in owned) for which in (1, 2)]
+    if is_(_ratio(*sums)) or is_(_ratio(*of_ranks)):
+        return "That adds norms. Their squares add up, and the root comes at the end."
+    if is_(_ratio(_norms(owned, param, 1, 1.0), _norms(owned, param, 2, 1.0))):
+        return "That is the ratio of sums of absolute values. The norm is the root of the sum of squares."
+    if is_(_ratio(norms[0], _norms(owned, None, 2))) or is_(_ratio(norms[0], _norms(here, param, 2))):
+        return "The weights are those of the parameter, and the gradients are not."
+    return "Add up the squares of each parameter over all ranks, take both roots, then divide."
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+
+@prediction(
+    "clipping.factor",
+    "Gradients (3, 0) on rank 0 and (0, 4) on rank 1, max_norm 2.5: by which factor is each multiplied?",
+)
+def _factor() -> float:
+    return 2.5 / math.hypot(3.0, 4.0)
+
+
+@prediction(
+    "clipping.bytes",
+    "The small GPT, even split over 4 ranks: how many bytes are in the all-reduce of the norms?",
+    unit="bytes",
+)
+def _bytes_of_the_norms() -> float:
+    specs = from_module(GPT(GPTConfig(layers=1, heads=2, width=32, context=32)))
+    return 8.0 * (sum(map(len, plan_partition("even", specs, 4).slices_of_rank)) + 4)
+
+
+@prediction(
+    "clipping.sees",
+    "Rank 0 has an infinity in a parameter of rank 1, reduced to its owner: whose scaler sees it?",
+    choices=("rank 0's", "rank 1's", "both", "neither"),
+)
+def _sees_the_infinity() -> str:
+    specs = from_module(GPT(GPTConfig(layers=1, heads=2, width=32, context=32)))
+    owner_of = dict(
+        zip([spec.name for spec in specs], plan_partition("sorted_greedy", specs, 2).owner_of_param)
+    )
+    return f"rank {owner_of['norm.bias']}'s"

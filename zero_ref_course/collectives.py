@@ -1,0 +1,411 @@
+"""Graders of chapter 2, collectives: what does a collective cost?"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives, PendingCall
+from zero_ref.lab import ranks, virtual
+from zero_ref.lab.meter import bytes_sent_by
+from zero_ref.simulator.traffic import traffic
+from zero_ref_course import Answer, ExerciseFailed, StillTheStub, call_text, exercise, shown
+from zero_ref_course.predictions import prediction
+
+# ------------------------------------------------------------------------------------ 2.1 a ring all-reduce
+
+
+class _Neighbours:
+    """What an answer is given to send and to receive with, keeping account of both."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self.comm, self.sent, self.under_way = comm, list[int](), list[PendingCall]()
+        self.received = list[list[float]]()
+        self.next, self.previous = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+
+    def send(self, chunk: torch.Tensor) -> None:
+        assert isinstance(chunk, torch.Tensor), f"send takes a tensor, not {shown(chunk)}."
+        values = chunk.detach().to(torch.float64).flatten().clone()  # the reader may change it at once
+        self.sent.append(values.numel())
+        for tensor in (torch.tensor([values.numel()]), values):
+            self.under_way.append(self.comm.send(tensor, self.next))
+
+    def recv(self) -> torch.Tensor:
+        numel = torch.zeros(1, dtype=torch.int64)
+        self.comm.recv(numel, self.previous).wait()
+        values = torch.empty(int(numel.item()), dtype=torch.float64)
+        self.comm.recv(values, self.previous).wait()
+        self.received.append(values[:2].tolist())
+        return values
+
+    def finish(self) -> None:
+        for work in self.under_way:
+            work.wait()
+
+
+class _Outcome(NamedTuple):
+    """What one rank has in the end: its chunks, the elements of each message that it sent, and the first
+    two of each that it received, which tell whose parts of which chunk they are."""
+
+    chunks: list[list[float]]
+    sent: list[int]
+    received: list[list[float]]
+
+
+def _part(rank: int, sizes: list[int], seed: int) -> list[torch.Tensor]:
+    """A rank's tensor, in chunks: the first element says whose it is, the others which chunk it is.
+
+    With a seed nobody can know what is in another rank's.
+    """
+    secret = random.Random(f"{seed} {rank}").randrange(10**6) if seed else 0
+    return [
+        torch.tensor([10.0**rank, *[100.0 * (chunk + 1) + rank + secret] * (size - 1)], dtype=torch.float64)
+        for chunk, size in enumerate(sizes)
+    ]
+
+
+def _reduced(comm: Collectives, answer: Answer, sizes: list[int]) -> _Outcome:
+    chunks = _part(comm.rank, sizes, answer.seed)
+    neighbours = _Neighbours(comm)
+    arguments = (comm.rank, comm.world_size, chunks, neighbours.send, neighbours.recv)
+    call = call_text(answer.name, *arguments)
+    try:
+        answer(*arguments)
+    except ExerciseFailed as failure:  # chunks and functions would fill lines, and tell nothing
+        short = f"{answer.name}(rank={comm.rank}, world_size={comm.world_size}, ...)"
+        hint = ". Chunk numbers count modulo N." if "IndexError" in str(failure) else ""
+        raise ExerciseFailed(str(failure).replace(call, short) + hint) from None
+    neighbours.finish()
+    return _Outcome([chunk.flatten().tolist() for chunk in chunks], neighbours.sent, neighbours.received)
+
+
+SIZES = [[3, 3, 3], [4, 4], [4, 4, 4, 4], [5, 5, 4, 4], [3] * 8, [6]]
+"""Elements of each chunk; as many ranks as chunks. Of one tensor that does not divide evenly, too. Three
+ranks first: on two, the one message of the first half does not show whether its receiver adds."""
+
+REAL = [100_000] * 4
+"""On real ranks: 800 kB a chunk, beside which the headers of packets are nothing."""
+
+
+@exercise("collectives.ring_all_reduce", seconds=20.0, may_return_none=True, on_ranks=True)
+def ring_all_reduce(answer: Answer) -> str:
+    """The sums and the bytes of a ring, on virtual ranks; then on real ones, counted by the kernel."""
+    for sizes in SIZES + answer.drawn(lambda rng: [rng.randint(2, 7)] * rng.randint(2, 7), 3):
+        _check_ring(answer, sizes, _on_virtual_ranks(answer, sizes))
+    # Gloo even where there are GPUs: what NCCL sends, the kernel does not see.
+    outcomes = ranks.run(_reduced_here, len(REAL), answer, REAL, timeout=30.0, backend="gloo")
+    _check_ring(answer, REAL, [outcome for outcome, _ in outcomes])
+    share = _share_sent([nbytes for _, nbytes in outcomes], 8 * sum(REAL))
+    counted = "" if share is None else f"; on 4 real ones each sent {share:.2f} times its tensor"
+    return f"every sum, on 1 to {max(map(len, SIZES))} ranks{counted}"
+
+
+def _reduced_here(answer: Answer, sizes: list[int]) -> tuple[_Outcome, int | None]:
+    outcomes: list[_Outcome] = []
+    sent = bytes_sent_by(lambda: outcomes.append(_reduced(as_collectives(None), answer, sizes)))
+    return outcomes[-1], sent
+
+
+def _share_sent(sent: list[int | None], payload: int) -> float | None:
+    counted = [nbytes for nbytes in sent if nbytes is not None]
+    expected = traffic("all_reduce", payload, len(sent)).busiest_bytes
+    assert all(math.isclose(nbytes, expected, rel_tol=0.01) for nbytes in counted), (
+        f"the kernel counted {max(counted):,} bytes from one rank, and the messages have {expected:,.0f}. "
+        "Is there another call than `send` and `recv`?"
+    )
+    return max(counted) / payload if counted else None
+
+
+def _on_virtual_ranks(answer: Answer, sizes: list[int]) -> list[_Outcome]:
+    try:
+        return virtual.run(_reduced, len(sizes), answer, sizes, timeout=2.0)
+    except RuntimeError as error:
+        cause = error.__cause__
+        if isinstance(cause, StillTheStub) or cause is None:
+            raise (cause or error) from None
+        if "did not complete" in str(cause):
+            raise ExerciseFailed(
+                f"on {len(sizes)} ranks a rank waits in recv() for a message that nobody sends. In each "
+                "round every rank sends, and then receives: if all wait first, nobody sends. There are "
+                "2(N - 1) rounds, and none on one rank."
+            ) from None
+        raise cause from None
+
+
+def _check_ring(answer: Answer, sizes: list[int], outcomes: list[_Outcome]) -> None:
+    n = len(sizes)
+    parts = [_part(rank, sizes, answer.seed) for rank in range(n)]
+    sums = [sum(of_rank[chunk] for of_rank in parts).tolist() for chunk in range(n)]  # type: ignore[union-attr]
+    right = [[got == want for got, want in zip(outcome.chunks, sums)] for outcome in outcomes]
+    for rank, outcome in enumerate(outcomes):
+        assert [len(chunk) for chunk in outcome.chunks] == sizes, (
+            f"{answer.name} leaves chunks of {[len(chunk) for chunk in outcome.chunks]} elements on rank "
+            f"{rank}; they had {sizes}. Put each sum into its chunk."
+        )
+    rounds = min(len(outcome.sent) for outcome in outcomes)
+    if rounds < 2 * (n - 1) and all(sum(of_rank) == 1 for of_rank in right):
+        raise AssertionError(
+            f"on {n} ranks each rank ends with one finished chunk. That is a reduce-scatter: the finished "
+            "chunks have to go round once more, N - 1 rounds without adding."
+        )
+    for rank, of_rank in enumerate(right):
+        for chunk, is_right in enumerate(of_rank):
+            if not is_right:
+                found = outcomes[rank].chunks[chunk]
+                raise AssertionError(
+                    f"on {n} ranks, chunk {chunk} of rank {rank} {_mistake_in_sum(found, n)} "
+                    + _mistake_in_round(outcomes, sizes, answer.seed)
+                )
+    busiest = max((outcome.sent for outcome in outcomes), key=sum)
+    most, payload, rounds = sum(busiest), sum(sizes), 2 * (n - 1)
+    assert most <= rounds * max(sizes), (
+        f"the sums are right, but on {n} ranks one rank sends {most} elements, {most / payload:.2f} times "
+        f"its tensor, in {len(busiest)} messages. A ring has 2(N - 1) = {rounds}, one chunk each: "
+        f"{rounds / n:.2f} times the tensor."
+    )
+
+
+def _mistake_in_sum(found: list[float], world_size: int) -> str:
+    """Whose parts are in a chunk, which its first element tells digit by digit."""
+    digits = f"{int(found[0]):0{world_size}d}"[::-1] if 0 < found[0] < 10**world_size else ""
+    missing = [rank for rank, digit in enumerate(digits) if digit == "0"]
+    repeated = [rank for rank, digit in enumerate(digits) if digit > "1"]
+    if repeated:
+        return f"has the part of rank {repeated[0]} more than once."
+    if missing:
+        return f"lacks the part of rank {missing[0]}."
+    return "is not the sum of the ranks' parts: another chunk is mixed in."
+
+
+def _mistake_in_round(outcomes: list[_Outcome], sizes: list[int], seed: int) -> str:
+    """Which half goes wrong, which the messages tell."""
+    n = len(sizes)
+    parts = [_part(rank, sizes, seed) for rank in range(n)]
+    if all(outcome.chunks == [chunk.tolist() for chunk in own] for outcome, own in zip(outcomes, parts)):
+        return "The list is as it was: put the sums into it. What the function returns is not read."
+    for rank, outcome in enumerate(outcomes):
+        # In round r, from 1, comes chunk rank - r, with the parts of the r ranks before this one.
+        right = [
+            torch.stack([parts[rank - back][rank - r][:2] for back in range(1, r + 1)]).sum(0).tolist()
+            for r in range(1, n)
+        ]
+        if outcome.received[: n - 1] != right:
+            return (
+                "In the first half each rank sends the chunk of its own number first, and then, round by "
+                "round, the chunk to which it has just added."
+            )
+    rounds = max(len(outcome.received) for outcome in outcomes)
+    if rounds > 2 * (n - 1):
+        return f"Each half has N - 1 = {n - 1} rounds; yours have {rounds} together."
+    return (
+        "The first half is right. In the second, each rank first sends the chunk that it has just finished, "
+        "and puts what comes into the list without adding."
+    )
+
+
+# -------------------------------------------------------------------------------------- 2.2 find the impostor
+
+PAYLOAD = 4 * 2**20
+
+
+class _Library(NamedTuple):
+    """What a library sends for each operation, in payloads, on so many ranks."""
+
+    world_size: int
+    sent: Mapping[str, float]
+    payload: int = PAYLOAD
+
+
+LIBRARIES = [
+    _Library(4, {"all_reduce": 6, "broadcast": 3, "all_gather": 3, "reduce_scatter": 6, "exchange": 3}),
+    _Library(2, {"all_reduce": 2, "broadcast": 1, "all_gather": 1, "reduce_scatter": 2, "exchange": 1}),
+    _Library(8, {"all_reduce": 14, "broadcast": 7, "all_gather": 7, "reduce_scatter": 14}),
+    _Library(4, {"all_reduce": 6, "reduce_scatter": 3, "all_gather": 3, "broadcast": 3}),
+    _Library(4, {"reduce_scatter": 3, "all_gather": 6, "broadcast": 3}),
+    _Library(8, {"broadcast": 14, "all_reduce": 14, "exchange": 7, "reduce_scatter": 14}, 10**9),
+    _Library(64, {"reduce_scatter": 126, "all_gather": 63, "all_reduce": 126}, 10**8),
+    _Library(1, {"all_reduce": 0, "reduce_scatter": 0}),
+    _Library(4, {"all_reduce": 12, "reduce_scatter": 3.09, "all_gather": 3.24, "broadcast": 1.5}),
+]
+"""Gloo's on 2, 4 and 8 ranks, an honest one, others that pretend elsewhere, a rank that is alone, and one
+that is off in every way."""
+
+OVERHEAD = 1.004
+"""What the network adds to each packet."""
+
+
+@exercise("collectives.find_the_impostor")
+def find_the_impostor(answer: Answer) -> str:
+    """The operations that put another collective's bytes on the wire, in several libraries."""
+    for library in LIBRARIES + answer.drawn(_drawn_library):
+        n, payload = library.world_size, library.payload
+        sent = {op: round(OVERHEAD * times * payload) for op, times in library.sent.items()}
+        call = f"{answer.name}({payload}, {n}, {_table(sent)})"
+        try:
+            found = answer(payload, n, dict(sent))
+        except ExerciseFailed as failure:
+            by_0 = n == 1 and "ZeroDivisionError" in str(failure)
+            raise ExerciseFailed(f"{failure}{'. On one rank theory is 0 bytes.' * by_0}") from None
+        is_list = isinstance(found, (list, tuple, set)) and all(isinstance(op, str) for op in found)
+        assert is_list, f"{call} returned {shown(found)}. It must return a list of operations."
+        theory = {op: traffic(op, payload, n).total_bytes for op in sent}
+        right = [op for op in sent if abs(sent[op] - theory[op]) > 0.05 * theory[op]]
+        if set(found) != set(right):
+            accuses_all = n > 1 and set(found) == set(sent)
+            mistake = _mistake_in_theory(answer, sent, payload, n) if accuses_all else ""
+            raise AssertionError(
+                f"{call} returned {shown(list(found))}. "
+                + (mistake or _mistake(right, list(found), sent, payload, n))
+            )
+    return f"the impostors of {len(LIBRARIES)} libraries"
+
+
+def _drawn_library(rng: random.Random) -> _Library:
+    n = 2 ** rng.randint(1, 8)
+    factors = {op: rng.choice((1, 1, 1.02, 1.2, 2)) for op in ("all_reduce", "broadcast", "all_gather")}
+    return _Library(n, {op: times * traffic(op, 1, n).total_bytes for op, times in factors.items()}, 10**7)
+
+
+def _table(sent: Mapping[str, int]) -> str:
+    return "{" + ", ".join(f"{op!r}: {nbytes}" for op, nbytes in sent.items()) + "}"
+
+
+def _mistake_in_theory(answer: Answer, sent: Mapping[str, int], payload: int, world_size: int) -> str:
+    """For an answer that accuses every operation: what it would have to be given to accuse none."""
+    theory = {op: traffic(op, payload, world_size) for op in sent}
+    if not answer(payload, world_size, {op: round(load.total_bytes) for op, load in theory.items()}):
+        return (
+            "The network adds some bytes to each packet, so no measurement is equal to the theory: "
+            "allow for 5%."
+        )
+    if not answer(payload, world_size, {op: round(load.busiest_bytes) for op, load in theory.items()}):
+        return "Compare with what all ranks together send: `total_bytes`."
+    return ""
+
+
+def _mistake(
+    right: list[str], found: list[str], sent: Mapping[str, int], payload: int, world_size: int
+) -> str:
+    unknown = [op for op in found if op not in sent]
+    if unknown:
+        return f"{unknown[0]!r} was not measured."
+    accused = [op for op in found if op not in right]
+    if accused and world_size == 1:
+        return "One rank has nobody to send to: 0 bytes are right."
+    if accused:
+        return (
+            f"{accused[0]!r} sends what its name promises. What does theory say of it on {world_size} ranks?"
+        )
+    missed = next(op for op in right if op not in found)
+    if missed == "reduce_scatter":
+        return (
+            "'reduce_scatter' sends as much as an all-reduce: N - 1 payloads would do. Compare with the "
+            'theory, backend="nccl", not with what Gloo is known to do.'
+        )
+    needed = traffic(missed, 1, world_size).total_bytes
+    return (
+        f"{missed!r} sends {sent[missed] / payload / needed:.2f} times what it needs, and that is more "
+        "than 5% off. A reduce-scatter is not the only one that may pretend."
+    )
+
+
+# ---------------------------------------------------------------------------------------- 2.3 small or large
+
+LINKS = [
+    ("all_reduce", 64, 30.0, 1.25),
+    ("all_reduce", 8, 3.0, 450.0),
+    ("all_reduce", 2, 3.0, 450.0),
+    ("all_gather", 8, 10.0, 50.0),
+    ("reduce_scatter", 16, 100.0, 2.5),
+    ("broadcast", 4, 10.0, 25.0),
+    ("exchange", 4, 10.0, 25.0),
+    ("send", 2, 10.0, 25.0),
+]
+"""Operation, ranks, microseconds, 10^9 bytes a second. Not 8 ranks first: there, gigabits for gigabytes and
+one message alone give the same payload."""
+
+
+@exercise("collectives.small_or_large")
+def small_or_large(answer: Answer) -> str:
+    """The payload for which latency and bandwidth take the same time, on several links."""
+    for op, world_size, latency_us, gb_per_s in LINKS + answer.drawn(_drawn_link):
+        arguments = (op, world_size, latency_us, gb_per_s)
+        found = answer(*arguments)
+        call = f"{call_text(answer.name, *arguments)} returned {shown(found)}"
+        is_size = isinstance(found, (int, float)) and math.isfinite(found) and found > 0
+        assert is_size, f"{call}. It must return a number of bytes above 0."
+        load = traffic(op, found, world_size)
+        latency_ms, bytes_ms = load.rounds * latency_us / 1e3, load.busiest_bytes / (gb_per_s * 1e6)
+        if not math.isclose(latency_ms, bytes_ms, rel_tol=1e-3):
+            raise AssertionError(
+                f"{call}. With that payload the {load.rounds} rounds take {latency_ms:.4g} ms, and the "
+                f"{load.busiest_bytes:,.0f} bytes of the busiest rank {bytes_ms:.4g} ms. "
+                + _mistake_in_size(bytes_ms / latency_ms, found, latency_us * gb_per_s * 1e3, load.rounds)
+            )
+    return f"{len(LINKS)} collectives and links"
+
+
+def _drawn_link(rng: random.Random) -> tuple[str, int, float, float]:
+    op = rng.choice(("all_reduce", "all_gather", "reduce_scatter", "broadcast"))
+    return op, rng.randint(3, 99), rng.uniform(1, 200), rng.uniform(0.5, 500)
+
+
+def _mistake_in_size(times: float, found: float, of_one_message: float, rounds: int) -> str:
+    for power in (3, 6, 9):
+        if math.isclose(times, 10**power, rel_tol=1e-3) or math.isclose(times, 10**-power, rel_tol=1e-3):
+            return "That is a power of 1,000 off: a microsecond is 10^-6 s, a gigabyte 10^9 bytes."
+    if math.isclose(found, of_one_message, rel_tol=1e-3):
+        return (
+            "That is α times β: either one message alone was counted, or the bytes of all ranks together "
+            "(`total_bytes`) where the time depends on those of the busiest rank (`busiest_bytes`)."
+        )
+    if math.isclose(found, of_one_message * rounds, rel_tol=1e-3):
+        return "All rounds are counted, but the busiest rank does not carry one payload."
+    if math.isclose(times, 8, rel_tol=1e-3) or math.isclose(times, 1 / 8, rel_tol=1e-3):
+        return "That is a factor of 8 off: `gb_per_s` counts gigabytes, not gigabits."
+    return "Both must take the same time: `traffic` knows the rounds and the bytes of the busiest rank."
+
+
+# ------------------------------------------------------------------------------------------ predictions
+
+
+@prediction(
+    "collectives.ring", "A ring all-reduce of 1 GB on eight ranks: how much does each rank send?", unit="GB"
+)
+def _sent_on_a_ring() -> float:
+    return traffic("all_reduce", 1.0, 8).busiest_bytes
+
+
+@prediction(
+    "collectives.second_way",
+    "How many bytes are a reduce-scatter and an all-gather, beside those of plain data parallel training?",
+    choices=("half of them", "the same", "one and a half times as many"),
+)
+def _second_way() -> str:
+    both = sum(traffic(op, 1, 8).total_bytes for op in ("reduce_scatter", "all_gather"))
+    beside = both / traffic("all_reduce", 1, 8).total_bytes
+    return {0.5: "half of them", 1.0: "the same", 1.5: "one and a half times as many"}[beside]
+
+
+FIVE = ("all_reduce", "broadcast", "all_gather", "exchange", "reduce_scatter")
+
+
+@prediction("collectives.impostor", "Which collective of Gloo sends more than theory says?", choices=FIVE)
+def _impostor() -> str:
+    return max(
+        FIVE, key=lambda op: traffic(op, 1, 8, backend="gloo").total_bytes / traffic(op, 1, 8).total_bytes
+    )
+
+
+@prediction(
+    "collectives.source",
+    "Gloo broadcasts from rank 0 to seven others: how many times does rank 0 send the payload?",
+    unit="times",
+)
+def _sent_by_the_source() -> float:
+    return traffic("broadcast", 1, 8, backend="gloo").busiest_bytes

@@ -1,0 +1,242 @@
+"""Graders of chapter 10, join: what if ranks run out of data?"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_ref.comm.backend import as_collectives
+from zero_ref.comm.collectives import Collectives
+from zero_ref.lab import ranks, virtual
+from zero_ref.lab.meter import recording
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.rules import even, sorted_greedy
+from zero_ref_course import Answer, ExerciseFailed, StillTheStub, exercise
+from zero_ref_course.predictions import prediction
+
+# ------------------------------------------------------------------------------- 10.1 write the shadow step
+
+STEPS = 3
+SHAPES = [(4, 3), (3,), (3, 2), (2,), (5,)]
+
+
+@exercise("join.shadow_step", seconds=20.0, may_return_none=True, on_ranks=True)
+def shadow_step(answer: Answer) -> str:
+    """Three steps in which some ranks have left, on virtual ranks, then once on real ones."""
+    for world_size, joined in [(2, {0}), (2, {1}), (3, {0, 2}), (3, {1})]:
+        try:
+            outcomes = virtual.run(_train, world_size, answer, joined, timeout=3.0)
+        except RuntimeError as error:
+            cause = error.__cause__
+            # A wait in vain ends in the answer or beside it, whichever rank's time is up first.
+            if isinstance(cause, (ExerciseFailed, StillTheStub)) and "did not complete" not in str(cause):
+                raise cause from None
+            raise ExerciseFailed(
+                f"on {world_size} ranks of which {sorted(joined)} have left, ranks waited for each other: "
+                f"{error} Receive one gradient for each parameter that this rank owns, no more, and take "
+                "part in every broadcast, in the order of the parameters."
+            ) from None
+        _check(outcomes, joined)
+    joined = {0, 1}
+    _check(ranks.run(_train_on_real_ranks, 3, answer, joined, timeout=30.0, backend="gloo"), joined)
+    return f"{STEPS} steps with ranks that have left are the plain optimizer's, bit for bit, on all ranks"
+
+
+def _train_on_real_ranks(answer: Answer, joined: set[int]) -> Any:
+    return _train(as_collectives(None), answer, joined)
+
+
+def _train(comm: Collectives, answer: Answer, joined: set[int]) -> Any:
+    """Parameters after each step here, and those of a plain optimizer, step by step."""
+    generator = torch.Generator().manual_seed(answer.seed)
+    params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    twins = copy.deepcopy(params)
+    owners = list(sorted_greedy([param.numel() for param in params], comm.world_size).owner_of_param)
+    owned = [param for param, owner in zip(params, owners) if owner == comm.rank]
+    local = torch.optim.Adam([{"params": owned}], lr=0.1)
+    plain = torch.optim.Adam(twins, lr=0.1)
+    source = min(set(range(comm.world_size)) - joined)
+    history = []
+    for _ in range(STEPS):
+        for param, twin in zip(params, twins):
+            twin.grad = torch.randn(twin.shape, generator=generator)
+            # Who has left has a gradient too: that of its last batch, long ago.
+            param.grad = torch.ones_like(param) if comm.rank in joined else twin.grad.clone()
+        plain.step()
+        if comm.rank in joined:
+            answer(comm, local, params, owners, source)
+        else:
+            _step_of_who_stays(comm, local, params, owners, joined, source)
+        history.append(([p.detach().clone() for p in params], [t.detach().clone() for t in twins]))
+    return owners, history
+
+
+def _step_of_who_stays(
+    comm: Collectives, local: Any, params: Sequence[Any], owners: list[int], joined: set[int], source: int
+) -> None:
+    if comm.rank == source:
+        for param, owner in zip(params, owners):
+            if owner in joined:
+                comm.send(param.grad, owner).wait()
+    local.step()
+    for param, owner in zip(params, owners):
+        comm.broadcast(param.detach(), owner).wait()
+
+
+def _check(outcomes: Sequence[Any], joined: set[int]) -> None:
+    world_size = len(outcomes)
+    owners, _ = outcomes[0]
+    for step in range(STEPS):
+        for param, owner in enumerate(owners):
+            for rank in (owner, *(other for other in range(world_size) if other != owner)):
+                ours, plain = (values[param] for values in outcomes[rank][1][step])
+                if torch.equal(ours, plain):
+                    continue
+                where = (
+                    f"after step {step + 1} on {world_size} ranks of which {sorted(joined)} have left, "
+                    f"parameter {param}, which rank {owner} owns,"
+                )
+                start = outcomes[rank][1][step - 1][0][param] if step else None
+                assert rank not in joined or start is None or not torch.equal(ours, start), (
+                    f"{where} has not changed on rank {rank}. Was local.step() called?"
+                )
+                raise AssertionError(
+                    f"{where} is not on rank {rank} what the plain optimizer gives. A rank that has left has "
+                    "in .grad what its last batch gave: receive the gradients of what it owns from rank "
+                    "`source`, in the order of the parameters, before the local step; then take part in the "
+                    "broadcast of every parameter."
+                )
+
+
+# ------------------------------------------------------------------------------ 10.2 what one batch counts
+
+INPUTS = [[3, 5, 7], [2, 2, 2], [4, 1], [1, 3, 0]]
+
+
+@exercise("join.averages", seconds=20.0, on_ranks=True)
+def averages(answer: Answer) -> str:
+    """The averaged gradient of every iteration, beside that of DistributedDataParallel on real ranks."""
+    for batches in INPUTS + answer.drawn(_drawn_batches, 2):
+        for by_initial in (True, False):
+            ours = list(answer(list(batches), by_initial))
+            measured = max(ranks.run(_averages, len(batches), batches, by_initial, backend="gloo"), key=len)
+            call = f"averages({batches}, divide_by_initial_world_size={by_initial})"
+            assert len(ours) == len(measured), (
+                f"{call} has {len(ours)} entries, and training goes on for {len(measured)} iterations: as "
+                "long as any rank has data."
+            )
+            for iteration, (mine, theirs) in enumerate(zip(ours, measured)):
+                active = sum(count > iteration for count in batches)
+                assert abs(float(mine) - theirs) < 1e-6, (
+                    f"{call}: in iteration {iteration} DDP's averaged gradient is {theirs:.4g}, not "
+                    f"{mine:.4g}. {active} of {len(batches)} ranks still have data; the others add zero."
+                )
+    return f"the averages of DDP on real ranks, for {len(INPUTS)} inputs and both ways to divide"
+
+
+def _drawn_batches(rng: random.Random) -> list[int]:
+    return [rng.randint(1, 6) for _ in range(rng.randint(2, 3))]
+
+
+def _averages(batches: Sequence[int], by_initial: bool) -> list[float]:
+    """A model with one parameter whose gradient is 1 for every batch: what DDP makes of it."""
+    model = nn.Linear(1, 1, bias=False)
+    ddp = DistributedDataParallel(model)
+    seen = []
+    with Join([ddp], divide_by_initial_world_size=by_initial):
+        for _ in range(batches[dist.get_rank()]):
+            model.zero_grad()
+            ddp(torch.ones(1, 1)).sum().backward()
+            assert model.weight.grad is not None
+            seen.append(model.weight.grad.item())
+    return seen
+
+
+# ------------------------------------------------------------------------------------------ 10.3 what is lent
+
+
+@exercise("join.lent_bytes", seconds=30.0, on_ranks=True)
+def lent_bytes(answer: Answer) -> str:
+    """The bytes of gradients lent in every iteration, beside those recorded on real ranks."""
+    for batches in ([3, 5, 7], [2, 4], [3, 1, 2], [2, 2], *answer.drawn(_drawn_batches, 2)):
+        for rule in ("sorted_greedy", "even"):
+            loads, measured = _lent(batches, rule)
+            ours = [int(nbytes) for nbytes in answer(list(loads), list(batches))]
+            call = f"lent_bytes({list(loads)}, {batches})"
+            assert len(ours) == len(measured), (
+                f"{call} has {len(ours)} entries for {len(measured)} iterations."
+            )
+            for iteration, (mine, theirs) in enumerate(zip(ours, measured)):
+                assert mine == theirs, (
+                    f"{call}: in iteration {iteration} the ranks lent {theirs} bytes of gradients, not "
+                    f"{mine}. Once a step, each rank that has left receives the gradients of what it owns: "
+                    "4 bytes an element."
+                )
+    return "the bytes recorded on real ranks, for four inputs and two partitions"
+
+
+def _lent(batches: Sequence[int], rule: str) -> tuple[tuple[int, ...], list[int]]:
+    of_ranks = ranks.run(_lend_and_record, len(batches), batches, rule, backend="gloo")
+    iterations = max(batches)
+    return of_ranks[0][0], [
+        sum(sent[iteration] for _, sent in of_ranks if iteration < len(sent))
+        for iteration in range(iterations)
+    ]
+
+
+def _lend_and_record(batches: Sequence[int], rule: str) -> tuple[tuple[int, ...], list[int]]:
+    """The loads, and what this rank sent to single ranks in each of its steps."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 3)))
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, partition=rule)
+    sent = []
+    with Join([ddp, zero]):
+        for _ in range(batches[dist.get_rank()]):
+            ddp.zero_grad()
+            ddp(torch.ones(2, 30)).sum().backward()
+            with recording(zero.collectives) as calls:
+                zero.step()
+            sent.append(sum(call.nbytes for call in calls if call.op == "send"))
+    return zero.partition.loads, sent
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+BATCHES = [3, 5, 7]
+NUMELS = [64 * 96, 96, 96 * 10, 10]
+
+
+@prediction(
+    "join.lent",
+    "How many bytes of gradients are lent in iteration 5?",
+    unit="bytes",
+)
+def _lent_in_5() -> float:
+    loads = even(NUMELS, len(BATCHES)).loads
+    return sum(4 * load for load, count in zip(loads, BATCHES) if count <= 5)
+
+
+@prediction(
+    "join.without",
+    "What comes of the second batch of rank 1?",
+    choices=("a step by itself", "an error after a time-out", "a wait without end"),
+)
+def _without_join() -> str:
+    return "an error after a time-out"  # a collective needs all ranks, and every group has a time-out
+
+
+@prediction(
+    "join.equal",
+    "After how many of its seven iterations does rank 2 have the parameters of plain AdamW?",
+    unit="iterations",
+)
+def _equal_on_rank_2() -> float:
+    return BATCHES[2]  # all: shadows step with the gradients and the options of the others

@@ -1,0 +1,201 @@
+"""Grade a whole notebook as it stands in its file: what `zero-ref check notebooks/03_partition.ipynb` does.
+
+Each exercise runs by itself, in a process of its own: the notebook's cell of imports, the cell with the
+reader's function, the check. A cell that fails, hangs or ends its process harms no other exercise.
+
+It runs code from the file with the rights of whoever calls it: open only notebooks that you would run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import zero_ref
+from zero_ref.lab.patience import patience
+from zero_ref.simulator._records import read_json
+from zero_ref_course import ExerciseFailed, StillTheStub, grade
+
+
+class ExerciseCells(NamedTuple):
+    """An exercise in a notebook: its name, that of the reader's function, and the source of its cells."""
+
+    exercise: str
+    function: str
+    setup: str
+    stub: str
+    solution: str
+
+    def define(self, source: str) -> Callable[..., Any]:
+        """The function, after the setup cell and then `source` ran in a namespace of their own.
+
+        Raises:
+            ExerciseFailed: a cell raises, or does not define the function.
+        """
+        namespace: dict[str, Any] = {"__name__": "__main__"}  # as in a notebook: it travels to ranks by value
+        _run_cell(self.setup, "the setup cell", namespace)
+        _run_cell(source, "its cell", namespace)
+        if self.function not in namespace:
+            raise ExerciseFailed(f"its cell does not define {self.function}.")
+        return namespace[self.function]
+
+
+class ExerciseResult(NamedTuple):
+    """How one exercise of a notebook went."""
+
+    exercise: str
+    passed: bool
+    message: str
+
+
+def check_notebook(path: str | Path, seconds: float = 120.0) -> list[ExerciseResult]:
+    """Grade every exercise of a notebook, with the reader's cells as they are in the file.
+
+    >>> check_notebook("notebooks/03_partition.ipynb")[0]                                # doctest: +SKIP
+    ExerciseResult(exercise='partition.largest_first', passed=False, message='largest_first is still ...')
+
+    Args:
+        seconds: for each exercise, the start of its process included, times `patience()`; then it is ended.
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a notebook.
+    """
+    notebook, seconds = Path(os.path.realpath(path)), seconds * patience()
+    return [
+        ExerciseResult(cells.exercise, *_grade_alone(notebook, number, seconds))
+        for number, cells in enumerate(exercises_in(path))
+    ]
+
+
+def exercises_in(path: str | Path) -> list[ExerciseCells]:
+    """The exercises of a notebook, in its order.
+
+    The function is in the last cell tagged `exercise` before the one tagged `check`, which names both; a
+    cell tagged `solution` follows. The imports are the first code cell but the one tagged `install`, which
+    whoever runs this has no need of. Tags survive editors that write new cell ids.
+
+    Raises:
+        OSError, ValueError: as in `check_notebook`.
+    """
+    cells = [cell for cell in read_notebook(path)["cells"] if cell["cell_type"] == "code"]
+    code = [("".join(cell["source"]), tags) for cell in cells if "install" not in (tags := tags_of(cell))]
+    found: list[ExerciseCells] = []
+    stub = ""
+    for source, tags in code:
+        if "exercise" in tags:
+            stub = source
+        elif "check" in tags and (call := re.search(r"""check\(\s*["']([\w.]+)["'],\s*(\w+)\s*\)""", source)):
+            found.append(ExerciseCells(call[1], call[2], setup=code[0][0], stub=stub, solution=""))
+        elif "solution" in tags and found:
+            found[-1] = found[-1]._replace(solution=source)
+    return found
+
+
+def read_notebook(path: str | Path) -> dict[str, Any]:
+    """What is in the file of a notebook: `cells` with type, source and metadata, and whatever else.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a notebook.
+    """
+    try:
+        notebook = read_json(path)
+        for cell in notebook["cells"]:
+            source, tags = cell["source"], cell["metadata"].get("tags", [])
+            texts = [cell["cell_type"], *([source] if isinstance(source, str) else list[str](source))]
+            if not (isinstance(tags, list) and all(isinstance(text, str) for text in (*texts, *tags))):
+                raise TypeError("a source or tags that are not text")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f": {error}" if isinstance(error, ValueError) else ""
+        raise ValueError(f"{path} is not a Jupyter notebook (format 4){why}.") from None
+    return dict(notebook)
+
+
+def tags_of(cell: dict[str, Any]) -> list[str]:
+    """The tags of a cell."""
+    return list(cell["metadata"].get("tags", ()))
+
+
+def _run_cell(source: str, name: str, namespace: dict[str, Any]) -> None:
+    lines = [line for line in source.splitlines(keepends=True) if not line.startswith(("%", "!"))]
+    file = f"<{name}>"
+    linecache.cache[file] = (len(source), None, lines, file)  # what error messages quote
+    try:
+        exec(compile("".join(lines), file, "exec", dont_inherit=True), namespace)
+    except Exception as error:
+        advice = ""
+        if isinstance(error, NameError) and name == "its cell":
+            advice = " Besides this cell only the notebook's cell of imports is run."
+        raise ExerciseFailed(f"{name} raises {type(error).__name__}: {error}.{advice}") from None
+
+
+# ---------------------------------------------------------------------------------- a process for each
+
+
+def _grade_alone(notebook: Path, number: int, seconds: float) -> tuple[bool, str]:
+    """Whether the exercise of that number passed, and what there is to say."""
+    with tempfile.TemporaryDirectory(prefix="zero_ref-check-") as folder:
+        result, errors = Path(folder, "result.json"), Path(folder, "errors.txt")
+        arguments = [str(notebook), str(number), str(result)]
+        with errors.open("wb") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import _main; _main()", *arguments],
+                cwd=notebook.parent,  # where Jupyter runs it
+                env=os.environ | {"PYTHONPATH": import_path()},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,  # so that all it starts can be ended together
+            )
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                return False, f"it did not end within {seconds:g} s, and was ended."
+            finally:
+                _end(process)
+        if result.exists():
+            passed, message = json.loads(result.read_text(encoding="utf-8"))
+            return passed, message
+        last = errors.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+    ended = f"its process ended with code {process.returncode} before the check did"
+    return False, f"{ended}: {last}" if last else f"{ended}."
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End it and what it started; what has ended already is left alone."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
+
+
+def import_path() -> str:
+    """A PYTHONPATH for a process in another folder: both packages, and what this process was given."""
+    packages = [str(Path(file).parents[1]) for file in (zero_ref.__file__, __file__)]
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join(dict.fromkeys(map(os.path.abspath, [*packages, *given])))
+
+
+def _main() -> None:
+    """In the process of one exercise: grade it, and write down how it went."""
+    notebook, number, result = sys.argv[1:]
+    cells = exercises_in(notebook)[int(number)]
+    try:
+        passed, message = True, grade(cells.exercise, cells.define(cells.stub))
+    except (ExerciseFailed, StillTheStub) as error:
+        passed, message = False, str(error)
+    except Exception as error:
+        passed, message = False, f"the check itself failed: {type(error).__name__}: {error}"
+    Path(result).write_text(json.dumps([passed, message]), encoding="utf-8")

@@ -1,0 +1,468 @@
+"""Chapter 14's graders: a link beside the true one, a design and its bill, a doubling too many.
+
+`Job`, `Design` and `bill_of` are for readers too: what a run is asked to be, what they choose, what it costs.
+`as_first_priced` is what the first version of the simulator would have said.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+
+from zero_ref.lab import ranks
+from zero_ref.lab.pieces import time_collectives
+from zero_ref.simulator import spread
+from zero_ref.simulator.activations import CHECKPOINTING
+from zero_ref.simulator.calibrate import NoRateError, Sample, fit
+from zero_ref.simulator.cluster import Cluster, Link, cluster
+from zero_ref.simulator.models import MODELS
+from zero_ref.simulator.play import play
+from zero_ref.simulator.published import Run, published
+from zero_ref.simulator.recipe import RECIPES
+from zero_ref.simulator.scenario import Scenario, SimulatedRun
+from zero_ref.simulator.validation import compare, scenario_of
+from zero_ref_course import Answer, exercise, shown
+from zero_ref_course.predictions import prediction
+
+Point = tuple[float, float]
+"""Bytes of a message, and the milliseconds that it took."""
+
+# ------------------------------------------------------------------------------- the first version's prices
+
+SHARES = {"H100": 0.40, "A100": 0.45}
+"""What the first version took for the speed of a GPU's kernels: the share of the peak that whole published
+runs reach. Sources: arXiv:2407.21783, table 4 (38 to 43%); arXiv:2104.04473, table 1 (44 to 52%)."""
+
+
+FIRST_GB = {"titan-8b-8": 95.8, "titan-8b-8-32k": 48.0}
+"""What the first version said of the memory of two published runs, in 10^9 bytes. It counted activations by
+another formula, which is gone."""
+
+
+def with_one_share(machines: Cluster, reached: float) -> Cluster:
+    """All that is computed at one share of the peak, and links at the rate of the data sheet.
+
+    >>> one = with_one_share(cluster("h100-ib"), 0.4)
+    >>> one.device.reached, one.within.reached, one.device.memory_reached
+    (0.4, 1.0, None)
+    """
+    device = replace(
+        machines.device, reached=reached, product_passes=0.0, attention_reached=None, memory_reached=None
+    )
+    within, between = (replace(link, reached=1.0) for link in (machines.within, machines.between))
+    return replace(machines, device=device, within=within, between=between)
+
+
+def as_first_priced(run: Run) -> SimulatedRun:
+    """A published run as the first version of this simulator priced it.
+
+    >>> from zero_ref.simulator.published import published
+    >>> round(as_first_priced(published().run("titan-8b-8")).tokens_per_second / 8)
+    6425
+
+    Raises:
+        ValueError: its GPU is not in SHARES.
+    """
+    usual = scenario_of(run)
+    name = usual.cluster.device.name
+    share = next((share for known, share in SHARES.items() if known in name), None)
+    if share is None:
+        raise ValueError(f"{run.id} ran on {name}; the first version is known for {', '.join(SHARES)}.")
+    return Scenario(
+        usual.architecture,
+        with_one_share(usual.cluster, share),
+        run.ranks,
+        batch=run.batch,
+        sequence=run.sequence,
+        checkpointing="full" if run.checkpointing == "full" else "selective",  # it knew no other way
+    ).run(run.strategy)
+
+
+# ---------------------------------------------------------------------------------------- 14.1 the link
+
+LINKS = [  # microseconds, GB/s, and which of the sorted points is an outlier
+    (50.0, 2.0, -1),
+    (300.0, 1.5, 0),
+    (15.0, 25.0, 13),
+]
+NOISE = 0.04
+LATENCY_TOLERANCE, BANDWIDTH_TOLERANCE = 0.2, 0.15
+"""Three repeats of nine sizes with 4% of noise leave a few percent open; a method that is misled misses by
+more than half."""
+
+SIZES = tuple(1024 * kib for kib in (1, 4, 64, 1024, 4096, 8192, 16384, 32768, 65536))
+"""Many of them large: a method that makes errors in ms small then hears little of the latency."""
+
+
+def points_of(latency_us: float, gb_per_s: float, outlier: int, seed: int) -> list[Point]:
+    """What somebody might have measured on a link: three repeats of each size, shuffled, one of them late.
+
+    >>> points = points_of(50, 2, outlier=-1, seed=0)
+    >>> len(points), max(points)[0] == SIZES[-1]
+    (27, True)
+    """
+    draw, link = random.Random(seed), Link(latency_us, gb_per_s)
+    points = [
+        (float(size), link.ms(1, size) * draw.lognormvariate(0, NOISE)) for size in SIZES for _ in "123"
+    ]
+    nbytes, ms = points[outlier]
+    points[outlier] = (nbytes, 6 * ms)  # another program ran
+    draw.shuffle(points)
+    return points
+
+
+@exercise("scale.fit_link", on_ranks=True)
+def fit_link(answer: Answer) -> str:
+    """The latency and bandwidth that explain points: of three known links, and of messages really sent."""
+    for seed, (latency_us, gb_per_s, outlier) in enumerate(LINKS):
+        points = points_of(latency_us, gb_per_s, outlier, seed)
+        fitted = _fitted(answer, points)
+        _check_link(answer.name, points, fitted, Link(latency_us, gb_per_s))
+    real, ours = _messages_and_link()
+    theirs = _fitted(answer, real)
+    error, ours_error = _mean_error(theirs, real), _mean_error(ours, real)
+    # Both are lines through the same points, so how noisy the machine was does not matter.
+    assert error <= 1.3 * ours_error + 0.05, (
+        f"{len(real)} broadcasts on 2 real ranks: {answer.name} returned {_as_text(theirs)}, which misses "
+        f"them by {error:.0%} on average. {_as_text(ours)} misses them by {ours_error:.0%}. Real times have "
+        "outliers too: let no single point decide."
+    )
+    return f"{len(LINKS)} links with an outlier each, and {len(real)} broadcasts on real ranks"
+
+
+def _messages_and_link(rounds: int = 5, attempts: int = 3) -> tuple[list[Point], Link]:
+    """Broadcasts between two real ranks, and a link that explains them.
+
+    On a busy machine large ones may take no longer than small ones: then more are sent.
+    """
+    timed = ranks.run(time_collectives, 2, SIZES[:6], rounds, ("broadcast",))[0]
+    real = [(float(one.nbytes), one.ms) for one in timed]
+    try:
+        return real, fit("broadcast", [Sample(1, nbytes, ms) for nbytes, ms in real], resamples=0).link
+    except NoRateError:
+        if attempts <= 1:
+            raise
+    return _messages_and_link(2 * rounds, attempts - 1)
+
+
+def _fitted(answer: Answer, points: Sequence[Point]) -> Link:
+    returned = answer(list(points))
+    is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
+    is_pair = is_pair and all(isinstance(one, Real) and math.isfinite(float(one)) for one in returned)
+    assert is_pair, (
+        f"{answer.name} of {len(points)} points returned {shown(returned)}. Return two numbers: the latency "
+        "in microseconds, the bandwidth in GB/s."
+    )
+    latency_us, gb_per_s = (float(one) for one in returned)
+    assert gb_per_s > 0, f"{answer.name} returned a bandwidth of {gb_per_s:g} GB/s. It is above 0."
+    assert latency_us >= 0, (
+        f"{answer.name} returned a latency of {latency_us:.3g} us. No message takes less than no time: the "
+        "largest messages decided, whose errors in ms exceed any latency. Make relative errors small."
+    )
+    return Link(latency_us, gb_per_s)
+
+
+def _check_link(name: str, points: Sequence[Point], fitted: Link, true: Link) -> None:
+    latency_off = fitted.latency_us / true.latency_us - 1
+    bandwidth_off = fitted.gb_per_s / true.gb_per_s - 1
+    if abs(latency_off) <= LATENCY_TOLERANCE and abs(bandwidth_off) <= BANDWIDTH_TOLERANCE:
+        return
+    said = (
+        f"{name} of {len(points)} points returned {_as_text(fitted)}. They were made with {_as_text(true)}, "
+        f"{NOISE:.0%} of noise and one outlier."
+    )
+    for factor, unit in ((1e-3, "milliseconds"), (1e3, "nanoseconds"), (1e-6, "seconds")):
+        assert not math.isclose(fitted.latency_us, factor * true.latency_us, rel_tol=0.3), (
+            f"{said} That latency is right in {unit}. Return microseconds."
+        )
+    for factor, unit in ((1e3, "MB/s"), (1e6, "bytes a millisecond"), (1e9, "bytes a second")):
+        assert not math.isclose(fitted.gb_per_s, factor * true.gb_per_s, rel_tol=0.3), (
+            f"{said} That bandwidth is right in {unit}. Return GB/s."
+        )
+    small, large = min(points)[0], max(points)[0]
+    assert fitted.latency_us > 0, (
+        f"{said} Without a latency, {small:g} bytes would take {fitted.ms(1, small):.2g} ms; they took "
+        f"{true.ms(1, small):.2g} ms. A message costs time before its first byte: "
+        "time = latency + bytes / bandwidth."
+    )
+    if abs(bandwidth_off) > BANDWIDTH_TOLERANCE:
+        raise AssertionError(
+            f"{said} Your link needs {fitted.ms(1, large):.3g} ms for {large:,.0f} bytes, the true one "
+            f"{true.ms(1, large):.3g} ms. Did the outlier decide? Use all points, and let none of them count "
+            "for much more than the others."
+        )
+    raise AssertionError(
+        f"{said} The bandwidth is right and the latency is not: your link needs {fitted.ms(1, small):.3g} ms "
+        f"for {small:,.0f} bytes, the true one {true.ms(1, small):.3g} ms. In ms the largest messages have "
+        "the largest errors, and small ones, which know the latency, hardly count. Make relative errors "
+        "small."
+    )
+
+
+def _mean_error(link: Link, points: Sequence[Point]) -> float:
+    return sum(abs(link.ms(1, nbytes) / ms - 1) for nbytes, ms in points) / len(points)
+
+
+def _as_text(link: Link) -> str:
+    return f"{link.latency_us:.3g} us and {link.gb_per_s:.3g} GB/s"
+
+
+# ------------------------------------------------------------------------------------ 14.2 the design
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that somebody wants: each iteration trains on so many sequences, divided among the ranks.
+
+    Args:
+        model: one of `models.MODELS`.
+        cluster: one of `cluster.CLUSTERS`; as many of its GPUs as you like.
+        sequences: of one iteration, on all ranks together.
+        length: tokens of each.
+        longest_s: seconds that an iteration may take.
+        most_gpu_hours: that it may cost: ranks times hours.
+    """
+
+    model: str
+    cluster: str
+    sequences: int
+    length: int
+    longest_s: float
+    most_gpu_hours: float
+
+
+@dataclass(frozen=True)
+class Design:
+    """What you choose.
+
+    Args:
+        ranks: a divisor of the job's sequences.
+        strategy: one of DESIGNED.
+        checkpointing: one of `activations.CHECKPOINTING`.
+        prefetch: of stage 3, how many blocks ahead parameters are gathered.
+    """
+
+    ranks: int
+    strategy: str
+    checkpointing: str = "none"
+    prefetch: int = 1
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a design costs.
+
+    Args:
+        fits: None if it is undecided: the device's memory lies in the interval around the prediction.
+    """
+
+    memory_gb: float
+    fits: bool | None
+    step_s: float
+    gpu_hours: float
+
+
+DESIGNED = ("ddp", "zero-even", "zero-2", "zero-3")
+
+
+def bill_of(job: Job, design: Design) -> Bill:
+    """Memory, time and GPU-hours of an iteration. A second or so for a trillion parameters.
+
+    >>> job = Job("llama3-8b", "h100-ib", sequences=64, length=2048, longest_s=9, most_gpu_hours=1)
+    >>> bill = bill_of(job, Design(64, "zero-3", "full"))
+    >>> bill.fits, bill.gpu_hours == 64 * bill.step_s / 3600
+    (True, True)
+
+    Raises:
+        ValueError: the design is none, or leaves a rank without a sequence.
+    """
+    _check_design(job, design)
+    run = Scenario(
+        MODELS[job.model],
+        cluster(job.cluster),
+        design.ranks,
+        batch=job.sequences // design.ranks,
+        sequence=job.length,
+        checkpointing=design.checkpointing,
+        prefetch=design.prefetch,
+    ).run(design.strategy)
+    step_s = run.iteration_ms / 1e3
+    return Bill(run.peak_bytes / 1e9, run.fits, step_s, design.ranks * step_s / 3600)
+
+
+def _check_design(job: Job, design: Design) -> None:
+    if design.strategy not in DESIGNED or design.checkpointing not in CHECKPOINTING:
+        raise ValueError(
+            f"{design}: strategy is one of {', '.join(DESIGNED)}, checkpointing one of "
+            f"{', '.join(CHECKPOINTING)}."
+        )
+    if not isinstance(design.ranks, int) or design.ranks < 1 or design.prefetch not in (0, 1, 2):
+        raise ValueError(f"{design}: ranks is a whole number of 1 or more, prefetch 0, 1 or 2.")
+    if job.sequences % design.ranks:
+        raise ValueError(
+            f"{job.sequences:,} sequences cannot be divided among {design.ranks:,} ranks: each takes whole "
+            "sequences, as many as the others."
+        )
+
+
+JOBS = (
+    Job("zero-1t", "h100-ib", sequences=2048, length=2048, longest_s=70, most_gpu_hours=37),
+    Job("llama3-70b", "a100-ethernet", sequences=1024, length=2048, longest_s=40, most_gpu_hours=2.5),
+)
+"""A trillion parameters, which surely fit in one way only; 70 billion on a slow network."""
+
+
+@exercise("scale.design", seconds=60)
+def design(answer: Answer) -> str:
+    """Ranks, strategy, checkpointing and prefetch that fit in memory, in time and in a budget."""
+    bills = []
+    for job in JOBS:
+        chosen = answer(job)
+        call = f"{answer.name}({job.model} on {job.cluster}) returned {shown(chosen)}"
+        assert isinstance(chosen, Design), f"{call}. Return a Design."
+        try:
+            bill = bill_of(job, chosen)
+        except ValueError as error:
+            raise AssertionError(f"{call}. {error}") from None
+        _check_bill(f"{call}:", job, chosen, bill)
+        bills.append(f"{job.model} on {chosen.ranks:,} ranks, {bill.memory_gb:.0f} GB, {bill.step_s:.0f} s")
+    return "; ".join(bills)
+
+
+def _check_bill(call: str, job: Job, chosen: Design, bill: Bill) -> None:
+    if bill.fits is not True:
+        room = cluster(job.cluster).device.memory_gb or math.inf
+        why = "More ranks hold less each."
+        if RECIPES[chosen.strategy].stage < 3:
+            why = "Stages before the third keep all parameters on every rank."
+        elif chosen.checkpointing != "full" and bill_of(job, replace(chosen, checkpointing="full")).fits:
+            why = "Activations do not shrink when state is divided. Checkpointing helps."
+        elif chosen.prefetch and bill_of(job, replace(chosen, checkpointing="full", prefetch=0)).fits:
+            why = "What is gathered ahead takes memory, and time is left."
+        verdict = "it does not fit in memory" if bill.fits is False else "whether it fits is undecided"
+        least, most = (nbytes / 1e9 for nbytes in spread.MEMORY.around(bill.memory_gb * 1e9))
+        raise AssertionError(
+            f"{call} {verdict}. A rank needs {bill.memory_gb:,.1f} GB by prediction, {least:,.0f} to "
+            f"{most:,.0f} GB with its error, and has {room:.1f} GB. {why}"
+        )
+    assert bill.step_s <= job.longest_s, (
+        f"{call} it is too slow. An iteration takes {bill.step_s:.1f} s, "
+        f"{bill.step_s - job.longest_s:.1f} s more than the {job.longest_s:g} s allowed. With more ranks "
+        "each computes less."
+    )
+    assert bill.gpu_hours <= job.most_gpu_hours, (
+        f"{call} it costs too much. An iteration takes {bill.gpu_hours:.2f} GPU-hours, "
+        f"{bill.gpu_hours / job.most_gpu_hours - 1:.0%} over the {job.most_gpu_hours:g} allowed. GPUs that "
+        "wait for the network are paid too: with fewer ranks, or prefetching, less is exposed."
+    )
+
+
+# --------------------------------------------------------------------------- 14.3 one doubling too many
+
+CASES = (("gpt2-xl", "h100-ib", 1024), ("gpt2-xl", "a100-ethernet", 1024), ("gpt2", "rtx4090-10gbe", 512))
+"""Models, clusters, and the sequences of an iteration."""
+
+
+@exercise("scale.largest_number_that_helps", seconds=60)
+def largest_number_that_helps(answer: Answer) -> str:
+    """Of 1, 2, 4 ... ranks the last that still make an iteration shorter, its sequences divided."""
+    for model, name, sequences in CASES:
+        scenario = Scenario(MODELS[model], cluster(name), 1)
+        times = {n: step_ms(scenario, n, sequences // n) for n in _powers(sequences)}
+        right = _last_that_helps(times)
+        chosen = answer(scenario, sequences)
+        call = f"{answer.name}({model}, {name}, {sequences:,} sequences) returned {shown(chosen)}"
+        assert chosen in times, f"{call}. Return one of 1, 2, 4 ... {sequences:,}."
+        if chosen == right:
+            continue
+        weak = {n: step_ms(scenario, n, sequences) for n in _powers(sequences)}
+        assert chosen != min(weak, key=lambda n: weak[n]), (
+            f"{call}. With a fixed number of sequences on each rank no more ranks make an iteration shorter. "
+            "Here the sequences are divided: each of N ranks computes 1/N of them."
+        )
+        if chosen > right:
+            raise AssertionError(
+                f"{call}: {times[chosen]:.1f} ms an iteration, and {right:,} ranks take {times[right]:.1f} "
+                "ms. The last doubling saved less than a tenth: there is hardly anything left to "
+                "compute, and each message passes through more ranks."
+            )
+        raise AssertionError(
+            f"{call}: {times[chosen]:.1f} ms an iteration. Twice as many ranks take {times[2 * chosen]:.1f} "
+            "ms, at least a tenth less, so adding GPUs still helps, though they wait more and more."
+        )
+    return ", ".join(f"{model} on {name}" for model, name, _ in CASES)
+
+
+def step_ms(scenario: Scenario, ranks: int, batch: int) -> float:
+    """Milliseconds of an iteration under zero-even, without looking at memory.
+
+    >>> scenario = Scenario(MODELS["gpt2"], cluster("h100-ib"), 1)
+    >>> step_ms(scenario, 8, batch=1) < step_ms(scenario, 8, batch=2)
+    True
+    """
+    one = replace(scenario, world_size=ranks, batch=batch)
+    return play(one.schedule("zero-even"), one.cluster, one.workload_of("zero-even")).iteration_ms
+
+
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+
+
+def _last_that_helps(times: dict[int, float]) -> int:
+    best = 1
+    while 2 * best in times and times[2 * best] <= 0.9 * times[best]:
+        best *= 2
+    return best
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+SIX = (
+    "titan-8b-8",
+    "titan-a100-8b-op",
+    "titan-a100-70b-full",
+    "gpt-175b-384",
+    "gpt-175b-768",
+    "gpt-175b-1536",
+)
+"""Published runs that the first version priced."""
+
+
+@prediction(
+    "scale.furthest",
+    "Which of its six answers is furthest off?",
+    choices=SIX,
+)
+def _furthest() -> str:
+    def off(name: str) -> float:
+        run = published().run(name)
+        rate = as_first_priced(run).tokens_per_second / run.ranks
+        return abs(math.log(rate / compare(run)[0].published))
+
+    return max(SIX, key=off)
+
+
+@prediction(
+    "scale.trillion",
+    "The trillion under stage 3, on 1,024 GPUs: does it fit?",
+    choices=("fits", "undecided", "does not fit"),
+)
+def _trillion_fits() -> str:
+    trillion = Scenario(
+        MODELS["zero-1t"], cluster("h100-ib"), 1024, batch=1, sequence=2048, checkpointing="full"
+    )
+    return {True: "fits", None: "undecided", False: "does not fit"}[trillion.run("zero-3").fits]
+
+
+@prediction(
+    "scale.latency",
+    "GPT-2 XL under stage 3, 1,024 ranks, four times the latency: how many times as long is an iteration?",
+    unit="times",
+)
+def _four_times_the_latency() -> float:
+    lean = Scenario(MODELS["gpt2-xl"], cluster("h100-ib"), 1024, batch=1, sequence=1024)
+    late = replace(lean, cluster=lean.cluster.with_links(latency=4))
+    return late.run("zero-3").iteration_ms / lean.run("zero-3").iteration_ms

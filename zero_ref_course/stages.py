@@ -1,0 +1,418 @@
+"""Chapter 13's graders: bytes beside the simulator and real ranks, hiding gathers, the order of stage 3."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
+from zero_ref.lab import ranks
+from zero_ref.lab.meter import bytes_sent_by, recording_distributed
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.calls import Call
+from zero_ref.plan.partition import ParamSpec
+from zero_ref.simulator.cluster import Cluster, Device, Link, cluster
+from zero_ref.simulator.ledger import itemsize_of
+from zero_ref.simulator.models import MODELS, blocks, shapes, specs
+from zero_ref.simulator.play import Played, play
+from zero_ref.simulator.price import Workload
+from zero_ref.simulator.scenario import Scenario
+from zero_ref.simulator.schedule import Schedule, schedule
+from zero_ref.simulator.traffic import BACKENDS
+from zero_ref_course import Answer, call_text, exercise, shown
+from zero_ref_course.predictions import prediction
+
+# -------------------------------------------------------------------------- 13.1 the bytes that a rank sends
+
+STRATEGY_OF_STAGE = {0: "ddp", 1: "zero-even", 2: "zero-2", 3: "zero-3"}
+WIDTH, LAYERS = 512, 4
+OF_AGREEMENT = 1e-3
+"""Stage 2 also sends four bytes for each parameter, to count on how many ranks that had a gradient."""
+
+
+@exercise("stages.volume", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
+def volume(answer: Answer) -> str:
+    """Bytes that a rank sends in an iteration: the simulator's, then counted on real connections."""
+    count = 0
+    for numel, dtype in ((2**16, "float32"), (2**20, "bfloat16")):
+        for world_size in (8, 2, 64, 1):
+            for backend in BACKENDS:
+                for stage, strategy in STRATEGY_OF_STAGE.items():
+                    plan = _of_equal_blocks(strategy, numel // 4, dtype, world_size)
+                    expected = plan.wire_bytes(backend) / world_size
+                    size = itemsize_of(dtype)
+                    _compare_volume(answer, (stage, numel, size, world_size, backend), expected)
+                    count += 1
+    for numel, world_size in answer.drawn(lambda rng: (2 ** rng.randint(14, 26), 2 ** rng.randint(1, 8))):
+        for backend in BACKENDS:
+            for stage, strategy in STRATEGY_OF_STAGE.items():
+                plan = _of_equal_blocks(strategy, numel // 4, "float32", world_size)
+                expected = plan.wire_bytes(backend) / world_size
+                _compare_volume(answer, (stage, numel, 4, world_size, backend), expected)
+    counted = ranks.run(_sent_in_each_stage, 2, timeout=60.0, backend="gloo")
+    for stage in STRATEGY_OF_STAGE:
+        sent = [of_rank[stage] for of_rank in counted]
+        if None in sent:
+            return f"{count} cases as simulated; this system has no counters to check it on real ranks"
+        of_rank = mean(nbytes or 0 for nbytes in sent)
+        arguments = (stage, LAYERS * WIDTH**2, 4, 2, "gloo")
+        theirs = answer(*arguments)
+        # Headers of messages, and the barriers around an iteration: some hundred bytes of 4 MB.
+        assert abs(theirs - of_rank) <= 0.01 * of_rank, (
+            f"{call_text(answer.name, *arguments)} returned {shown(theirs)}, and two real ranks sent "
+            f"{of_rank:,.0f} bytes each."
+        )
+    return f"{count} cases as simulated, and 4 stages within 1% of what two real ranks sent"
+
+
+def _of_equal_blocks(strategy: str, numel: int, dtype: str, world_size: int, count: int = 4) -> Schedule:
+    """A model of equal blocks and nothing else."""
+    params = [ParamSpec(numel, dtype)] * count
+    blocks = [[], *([number] for number in range(count))]  # the first is the root's
+    return schedule(strategy, params, world_size, blocks=blocks if strategy == "zero-3" else None)
+
+
+def _compare_volume(answer: Answer, arguments: tuple[int, int, int, int, str], expected: float) -> None:
+    theirs = answer(*arguments)
+    call = f"{call_text(answer.name, *arguments)} returned {shown(theirs)}"
+    is_size = isinstance(theirs, (int, float)) and math.isfinite(theirs) and theirs >= 0
+    assert is_size, f"{call}. It must return a number of bytes, 0 or more."
+    assert _is_close(theirs, expected), (
+        f"{call}, and it is {expected:,.0f}. {_mistake_in_volume(theirs, expected, *arguments)}"
+    )
+
+
+def _is_close(theirs: float, expected: float) -> bool:
+    return math.isclose(theirs, expected, rel_tol=OF_AGREEMENT, abs_tol=1e-6)
+
+
+def _mistake_in_volume(
+    theirs: float, expected: float, stage: int, numel: int, itemsize: int, world_size: int, backend: str
+) -> str:
+    """What may have been forgotten. A `once` is what a rank sends to move the model one time."""
+    whole = float(numel * itemsize)
+    once = whole * (world_size - 1) / world_size
+    if world_size == 1:
+        return "One rank has nobody to send to."
+    if _is_close(theirs * itemsize, expected):
+        return f"These are elements. Each has {itemsize} bytes."
+    if _is_close(theirs, expected * world_size):
+        return "These are the bytes of all ranks together. The question is what one rank sends."
+    if _is_close(theirs * (world_size - 1) / world_size, expected):
+        return f"Of what is reduced or gathered a rank has 1/{world_size} itself, and does not send it."
+    if backend == "gloo" and stage == 3 and _is_close(theirs, expected - once):
+        return "On Gloo a reduce-scatter is an all-reduce inside: it moves everything twice."
+    if stage == 3 and theirs < expected and _is_close(theirs, expected - once):
+        return "A block is let go after its forward. What does its backward need?"
+    if stage == 3 and theirs > expected and _is_close(theirs, expected + once):
+        return "Only Gloo makes an all-reduce of a reduce-scatter. This is NCCL."
+    if stage == 1 and _is_close(theirs, expected - once):
+        return "At stage 1 every rank still gets all averaged gradients: an all-reduce moves them twice."
+    if stage == 2 and _is_close(theirs, expected + once):
+        return "At stage 2 gradients are reduced to shares, which is half of an all-reduce."
+    times = theirs / once
+    return f"Yours is {times:.3g} times Ψ (N-1)/N. What is reduced, what is gathered, how often?"
+
+
+def _sent_in_each_stage() -> dict[int, int | None]:
+    """On a rank: what it sends in an iteration of each stage."""
+    return {stage: _sent(stage) for stage in STRATEGY_OF_STAGE}
+
+
+def _sent(stage: int) -> int | None:
+    model = _tower([WIDTH] * (LAYERS + 1))
+    wrapped: nn.Module = model
+    optimizer: torch.optim.Optimizer
+    if stage == 3:
+        _shard(model, model)
+        optimizer = torch.optim.AdamW(model.parameters())
+    elif stage == 0:
+        wrapped, optimizer = DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
+    else:
+        optimizer = zero = ZeroRedundancyOptimizer(
+            model.parameters(),
+            torch.optim.AdamW,
+            partition="even" if stage == 1 else "equal_shares",
+            parameters_as_bucket_view=True,
+        )
+        wrapped = DistributedDataParallel(model) if stage == 1 else ShardedDataParallel(model, zero)
+    iteration = _iteration(wrapped, optimizer)
+    iteration()  # after the first one DDP makes its buckets anew
+    return bytes_sent_by(iteration)
+
+
+def _shard(model: nn.Module, blocks: nn.Sequential) -> None:
+    # These take seconds to import, which who asks for the names of exercises need not wait for.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    # Gloo's ranks compute on the CPU. Left to itself, fully_shard takes a GPU where there is one.
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in (*blocks, model):
+        fully_shard(unit, mesh=mesh)
+
+
+def _tower(widths: Sequence[int]) -> nn.Sequential:
+    """Layers that each begin a unit of their own; what is not a layer has no parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(widths)))
+
+
+def _iteration(model: nn.Module, optimizer: torch.optim.Optimizer, width: int = WIDTH) -> Callable[[], None]:
+    inputs = torch.ones(2, width)
+
+    def iteration() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    return iteration
+
+
+# ------------------------------------------------------------------------------------------ 13.2 break-even
+
+
+class Setting(NamedTuple):
+    """What the reader's function is given: a device, a link, the parameters of a block, ranks."""
+
+    tflops: float
+    gb_per_s: float
+    latency_us: float
+    numel: int
+    world_size: int
+
+
+SETTINGS = [
+    Setting(400.0, 50.0, 0.0, 10**9, 64),
+    Setting(400.0, 50.0, 0.0, 10**9, 2),
+    Setting(140.0, 25.0, 10.0, 30 * 10**6, 256),
+    Setting(400.0, 450.0, 3.0, 2 * 10**8, 8),
+    Setting(74.0, 1.25, 30.0, 7 * 10**6, 16),
+    Setting(400.0, 450.0, 60.0, 2 * 10**7, 2),
+]
+"""Only bytes, on many ranks and on two; a latency that counts as much; fast; slow; mostly latency."""
+
+CLOSE = 0.02
+BLOCKS = 6
+
+
+@exercise("stages.break_even", forbids=("zero_ref.simulator.play.play",))
+def break_even(answer: Answer) -> str:
+    """The fewest tokens a rank with which nothing of stage 3 is exposed that could be hidden."""
+    for setting in SETTINGS + answer.drawn(_drawn_setting, 4):
+        tokens = answer(*setting)
+        call = f"{call_text(answer.name, *setting)} returned {shown(tokens)}"
+        is_number = isinstance(tokens, (int, float)) and math.isfinite(tokens) and tokens > 0
+        assert is_number, f"{call}. It must return a number of tokens above 0."
+        least_ms = _played(setting, 10**9).timeline().exposed_ms
+        enough, fewer = (_played(setting, n) for n in (math.ceil(tokens * (1 + CLOSE)), _just_below(tokens)))
+        forward_ms, gather_ms = _of_a_block(_played(setting, max(1, round(tokens))))
+        per_block = f"a block's forward then takes {forward_ms:.3g} ms, and its gather {gather_ms:.3g} ms"
+        assert _is_least(enough, least_ms), (
+            f"{call}: too few, {per_block}. In the simulator {enough.timeline().exposed_ms:.3g} ms of an "
+            f"iteration of {BLOCKS} blocks are exposed, where more tokens leave {least_ms:.3g}. "
+            f"{_what_is_missing(tokens, setting)}"
+        )
+        assert not _is_least(fewer, least_ms), (
+            f"{call}: more than needed, {per_block}. With {_just_below(tokens)} tokens no more is exposed. "
+            f"{_what_is_missing(tokens, setting)}"
+        )
+    return f"{len(SETTINGS)} clusters: the fewest tokens, to within {CLOSE:.0%}, that hide every gather"
+
+
+def _drawn_setting(rng: random.Random) -> Setting:
+    sizes = 10**6 * rng.randint(20, 500), 2 ** rng.randint(1, 7)
+    return Setting(rng.uniform(50, 900), rng.uniform(2, 400), rng.uniform(0, 30), *sizes)
+
+
+def _just_below(tokens: float) -> int:
+    return max(0, math.floor(tokens * (1 - CLOSE)) - 1)
+
+
+def _played(setting: Setting, tokens: int) -> Played:
+    link = Link(setting.latency_us, setting.gb_per_s)
+    # All memory traffic in no time: the optimizer's step is no part of the question.
+    device = Device("a device", setting.tflops, reached=1.0, memory_gb=None, memory_gb_per_s=1e12)
+    cluster = Cluster("one link", device, setting.world_size, within=link, between=link)
+    # A number of elements that every rank has as many of.
+    numel = -(-setting.numel // setting.world_size) * setting.world_size
+    plan = _of_equal_blocks("zero-3", numel, "bfloat16", setting.world_size, BLOCKS)
+    return play(plan, cluster, Workload(tokens))
+
+
+def _of_a_block(played: Played) -> tuple[float, float]:
+    """Milliseconds of the forward of a block, and of its gather."""
+    of_label = {event.label: event.stop_ms - event.start_ms for event in played.timeline().events}
+    return of_label["forward"], of_label["gather"]
+
+
+def _is_least(played: Played, least_ms: float) -> bool:
+    return played.timeline().exposed_ms <= least_ms * (1 + 1e-6)
+
+
+def _what_is_missing(tokens: float, setting: Setting) -> str:
+    tflops, gb_per_s, latency_us, numel, n = setting
+    # The two sides of the balance: microseconds a token, and microseconds of the gather.
+    token_us = 2 * numel / (tflops * 1e6)
+    sent_us = 2 * numel * (n - 1) / n / (gb_per_s * 1e3)
+    waits_us = (n - 1) * latency_us
+    guesses = [
+        (sent_us + latency_us, "A ring has N - 1 rounds, and each of them waits for a latency."),
+        (sent_us, "A ring has N - 1 rounds, and each of them waits for a latency."),
+        (2 * numel / (gb_per_s * 1e3) + waits_us, "Of a block a rank has 1/N itself: (N-1)/N of it arrive."),
+        (
+            (sent_us + waits_us) / 2,
+            "Forward takes 2 operations a parameter and token: compare it with 1 gather.",
+        ),
+        (
+            2 * sent_us + waits_us,
+            "An element of bfloat16 has 2 bytes, and forward takes 2 operations for it.",
+        ),
+        (3 * sent_us + waits_us, "In forward there is one gather of each block, and nothing else."),
+    ]
+    for network_us, hint in guesses:
+        if math.isclose(tokens, network_us / token_us, rel_tol=CLOSE) and (waits_us or "wait" not in hint):
+            return hint
+    return "A gather hides if the block before it computes for as long."
+
+
+# ----------------------------------------------------------------------------------- 13.3 the calls in order
+
+STACKS = [[3, 5, 6, 7], [2, 4], [9, 1, 8, 3, 2, 5]]
+"""Units by their gathered elements, the root's first; the one-block model has nothing to prefetch."""
+
+
+@exercise("stages.order", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
+def order(answer: Answer) -> str:
+    """The calls of a stage 3 iteration, in the simulator and as two real ranks make them."""
+    for sizes in STACKS + answer.drawn(lambda rng: rng.sample(range(1, 50), rng.randint(2, 9))):
+        params = [ParamSpec(2 * size) for size in sizes]
+        plan = schedule("zero-3", params, 2, blocks=[[number] for number in range(len(sizes))])
+        _compare_order(answer, [8 * size for size in sizes], plan.calls)
+    sizes, recorded = ranks.run(_recorded, 2, timeout=60.0, backend="gloo")[0]
+    _compare_order(answer, sizes, recorded, " That is what two real ranks did.")
+    return f"{len(STACKS)} models as simulated, and one as two real ranks made its {len(recorded)} calls"
+
+
+class _Rooted(nn.Module):
+    """A first layer that belongs to the root, then blocks of different sizes."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.first = nn.Linear(widths[0], widths[0], bias=False)
+        self.blocks = _tower(widths)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.blocks(self.first(x))
+        return out
+
+
+def _recorded() -> tuple[list[int], list[Call]]:
+    """On a rank: bytes of each unit, and the calls of the second iteration."""
+    model = _Rooted([6, 8, 12, 4])
+    sizes = [param.nbytes for param in model.parameters()]
+    _shard(model, model.blocks)
+    iteration = _iteration(model, torch.optim.AdamW(model.parameters()), width=6)
+    iteration()
+    with recording_distributed() as calls:
+        iteration()
+    return sizes, list(calls)
+
+
+def _compare_order(answer: Answer, sizes: list[int], expected: Sequence[Call], source: str = "") -> None:
+    returned: Any = answer(list(sizes))
+    call = call_text(answer.name, sizes)
+    are_calls = isinstance(returned, (list, tuple)) and all(
+        isinstance(one, tuple) and len(one) in (2, 3) for one in returned
+    )
+    assert are_calls, (
+        f"{call} returned {shown(returned)}. It must return a list of calls, such as "
+        f'Call("all_gather", {sizes[0]}).'
+    )
+    theirs = [Call(*one) for one in returned]
+    assert theirs == list(expected), f"{call}: {_mistake_in_order(theirs, list(expected), sizes)}{source}"
+
+
+def _mistake_in_order(theirs: list[Call], expected: list[Call], sizes: list[int]) -> str:
+    def gathers(calls: list[Call]) -> list[int]:
+        return [call.nbytes for call in calls if call.op == "all_gather"]
+
+    def reductions(calls: list[Call]) -> list[int]:
+        return [call.nbytes for call in calls if call.op == "reduce_scatter"]
+
+    if any(call.op not in ("all_gather", "reduce_scatter") for call in theirs):
+        return 'Stage 3 makes two kinds of calls: "all_gather" and "reduce_scatter".'
+    if sorted(reductions(theirs)) != sorted(sizes):
+        return "The gradients of each unit, the root's too, are reduced once."
+    if gathers(theirs) == sizes:
+        return "Blocks are let go after their forward. Their backward needs them again."
+    if gathers(theirs).count(sizes[0]) > 1:
+        return "The root is not let go after forward: it is gathered once."
+    if gathers(theirs) != gathers(expected):
+        return f"Blocks should be gathered in the order {gathers(expected)}."
+    if reductions(theirs) != reductions(expected):
+        return "Gradients are ready in the order of backward: the last block first, the root at the end."
+    return (
+        "Each is there, but not in its place: in backward the next block is asked for before this one "
+        "computes, so its gather comes before the reduction of this one."
+    )
+
+
+# --------------------------------------------------------------------------------------- predictions
+
+OF_STAGE = ("stage 1", "stage 2", "stage 3")
+
+
+@prediction(
+    "stages.as_ddp",
+    "Llama 3 8B: which stage sends as many bytes as DDP, on any number of ranks?",
+    choices=(*OF_STAGE, "none"),
+)
+def _as_ddp() -> str:
+    params = specs(shapes("llama3-8b"), "bfloat16")
+    bytes_sent = {
+        stage: schedule(strategy, params, 64, blocks=blocks(params)).wire_bytes()
+        for stage, strategy in STRATEGY_OF_STAGE.items()
+    }
+    alike = [stage for stage in (1, 2, 3) if math.isclose(bytes_sent[stage], bytes_sent[0], rel_tol=1e-5)]
+    return f"stage {alike[0]}" if alike else "none"
+
+
+@prediction(
+    "stages.gathers",
+    "A GPT with three blocks and its root: how many all-gathers are in one iteration of stage 3?",
+    unit="all-gathers",
+)
+def _gathers() -> float:
+    each = [[number] for number in range(4)]
+    plan = schedule("zero-3", [ParamSpec(2**20)] * 4, 2, blocks=each)
+    return float(sum(one.op == "all_gather" for one in plan.operations))
+
+
+@prediction(
+    "stages.ahead",
+    "How much more does a rank hold at most with one unit ahead than without prefetch?",
+    unit="MB",
+)
+def _one_unit_ahead() -> float:
+    return 400 * 63 / 64  # a block, less the part that is there already
+
+
+@prediction(
+    "stages.exposes",
+    "64 ranks, 2,048 tokens on each: which stage exposes the least communication?",
+    choices=OF_STAGE,
+)
+def _exposes_least() -> str:
+    llama = Scenario(MODELS["llama3-8b"], cluster("h100-ib"), 64, sequence=2048)
+    exposed_ms = {stage: llama.run(STRATEGY_OF_STAGE[stage]).exposed_ms for stage in (1, 2, 3)}
+    return f"stage {min(exposed_ms, key=exposed_ms.__getitem__)}"

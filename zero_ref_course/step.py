@@ -1,0 +1,420 @@
+"""Chapter 4's graders: a step on real ranks, a broadcast that is lost, replicas that differ."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zero_ref.comm.collectives import Collectives
+from zero_ref.lab import virtual
+from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.plan.partition import Partition
+from zero_ref.plan.rules import even, from_lists, sorted_greedy
+from zero_ref.shard.checks import is_elementwise
+from zero_ref.simulator.traffic import traffic
+from zero_ref_course import Answer, ExerciseFailed, exercise, in_words, shown
+from zero_ref_course._company import Company, call_by_name, on_ranks
+from zero_ref_course.predictions import prediction
+
+# -------------------------------------------------------------------------------------- 4.1 write `step`
+
+STEPS = 2
+"""After one step, a parameter sent too early looks like one that was never sent. After two it does not."""
+
+WORLDS: list[tuple[int, list[tuple[int, ...]], list[int]]] = [
+    (2, [(4, 3), (3,), (3, 2), (2,)], [0, 1, 1, 1]),
+    (3, [(2,), (3, 2), (3,), (4, 3)], [2, 1, 2, 0]),
+    (3, [(6, 5), (5,)], [1, 0]),
+    (1, [(4, 3), (3,)], [0, 0]),
+]
+"""Ranks, the shapes of parameters, their owners. In the third, rank 2 owns nothing."""
+
+Ages = list[int | None]
+"""For each parameter how many steps its value is behind the plain optimizer's; None if that never had it."""
+
+
+BROADCAST_ALL = (
+    "Every rank calls the broadcast of every parameter, in the same order, also of those that it does not "
+    "own: there it receives."
+)
+
+
+class AfterStep(NamedTuple):
+    """What a rank has after a step, what it called in it, and what it has not waited for."""
+
+    ages: Ages
+    names: list[str]
+    under_way: list[str]
+
+
+@exercise("step.write_step", seconds=20.0, may_return_none=True, on_ranks=True)
+def write_step(answer: Answer) -> str:
+    """Two steps of a sharded optimizer on 1, 2 and 3 ranks, each parameter compared bit for bit."""
+    for world_size, shapes, owners in WORLDS + answer.drawn(_drawn_world, 2):
+        steps = list(zip(*on_ranks(_train_beside_plain, world_size, answer, shapes, owners), strict=True))
+        for of_ranks in steps:
+            _check_waited([after.under_way for after in of_ranks])
+        for step, of_ranks in enumerate(steps, start=1):
+            _check_ages([after.ages for after in of_ranks], owners, step)
+        for of_ranks in steps:
+            _check_only_broadcasts([after.names for after in of_ranks])
+    return f"{STEPS} steps on 1, 2 and 3 real ranks are the plain optimizer's, bit for bit"
+
+
+def _drawn_world(rng: random.Random) -> tuple[int, list[tuple[int, ...]], list[int]]:
+    count, n = rng.randint(3, 6), rng.randint(2, 3)
+    return n, [(rng.randint(1, 5), rng.randint(1, 5)) for _ in range(count)], rng.choices(range(n), k=count)
+
+
+def _train_beside_plain(
+    answer: Answer, shapes: Sequence[tuple[int, ...]], owners: list[int]
+) -> list[AfterStep]:
+    """On a rank: step with the answer and with a plain optimizer, from the same start and gradients."""
+    company = Company(says=call_by_name, advice=BROADCAST_ALL)
+    generator = torch.Generator().manual_seed(answer.seed)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    owned = [param for param, owner in zip(params, owners) if owner == dist.get_rank()]
+    local = torch.optim.Adam([{"params": owned}], lr=0.1)
+    plain = torch.optim.Adam(twins, lr=0.1)
+    values_of_twins = [[twin.detach().clone()] for twin in twins]  # the newest first
+    steps = []
+    for _ in range(STEPS):
+        for param, twin in zip(params, twins):
+            twin.grad = torch.randn(twin.shape, generator=generator)
+            param.grad = twin.grad.clone()
+        with company.watching(), in_words(f"local, params, {owners}", answer, local, params, owners):
+            answer(local, params, list(owners))
+        plain.step()
+        for twin, values in zip(twins, values_of_twins):
+            values.insert(0, twin.detach().clone())
+        ages = [_age(param, values) for param, values in zip(params, values_of_twins)]
+        steps.append(AfterStep(ages, company.names, list(company.under_way.values())))
+    return steps
+
+
+def _age(param: torch.Tensor, newest_first: Sequence[torch.Tensor]) -> int | None:
+    return next((age for age, value in enumerate(newest_first) if torch.equal(param, value)), None)
+
+
+def _check_waited(under_way_of_rank: Sequence[list[str]]) -> None:
+    """Values that arrived unwaited for were in luck: on a slower network they would not have."""
+    for rank, under_way in enumerate(under_way_of_rank):
+        for started in under_way:
+            raise AssertionError(
+                f"on rank {rank}, {started} (counted from 0) was started with async_op=True and never waited "
+                "for: when `step` returns, its value need not have arrived. Call .wait() on what "
+                f"{started.split()[0]} returned, or leave async_op out."
+            )
+
+
+def _check_only_broadcasts(names_of_rank: Sequence[list[str]]) -> None:
+    names = set().union(*names_of_rank)
+    assert names or len(names_of_rank) == 1, (
+        "The values are right, and no rank has sent any: each has updated what it does not own, with an "
+        "optimizer beside `local`. Then nothing is sharded. Step `local`, and broadcast."
+    )
+    others = " and ".join(sorted(names - {"broadcast"}))
+    twice = ", which moves each value twice as often as needed (chapter 2)" if others == "all_reduce" else ""
+    assert not others or "broadcast" in names, (
+        f"The values are right, but they came by {others}{twice}. Use one broadcast for each parameter."
+    )
+    assert not others, (
+        f"The values are right, but besides broadcast the step calls {others}{twice}. The gradients are "
+        "averaged already, and one broadcast for each parameter is all that it needs."
+    )
+
+
+def _check_ages(ages_of_rank: Sequence[Ages], owners: Sequence[int], step: int) -> None:
+    """Tell from who holds which value of what, after a step, what went wrong in it."""
+    stepped = any(age == 0 for ages in ages_of_rank for age in ages)
+    for param, owner in enumerate(owners):
+        ages = [of_rank[param] for of_rank in ages_of_rank]
+        others = ages[:owner] + ages[owner + 1 :]
+        late = next((rank for rank, age in enumerate(ages) if age != 0), None)
+        if late is None:
+            continue
+        if step < STEPS and ages[owner] == 0 and None not in ages and all(others):
+            continue  # sent too early, or never: the next step tells
+        where = f"after step {step} on {len(ages)} ranks, parameter {param}, which rank {owner} owns,"
+        assert None not in ages, (
+            f"{where} has on rank {ages.index(None)} a value that the plain optimizer never gave it. Either "
+            "the owner's value was added to the others' or averaged with them, where it should replace them, "
+            "or the update was another: gradients are averaged already, and the optimizer to step is `local`."
+        )
+        assert stepped, f"{where} is old everywhere, as are all others. Was local.step() called?"
+        assert ages[owner] == 0, (
+            f"{where} is old even there: another rank's old value was written over the new one. Each "
+            "parameter is sent by its own owner."
+        )
+        assert step == 1 or set(others) != {1}, (
+            f"{where} is one step behind on the other ranks: it was sent before it was updated. "
+            "Step first, then send."
+        )
+        raise AssertionError(
+            f"{where} is old on rank {late}: the new value did not arrive there. Every rank calls the "
+            "broadcast of every parameter, its owner to send and all others to receive. If all of them were "
+            "called: was it the parameter itself? A clone, or its gradient, leaves the parameter as it was. "
+            "Pass param.detach()."
+        )
+
+
+# --------------------------------------------------------------------------------- 4.2 a broadcast is lost
+
+PARTITIONS: list[Partition] = [
+    sorted_greedy([12, 3, 6, 2], 3),
+    sorted_greedy([2, 6, 3, 12], 2),
+    from_lists([3, 3, 3], [[2], [], [0, 1]]),
+    sorted_greedy([5, 4], 4),
+    even([192, 64, 128], 3),
+]
+"""In registration order and out of it, with ranks that own nothing, with a parameter of two owners."""
+
+
+@exercise("step.stale")
+def stale(answer: Answer) -> str:
+    """For each rank the parameters that are old after a step that lost one broadcast."""
+    tried = 0
+    for partition in PARTITIONS + answer.drawn(_drawn_partition, 4):
+        sent = [
+            (rank, piece.param) for rank, slices in enumerate(partition.slices_of_rank) for piece in slices
+        ]
+        for lost in range(len(sent)):
+            theirs = _lists(answer, partition, lost)
+            truth = virtual.run(_stale_on_this_rank, partition.world_size, partition, lost)
+            owned = [[piece.param for piece in slices] for slices in partition.slices_of_rank]
+            assert theirs == truth, (
+                f"{len(owned)} ranks own the parameters {owned}, and broadcast {lost} is lost. The optimizer "
+                f"leaves {truth} old; {answer.name} says {theirs}. {_mistake_in_stale(theirs, sent, lost)}"
+            )
+            tried += 1
+    return f"{tried} lost broadcasts, each tried on the package's optimizer"
+
+
+def _drawn_partition(rng: random.Random) -> Partition:
+    numels = [64 * rng.randint(1, 9) for _ in range(rng.randint(2, 6))]
+    return rng.choice((sorted_greedy, even))(numels, rng.randint(2, 4))
+
+
+def _stale_on_this_rank(comm: Collectives, partition: Partition, lost: int) -> list[int]:
+    """On a virtual rank: the parameters that are not what a step without loss makes them."""
+    params = [torch.nn.Parameter(torch.zeros(numel)) for numel in partition.numels]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, comm, partition=partition, lr=1.0)
+    for param in params:
+        param.grad = -torch.ones_like(param)
+    broadcast, number = comm.broadcast, itertools.count()
+
+    def losing_one(tensor: torch.Tensor, src: int, expected: Any = None) -> Any:
+        # The lost one still takes place, for the others' sake: what arrives is thrown away.
+        return broadcast(tensor.clone() if next(number) == lost else tensor, src)
+
+    comm.broadcast = losing_one  # type: ignore[method-assign]
+    optimizer.step()
+    return [index for index, param in enumerate(params) if not torch.equal(param, torch.ones_like(param))]
+
+
+def _lists(answer: Answer, partition: Partition, lost: int) -> list[list[int]]:
+    """What the answer returns, once it is a list of parameters for each rank."""
+    returned = answer(partition, lost)
+    are_lists = isinstance(returned, (list, tuple)) and all(
+        isinstance(of_rank, (list, tuple, set)) for of_rank in returned
+    )
+    assert are_lists, (
+        f"{answer.name} returned {shown(returned)}. It must return one list of parameters for each rank, "
+        "empty where nothing is old."
+    )
+    assert len(returned) == partition.world_size, (
+        f"{answer.name} returned {len(returned)} lists for {partition.world_size} ranks. A rank that owns "
+        "nothing receives too, so it has a list as well."
+    )
+    return [sorted(of_rank) for of_rank in returned]
+
+
+def _mistake_in_stale(theirs: list[list[int]], sent: Sequence[tuple[int, int]], lost: int) -> str:
+    owner, param = sent[lost]
+    everybody = range(len(theirs))
+    if theirs == [[param]] * len(theirs):
+        return f"Rank {owner} owns parameter {param} and has stepped it: it needs no broadcast."
+    if theirs == [[param] if rank == owner else [] for rank in everybody]:
+        return f"Rank {owner} has the new value: it made it. Old are those that waited for it."
+    if param != lost and set().union(*theirs) == {lost}:
+        return (
+            f"Broadcast {lost} is not that of parameter {lost}: the ranks' parameters go out owner by owner, "
+            f"rank 0's first. This one is parameter {param}, from rank {owner}."
+        )
+    if any(len(of_rank) > 1 for of_rank in theirs):
+        return "Each broadcast carries one slice; the others arrived."
+    return f"It was parameter {param}, sent by rank {owner}, that did not arrive at the others."
+
+
+# ------------------------------------------------------------------------- 4.3 are the replicas equal?
+
+REPLICAS = [(4, 3), (5,), (4, 3), (0,), (6,)]
+"""Shapes of parameters; the first and the third have the same."""
+
+Differences = list[tuple[int, int, str]]
+"""(rank, parameter, what became of it there)."""
+
+KINDS = {
+    "bit": "the last bit of one element is another. Values that are close are not equal: compare bytes",
+    "exchanged": "two of its elements have changed places. A sum or a norm does not see that",
+    "sign": "one element is -0.0 instead of 0.0. As numbers they are equal, and their bytes are not",
+    "up": "one element is larger by 1, and on another rank another is smaller by 1. In a sum that cancels",
+    "down": "one element is smaller by 1, and on another rank another is larger by 1. In a sum that cancels",
+    "other": "it holds the values of another parameter of the same shape",
+}
+"""What may become of a parameter on one rank, and what is overlooked by whom it escapes."""
+
+WORLDS_OF_REPLICAS: list[tuple[int, list[Differences]]] = [
+    (1, [[]]),
+    (2, [[], [(0, 1, "bit")], [(1, 4, "exchanged")], [(1, 0, "sign")], [(0, 1, "up"), (1, 1, "down")]]),
+    (3, [[(2, 4, "bit")], [(1, 0, "other"), (2, 4, "exchanged")], [(0, 0, "bit"), (0, 1, "sign")]]),
+]
+
+SAME_CALLS = "Every rank makes the same calls, also one that has found a difference."
+
+BYTES_PER_PARAM = 64
+"""What a rank may send for each parameter."""
+
+
+@exercise("step.differing", on_ranks=True)
+def differing(answer: Answer) -> str:
+    """Replicas on 1, 2 and 3 ranks, some with one bit spoiled, or two elements exchanged."""
+    tried = 0
+    for world_size, cases in WORLDS_OF_REPLICAS + answer.drawn(_drawn_differences, 2):
+        of_ranks = on_ranks(_compare_replicas, world_size, answer, cases)
+        for case, said in zip(cases, zip(*of_ranks)):
+            _check_differing(answer.name, world_size, case, list(said))
+        tried += len(cases)
+    return f"{tried} times on 1, 2 and 3 real ranks, all ranks name the parameters that differ"
+
+
+def _drawn_differences(rng: random.Random) -> tuple[int, list[Differences]]:
+    n, kinds = rng.randint(2, 3), ["bit", "exchanged", "sign"]
+    some = [
+        [(rng.randrange(n), param, rng.choice(kinds)) for param in rng.sample((0, 1, 4), 2)] for _ in range(3)
+    ]
+    return n, some
+
+
+def _compare_replicas(answer: Answer, cases: Sequence[Differences]) -> list[tuple[Any, int]]:
+    """On a rank: what the answer says of each case and the bytes it sent."""
+    company = Company(says=call_by_name, advice=SAME_CALLS)
+    said = []
+    for number, case in enumerate(cases):
+        params = _replicas(answer.seed + number, [(p, kind) for r, p, kind in case if r == dist.get_rank()])
+        before = [param.detach().clone() for param in params]
+        with company.watching(), in_words("params", answer, params):
+            value = answer(params)
+        same = all(_same_bytes(param, value) for param, value in zip(params, before))
+        assert same, (
+            f"{answer.name} changed the parameters of rank {dist.get_rank()}. It is only to look at them."
+        )
+        said.append((value, sum(call.nbytes for call in company.calls)))
+    return said
+
+
+def _replicas(seed: int, spoiled: Sequence[tuple[int, str]]) -> list[torch.nn.Parameter]:
+    """The parameters of a rank, the same on all but for what is spoiled here."""
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(shape, generator=generator) for shape in REPLICAS]
+    for value in values:
+        value.view(-1)[:1] = 0.0
+    values[4][1] = torch.nan  # on every rank alike
+    for param, kind in spoiled:
+        flat = values[param].view(-1)
+        if kind == "bit":
+            flat[-1:].view(torch.int32).bitwise_xor_(1)
+        elif kind == "exchanged":
+            flat[[-1, -2]] = flat[[-2, -1]]
+        elif kind == "sign":
+            flat[0] = -0.0
+        elif kind == "other":
+            values[param] = values[2 - param].clone()
+        else:
+            flat[{"up": -1, "down": -2}[kind]] += {"up": 1.0, "down": -1.0}[kind]
+    return [torch.nn.Parameter(value) for value in values]
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.detach().numpy().tobytes() == other.detach().numpy().tobytes()
+
+
+def _check_differing(name: str, world_size: int, case: Differences, said: list[tuple[Any, int]]) -> None:
+    where = f"on {world_size} ranks with parameters of shapes {REPLICAS}, "
+    lists = []
+    for rank, (value, nbytes) in enumerate(said):
+        is_list = isinstance(value, (list, tuple)) and all(type(number) is int for number in value)
+        assert is_list, (
+            f"{where}{name} returned {shown(value)} on rank {rank}. It must return a list of numbers."
+        )
+        most = BYTES_PER_PARAM * len(REPLICAS)
+        assert nbytes <= most, (
+            f"{where}rank {rank} sent {nbytes} bytes; up to {most} are allowed. A parameter may have "
+            "millions of elements: send a digest of each, not the values."
+        )
+        lists.append(sorted(value))
+    right = sorted({param for _, param, _ in case})
+    if lists == [right] * world_size:
+        return
+    given = (
+        f"{where}parameters {right} differ, and {name} returns {lists}"
+        if right
+        else (f"{where}nothing differs, and {name} returns {lists}")
+    )
+    assert all(each == lists[0] for each in lists), (
+        f"{given}, rank by rank. A rank that looks only at rank 0 and itself does not see what others do: "
+        "compare all ranks with each other, on every rank."
+    )
+    extra = [param for param in lists[0] if param not in right]
+    if extra == [4]:
+        raise ExerciseFailed(
+            f"{given}. Parameter 4 has the same NaN on all ranks. As a number it is unequal to itself: "
+            "compare bytes."
+        )
+    assert not extra, f"{given}. Parameter {extra[0]} has the same bytes on all ranks."
+    missed = next(param for param in right if param not in lists[0])
+    [(rank, kind), *_] = [(r, kind) for r, param, kind in case if param == missed]
+    raise ExerciseFailed(f"{given}. On rank {rank}, in parameter {missed}, {KINDS[kind]}.")
+
+
+# ------------------------------------------------------------------------------------------ predictions
+
+
+@prediction(
+    "step.wire", "How many times as many bytes as DDP does this step put on the wire?", unit="times as many"
+)
+def _on_the_wire() -> float:
+    reduced, sent = (traffic(op, 1, 3).total_bytes for op in ("all_reduce", "broadcast"))
+    return (reduced + sent) / reduced
+
+
+@prediction(
+    "step.equal",
+    "Which runs are equal to plain Adam's, bit for bit?",
+    choices=("all six", "the three with whole tensors", "only the two on one rank"),
+)
+def _equal_runs() -> str:
+    return "all six" if is_elementwise(torch.optim.Adam) else "the three with whole tensors"
+
+
+@prediction(
+    "step.missing",
+    "One broadcast of the first of four steps is missing: how do the ranks end?",
+    choices=("they disagree", "they agree, and are wrong", "they agree, and are right"),
+)
+def _after_a_missing_broadcast() -> str:
+    """Parameters, on an owner and on another rank whose copy of the first step is stale."""
+    held, sound = [0.0, 0.0], 0.0
+    for step in range(4):
+        held[0] -= 0.1 * (sum(held) / 2 - 1)  # the owner's update, by the averaged gradient
+        sound -= 0.1 * (sound - 1)
+        held[1] = held[1] if step == 0 else held[0]
+    if held[0] != held[1]:
+        return "they disagree"
+    return "they agree, and are right" if held[0] == sound else "they agree, and are wrong"
