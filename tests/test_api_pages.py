@@ -49,6 +49,10 @@ NOT_FOR_READERS = {
         "reduction_of",
         "shared_out",
     },
+    "zero_ref.simulator.options": {
+        *("Option", "OptionField", "check_options", "from_options", "nearest", "options_of"),
+        *("used_values", "values_of", "words_of"),
+    },
     "zero_ref.simulator.timeline": {"covered_ms"},
     "zero_ref.bench.pieces": {"flops_of", "load_average", "now", "passages"},
     "zero_ref.lab.compare": {"ProgressFile"},
@@ -59,7 +63,7 @@ NOT_FOR_READERS = {
     "zero_ref.lab.simulated": {"Row", "as_json", "cluster_named", "in_words", "print_runs"},
     "zero_ref.lab.searched": {"as_json", "print_found"},
     "zero_ref.lab.config": {
-        *("add_run_arguments", "add_training_arguments", "check_memory", "config_for", "config_from"),
+        *("add_run_arguments", "add_demo_arguments", "check_memory", "config_for", "config_from"),
         *("keeps_masters", "least_bytes", "shard_saves", "strategies_of"),
     },
     "zero_ref.lab.own": {"OwnLoop", "OwnTrainable"},

@@ -19,7 +19,7 @@ from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from docutils import nodes
 from sphinx import addnodes
@@ -128,7 +128,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.trace": 7,
     "zero_ref.simulator.scenario": 11,
     "zero_ref.simulator.search": 14,
-    "zero_ref.simulator.commands": 14,
+    "zero_ref.lab.commands": 14,
     "zero_ref.simulator.sensitivity": 14,
     "zero_ref.simulator.calibrate": 14,
     "zero_ref.simulator.kernels": 14,
@@ -462,8 +462,15 @@ def look_around(app: Sphinx) -> None:
     app.zero_ref_index = index_of(app.zero_ref_shown)  # type: ignore[attr-defined]
 
 
+def plain_types(app: Sphinx, thing: Any, bound: bool) -> None:
+    """Leave the types in a signature, and not what `Annotated` adds for command lines."""
+    if any("Annotated[" in str(of) for of in getattr(thing, "__annotations__", {}).values()):
+        thing.__annotations__ = get_type_hints(thing)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register with Sphinx."""
+    app.connect("autodoc-before-process-signature", plain_types)
     app.connect("builder-inited", look_around)
     app.connect("autodoc-process-docstring", rewrite)
     app.connect("autodoc-skip-member", skip)

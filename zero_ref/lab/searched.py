@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from zero_ref.lab.commands import program, simulate_command, train_command
 from zero_ref.lab.simulated import NOT_MODELLED, in_words
 from zero_ref.live.numbers import short, short_count
-from zero_ref.simulator.commands import program, simulate_command, train_command
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.search import SEARCHED, Candidate, Found

@@ -6,13 +6,13 @@ The keys are the names of the options: `learning-rate = 1e-3` is `--learning-rat
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any, get_type_hints
 
 from zero_ref.simulator._records import read_text
+from zero_ref.simulator.options import nearest
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
@@ -44,8 +44,8 @@ def read_settings(actions: Iterable[argparse.Action], path: str) -> dict[str, An
     made = {}
     for key, value in values.items():
         if key not in options:
-            close = difflib.get_close_matches(key, options, 1)
-            remedy = f"did you mean {close[0]!r}?" if close else "take it out of the file."
+            close = nearest(key, options)
+            remedy = f"did you mean {close!r}?" if close else "take it out of the file."
             raise ValueError(f"--config {path}: no setting of this command is called {key!r}; {remedy}")
         action = options[key]
         try:

@@ -12,6 +12,7 @@ from zero_ref.lab._arguments import short
 from zero_ref.simulator._records import read_json
 from zero_ref.simulator.cluster import CLUSTERS, Cluster
 from zero_ref.simulator.ledger import format_bytes
+from zero_ref.simulator.options import values_of
 from zero_ref.simulator.recipe import LOCAL_SGD
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
 from zero_ref.simulator.sensitivity import SWITCH
@@ -99,24 +100,8 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
         "cluster": scenario.cluster.name,
         "device": device.name,
         "device_memory_bytes": None if device.memory_gb is None else device.memory_gb * 1e9,
-        "batch": scenario.batch,
+        **values_of(scenario),
         "sequence": scenario.tokens_of_sequence,
-        "dtype": scenario.dtype,
-        "optimizer": scenario.optimizer,
-        "overlap": scenario.way,
-        "shard_group": scenario.shard_group,
-        "checkpointing": scenario.checkpointing,
-        "period": scenario.period,
-        "gradient_group": scenario.gradient_group,
-        "accumulation": scenario.accumulation,
-        "no_sync": scenario.no_sync,
-        "masters": scenario.masters,
-        "reduce_dtype": scenario.reduce_dtype,
-        "bucket_view": scenario.bucket_view,
-        "offload": scenario.offload,
-        "compiled": scenario.compiled,
-        "fused_loss": scenario.fused_loss,
-        "loss_dtype": scenario.loss_dtype,
         "attention_share": scenario.attention_share,
         "not_modelled": list(NOT_MODELLED),
         "strategies": {run.strategy: _run_as_json(run) for run in runs},
