@@ -21,14 +21,10 @@ from zero_ref.lab.commands import MOST_OPERATIONS
 from zero_ref.lab.simulated import MFU_COUNTS, as_json, cluster_named, print_runs
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.models import MODELS, Architecture, from_config
-from zero_ref.simulator.options import from_options, options_of
+from zero_ref.simulator.options import OptionField, from_options, options_of
 from zero_ref.simulator.recipe import LOCAL_SGD, RECIPES
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
 from zero_ref.simulator.trace import write_trace
-
-OF_ALL = tuple(one for one in options_of(Scenario) if one.option.used_by is None)
-OF_SOME = tuple(one for one in options_of(Scenario) if one.option.used_by is not None)
-"""The options of a scenario that every strategy uses, and those that some do."""
 
 
 def register_simulate(subparsers: Subparsers) -> None:
@@ -43,11 +39,12 @@ def register_simulate(subparsers: Subparsers) -> None:
     )
     add_model(parser)
     add_machines(parser)
-    add_options(parser, OF_ALL)
+    for_all, for_some = _scenario_options()
+    add_options(parser, for_all)
     _add_strategies(parser)
-    add_options(parser, OF_SOME)
-    # Where none of them is given it is None: one that is given, be it the default, has to mean something.
-    parser.set_defaults(**dict.fromkeys(one.word for one in OF_SOME))
+    add_options(parser, for_some)
+    # One of these that is given, be it the default, has to mean something to a strategy; None is not given.
+    parser.set_defaults(**dict.fromkeys(one.word for one in for_some))
     _add_paces(parser)
     parser.add_argument(
         "--why", action="store_true", help="say why the fullest rank holds more than 1/N, item by item"
@@ -73,6 +70,13 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster", default="h100-ib", metavar="NAME|FILE", help=f"{clusters} (default: %(default)s)"
     )
+
+
+def _scenario_options() -> tuple[list[OptionField], list[OptionField]]:
+    """The options of a scenario that every strategy uses, and those that some strategies use."""
+    options = options_of(Scenario)
+    for_some = [one for one in options if one.option.used_by is not None]
+    return [one for one in options if one not in for_some], for_some
 
 
 def _add_strategies(parser: argparse.ArgumentParser) -> None:
@@ -168,7 +172,7 @@ def _write_trace(path: str, runs: Sequence[SimulatedRun]) -> None:
 
 
 def _check_used(arguments: argparse.Namespace, strategies: Sequence[str]) -> None:
-    for one in OF_SOME:
+    for one in _scenario_options()[1]:
         value = getattr(arguments, one.word)
         if value is None:
             continue

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from zero_ref.lab.settings import read_settings
-from zero_ref.simulator.options import OptionField, nearest
+from zero_ref.simulator._checks import nearest
+from zero_ref.simulator.options import OptionField
 
 MOST_RANKS = 256
 """Real ranks: each is a process of this machine with torch in it."""

@@ -402,7 +402,7 @@ def add_run_arguments(parser: Parser) -> None:
     kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
     add("--log-to", action="append", choices=list(KINDS), help=f"{kinds}; may be given several times")
     add("--log-dir", type=OutputFolder, metavar="FOLDER", help="for --log-to json and --log-to tensorboard")
-    settings = "settings in TOML, by the names of these options; the command line wins"
+    settings = "settings in TOML, or JSON, by the names of these options; the command line wins"
     add("--config", metavar="FILE", help=settings)
     add("--show-config", action="store_true", help="print the settings as --config reads them, and end")
     predict = "print the simulator's prediction of the run, start nothing, and end"

@@ -10,7 +10,6 @@ and the controls of an explorer (`live.explorer.controls_of`) are made from thes
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, fields, is_dataclass, replace
@@ -226,12 +225,3 @@ def words_of(made: Any, how: Any, but: Iterable[str] = ()) -> list[str]:
         if value != one.default and one.name not in but and one.is_used(how, value):
             words += [one.flag] if one.type is bool else [one.flag, str(one.asked(value))]
     return words
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that somebody meant who mistyped it; None if none is like it.
-
-    >>> nearest("bacth", ["batch", "ranks"])
-    'batch'
-    """
-    return next(iter(difflib.get_close_matches(name, list(known), 1)), None)
