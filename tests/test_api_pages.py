@@ -60,7 +60,7 @@ NOT_FOR_READERS = {
     "zero_ref.lab.dry_run": {"TrainScenario", "print_prediction"},
     "zero_ref.lab.logs": {"JsonLines", "Log", "Plain", "RunLog", "TensorBoard"},
     "zero_ref.lab.settings": {"as_toml", "read_settings", "settings_of"},
-    "zero_ref.lab.simulated": {"Row", "as_json", "cluster_named", "in_words", "print_runs"},
+    "zero_ref.lab.simulated": {"Row", "as_json", "cluster_named", "in_words", "print_heading", "print_runs"},
     "zero_ref.lab.searched": {"as_json", "print_found"},
     "zero_ref.lab.config": {
         *("add_run_arguments", "add_demo_arguments", "check_memory", "config_for", "config_from"),

@@ -43,10 +43,6 @@ DTYPES = ("float32", "bfloat16")
 _SIZE = Option(least=1, most=2**20, why="this is for small models")
 
 
-def _takes_way(how: Recipe, way: str) -> bool:
-    return way in how.ways
-
-
 def _without_ddp(how: Recipe, _: object) -> bool:
     return how.without_ddp
 
@@ -62,15 +58,13 @@ class GPTConfig:
     heads: Annotated[int, _SIZE] = 4
     width: Annotated[int, _SIZE] = 128
     context: Annotated[int, replace(_SIZE, help="positions that a passage has")] = 64
-    dtype: Annotated[
-        str,
-        Option(
-            f"of parameters and gradients: {', '.join(DTYPES)} (default: %(default)s)",
-            metavar="DTYPE",
-            choices=DTYPES,
-            after="shard_group",
-        ),
-    ] = field(default="float32", kw_only=True)
+    # An entry for each option, as in a table.
+    # fmt: off
+    dtype: Annotated[str, Option(
+        f"of parameters and gradients: {', '.join(DTYPES)} (default: %(default)s)", metavar="DTYPE",
+        choices=DTYPES, after="shard_group",
+    )] = field(default="float32", kw_only=True)
+    # fmt: on
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -101,10 +95,8 @@ class TrainConfig:
         strategy: one of `simulator.recipe.RECIPES`, or the name of the file `own`.
         steps: iterations in all, those before a resumed checkpoint included.
         way: when updates are made, one of `simulator.operations.WAYS`, under strategies that have owners.
-        shard_group: under zero-2, how many consecutive ranks share the state; None for all.
         master_dtype: "float32" to keep 32-bit masters of a 16-bit model, with their moments in 32 bits too;
             None for state in the parameters' own dtype. Not under zero-3 and local-sgd.
-        batch_size: passages on each rank.
         warmup_steps: over these the learning rate rises from 0.
         checkpoint: a file to write when done, and every `checkpoint_every` steps if that is not 0. Not under
             local-sgd.
@@ -117,81 +109,52 @@ class TrainConfig:
         own: the reader's file with the class `MyZero`, which is trained where `strategy` names the file.
     """
 
-    strategy: Annotated[
-        str,
-        Option("give it several times to compare (default: zero-bucket)", choices=RECIPES, several=True),
-    ] = "zero-bucket"
-    own: Annotated[
-        str | None,
-        Option(
-            "train the class MyZero of this file, which the book has you write, beside --strategy (then: "
-            "ddp)",
-            name="optimizer",
-            metavar="FILE",
-        ),
-    ] = field(default=None, kw_only=True)
+    # An entry for each option, as in a table.
+    # fmt: off
+    strategy: Annotated[str, Option(
+        "give it several times to compare (default: %(default)s)", choices=RECIPES, several=True,
+    )] = "zero-bucket"
+    own: Annotated[str | None, Option(
+        "train the class MyZero of this file, which the book has you write, beside --strategy "
+        "(then: ddp)",
+        name="optimizer", metavar="FILE",
+    )] = field(default=None, kw_only=True)
     steps: Annotated[int, Option(least=1, most=10**7, why="the losses of all steps are kept")] = 200
-    way: Annotated[
-        str,
-        Option(
-            "under strategies that have owners: "
-            + "; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
-            name="overlap",
-            metavar="WAY",
-            choices=WAYS,
-            used_by=_takes_way,
-        ),
-    ] = field(default="plain", kw_only=True)
-    shard_group: Annotated[
-        int | None,
-        Option(
-            "under zero-2: so many consecutive ranks share the state; default: all",
-            metavar="N",
-            least=1,
-            most=2**20,
-            used_by=_without_ddp,
-        ),
-    ] = field(default=None, kw_only=True)
-    master_dtype: Annotated[
-        str | None,
-        Option(
-            "float32: keep 32-bit masters and moments of 16-bit parameters (default: moments in --dtype, no "
-            "masters)",
-            metavar="DTYPE",
-            choices=("float32",),
-        ),
-    ] = field(default=None, kw_only=True)
+    way: Annotated[str, Option(
+        "under strategies that have owners: "
+        + "; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
+        name="overlap", metavar="WAY", choices=WAYS, used_by=Recipe.takes_way,
+    )] = field(default="plain", kw_only=True)
+    shard_group: Annotated[int | None, Option(
+        "under zero-2: so many consecutive ranks share the state; default: all", metavar="N", least=1,
+        most=2**20, used_by=_without_ddp,
+    )] = field(default=None, kw_only=True)
+    master_dtype: Annotated[str | None, Option(
+        "float32: keep 32-bit masters and moments of 16-bit parameters (default: moments in --dtype, no "
+        "masters)",
+        metavar="DTYPE", choices=("float32",),
+    )] = field(default=None, kw_only=True)
     batch_size: Annotated[int, replace(_SIZE, help="passages on each rank")] = 8
     learning_rate: Annotated[float, Option(above=0, most=1000, why="no training survives such steps")] = 2e-3
     warmup_steps: int = 20
     seed: Annotated[int, Option(least=0, most=LARGEST_SEED)] = 0
     model: Annotated[GPTConfig, Option()] = field(default_factory=GPTConfig)
-    checkpoint: Annotated[
-        str | None,
-        Option("write model and optimizer here when done", metavar="FILE", kind=ReplacedFile),
-    ] = None
-    checkpoint_dir: Annotated[
-        str | None,
-        Option(
-            "in place of --checkpoint: save here in shards, each rank what it owns",
-            metavar="DIR",
-            kind=OutputFolder,
-        ),
-    ] = field(default=None, kw_only=True)
-    checkpoint_every: Annotated[
-        int,
-        Option(
-            "save on the way too (default: only when done; with --elastic after each tenth of the steps)",
-            metavar="STEPS",
-            least=0,
-            most=10**7,
-        ),
-    ] = 0
+    checkpoint: Annotated[str | None, Option(
+        "write model and optimizer here when done", metavar="FILE", kind=ReplacedFile,
+    )] = None
+    checkpoint_dir: Annotated[str | None, Option(
+        "in place of --checkpoint: save here in shards, each rank what it owns", metavar="DIR",
+        kind=OutputFolder,
+    )] = field(default=None, kw_only=True)
+    checkpoint_every: Annotated[int, Option(
+        "save on the way too (default: only when done; with --elastic after each tenth of the steps)",
+        metavar="STEPS", least=0, most=10**7,
+    )] = 0
     resume: Annotated[bool, Option("go on from the checkpoint")] = False
-    elastic: Annotated[
-        bool,
-        Option("with --checkpoint-dir: when a rank is lost, the others go on from the newest save"),
-    ] = field(default=False, kw_only=True)
+    elastic: Annotated[bool, Option(
+        "with --checkpoint-dir: when a rank is lost, the others go on from the newest save",
+    )] = field(default=False, kw_only=True)
+    # fmt: on
 
     def __post_init__(self) -> None:
         check_options(self, but=("strategy",) if self.is_own else ())
@@ -440,16 +403,15 @@ def config_for(args: argparse.Namespace, strategies: Sequence[str], world_size: 
         ValueError: as `config_from`; a strategy cannot do the rest, or an option fits none of them; the
             ranks cannot be divided into groups.
     """
-    for_some = [one for one in options_of(TrainConfig) if one.option.used_by is not None]
+    for_some = [
+        (one, one.kept(given))
+        for one in options_of(TrainConfig)
+        if one.option.used_by is not None and (given := getattr(args, one.word)) is not None
+    ]
     able = [
         name
         for name in strategies
-        if name in RECIPES
-        and all(
-            given is None or one.is_used(RECIPES[name], one.kept(given))
-            for one in for_some
-            for given in [getattr(args, one.word)]
-        )
+        if name in RECIPES and all(one.is_used(RECIPES[name], value) for one, value in for_some)
     ]
     config = config_from(args, (able or strategies)[0])
     config.recipe.group_of(world_size)

@@ -157,16 +157,12 @@ def print_runs(
         why: also print why the fullest rank holds more than 1/N.
     """
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     console = Console(width=width, highlight=False)
     if runs and all(run.fits is False for run in runs):
         console.print(f"does not fit, and {in_words(NOT_MODELLED)} are not modelled")
-    ranks = f"{scenario.world_size:,} rank{'' if scenario.world_size == 1 else 's'}"
-    cluster = scenario.cluster
-    console.print(f"[bold]{escape(named)} on {ranks} of {escape(cluster.name)}[/]", end=" ")
-    console.print(f"({cluster.device.name})", markup=False)
+    print_heading(console, named, scenario)
     console.print(
         f"{scenario.numel:,} {scenario.dtype} parameters, {scenario.optimizer}; on each rank "
         f"{'' if scenario.accumulation == 1 else f'{scenario.accumulation:,} x '}{scenario.batch:,} x "
@@ -182,6 +178,16 @@ def print_runs(
     console.print()
     for line in (*(_reasons(runs) if why else ()), *_notes(scenario, runs)):
         console.print(line, markup=False)
+
+
+def print_heading(console: Any, named: str, scenario: Scenario) -> None:
+    """Print the model, the ranks and the cluster."""
+    from rich.markup import escape
+
+    cluster, ranks = scenario.cluster, scenario.world_size
+    counted = f"{ranks:,} rank{'' if ranks == 1 else 's'}"
+    console.print(f"[bold]{escape(named)} on {counted} of {escape(cluster.name)}[/]", end=" ")
+    console.print(f"({cluster.device.name})", markup=False)
 
 
 def in_words(names: Sequence[str]) -> str:

@@ -56,10 +56,6 @@ MOST_PASSES = 1024
 # Which strategies use an option. Functions by name: a lambda inside an annotation would not see this module.
 
 
-def _takes_way(how: Recipe, way: str) -> bool:
-    return way in how.ways
-
-
 def _buckets_by_ddp(how: Recipe, _: object) -> bool:
     return how.stage < 2
 
@@ -86,7 +82,7 @@ def _averages(how: Recipe, _: object) -> bool:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model, a cluster, and how the model is trained on it.
+    """A model, a cluster, and how the model is trained on it. The options say what their values mean.
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.models import MODELS
@@ -96,29 +92,15 @@ class Scenario:
     (1135, 71.4, True)
 
     Args:
-        batch: sequences that a rank computes in one go.
         sequence: tokens in each sequence; None for the model's context, LONGEST_SEQUENCE at most.
-        dtype: one of DTYPES.
-        optimizer: a name in `ledger.STATE_RULES`.
         way: when updates are made, one of `operations.WAYS`, under strategies that have owners.
         bucket_bytes: of DDP's gradient buckets; None for DDP's default, 25 MiB after a first of 1 MiB.
         checkpointing: one of `activations.CHECKPOINTING`. Attention scores are kept under "none" only: the
             others assume flash attention, which PyTorch chooses by itself.
-        shard_group: of zero-2 and zero-3, as `Recipe`.
         prefetch: as `Recipe`.
-        period: of local-sgd, steps from one average to the next.
-        gradient_group: of local-sgd, how many consecutive ranks average their gradients in every step, such
-            as those of a node; 1 for none.
         masters: beside 16-bit parameters the optimizer keeps 32-bit copies and state; False for state in the
             parameters' dtype and no copies.
-        accumulation: forwards and backwards, of `batch` sequences each, before an update.
-        no_sync: of zero-2 and zero-3, as `Recipe`.
-        reduce_dtype: as `Recipe`, of strategies that can.
         bucket_view: DDP's `gradient_as_bucket_view`. False, its default, keeps all gradients twice.
-        offload: as `Recipe`, of strategies that can.
-        compiled: blocks are compiled, so that they keep less for backward, and touch memory less often.
-        fused_loss: the cross-entropy is, so that it keeps logits in their own dtype only.
-        loss_dtype: what a cross-entropy that is not fused is computed in.
     Raises:
         ValueError: the batch, the sequence, the accumulation or `world_size` is below 1, a name is unknown,
             or the optimizer is offloaded and not elementwise. Methods raise as `schedule`,
@@ -128,167 +110,84 @@ class Scenario:
     architecture: Architecture
     cluster: Cluster
     world_size: int
-    batch: Annotated[
-        int,
-        Option(
-            "sequences a rank (default: %(default)s)",
-            metavar="B",
-            least=1,
-            most=10**9,
-            label="sequences of a rank",
-            steps=(1, 2, 4, 8, 16, 32, 64),
-            after="loss_dtype",
-        ),
-    ] = 1
-    sequence: Annotated[
-        int | None,
-        Option(
-            f"tokens in each (default: the model's, {LONGEST_SEQUENCE} at most)",
-            metavar="S",
-            least=1,
-            most=10**9,
-            label="tokens in each",
-            steps=tuple(2**power for power in range(7, 16)),
-        ),
-    ] = None
+    # An entry for each option, as in a table.
+    # fmt: off
+    batch: Annotated[int, Option(
+        "sequences a rank (default: %(default)s)", metavar="B", least=1, most=10**9,
+        label="sequences of a rank", steps=(1, 2, 4, 8, 16, 32, 64), after="loss_dtype",
+    )] = 1
+    sequence: Annotated[int | None, Option(
+        f"tokens in each (default: the model's, {LONGEST_SEQUENCE} at most)", metavar="S", least=1,
+        most=10**9, label="tokens in each", steps=tuple(2**power for power in range(7, 16)),
+    )] = None
     _: KW_ONLY
-    dtype: Annotated[
-        str,
-        Option(
-            f"of parameters and gradients: {', '.join(DTYPES)}. Of 16 bits the optimizer keeps a copy in 32 "
-            "(default: %(default)s)",
-            metavar="DTYPE",
-            choices=DTYPES,
-        ),
-    ] = "bfloat16"
-    optimizer: Annotated[
-        str,
-        Option(f"{', '.join(STATE_RULES)} (default: %(default)s)", metavar="NAME", choices=STATE_RULES),
-    ] = "AdamW"
-    masters: Annotated[
-        bool, Option("no 32-bit copies of 16-bit parameters: state in the parameters' own dtype")
-    ] = True
+    dtype: Annotated[str, Option(
+        f"of parameters and gradients: {', '.join(DTYPES)}. Of 16 bits the optimizer keeps a copy in 32 "
+        "(default: %(default)s)",
+        metavar="DTYPE", choices=DTYPES,
+    )] = "bfloat16"
+    optimizer: Annotated[str, Option(
+        f"{', '.join(STATE_RULES)} (default: %(default)s)", metavar="NAME", choices=STATE_RULES,
+    )] = "AdamW"
+    masters: Annotated[bool, Option(
+        "no 32-bit copies of 16-bit parameters: state in the parameters' own dtype",
+    )] = True
     compiled: Annotated[bool, Option("blocks are compiled: fewer passes over memory, less is kept")] = False
-    fused_loss: Annotated[
-        bool, Option("the cross-entropy is one kernel, which keeps no copy of the logits in 32 bits")
-    ] = False
-    loss_dtype: Annotated[
-        str,
-        Option(
-            "what a loss that is not fused is computed in (default: %(default)s)",
-            metavar="DTYPE",
-            choices=DTYPES,
-        ),
-    ] = "float32"
-    checkpointing: Annotated[
-        str,
-        Option(
-            f"{'; '.join(f'{name}: {what}' for name, what in CHECKPOINTING.items())} (default: %(default)s)",
-            metavar="WHAT",
-            choices=CHECKPOINTING,
-            label="activations kept",
-        ),
-    ] = "selective"
-    accumulation: Annotated[
-        int,
-        Option(
-            "forwards and backwards before an update, each of --batch sequences (default: %(default)s)",
-            metavar="N",
-            least=1,
-            most=MOST_PASSES,
-        ),
-    ] = 1
-    way: Annotated[
-        str,
-        Option(
-            "; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
-            name="overlap",
-            metavar="WAY",
-            choices=WAYS,
-            used_by=_takes_way,
-        ),
-    ] = "plain"
-    bucket_bytes: Annotated[
-        int | None,
-        Option(
-            "of DDP's buckets (default: 25, the first 1)",
-            name="bucket_mib",
-            metavar="MIB",
-            unit=MIB,
-            above=0,
-            most=2**20,
-            used_by=_buckets_by_ddp,
-        ),
-    ] = None
-    bucket_view: Annotated[
-        bool,
-        Option(
-            "DDP's gradient_as_bucket_view: gradients lie in DDP's buckets, and are not kept twice",
-            used_by=_buckets_by_ddp,
-        ),
-    ] = False
-    reduce_dtype: Annotated[
-        str | None,
-        Option(
-            f"what gradients travel in: {', '.join(REDUCED_IN)} (default: --dtype)",
-            metavar="DTYPE",
-            choices=REDUCED_IN,
-            used_by=_reduces_in_any_dtype,
-        ),
-    ] = None
-    offload: Annotated[
-        bool,
-        Option("masters, moments and the update are on the CPU", used_by=_shards_by_parameter),
-    ] = False
-    no_sync: Annotated[
-        bool,
-        Option(
-            "of zero-2 and zero-3: accumulated gradients are whole on each rank until the last backward",
-            used_by=_in_groups,
-        ),
-    ] = False
-    shard_group: Annotated[
-        int | None,
-        Option(
-            "of zero-2 and zero-3: so many consecutive ranks share what is sharded, as a node's (default: "
-            "all)",
-            metavar="N",
-            least=1,
-            most=2**20,
-            used_by=_in_groups,
-        ),
-    ] = None
-    prefetch: Annotated[
-        int,
-        Option(
-            "of zero-3 (default: %(default)s)",
-            metavar="UNITS",
-            least=0,
-            most=10**6,
-            used_by=_gathers_ahead,
-        ),
-    ] = 1
-    period: Annotated[
-        int,
-        Option(
-            "of local-sgd: steps from one average of the parameters to the next (default: %(default)s)",
-            metavar="H",
-            least=1,
-            most=10**6,
-            used_by=_averages,
-        ),
-    ] = 8
-    gradient_group: Annotated[
-        int,
-        Option(
-            "of local-sgd: average gradients in every step over so many ranks, as of a node (default: "
-            "%(default)s)",
-            metavar="N",
-            least=1,
-            most=2**20,
-            used_by=_averages,
-        ),
-    ] = 1
+    fused_loss: Annotated[bool, Option(
+        "the cross-entropy is one kernel, which keeps no copy of the logits in 32 bits",
+    )] = False
+    loss_dtype: Annotated[str, Option(
+        "what a loss that is not fused is computed in (default: %(default)s)", metavar="DTYPE",
+        choices=DTYPES,
+    )] = "float32"
+    checkpointing: Annotated[str, Option(
+        f"{'; '.join(f'{name}: {what}' for name, what in CHECKPOINTING.items())} (default: %(default)s)",
+        metavar="WHAT", choices=CHECKPOINTING, label="activations kept",
+    )] = "selective"
+    accumulation: Annotated[int, Option(
+        "forwards and backwards before an update, each of --batch sequences (default: %(default)s)",
+        metavar="N", least=1, most=MOST_PASSES,
+    )] = 1
+    way: Annotated[str, Option(
+        "; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()), name="overlap",
+        metavar="WAY", choices=WAYS, used_by=Recipe.takes_way,
+    )] = "plain"
+    bucket_bytes: Annotated[int | None, Option(
+        "of DDP's buckets (default: 25, the first 1)", name="bucket_mib", metavar="MIB", unit=MIB, above=0,
+        most=2**20, used_by=_buckets_by_ddp,
+    )] = None
+    bucket_view: Annotated[bool, Option(
+        "DDP's gradient_as_bucket_view: gradients lie in DDP's buckets, and are not kept twice",
+        used_by=_buckets_by_ddp,
+    )] = False
+    reduce_dtype: Annotated[str | None, Option(
+        f"what gradients travel in: {', '.join(REDUCED_IN)} (default: --dtype)", metavar="DTYPE",
+        choices=REDUCED_IN, used_by=_reduces_in_any_dtype,
+    )] = None
+    offload: Annotated[bool, Option(
+        "masters, moments and the update are on the CPU", used_by=_shards_by_parameter,
+    )] = False
+    no_sync: Annotated[bool, Option(
+        "of zero-2 and zero-3: accumulated gradients are whole on each rank until the last backward",
+        used_by=_in_groups,
+    )] = False
+    shard_group: Annotated[int | None, Option(
+        "of zero-2 and zero-3: so many consecutive ranks share what is sharded, as a node's (default: all)",
+        metavar="N", least=1, most=2**20, used_by=_in_groups,
+    )] = None
+    prefetch: Annotated[int, Option(
+        "of zero-3 (default: %(default)s)", metavar="UNITS", least=0, most=10**6, used_by=_gathers_ahead,
+    )] = 1
+    period: Annotated[int, Option(
+        "of local-sgd: steps from one average of the parameters to the next (default: %(default)s)",
+        metavar="H", least=1, most=10**6, used_by=_averages,
+    )] = 8
+    gradient_group: Annotated[int, Option(
+        "of local-sgd: average gradients in every step over so many ranks, as of a node "
+        "(default: %(default)s)",
+        metavar="N", least=1, most=2**20, used_by=_averages,
+    )] = 1
+    # fmt: on
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.tokens_of_sequence < 1:
