@@ -49,6 +49,10 @@ NOT_FOR_READERS = {
         "reduction_of",
         "shared_out",
     },
+    "zero_ref.simulator.options": {
+        *("Option", "OptionField", "check_options", "from_options", "options_of"),
+        *("used_values", "values_of", "words_of"),
+    },
     "zero_ref.simulator.timeline": {"covered_ms"},
     "zero_ref.lab.pieces": {"flops_of", "load_average", "now", "passages", "send_nothing"},
     "zero_ref.lab.compare": {"ProgressFile"},
@@ -56,10 +60,10 @@ NOT_FOR_READERS = {
     "zero_ref.lab.dry_run": {"TrainScenario", "print_prediction"},
     "zero_ref.lab.logs": {"JsonLines", "Log", "Plain", "RunLog", "TensorBoard"},
     "zero_ref.lab.settings": {"as_toml", "read_settings", "settings_of"},
-    "zero_ref.lab.simulated": {"Row", "as_json", "cluster_named", "in_words", "print_runs"},
+    "zero_ref.lab.simulated": {"Row", "as_json", "cluster_named", "in_words", "print_heading", "print_runs"},
     "zero_ref.lab.searched": {"as_json", "print_found"},
     "zero_ref.lab.config": {
-        *("add_run_arguments", "add_training_arguments", "check_memory", "config_for", "config_from"),
+        *("add_run_arguments", "add_demo_arguments", "check_memory", "config_for", "config_from"),
         *("keeps_masters", "least_bytes", "shard_saves", "strategies_of"),
     },
     "zero_ref.lab.own": {"OwnLoop", "OwnTrainable"},

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from zero_ref import cli
+from zero_ref.lab.commands import program, simulate_command, train_command
 from zero_ref.lab.config import config_for, strategies_of
 from zero_ref.lab.train import make_parser
 from zero_ref.simulator.cluster import CLUSTERS
-from zero_ref.simulator.commands import program, simulate_command, train_command
 from zero_ref.simulator.models import MODELS
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.search import SEARCHED, search

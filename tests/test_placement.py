@@ -217,7 +217,7 @@ def test_one_module_knows_kinds_of_accelerators() -> None:
     assert {path.relative_to(package).as_posix() for path in known} <= {
         "comm/devices.py",
         "simulator/presets.py",
-        "simulator/commands.py",  # a program to copy
+        "lab/commands.py",  # a program to copy
     }
 
 

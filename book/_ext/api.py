@@ -15,16 +15,19 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxRole
+
+from zero_ref.simulator.options import options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "book" / "api"
@@ -128,7 +131,7 @@ CHAPTER_OF = {
     "zero_ref.simulator.trace": 7,
     "zero_ref.simulator.scenario": 11,
     "zero_ref.simulator.search": 14,
-    "zero_ref.simulator.commands": 14,
+    "zero_ref.lab.commands": 14,
     "zero_ref.simulator.sensitivity": 14,
     "zero_ref.simulator.calibrate": 14,
     "zero_ref.simulator.kernels": 14,
@@ -398,10 +401,22 @@ def arguments_of(thing: object) -> set[str]:
         return set()
 
 
+def with_options(thing: object, lines: list[str]) -> list[str]:
+    """The docstring of a dataclass with the help of those of its options that its Args leave out."""
+    if not is_dataclass(thing) or "Args:" not in lines:
+        return lines
+    told = {found[1] for line in lines if (found := re.match(r"    (\w+): ", line))}
+    options = [one for one in options_of(thing) if len(one.path) == 1]
+    helps = {one.path[0]: one.option.help.removesuffix(" (default: %(default)s)") for one in options}
+    added = [f"    {field}: {text}." for field, text in helps.items() if text and field not in told]
+    end = lines.index("Raises:") if "Raises:" in lines else len(lines)
+    return [*lines[:end], *added, *lines[end:]]
+
+
 def rewrite(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
     """On autodoc-process-docstring: change `lines` in place."""
     index = app.zero_ref_index  # type: ignore[attr-defined]
-    rest = to_rest(lines, partial(link_from, name, thing, index))
+    rest = to_rest(with_options(thing, lines), partial(link_from, name, thing, index))
     chapter = chapter_of(name)
     if chapter is not None and (name in CHAPTER_OF or name in app.zero_ref_shown):  # type: ignore[attr-defined]
         rest += [f":Chapter: :doc:`{chapter_file(chapter)}`", ""]
@@ -461,8 +476,15 @@ def look_around(app: Sphinx) -> None:
     app.zero_ref_index = index_of(app.zero_ref_shown)  # type: ignore[attr-defined]
 
 
+def plain_types(app: Sphinx, thing: Any, bound: bool) -> None:
+    """Leave the types in a signature, and not what `Annotated` adds for command lines."""
+    if any("Annotated[" in str(of) for of in getattr(thing, "__annotations__", {}).values()):
+        thing.__annotations__ = get_type_hints(thing)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register with Sphinx."""
+    app.connect("autodoc-before-process-signature", plain_types)
     app.connect("builder-inited", look_around)
     app.connect("autodoc-process-docstring", rewrite)
     app.connect("autodoc-skip-member", skip)

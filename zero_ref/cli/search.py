@@ -6,12 +6,15 @@ import argparse
 import json
 
 from zero_ref.cli._common import CommandError, Subparsers, need, planning
-from zero_ref.cli.simulate import add_machines, add_model, add_numerics, add_places, architecture_of
-from zero_ref.lab._arguments import whole
+from zero_ref.cli.simulate import add_machines, add_model, scenario_of
+from zero_ref.lab._arguments import add_options, whole
 from zero_ref.lab.searched import as_json, print_found
-from zero_ref.lab.simulated import cluster_named
+from zero_ref.simulator.options import options_of
 from zero_ref.simulator.scenario import Scenario
-from zero_ref.simulator.search import search
+from zero_ref.simulator.search import VARIED, search
+
+NOT_ASKED = {*VARIED, "way", "bucket_bytes", "prefetch", "period", "gradient_group"}
+"""Fields of a scenario that are no options here: the search sets them itself, or leaves them as usual."""
 
 
 def register_search(subparsers: Subparsers) -> None:
@@ -28,8 +31,7 @@ def register_search(subparsers: Subparsers) -> None:
     add = parser.add_argument
     tokens = whole(1, 10**12, "no update has so many")
     add("--tokens", required=True, type=tokens, metavar="T", help="of an update, over all ranks")
-    add_numerics(parser)
-    add_places(parser)
+    add_options(parser, (one for one in options_of(Scenario) if one.path[-1] not in NOT_ASKED))
     add("--all", action="store_true", help="list all that may fit, not only the best")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run_search)
@@ -42,20 +44,7 @@ def run_search(arguments: argparse.Namespace) -> int:
     named = ["--model", arguments.model] if arguments.model else ["--config", arguments.config]
     with planning(arguments.ranks):
         try:
-            scenario = Scenario(
-                architecture_of(arguments),
-                cluster_named(arguments.cluster),
-                arguments.ranks,
-                sequence=arguments.sequence,
-                dtype=arguments.dtype,
-                optimizer=arguments.optimizer,
-                masters=not arguments.no_masters,
-                compiled=arguments.compiled,
-                fused_loss=arguments.fused_loss,
-                reduce_dtype=arguments.reduce_dtype,
-                bucket_view=arguments.bucket_view,
-                offload=arguments.offload,
-            )
+            scenario = scenario_of(arguments)
             found = search(scenario, arguments.tokens)
         except ValueError as error:
             raise CommandError(str(error)) from None

@@ -11,8 +11,8 @@ from zero_ref.cli._common import CommandError, Subparsers, need, write_text
 from zero_ref.lab._arguments import OutputFolder, json_text, rank_processes
 from zero_ref.lab.config import (
     TrainConfig,
+    add_demo_arguments,
     add_run_arguments,
-    add_training_arguments,
     check_memory,
     config_for,
     strategies_of,
@@ -96,7 +96,7 @@ def register_demo(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--out", type=OutputFolder, default="demo-out", metavar="FOLDER", help="default: %(default)s"
     )
-    add_training_arguments(parser)
+    add_demo_arguments(parser)
     parser.set_defaults(run=run_demo, steps=120)
 
 

@@ -15,10 +15,12 @@ import re
 import stat
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from zero_ref.lab.settings import read_settings
+from zero_ref.simulator._checks import nearest
+from zero_ref.simulator.options import OptionField
 
 MOST_RANKS = 256
 """Real ranks: each is a process of this machine with torch in it."""
@@ -100,6 +102,40 @@ def printable(text: str) -> str:
         each if each.isprintable() or (each.isspace() and each > "\x9f") else ascii(each)[1:-1]
         for each in text
     )
+
+
+# --------------------------------------------------------------------------------------------------- options
+
+
+def add_options(parser: argparse.ArgumentParser, options: Iterable[OptionField]) -> None:
+    """Add options that are defined with the fields of a dataclass."""
+    for one in options:
+        option, default = one.option, one.asked(one.default)
+        said: dict[str, Any] = {"dest": one.word, "help": option.help.replace("%(default)s", str(default))}
+        if one.type is bool:
+            parser.add_argument(one.flag, action="store_true", **said)
+        else:
+            several: dict[str, Any] = {"action": "append"} if option.several else {"default": default}
+            parser.add_argument(
+                one.flag,
+                type=_type_of(one),
+                choices=[one.asked(name) for name in option.choices] or None,
+                metavar=option.metavar,
+                **several,
+                **said,
+            )
+
+
+def _type_of(one: OptionField) -> Callable[[str], Any]:
+    """What makes a word a value of the option, and refuses others."""
+    option = one.option
+    if option.choices:
+        return one.asked
+    if one.type is int and option.unit == 1:
+        return whole(int(option.least or 0), int(option.most), option.why)
+    if one.type in (int, float):
+        return number(above=option.above, least=option.least, most=option.most, why=option.why)
+    return option.kind or str
 
 
 # ----------------------------------------------------------------------------------------------------- files
@@ -223,6 +259,8 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("--") and word.endswith("=--"):
                 self.error(f"argument {short(word[:-3])}: '--' is no value")
         given, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._meant(rest)}")
         if not self.reads_settings or given.config is None:
             return given, rest
         try:
@@ -230,11 +268,20 @@ class Parser(argparse.ArgumentParser):
         except ValueError as error:
             self.error(str(error))
         # argparse leaves a value that is there, so None stays where no word gives one. Words win.
-        given, rest = super().parse_known_args(args, argparse.Namespace(**dict.fromkeys(settings)))
+        given, _ = super().parse_known_args(args, argparse.Namespace(**dict.fromkeys(settings)))
         for name, value in settings.items():
             if getattr(given, name) is None:
                 setattr(given, name, value)
-        return given, rest
+        return given, []
+
+    def _meant(self, unknown: Iterable[str]) -> str:
+        """The option that was meant by the first of these words that is like one."""
+        for word in unknown:
+            if word.startswith("--") and (
+                close := nearest(word.partition("=")[0], self._option_string_actions)
+            ):
+                return f"; did you mean {close}?"
+        return ""
 
 
 def complain(who: str, message: str) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 from zero_ref.lab._arguments import (
     LARGEST_SEED,
@@ -15,15 +15,13 @@ from zero_ref.lab._arguments import (
     OutputFolder,
     Parser,
     ReplacedFile,
-    number,
-    seed,
-    whole,
+    add_options,
 )
 from zero_ref.lab.logs import KINDS
-from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.ledger import MIXED_ADAMW, format_bytes, itemsize_of, state_rule
 from zero_ref.simulator.operations import WAYS
+from zero_ref.simulator.options import Option, check_options, from_options, options_of, used_values
 from zero_ref.simulator.recipe import RECIPES, Recipe, recipe
 from zero_ref.state.saves import saves_in
 
@@ -42,6 +40,12 @@ OF_OWN = "zero"
 DTYPES = ("float32", "bfloat16")
 """Of parameters. float16 is not among them: its small gradients become 0 unless the loss is scaled."""
 
+_SIZE = Option(least=1, most=2**20, why="this is for small models")
+
+
+def _without_ddp(how: Recipe, _: object) -> bool:
+    return how.without_ddp
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -50,16 +54,20 @@ class GPTConfig:
     The default has 0.8 million parameters: enough to learn from, quick on a CPU.
     """
 
-    layers: int = 4
-    heads: int = 4
-    width: int = 128
-    context: int = 64
-    dtype: str = field(default="float32", kw_only=True)
+    layers: Annotated[int, _SIZE] = 4
+    heads: Annotated[int, _SIZE] = 4
+    width: Annotated[int, _SIZE] = 128
+    context: Annotated[int, replace(_SIZE, help="positions that a passage has")] = 64
+    # An entry for each option, as in a table.
+    # fmt: off
+    dtype: Annotated[str, Option(
+        f"of parameters and gradients: {', '.join(DTYPES)} (default: %(default)s)", metavar="DTYPE",
+        choices=DTYPES, after="shard_group",
+    )] = field(default="float32", kw_only=True)
+    # fmt: on
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heads", "width", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        check_options(self)
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}.")
         if self.context > LONGEST_CONTEXT:
@@ -67,7 +75,6 @@ class GPTConfig:
                 f"context must be at most {LONGEST_CONTEXT:,}, got {self.context:,}: the held-out text has "
                 "little more."
             )
-        check_name("dtype", self.dtype, DTYPES)
 
     @property
     def numel(self) -> int:
@@ -88,10 +95,8 @@ class TrainConfig:
         strategy: one of `simulator.recipe.RECIPES`, or the name of the file `own`.
         steps: iterations in all, those before a resumed checkpoint included.
         way: when updates are made, one of `simulator.operations.WAYS`, under strategies that have owners.
-        shard_group: under zero-2, how many consecutive ranks share the state; None for all.
         master_dtype: "float32" to keep 32-bit masters of a 16-bit model, with their moments in 32 bits too;
             None for state in the parameters' own dtype. Not under zero-3 and local-sgd.
-        batch_size: passages on each rank.
         warmup_steps: over these the learning rate rises from 0.
         checkpoint: a file to write when done, and every `checkpoint_every` steps if that is not 0. Not under
             local-sgd.
@@ -104,36 +109,65 @@ class TrainConfig:
         own: the reader's file with the class `MyZero`, which is trained where `strategy` names the file.
     """
 
-    strategy: str = "zero-bucket"
-    steps: int = 200
-    way: str = field(default="plain", kw_only=True)
-    shard_group: int | None = field(default=None, kw_only=True)
-    master_dtype: str | None = field(default=None, kw_only=True)
-    batch_size: int = 8
-    learning_rate: float = 2e-3
+    # An entry for each option, as in a table.
+    # fmt: off
+    strategy: Annotated[str, Option(
+        "give it several times to compare (default: %(default)s)", choices=RECIPES, several=True,
+    )] = "zero-bucket"
+    own: Annotated[str | None, Option(
+        "train the class MyZero of this file, which the book has you write, beside --strategy "
+        "(then: ddp)",
+        name="optimizer", metavar="FILE",
+    )] = field(default=None, kw_only=True)
+    steps: Annotated[int, Option(least=1, most=10**7, why="the losses of all steps are kept")] = 200
+    way: Annotated[str, Option(
+        "under strategies that have owners: "
+        + "; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
+        name="overlap", metavar="WAY", choices=WAYS, used_by=Recipe.takes_way,
+    )] = field(default="plain", kw_only=True)
+    shard_group: Annotated[int | None, Option(
+        "under zero-2: so many consecutive ranks share the state; default: all", metavar="N", least=1,
+        most=2**20, used_by=_without_ddp,
+    )] = field(default=None, kw_only=True)
+    master_dtype: Annotated[str | None, Option(
+        "float32: keep 32-bit masters and moments of 16-bit parameters (default: moments in --dtype, no "
+        "masters)",
+        metavar="DTYPE", choices=("float32",),
+    )] = field(default=None, kw_only=True)
+    batch_size: Annotated[int, replace(_SIZE, help="passages on each rank")] = 8
+    learning_rate: Annotated[float, Option(above=0, most=1000, why="no training survives such steps")] = 2e-3
     warmup_steps: int = 20
-    seed: int = 0
-    model: GPTConfig = field(default_factory=GPTConfig)
-    checkpoint: str | None = None
-    checkpoint_every: int = 0
-    resume: bool = False
-    checkpoint_dir: str | None = field(default=None, kw_only=True)
-    elastic: bool = field(default=False, kw_only=True)
-    own: str | None = field(default=None, kw_only=True)
+    seed: Annotated[int, Option(least=0, most=LARGEST_SEED)] = 0
+    model: Annotated[GPTConfig, Option()] = field(default_factory=GPTConfig)
+    checkpoint: Annotated[str | None, Option(
+        "write model and optimizer here when done", metavar="FILE", kind=ReplacedFile,
+    )] = None
+    checkpoint_dir: Annotated[str | None, Option(
+        "in place of --checkpoint: save here in shards, each rank what it owns", metavar="DIR",
+        kind=OutputFolder,
+    )] = field(default=None, kw_only=True)
+    checkpoint_every: Annotated[int, Option(
+        "save on the way too (default: only when done; with --elastic after each tenth of the steps)",
+        metavar="STEPS", least=0, most=10**7,
+    )] = 0
+    resume: Annotated[bool, Option("go on from the checkpoint")] = False
+    elastic: Annotated[bool, Option(
+        "with --checkpoint-dir: when a rank is lost, the others go on from the newest save",
+    )] = field(default=False, kw_only=True)
+    # fmt: on
 
     def __post_init__(self) -> None:
+        check_options(self, but=("strategy",) if self.is_own else ())
         if self.own and (self.checkpoint or self.checkpoint_dir):
             raise ValueError(
                 f"{self.own} is trained without checkpoints here: `zero-ref check` tries its state_dict. "
                 "Leave checkpoint and checkpoint_dir out."
             )
-        if self.master_dtype is not None:
-            check_name("master_dtype", self.master_dtype, ("float32",))
-            if itemsize_of(self.model.dtype) >= itemsize_of(self.master_dtype):
-                raise ValueError(
-                    f"master_dtype {self.master_dtype!r} is for a model in fewer bits, and this one is in "
-                    f"{self.model.dtype}: choose the dtype bfloat16, or leave master_dtype out."
-                )
+        if self.master_dtype and itemsize_of(self.model.dtype) >= itemsize_of(self.master_dtype):
+            raise ValueError(
+                f"master_dtype {self.master_dtype!r} is for a model in fewer bits, and this one is in "
+                f"{self.model.dtype}: choose the dtype bfloat16, or leave master_dtype out."
+            )
         keeps_masters(self.recipe)  # or say why it cannot
         averaging = self.recipe.averaging
         if averaging is not None and self.checkpoint:
@@ -141,15 +175,10 @@ class TrainConfig:
                 f"strategy {self.strategy!r} trains another model on each rank between two averages, and a "
                 "checkpoint holds one: leave it out."
             )
-        for name in ("steps", "batch_size", "warmup_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.checkpoint_every < 0:
-            raise ValueError(f"checkpoint_every must be 0 or more, got {self.checkpoint_every}.")
-        if not 0 <= self.seed <= LARGEST_SEED:
+        if self.warmup_steps < 1:
+            raise ValueError(f"warmup_steps must be at least 1, got {self.warmup_steps}.")
+        if self.seed > LARGEST_SEED:
             raise ValueError(f"seed must be 0 to {LARGEST_SEED}, got {self.seed}.")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate:g}.")
         if (self.resume or self.checkpoint_every) and not (self.checkpoint or self.checkpoint_dir):
             raise ValueError(
                 "resume and checkpoint_every need the name of a checkpoint file, or of a checkpoint_dir."
@@ -223,9 +252,7 @@ class TrainConfig:
             ValueError: the strategy cannot do the rest.
         """
         other = recipe(OF_OWN if self.own and strategy == os.path.basename(self.own) else strategy)
-        way = self.way if self.way in other.ways else "plain"
-        group = self.shard_group if other.without_ddp else None
-        return replace(self, strategy=strategy, way=way, shard_group=group)
+        return replace(self, **used_values(self, other) | {"strategy": strategy})
 
     @property
     def precision(self) -> str:
@@ -332,17 +359,13 @@ EXIT_CODES = (
 def add_run_arguments(parser: Parser) -> None:
     """All options that `zero-ref train` and torchrun share, and what they say of exit codes."""
     add = parser.add_argument
-    several = "give it several times to compare (default: zero-bucket)"
-    add("--strategy", action="append", choices=list(RECIPES), help=several)
-    own = "train the class MyZero of this file, which the book has you write, beside --strategy (then: ddp)"
-    add("--optimizer", metavar="FILE", help=own)
-    add_training_arguments(parser)
+    add_options(parser, options_of(TrainConfig))
     add("--json", type=OutputFile, metavar="FILE", help="write what was predicted and measured here")
     # Not `--log`: torchrun takes it for an ambiguous beginning of options of its own, wherever it stands.
     kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
     add("--log-to", action="append", choices=list(KINDS), help=f"{kinds}; may be given several times")
     add("--log-dir", type=OutputFolder, metavar="FOLDER", help="for --log-to json and --log-to tensorboard")
-    settings = "settings in TOML, by the names of these options; the command line wins"
+    settings = "settings in TOML, or JSON, by the names of these options; the command line wins"
     add("--config", metavar="FILE", help=settings)
     add("--show-config", action="store_true", help="print the settings as --config reads them, and end")
     predict = "print the simulator's prediction of the run, start nothing, and end"
@@ -353,71 +376,9 @@ def add_run_arguments(parser: Parser) -> None:
     parser.epilog = EXIT_CODES
 
 
-def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say what is trained, which `zero-ref demo` has too."""
-    default, size = TrainConfig(), GPTConfig()
-    steps = whole(1, 10**7, "the losses of all steps are kept")
-    sizes = whole(1, 2**20, "this is for small models")
-    parser.add_argument("--steps", type=steps, default=default.steps)
-    parser.add_argument(
-        "--overlap",
-        type=lambda way: way.replace("_", "-"),
-        choices=[way.replace("_", "-") for way in WAYS],
-        default="plain",
-        metavar="WAY",
-        help="under strategies that have owners: "
-        + "; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
-    )
-    parser.add_argument(
-        "--shard-group",
-        type=whole(1, 2**20),
-        metavar="N",
-        help="under zero-2: so many consecutive ranks share the state; default: all",
-    )
-    parser.add_argument(
-        "--dtype",
-        default=size.dtype,
-        choices=DTYPES,
-        metavar="DTYPE",
-        help=f"of parameters and gradients: {', '.join(DTYPES)} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--master-dtype",
-        choices=["float32"],
-        metavar="DTYPE",
-        help="float32: keep 32-bit masters and moments of 16-bit parameters (default: moments in --dtype, no "
-        "masters)",
-    )
-    parser.add_argument("--batch-size", type=sizes, default=default.batch_size, help="passages on each rank")
-    rate = number(above=0, most=1000, why="no training survives such steps")
-    parser.add_argument("--learning-rate", type=rate, default=default.learning_rate)
-    parser.add_argument("--seed", type=seed, default=default.seed)
-    parser.add_argument("--layers", type=sizes, default=size.layers)
-    parser.add_argument("--heads", type=sizes, default=size.heads)
-    parser.add_argument("--width", type=sizes, default=size.width)
-    parser.add_argument("--context", type=sizes, default=size.context, help="positions that a passage has")
-    parser.add_argument(
-        "--checkpoint", type=ReplacedFile, metavar="FILE", help="write model and optimizer here when done"
-    )
-    parser.add_argument(
-        "--checkpoint-dir",
-        type=OutputFolder,
-        metavar="DIR",
-        help="in place of --checkpoint: save here in shards, each rank what it owns",
-    )
-    parser.add_argument(
-        "--checkpoint-every",
-        type=whole(0, 10**7),
-        default=0,
-        metavar="STEPS",
-        help="save on the way too (default: only when done; with --elastic after each tenth of the steps)",
-    )
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    parser.add_argument(
-        "--elastic",
-        action="store_true",
-        help="with --checkpoint-dir: when a rank is lost, the others go on from the newest save",
-    )
+def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a run without those that name its optimizer: `zero-ref demo` tries all strategies."""
+    add_options(parser, (one for one in options_of(TrainConfig) if one.path[0] not in ("strategy", "own")))
 
 
 def strategies_of(args: argparse.Namespace) -> list[str]:
@@ -442,13 +403,15 @@ def config_for(args: argparse.Namespace, strategies: Sequence[str], world_size: 
         ValueError: as `config_from`; a strategy cannot do the rest, or an option fits none of them; the
             ranks cannot be divided into groups.
     """
-    way = args.overlap.replace("-", "_")
+    for_some = [
+        (one, one.kept(given))
+        for one in options_of(TrainConfig)
+        if one.option.used_by is not None and (given := getattr(args, one.word)) is not None
+    ]
     able = [
         name
         for name in strategies
-        if name in RECIPES
-        and way in RECIPES[name].ways
-        and (args.shard_group is None or RECIPES[name].without_ddp)
+        if name in RECIPES and all(one.is_used(RECIPES[name], value) for one, value in for_some)
     ]
     config = config_from(args, (able or strategies)[0])
     config.recipe.group_of(world_size)
@@ -485,20 +448,4 @@ def config_from(args: argparse.Namespace, strategy: str) -> TrainConfig:
                 f"--resume: there is no complete save in {args.checkpoint_dir} yet; leave --resume out the "
                 "first time."
             )
-    return TrainConfig(
-        strategy=strategy,
-        steps=args.steps,
-        way=args.overlap.replace("-", "_"),
-        shard_group=args.shard_group,
-        master_dtype=args.master_dtype,
-        batch_size=args.batch_size,
-        learning_rate=args.learning_rate,
-        seed=args.seed,
-        model=GPTConfig(args.layers, args.heads, args.width, args.context, dtype=args.dtype),
-        checkpoint=args.checkpoint and str(args.checkpoint),
-        checkpoint_every=args.checkpoint_every,
-        resume=args.resume,
-        checkpoint_dir=args.checkpoint_dir and str(args.checkpoint_dir),
-        elastic=args.elastic,
-        own=own,
-    )
+    return from_options(TrainConfig, vars(args), strategy=strategy)

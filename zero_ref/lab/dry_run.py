@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from zero_ref.lab.outcome import predict
 from zero_ref.lab.simulated import print_runs
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.models import GPT2
+from zero_ref.simulator.options import words_of
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import Schedule
 
@@ -62,6 +64,8 @@ def print_prediction(
     print_runs(f"a GPT, {config.steps:,} steps", scenario, [scenario.run(name) for name in strategies])
     for line in _limits(cluster):
         print(line)
+    words = [word for name in strategies for word in ("--strategy", name)]
+    print(f"this run: {shlex.join([*words, *words_of(config, config.recipe, but=('strategy',))])}")
 
 
 def _limits(cluster: Cluster) -> Iterator[str]:

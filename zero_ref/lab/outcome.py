@@ -20,6 +20,7 @@ from zero_ref.lab.placement import Placement
 from zero_ref.plan.calls import Call
 from zero_ref.simulator import models
 from zero_ref.simulator.ledger import MIXED_16, Convention, itemsize_of, ledger
+from zero_ref.simulator.options import values_of
 from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
 
 
@@ -266,6 +267,7 @@ def as_json(outcomes: Sequence[Outcome], config: TrainConfig, placement: Placeme
     return {
         "ranks": outcomes[0].ranks,
         "steps": config.steps,
+        "options": values_of(config),
         "environment": environment(outcomes[0].ranks, placement),
         "strategies": {result.strategy: result.as_json() for result in outcomes},
     }

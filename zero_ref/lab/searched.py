@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zero_ref.lab.simulated import NOT_MODELLED, in_words
+from zero_ref.lab.commands import program, simulate_command, train_command
+from zero_ref.lab.simulated import NOT_MODELLED, in_words, print_heading
 from zero_ref.live.numbers import short, short_count
-from zero_ref.simulator.commands import program, simulate_command, train_command
 from zero_ref.simulator.ledger import format_bytes
 from zero_ref.simulator.scenario import Scenario
-from zero_ref.simulator.search import SEARCHED, Candidate, Found
+from zero_ref.simulator.search import SEARCHED, VARIED, Candidate, Found
 
 
 def as_json(named: Sequence[str], cluster: str, scenario: Scenario, found: Found) -> dict[str, Any]:
@@ -52,11 +52,7 @@ def _as_json(one: Candidate, named: Sequence[str], cluster: str) -> dict[str, An
     scenario = one.scenario
     return {
         "strategy": one.strategy,
-        "batch": scenario.batch,
-        "accumulation": scenario.accumulation,
-        "no_sync": scenario.no_sync,
-        "checkpointing": scenario.checkpointing,
-        "shard_group": scenario.shard_group,
+        **{name: getattr(scenario, name) for name in VARIED},
         "tokens": one.tokens,
         "fits": one.fits,
         "memory_bytes": one.peak_bytes,
@@ -86,15 +82,11 @@ def print_found(
         every: list all that may fit, and not the best alone.
     """
     from rich.console import Console
-    from rich.markup import escape
 
     console = Console(width=width, highlight=False)
-    device = scenario.cluster.device
     if not found.listed:
         console.print(f"nothing of what was tried fits, and {in_words(NOT_MODELLED)} are not modelled")
-    ranks = f"{scenario.world_size:,} rank{'' if scenario.world_size == 1 else 's'}"
-    console.print(f"[bold]{escape(named[-1])} on {ranks} of {escape(scenario.cluster.name)}[/]", end=" ")
-    console.print(f"({device.name})", markup=False)
+    print_heading(console, named[-1], scenario)
     shown = found.listed if every else found.best
     asked, computed = found.tokens, {one.tokens for one in shown}
     nearest = min(computed, key=lambda tokens: abs(tokens - asked), default=asked)

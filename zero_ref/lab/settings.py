@@ -1,4 +1,4 @@
-"""Settings in a TOML file: checked as the words of a command line are, and written so as to be read again.
+"""Settings in a file of TOML or JSON: checked as the words of a command line are, and written as TOML.
 
 The keys are the names of the options: `learning-rate = 1e-3` is `--learning-rate 1e-3`. No torch.
 """
@@ -6,13 +6,13 @@ The keys are the names of the options: `learning-rate = 1e-3` is `--learning-rat
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any, get_type_hints
 
-from zero_ref.simulator._records import read_text
+from zero_ref.simulator._checks import nearest
+from zero_ref.simulator._records import parse_json, read_text
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
@@ -21,21 +21,25 @@ NO_SETTINGS = {"help", "config", "show_config", "dry_run", "command", "run"}
 
 
 def read_settings(actions: Iterable[argparse.Action], path: str) -> dict[str, Any]:
-    """The values that a TOML file gives to options, by the names under which argparse keeps them.
+    """The values that a file gives to options, by the names under which argparse keeps them.
 
     Args:
         actions: the options, as `add_argument` returned them. One that can be given several times takes a
             list, or one value.
+        path: of TOML; of JSON if its name ends in `.json`.
     Raises:
-        ValueError: the file cannot be read or is no TOML; an option is unknown; a value is of another type
+        ValueError: the file cannot be read, or is neither; an option is unknown; a value is of another type
             than the option's, or such as the option refuses. The message names the file and the key.
     """
     try:
-        values = tomllib.loads(read_text(path))
+        text = read_text(path)
+        values = parse_json(text) if path.endswith(".json") else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path} must hold an object of settings.")
     options = {
         action.option_strings[-1].removeprefix("--"): action
         for action in actions
@@ -44,8 +48,8 @@ def read_settings(actions: Iterable[argparse.Action], path: str) -> dict[str, An
     made = {}
     for key, value in values.items():
         if key not in options:
-            close = difflib.get_close_matches(key, options, 1)
-            remedy = f"did you mean {close[0]!r}?" if close else "take it out of the file."
+            close = nearest(key, options)
+            remedy = f"did you mean {close!r}?" if close else "take it out of the file."
             raise ValueError(f"--config {path}: no setting of this command is called {key!r}; {remedy}")
         action = options[key]
         try:

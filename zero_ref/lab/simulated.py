@@ -12,6 +12,7 @@ from zero_ref.lab._arguments import short
 from zero_ref.simulator._records import read_json
 from zero_ref.simulator.cluster import CLUSTERS, Cluster
 from zero_ref.simulator.ledger import format_bytes
+from zero_ref.simulator.options import values_of
 from zero_ref.simulator.recipe import LOCAL_SGD
 from zero_ref.simulator.scenario import Scenario, SimulatedRun
 from zero_ref.simulator.sensitivity import SWITCH
@@ -99,24 +100,8 @@ def as_json(named: str, scenario: Scenario, runs: Sequence[SimulatedRun]) -> dic
         "cluster": scenario.cluster.name,
         "device": device.name,
         "device_memory_bytes": None if device.memory_gb is None else device.memory_gb * 1e9,
-        "batch": scenario.batch,
+        **values_of(scenario),
         "sequence": scenario.tokens_of_sequence,
-        "dtype": scenario.dtype,
-        "optimizer": scenario.optimizer,
-        "overlap": scenario.way,
-        "shard_group": scenario.shard_group,
-        "checkpointing": scenario.checkpointing,
-        "period": scenario.period,
-        "gradient_group": scenario.gradient_group,
-        "accumulation": scenario.accumulation,
-        "no_sync": scenario.no_sync,
-        "masters": scenario.masters,
-        "reduce_dtype": scenario.reduce_dtype,
-        "bucket_view": scenario.bucket_view,
-        "offload": scenario.offload,
-        "compiled": scenario.compiled,
-        "fused_loss": scenario.fused_loss,
-        "loss_dtype": scenario.loss_dtype,
         "attention_share": scenario.attention_share,
         "not_modelled": list(NOT_MODELLED),
         "strategies": {run.strategy: _run_as_json(run) for run in runs},
@@ -172,16 +157,12 @@ def print_runs(
         why: also print why the fullest rank holds more than 1/N.
     """
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     console = Console(width=width, highlight=False)
     if runs and all(run.fits is False for run in runs):
         console.print(f"does not fit, and {in_words(NOT_MODELLED)} are not modelled")
-    ranks = f"{scenario.world_size:,} rank{'' if scenario.world_size == 1 else 's'}"
-    cluster = scenario.cluster
-    console.print(f"[bold]{escape(named)} on {ranks} of {escape(cluster.name)}[/]", end=" ")
-    console.print(f"({cluster.device.name})", markup=False)
+    print_heading(console, named, scenario)
     console.print(
         f"{scenario.numel:,} {scenario.dtype} parameters, {scenario.optimizer}; on each rank "
         f"{'' if scenario.accumulation == 1 else f'{scenario.accumulation:,} x '}{scenario.batch:,} x "
@@ -197,6 +178,16 @@ def print_runs(
     console.print()
     for line in (*(_reasons(runs) if why else ()), *_notes(scenario, runs)):
         console.print(line, markup=False)
+
+
+def print_heading(console: Any, named: str, scenario: Scenario) -> None:
+    """Print the model, the ranks and the cluster."""
+    from rich.markup import escape
+
+    cluster, ranks = scenario.cluster, scenario.world_size
+    counted = f"{ranks:,} rank{'' if ranks == 1 else 's'}"
+    console.print(f"[bold]{escape(named)} on {counted} of {escape(cluster.name)}[/]", end=" ")
+    console.print(f"({cluster.device.name})", markup=False)
 
 
 def in_words(names: Sequence[str]) -> str:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
-from zero_ref.live.explorer import Answer, Control, Explorer
+from zero_ref.live.explorer import Answer, Control, Explorer, controls_of
 from zero_ref.live.lanes import lanes
 from zero_ref.live.memory import DEVICES, device_mark, items_bar, items_key, named_items, scale_bytes
 from zero_ref.live.numbers import short, short_bytes, short_count, short_time
 from zero_ref.live.palette import ALARM, INK
 from zero_ref.live.svg import LINE, MARGIN, axis, picture, text
 from zero_ref.simulator import spread
-from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.models import TRANSFORMERS
 from zero_ref.simulator.recipe import RECIPES
@@ -25,8 +24,8 @@ LIKE = CLUSTERS["h100-ib"]
 
 
 def _draw(
-    width: float, model: str, strategy: str, device: str, per_node: int, nodes: int, within: float,
-    between: float, latency: float, tokens: int, **of_scenario: Any,
+    kind: type[Scenario], width: float, model: str, strategy: str, device: str, per_node: int, nodes: int,
+    within: float, between: float, latency: float, tokens: int, **of_scenario: Any,
 ) -> Answer:  # fmt: skip
     ranks = per_node * nodes
     cluster = replace(
@@ -37,7 +36,7 @@ def _draw(
         within=replace(LIKE.within, gb_per_s=within),
         between=replace(LIKE.between, gb_per_s=between, latency_us=latency),
     )
-    scenario = Scenario(TRANSFORMERS[model], cluster, ranks, **of_scenario)
+    scenario = kind(TRANSFORMERS[model], cluster, ranks, **of_scenario)
     run = _run(scenario, strategy)
     days = tokens / run.tokens_per_second * 1e3 / MS_PER_DAY
     gpu_hours = 24 * days * ranks
@@ -117,21 +116,28 @@ WITHIN = (16.0, 32.0, 64.0, 150.0, 300.0, 450.0, 900.0)
 BETWEEN = (0.3125, 1.25, 3.125, 6.25, 12.5, 25.0, 50.0, 100.0)
 """From PCIe to NVLink; from a quarter of 10 Gb/s Ethernet to 800 Gb/s."""
 
-DESIGN = Explorer(
-    "design",
-    "Cluster designer",
-    (
-        Control("model", "model", "llama3-70b", tuple(TRANSFORMERS)),
-        Control("strategy", "strategy", "zero-3", tuple(RECIPES)),
-        Control("device", "device", "H100 80 GB", tuple(DEVICES)),
-        Control("per_node", "devices in a node", 8, (1, 2, 4, 8, 16)),
-        Control("nodes", "nodes", 16, (1, 2, 4, 8, 16, 32, 64, 128)),
-        Control("within", "GB/s inside a node", 450.0, WITHIN),
-        Control("between", "GB/s of a rank between nodes", 50.0, BETWEEN),
-        Control("latency", "µs of a message between nodes", 14.0, (2.0, 5.0, 14.0, 20.0, 50.0, 100.0, 500.0)),
-        Control("batch", "sequences of a rank", 1, (1, 2, 4, 8, 16)),
-        Control("checkpointing", "activations kept", "full", tuple(CHECKPOINTING)),
-        Control("tokens", "tokens to train on", 10**12, tuple(TOKENS), dict(TOKENS)),
-    ),
-    _draw,
-)
+LATENCIES = (2.0, 5.0, 14.0, 20.0, 50.0, 100.0, 500.0)
+
+
+def designer(kind: type[Scenario]) -> Explorer:
+    """The explorer of this kind of scenario: its options that have a label are among the controls."""
+    return Explorer(
+        "design",
+        "Cluster designer",
+        (
+            Control("model", "model", "llama3-70b", tuple(TRANSFORMERS)),
+            Control("strategy", "strategy", "zero-3", tuple(RECIPES)),
+            Control("device", "device", "H100 80 GB", tuple(DEVICES)),
+            Control("per_node", "devices in a node", 8, (1, 2, 4, 8, 16)),
+            Control("nodes", "nodes", 16, (1, 2, 4, 8, 16, 32, 64, 128)),
+            Control("within", "GB/s inside a node", 450.0, WITHIN),
+            Control("between", "GB/s of a rank between nodes", 50.0, BETWEEN),
+            Control("latency", "µs of a message between nodes", 14.0, LATENCIES),
+            *controls_of(kind, checkpointing="full"),
+            Control("tokens", "tokens to train on", 10**12, tuple(TOKENS), dict(TOKENS)),
+        ),
+        partial(_draw, kind),
+    )
+
+
+DESIGN = designer(Scenario)

@@ -12,7 +12,9 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from zero_ref.plan.partition import ParamSpec
+from zero_ref.simulator._checks import nearest
 from zero_ref.simulator.models import shapes, specs
+from zero_ref.simulator.options import options_of
 
 Value = str | int | float | bool
 
@@ -79,6 +81,34 @@ class Control:
         return {**asdict(self), "kind": self.kind, **options}
 
 
+def controls_of(of: type, only: Sequence[str] = (), **starts: Value) -> tuple[Control, ...]:
+    """A control for each option of a dataclass that has a label.
+
+    An option that has no value by default has a control only where `starts` gives it one.
+
+    >>> from zero_ref.simulator.scenario import Scenario
+    >>> [(one.label, one.value) for one in controls_of(Scenario, checkpointing="full")]
+    [('sequences of a rank', 1), ('activations kept', 'full')]
+
+    Args:
+        only: the fields, in this order; all of them if there is none.
+        starts: where controls stand at the start, by the field, if not at the field's default.
+    """
+    found = {one.path[-1]: one for one in options_of(of)}
+    return tuple(
+        Control(
+            field,
+            option.label,
+            start,
+            tuple(option.choices or option.steps or (False, True)),
+            {name: name.replace("_", " ") for name in option.choices},
+        )
+        for field in only or found
+        for option, start in [(found[field].option, starts.get(field, found[field].default))]
+        if option.label and start is not None
+    )
+
+
 @dataclass(frozen=True)
 class Answer:
     """What one setting gives.
@@ -136,7 +166,9 @@ class Explorer:
         known = {control.name: control for control in self.controls}
         for name, value in values.items():
             if name not in known:
-                raise ValueError(f"{self.name} has no control {name!r}; it has {', '.join(known)}.")
+                close = nearest(name, known)
+                meant = f" Did you mean {close!r}?" if close else ""
+                raise ValueError(f"{self.name} has no control {name!r}; it has {', '.join(known)}.{meant}")
             known[name].check(value)
         if not 240 <= width <= 4000:
             raise ValueError(f"a picture is 240 to 4,000 pixels wide, got {width:g}.")

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, params_of
+from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, controls_of, params_of
 from zero_ref.live.numbers import short_bytes
 from zero_ref.live.palette import ALARM, INK, ITEM_COLOURS
 from zero_ref.live.svg import LINE, MARGIN, Stacked, axis, bar, centred, key, line, picture, text
 from zero_ref.simulator import spread
-from zero_ref.simulator.activations import CHECKPOINTING
 from zero_ref.simulator.cluster import CLUSTERS, Device
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, with_peak
@@ -152,9 +151,9 @@ MEMORY = Explorer(
         Control("convention", "bytes counted", "mixed-16", tuple(CONVENTIONS)),
         Control("optimizer", "optimizer", "AdamW", tuple(STATE_RULES)),
         Control("device", "device", "H100 80 GB", tuple(DEVICES)),
-        Control("batch", "sequences at a time", 1, (1, 2, 4, 8, 16, 32, 64)),
-        Control("sequence", "tokens in each", 8192, tuple(2**power for power in range(7, 16))),
-        Control("checkpointing", "activations kept", "by-operation", tuple(CHECKPOINTING)),
+        *controls_of(
+            Scenario, ("batch", "sequence", "checkpointing"), sequence=8192, checkpointing="by-operation"
+        ),
     ),
     _draw,
     along="ranks",

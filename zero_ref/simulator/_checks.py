@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 
 def check_name(what: str, name: str, known: Collection[str], otherwise: str = "") -> None:
@@ -22,3 +23,12 @@ def check_world_size(world_size: int) -> None:
     """Raise a ValueError for a number of ranks below 1."""
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that somebody meant who mistyped it; None if none is like it.
+
+    >>> nearest("bacth", ["batch", "ranks"])
+    'batch'
+    """
+    return next(iter(difflib.get_close_matches(name, list(known), 1)), None)

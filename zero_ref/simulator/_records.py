@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from zero_ref.simulator._checks import nearest
+
 T = TypeVar("T")
 
 LARGEST_FILE = 2**28
@@ -104,7 +106,9 @@ def record(cls: type[T], value: Any, what: str) -> T:
         raise ValueError(f"{what} must be an object with {', '.join(_fields(cls))}, not {_shown(value)}")
     unknown = [name for name in value if name not in _fields(cls)]
     if unknown:
-        raise ValueError(f"{what} has no {_shown(unknown[0])}; it has {', '.join(_fields(cls))}")
+        close = nearest(unknown[0], _fields(cls))
+        meant = f" (did you mean {_shown(close)}?)" if close else ""
+        raise ValueError(f"{what} has no {_shown(unknown[0])}{meant}; it has {', '.join(_fields(cls))}")
     missing = [name for name in _fields(cls) if name not in value and name not in _with_default(cls)]
     if missing:
         raise ValueError(f"{what} has no {', '.join(missing)}")

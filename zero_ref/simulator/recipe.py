@@ -158,6 +158,10 @@ class Recipe:
             return ("plain",)
         return WAYS_WITHOUT_DDP if self.without_ddp else WAYS_OF_DDP
 
+    def takes_way(self, way: str) -> bool:
+        """Whether updates can be made and sent in this way."""
+        return way in self.ways
+
     def group_of(self, world_size: int) -> int:
         """How many ranks share the state, of so many.
 

@@ -7,20 +7,20 @@ prints the results. For another combination, call these three modules directly.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Annotated, Any
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.partition import ParamSpec, Partition
-from zero_ref.simulator._checks import check_name, check_world_size
+from zero_ref.simulator._checks import check_world_size
 from zero_ref.simulator.activations import CHECKPOINTING, Activations, activations
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.decoders import Decoder
 from zero_ref.simulator.kernels import Kernels, kernels
-from zero_ref.simulator.ledger import StateRule, nbytes_of, state_rule
+from zero_ref.simulator.ledger import STATE_RULES, StateRule, nbytes_of, state_rule
 from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, memory_of_ranks, with_peak
 from zero_ref.simulator.models import (
     GPT2,
@@ -32,10 +32,11 @@ from zero_ref.simulator.models import (
     specs,
 )
 from zero_ref.simulator.operations import WAYS
+from zero_ref.simulator.options import Option, check_options, used_values
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
-from zero_ref.simulator.recipe import LOCAL_SGD, Recipe, recipe
-from zero_ref.simulator.schedule import Schedule, ddp_buckets, schedule
+from zero_ref.simulator.recipe import LOCAL_SGD, REDUCED_IN, Recipe, recipe
+from zero_ref.simulator.schedule import MIB, Schedule, ddp_buckets, schedule
 from zero_ref.simulator.sensitivity import WhatIf, what_if
 from zero_ref.simulator.shortfall import Shortfall, why_not_smaller
 from zero_ref.simulator.spread import fits
@@ -48,10 +49,40 @@ LONGEST_SEQUENCE = 8192
 """The most tokens in a sequence unless the caller asks for more. Models with a context of 100,000 tokens were
 trained on shorter sequences first."""
 
+MOST_PASSES = 1024
+"""The most passes of an update that a command line takes, since all of them are played."""
+
+
+# Which strategies use an option. Functions by name: a lambda inside an annotation would not see this module.
+
+
+def _buckets_by_ddp(how: Recipe, _: object) -> bool:
+    return how.stage < 2
+
+
+def _reduces_in_any_dtype(how: Recipe, _: object) -> bool:
+    return how.reduces_in_any_dtype
+
+
+def _shards_by_parameter(how: Recipe, _: object) -> bool:
+    return how.shards_by_parameter
+
+
+def _in_groups(how: Recipe, _: object) -> bool:
+    return how.in_groups
+
+
+def _gathers_ahead(how: Recipe, _: object) -> bool:
+    return how.stage == 3
+
+
+def _averages(how: Recipe, _: object) -> bool:
+    return how.averaging is not None
+
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model, a cluster, and how the model is trained on it.
+    """A model, a cluster, and how the model is trained on it. The options say what their values mean.
 
     >>> from zero_ref.simulator.cluster import cluster
     >>> from zero_ref.simulator.models import MODELS
@@ -61,29 +92,15 @@ class Scenario:
     (1135, 71.4, True)
 
     Args:
-        batch: sequences that a rank computes in one go.
         sequence: tokens in each sequence; None for the model's context, LONGEST_SEQUENCE at most.
-        dtype: one of DTYPES.
-        optimizer: a name in `ledger.STATE_RULES`.
         way: when updates are made, one of `operations.WAYS`, under strategies that have owners.
         bucket_bytes: of DDP's gradient buckets; None for DDP's default, 25 MiB after a first of 1 MiB.
         checkpointing: one of `activations.CHECKPOINTING`. Attention scores are kept under "none" only: the
             others assume flash attention, which PyTorch chooses by itself.
-        shard_group: of zero-2 and zero-3, as `Recipe`.
         prefetch: as `Recipe`.
-        period: of local-sgd, steps from one average to the next.
-        gradient_group: of local-sgd, how many consecutive ranks average their gradients in every step, such
-            as those of a node; 1 for none.
         masters: beside 16-bit parameters the optimizer keeps 32-bit copies and state; False for state in the
             parameters' dtype and no copies.
-        accumulation: forwards and backwards, of `batch` sequences each, before an update.
-        no_sync: of zero-2 and zero-3, as `Recipe`.
-        reduce_dtype: as `Recipe`, of strategies that can.
         bucket_view: DDP's `gradient_as_bucket_view`. False, its default, keeps all gradients twice.
-        offload: as `Recipe`, of strategies that can.
-        compiled: blocks are compiled, so that they keep less for backward, and touch memory less often.
-        fused_loss: the cross-entropy is, so that it keeps logits in their own dtype only.
-        loss_dtype: what a cross-entropy that is not fused is computed in.
     Raises:
         ValueError: the batch, the sequence, the accumulation or `world_size` is below 1, a name is unknown,
             or the optimizer is offloaded and not elementwise. Methods raise as `schedule`,
@@ -93,43 +110,94 @@ class Scenario:
     architecture: Architecture
     cluster: Cluster
     world_size: int
-    batch: int = 1
-    sequence: int | None = None
-    dtype: str = "bfloat16"
-    optimizer: str = "AdamW"
-    way: str = "plain"
-    bucket_bytes: int | None = None
-    checkpointing: str = "selective"
-    shard_group: int | None = None
-    prefetch: int = 1
-    period: int = 8
-    gradient_group: int = 1
-    masters: bool = True
-    accumulation: int = 1
-    no_sync: bool = False
-    reduce_dtype: str | None = None
-    bucket_view: bool = False
-    offload: bool = False
-    compiled: bool = False
-    fused_loss: bool = False
-    loss_dtype: str = "float32"
+    # An entry for each option, as in a table.
+    # fmt: off
+    batch: Annotated[int, Option(
+        "sequences a rank (default: %(default)s)", metavar="B", least=1, most=10**9,
+        label="sequences of a rank", steps=(1, 2, 4, 8, 16, 32, 64), after="loss_dtype",
+    )] = 1
+    sequence: Annotated[int | None, Option(
+        f"tokens in each (default: the model's, {LONGEST_SEQUENCE} at most)", metavar="S", least=1,
+        most=10**9, label="tokens in each", steps=tuple(2**power for power in range(7, 16)),
+    )] = None
+    _: KW_ONLY
+    dtype: Annotated[str, Option(
+        f"of parameters and gradients: {', '.join(DTYPES)}. Of 16 bits the optimizer keeps a copy in 32 "
+        "(default: %(default)s)",
+        metavar="DTYPE", choices=DTYPES,
+    )] = "bfloat16"
+    optimizer: Annotated[str, Option(
+        f"{', '.join(STATE_RULES)} (default: %(default)s)", metavar="NAME", choices=STATE_RULES,
+    )] = "AdamW"
+    masters: Annotated[bool, Option(
+        "no 32-bit copies of 16-bit parameters: state in the parameters' own dtype",
+    )] = True
+    compiled: Annotated[bool, Option("blocks are compiled: fewer passes over memory, less is kept")] = False
+    fused_loss: Annotated[bool, Option(
+        "the cross-entropy is one kernel, which keeps no copy of the logits in 32 bits",
+    )] = False
+    loss_dtype: Annotated[str, Option(
+        "what a loss that is not fused is computed in (default: %(default)s)", metavar="DTYPE",
+        choices=DTYPES,
+    )] = "float32"
+    checkpointing: Annotated[str, Option(
+        f"{'; '.join(f'{name}: {what}' for name, what in CHECKPOINTING.items())} (default: %(default)s)",
+        metavar="WHAT", choices=CHECKPOINTING, label="activations kept",
+    )] = "selective"
+    accumulation: Annotated[int, Option(
+        "forwards and backwards before an update, each of --batch sequences (default: %(default)s)",
+        metavar="N", least=1, most=MOST_PASSES,
+    )] = 1
+    way: Annotated[str, Option(
+        "; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()), name="overlap",
+        metavar="WAY", choices=WAYS, used_by=Recipe.takes_way,
+    )] = "plain"
+    bucket_bytes: Annotated[int | None, Option(
+        "of DDP's buckets (default: 25, the first 1)", name="bucket_mib", metavar="MIB", unit=MIB, above=0,
+        most=2**20, used_by=_buckets_by_ddp,
+    )] = None
+    bucket_view: Annotated[bool, Option(
+        "DDP's gradient_as_bucket_view: gradients lie in DDP's buckets, and are not kept twice",
+        used_by=_buckets_by_ddp,
+    )] = False
+    reduce_dtype: Annotated[str | None, Option(
+        f"what gradients travel in: {', '.join(REDUCED_IN)} (default: --dtype)", metavar="DTYPE",
+        choices=REDUCED_IN, used_by=_reduces_in_any_dtype,
+    )] = None
+    offload: Annotated[bool, Option(
+        "masters, moments and the update are on the CPU", used_by=_shards_by_parameter,
+    )] = False
+    no_sync: Annotated[bool, Option(
+        "of zero-2 and zero-3: accumulated gradients are whole on each rank until the last backward",
+        used_by=_in_groups,
+    )] = False
+    shard_group: Annotated[int | None, Option(
+        "of zero-2 and zero-3: so many consecutive ranks share what is sharded, as a node's (default: all)",
+        metavar="N", least=1, most=2**20, used_by=_in_groups,
+    )] = None
+    prefetch: Annotated[int, Option(
+        "of zero-3 (default: %(default)s)", metavar="UNITS", least=0, most=10**6, used_by=_gathers_ahead,
+    )] = 1
+    period: Annotated[int, Option(
+        "of local-sgd: steps from one average of the parameters to the next (default: %(default)s)",
+        metavar="H", least=1, most=10**6, used_by=_averages,
+    )] = 8
+    gradient_group: Annotated[int, Option(
+        "of local-sgd: average gradients in every step over so many ranks, as of a node "
+        "(default: %(default)s)",
+        metavar="N", least=1, most=2**20, used_by=_averages,
+    )] = 1
+    # fmt: on
 
     def __post_init__(self) -> None:
-        check_name("dtype", self.dtype, DTYPES)
-        if self.reduce_dtype is not None:
-            check_name("reduce_dtype", self.reduce_dtype, DTYPES)
-        check_name("loss_dtype", self.loss_dtype, DTYPES)
-        if self.accumulation < 1:
-            raise ValueError(f"accumulation must be at least 1, got {self.accumulation}.")
-        if self.offload and state_rule(self.optimizer).of_whole is not None:
-            raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
-        check_world_size(self.world_size)
-        check_name("way", self.way, WAYS)
-        check_name("checkpointing", self.checkpointing, CHECKPOINTING)
         if self.batch < 1 or self.tokens_of_sequence < 1:
             raise ValueError(
                 f"batch and sequence must be at least 1, got {self.batch} and {self.tokens_of_sequence}."
             )
+        check_options(self, but=("optimizer",))  # `state_rule` knows them
+        if self.offload and state_rule(self.optimizer).of_whole is not None:
+            raise ValueError(f"offload is for elementwise optimizers; {self.optimizer} multiplies matrices.")
+        check_world_size(self.world_size)
 
     @property
     def tokens_of_sequence(self) -> int:
@@ -315,18 +383,15 @@ class Scenario:
     def recipe(self, strategy: str, **changes: Any) -> Recipe:
         """The strategy's recipe, changed as the scenario says, where the strategy can be."""
         usual = recipe(strategy)
+        used = used_values(self, usual)
+        axes = ("way", "shard_group", "prefetch", "no_sync", "reduce_dtype", "offload")
         return recipe(
             usual,
             optimizer=self.state,
-            way=self.way if self.way in usual.ways else "plain",
-            shard_group=self.shard_group if usual.in_groups else None,
-            prefetch=self.prefetch,
             accumulation=self.accumulation,
-            no_sync=self.no_sync and usual.in_groups,
-            reduce_dtype=self.reduce_dtype if usual.reduces_in_any_dtype else None,
-            offload=self.offload and usual.shards_by_parameter,
             averaging=usual.averaging and self.averaging,
             averaged_itemsize=self._state_itemsize,  # the 32-bit copies of 16-bit parameters
+            **{name: used[name] for name in axes},
             **changes,
         )
 

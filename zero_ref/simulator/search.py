@@ -26,6 +26,8 @@ SEARCHED = ("ddp", "zero-even", "zero-2", "zero-3")
 NEAR = 1 / 16
 """Accumulation is a whole number of batches: an update may have this share of the tokens more or less."""
 
+VARIED = ("batch", "accumulation", "no_sync", "checkpointing", "shard_group")
+"""The fields of a scenario that a search sets."""
 
 STEADY = 2
 """Batches of an update that are played. Each further one takes as long as the last of these."""
@@ -154,8 +156,7 @@ def search(scenario: Scenario, tokens: int, strategies: Sequence[str] = SEARCHED
 
     Args:
         scenario: the model, the cluster, the number of ranks and all that is not searched: sequence, dtypes,
-            optimizer. Its batch, accumulation, no_sync, checkpointing and shard group are not
-            looked at.
+            optimizer. What it has in VARIED is not looked at.
         tokens: of an update, over all ranks. A rank computes whole sequences, so an update has about so many:
             see `Candidate.tokens`.
     Raises:

@@ -5,31 +5,17 @@ Only what runs is written: a way that `lab.train` or the package's classes do no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 
+from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.simulator.ledger import STATE_RULES
 from zero_ref.simulator.models import GPT2
-from zero_ref.simulator.recipe import Recipe, recipe
-from zero_ref.simulator.scenario import DTYPES, Scenario
+from zero_ref.simulator.options import words_of
+from zero_ref.simulator.recipe import recipe
+from zero_ref.simulator.scenario import DTYPES, MOST_PASSES, Scenario
 
-OPTIONS = (
-    *("batch", "accumulation", "no_sync", "sequence", "dtype", "reduce_dtype", "optimizer", "checkpointing"),
-    *("shard_group", "bucket_view", "offload", "compiled", "fused_loss"),
-)
-"""Fields of a scenario that are options of `zero-ref simulate`, by the same names."""
-
-USED_BY: dict[str, Callable[[Recipe], bool]] = {
-    "no_sync": lambda how: how.in_groups,
-    "shard_group": lambda how: how.in_groups,
-    "reduce_dtype": lambda how: how.reduces_in_any_dtype,
-    "bucket_view": lambda how: how.stage < 2,
-    "offload": lambda how: how.shards_by_parameter,
-}
-"""Of these, the ones that mean nothing to some strategies."""
-
-MOST_PASSES, MOST_OPERATIONS = 1024, 2**20
-"""`zero-ref simulate` plays all passes of an update: so many, of so many operations, in ten seconds."""
+MOST_OPERATIONS = 2**20
+"""`zero-ref simulate` plays all passes of an update, and plays so many operations in ten seconds."""
 
 ALONE = "dist.new_subgroups(1)[0]"
 """The group in which a rank shares its state with nobody: torch's own AdamW keeps no 32-bit copies."""
@@ -54,13 +40,7 @@ def simulate_command(
     if scenario.accumulation > min(MOST_PASSES, MOST_OPERATIONS // a_pass):
         return None
     words = ["zero-ref", "simulate", *model, "--cluster", cluster, "--ranks", str(scenario.world_size)]
-    words += ["--strategy", strategy]
-    default = {one.name: one.default for one in fields(Scenario)}
-    for name in OPTIONS:
-        used = name not in USED_BY or USED_BY[name](recipe(strategy))
-        if used and (value := getattr(scenario, name)) != default[name]:
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return words if scenario.masters else [*words, "--no-masters"]
+    return [*words, "--strategy", strategy, *words_of(scenario, recipe(strategy))]
 
 
 def train_command(scenario: Scenario, strategy: str) -> list[str] | None:
@@ -70,31 +50,41 @@ def train_command(scenario: Scenario, strategy: str) -> list[str] | None:
     >>> from zero_ref.simulator.models import MODELS
     >>> scenario = Scenario(MODELS["gpt2"], cluster("a100-ib"), 8, dtype="float32")
     >>> " ".join(train_command(scenario, "zero-3"))
-    'torchrun --nproc-per-node=8 -m zero_ref.lab.train --strategy zero-3 --layers 12 --heads 12 --width 768
-     --context 1024 --batch-size 1'
+    'torchrun --nproc-per-node=8 -m zero_ref.lab.train --strategy zero-3 --batch-size 1 --layers 12 --heads 12
+     --width 768 --context 1024'
     """
-    model, mixed, of_node = scenario.architecture, _mixed(scenario), scenario.cluster.ranks_per_node
-    can = (
-        isinstance(model, GPT2)
-        and scenario.dtype in ("float32", "bfloat16")
-        and (not mixed or strategy != "zero-3")
-        and scenario.optimizer == "AdamW"
+    if (config := _trained(scenario, strategy)) is None:
+        return None
+    words = ["torchrun", *_machines(scenario), "-m", "zero_ref.lab.train", "--strategy", strategy]
+    return [*words, *words_of(config, recipe(strategy), but=("strategy",))]
+
+
+def _trained(scenario: Scenario, strategy: str) -> TrainConfig | None:
+    """The run of the lab that trains in this way; None if there is none."""
+    model, of_node = scenario.architecture, scenario.cluster.ranks_per_node
+    as_the_lab_does = (
+        scenario.optimizer == "AdamW"
         and scenario.checkpointing == "selective"
         and scenario.accumulation == 1
         and not scenario.offload
         and (scenario.shard_group is None or recipe(strategy).without_ddp)
         and (scenario.world_size <= of_node or scenario.world_size % of_node == 0)
     )
-    if not can or not isinstance(model, GPT2):
+    if not isinstance(model, GPT2) or not as_the_lab_does:
         return None
-    words = ["torchrun", *_machines(scenario), "-m", "zero_ref.lab.train", "--strategy", strategy]
-    words += ["--layers", str(model.depth), "--heads", str(model.heads), "--width", str(model.width)]
-    words += ["--context", str(scenario.tokens_of_sequence), "--batch-size", str(scenario.batch)]
-    if scenario.shard_group is not None:
-        words += ["--shard-group", str(scenario.shard_group)]
-    if scenario.dtype != "float32":
-        words += ["--dtype", scenario.dtype]
-    return [*words, "--master-dtype", "float32"] if mixed else words
+    try:
+        return TrainConfig(
+            strategy,
+            way=scenario.way,
+            shard_group=scenario.shard_group,
+            master_dtype="float32" if _mixed(scenario) else None,
+            batch_size=scenario.batch,
+            model=GPTConfig(
+                model.depth, model.heads, model.width, scenario.tokens_of_sequence, dtype=scenario.dtype
+            ),
+        )
+    except ValueError:  # says why the lab cannot
+        return None
 
 
 def program(scenario: Scenario, strategy: str) -> list[str] | None:
