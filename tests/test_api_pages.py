@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Annotated
 
 import pytest
 
@@ -17,6 +18,8 @@ import zero_ref
 import zero_ref.lab
 import zero_ref.plan
 import zero_ref.simulator
+from zero_ref.simulator.options import Option, options_of
+from zero_ref.simulator.scenario import Scenario
 
 BOOK = Path(__file__).parents[1] / "book"
 NOTEBOOKS = BOOK.parent / "notebooks"
@@ -281,3 +284,15 @@ def test_a_word_that_two_things_have_is_no_link():
     assert index["meter.held_bytes"] == "zero_ref.lab.meter.held_bytes"
     assert index["OSS"] == index["zero_ref.dropin.oss.OSS"] == "zero_ref.OSS"
     assert index["OSS.state_dict"] == "zero_ref.OSS.state_dict"
+
+
+def test_the_reference_has_every_option_of_a_dataclass_and_its_plain_type() -> None:
+    lines = api.with_options(Scenario, (inspect.getdoc(Scenario) or "").split("\n"))
+    told = {found[1] for line in lines if (found := re.match(r"    (\w+): \S", line))}
+    assert {one.path[0] for one in options_of(Scenario)} <= told
+    assert lines.index("Args:") < lines.index("    batch: sequences a rank.") < lines.index("Raises:")
+
+    def made(batch: Annotated[int, Option("sequences a rank")] = 1) -> None: ...
+
+    api.plain_types(None, made, False)
+    assert made.__annotations__ == {"batch": int, "return": type(None)}

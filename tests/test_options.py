@@ -74,7 +74,7 @@ def test_a_dataclass_is_made_of_what_people_give_and_says_it_again() -> None:
     assert words_of(Example(), RECIPES["ddp"]) == []
     assert used_values(MADE, RECIPES["ddp"]) == {"fused": False}
     assert values_of(MADE) == {
-        "batch": 2, "layers": 7, "overlap": "in_forward", "size_mib": 2**19, "masters": False, "fused": True,
+        "batch": 2, "layers": 7, "overlap": "in_forward", "size_mib": 0.5, "masters": False, "fused": True,
     }  # fmt: skip
 
 

@@ -253,7 +253,9 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse; but a value `--`, which it would drop, is refused, and settings are read."""
+        """As argparse; but settings are read, and what it does not know and a value `--`, which it would
+        drop, are refused.
+        """
         args = sys.argv[1:] if args is None else list(args)
         for word in args:
             if word.startswith("--") and word.endswith("=--"):

@@ -33,7 +33,8 @@ class Option:
         name: for people, where that is not the field's name.
         metavar: what `--help` writes for the value; None for the name in capitals.
         choices: the names among which a text is chosen.
-        least, above: no number may be below the one, or not above the other.
+        least: the smallest number.
+        above: a number that every value is above.
         most: the largest number that a command line takes. The dataclass takes more: what that costs is up
             to the caller.
         why: the end of the refusal of more than `most`.
@@ -194,8 +195,12 @@ def check_options(made: Any, but: Collection[str] = ()) -> None:
 
 
 def values_of(made: Any) -> dict[str, Any]:
-    """The value of each option by its name, for JSON."""
-    return {one.name: one.value_of(made) for one in options_of(made)}
+    """The value of each option by its name, and in the unit that people give it in, for JSON."""
+    found = {}
+    for one in options_of(made):
+        value = one.value_of(made)
+        found[one.name] = value if one.option.unit == 1 else one.asked(value)
+    return found
 
 
 def used_values(made: Any, how: Any) -> dict[str, Any]:
