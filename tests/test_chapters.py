@@ -176,11 +176,17 @@ def test_a_chapter_ends_with_what_was_learned_and_where_to_go(path: Path) -> Non
 # --------------------------------------------------------------------------------- figures and equations
 
 
+def shows_a_picture(cell: dict[str, Any]) -> bool:
+    """Whether the last line is matplotlib's figure, or makes a drawing."""
+    last = "".join(cell["source"].splitlines()[-1:])
+    return last == "fig" or last.startswith("plots.")
+
+
 @each_chapter
 def test_each_figure_has_a_name_a_caption_and_a_text_for_who_cannot_see_it(path: Path) -> None:
     figures = 0
     for cell in cells(path):
-        if cell["cell_type"] == "code" and cell["source"].splitlines()[-1:] == ["fig"]:
+        if cell["cell_type"] == "code" and shows_a_picture(cell):
             shown = cell["metadata"].get("mystnb", {})
             assert shown["figure"]["name"].startswith("fig-"), cell["id"]
             assert shown["figure"]["caption"].endswith("."), cell["id"]
@@ -285,7 +291,7 @@ def test_a_chapter_says_how_long_it_takes_and_what_it_needs(path: Path) -> None:
 def test_a_chapter_opens_with_its_question_and_picture(path: Path) -> None:
     """What is shown unfolded before the first figure is text; imports and the code of figures are folded."""
     for cell in cells(path):
-        if cell["id"] == "setup" or cell["source"].splitlines()[-1:] == ["fig"]:
+        if cell["id"] == "setup" or shows_a_picture(cell):
             assert "hide-input" in cell["metadata"].get("tags", []), cell["id"]
     sources = [cell["source"] for cell in cells(path)]
     question = next(place for place, source in enumerate(sources) if "## The question\n" in source)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -13,19 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import integers, lists, sampled_from
 from matplotlib.axes import Axes
-from matplotlib.backend_bases import RendererBase
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.container import BarContainer
-from matplotlib.patches import Rectangle, StepPatch
-from matplotlib.text import Text
-from matplotlib.transforms import Bbox
+from matplotlib.patches import StepPatch
+from pictures import Plot, drawn, written
 
 from zero_ref.lab import plots
-from zero_ref.lab.plots._step import TITLE
 from zero_ref.lab.plots._style import FittingText
-from zero_ref.live.numbers import short_bytes
-from zero_ref.live.palette import PART_COLOURS, RANK_COLOURS
+from zero_ref.live.palette import PART_COLOURS
 from zero_ref.plan.choice import RULES
 from zero_ref.plan.partition import Partition
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
@@ -36,28 +30,12 @@ NAMES = ["wte.weight", "h.0.qkv.weight", "h.0.fc.weight", "h.0.proj.weight", "no
 LOSSES = [3.0, 2.5, 2.25]
 
 
-def drawn(plot: Callable[[Axes], object], height: float = 4.0) -> Axes:
-    """The Axes after `plot`, with everything laid out and labels fitted to their boxes."""
-    fig, ax = plots.figure(6, height)
-    plot(ax)
-    fig.draw_without_rendering()
-    return ax
-
-
 def widths_of_owner(ax: Axes) -> list[float]:
     return [
         sum(path.get_extents().width for path in collection.get_paths())
         for collection in ax.collections
         if isinstance(collection, PolyCollection)
     ]
-
-
-def written(ax: Axes) -> list[str]:
-    return [text.get_text() for text in ax.findobj(Text) if text.get_text()]
-
-
-def boxes_labelled(ax: Axes, label: str) -> list[Rectangle]:
-    return [patch for patch in ax.patches if isinstance(patch, Rectangle) and patch.get_label() == label]
 
 
 # ------------------------------------------------------------------------------------------- shard map
@@ -133,74 +111,6 @@ def test_a_map_needs_one_name_for_each_parameter():
     _, ax = plots.figure()
     with pytest.raises(ValueError, match="1 names for 2 parameters"):
         plots.shard_map(sorted_greedy([1, 2], 1), ax, names=["only"])
-
-
-# ----------------------------------------------------------------------------------------------- loads
-
-
-@pytest.mark.parametrize("world_size", [1, 4, 64])
-def test_bars_are_as_high_as_the_loads_and_in_the_ranks_colours(world_size):
-    partition = sorted_greedy(range(1, 200), world_size)
-    ax = drawn(lambda ax: plots.loads(partition, ax, bytes_per_element=8))
-    (bars,) = (c for c in ax.containers if isinstance(c, BarContainer))
-    assert [bar.get_height() for bar in bars] == [8 * load for load in partition.loads]
-    assert [to_hex(bar.get_facecolor()).upper() for bar in bars] == [
-        plots.rank_colour(rank, world_size) for rank in range(world_size)
-    ]
-
-
-def test_1024_ranks_are_one_outline_with_the_same_heights():
-    falling = sorted_greedy(range(1, 3000), 1024)
-    partition = Partition(falling.numels, falling.slices_of_rank[::-1])
-    ax = drawn(lambda ax: plots.loads(partition, ax, fullest_first=True))
-    (outline,) = (patch for patch in ax.patches if isinstance(patch, StepPatch))
-    assert list(outline.get_data().values) == sorted(partition.loads, reverse=True)
-
-
-def test_mean_and_largest_tensor_are_drawn_and_named():
-    ax = drawn(lambda ax: plots.loads(sorted_greedy([60, 20, 20, 20], 2), ax))
-    levels = {line.get_label(): line.get_ydata()[0] for line in ax.lines}
-    assert levels == {"mean": 60, "largest tensor": 60}
-    assert {"mean\n60", "largest tensor\n60", "Fullest rank: 1 × the mean"} <= set(written(ax))
-
-
-def test_a_largest_tensor_far_above_all_bars_does_not_flatten_them():
-    ax = drawn(lambda ax: plots.loads(even([1000], 10, alignment=1), ax))
-    assert ax.get_ylim()[1] < 200
-    assert [line.get_label() for line in ax.lines] == ["mean"]
-    assert "largest tensor ↑\n1k" in written(ax)
-
-
-def test_ranks_without_anything_are_counted():
-    ax = drawn(lambda ax: plots.loads(sorted_greedy([5, 4], 5), ax))
-    assert ax.get_title(loc="left") == "Fullest rank: 2.78 × the mean; 3 of 5 ranks own nothing"
-
-
-# ------------------------------------------------------------------------------- balance against ranks
-
-
-def test_curves_are_the_fullest_rank_at_each_world_size():
-    world_sizes = [1, 2, 4, 8]
-    ax = drawn(lambda ax: plots.balance_against_ranks(NUMELS, world_sizes, ax, bytes_per_element=8))
-    curves = {line.get_label(): list(line.get_ydata()) for line in ax.lines}
-    assert curves == {
-        "sorted_greedy": [8 * max(sorted_greedy(NUMELS, n).loads) for n in world_sizes],
-        "even": [8 * max(even(NUMELS, n).loads) for n in world_sizes],
-    }
-    assert f"below the largest tensor ({short_bytes(4800)}): only by cutting it" in written(ax)
-
-
-def test_without_bytes_the_curves_are_load_over_mean():
-    ax = drawn(
-        lambda ax: plots.balance_against_ranks([60, 20, 20], [1, 10], ax, strategies=["sorted_greedy"])
-    )
-    assert list(ax.lines[0].get_ydata()) == [1.0, 6.0]
-
-
-def test_an_unknown_strategy_is_named():
-    _, ax = plots.figure()
-    with pytest.raises(ValueError, match=r"unknown partition 'greedy'.*sorted_greedy"):
-        plots.balance_against_ranks([1], [1], ax, strategies=["greedy"])
 
 
 # ---------------------------------------------------------------------------------------------- memory
@@ -330,61 +240,6 @@ def test_pairs_without_a_ratio_have_a_place(predicted, measured, place):
     assert dot.get_xdata()[0] == pytest.approx(place)
 
 
-# ------------------------------------------------------------------------------------------------ step
-
-
-@pytest.mark.parametrize("strategy", ["sorted_greedy", "even"])
-def test_before_the_broadcast_each_rank_has_new_values_of_its_own_shard_only(strategy):
-    partition = RULES[strategy](NUMELS, 3)
-    ax = drawn(lambda ax: plots.step_diagram(partition, ax, stages=["local step"]), height=7)
-    for rank, load in enumerate(partition.loads):
-        new = boxes_labelled(ax, f"local step: new, owner {rank}")
-        old = boxes_labelled(ax, f"local step: old, owner {rank}")
-        assert sum(box.get_width() for box in new) == load
-        assert {round(box.get_y() - TITLE) for box in new} <= {rank}
-        assert sum(box.get_width() for box in old) == 2 * load  # on the two other ranks
-        assert {to_hex(box.get_facecolor()).upper() for box in new} <= {RANK_COLOURS[rank]}
-        assert all(box.get_hatch() for box in old)
-
-
-def test_after_the_broadcast_nothing_is_old():
-    ax = drawn(lambda ax: plots.step_diagram(sorted_greedy(NUMELS, 3), ax), height=7)
-    final = [p.get_label() for p in ax.patches if str(p.get_label()).startswith("parameters:")]
-    assert len(final) == 3 * sum(n > 0 for n in NUMELS)
-    assert all(": new," in label for label in final)
-
-
-def test_a_lost_broadcast_leaves_all_but_the_owner_stale():
-    partition = sorted_greedy([60, 50, 40], 3)
-    ax = drawn(lambda ax: plots.step_diagram(partition, ax, lost=[1], stages=["broadcast", "parameters"]))
-    assert len(boxes_labelled(ax, "parameters: stale, owner 1")) == 2
-    assert len(boxes_labelled(ax, "parameters: new, owner 1")) == 1
-    assert len(boxes_labelled(ax, "broadcast: not sent, owner 1")) == 2
-    assert [text.get_text() for text in ax.texts].count("not sent") == 2
-    assert {line.get_label() for line in ax.lines if line.get_marker() in "^v"} == {"from 0", "from 2"}
-
-
-def test_a_stage_keeps_its_number_where_only_some_are_drawn():
-    ax = drawn(
-        lambda ax: plots.step_diagram(sorted_greedy([60, 50], 2), ax, stages=["broadcast", "parameters"])
-    )
-    titles = [text.get_text() for text in ax.texts if text.get_text()[1:3] == "  "]
-    assert [title[0] for title in titles] == ["3", "4"]
-
-
-def test_each_owner_sends_to_every_other_rank():
-    ax = drawn(lambda ax: plots.step_diagram(sorted_greedy([60, 50, 40], 3), ax, stages=["broadcast"]))
-    for owner in range(3):
-        heads = [line for line in ax.lines if line.get_label() == f"from {owner}"]
-        assert sum(len(line.get_ydata()) for line in heads) == 2
-
-
-def test_a_step_of_more_than_8_ranks_is_refused():
-    _, ax = plots.figure()
-    with pytest.raises(ValueError, match="9 ranks do not fit"):
-        plots.step_diagram(sorted_greedy([1], 9), ax)
-
-
 # ----------------------------------------------------------------------------------- colours and files
 
 
@@ -406,24 +261,19 @@ def test_many_ranks_get_lighter_in_order():
 
 
 HELD = {"ddp": [(4e6, 4e6, 8e6)] * 4, "zero-with-a-rather-long-name": [(4e6, 4e6, 2e6)] * 4}
-PICTURES: dict[str, Callable[[Axes], object]] = {
-    "map": lambda ax: plots.shard_map(sorted_greedy(NUMELS, 4), ax, names=NAMES),
-    "map of 1 rank": lambda ax: plots.shard_map(sorted_greedy(NUMELS, 1), ax),
-    "map of 64 ranks": lambda ax: plots.shard_map(even([10**6] * 50, 64), ax),
-    "map of 1,024 ranks": lambda ax: plots.shard_map(even([10**6] * 50, 1024), ax),
-    "map of nothing": lambda ax: plots.shard_map(sorted_greedy([0, 0], 3), ax),
-    "map with a dollar": lambda ax: plots.shard_map(sorted_greedy([5], 1), ax, names=["cost_$\\frac$"]),
-    "loads": lambda ax: plots.loads(sorted_greedy(NUMELS, 4), ax),
-    "loads of nothing": lambda ax: plots.loads(sorted_greedy([0], 3), ax),
-    "loads of 1,024 ranks": lambda ax: plots.loads(even([10**6], 1024), ax, bytes_per_element=8),
-    "balance": lambda ax: plots.balance_against_ranks(NUMELS, [1, 2, 4, 8], ax),
-    "balance at 1 rank": lambda ax: plots.balance_against_ranks(NUMELS, [1], ax),
-    "memory": lambda ax: plots.memory_by_rank(HELD, ax),
-    "memory of nothing": lambda ax: plots.memory_by_rank({"zero": [(0, 0, 0)]}, ax),
-    "ledger": lambda ax: plots.ledger_stages(10**9, [1, 4], ax),
-    "losses": lambda ax: plots.loss_curves({"ddp": LOSSES, "zero": LOSSES}, ax),
-    "one loss": lambda ax: plots.loss_curves({"ddp": [3.0]}, ax),
-    "pairs": lambda ax: plots.predicted_against_measured(
+PICTURES: dict[str, Plot] = {
+    "shard_map": lambda ax: plots.shard_map(sorted_greedy(NUMELS, 4), ax, names=NAMES),
+    "shard_map, 1 rank": lambda ax: plots.shard_map(sorted_greedy(NUMELS, 1), ax),
+    "shard_map, 64 ranks": lambda ax: plots.shard_map(even([10**6] * 50, 64), ax),
+    "shard_map, 1,024 ranks": lambda ax: plots.shard_map(even([10**6] * 50, 1024), ax),
+    "shard_map, nothing": lambda ax: plots.shard_map(sorted_greedy([0, 0], 3), ax),
+    "shard_map, a dollar": lambda ax: plots.shard_map(sorted_greedy([5], 1), ax, names=["cost_$\\frac$"]),
+    "memory_by_rank": lambda ax: plots.memory_by_rank(HELD, ax),
+    "memory_by_rank, nothing": lambda ax: plots.memory_by_rank({"zero": [(0, 0, 0)]}, ax),
+    "ledger_stages": lambda ax: plots.ledger_stages(10**9, [1, 4], ax),
+    "loss_curves": lambda ax: plots.loss_curves({"ddp": LOSSES, "zero": LOSSES}, ax),
+    "loss_curves, one loss": lambda ax: plots.loss_curves({"ddp": [3.0]}, ax),
+    "predicted_against_measured": lambda ax: plots.predicted_against_measured(
         [
             (
                 "zero-even-with-a-long-name",
@@ -434,55 +284,13 @@ PICTURES: dict[str, Callable[[Axes], object]] = {
         ],
         ax,
     ),
-    "step": lambda ax: plots.step_diagram(even(NUMELS, 4), ax, names=NAMES),
-    "step of 1 rank": lambda ax: plots.step_diagram(sorted_greedy(NUMELS, 1), ax),
 }
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_has_the_same_bytes_every_time_and_warns_of_nothing(name, tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a missing glyph, a layout that found no room
-        for attempt in ("first", "second"):
-            fig, ax = plots.figure(6, 4)
-            assert PICTURES[name](ax) is ax
-            plots.save(fig, tmp_path / f"{attempt}.svg")
-            plots.save(fig, tmp_path / f"{attempt}.png")
-            plots.save(fig, tmp_path / f"{attempt} again.svg")
-    svg = (tmp_path / "first.svg").read_bytes()
-    assert svg == (tmp_path / "second.svg").read_bytes() == (tmp_path / "first again.svg").read_bytes()
-    assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
-    assert b"<dc:date>" not in svg
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_all_text_is_inside_the_picture_and_none_lies_on_another(name, monkeypatch):
-    seen: dict[Text, Bbox] = {}
-    draw = Text.draw
-
-    def watched(text: Text, renderer: RendererBase) -> None:
-        draw(text, renderer)
-        if text.get_text() and text.get_visible():
-            seen[text] = text.get_window_extent(renderer)
-
-    fig, ax = plots.figure(6, 4)
-    PICTURES[name](ax)
-    monkeypatch.setattr(Text, "draw", watched)
-    fig.draw_without_rendering()
-    assert seen
-    for text, extent in seen.items():
-        assert fig.bbox.padded(0.5).containsx(extent.x0), text
-        assert fig.bbox.padded(0.5).containsx(extent.x1), text
-        assert fig.bbox.padded(0.5).containsy(extent.y0), text
-        assert fig.bbox.padded(0.5).containsy(extent.y1), text
-    for (one, box), (other, other_box) in combinations(seen.items(), 2):
-        assert not box.padded(-0.5).overlaps(other_box.padded(-0.5)), f"{one} lies on {other}"
 
 
 def test_a_picture_is_the_same_whatever_the_callers_settings_and_leaves_them_alone(tmp_path):
     def svg() -> str:
         fig, ax = plots.figure()
-        PICTURES["loads"](ax)
+        PICTURES["loss_curves"](ax)
         return fig._repr_svg_()
 
     plain = svg()
@@ -498,7 +306,7 @@ def test_a_picture_is_drawn_into_an_axes_made_elsewhere(tmp_path):
     fig = Figure(figsize=(8, 4), layout="constrained")
     left, right = fig.subplots(1, 2)
     plots.shard_map(sorted_greedy(NUMELS, 4), left)
-    plots.loads(sorted_greedy(NUMELS, 4), right)
+    plots.memory_by_rank(HELD, right)
     plots.save(fig, tmp_path / "both.svg")
     assert (tmp_path / "both.svg").stat().st_size > 1000
 

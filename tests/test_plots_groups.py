@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings, strategies as st
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
-from pictures import Plot, assert_readable, assert_repeatable, drawn, written
+from pictures import Plot, drawn, written
 
 from zero_ref.lab import plots
 from zero_ref.lab.plots._groups import COLUMN, OLD
@@ -131,24 +129,14 @@ def test_what_does_not_fit_together_is_refused():
 
 EIGHT = sorted_greedy([4096, 4096, 3072, 1024] + [128] * 4, 8)
 PICTURES: dict[str, Plot] = {
-    "two stages": grid,
-    "one stage": lambda ax: plots.groups_grid({"Only": AFTER}, GROUPS, ax),
-    "one rank": lambda ax: plots.groups_grid({"Only": sorted_greedy([5], 1)}, [0], ax),
-    "eight ranks": lambda ax: plots.groups_grid(
+    "groups_grid, two stages": grid,
+    "groups_grid, one stage": lambda ax: plots.groups_grid({"Only": AFTER}, GROUPS, ax),
+    "groups_grid, one rank": lambda ax: plots.groups_grid({"Only": sorted_greedy([5], 1)}, [0], ax),
+    "groups_grid, eight ranks": lambda ax: plots.groups_grid(
         {"Before": EIGHT, "After": added(EIGHT, [4096, 3072, 128])}, [0] * 8 + [1] * 3, ax
     ),
-    "nothing": lambda ax: plots.groups_grid({"Nothing": sorted_greedy([0], 2)}, [0], ax),
-    "long names": lambda ax: plots.groups_grid(STAGES, GROUPS, ax, names=["embeddings", "a long name $x"]),
+    "groups_grid, nothing": lambda ax: plots.groups_grid({"Nothing": sorted_greedy([0], 2)}, [0], ax),
+    "groups_grid, long names": lambda ax: plots.groups_grid(
+        STAGES, GROUPS, ax, names=["embeddings", "a long name $x"]
+    ),
 }
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_has_the_same_bytes_every_time_and_warns_of_nothing(name: str, tmp_path: Path) -> None:
-    assert_repeatable(PICTURES[name], tmp_path)
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_all_text_is_inside_the_picture_and_none_lies_on_another(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_readable(PICTURES[name], monkeypatch, height=4.2)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
-from pictures import assert_readable, assert_repeatable, drawn, written
+from pictures import Plot, drawn, written
 
 from zero_ref.lab.plots import rank_colour, shadow_grid
 
@@ -16,9 +14,7 @@ def three(ax: Axes) -> Axes:
     return shadow_grid([3, 5, 7], ax)
 
 
-def test_it_is_repeatable_and_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_repeatable(three, tmp_path)
-    assert_readable(three, monkeypatch, height=2.6)
+PICTURES: dict[str, Plot] = {"shadow_grid": three}
 
 
 def test_a_cell_is_filled_where_a_rank_trains_and_hatched_where_it_shadows() -> None:

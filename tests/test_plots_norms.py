@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from pictures import Plot, assert_readable, assert_repeatable, drawn, written
+from pictures import Plot, drawn, written
 
 from zero_ref.lab import plots
 
@@ -91,23 +90,10 @@ def test_what_is_no_triangle_is_refused(norms, max_norm, message):
 
 
 PICTURES: dict[str, Plot] = {
-    "both above": triangle,
-    "one above": lambda ax: plots.norms_together([1.5, 0.7], 1.0, ax),
-    "below": lambda ax: plots.norms_together([0.1, 0.2], 1.0, ax),
-    "flat": lambda ax: plots.norms_together([1000.0, 1.0], 0.5, ax),
-    "tall": lambda ax: plots.norms_together([1.0, 12_345.6], 0.001, ax),
-    "nothing": lambda ax: plots.norms_together([0.0, 0.0], 1.0, ax),
+    "norms_together, both above": triangle,
+    "norms_together, one above": lambda ax: plots.norms_together([1.5, 0.7], 1.0, ax),
+    "norms_together, below": lambda ax: plots.norms_together([0.1, 0.2], 1.0, ax),
+    "norms_together, flat": lambda ax: plots.norms_together([1000.0, 1.0], 0.5, ax),
+    "norms_together, tall": lambda ax: plots.norms_together([1.0, 12_345.6], 0.001, ax),
+    "norms_together, nothing": lambda ax: plots.norms_together([0.0, 0.0], 1.0, ax),
 }
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_has_the_same_bytes_every_time_and_warns_of_nothing(name: str, tmp_path: Path) -> None:
-    assert_repeatable(PICTURES[name], tmp_path)
-
-
-@pytest.mark.parametrize("name", PICTURES)
-@pytest.mark.parametrize("height", [3.4, 4.0])
-def test_all_text_is_inside_the_picture_and_none_lies_on_another(
-    name: str, height: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_readable(PICTURES[name], monkeypatch, height=height)

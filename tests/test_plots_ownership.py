@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch, Rectangle
-from pictures import assert_readable, assert_repeatable, drawn, written
+from pictures import Plot, drawn, written
 
 from zero_ref.lab.plots import Crossing, ownership, rank_colour
 from zero_ref.live.palette import PART_COLOURS
@@ -30,9 +28,7 @@ def arrows(ax: Axes) -> list[FancyArrowPatch]:
     return [patch for patch in ax.patches if isinstance(patch, FancyArrowPatch)]
 
 
-def test_it_is_repeatable_and_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_repeatable(three, tmp_path)
-    assert_readable(three, monkeypatch, height=4.6)
+PICTURES: dict[str, Plot] = {"ownership": three}
 
 
 def test_each_parameter_has_its_gradient_and_state_on_its_own_worker() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
-from pictures import Plot, assert_readable, assert_repeatable, drawn, written
+from pictures import Plot, drawn, written
 
 from zero_ref.lab import plots
 from zero_ref.lab.plots import Read
@@ -48,23 +46,11 @@ def test_what_does_not_fit_is_refused():
 
 
 PICTURES: dict[str, Plot] = {
-    "two files": two_files,
-    "narrow": lambda ax: plots.file_reads(
+    "file_reads, two files": two_files,
+    "file_reads, narrow": lambda ax: plots.file_reads(
         [Read(file, 7 * n, 7 * n + 7, n % 8) for file in range(8) for n in range(40)],
         ax,
         names=[f"shard-{file}-of-8.bin" for file in range(8)],
     ),
-    "nothing": lambda ax: plots.file_reads([], ax, names=NAMES),
+    "file_reads, nothing": lambda ax: plots.file_reads([], ax, names=NAMES),
 }
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_has_the_same_bytes_every_time_and_warns_of_nothing(name: str, tmp_path: Path) -> None:
-    assert_repeatable(PICTURES[name], tmp_path)
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_all_text_is_inside_the_picture_and_none_lies_on_another(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_readable(PICTURES[name], monkeypatch, height=3.2)

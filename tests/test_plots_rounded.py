@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
-from pictures import Plot, assert_readable, assert_repeatable, drawn, written
+from pictures import Plot, drawn, written
 
 from zero_ref.lab import plots
 
@@ -81,22 +80,14 @@ def test_what_cannot_be_drawn_is_refused(
 
 
 PICTURES: dict[str, Plot] = {
-    "three ways": three_ways,
-    "one way": lambda ax: plots.rounded_values([0.1] * 300, {"way": [0.125] * 300}, [0.0625, 0.125], ax),
-    "many values": lambda ax: plots.rounded_values(
+    "rounded_values, three ways": three_ways,
+    "rounded_values, one way": lambda ax: plots.rounded_values(
+        [0.1] * 300, {"way": [0.125] * 300}, [0.0625, 0.125], ax
+    ),
+    "rounded_values, many values": lambda ax: plots.rounded_values(
         [n / 100 for n in range(30)], {"way": [n / 128 for n in range(30)]}, [n / 128 for n in range(40)], ax
     ),
-    "below zero": lambda ax: plots.rounded_values([-1.0, -2.0], {"way": [-1.0, -2.0]}, [-2.0, -1.0], ax),
+    "rounded_values, below zero": lambda ax: plots.rounded_values(
+        [-1.0, -2.0], {"way": [-1.0, -2.0]}, [-2.0, -1.0], ax
+    ),
 }
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_has_the_same_bytes_every_time_and_warns_of_nothing(name: str, tmp_path: Path) -> None:
-    assert_repeatable(PICTURES[name], tmp_path)
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_all_text_is_inside_the_picture_and_none_lies_on_another(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_readable(PICTURES[name], monkeypatch, height=3.4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.container import BarContainer
-from pictures import Plot, assert_readable, assert_repeatable, drawn, written
+from pictures import Plot, drawn, written
 
 from zero_ref.lab import plots
 from zero_ref.live.palette import SERIES_COLOURS
@@ -98,24 +97,12 @@ def test_what_cannot_be_drawn_is_refused(loads: dict[str, dict[str, list[float]]
 
 
 PICTURES: dict[str, Plot] = {
-    "two rules": two_rules,
-    "one rank": lambda ax: plots.loads_by_rule({"only": {"elements": [5]}}, ax),
-    "three of all": lambda ax: plots.loads_by_rule(
+    "loads_by_rule, two rules": two_rules,
+    "loads_by_rule, one rank": lambda ax: plots.loads_by_rule({"only": {"elements": [5]}}, ax),
+    "loads_by_rule, three of all": lambda ax: plots.loads_by_rule(
         {rule: {name: [1, 2, 3] for name in ("elements", "operations", "bytes")} for rule in "abc"}, ax
     ),
-    "many ranks": lambda ax: plots.loads_by_rule(
+    "loads_by_rule, many ranks": lambda ax: plots.loads_by_rule(
         {rule: {"elements": range(1, 65), "operations": range(65, 1, -1)} for rule in LOADS}, ax
     ),
 }
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_has_the_same_bytes_every_time_and_warns_of_nothing(name: str, tmp_path: Path) -> None:
-    assert_repeatable(PICTURES[name], tmp_path)
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_all_text_is_inside_the_picture_and_none_lies_on_another(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_readable(PICTURES[name], monkeypatch, height=3.6)

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from pathlib import Path
-
 import pytest
-from hypothesis import given, settings, strategies as st
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from pictures import Plot, assert_readable, assert_repeatable, drawn, written
+from pictures import Plot, drawn, written
 
 from zero_ref.lab import plots
 from zero_ref.lab.plots._judged import _RoomyLabels
 from zero_ref.lab.plots._simulated import STEP_COLOURS
-from zero_ref.live.lanes import COLOURS, COLOURS_OF_MORE, flowed_together
-from zero_ref.live.palette import ALARM, ITEM_COLOURS, PAPER, PART_COLOURS
+from zero_ref.live.palette import ALARM, ITEM_COLOURS
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.schedule import schedule
 from zero_ref.simulator.sensitivity import Setting, Variation
-from zero_ref.simulator.timeline import Event, Timeline
 
 H100 = cluster("h100-ib")
 PARAMS = [ParamSpec(10**7, "bfloat16", name=f"h.{i}.w") for i in range(8)]
@@ -43,117 +36,6 @@ def lines_of(ax: Axes, label: str) -> list[Line2D]:
 def boxes(ax: Axes, label: str) -> list[Rectangle]:
     bars = [bar for container in ax.containers if container.get_label() == label for bar in container]
     return [bar for bar in bars if isinstance(bar, Rectangle)]
-
-
-# -------------------------------------------------------------------------------------- timelines of plays
-
-
-def many(count: int, labels: tuple[str, ...] = ("reduce", "broadcast")) -> Timeline:
-    """So many network calls of 1 ms, one after another, while nothing is computed."""
-    calls = [Event("network", labels[i % len(labels)], i, float(i), i + 1.0) for i in range(count)]
-    return Timeline((*calls, Event("compute", "step", None, float(count), count + 300.0)))
-
-
-def test_what_is_gathered_or_averaged_has_the_colour_of_parameters() -> None:
-    assert COLOURS_OF_MORE["gather"] == COLOURS_OF_MORE["average"] == PART_COLOURS["parameters"]
-    assert COLOURS_OF_MORE["forward"] not in COLOURS.values()
-
-
-def test_the_key_names_what_is_there_and_words_of_one_colour_together() -> None:
-    ax = drawn(
-        lambda ax: plots.timeline({"ddp": played("ddp").timeline(), "3": played("zero-3").timeline()}, ax), 5
-    )
-    legend = ax.get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "forward",
-        "backward",
-        "step",
-        "reduce",
-        "gather",
-    ]
-    assert ax.get_xlabel() == "ms since the beginning of the iteration"
-
-
-def test_computing_is_above_the_network_though_stage_3_begins_with_a_message() -> None:
-    timeline = played("zero-3").timeline()
-    assert timeline.lanes[0] == "network"
-    ax = drawn(lambda ax: plots.timeline({"3": timeline}, ax))
-    lanes = sorted((tick, text.get_text()) for tick, text in zip(ax.get_yticks(), ax.get_yticklabels()))
-    assert [lane for _, lane in lanes] == ["compute", "network"]
-
-
-def test_a_lane_of_many_short_events_is_a_few_pieces_that_take_as_long() -> None:
-    ax = drawn(lambda ax: plots.timeline({"many": many(5000)}, ax))
-    pieces = [one for one in ax.collections if isinstance(one, PolyCollection)]
-    assert {one.get_label() for one in pieces} == {"network: reduce, many", "network: broadcast, many"}
-    for one in pieces:
-        edges = [path.vertices[:, 0] for path in one.get_paths()]
-        assert len(edges) < 1000
-        assert sum(max(xs) - min(xs) for xs in edges) == pytest.approx(2500)
-    assert len([patch for patch in ax.patches if isinstance(patch, Rectangle)]) == 1  # the step
-    ax = drawn(lambda ax: plots.timeline({"many": many(5000, ("reduce",))}, ax))
-    (one,) = [one for one in ax.collections if isinstance(one, PolyCollection)]
-    assert len(one.get_paths()) == 1
-
-
-def test_long_events_among_many_keep_their_bars() -> None:
-    ax = drawn(lambda ax: plots.timeline({"many": many(120)}, ax))
-    labels = {patch.get_label() for patch in ax.patches}
-    assert {"compute: step all"} <= labels
-    assert "network: reduce 0" not in labels
-    ax = drawn(lambda ax: plots.timeline({"few": many(100)}, ax))
-    assert "network: reduce 0" in {patch.get_label() for patch in ax.patches}
-
-
-def test_a_bar_too_thin_for_a_border_has_none() -> None:
-    found = {
-        patch.get_label(): patch
-        for patch in drawn(lambda ax: plots.timeline({"few": many(4)}, ax)).patches
-        if isinstance(patch, Rectangle)
-    }
-    assert to_hex(found["compute: step all"].get_edgecolor()).upper() == PAPER
-    thin = found["network: reduce 0"]
-    assert to_hex(thin.get_edgecolor()) == to_hex(thin.get_facecolor())
-
-
-def test_many_exposed_pieces_are_one_artist_of_the_same_length() -> None:
-    computing = [Event("compute", "backward", i, 2.0 * i, 2 * i + 1.5) for i in range(300)]
-    sending = [Event("network", "reduce", i, 2.0 * i + 1, 2 * i + 2) for i in range(300)]
-    timeline = Timeline(tuple(event for pair in zip(computing, sending) for event in pair))
-    ax = drawn(lambda ax: plots.timeline({"many": timeline}, ax))
-    (underline,) = [one for one in ax.collections if isinstance(one, LineCollection)]
-    pieces = [segment[:, 0] for segment in underline.get_segments()]
-    assert sum(stop - start for start, stop in pieces) == pytest.approx(timeline.exposed_ms) == 150
-    assert not lines_of(ax, "exposed")
-
-
-@settings(max_examples=50)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 9), st.integers(1, 9), st.sampled_from("abc")), min_size=1, max_size=30
-    ),
-    st.integers(1, 60),
-)
-def test_events_that_flow_together_keep_their_time_and_nearly_their_place(
-    steps: list[tuple[int, int, str]], cell: int
-) -> None:
-    events: list[Event] = []
-    for gap, length, label in steps:
-        start = (events[-1].stop_ms if events else 0.0) + gap
-        events.append(Event("network", label, 0, start, start + length))
-    pieces = flowed_together(events, float(cell))
-    for label, of_label in pieces.items():
-        wanted = sum(event.stop_ms - event.start_ms for event in events if event.label == label)
-        assert sum(stop - start for start, stop in of_label) == pytest.approx(wanted)
-        for start, stop in of_label:  # each end is in a cell with something of this label
-            ours = [event for event in events if event.label == label]
-            assert min(abs(start - event.start_ms) for event in ours) <= cell or any(
-                event.start_ms <= start <= event.stop_ms for event in ours
-            )
-            assert events[0].start_ms <= start < stop <= events[-1].stop_ms + 1e-9
-    together = sorted(piece for of_label in pieces.values() for piece in of_label)
-    assert all(earlier[1] <= later[0] + 1e-9 for earlier, later in pairwise(together))
 
 
 # --------------------------------------------------------------------------------------------- memory curve
@@ -244,30 +126,6 @@ def test_panels_stand_below_each_other() -> None:
     assert upper.get_position().y0 > lower.get_position().y1
 
 
-def test_items_are_stacked_and_what_has_no_colour_is_other() -> None:
-    items = {
-        "stage 0": {"parameters": 10.0, "moments": 50.0, "scalars": 3.0, "padding": 2.0},
-        "stage 1": {"parameters": 10.0, "moments": 5.0},
-    }
-    ax = drawn(lambda ax: plots.memory_items(items, ax, device_bytes=40, chosen="stage 1"))
-    assert [bar.get_width() for bar in boxes(ax, "parameters")] == [10, 10]
-    assert [bar.get_x() for bar in boxes(ax, "moments")] == [10, 10]
-    assert [(bar.get_x(), bar.get_width()) for bar in boxes(ax, "other")] == [(60, 5)]
-    totals = {text.get_text(): text for text in ax.texts}
-    assert totals["65 B"].get_color() == ALARM  # more than the device has
-    assert totals["15 B ◂"].get_color() != ALARM
-    assert totals["15 B ◂"].get_weight() == "bold"
-    assert [line.get_xdata()[0] for line in lines_of(ax, "device")] == [40]
-    assert not lines_of(drawn(lambda ax: plots.memory_items(items, ax, device_bytes=1e6)), "device")
-
-
-def test_what_is_sharded_has_the_same_colour_as_in_the_other_pictures_of_memory() -> None:
-    assert ITEM_COLOURS["parameters"] == PART_COLOURS["parameters"]
-    assert ITEM_COLOURS["gradients"] == PART_COLOURS["gradients"]
-    assert ITEM_COLOURS["moments"] == PART_COLOURS["optimizer state"]
-    assert len(set(ITEM_COLOURS.values())) == len(ITEM_COLOURS)
-
-
 # ------------------------------------------------------------------------------------------------- judgement
 
 ROWS = [
@@ -340,7 +198,7 @@ def test_a_conclusion_that_nothing_changes_is_said_to_stand() -> None:
             lambda ax: plots.step_time_against_ranks({"a": {1: (1, 0, 0)}, "b": {2: (1, 0, 0)}}, ax),
             "same numbers",
         ),
-        (lambda ax: plots.memory_items({"a": {}}, ax, chosen="b"), "none named 'b'"),
+        (lambda ax: plots.memory_items({"a": {}}, chosen="b"), "none named 'b'"),
         (lambda ax: plots.scatter([], ax), "1 to 7 kinds"),
         (lambda ax: plots.scatter(ROWS, ax, band=1.5), "between 0 and 1"),
         (lambda ax: plots.scatter([("send", "1 B", 0.0, 1.0)], ax), "send 1 B: 0 and 1 ms"),
@@ -363,47 +221,30 @@ HELD = {
 }
 FACTORS = ("latency", "bandwidth between nodes", "ranks", "memory bandwidth")
 PICTURES: dict[str, Plot] = {
-    "plays": lambda ax: plots.timeline(
-        {name: played(name).timeline() for name in ("ddp", "zero-3", "local-sgd")}, ax
-    ),
-    "many bars": lambda ax: plots.timeline({"many": many(3000)}, ax),
-    "memory curves": lambda ax: plots.memory_curve(CURVES, ax, device_bytes=1e9),
-    "flat memory": lambda ax: plots.memory_curve({"none": [(0.0, 0)]}, ax),
-    "step time": lambda ax: plots.step_time_against_ranks(
+    "memory_curve": lambda ax: plots.memory_curve(CURVES, ax, device_bytes=1e9),
+    "memory_curve, flat": lambda ax: plots.memory_curve({"none": [(0.0, 0)]}, ax),
+    "step_time_against_ranks": lambda ax: plots.step_time_against_ranks(
         {name: {n: plots.step_parts(played(name, n)) for n in (1, 8)} for name in ("ddp", "zero-2")}, ax
     ),
-    "volumes": lambda ax: plots.volume_against_ranks(VOLUMES, ax),
-    "memories": lambda ax: plots.memory_against_ranks(
+    "volume_against_ranks": lambda ax: plots.volume_against_ranks(VOLUMES, ax),
+    "memory_against_ranks": lambda ax: plots.memory_against_ranks(
         {f"stage {stage}": {2**i: 1e11 / 2 ** (i * stage / 3) for i in range(11)} for stage in range(4)},
         ax,
         device_bytes=80e9,
     ),
-    "odd ranks": lambda ax: plots.memory_against_ranks(
+    "memory_against_ranks, odd ranks": lambda ax: plots.memory_against_ranks(
         {"one": dict.fromkeys((1, 2, 3, 5, 6, 7, 900, 950, 1000), 1e9)}, ax
     ),
-    "one number of ranks": lambda ax: plots.volume_against_ranks({"ddp": {8: 1.75}}, ax),
-    "items": lambda ax: plots.memory_items(HELD, ax, device_bytes=80e9, chosen="stage 2"),
+    "volume_against_ranks, one number of ranks": lambda ax: plots.volume_against_ranks(
+        {"ddp": {8: 1.75}}, ax
+    ),
     "scatter": lambda ax: plots.scatter(ROWS, ax),
-    "one point": lambda ax: plots.scatter(ROWS[:1], ax),
+    "scatter, one point": lambda ax: plots.scatter(ROWS[:1], ax),
     "sensitivity": lambda ax: plots.sensitivity(
         [variation(name, s, 10, 10.5 + i * s) for i, name in enumerate(FACTORS) for s in (0.5, 1, 2)], ax
     ),
-    "changed": lambda ax: plots.sensitivity(
+    "sensitivity, changed": lambda ax: plots.sensitivity(
         [variation(name, s, 10, (10.5 + i) * s, "B") for i, name in enumerate(FACTORS) for s in (0.5, 1, 2)],
         ax,
     ),
 }
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_the_picture_of_a_simulation_has_the_same_bytes_every_time_and_warns_of_nothing(
-    name: str, tmp_path: Path
-) -> None:
-    assert_repeatable(PICTURES[name], tmp_path)
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_all_text_of_a_simulations_picture_is_inside_and_none_lies_on_another(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_readable(PICTURES[name], monkeypatch, height=5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,64 +9,11 @@ from hypothesis import given, settings, strategies as st
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
-from pictures import Plot, assert_readable, assert_repeatable, drawn, written
+from pictures import Plot, drawn, written
 
 from zero_ref.lab import plots
 from zero_ref.live.palette import ALARM, INK
-from zero_ref.live.ring import ring_states
 from zero_ref.simulator.traffic import traffic
-
-# ------------------------------------------------------------------------------------------------- a ring
-
-
-def test_the_rounds_of_three_ranks_by_hand():
-    assert ring_states(3) == [
-        [[1, 1, 1], [1, 1, 1], [1, 1, 1]],
-        [[1, 1, 2], [2, 1, 1], [1, 2, 1]],
-        [[1, 3, 2], [2, 1, 3], [3, 2, 1]],
-        [[3, 3, 2], [2, 3, 3], [3, 2, 3]],
-        [[3, 3, 3], [3, 3, 3], [3, 3, 3]],
-    ]
-
-
-@given(st.integers(2, 24))
-def test_a_ring_takes_as_many_rounds_as_traffic_says_and_ends_with_every_sum(world_size):
-    states = ring_states(world_size)
-    assert len(states) - 1 == traffic("all_reduce", 1, world_size).rounds
-    halfway = states[world_size - 1]
-    assert all(of_rank.count(world_size) == 1 for of_rank in halfway)
-    assert sorted(of_rank.index(world_size) for of_rank in halfway) == list(range(world_size))
-    assert states[-1] == [[world_size] * world_size] * world_size
-    for before, after in pairwise(states):  # one chunk a rank and round
-        for was, is_now in zip(before, after):
-            assert sum(a != b for a, b in zip(was, is_now)) == 1
-
-
-def patches(ax: Axes, label: str) -> list[Rectangle]:
-    return [patch for patch in ax.patches if isinstance(patch, Rectangle) and label in str(patch.get_label())]
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_the_drawn_numbers_are_the_rings_and_each_round_frames_a_chunk_of_each_rank(world_size):
-    ax = drawn(lambda ax: plots.ring_rounds(world_size, ax))
-    states = ring_states(world_size)
-    for number, state in enumerate(states):
-        for rank, chunks in enumerate(state):
-            for chunk, count in enumerate(chunks):
-                assert len(patches(ax, f"round {number}, rank {rank}, chunk {chunk}: {count}")) == 1
-    frames = patches(ax, "received")
-    assert len(frames) == (len(states) - 1) * world_size
-    filled = {(box.get_x(), box.get_y()) for box in patches(ax, "chunk")}
-    assert {(frame.get_x(), frame.get_y()) for frame in frames} <= filled
-    assert {"reduce-scatter", "all-gather", "before", "rank 0"} <= set(written(ax))
-
-
-@pytest.mark.parametrize("world_size", [1, 5])
-def test_a_ring_that_is_too_small_or_too_large_is_refused(world_size):
-    with pytest.raises(ValueError, match=f"{world_size} ranks: a ring is drawn for 2 to 4"):
-        plots.ring_rounds(world_size, plots.figure()[1])
-
 
 # --------------------------------------------------------------------------------------- bytes on the wire
 
@@ -196,25 +141,13 @@ def test_what_has_no_logarithm_is_refused(curves: Any, turns: Any, message: str)
 # -------------------------------------------------------------------------------------------- all pictures
 
 PICTURES: dict[str, Plot] = {
-    "ring of 2": lambda ax: plots.ring_rounds(2, ax),
-    "ring of 3": lambda ax: plots.ring_rounds(3, ax),
-    "ring of 4": lambda ax: plots.ring_rounds(4, ax),
-    "gloo": gloo,
-    "theory alone": lambda ax: plots.bytes_on_wire(LINES, LINE_OF_OP, {}, ax),
-    "sixteen ranks": lambda ax: plots.bytes_on_wire(LINES, LINE_OF_OP, {"broadcast": {16: 15.0}}, ax),
-    "times": times,
-    "one curve": lambda ax: plots.time_against_bytes({"slow": CURVES["slow"]}, ax, turns={}),
+    "bytes_on_wire, gloo": gloo,
+    "bytes_on_wire, theory alone": lambda ax: plots.bytes_on_wire(LINES, LINE_OF_OP, {}, ax),
+    "bytes_on_wire, sixteen ranks": lambda ax: plots.bytes_on_wire(
+        LINES, LINE_OF_OP, {"broadcast": {16: 15.0}}, ax
+    ),
+    "time_against_bytes": times,
+    "time_against_bytes, one curve": lambda ax: plots.time_against_bytes(
+        {"slow": CURVES["slow"]}, ax, turns={}
+    ),
 }
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_has_the_same_bytes_every_time_and_warns_of_nothing(name: str, tmp_path: Path) -> None:
-    assert_repeatable(PICTURES[name], tmp_path)
-
-
-@pytest.mark.parametrize("name", PICTURES)
-@pytest.mark.parametrize("height", [2.9, 4.2])
-def test_all_text_is_inside_the_picture_and_none_lies_on_another(
-    name: str, height: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_readable(PICTURES[name], monkeypatch, height=height)

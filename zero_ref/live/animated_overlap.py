@@ -8,10 +8,10 @@ from html import escape
 from typing import NamedTuple
 
 from zero_ref.live.animation import Animation, Motion
-from zero_ref.live.lanes import LANE, alone, label_colour, label_key, rows_of, time_axis
+from zero_ref.live.lanes import LANE, alone, heading, label_colour, label_key, number_of, rows_of, time_axis
 from zero_ref.live.numbers import short_time
 from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, text_colour_on, tint
-from zero_ref.live.svg import LINE, MARGIN, Stacked, element, key, line, text, text_width, wrapped
+from zero_ref.live.svg import LINE, MARGIN, Stacked, element, key, line, text, text_width
 from zero_ref.simulator.operations import COMPUTE
 from zero_ref.simulator.timeline import Event, Timeline
 
@@ -19,9 +19,6 @@ START_S, RUN_S, LOOP_S = 0.5, 8.0, 11.0
 """The clock starts, needs so long for the longest timeline, and the loop ends."""
 
 MOST_EVENTS = 200
-
-BOLD = 1.2
-"""How much wider bold letters are, rather more than less."""
 
 
 class Frame(NamedTuple):
@@ -96,17 +93,13 @@ def _draw(
     x, inner = MARGIN, width - 2 * MARGIN
     longest_ms = max(one.makespan_ms for one in timelines.values())
     motion = Motion(name, LOOP_S, LOOP_S - 1.5)
-    parts, y = key(label_key(frame.event.label for frame in frames), x, 14.0, inner)
+    labels = {frame.event.label for frame in frames}
+    parts, y = key(label_key(labels), x, 14.0, inner)
     top = y
     moves = ((START_S, 0.0), (START_S + RUN_S, inner))
     runs = motion.of(*((second, f"transform:translateX({px:g}px)") for second, px in moves))
     for title, one in timelines.items():
-        said, took = wrapped(title, inner / BOLD), short_time(one.makespan_ms)
-        if BOLD * text_width(f"{said[-1]}: {took}") <= inner:
-            said[-1] += f": {took}"
-        else:
-            said.append(took)
-        for words_of_line in said:
+        for words_of_line in heading(title, short_time(one.makespan_ms), inner):
             parts.append(text(x, y + 14, words_of_line, bold=True))
             y += LINE
         begin = y + 4
@@ -121,7 +114,7 @@ def _draw(
         more, y = _exposed(one, motion, x, y, inner / longest_ms, longest_ms)
         parts += more
         y += 12
-    parts = [*time_axis(x, inner, top, y, longest_ms), *parts]
+    parts = [*time_axis(labels, x, inner, top, y, longest_ms), *parts]
     return motion.picture(width, y + 40, words, parts)
 
 
@@ -133,7 +126,7 @@ def _lane(frames: Sequence[Frame], motion: Motion, x: float, y: float, px: float
     for (_, event, start_s, stop_s), row in zip(frames, row_of):
         left, wide = x + px * event.start_ms, px * (event.stop_ms - event.start_ms)
         colour, low = label_colour(event.label), y + row * high
-        words = "all" if event.bucket is None else str(event.bucket)
+        words = number_of(event)
         hint = f"{event.label} {words}: {short_time(event.start_ms)} to {short_time(event.stop_ms)}"
         rect = partial(element, "rect", x=left, y=low, width=max(0.5, wide - 0.6), height=high - 1)
         named = partial(text, left + wide / 2, low + high / 2 + 4, words, anchor="middle")

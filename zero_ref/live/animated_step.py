@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from html import escape
-from itertools import accumulate
 from typing import NamedTuple
 
 from zero_ref.live.animation import Animation, Motion
-from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, rank_colour, text_colour_on, tint
-from zero_ref.live.svg import LINE, element, line, text, text_width
+from zero_ref.live.names import names_of
+from zero_ref.live.palette import FAINT, INK, MUTED, rank_colour
+from zero_ref.live.step import NAMES, PHASES, SIDE, Board
+from zero_ref.live.svg import LINE, element, text
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec, Partition, Slice
 from zero_ref.simulator.data_parallel import data_parallel, messages_of
 
-PHASES = {
-    "reduce": "Gradients are averaged over all ranks",
-    "step": "Each rank updates only what it owns",
-    "broadcast": "Each owner sends its new values",
-    "equal": "All ranks hold the same again",
-}
 SECONDS = {"reduce": (0.5, 2.3), "step": (2.9, 4.5), "broadcast": (5.1, 9.1), "equal": (9.1, 12.0)}
 MOST_RANKS, MOST_PIECES = 4, 24
 
-SIDE, TOP = 14.0, 12.0
+TOP = 12.0
 GRADIENTS, PARAMETERS, RANK = 22.0, 32.0, 90.0
 """Pixels: two strips of a rank, and all of a rank with its name and the space below."""
 
@@ -73,7 +67,7 @@ def step_frames(partition: Partition) -> list[Frame]:
     if not 2 <= ranks <= MOST_RANKS or not 1 <= len(pieces) <= MOST_PIECES:
         raise ValueError(
             f"{len(pieces)} slices on {ranks} ranks: a step moves with 1 to {MOST_PIECES} slices on 2 to "
-            f"{MOST_RANKS} ranks. `lab.plots.step_diagram` draws up to 8 ranks."
+            f"{MOST_RANKS} ranks. `step_diagram` draws up to 8 ranks."
         )
     one_bucket = [list(reversed(range(len(params))))]
     sent = iter(pieces)
@@ -106,9 +100,7 @@ def animate_step(partition: Partition, names: Sequence[str] | None = None) -> An
         ValueError: the partition has too many ranks or slices, or there is not one name for each parameter.
     """
     frames = step_frames(partition)
-    names = [str(number) for number in range(len(partition.numels))] if names is None else names
-    if len(names) != len(partition.numels):
-        raise ValueError(f"{len(names)} names for {len(partition.numels)} parameters: give one for each.")
+    names = names_of(partition, names)
     own = [
         ", ".join(names[piece.param] for piece in slices if piece.numel) or "nothing"
         for slices in partition.slices_of_rank
@@ -129,62 +121,11 @@ def animate_step(partition: Partition, names: Sequence[str] | None = None) -> An
 # ------------------------------------------------------------------------------------------------ the picture
 
 
-class _Board(NamedTuple):
-    """The parameters end to end: where each piece lies, and how it looks."""
-
-    partition: Partition
-    names: Sequence[str]
-    hatch: str
-    left: float
-    width: float
-
-    def boxes(self) -> list[tuple[Slice, int, float, float]]:
-        """Each piece, its owner, its left edge and its width."""
-        begins = list(accumulate(self.partition.numels, initial=0))
-        px = self.width / begins[-1]
-        return [
-            (piece, owner, self.left + px * (begins[piece.param] + piece.start), px * piece.numel)
-            for of_param in self.partition.pieces_of_param
-            for piece, owner in of_param
-            if piece.numel
-        ]
-
-    def box(
-        self, x: float, y: float, width: float, height: float, fill: str, *words: str, **more: str
-    ) -> str:
-        """A box with the first of `words` that has room; `grows` and `appears` are classes of the two."""
-        rect = element("rect", x=x, y=y, width=width - 1, height=height, fill=fill, class_=more.get("grows"))
-        fits = next((one for one in words if text_width(one) + 3 <= width), None)
-        if fits is None:
-            return rect
-        named = text(x + width / 2, y + height / 2 + 4.5, fits, fill=text_colour_on(fill), anchor="middle")
-        return rect + (element("g", named, class_=more["appears"]) if "appears" in more else named)
-
-    def old(self, x: float, y: float, width: float, height: float, name: str) -> str:
-        """A hatched box: what a rank holds there is of the step before."""
-        size = {"x": x + 0.5, "y": y + 0.5, "width": max(0.0, width - 2), "height": height - 1}
-        hint = element("title", escape(f"{name}, old"))
-        return element("rect", hint, **size, fill=f"url(#{self.hatch})", stroke=tint(MUTED, 0.45))
-
-    def row(self, y: float, height: float, phase: str, rank: int) -> list[str]:
-        """What a rank holds in a phase: averaged gradients, or parameters."""
-        parts = []
-        for piece, owner, x, wide in self.boxes():
-            colour, name = rank_colour(owner, MOST_RANKS), self.names[piece.param]
-            if phase == "reduce":
-                parts.append(self.box(x, y, wide, height, tint(colour, 0.4), f"∇{name}", name))
-            elif owner == rank or phase == "equal":
-                parts.append(self.box(x, y, wide, height, colour, name))
-            else:
-                parts.append(self.old(x, y, wide, height, name))
-        return parts
-
-
 def _draw(
     partition: Partition, names: Sequence[str], frames: Sequence[Frame], words: str, width: float, name: str
 ) -> str:
     columns = 2 if width >= 600 else 1
-    board = _Board(partition, names, f"{name}-old", SIDE, width - 2 * SIDE)
+    board = Board(partition, names, f"{name}-old", SIDE, width - 2 * SIDE)
     motion = Motion(name, SECONDS["equal"][1], SECONDS["equal"][0] + 0.9)
     top = TOP + 27 * len(PHASES) / columns
     height = top + RANK * partition.world_size + LINE
@@ -196,15 +137,8 @@ def _draw(
             said = f"network: {frame.call.op}{sender}, {frame.call.nbytes} bytes"
             seen = motion.appears(frame.start_s, frame.stop_s)
             moving.append(element("g", text(SIDE, height - 9, said, fill=MUTED), class_=seen))
-    parts = [_hatching(board.hatch), still, element("g", *moving, class_="moving")]
+    parts = [board.hatching(), still, element("g", *moving, class_="moving")]
     return motion.picture(width, height, words, parts)
-
-
-def _hatching(name: str) -> str:
-    stroke = line(0, 0, 0, 7, tint(MUTED, 0.45), 2.2)
-    ground = element("rect", width=7, height=7, fill=PAPER)
-    size = {"width": 7, "height": 7, "patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
-    return element("pattern", ground, stroke, id=name, **size)
 
 
 def _place(number: int, width: float, columns: int) -> tuple[float, float, int]:
@@ -231,7 +165,7 @@ def _progress(motion: Motion, width: float, columns: int) -> list[str]:
     return parts
 
 
-def _ranks(board: _Board, frames: Sequence[Frame], motion: Motion, top: float) -> list[str]:
+def _ranks(board: Board, frames: Sequence[Frame], motion: Motion, top: float) -> list[str]:
     """The ranks below each other; above them what travels from one to another."""
     everyone = range(board.partition.world_size)
     (begin_s, reduced_s), (step_s, stepped_s) = SECONDS["reduce"], SECONDS["step"]
@@ -276,37 +210,13 @@ def _ranks(board: _Board, frames: Sequence[Frame], motion: Motion, top: float) -
     return parts + above
 
 
-def _four(board: _Board, height: float, columns: int) -> list[str]:
+def _four(board: Board, height: float, columns: int) -> list[str]:
     """All four phases at once, for who sees nothing move."""
     high = (height - TOP) * columns / len(PHASES)
     each = (high - LINE - 14) / board.partition.world_size
     parts = []
-    for number, (phase, said) in enumerate(PHASES.items()):
+    for number, phase in enumerate(PHASES):
         x, wide, row = _place(number, board.width, columns)
-        y = TOP + high * row
-        small = board._replace(left=x + 50, width=wide - 50)
-        parts.append(text(x, y + 11, f"{number + 1}  {said}"))
-        y += LINE
-        for rank in range(board.partition.world_size):
-            parts.append(text(x, y + each * rank + each / 2 + 3, f"rank {rank}", fill=MUTED))
-            parts += small.row(y + each * rank, each - 3, phase, rank)
-        if phase == "broadcast":
-            parts += _arrows(small, y, each)
+        small = board._replace(left=x + NAMES, width=wide - NAMES)
+        parts += small.phase(phase, TOP + high * row, each)[0]
     return parts
-
-
-def _arrows(board: _Board, y: float, each: float) -> list[str]:
-    """From each owner's box up and down its column, to those that receive it."""
-    lines, heads = [], []
-    for _, owner, x, wide in board.boxes():
-        middle, colour = x + wide / 2, rank_colour(owner, MOST_RANKS)
-        for rank in range(board.partition.world_size):
-            if rank != owner:
-                down = rank > owner
-                begin = y + each * owner + (each - 3 if down else 0)
-                end = y + each * rank + (each - 3) / 2
-                back = end + (-7 if down else 7)
-                points = f"{middle - 6:g},{back:g} {middle + 6:g},{back:g} {middle:g},{end:g}"
-                lines.append(line(middle, begin, middle, back, colour, 2.5))
-                heads.append(element("polygon", points=points, fill=colour, stroke=PAPER))
-    return lines + heads

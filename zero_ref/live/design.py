@@ -8,10 +8,10 @@ from typing import Any
 
 from zero_ref.live.explorer import Answer, Control, Explorer, controls_of
 from zero_ref.live.lanes import lanes
-from zero_ref.live.memory import DEVICES, device_mark, items_bar, items_key, named_items, scale_bytes
+from zero_ref.live.memory import DEVICES, items_bars
 from zero_ref.live.numbers import short, short_bytes, short_count, short_time
 from zero_ref.live.palette import ALARM, INK
-from zero_ref.live.svg import LINE, MARGIN, axis, picture, text
+from zero_ref.live.svg import LINE, MARGIN, picture, text
 from zero_ref.simulator import spread
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.models import TRANSFORMERS
@@ -96,15 +96,9 @@ def _picture(width: float, run: SimulatedRun, rows: list[list[str]], device_byte
             text(left + wide, y + 12, value, fill=fill, anchor="end", bold=True),
         ]
         y += LINE + 2
-    items = named_items(run.memory)
-    names, y = items_key([items], left, y + 12, wide)
-    most = scale_bytes([run.peak_bytes], device_bytes)
-    top = y + LINE
-    bars = items_bar(items, left, top + 4, wide / most)
-    bars += device_mark(device_bytes, most, left, wide, top, top + 36)
-    grid = axis(left, wide, top, top + 36, most, short_bytes)
-    time, bottom = lanes({"iteration": run.timeline}, left, top + 66, wide)
-    return picture(width, bottom, words, [*parts, *names, *grid, *bars, *time])
+    memory, y = items_bars({"": run.memory.peak_items}, device_bytes, None, left, y + 12, wide)
+    time, bottom = lanes({"iteration": run.timeline}, left, y + 8, wide)
+    return picture(width, bottom, words, [*parts, *memory, *time])
 
 
 TOKENS = {

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from zero_ref.live.numbers import short, short_time, time_unit
-from zero_ref.live.palette import ALARM, INK, MUTED, PART_COLOURS
-from zero_ref.live.svg import LINE, Stacked, axis, bar, element, key, line, text
+from zero_ref.live.palette import ALARM, INK, MUTED, PART_COLOURS, text_colour_on
+from zero_ref.live.svg import (
+    BOLD,
+    LINE,
+    MARGIN,
+    Drawing,
+    Stacked,
+    axis,
+    bar,
+    element,
+    key,
+    line,
+    text,
+    text_width,
+    wrapped,
+)  # fmt: skip
 from zero_ref.simulator.operations import COMPUTE, NETWORK
 from zero_ref.simulator.timeline import Event, Timeline
 
-LANE = 30.0
-"""Pixels of a lane's height."""
+LANE, LEAST_ROW = 30.0, 15.0
+"""Pixels of a lane's height, and of a row in it where events are under way together: room for a number."""
 
 # What is sent has the colour of what it carries: gradients, parameters. A step is the optimizer's.
 COLOURS = {
@@ -122,11 +136,30 @@ def alone(timeline: Timeline) -> list[tuple[float, float]]:
 # ------------------------------------------------------------------------------------------------ the picture
 
 
-def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -> Stacked:
-    """Iterations on one scale of time, below each other.
+def timeline(timelines: Mapping[str, Timeline]) -> Drawing:
+    """Iterations on one scale of time, below each other: a lane for what is computed, one for the network.
 
-    Underlined in red is exposed communication. Events shorter than a pixel flow together: how long each kind
-    takes stays right.
+    A bar carries the number of its bucket or block. Underlined in red is exposed communication: the network
+    works and the rank computes nothing. Measured calls may be under way together; then they share their lane.
+    Events shorter than two pixels flow together: how long each kind takes stays right, and nothing moves by
+    more than a pixel.
+
+    >>> from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, simulate
+    >>> timeline({way: simulate([BucketTimes(4, 3, 1, 1.5)] * 4, way) for way in WAYS_OF_DDP}).words
+    'plain: 29 ms, 9 ms exposed; after_backward: 26 ms, 6 ms exposed; interleaved: 24 ms, 4 ms exposed'
+
+    Args:
+        timelines: for each title its events, simulated or measured.
+    """
+    words = "; ".join(
+        f"{title}: {short_time(one.makespan_ms)}, {short_time(one.exposed_ms)} exposed"
+        for title, one in timelines.items()
+    )
+    return Drawing(words, lambda width: lanes(timelines, MARGIN, 14.0, width - 2 * MARGIN))
+
+
+def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -> Stacked:
+    """What `timeline` draws, at a place of a larger picture.
 
     Args:
         timelines: for each title its events.
@@ -137,16 +170,21 @@ def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -
     parts, y = key(label_key(labels), x, y, width)
     grid_top = y
     for title, one in timelines.items():
-        exposed = element("tspan", f" {short_time(one.exposed_ms)} exposed", fill=ALARM, font_weight=400)
-        parts.append(text(x, y + 14, f"{title}: {short_time(one.makespan_ms)},", exposed, bold=True))
+        exposed = f" {short_time(one.exposed_ms)} exposed"
+        *above, last = heading(title, f"{short_time(one.makespan_ms)},", width, exposed)
+        for words in above:
+            parts.append(text(x, y + 14, words, bold=True))
+            y += LINE
+        beside = element("tspan", exposed, fill=ALARM, font_weight=400)
+        parts.append(text(x, y + 14, last, beside, bold=True))
         y += LINE + 4
         end = x + width * one.makespan_ms / scale_ms
         top = y
         for lane in sorted(one.lanes, key=lambda lane: lane != COMPUTE):
             parts.append(text(x, y + 11, lane, fill=MUTED))
             y += 15
-            parts += _lane(one, lane, x, y, width / scale_ms)
-            y += LANE
+            bars, y = _lane(one, lane, x, y, width / scale_ms)
+            parts += bars
             if lane == NETWORK:
                 parts += [
                     line(x + width * start / scale_ms, y + 3, x + width * stop / scale_ms, y + 3, ALARM, 3.5)
@@ -155,20 +193,35 @@ def lanes(timelines: Mapping[str, Timeline], x: float, y: float, width: float) -
                 y += 6
         parts.append(line(end, top, end, y, INK, 1.4))
         y += 12
-    return time_axis(x, width, grid_top, y, scale_ms) + parts, y + 40
+    return time_axis(labels, x, width, grid_top, y, scale_ms) + parts, y + 40
 
 
-def time_axis(x: float, width: float, top: float, bottom: float, longest_ms: float) -> list[str]:
-    """Grid lines of time, all in the unit that suits the longest."""
+def heading(title: str, took: str, width: float, more: str = "") -> list[str]:
+    """A timeline's title in bold lines; how long it took ends the last one, if `more` has room behind it."""
+    lines = wrapped(title, width / BOLD)
+    last = f"{lines[-1]}: {took}"
+    if BOLD * text_width(last) + text_width(more) <= width:
+        return [*lines[:-1], last]
+    return [*lines, took]
+
+
+def time_axis(
+    labels: Collection[str], x: float, width: float, top: float, bottom: float, longest_ms: float
+) -> list[str]:
+    """Grid lines of time, all in the unit that suits the longest; `labels` say where the time begins."""
     unit, in_ms = time_unit(longest_ms)
     below = f"{unit} since the beginning"
+    longer = f"{below} of {'the iteration' if 'forward' in labels else 'backward'}"
+    if text_width(longer) <= width:
+        below = longer
     return axis(x, width, top, bottom, longest_ms, lambda ms: short(ms / in_ms), below)
 
 
-def _lane(timeline: Timeline, lane: str, x: float, y: float, px_per_ms: float) -> list[str]:
+def _lane(timeline: Timeline, lane: str, x: float, y: float, px_per_ms: float) -> Stacked:
+    """The bars of one lane, in as many rows as are under way together."""
     events = [event for event in timeline.on(lane) if event.stop_ms > event.start_ms]
     row_of, rows = rows_of(events)
-    high = LANE / rows
+    high = max(LANE / rows, LEAST_ROW)
     parts: list[str] = []
     short_ones: list[list[Event]] = [[] for _ in range(rows)]
     for event, row in zip(events, row_of):
@@ -176,13 +229,22 @@ def _lane(timeline: Timeline, lane: str, x: float, y: float, px_per_ms: float) -
         if wide < 2:
             short_ones[row].append(event)
             continue
-        named = event.label if event.bucket is None else f"{event.label} {event.bucket}"
-        hint = f"{named}: {short_time(event.start_ms)} to {short_time(event.stop_ms)}"
+        number = number_of(event)
+        hint = f"{event.label} {number}: {short_time(event.start_ms)} to {short_time(event.stop_ms)}"
         left, gap = x + px_per_ms * event.start_ms, 0.6 if wide >= 4 else 0.0
-        parts.append(bar(left, y + row * high, wide - gap, high - 1, label_colour(event.label), hint))
+        colour = label_colour(event.label)
+        parts.append(bar(left, y + row * high, wide - gap, high - 1, colour, hint))
+        if text_width(number) + 2 <= wide:
+            middle, base = left + wide / 2, y + (row + 0.5) * high + 4
+            parts.append(text(middle, base, number, fill=text_colour_on(colour), anchor="middle"))
     for row, few in enumerate(short_ones):
         for label, pieces in flowed_together(few, 1 / px_per_ms).items():
             for start, stop in pieces:
                 left, wide = x + px_per_ms * start, px_per_ms * (stop - start)
                 parts.append(bar(left, y + row * high, wide, high - 1, label_colour(label)))
-    return parts
+    return parts, y + rows * high
+
+
+def number_of(event: Event) -> str:
+    """What is written into an event's bar: the number of its bucket or block."""
+    return "all" if event.bucket is None else str(event.bucket)

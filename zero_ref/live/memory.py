@@ -1,4 +1,4 @@
-"""The memory explorer: what a rank holds under each stage, beside the device's memory."""
+"""What a rank holds, item by item, beside the device's memory: a picture, and the memory explorer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from zero_ref.live.explorer import RANKS, Answer, Control, Explorer, controls_of, params_of
 from zero_ref.live.numbers import short_bytes
 from zero_ref.live.palette import ALARM, INK, ITEM_COLOURS
-from zero_ref.live.svg import LINE, MARGIN, Stacked, axis, bar, centred, key, line, picture, text
+from zero_ref.live.svg import LINE, MARGIN, Drawing, Stacked, axis, bar, centred, key, line, picture, text
 from zero_ref.simulator import spread
 from zero_ref.simulator.cluster import CLUSTERS, Device
 from zero_ref.simulator.ledger import CONVENTIONS, STATE_RULES
-from zero_ref.simulator.memory import Memory, MemorySettings, average_memory, with_peak
+from zero_ref.simulator.memory import MemorySettings, average_memory, with_peak
 from zero_ref.simulator.models import TRANSFORMERS
 from zero_ref.simulator.scenario import Scenario
 
@@ -45,7 +45,9 @@ def _draw(width: float, model: str, ranks: int, stage: int, device: str, **count
         f"{short_bytes(totals[stage])} of the {short_bytes(device_bytes)} of an {device}{verdict} "
         f"Plain data parallelism would hold {short_bytes(totals[0])}."
     )
-    svg = _picture(width, held, device_bytes, stage, words)
+    bars = {f"stage {one}": items for one, items in enumerate(held)}
+    parts, bottom = items_bars(bars, device_bytes, f"stage {stage}", MARGIN, 14.0, width - 2 * MARGIN)
+    svg = picture(width, bottom, words, parts)
     return Answer(svg, words, _table(held), {**numbers, "device, bytes": device_bytes})
 
 
@@ -73,36 +75,86 @@ def _items(
         allocator_share=DEVICES[device].allocator_share,
         library_bytes=1e9 * DEVICES[device].library_gb,
     )
-    return named_items(memory)
+    return coloured(memory.peak_items)
 
 
-def named_items(memory: Memory) -> dict[str, float]:
-    """What a rank holds when it holds most, by the items that have a colour; all the rest is "other"."""
-    at_peak = memory.peak_items
-    named = {item: at_peak.get(item, 0.0) for item in ITEM_COLOURS}
-    return {**named, "other": memory.peak_bytes - sum(named.values())}
+def memory_items(
+    items_by_name: Mapping[str, Mapping[str, float]],
+    *,
+    device_bytes: float | None = None,
+    chosen: str | None = None,
+) -> Drawing:
+    """What a rank holds, item by item, one bar below the other, against the device's memory.
+
+    >>> from zero_ref.simulator.models import shapes, specs
+    >>> params = specs(shapes("llama3-8b"))
+    >>> held = {
+    ...     f"stage {stage}": average_memory(params, 64, MemorySettings(stage)).items for stage in range(4)
+    ... }
+    >>> memory_items(held, device_bytes=80e9, chosen="stage 1").words
+    'stage 0: 145 GB; stage 1: 49.7 GB; stage 2: 17.8 GB; stage 3: 7.08 GB; the device has 80 GB'
+
+    Args:
+        items_by_name: name of the bar -> item -> bytes, as `Memory.items` gives them.
+        device_bytes: of the device's memory, drawn as a line; far above all bars it is only named.
+        chosen: the bar that is marked, its total set bold.
+    Raises:
+        ValueError: there is no bar, or `chosen` is none of them.
+    """
+    if not items_by_name or (chosen is not None and chosen not in items_by_name):
+        raise ValueError(f"there are bars {list(items_by_name)}, and none named {chosen!r}.")
+    said = [f"{name}: {short_bytes(sum(items.values()))}" for name, items in items_by_name.items()]
+    if device_bytes is not None:
+        said.append(f"the device has {short_bytes(device_bytes)}")
+
+    def draw(width: float) -> Stacked:
+        return items_bars(items_by_name, device_bytes, chosen, MARGIN, 14.0, width - 2 * MARGIN)
+
+    return Drawing("; ".join(said), draw)
 
 
-def items_key(held: Sequence[Mapping[str, float]], x: float, y: float, width: float) -> Stacked:
-    """The colours of what somebody holds."""
-    shown = {item: colour for item, colour in ITEM_COLOURS.items() if any(items[item] > 0 for items in held)}
-    return key(shown, x, y, width)
+def items_bars(
+    items_by_name: Mapping[str, Mapping[str, float]], device_bytes: float | None, chosen: str | None,
+    x: float, y: float, width: float,
+) -> Stacked:  # fmt: skip
+    """What `memory_items` draws, at a place of a larger picture. A bar without a name has no title."""
+    held = {name: coloured(items) for name, items in items_by_name.items()}
+    shown = [item for item in ITEM_COLOURS if any(items[item] for items in held.values())]
+    parts, top = key({item: ITEM_COLOURS[item] for item in shown}, x, y, width)
+    totals = {name: sum(items.values()) for name, items in held.items()}
+    most = scale_bytes(list(totals.values()), device_bytes or 0.0) or 1.0
+    begin, y = top + LINE, top + LINE + 4
+    bars, titles = [], []
+    for name, items in held.items():
+        if name:
+            over = device_bytes is not None and spread.fits(totals[name], device_bytes) is False
+            title = f"{'▸ ' if name == chosen else ''}{name}: {short_bytes(totals[name])}"
+            fill = ALARM if over else INK
+            titles.append(text(x, y + 13, title, fill=fill, bold=name == chosen, halo=True))
+            y += LINE
+        left = x
+        for item, nbytes in items.items():
+            wide = width * nbytes / most
+            bars.append(bar(left, y, wide, HIGH, ITEM_COLOURS[item], f"{item}: {short_bytes(nbytes)}"))
+            left += wide
+        y += HIGH + 12
+    parts += [*axis(x, width, begin, y, most, short_bytes), *bars]
+    if device_bytes is not None:
+        parts += device_mark(device_bytes, most, x, width, begin, y)
+    return parts + titles, y + 26
+
+
+def coloured(items: Mapping[str, float]) -> dict[str, float]:
+    """Bytes by the items that have a colour; all the rest is "other"."""
+    named = {item: items.get(item, 0.0) for item in ITEM_COLOURS}
+    named["other"] += sum(nbytes for item, nbytes in items.items() if item not in ITEM_COLOURS)
+    return named
 
 
 def scale_bytes(totals: Sequence[float], device_bytes: float) -> float:
     """The right end of the scale: all bars fit, and the device's memory unless it is far off."""
     most = max(totals)
     return 1.02 * (most if device_bytes > FAR * most else max(most, device_bytes))
-
-
-def items_bar(items: Mapping[str, float], x: float, y: float, px_per_byte: float) -> list[str]:
-    """A bar of items, one behind the other."""
-    parts = []
-    for item, nbytes in items.items():
-        wide = px_per_byte * nbytes
-        parts.append(bar(x, y, wide, HIGH, ITEM_COLOURS[item], f"{item}: {short_bytes(nbytes)}"))
-        x += wide
-    return parts
 
 
 def device_mark(
@@ -114,23 +166,6 @@ def device_mark(
         return [text(x + width, top - 5, f"{words}: far to the right", fill=ALARM, anchor="end")]
     at = x + width * device_bytes / most
     return [line(at, top, at, bottom, ALARM, 1.6, "5 3"), centred(at, top - 5, words, ALARM, x, x + width)]
-
-
-def _picture(width: float, held: list[dict[str, float]], device_bytes: float, stage: int, words: str) -> str:
-    left, wide = MARGIN, width - 2 * MARGIN
-    parts, top = items_key(held, left, 14, wide)
-    totals = [sum(items.values()) for items in held]
-    most = scale_bytes(totals, device_bytes)
-    begin, y = top + LINE, top + LINE + 4
-    for one, items in enumerate(held):
-        over = spread.fits(totals[one], device_bytes) is False
-        name = f"{'▸ ' if one == stage else ''}stage {one}: {short_bytes(totals[one])}"
-        parts.append(text(left, y + 13, name, fill=ALARM if over else INK, bold=one == stage))
-        parts += items_bar(items, left, y + LINE, wide / most)
-        y += LINE + HIGH + 12
-    grid = axis(left, wide, begin, y, most, short_bytes)
-    parts += device_mark(device_bytes, most, left, wide, begin, y)
-    return picture(width, y + 26, words, [*grid, *parts])
 
 
 def _table(held: list[dict[str, float]]) -> list[list[str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from zero_ref.live.palette import FAINT, INK, MUTED, PAPER
@@ -19,8 +20,12 @@ FONT = 13.0
 LINE = 18.0
 """Text is 13 pixels high, a line of it 18."""
 
-_LETTER = 0.58
-"""Of the font size: the average width of a letter in a sans-serif font, rather more than less."""
+COLUMN = 576.0
+"""Pixels of a notebook's picture: 6 inches, as wide as those of matplotlib."""
+
+_LETTER, BOLD = 0.58, 1.2
+"""Of the font size: the average width of a letter in a sans-serif font; how much wider bold ones are. Rather
+more than less."""
 
 
 def element(name: str, /, *children: str, **attributes: object) -> str:
@@ -54,13 +59,45 @@ def picture(width: float, height: float, label: str, parts: Iterable[str]) -> st
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """A picture that is drawn anew for each width; a notebook shows one that is the last line of a cell.
+
+    Args:
+        words: what it shows, for who cannot see it.
+        draw: given the width in CSS pixels, what is drawn and how high it is.
+    """
+
+    words: str
+    draw: Callable[[float], Stacked]
+
+    def svg(self, width: float = COLUMN) -> str:
+        """The picture for a width in CSS pixels.
+
+        Raises:
+            ValueError: it is not between 240 and 4,000 pixels.
+        """
+        if not 240 <= width <= 4000:
+            raise ValueError(f"a picture is 240 to 4,000 pixels wide, got {width:g}.")
+        parts, height = self.draw(width)
+        return picture(width, height, self.words, parts)
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+
 def text(
-    x: float, y: float, words: str, *more: str, fill: str = INK, anchor: str = "start", bold: bool = False
-) -> str:
-    """One line of text whose baseline is at `y`; `more` elements in it; `anchor` is start, middle or end."""
+    x: float, y: float, words: str, *more: str, fill: str = INK, anchor: str = "start", bold: bool = False,
+    halo: bool = False,
+) -> str:  # fmt: skip
+    """One line of text whose baseline is at `y`; `more` elements in it; `anchor` is start, middle or end.
+
+    A `halo` of paper keeps it readable on lines and hatching.
+    """
+    ground = {"stroke": PAPER, "stroke_width": 4, "paint_order": "stroke"} if halo else {}
     return element(
         "text", escape(words), *more, x=x, y=y, fill=None if fill == INK else fill,
-        text_anchor=None if anchor == "start" else anchor, font_weight=600 if bold else None,
+        text_anchor=None if anchor == "start" else anchor, font_weight=600 if bold else None, **ground,
     )  # fmt: skip
 
 
@@ -87,6 +124,13 @@ def wrapped(words: str, width: float) -> list[str]:
         else:
             lines.append(word)
     return lines
+
+
+def paragraph(words: str, x: float, y: float, width: float, fill: str = INK, bold: bool = False) -> Stacked:
+    """Lines of text below each other, the baseline of the first at `y`, none wider than `width` pixels."""
+    lines = wrapped(words, width / BOLD if bold else width)
+    parts = [text(x, y + LINE * number, one, fill=fill, bold=bold) for number, one in enumerate(lines)]
+    return parts, y + LINE * len(lines)
 
 
 def bar(x: float, y: float, width: float, height: float, fill: str, hint: str = "") -> str:

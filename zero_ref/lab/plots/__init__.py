@@ -1,13 +1,19 @@
-"""The pictures of the book and the demo: data and an `Axes` in, the same Axes out.
+"""The pictures of the book and the demo: data in, a `Drawing` or matplotlib's `Axes` out.
 
 >>> from zero_ref.plan.rules import sorted_greedy
 >>> fig, ax = figure(6, 2)
 >>> _ = shard_map(sorted_greedy([6, 5, 4, 1], world_size=2), ax)
 >>> save(fig, "shards.svg")                                                     # doctest: +SKIP
 
-A plot decides nothing: partitions, bytes and losses are computed elsewhere and drawn here. Every function
-draws into the Axes that it is given, whoever made it, and touches no global state; `figure` makes one that
-a notebook shows when it is the last line of a cell. Ranks have the same colour in every picture.
+A picture decides nothing: partitions, bytes and losses are computed elsewhere and drawn here. Ranks have the
+same colour in every picture.
+
+`timeline`, `step_diagram`, `ring_rounds`, `memory_items`, `loads` and `balance_against_ranks` are drawn by
+`zero_ref.live`, as SVG and without matplotlib, and so are the explorers: a `Drawing` is drawn anew for each
+width. A notebook shows one that is the last line of a cell.
+
+All others draw into the Axes that they are given, whoever made it, give it back, and touch no global state;
+`figure` makes one in a figure that a notebook shows when it is the last line of a cell.
 
 Who owns what: `shard_map`, `loads`, `loads_by_rule`, `balance_against_ranks`, `step_diagram`, `flat_layout`,
 `groups_grid`.
@@ -30,7 +36,6 @@ from zero_ref.lab.plots._drift import agreement, drift
 from zero_ref.lab.plots._groups import groups_grid
 from zero_ref.lab.plots._join import shadow_grid
 from zero_ref.lab.plots._judged import scatter, sensitivity
-from zero_ref.lab.plots._loads import balance_against_ranks, loads
 from zero_ref.lab.plots._map import shard_map
 from zero_ref.lab.plots._norms import norms_together
 from zero_ref.lab.plots._ownership import Crossing, ownership
@@ -41,18 +46,23 @@ from zero_ref.lab.plots._rules import loads_by_rule
 from zero_ref.lab.plots._runs import loss_curves, predicted_against_measured
 from zero_ref.lab.plots._sharded import gradient_memory, hybrid_groups, reductions_against_ranks
 from zero_ref.lab.plots._simulated import StepParts, memory_curve, step_parts, step_time_against_ranks
-from zero_ref.lab.plots._step import step_diagram
 from zero_ref.lab.plots._style import Picture, figure, save
-from zero_ref.lab.plots._timeline import timeline
-from zero_ref.lab.plots._volume import memory_against_ranks, memory_items, panels, volume_against_ranks
-from zero_ref.lab.plots._wire import bytes_on_wire, ring_rounds, time_against_bytes
+from zero_ref.lab.plots._volume import memory_against_ranks, panels, volume_against_ranks
+from zero_ref.lab.plots._wire import bytes_on_wire, time_against_bytes
+from zero_ref.live.lanes import timeline
+from zero_ref.live.loads import balance_against_ranks, loads
+from zero_ref.live.memory import memory_items
 from zero_ref.live.palette import rank_colour, text_colour_on
+from zero_ref.live.ring import ring_rounds
+from zero_ref.live.step import step_diagram
+from zero_ref.live.svg import Drawing
 
 __all__ = [
     "figure",
     "panels",
     "save",
     "Picture",
+    "Drawing",
     "shard_map",
     "loads",
     "loads_by_rule",

@@ -8,7 +8,8 @@ from itertools import pairwise
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, label_box, short_names
+from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, label_box
+from zero_ref.live.names import short_names
 from zero_ref.live.numbers import short, short_bytes
 from zero_ref.live.palette import (
     FAINT,

@@ -9,16 +9,8 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
 
-from zero_ref.lab.plots._style import (
-    SMALL_PT,
-    bare,
-    colour_key,
-    in_style,
-    label_box,
-    names_of,
-    rank_ticks,
-    short_names,
-)
+from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, label_box
+from zero_ref.live.names import names_of, rank_ticks, short_names
 from zero_ref.live.numbers import short_count
 from zero_ref.live.palette import INK, PAPER, RANK_COLOURS, rank_colour, text_colour_on
 from zero_ref.plan.partition import Partition

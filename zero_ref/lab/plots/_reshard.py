@@ -9,7 +9,8 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from zero_ref.lab.plots._style import SMALL_PT, bare, in_style, label_box, names_of, short_names
+from zero_ref.lab.plots._style import SMALL_PT, bare, in_style, label_box
+from zero_ref.live.names import names_of, short_names
 from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, RANK_COLOURS, rank_colour, text_colour_on, tint
 from zero_ref.plan.moves import moves
 from zero_ref.plan.partition import Partition

@@ -18,7 +18,7 @@ from matplotlib.text import Text
 from matplotlib.transforms import ScaledTranslation
 
 from zero_ref.live.palette import FAINT, INK, MUTED, PAPER
-from zero_ref.plan.partition import Partition
+from zero_ref.live.svg import Drawing
 
 MARKERS = "osD^vP*X"
 """One for each rank or series, so that lines which lie on each other are still told apart."""
@@ -92,17 +92,20 @@ def figure(width: float = 6.0, height: float = 3.4) -> tuple[Picture, Axes]:
         return fig, fig.add_subplot()
 
 
-def save(fig: Figure, path: str | Path) -> None:
-    """Write a figure as SVG or PNG; the same figure gives the same bytes every time.
+def save(picture: Figure | Drawing, path: str | Path) -> None:
+    """Write a picture as SVG, or a figure as PNG; the same picture gives the same bytes every time.
 
     Raises:
-        ValueError: `path` ends neither in .svg nor in .png.
+        ValueError: `path` ends neither in .svg nor in .png, or in .png for a Drawing, which has no pixels.
     """
     path = Path(path)
     if path.suffix == ".svg":
-        path.write_text(_svg(fig), encoding="utf-8")
+        svg = picture.svg() if isinstance(picture, Drawing) else _svg(picture)
+        path.write_text(svg, encoding="utf-8")
+    elif isinstance(picture, Drawing):
+        raise ValueError(f"cannot save a drawing as {path.name!r}: the name must end in .svg.")
     elif path.suffix == ".png":
-        _render(fig, path, format="png", metadata={"Software": None})
+        _render(picture, path, format="png", metadata={"Software": None})
     else:
         raise ValueError(f"cannot save a picture as {path.name!r}: the name must end in .svg or .png.")
 
@@ -186,33 +189,3 @@ def label_box(
     label = FittingText(box, choices, transform=ax.transData, clip_on=True, **text)
     ax.add_artist(label)
     return label
-
-
-def short_names(name: str) -> list[str]:
-    """Ever shorter forms of a parameter's name, with its layer's number as long as that fits.
-
-    >>> short_names("h.0.attn.c_proj.weight")
-    ['h.0.attn.c_proj.weight', 'h.0.attn.c_proj', '0.attn.c_proj', '0.c_proj', 'c_proj']
-    """
-    parts = name.removesuffix(".weight").split(".")
-    last = len(parts) - 2 if parts[-1] == "bias" and len(parts) > 1 else len(parts) - 1
-    layer = next((place for place in range(last) if parts[place].isdecimal()), -1)
-    numbered = [parts[i:] if i <= layer or layer < 0 else [parts[layer], *parts[i:]] for i in range(last + 1)]
-    return list(dict.fromkeys([name, *map(".".join, numbered), ".".join(parts[last:])]))
-
-
-def names_of(partition: Partition, names: Sequence[str] | None) -> Sequence[str]:
-    """The parameters' names, checked; their numbers if there are none."""
-    if names is None:
-        return [str(param) for param in range(len(partition.numels))]
-    if len(names) != len(partition.numels):
-        raise ValueError(f"{len(names)} names for {len(partition.numels)} parameters: give one for each.")
-    return names
-
-
-def rank_ticks(world_size: int) -> list[int]:
-    """A few ranks to name on an axis: all of up to 16, otherwise the first, the last and some between."""
-    if world_size <= 16:
-        return list(range(world_size))
-    step = -(-world_size // 4)
-    return [*range(0, world_size - step // 2, step), world_size - 1]

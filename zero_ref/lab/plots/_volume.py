@@ -11,17 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from zero_ref.lab.plots._ends import end_labels, level
-from zero_ref.lab.plots._style import _STYLE, SMALL_PT, Picture, bare, colour_key, in_style
+from zero_ref.lab.plots._style import _STYLE, Picture, bare, in_style
 from zero_ref.live.numbers import short, short_bytes
-from zero_ref.live.palette import (
-    ALARM,
-    FAINT,
-    INK,
-    ITEM_COLOURS,
-    MUTED,
-    PAPER,
-    SERIES_COLOURS,
-)
+from zero_ref.live.palette import FAINT, SERIES_COLOURS
 
 
 def panels(heights: Sequence[float], width: float = 6.0) -> tuple[Picture, tuple[Axes, ...]]:
@@ -157,80 +149,3 @@ def _name_ranks(ax: Axes, all_ranks: Sequence[int]) -> None:
     ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{int(n):,}"))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xlabel("ranks")
-
-
-@in_style
-def memory_items(
-    items_by_name: Mapping[str, Mapping[str, float]],
-    ax: Axes,
-    *,
-    device_bytes: float | None = None,
-    chosen: str | None = None,
-) -> Axes:
-    """What a rank holds, item by item, one bar below the other, against the device's memory.
-
-    >>> from zero_ref.lab.plots import figure
-    >>> from zero_ref.simulator.memory import MemorySettings, average_memory
-    >>> from zero_ref.simulator.models import shapes, specs
-    >>> params = specs(shapes("llama3-8b"))
-    >>> held = {
-    ...     f"stage {stage}": average_memory(params, 64, MemorySettings(stage)).items for stage in range(4)
-    ... }
-    >>> fig, ax = figure(6, 3)
-    >>> _ = memory_items(held, ax, device_bytes=80e9, chosen="stage 1")
-
-    Args:
-        items_by_name: name of the bar -> item -> bytes, as `Memory.items` gives them.
-        device_bytes: of the device's memory, drawn as a line; far above all bars it is only named.
-        chosen: the bar that is marked, its total set bold.
-    Raises:
-        ValueError: there is no bar, or `chosen` is none of them.
-    """
-    if not items_by_name or (chosen is not None and chosen not in items_by_name):
-        raise ValueError(f"there are bars {list(items_by_name)}, and none named {chosen!r}.")
-    totals = {name: sum(items.values()) for name, items in items_by_name.items()}
-    top = max(totals.values()) or 1.0
-    shown: set[str] = set()
-    for place, (name, items) in enumerate(items_by_name.items()):
-        end = 0.0
-        for item, colour in ITEM_COLOURS.items():
-            nbytes = (
-                sum(held for other, held in items.items() if other not in ITEM_COLOURS)
-                if item == "other"
-                else items.get(item, 0.0)
-            )
-            if nbytes:
-                ax.barh(place, nbytes, 0.66, left=end, color=colour, label=item)
-                end += nbytes
-                shown |= {item} if nbytes > 0.002 * top else set()
-        over = device_bytes is not None and end > device_bytes
-        ax.annotate(
-            short_bytes(end) + (" ◂" if name == chosen else ""),
-            (end, place),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=SMALL_PT,
-            color=ALARM if over else INK,
-            weight="bold" if name == chosen else "normal",
-            bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5},  # the dashed line ends at a number
-        )
-    far = device_bytes is not None and device_bytes > 3 * top
-    widest = top if far or device_bytes is None else max(top, device_bytes)
-    ax.set_xlim(0, 1.24 * widest)
-    ax.set_ylim(len(totals) - 0.5, -0.55)
-    if device_bytes is not None and not far:
-        ax.axvline(device_bytes, color=ALARM, linewidth=1.3, linestyle=(0, (4, 2)), label="device")
-    bare(ax, keep=())
-    ax.grid(axis="x", color=FAINT, linewidth=0.6)
-    ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
-    ax.set_yticks(range(len(totals)), list(totals))
-    ax.tick_params(axis="y", labelcolor=MUTED)
-    if device_bytes is not None:
-        place_of = "far to the right" if far else "the dashed line"
-        ax.set_xlabel(f"the device's {short_bytes(device_bytes)}: {place_of}", color=ALARM)
-    columns = 4 if len(shown) <= 4 else 3  # four of the longer names are wider than a page
-    colour_key(ax, {item: colour for item, colour in ITEM_COLOURS.items() if item in shown}, columns)
-    ax.set_title("Bytes on a rank", pad=14 + 16 * -(-len(shown) // columns))
-    return ax

@@ -1,4 +1,4 @@
-"""What collectives cost: the rounds of a ring, bytes on the wire against ranks, time against bytes."""
+"""What collectives cost: bytes on the wire against ranks, time against bytes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style
 from zero_ref.live.numbers import short, short_bytes
-from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER, SERIES_COLOURS, text_colour_on, tint
-from zero_ref.live.ring import received, ring_states
+from zero_ref.live.palette import ALARM, FAINT, INK, PAPER, SERIES_COLOURS
 
 SHAPES = ("o", "s", "D", "^", "v", "p", "h", "*")
 SIZES_PT = (17.0, 12.0, 7.5, 4.0)
@@ -24,68 +22,6 @@ SIZES_PT = (17.0, 12.0, 7.5, 4.0)
 
 OFF_THE_LINE = 0.05
 """A measurement this much away from its line is marked: headers of packets are far below it."""
-
-
-# -------------------------------------------------------------------------------------------------- a ring
-
-
-@in_style
-def ring_rounds(world_size: int, ax: Axes) -> Axes:
-    """An all-reduce on a ring, round by round: what each rank has of each chunk.
-
-    A number says of how many ranks a chunk holds the sum. Framed is what has just come from the rank above,
-    on the first rank from the last one.
-
-    >>> from zero_ref.lab.plots import figure
-    >>> fig, ax = figure(6, 3)
-    >>> _ = ring_rounds(3, ax)
-
-    Args:
-        world_size: 2 to 4 ranks; more would be too small to read.
-    Raises:
-        ValueError: another number of ranks.
-    """
-    if not 2 <= world_size <= 4:
-        raise ValueError(f"{world_size} ranks: a ring is drawn for 2 to 4.")
-    n, colour = world_size, SERIES_COLOURS[0]
-    states = ring_states(n)
-    width, height, cell = 0.84 / n, 0.62, 0.84
-    for column, state in enumerate(states):
-        for rank, parts in enumerate(state):
-            for chunk, count in enumerate(parts):
-                fill = tint(colour, (count / n) ** 1.5)
-                left = column + chunk * width
-                box = Rectangle((left, rank), width, height, facecolor=fill, edgecolor=PAPER, linewidth=1)
-                box.set_label(f"round {column}, rank {rank}, chunk {chunk}: {count}")
-                ax.add_patch(box)
-                ax.text(
-                    left + width / 2,
-                    rank + height / 2,
-                    str(count),
-                    ha="center",
-                    va="center_baseline",
-                    color=text_colour_on(fill),
-                    fontsize=SMALL_PT,
-                )
-            if column:
-                left = column + received(column - 1, rank, n) * width
-                frame = Rectangle(
-                    (left, rank), width, height, fill=False, edgecolor=SERIES_COLOURS[1], linewidth=2.4
-                )
-                frame.set_label("received")
-                ax.add_patch(frame)
-    for first, name in ((1, "reduce-scatter"), (n, "all-gather")):
-        last = first + n - 2 + cell
-        ax.plot([first, last], [-0.34, -0.34], color=MUTED, linewidth=1.2)
-        ax.text((first + last) / 2, -0.44, name, ha="center", va="bottom", color=INK, fontsize=SMALL_PT)
-    ax.set_xlim(-0.05, len(states) - 1 + cell + 0.05)
-    ax.set_ylim(n - 1 + height + 0.12, -0.8)
-    bare(ax, keep=())
-    names = ["before", *(str(number) for number in range(1, len(states)))]
-    ax.set_xticks([column + cell / 2 for column in range(len(states))], names)
-    ax.set_xlabel("after each round")
-    ax.set_yticks([rank + height / 2 for rank in range(n)], [f"rank {rank}" for rank in range(n)])
-    return ax
 
 
 # ------------------------------------------------------------------------------------------ bytes on the wire

@@ -1,0 +1,518 @@
+"""The drawings of a timeline, a step, a ring, of memory and loads show what the data says."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from itertools import combinations, pairwise
+
+import pytest
+from all_pictures import FOUR, MEASURED, NUMELS, many
+from hypothesis import given, settings, strategies as st
+from test_plots_simulated import played
+
+from zero_ref.lab import plots
+from zero_ref.live.lanes import COLOURS, COLOURS_OF_MORE, LANE, alone, flowed_together
+from zero_ref.live.loads import LARGEST, MEAN, log_ticks
+from zero_ref.live.palette import ALARM, ITEM_COLOURS, MUTED, PAPER, PART_COLOURS, RANK_COLOURS, rank_colour
+from zero_ref.live.ring import ring_states
+from zero_ref.live.step import PHASES
+from zero_ref.live.svg import MARGIN, Drawing
+from zero_ref.plan.choice import RULES
+from zero_ref.plan.partition import Partition
+from zero_ref.plan.rules import even, from_lists, sorted_greedy
+from zero_ref.simulator.timeline import WAYS_OF_DDP, BucketTimes, Event, Timeline, simulate
+from zero_ref.simulator.traffic import traffic
+
+WIDTH = 1000 + 2 * MARGIN
+SVG = "{http://www.w3.org/2000/svg}"
+
+Element = ElementTree.Element
+
+
+def found(drawing: Drawing, tag: str, **attributes: str) -> list[Element]:
+    """The elements of a drawing with these attributes, all but its ground."""
+    root = ElementTree.fromstring(drawing.svg(WIDTH))
+    ground = root.find(f"{SVG}rect")
+    return [
+        one
+        for one in root.iter(f"{SVG}{tag}")
+        if one is not ground and all(one.get(name) == value for name, value in attributes.items())
+    ]
+
+
+def hint(one: Element) -> str:
+    return one.findtext(f"{SVG}title") or ""
+
+
+def number(one: Element, name: str) -> float:
+    return float(one.attrib[name])
+
+
+def written(drawing: Drawing) -> list[str]:
+    return ["".join(one.itertext()) for one in found(drawing, "text")]
+
+
+def bars(drawing: Drawing) -> dict[str, Element]:
+    """The bars that have a hint, by what stands before its colon."""
+    return {hint(one).split(":")[0]: one for one in found(drawing, "rect") if hint(one)}
+
+
+# ---------------------------------------------------------------------------------------------- timelines
+
+whole_ms = st.integers(0, 20).map(float)
+
+
+@pytest.mark.parametrize("way", WAYS_OF_DDP)
+def test_a_bar_lies_where_its_event_does_and_is_as_long(way: str) -> None:
+    timeline = simulate(FOUR, way)
+    drawn, px = bars(plots.timeline({"one": timeline})), 1000 / timeline.makespan_ms
+    assert len(drawn) == len(timeline.events)
+    lows = {lane: set[float]() for lane in timeline.lanes}
+    for event in timeline.events:
+        bar = drawn[f"{event.label} {'all' if event.bucket is None else event.bucket}"]
+        assert number(bar, "x") == pytest.approx(MARGIN + px * event.start_ms, abs=0.1)
+        assert number(bar, "width") == pytest.approx(px * (event.stop_ms - event.start_ms), abs=0.7)
+        assert bar.get("fill") == COLOURS[event.label]
+        lows[event.lane].add(number(bar, "y"))
+    (compute,), (network,) = lows["compute"], lows["network"]
+    assert compute + LANE <= network
+
+
+def test_what_travels_has_the_colour_of_what_it_carries() -> None:
+    assert COLOURS["reduce"] == PART_COLOURS["gradients"]
+    assert COLOURS["broadcast"] == PART_COLOURS["parameters"]
+    assert COLOURS_OF_MORE["gather"] == COLOURS_OF_MORE["average"] == PART_COLOURS["parameters"]
+    assert len(set(COLOURS.values())) == len(COLOURS) == 4
+    assert COLOURS_OF_MORE["forward"] not in COLOURS.values()
+
+
+def test_a_title_says_how_long_it_takes_and_how_much_is_exposed() -> None:
+    drawing = plots.timeline({way: simulate(FOUR, way) for way in WAYS_OF_DDP})
+    assert {"plain: 29 ms, 9 ms exposed", "interleaved: 24 ms, 4 ms exposed"} <= set(written(drawing))
+    ends = [number(one, "x1") for one in found(drawing, "line", **{"stroke-width": "1.4"})]
+    assert ends == pytest.approx([MARGIN + 1000 * ms / 29 for ms in (29, 26, 24)], abs=0.1)
+
+
+def test_exposed_communication_is_underlined() -> None:
+    drawing = plots.timeline({"one": simulate(FOUR, "interleaved")})
+    lines = [(number(one, "x1"), number(one, "x2")) for one in found(drawing, "line", stroke=ALARM)]
+    assert [round((x - MARGIN) * 24 / 1000, 1) for ends in lines for x in ends] == [19, 21, 22, 24]
+
+
+def test_calls_under_way_together_share_their_lane() -> None:
+    drawn = bars(plots.timeline({"measured": MEASURED}))
+    network = [drawn[name] for name in ("reduce 0", "broadcast 0", "reduce 1")]
+    (height,) = {number(bar, "height") for bar in network}  # three rows, in one lane and a half
+    assert height == 1.5 * LANE / 3 - 1
+    for one, other in combinations(network, 2):
+        (left, right), (other_left, other_right) = (
+            (number(bar, "x"), number(bar, "x") + number(bar, "width")) for bar in (one, other)
+        )
+        apart_in_time = right <= other_left or other_right <= left
+        assert apart_in_time or abs(number(one, "y") - number(other, "y")) >= height
+    assert number(drawn["step 0"], "height") == LANE - 1
+
+
+def test_what_takes_no_time_is_not_drawn() -> None:
+    drawing = plots.timeline({"one": simulate([BucketTimes(4, 3, 0, 1)] * 2, "interleaved")})
+    assert not [name for name in bars(drawing) if "step" in name]
+
+
+def test_numbers_stand_in_their_bars_where_they_fit() -> None:
+    drawing = plots.timeline({"one": simulate(FOUR, "interleaved"), "measured": MEASURED})
+    numbers = [one for one in found(drawing, "text", **{"text-anchor": "middle"}) if one.get("fill") != MUTED]
+    assert Counter(one.text for one in numbers) == {"0": 4 + 4, "1": 4 + 1, "2": 4, "3": 4}
+    middles = {
+        round(number(bar, "x") + number(bar, "width") / 2) for bar in found(drawing, "rect") if hint(bar)
+    }
+    for one in numbers:
+        assert min(abs(number(one, "x") - middle) for middle in middles) < 1.5
+    thin = plots.timeline({"one": simulate(FOUR * 25, "interleaved")})
+    assert not {"10", "99"} & set(written(thin))
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.builds(BucketTimes, whole_ms, whole_ms, whole_ms, whole_ms), min_size=1, max_size=6),
+    st.sampled_from(WAYS_OF_DDP),
+    st.booleans(),
+)
+def test_the_exposed_pieces_add_up_to_what_is_exposed(
+    buckets: list[BucketTimes], way: str, side_stream: bool
+) -> None:
+    timeline = simulate(buckets, way, side_stream=side_stream)
+    pieces = alone(timeline)
+    assert sum(stop - start for start, stop in pieces) == timeline.exposed_ms
+    assert all(start < stop for start, stop in pieces)
+    assert all(earlier[1] < later[0] for earlier, later in pairwise(pieces))
+
+
+def test_the_key_names_what_is_there_and_words_of_one_colour_together() -> None:
+    drawing = plots.timeline({"ddp": played("ddp").timeline(), "3": played("zero-3").timeline()})
+    words = [word for word in written(drawing) if word in ("forward", "backward", "step", "reduce", "gather")]
+    assert words == ["forward", "backward", "step", "reduce", "gather"]
+    assert "ms since the beginning of the iteration" in written(drawing)
+    assert "ms since the beginning of backward" in written(plots.timeline({"one": simulate(FOUR, "plain")}))
+
+
+def test_computing_is_above_the_network_though_stage_3_begins_with_a_message() -> None:
+    timeline = played("zero-3").timeline()
+    assert timeline.lanes[0] == "network"
+    lanes = [word for word in written(plots.timeline({"3": timeline})) if word in timeline.lanes]
+    assert lanes == ["compute", "network"]
+
+
+def test_short_events_are_a_few_pieces_that_take_as_long() -> None:
+    timeline = many(5000)
+    px = 1000 / timeline.makespan_ms
+    drawing = plots.timeline({"many": timeline})
+    for label in ("reduce", "broadcast"):
+        pieces = [
+            one for one in found(drawing, "rect", fill=COLOURS[label]) if number(one, "height") == LANE - 1
+        ]
+        assert len(pieces) <= 1000
+        assert not any(map(hint, pieces))
+        # Each edge is written in hundredths of a pixel.
+        assert sum(number(one, "width") for one in pieces) == pytest.approx(px * 2500, rel=0.01)
+    alike = plots.timeline({"many": many(5000, ("reduce",))})
+    assert (
+        len([one for one in found(alike, "rect", fill=COLOURS["reduce"]) if number(one, "height") > 12]) == 1
+    )
+
+
+def test_long_events_among_many_keep_their_bars() -> None:
+    assert {"step all"} == set(bars(plots.timeline({"many": many(1000)})))
+    assert {"step all", "reduce 0", "broadcast 99"} <= set(bars(plots.timeline({"few": many(100)})))
+
+
+def test_many_exposed_pieces_add_up() -> None:
+    computing = [Event("compute", "backward", i, 2.0 * i, 2 * i + 1.5) for i in range(300)]
+    sending = [Event("network", "reduce", i, 2.0 * i + 1, 2 * i + 2) for i in range(300)]
+    timeline = Timeline(tuple(event for pair in zip(computing, sending) for event in pair))
+    pieces = found(plots.timeline({"many": timeline}), "line", stroke=ALARM)
+    length = sum(number(one, "x2") - number(one, "x1") for one in pieces)
+    assert length * timeline.makespan_ms / 1000 == pytest.approx(timeline.exposed_ms, rel=0.01)
+    assert timeline.exposed_ms == 150
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(1, 9), st.sampled_from("abc")), min_size=1, max_size=30
+    ),
+    st.integers(1, 60),
+)
+def test_events_that_flow_together_keep_their_time_and_nearly_their_place(
+    steps: list[tuple[int, int, str]], cell: int
+) -> None:
+    events: list[Event] = []
+    for gap, length, label in steps:
+        start = (events[-1].stop_ms if events else 0.0) + gap
+        events.append(Event("network", label, 0, start, start + length))
+    pieces = flowed_together(events, float(cell))
+    for label, of_label in pieces.items():
+        wanted = sum(event.stop_ms - event.start_ms for event in events if event.label == label)
+        assert sum(stop - start for start, stop in of_label) == pytest.approx(wanted)
+        for start, stop in of_label:  # each end is in a cell with something of this label
+            ours = [event for event in events if event.label == label]
+            assert min(abs(start - event.start_ms) for event in ours) <= cell or any(
+                event.start_ms <= start <= event.stop_ms for event in ours
+            )
+            assert events[0].start_ms <= start < stop <= events[-1].stop_ms + 1e-9
+    together = sorted(piece for of_label in pieces.values() for piece in of_label)
+    assert all(earlier[1] <= later[0] + 1e-9 for earlier, later in pairwise(together))
+
+
+# ------------------------------------------------------------------------------------------------ a step
+
+
+def held(drawing: Drawing) -> Counter[str]:
+    """How many boxes there are in the colour of each owner, and how many hatched ones by their hints."""
+    solid = (one.attrib["fill"] for one in found(drawing, "rect") if one.get("fill") in RANK_COLOURS)
+    hatched = (hint(one) for one in found(drawing, "rect") if one.attrib["fill"].startswith("url"))
+    return Counter([*solid, *hatched])
+
+
+@pytest.mark.parametrize("strategy", ["sorted_greedy", "even"])
+def test_before_the_broadcast_each_rank_has_new_values_of_its_own_shard_only(strategy: str) -> None:
+    partition = RULES[strategy](NUMELS, 3)
+    drawing = plots.step_diagram(partition, phases=["step"])
+    width = WIDTH - 2 * 14 - 50
+    for rank, load in enumerate(partition.loads):
+        new = found(drawing, "rect", fill=RANK_COLOURS[rank])
+        pieces = [piece for piece in partition.slices_of_rank[rank] if piece.numel]
+        assert sum(number(one, "width") + 1 for one in new) == pytest.approx(
+            width * load / sum(NUMELS), abs=0.1
+        )
+        assert len({one.get("y") for one in new}) == 1  # on its own row
+        assert len(new) == len(pieces)
+    rows = [{one.get("y") for one in found(drawing, "rect", fill=RANK_COLOURS[rank])} for rank in range(3)]
+    assert sorted(map(float, [row.pop() or "" for row in rows])) == sorted(
+        {14.0 + 18 + 36 * n for n in range(3)}
+    )
+    hatched = [one for one in found(drawing, "rect") if one.attrib["fill"].startswith("url")]
+    assert len(hatched) == 2 * sum(
+        piece.numel > 0 for of_rank in partition.slices_of_rank for piece in of_rank
+    )
+
+
+def test_after_the_broadcast_nothing_is_old() -> None:
+    drawing = plots.step_diagram(sorted_greedy(NUMELS, 3), phases=["equal"])
+    assert sum(held(drawing).values()) == 3 * sum(n > 0 for n in NUMELS)
+    assert not [name for name in held(drawing) if "old" in name]
+
+
+def test_a_lost_broadcast_leaves_all_but_the_owner_stale() -> None:
+    partition = sorted_greedy([60, 50, 40], 3)
+    after = plots.step_diagram(partition, lost=[1], phases=["equal"])
+    assert held(after)["1, stale"] == 2
+    assert held(after)[RANK_COLOURS[1]] == 1
+    assert held(after)[RANK_COLOURS[0]] == 3
+    assert [one.get("stroke") for one in found(after, "rect") if hint(one) == "1, stale"] == [ALARM] * 2
+    assert "Never sent, so stale on all but the owner: 1" in written(after)
+    sending = plots.step_diagram(partition, lost=[1], phases=["broadcast"])
+    assert held(sending)["1, not sent"] == written(sending).count("not sent") == 2
+    assert {one.get("fill") for one in found(sending, "polygon")} == {RANK_COLOURS[0], RANK_COLOURS[2]}
+
+
+def test_a_phase_keeps_its_number_where_only_some_are_drawn() -> None:
+    words = written(plots.step_diagram(sorted_greedy([60, 50], 2), phases=["broadcast", "equal"]))
+    assert words[words.index("3") + 1] == "Each owner sends its new values"
+    assert words[words.index("4") + 1] == "All ranks hold the same again"
+    assert not {PHASES["reduce"], PHASES["step"]} & set(words)
+
+
+def test_each_owner_sends_to_every_other_rank() -> None:
+    drawing = plots.step_diagram(sorted_greedy([60, 50, 40], 3), phases=["broadcast"])
+    assert Counter(one.get("fill") for one in found(drawing, "polygon")) == dict.fromkeys(RANK_COLOURS[:3], 2)
+    assert "One rank: nothing to send" in written(plots.step_diagram(sorted_greedy([5], 1)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"phases": ["update"]}, "unknown phase in .'update'.; choose of reduce, step, broadcast, equal"),
+        ({"names": ["only", "two"]}, "2 names for 1 parameters"),
+    ],
+)
+def test_a_step_that_cannot_be_drawn_is_refused(options: dict[str, list[str]], message: str) -> None:
+    with pytest.raises(ValueError, match="9 ranks do not fit"):
+        plots.step_diagram(sorted_greedy([1], 9))
+    with pytest.raises(ValueError, match=message):
+        plots.step_diagram(sorted_greedy([1], 2), **options)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ a ring
+
+
+def test_the_rounds_of_three_ranks_by_hand() -> None:
+    assert ring_states(3) == [
+        [[1, 1, 1], [1, 1, 1], [1, 1, 1]],
+        [[1, 1, 2], [2, 1, 1], [1, 2, 1]],
+        [[1, 3, 2], [2, 1, 3], [3, 2, 1]],
+        [[3, 3, 2], [2, 3, 3], [3, 2, 3]],
+        [[3, 3, 3], [3, 3, 3], [3, 3, 3]],
+    ]
+
+
+@given(st.integers(2, 24))
+def test_a_ring_takes_as_many_rounds_as_traffic_says_and_ends_with_every_sum(world_size: int) -> None:
+    states = ring_states(world_size)
+    assert len(states) - 1 == traffic("all_reduce", 1, world_size).rounds
+    halfway = states[world_size - 1]
+    assert all(of_rank.count(world_size) == 1 for of_rank in halfway)
+    assert sorted(of_rank.index(world_size) for of_rank in halfway) == list(range(world_size))
+    assert states[-1] == [[world_size] * world_size] * world_size
+    for before, after in pairwise(states):  # one chunk a rank and round
+        for was, is_now in zip(before, after):
+            assert sum(a != b for a, b in zip(was, is_now)) == 1
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_drawn_numbers_are_the_rings_and_each_round_frames_a_chunk_of_each_rank(world_size: int) -> None:
+    drawing, states = plots.ring_rounds(world_size), ring_states(world_size)
+    # A chunk and its number follow each other, rank after rank in each round.
+    root = ElementTree.fromstring(drawing.svg(WIDTH))
+    pairs = [
+        (box, text.text)
+        for box, text in pairwise(root)
+        if box.tag == f"{SVG}rect" and text.tag == f"{SVG}text"
+    ]
+    numbers = [
+        text
+        for box, text in pairs
+        if box.get("rx") is None and box.get("fill") != "none" and (text or "").isdigit()
+    ]
+    assert numbers == [str(n) for state in states for of_rank in state for n in of_rank]
+    frames = found(drawing, "rect", stroke=ALARM)
+    assert len(frames) == (len(states) - 1) * world_size
+    places = {(one.get("x"), one.get("y")) for one in found(drawing, "rect") if one.get("fill") != "none"}
+    assert {(one.get("x"), one.get("y")) for one in frames} <= places
+    assert {"reduce-scatter", "all-gather", "before", "rank 0"} <= set(written(drawing))
+
+
+@pytest.mark.parametrize("world_size", [1, 5])
+def test_a_ring_that_is_too_small_or_too_large_is_refused(world_size: int) -> None:
+    with pytest.raises(ValueError, match=f"{world_size} ranks: a ring is drawn for 2 to 4"):
+        plots.ring_rounds(world_size)
+
+
+# ----------------------------------------------------------------------------------------------- memory
+
+ITEMS = {
+    "stage 0": {"parameters": 10.0, "moments": 50.0, "scalars": 3.0, "padding": 2.0},
+    "stage 1": {"parameters": 10.0, "moments": 5.0},
+}
+
+
+def test_items_are_stacked_and_what_has_no_colour_is_other() -> None:
+    drawing = plots.memory_items(ITEMS, device_bytes=40, chosen="stage 1")
+    px = 1000 / (1.02 * 65)
+    long = {
+        item: [
+            (number(one, "x"), number(one, "width"))
+            for one in found(drawing, "rect", fill=colour)
+            if hint(one)
+        ]
+        for item, colour in ITEM_COLOURS.items()
+    }
+    assert [width for _, width in long["parameters"]] == pytest.approx([10 * px, 10 * px], abs=0.01)
+    assert [x for x, _ in long["moments"]] == pytest.approx([MARGIN + 10 * px] * 2, abs=0.01)
+    assert long["other"][0] == pytest.approx((MARGIN + 60 * px, 5 * px), abs=0.01)
+    titles = {"".join(one.itertext()): one for one in found(drawing, "text")}
+    assert titles["stage 0: 65 B"].get("fill") == ALARM  # more than the device has
+    assert titles["▸ stage 1: 15 B"].get("fill") != ALARM
+    assert titles["▸ stage 1: 15 B"].get("font-weight") == "600"
+    (device,) = found(drawing, "line", stroke=ALARM)
+    assert number(device, "x1") == pytest.approx(MARGIN + 40 * px, abs=0.01)
+    far = plots.memory_items(ITEMS, device_bytes=1e6)
+    assert not found(far, "line", stroke=ALARM)
+    assert "the device's 1 MB: far to the right" in written(far)
+    with pytest.raises(ValueError, match="none named 'stage 2'"):
+        plots.memory_items(ITEMS, chosen="stage 2")
+
+
+def test_what_is_sharded_has_the_same_colour_as_in_the_other_pictures_of_memory() -> None:
+    assert ITEM_COLOURS["parameters"] == PART_COLOURS["parameters"]
+    assert ITEM_COLOURS["gradients"] == PART_COLOURS["gradients"]
+    assert ITEM_COLOURS["moments"] == PART_COLOURS["optimizer state"]
+    assert len(set(ITEM_COLOURS.values())) == len(ITEM_COLOURS)
+
+
+# ------------------------------------------------------------------------------------------------ loads
+
+
+@pytest.mark.parametrize("world_size", [1, 4, 64])
+def test_bars_are_as_high_as_the_loads_and_in_the_ranks_colours(world_size: int) -> None:
+    partition = sorted_greedy(range(1, 200), world_size)
+    drawn = bars(plots.loads(partition, bytes_per_element=8))
+    tall = [number(drawn[f"rank {rank}"], "height") for rank in range(world_size)]
+    top = max(*partition.loads, 199) * 1.06
+    assert tall == pytest.approx([190 * load / top for load in partition.loads], abs=0.01)
+    colours = [drawn[f"rank {rank}"].get("fill") for rank in range(world_size)]
+    assert colours == [rank_colour(rank, world_size) for rank in range(world_size)]
+
+
+def test_1024_ranks_are_one_outline_with_the_same_heights() -> None:
+    falling = sorted_greedy(range(1, 3000), 1024)
+    partition = Partition(falling.numels, falling.slices_of_rank[::-1])
+    (outline,) = found(plots.loads(partition, fullest_first=True), "polygon")
+    points = [tuple(map(float, point.split(","))) for point in outline.attrib["points"].split()]
+    base, top = points[0][1], 1.06 * max(*partition.loads, 2999)
+    tall = [base - y for _, y in points[1:-1:2]]
+    assert tall == pytest.approx(
+        [190 * load / top for load in sorted(partition.loads, reverse=True)], abs=0.01
+    )
+
+
+def test_mean_and_largest_tensor_are_drawn_and_named() -> None:
+    drawing = plots.loads(sorted_greedy([60, 20, 20, 20], 2))
+    (mean,), (largest,) = (
+        found(drawing, "line", **{"stroke-dasharray": dashes}) for dashes in (MEAN, LARGEST)
+    )
+    assert mean.get("y1") == largest.get("y1")  # both 60
+    assert {"Fullest rank: 1 × the mean", "dashed: the mean, 60; dotted: the largest tensor, 60"} <= set(
+        written(drawing)
+    )
+
+
+def test_a_largest_tensor_far_above_all_bars_does_not_flatten_them() -> None:
+    drawing = plots.loads(even([1000], 10, alignment=1))
+    assert number(bars(drawing)["rank 0"], "height") > 190 / 2
+    assert not found(drawing, "line", **{"stroke-dasharray": LARGEST})
+    assert "dashed: the mean, 100; far above: the largest tensor, 1k" in written(drawing)
+
+
+def test_few_ranks_are_named_and_of_many_their_places() -> None:
+    def names(partition: Partition) -> list[str]:
+        drawing = plots.loads(partition, fullest_first=True)
+        below = found(drawing, "text", fill=MUTED, **{"text-anchor": "middle"})
+        return ["".join(one.itertext()) for one in below]
+
+    assert names(from_lists([1, 2, 4], [[0], [1], [2]])) == ["2", "1", "0"]
+    assert names(sorted_greedy(range(64), 64)) == ["1", "16", "32", "48", "64"]
+
+
+def test_ranks_without_anything_are_counted() -> None:
+    words = written(plots.loads(sorted_greedy([5, 4], 5)))
+    assert "Fullest rank: 2.78 × the mean; 3 of 5 ranks own nothing" in words
+    assert "Nothing to own" in written(plots.loads(sorted_greedy([0], 3)))
+
+
+def heights(drawing: Drawing, low: float, high: float) -> list[list[float]]:
+    """The values of each curve, whose picture goes from `low` to `high` in 150 pixels."""
+    curves = [
+        [tuple(map(float, point.split(","))) for point in one.attrib["points"].split()]
+        for one in found(drawing, "polyline")
+    ]
+    (label,) = (one for one in found(drawing, "text") if one.text == "ranks")
+    base = number(label, "y") - 34
+    return [[low * (high / low) ** ((base - y) / 150) for _, y in of_one] for of_one in curves]
+
+
+def test_curves_are_the_fullest_rank_at_each_world_size() -> None:
+    world_sizes = [1, 2, 4, 8]
+    drawing = plots.balance_against_ranks(NUMELS, world_sizes, bytes_per_element=8)
+    fullest = [[8 * max(rule(NUMELS, n).loads) for n in world_sizes] for rule in (sorted_greedy, even)]
+    low, high = min(map(min, fullest)) / 1.25, max(map(max, fullest)) * 1.25
+    assert heights(drawing, low, high) == [pytest.approx(of_one, rel=0.001) for of_one in fullest]
+    assert "below the largest tensor (4.8 kB): only by cutting it" in written(drawing)
+    assert {"at 8 ranks:", "sorted greedy: 4.8 kB"} <= set(written(drawing))
+
+
+def test_without_bytes_the_curves_are_load_over_mean() -> None:
+    drawing = plots.balance_against_ranks([60, 20, 20], [1, 10], strategies=["sorted_greedy"])
+    assert heights(drawing, 1 / 1.25, 6 * 1.25) == [pytest.approx([1, 6], rel=0.001)]
+
+
+def test_what_cannot_be_balanced_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"unknown partition 'greedy'.*sorted_greedy"):
+        plots.balance_against_ranks([1], [1], strategies=["greedy"])
+    with pytest.raises(ValueError, match="nothing to balance"):
+        plots.balance_against_ranks([0], [1])
+
+
+@given(st.floats(1e-3, 1e12), st.floats(2.5, 1e6))
+def test_a_logarithmic_scale_has_a_few_round_values_inside(low: float, ratio: float) -> None:
+    values = log_ticks(low, low * ratio)
+    assert 1 <= len(values) <= 8
+    assert all(low <= value <= low * ratio for value in values)
+    assert all(re.match(r"^[125](\.0*)?e", f"{value:e}") for value in values)
+
+
+# ----------------------------------------------------------------------------------------------- widths
+
+
+@pytest.mark.parametrize("width", [239.0, 4001.0])
+def test_a_width_that_no_page_has_is_refused(width: float) -> None:
+    with pytest.raises(ValueError, match="240 to 4,000 pixels wide"):
+        plots.ring_rounds(2).svg(width)
+
+
+def test_a_notebook_shows_a_drawing_as_wide_as_the_other_pictures() -> None:
+    root = ElementTree.fromstring(plots.ring_rounds(2)._repr_svg_())
+    assert float(root.attrib["width"]) == 6 * 96
+    assert root.findtext(f"{SVG}title") == plots.ring_rounds(2).words
+    assert PAPER in {one.get("fill") for one in root}
