@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import growth, machine, predicted, results, rounds, suites, tables
+from benchmarks import growth, machine, results, rounds, suites, tables
 from benchmarks.contenders import SETS
 from benchmarks.gpu import report as of_gpu
 from benchmarks.results import Figure, Report
@@ -151,8 +151,7 @@ def _parts(arguments: argparse.Namespace, report: Report) -> Iterator[tuple[str,
         print(f"\n{tables.suite_table(found)}", flush=True)
 
     def single(suite: str) -> None:
-        amount = suites.Amount(count, repeats=1 if quick else 3, tell=predicted.print_errors)
-        figures: list[Figure] = list(suites.SINGLES[suite](world_sizes, amount))
+        figures: list[Figure] = list(suites.SINGLES[suite](world_sizes, count))
         report.figures += figures
         print(f"\n{tables.figures_table(figures)}", flush=True)
 
