@@ -124,6 +124,8 @@ def _measure(arguments: argparse.Namespace) -> int:
     )
     report = Report(machine.read_machine(), machine.read_versions(), machine.read_commit(), [session])
     print(tables.where(report))
+    if report.versions["fairscale"] is None:
+        print("- FairScale takes no part: pip install --no-deps fairscale==0.4.13")
     failed = 0
     for what, measure in _parts(arguments, report):
         try:
