@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import growth, machine, predicted, results, rounds, suites, tables
+from benchmarks import growth, machine, results, rounds, suites, tables
 from benchmarks.contenders import SETS
 from benchmarks.gpu import report as of_gpu
 from benchmarks.results import Figure, Report
@@ -124,6 +124,8 @@ def _measure(arguments: argparse.Namespace) -> int:
     )
     report = Report(machine.read_machine(), machine.read_versions(), machine.read_commit(), [session])
     print(tables.where(report))
+    if report.versions["fairscale"] is None:
+        print("- FairScale takes no part: pip install --no-deps fairscale==0.4.13")
     failed = 0
     for what, measure in _parts(arguments, report):
         try:
@@ -151,8 +153,7 @@ def _parts(arguments: argparse.Namespace, report: Report) -> Iterator[tuple[str,
         print(f"\n{tables.suite_table(found)}", flush=True)
 
     def single(suite: str) -> None:
-        amount = suites.Amount(count, repeats=1 if quick else 3, tell=predicted.print_errors)
-        figures: list[Figure] = list(suites.SINGLES[suite](world_sizes, amount))
+        figures: list[Figure] = list(suites.SINGLES[suite](world_sizes, count))
         report.figures += figures
         print(f"\n{tables.figures_table(figures)}", flush=True)
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import zero_ref
-
 PACKAGES = ("torch", "fairscale", "zero_ref")
 
 
@@ -94,18 +92,14 @@ class Commit:
     changed: bool
 
 
-def read_commit(file: str | None = zero_ref.__file__) -> Commit | None:
-    """The commit that a file belongs to; None outside a checkout, as for an installed package."""
-    if file is None:
-        return None
+def read_commit(folder: Path = Path(__file__).parent) -> Commit | None:
+    """The commit that a folder is at; None outside a checkout."""
 
     def git(*words: str) -> str:
-        command = ["git", "-C", str(Path(file).parent), *words]
+        command = ["git", "-C", str(folder), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        # Within someone's checkout may lie an environment, whose files are not part of it.
-        git("ls-files", "--error-unmatch", file)
         return Commit(git("rev-parse", "HEAD"), bool(git("status", "--porcelain")))
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -15,8 +15,6 @@ from zero_ref.lab.config import COMPARED, GPTConfig, TrainConfig
 from zero_ref.lab.pieces import KIB, Effort, TrainingSize
 from zero_ref.lab.step_times import StepTime, calibrate_in_turns, compare_steps
 from zero_ref.simulator.calibrate import Calibration
-
-Tell = Callable[[int, Calibration, list[StepTime]], object]
 
 # layers, width, batch
 FITTED = ((4, 64, 2), (4, 64, 8), (4, 128, 2), (4, 128, 8), (2, 96, 4), (2, 256, 4), (4, 256, 2), (4, 256, 8))
@@ -39,12 +37,13 @@ HELD_OUT = [
 TURNS_SECONDS = 1800.0
 
 
-def predicted(world_sizes: Sequence[int], turns: int, tell: Tell) -> Iterator[Figure]:
+def predicted(world_sizes: Sequence[int], turns: int) -> Iterator[Figure]:
     """How far predictions were off: a count for each strategy, an error for each size and strategy.
+
+    The fits behind the predictions, and how many of these came close, are printed.
 
     Args:
         turns: of calibration and of iterations of other sizes, one after the other.
-        tell: called with the number of ranks, the fits, and all that was compared.
     """
     for world_size in world_sizes:
         # Of calls and bytes each step has the same.
@@ -55,7 +54,7 @@ def predicted(world_sizes: Sequence[int], turns: int, tell: Tell) -> Iterator[Fi
         effort = replace(CALIBRATED, rounds=turns)
         trials, calibration = calibrate_in_turns(HELD_OUT, effort, world_size, timeout=TURNS_SECONDS)
         compared = compare_steps(HELD_OUT, calibration.cluster, trials)
-        tell(world_size, calibration, compared)
+        print_errors(world_size, calibration, compared)
         for one in compared:
             model = one.config.model
             case = f"{one.config.strategy}: {model.layers} x {model.width}, batch {one.config.batch_size}"

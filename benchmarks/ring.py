@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import AdamW
 
+from benchmarks.comparisons import exponent
 from zero_ref import ShardedDataParallel, ZeroRedundancyOptimizer, equal_shares
 from zero_ref.comm.pairwise import GlooCollectives, PairwiseCollectives
 from zero_ref.lab import meter, ranks
@@ -59,13 +60,6 @@ def iteration_cpu_ms(way: str, rounds: int) -> tuple[float, float]:
         times.append(1e3 * (time.process_time() - began))
     mine = statistics.median(times)
     return statistics.mean(meter.gather_from_ranks(mine)), float(sent or math.nan)
-
-
-def exponent(xs: list[int], ys: list[float]) -> float:
-    """The slope of a line through the logarithms, by least squares."""
-    points = [(math.log(x), math.log(y)) for x, y in zip(xs, ys)]
-    mean_x, mean_y = (statistics.mean(values) for values in zip(*points))
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
 
 
 def main() -> None:

@@ -36,6 +36,7 @@ PACKAGE = ROOT / "zero_ref"
 
 CORE = ("plan", "comm", "shard", "optimizer", "backward", "state", "clip", "local_sgd", "dropin")
 STAIRS = ("stairs", "minimal")
+FOLDERS = ("zero_ref", "zero_ref_course", "benchmarks", "tests")
 
 MOST_BRANCHES = 12
 MOST_CLASS_LINES = 250
@@ -265,9 +266,10 @@ def print_sources() -> None:
     print(f"\nlines of code: {largest_first(long)}")
     print(f"\nattributes: {largest_first(wide)}")
     print(f"\nprivate names: {', '.join(private) or '-'}")
-    for folder in ("zero_ref", "zero_ref_course", "benchmarks", "tests"):
-        texts = [path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))]
-        print(f"\nlines of {folder}: {sum(len(text.splitlines()) for text in texts)}", end="")
+    for folder in FOLDERS:
+        texts = [path.read_text() for path in (ROOT / folder).rglob("*.py")]
+        if texts:
+            print(f"\nlines of {folder}: {sum(len(text.splitlines()) for text in texts):,}", end="")
     print()
 
 

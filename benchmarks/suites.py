@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from benchmarks import paper, state, training
-from benchmarks.predicted import Tell, predicted
+from benchmarks.predicted import predicted
 from benchmarks.results import Figure, SuiteResult
 
 SUITES: dict[str, Callable[[str, int], SuiteResult]] = {
@@ -19,24 +18,9 @@ SUITES: dict[str, Callable[[str, int], SuiteResult]] = {
 }
 """Called on every rank of a process group, with a set and a number of rounds; all ranks get the same."""
 
-
-class Amount(NamedTuple):
-    """How much is measured.
-
-    Args:
-        rounds: how often each piece and each iteration is timed, to predict it and to measure it.
-        repeats: of a plan and a simulation, of which the best counts.
-        tell: of step times, called with the fits and all that was compared.
-    """
-
-    rounds: int
-    repeats: int
-    tell: Tell
-
-
-SINGLES: dict[str, Callable[[Sequence[int], Amount], Iterable[Figure]]] = {
-    "plan": lambda _, amount: paper.plan(amount.repeats),
-    "simulate": lambda _, amount: paper.simulate(amount.repeats),
-    "predicted": lambda world_sizes, amount: predicted(world_sizes, amount.rounds, amount.tell),
+SINGLES: dict[str, Callable[[Sequence[int], int], Iterable[Figure]]] = {
+    "plan": lambda _, rounds: paper.plan(rounds),
+    "simulate": lambda _, rounds: paper.simulate(min(rounds, 3)),
+    "predicted": predicted,
 }
-"""Nobody takes turns: figures of some numbers of ranks, or on paper of others."""
+"""Called with numbers of ranks and of rounds. Nobody takes turns; the ranks are real, or on paper others."""

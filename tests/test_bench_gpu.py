@@ -386,13 +386,6 @@ def test_a_run_without_tests_and_one_that_does_not_end_are_no_success(
         suites.on_ranks(CPU, long(), runs=one_run("tests"), root=checkout)
 
 
-def test_an_installed_package_has_no_tests(tmp_path: Path) -> None:
-    with pytest.raises(Skipped, match="tests/ranks/ is in a clone"):
-        suites.on_ranks(CPU, long(), root=tmp_path)
-    with pytest.raises(Skipped, match="notebooks/ is in a clone"):
-        suites.notebooks(CPU, long(), root=tmp_path)
-
-
 # ------------------------------------------------------------------------------------------------- the report
 
 

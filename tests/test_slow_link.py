@@ -98,11 +98,11 @@ def test_the_prediction_gains_where_backward_is_longer_than_the_sending(script: 
 # --------------------------------------------------------------------------------------------- what it found
 
 
-def test_what_was_wanted_of_the_committed_run(script: ModuleType, run: Any) -> None:
+def test_in_the_committed_run_the_hook_leaves_less_exposed(script: ModuleType, run: Any) -> None:
     found = script.exposed(run["iteration_ms"])
     assert found.ratio == pytest.approx(run["exposed_ms"]["measured"]["ratio"], rel=1e-3)
-    assert found.ratio >= script.WANTED
-    assert run["exposed_ms"]["predicted"]["ratio"] >= script.WANTED
+    assert found.ratio >= 1.2
+    assert run["exposed_ms"]["predicted"]["ratio"] >= 1.2
 
 
 def test_chapter_7_has_the_numbers_of_the_committed_run(run: Any) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks import contenders
-from benchmarks.gpu import overlap, tables
+from benchmarks import contenders, tables
+from benchmarks.gpu import overlap
 from benchmarks.gpu.budget import Budget
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.ranks import shutdown
@@ -27,12 +27,11 @@ def test_a_trace_has_what_was_sent_and_what_was_computed() -> None:
     assert [one["way"] for one in found["traces"]] == list(overlap.OVERLAPPED)
     for one in found["traces"]:
         assert one["computing_ms"] > 0
-        assert one["computing"][0][0] == pytest.approx(0, abs=1e3)
     of_ddp = found["traces"][0]
     assert of_ddp["way"] == contenders.REFERENCE
-    assert of_ddp["communication"], "the all-reduces of DDP"
+    assert of_ddp["communication_ms"] > 0, "the all-reduces of DDP"
     assert 0 <= of_ddp["hidden_share"] <= 1
-    assert contenders.REFERENCE in "".join(tables.TABLES["overlap"](found))
+    assert contenders.REFERENCE in "".join(tables.SECTIONS["overlap"](found))
 
 
 def test_what_has_no_time_left_is_not_traced() -> None:

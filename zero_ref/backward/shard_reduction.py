@@ -43,7 +43,7 @@ class Options(NamedTuple):
     keep_memory: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class RunningBackward:
     """A backward that has begun, and its reductions.
 
