@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from zero_ref.lab.plots._style import MARKERS, SMALL_PT, bare, in_style
+from zero_ref.lab.plots._style import MARKERS, SMALL_PT, bare, in_style, key_above
 from zero_ref.live.numbers import short
 from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, RANK_COLOURS, rank_colour, tint
 from zero_ref.local_sgd.averaging import AveragingSchedule
@@ -67,15 +67,7 @@ def drift(distances: Sequence[Sequence[float]], schedule: AveragingSchedule, ax:
     ax.yaxis.set_major_formatter(lambda value, _: short(value))
     ax.set_xlabel("after step")
     ax.set_ylabel("distance from the mean")
-    ax.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0, 1.01),
-        borderaxespad=0,
-        ncols=3,
-        handlelength=1.8,
-        columnspacing=1.4,
-    )
+    key_above(ax, handles, columns=3, handlelength=1.8)
     return ax
 
 

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
-from zero_ref.lab.plots._style import bare, in_style
+from zero_ref.lab.plots._style import bare, in_style, key_above
 from zero_ref.live.palette import FAINT, INK, SERIES_COLOURS
 
 TRACK_PT = 4.5
@@ -72,15 +72,7 @@ def rounded_values(
     ax.set_yticks(shown, [f"{value:.{digits}f}" for value in shown])
     ax.set_xlabel("after step")
     ax.set_ylabel("value of the weight")
-    ax.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0, 1.01),
-        borderaxespad=0,
-        ncols=2,
-        handlelength=1.6,
-        columnspacing=1.4,
-    )
+    key_above(ax, handles, columns=2, handlelength=1.6)
     return ax
 
 

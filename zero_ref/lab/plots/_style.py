@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -139,19 +140,23 @@ def bare(ax: Axes, *, keep: Sequence[str] = ("left", "bottom")) -> None:
 
 
 def colour_key(ax: Axes, colours: Mapping[str, str], columns: int = 4) -> None:
-    """Rows of coloured squares with their meaning, above the Axes and in line with its left edge."""
+    """Rows of coloured squares with their meaning, above the Axes."""
+    squares = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
+    key_above(ax, squares, columns, handlelength=1, handleheight=1, handletextpad=0.5)
+
+
+def key_above(ax: Axes, handles: Sequence[Artist], columns: int, **look: Any) -> None:
+    """Rows of what stands for something with its meaning, above the Axes and in line with its left edge."""
     ax.legend(
-        handles=[Patch(facecolor=colour, label=name) for name, colour in colours.items()],
+        handles=handles,
         loc="lower left",
         bbox_to_anchor=(0, 1),
         bbox_transform=ax.transAxes + ScaledTranslation(0, 7 / 72, ax.figure.dpi_scale_trans),
         ncols=columns,
         borderpad=0,
         borderaxespad=0,
-        handlelength=1,
-        handleheight=1,
-        handletextpad=0.5,
         columnspacing=1.4,
+        **look,
     )
 
 

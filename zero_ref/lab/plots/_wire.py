@@ -10,9 +10,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from matplotlib.transforms import ScaledTranslation
 
-from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style
+from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, key_above
 from zero_ref.live.numbers import short, short_bytes
 from zero_ref.live.palette import ALARM, FAINT, INK, PAPER, SERIES_COLOURS
 
@@ -113,19 +112,8 @@ def _mark(style: tuple[str, float], colour: str) -> dict[str, Any]:
 
 def _mark_key(ax: Axes, marks: Mapping[str, dict[str, Any]]) -> None:
     """A mark for each operation, in two rows above the Axes."""
-    ax.legend(
-        handles=[
-            Line2D([], [], **(mark | {"ms": min(mark["ms"], 10)}), label=op) for op, mark in marks.items()
-        ],
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        bbox_transform=ax.transAxes + ScaledTranslation(0, 5 / 72, ax.figure.dpi_scale_trans),
-        ncols=3,
-        borderpad=0,
-        borderaxespad=0,
-        handletextpad=0.3,
-        columnspacing=1.4,
-    )
+    handles = [Line2D([], [], **(mark | {"ms": min(mark["ms"], 10)}), label=op) for op, mark in marks.items()]
+    key_above(ax, handles, columns=3, handletextpad=0.3)
 
 
 # ----------------------------------------------------------------------------------------- time against bytes
