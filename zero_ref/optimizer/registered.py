@@ -16,7 +16,14 @@ from torch.optim import Optimizer
 from zero_ref.plan.choice import Choice, may_cut
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.shard.checks import groups_kept_whole
-from zero_ref.shard.groups import OPTIMIZER_CLASS, ParamGroup, options_of, specs_of
+from zero_ref.shard.groups import (
+    OPTIMIZER_CLASS,
+    ParamGroup,
+    difference,
+    ids_in,
+    options_of,
+    specs_of,
+)
 
 
 @dataclass
@@ -67,3 +74,20 @@ class Registered:
         """The specs of the current parameters, for a partition by the rule `choice`."""
         whole = groups_kept_whole(self.given, self.optimizer_class, self.defaults, tried=may_cut(choice))
         return specs_of(param_groups, whole)
+
+    def check_listed(self, param_groups: Sequence[ParamGroup], rank: int) -> None:
+        """Refuse parameter groups that list other parameters than these, or in another order.
+
+        Raises:
+            RuntimeError: names the first difference, and what to do instead.
+        """
+        listed = ids_in(param_groups)
+        if listed != self.listed:
+            raise RuntimeError(
+                f"rank {rank}: param_groups {difference(listed, self.listed)}. Ranks own "
+                "parameters by their places in these lists, so nothing was computed. To stop training a "
+                "parameter, leave it there and call requires_grad_(False); for new ones call "
+                "add_param_group(). To take out, replace or reorder parameters, put the lists back, call "
+                'consolidate_state_dict("all"), make the same change to what state_dict() returns, and load '
+                "that into a new optimizer."
+            )

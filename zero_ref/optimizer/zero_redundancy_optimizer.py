@@ -39,7 +39,7 @@ from zero_ref.shard.arriving import Arriving
 from zero_ref.shard.buckets import finish_broadcasts, start_broadcasts
 from zero_ref.shard.built import Built, places_of
 from zero_ref.shard.gradients import WHOLE, Backward, check_no_scaler
-from zero_ref.shard.groups import difference, given_in, ids_in, replace_options
+from zero_ref.shard.groups import given_in, ids_in, replace_options
 from zero_ref.shard.local_state import SliceState, StateOfParameters
 from zero_ref.shard.offload import StatePlace
 from zero_ref.shard.rounding import Masters
@@ -145,12 +145,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.backward = Backward()
         self.arriving: Arriving | None = None
         self.registered = Registered(
-            optimizer_class,
-            defaults,
-            partition,
-            parameters_as_bucket_view,
-            overlap_with_ddp,
-            broadcast_dtype,
+            optimizer_class, defaults, partition, parameters_as_bucket_view, overlap_with_ddp, broadcast_dtype
         )
         self.whole = WholeState(self)
 
@@ -418,8 +413,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Return `built`, made anew if parameters were moved, cast or frozen.
 
         Raises:
-            RuntimeError: as `check_groups`; this rank must not continue, such as after a load that was cut
-                off; the size of a parameter has changed; the local optimizer keeps views of parameters that
+            RuntimeError: the groups list other parameters than the plan; this rank must not continue, such
+                as after a load that was cut off; the size of a parameter has changed; the local optimizer keeps views of parameters that
                 have moved.
             ValueError: `requires_grad` or the dtype of a parameter differs between ranks.
         Collective: all ranks of the group, if `requires_grad` or the dtype of a parameter has changed.
@@ -434,26 +429,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.shard.follow()
         # 3. Compare the groups and parameters with the plan.
         if places_of(self.param_groups) != self.built.places:
-            self.check_groups()
+            self.registered.check_listed(self.param_groups, self.rank)
             plans.follow_parameters(self)
         return self.built
-
-    def check_groups(self) -> None:
-        """Refuse parameter groups that list other parameters than the plan, or in another order.
-
-        Raises:
-            RuntimeError: names the first difference, and what to do instead.
-        """
-        listed = ids_in(self.param_groups)
-        if listed != self.registered.listed:
-            raise RuntimeError(
-                f"rank {self.rank}: param_groups {difference(listed, self.registered.listed)}. Ranks own "
-                "parameters by their places in these lists, so nothing was computed. To stop training a "
-                "parameter, leave it there and call requires_grad_(False); for new ones call "
-                "add_param_group(). To take out, replace or reorder parameters, put the lists back, call "
-                'consolidate_state_dict("all"), make the same change to what state_dict() returns, and load '
-                "that into a new optimizer."
-            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch's optimizers; earlier parameters keep their owners.
@@ -565,7 +543,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 before the first update, a class that is not torch's makes state in its constructor; or
                 torch's `set_optimizer_state_dict` calls it, to find the keys of a whole state.
         """
-        self.check_groups()
+        self.registered.check_listed(self.param_groups, self.rank)
         for before_hook in self._optimizer_state_dict_pre_hooks.values():
             before_hook(self)
         state_dict = self.whole.as_gathered()
