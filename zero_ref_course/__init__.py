@@ -10,7 +10,8 @@ A grader is a function that takes the reader's function, calls it, asserts, and 
         return "3 models on 1 to 1,024 ranks"
 
 What it is given is an `Answer`, so it need not care for answers that raise, hang or return nothing. It may
-send it to real ranks: `ranks.run(answer, 2, ...)`, or inside any function that runs there.
+send it to ranks inside any function that runs there: `on_ranks` of `_company` has real ones, where a
+`Company` tells ranks that would wait for each other, and `on_virtual_ranks` has threads of one process.
 
 `notebook.check_notebook` grades a whole notebook file, `submissions.grade_submissions` those of a class.
 There each answer has a process of its own (`isolated`), which the grader need not trust.

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.meter import recording
 from zero_ref.lab.model import GPT
@@ -22,6 +21,7 @@ from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.simulator.models import from_module, shapes
 from zero_ref.simulator.schedule import broadcasts_of_buckets, ddp_buckets
 from zero_ref_course import Answer, call_text, exercise, in_words, shown
+from zero_ref_course._company import on_ranks
 from zero_ref_course.predictions import prediction
 
 # ---------------------------------------------------------------------------------------- 5.1 flatten
@@ -206,11 +206,7 @@ def calls(answer: Answer) -> str:
     drawn = answer.drawn(_drawn_case, 4)
     for world_size, known in CASES.items():
         cases = known + [case for case in drawn if case.partition.world_size == world_size]
-        recorded = (
-            ranks.run(_record, world_size, cases, timeout=30.0, backend="gloo")[0]
-            if world_size > 1
-            else [[], []]
-        )
+        recorded = on_ranks(_record, world_size, cases)[0] if world_size > 1 else [[], []]
         for number, (case, flat) in enumerate((case, flat) for case in cases for flat in (False, True)):
             theirs = _pairs(answer, case, flat)
             if theirs != recorded[number]:

@@ -11,14 +11,14 @@ import torch
 
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives
-from zero_ref.lab import ranks, virtual
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.meter import recording
 from zero_ref.lab.model import GPT
 from zero_ref.plan.calls import Call
 from zero_ref.plan.choice import plan_partition
 from zero_ref.simulator.models import from_module
-from zero_ref_course import Answer, ExerciseFailed, StillTheStub, exercise, shown
+from zero_ref_course import Answer, ExerciseFailed, exercise, shown
+from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
 T = TypeVar("T")
@@ -32,19 +32,16 @@ MOST_BYTES = 512
 
 def _run_virtually(given: str, function: Callable[..., T], world_size: int, *args: Any) -> list[T]:
     """What a function that calls the answer returns on each virtual rank; `given` is its input in words."""
-    try:
-        return virtual.run(function, world_size, *args, timeout=3.0)
-    except RuntimeError as error:
-        cause = error.__cause__
-        if isinstance(cause, StillTheStub) or cause is None:
-            raise (cause or error) from None
-        if "did not complete" in str(cause) or "but the ranks call" in str(cause):
-            raise ExerciseFailed(
-                f"with {given}, the ranks do not make the same calls, and wait for each other: {cause} "
-                "Every rank must make every call, with tensors of one shape and dtype, also a rank that owns "
-                "nothing or has already found what it looked for."
-            ) from None
-        raise cause from None
+    return on_virtual_ranks(
+        function,
+        world_size,
+        *args,
+        waiting=lambda why: (
+            f"with {given}, the ranks do not make the same calls, and wait for each other: {why} "
+            "Every rank must make every call, with tensors of one shape and dtype, also a rank that owns "
+            "nothing or has already found what it looked for."
+        ),
+    )
 
 
 def _on_each_rank(answer: Answer, gradients: Sequence[Gradients], *options: Any) -> list[Any]:
@@ -54,10 +51,7 @@ def _on_each_rank(answer: Answer, gradients: Sequence[Gradients], *options: Any)
 
 
 def _on_real_ranks(answer: Answer, gradients: Sequence[Gradients], *options: Any) -> list[Any]:
-    # Gloo even where there are GPUs: its time-out is an error, NCCL's ends the process.
-    outcomes = ranks.run(
-        _observed_here, len(gradients), answer, gradients, *options, timeout=20.0, backend="gloo"
-    )
+    outcomes = on_ranks(_observed_here, len(gradients), answer, gradients, *options)
     return _values(answer, gradients, outcomes)
 
 
@@ -288,7 +282,7 @@ def trust_ratios(answer: Answer) -> str:
         outcomes = _ratios_on_virtual_ranks(answer, count, owned)
         _check_ratios(answer.name, count, owned, outcomes)
     count, owned = LAYERS[1]
-    outcomes = ranks.run(_ratios_here, len(owned), answer, count, owned, timeout=20.0, backend="gloo")
+    outcomes = on_ranks(_ratios_here, len(owned), answer, count, owned)
     _check_ratios(answer.name, count, owned, outcomes)
     return f"{len(LAYERS)} models of cut and whole parameters, and one on 2 real ranks"
 

@@ -11,10 +11,10 @@ import torch
 
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives, PendingCall
-from zero_ref.lab import ranks, virtual
 from zero_ref.lab.meter import bytes_sent_by
 from zero_ref.simulator.traffic import traffic
-from zero_ref_course import Answer, ExerciseFailed, StillTheStub, call_text, exercise, shown
+from zero_ref_course import Answer, ExerciseFailed, call_text, exercise, shown
+from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
 # ------------------------------------------------------------------------------------ 2.1 a ring all-reduce
@@ -97,8 +97,7 @@ def ring_all_reduce(answer: Answer) -> str:
     """The sums and the bytes of a ring, on virtual ranks; then on real ones, counted by the kernel."""
     for sizes in SIZES + answer.drawn(lambda rng: [rng.randint(2, 7)] * rng.randint(2, 7), 3):
         _check_ring(answer, sizes, _on_virtual_ranks(answer, sizes))
-    # Gloo even where there are GPUs: what NCCL sends, the kernel does not see.
-    outcomes = ranks.run(_reduced_here, len(REAL), answer, REAL, timeout=30.0, backend="gloo")
+    outcomes = on_ranks(_reduced_here, len(REAL), answer, REAL)
     _check_ring(answer, REAL, [outcome for outcome, _ in outcomes])
     share = _share_sent([nbytes for _, nbytes in outcomes], 8 * sum(REAL))
     counted = "" if share is None else f"; on 4 real ones each sent {share:.2f} times its tensor"
@@ -122,19 +121,17 @@ def _share_sent(sent: list[int | None], payload: int) -> float | None:
 
 
 def _on_virtual_ranks(answer: Answer, sizes: list[int]) -> list[_Outcome]:
-    try:
-        return virtual.run(_reduced, len(sizes), answer, sizes, timeout=2.0)
-    except RuntimeError as error:
-        cause = error.__cause__
-        if isinstance(cause, StillTheStub) or cause is None:
-            raise (cause or error) from None
-        if "did not complete" in str(cause):
-            raise ExerciseFailed(
-                f"on {len(sizes)} ranks a rank waits in recv() for a message that nobody sends. In each "
-                "round every rank sends, and then receives: if all wait first, nobody sends. There are "
-                "2(N - 1) rounds, and none on one rank."
-            ) from None
-        raise cause from None
+    return on_virtual_ranks(
+        _reduced,
+        len(sizes),
+        answer,
+        sizes,
+        waiting=lambda _: (
+            f"on {len(sizes)} ranks a rank waits in recv() for a message that nobody sends. In each "
+            "round every rank sends, and then receives: if all wait first, nobody sends. There are "
+            "2(N - 1) rounds, and none on one rank."
+        ),
+    )
 
 
 def _check_ring(answer: Answer, sizes: list[int], outcomes: list[_Outcome]) -> None:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.meter import recording
 from zero_ref.lab.model import GPT
@@ -23,6 +22,7 @@ from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.models import from_module
 from zero_ref.simulator.schedule import broadcasts_of_slices
 from zero_ref_course import Answer, ExerciseFailed, exercise, shown
+from zero_ref_course._company import on_ranks
 from zero_ref_course.predictions import prediction
 
 _LIST = (list, tuple)
@@ -76,7 +76,7 @@ def carry_over(answer: Answer) -> str:
     for returned, fresh, change in loaded:
         _check_options(returned["param_groups"], fresh["param_groups"], change)
     returned, _, change = loaded[2]
-    equal = ranks.run(_go_on, 2, returned, change, backend="gloo")
+    equal = on_ranks(_go_on, 2, returned, change)
     assert all(equal), "the sharded optimizer of two real ranks goes on otherwise than plain Adam."
     return f"{len(CHANGES)} changes of groups, and one more step on 2 real ranks as plain Adam's"
 
@@ -377,7 +377,7 @@ def calls_of_steps(answer: Answer) -> str:
     timelines = TIMELINES + answer.drawn(
         lambda rng: [rng.choice(([T, T, T, T], [T, F, T, T], [F, F, T, F])) for _ in range(5)]
     )
-    recorded = ranks.run(_record, 2, partition, timelines, timeout=30.0, backend="gloo")[0]
+    recorded = on_ranks(_record, 2, partition, timelines)[0]
     for flags, truth in zip(timelines, recorded):
         theirs = _calls(answer, partition, flags)
         for step, (mine, true) in enumerate(zip(theirs, truth)):

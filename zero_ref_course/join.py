@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives
-from zero_ref.lab import ranks, virtual
 from zero_ref.lab.meter import recording
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.rules import even, sorted_greedy
-from zero_ref_course import Answer, ExerciseFailed, StillTheStub, exercise
+from zero_ref_course import Answer, exercise
+from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
 # ------------------------------------------------------------------------------- 10.1 write the shadow step
@@ -32,21 +32,20 @@ SHAPES = [(4, 3), (3,), (3, 2), (2,), (5,)]
 def shadow_step(answer: Answer) -> str:
     """Three steps in which some ranks have left, on virtual ranks, then once on real ones."""
     for world_size, joined in [(2, {0}), (2, {1}), (3, {0, 2}), (3, {1})]:
-        try:
-            outcomes = virtual.run(_train, world_size, answer, joined, timeout=3.0)
-        except RuntimeError as error:
-            cause = error.__cause__
-            # A wait in vain ends in the answer or beside it, whichever rank's time is up first.
-            if isinstance(cause, (ExerciseFailed, StillTheStub)) and "did not complete" not in str(cause):
-                raise cause from None
-            raise ExerciseFailed(
-                f"on {world_size} ranks of which {sorted(joined)} have left, ranks waited for each other: "
-                f"{error} Receive one gradient for each parameter that this rank owns, no more, and take "
-                "part in every broadcast, in the order of the parameters."
-            ) from None
+        where = f"on {world_size} ranks of which {sorted(joined)} have left"
+        outcomes = on_virtual_ranks(
+            _train,
+            world_size,
+            answer,
+            joined,
+            waiting=lambda why, where=where: (  # type: ignore[misc]
+                f"{where}, ranks waited for each other: {why} Receive one gradient for each parameter that "
+                "this rank owns, no more, and take part in every broadcast, in the order of the parameters."
+            ),
+        )
         _check(outcomes, joined)
     joined = {0, 1}
-    _check(ranks.run(_train_on_real_ranks, 3, answer, joined, timeout=30.0, backend="gloo"), joined)
+    _check(on_ranks(_train_on_real_ranks, 3, answer, joined), joined)
     return f"{STEPS} steps with ranks that have left are the plain optimizer's, bit for bit, on all ranks"
 
 
@@ -127,7 +126,7 @@ def averages(answer: Answer) -> str:
     for batches in INPUTS + answer.drawn(_drawn_batches, 2):
         for by_initial in (True, False):
             ours = list(answer(list(batches), by_initial))
-            measured = max(ranks.run(_averages, len(batches), batches, by_initial, backend="gloo"), key=len)
+            measured = max(on_ranks(_averages, len(batches), batches, by_initial), key=len)
             call = f"averages({batches}, divide_by_initial_world_size={by_initial})"
             assert len(ours) == len(measured), (
                 f"{call} has {len(ours)} entries, and training goes on for {len(measured)} iterations: as "
@@ -184,7 +183,7 @@ def lent_bytes(answer: Answer) -> str:
 
 
 def _lent(batches: Sequence[int], rule: str) -> tuple[tuple[int, ...], list[int]]:
-    of_ranks = ranks.run(_lend_and_record, len(batches), batches, rule, backend="gloo")
+    of_ranks = on_ranks(_lend_and_record, len(batches), batches, rule)
     iterations = max(batches)
     return of_ranks[0][0], [
         sum(sent[iteration] for _, sent in of_ranks if iteration < len(sent))

@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector
 
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives
-from zero_ref.lab import ranks, virtual
+from zero_ref.lab import virtual
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.drift import who_agrees
 from zero_ref.lab.meter import sent_bytes
@@ -31,6 +31,7 @@ from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import schedule
 from zero_ref_course import Answer, ExerciseFailed, StillTheStub, exercise, shown
+from zero_ref_course._company import on_ranks
 from zero_ref_course.predictions import prediction
 
 # ------------------------------------------------------------------------- 11.1 after which steps ranks agree
@@ -52,7 +53,7 @@ def equal_after(answer: Answer) -> str:
     for case in _cases() + answer.drawn(_drawn_schedule):
         _check_steps(answer, case, _planned(case), "the schedule says")
         tried += 1
-    for case, measured in zip(RUNS, ranks.run(_measured, 2, RUNS, timeout=30.0, backend="gloo")[0]):
+    for case, measured in zip(RUNS, on_ranks(_measured, 2, RUNS)[0]):
         _check_steps(answer, case, measured, "two real ranks show")
     return f"right for {tried} schedules, and on real ranks for {len(RUNS)} runs"
 
@@ -164,7 +165,7 @@ def bytes_sent(answer: Answer) -> str:
     for case in cases:
         _check_bytes(answer, case)
     world_size = MEASURED[1]
-    measured = ranks.run(_sent_in_a_run, world_size, MEASURED, timeout=30.0, backend="gloo")
+    measured = on_ranks(_sent_in_a_run, world_size, MEASURED)
     counted = [nbytes for nbytes in measured if nbytes is not None]
     if len(counted) < world_size:
         return f"right for {len(cases)} runs (this machine counts no bytes)"
@@ -258,7 +259,7 @@ def average(answer: Answer) -> str:
                 raise error.__cause__ from None
             raise ExerciseFailed(f"on {world_size} virtual ranks: {error}") from None
         _check_average(outcomes, answer.seed)
-    of_ranks = ranks.run(_train_with, 2, answer, timeout=30.0, backend="gloo")
+    of_ranks = on_ranks(_train_with, 2, answer)
     for rank, (ours, packages) in enumerate(of_ranks):
         assert torch.equal(ours, of_ranks[0][0]), f"on real ranks, rank {rank} ends with other parameters."
         assert torch.allclose(ours, packages, rtol=1e-5, atol=1e-7), (

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_ref.backward.overlap import hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import gradients_in
 from zero_ref.comm import devices
-from zero_ref.lab import ranks
 from zero_ref.lab.meter import recording_all_reduce
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call, ordinary
@@ -28,6 +27,7 @@ from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import calls_of_rank
 from zero_ref.simulator.timeline import BucketTimes, bucket_times, simulate
 from zero_ref_course import Answer, call_text, exercise, shown
+from zero_ref_course._company import on_ranks
 from zero_ref_course._rehearsal import HookBucket, rehearse
 from zero_ref_course.predictions import prediction
 
@@ -122,7 +122,7 @@ def interleaved_calls(answer: Answer) -> str:
     """The calls of an interleaved iteration, as two and three real ranks make them."""
     count = 0
     for world_size, *run in RUNS + answer.drawn(_drawn_run, 2):
-        of_rank = ranks.run(_record, world_size, *run, timeout=30.0, backend="gloo")
+        of_rank = on_ranks(_record, world_size, *run)
         partition, buckets, recorded = of_rank[0]
         assert all(calls == recorded for _, _, calls in of_rank), "the ranks made different calls"
         theirs = _as_calls(answer, partition, buckets)
@@ -232,7 +232,7 @@ def on_bucket(answer: Answer) -> str:
     """An interleaved hook: rehearsed with a clock, then in DDP on two real ranks beside plain Adam."""
     for count in (6, 2, 1, *answer.drawn(lambda rng: rng.randint(3, 12), 3)):
         rehearse(answer, [BucketTimes(4, 3, 1, 1.5)] * count)
-    for rank, equal in enumerate(ranks.run(_train_beside_plain, 2, answer, timeout=30.0, backend="gloo")):
+    for rank, equal in enumerate(on_ranks(_train_beside_plain, 2, answer)):
         assert all(equal), (
             f"with {answer.name} as DDP's hook, rank {rank} of 2 has other parameters than plain Adam after "
             f"iteration {equal.index(False) + 1}. Does it do the same on every rank, and in every iteration?"

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives
-from zero_ref.lab import ranks, virtual
-from zero_ref.lab.meter import bytes_sent_by
+from zero_ref.lab import ranks
+from zero_ref.lab.meter import bytes_sent_by, recording
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec
@@ -30,7 +30,8 @@ from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import schedule
 from zero_ref.simulator.traffic import traffic
-from zero_ref_course import Answer, ExerciseFailed, StillTheStub, call_text, exercise, in_words, shown
+from zero_ref_course import Answer, call_text, exercise, in_words, shown
+from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
 # ------------------------------------------------------------------------------ 17.1 buckets in one order
@@ -125,25 +126,22 @@ def ring(answer: Answer) -> str:
     """A reduce-scatter by messages to the next rank only, on virtual ranks and on real ones."""
     for size in SIZES:
         _check_ring(answer, _on_virtual_ranks(answer, size))
-    _check_ring(answer, ranks.run(_on_real, REAL_RANKS, answer, timeout=30.0, backend="gloo"))
+    _check_ring(answer, on_ranks(_on_real, REAL_RANKS, answer))
     return (
         f"the sums of 1 to {max(SIZES)} ranks, N - 1 messages each, and the same on {REAL_RANKS} real ranks"
     )
 
 
 def _on_virtual_ranks(answer: Answer, size: int) -> list[_Outcome]:
-    try:
-        return virtual.run(_reduced, size, answer, timeout=2.0)
-    except RuntimeError as error:
-        cause = error.__cause__
-        if isinstance(cause, StillTheStub) or cause is None:
-            raise (cause or error) from None
-        if "did not complete" in str(cause):
-            raise ExerciseFailed(
-                f"on {size} ranks a rank waits for a message that nobody sends. Each rank receives as many "
-                "messages as it sends, from the rank before it."
-            ) from None
-        raise cause from None
+    return on_virtual_ranks(
+        _reduced,
+        size,
+        answer,
+        waiting=lambda _: (
+            f"on {size} ranks a rank waits for a message that nobody sends. Each rank receives as many "
+            "messages as it sends, from the rank before it."
+        ),
+    )
 
 
 def _on_real(answer: Answer) -> _Outcome:
@@ -160,14 +158,9 @@ def _shares(rank: int, size: int, seed: int) -> list[torch.Tensor]:
 
 
 def _reduced(comm: Collectives, answer: Answer) -> _Outcome:
-    calls: list[Call] = []
     shares = _shares(comm.rank, comm.world_size, answer.seed)
-    comm.observers.append(calls.append)
-    try:
-        with in_words("comm, shares", answer, comm, shares):
-            share = answer(comm, shares)
-    finally:
-        comm.observers.remove(calls.append)
+    with recording(comm, checks=True) as calls, in_words("comm, shares", answer, comm, shares):
+        share = answer(comm, shares)
     is_share = isinstance(share, torch.Tensor) and share.numel() == SHARE
     return _Outcome(share.detach().flatten().tolist() if is_share else None, calls)
 
