@@ -413,9 +413,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Return `built`, made anew if parameters were moved, cast or frozen.
 
         Raises:
-            RuntimeError: the groups list other parameters than the plan; this rank must not continue, such
-                as after a load that was cut off; the size of a parameter has changed; the local optimizer keeps views of parameters that
-                have moved.
+            RuntimeError: the groups list other parameters than the plan; this rank must not continue, such as
+                after a load that was cut off; the size of a parameter has changed; the local optimizer keeps
+                views of parameters that have moved.
             ValueError: `requires_grad` or the dtype of a parameter differs between ranks.
         Collective: all ranks of the group, if `requires_grad` or the dtype of a parameter has changed.
         Cost: one all-gather of 32 bytes, in that case.
