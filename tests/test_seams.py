@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -98,3 +99,19 @@ def test_a_road_has_each_function_of_the_folder_once() -> None:
     assert len(set(road.functions)) == len(road.functions)
     assert road.files == {"seams.py"}
     assert sys.getprofile() is None
+
+
+NAME = re.compile(r"`(\w+)`")
+LISTED = (*seams.CORE, "stairs", "simulator", "lab")
+
+
+@pytest.mark.parametrize("folder", LISTED)
+def test_a_folder_says_in_its_first_lines_what_each_file_has(folder: str) -> None:
+    """CONTRIBUTING.md has one line for a folder and points there."""
+    files = {path.stem for path in (seams.PACKAGE / folder).iterdir() if not path.name.startswith("_")}
+    text = ast.get_docstring(ast.parse((seams.PACKAGE / folder / "__init__.py").read_text())) or ""
+    lists = re.findall(r"^- (`.*?(?:;|\.)$)", text, flags=re.M | re.S)
+    named = {
+        name for line in lists for part in line.split("; ") for name in NAME.findall(part.split(": ")[0])
+    }
+    assert named == files

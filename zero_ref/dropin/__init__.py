@@ -1,1 +1,6 @@
-"""Interfaces of other libraries: FairScale's OSS, torch's optimizer over RPC, hooks for trainers."""
+"""Interfaces of other libraries.
+
+- `oss`: FairScale's `OSS`;
+- `clients`: state gathered before accelerate's and transformers' saves;
+- `rpc_optimizer`: an optimizer over RPC, on each worker for the parameters that live there.
+"""

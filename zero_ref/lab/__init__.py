@@ -1,5 +1,17 @@
 """Running, measuring, looking: everything a notebook needs beside the optimizer itself.
 
-Real ranks from a cell (`ranks`), the same optimizer on ranks inside one process (`virtual`), what really
-happened (`meter`), a language model to train (`train`), pictures (`plots`).
+- `ranks`: a function on real ranks, from a notebook cell too; `virtual`: on ranks that are threads;
+- `placement`: which backend and devices ranks use; `patience`: time-outs on a slow machine;
+- `meter`, `rpc_meter`, `recorder`, `drift`: what really happened: calls, bytes, memory, when, and how far
+  ranks came apart;
+- `config`, `model`, `strategies`, `stage_3`: a small GPT, and the strategies to train it under;
+- `train`, `outcome`, `elastic`, `checkpoints`: the training job, what it took beside its prediction, and how
+  it goes on when a rank is lost;
+- `settings`, `logs`, `dry_run`, `commands`: its options in a file, its logs, its prediction alone, and how to
+  type it;
+- `compare`, `demo`, `report`: strategies side by side;
+- `simulated`, `searched`: what the simulator says, as a table and as JSON;
+- `own`: the reader's own optimizer, loaded from its file and trained;
+- `pieces`, `step_times`: what single calls and whole iterations take on this machine;
+- `plots`, `widgets`: pictures, and the explorers in a notebook.
 """

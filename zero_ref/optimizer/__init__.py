@@ -1,1 +1,16 @@
-"""`stairs/owners.py` made complete: read `zero_redundancy_optimizer.py` first, then `shard/shard.py`."""
+"""What ranks do together: `stairs/owners.py` made complete. Read `step` first, then `shard/shard.py`.
+
+- `zero_redundancy_optimizer`: the class and its step;
+- `registered`: what the user has given;
+- `plans`: the plans made of it, also anew while a run goes on;
+- `accord`: what ranks must have in common, and who has failed;
+- `start_values`: whether ranks start from equal parameters;
+- `closure`: a closure inside the step;
+- `join`: uneven inputs;
+- `forwarded`: methods of the wrapped class, such as `train` and `eval`, called on all ranks;
+- `repartition`: state to new owners;
+- `whole`: the state of the unsharded optimizer;
+- `gather`: state from shards onto one rank or all;
+- `checkpoint`: what a checkpoint must have to be loaded;
+- `entries`: how state travels and is stored.
+"""

@@ -1,1 +1,22 @@
-"""The part of one rank: its parameters and slices, their gradients, and the optimizer that steps them."""
+"""The part of one rank: its parameters and slices, their gradients, and the optimizer that steps them.
+
+- `groups`: what parameter groups say;
+- `built`: the parameters, their partition and the messages, as one frozen value;
+- `shard`: what a rank owns;
+- `stepper`: three ways to step it: in place, through copies, merged;
+- `owned`: its slices;
+- `rounding`: 32-bit masters, and how they are rounded;
+- `merged`: small neighbours stepped as one tensor;
+- `several`: one optimizer class for each group;
+- `offload`: the shard on the CPU or in files;
+- `foreign`: what classes that are not torch's may do in a step;
+- `buckets`: flat tensors whose windows are the parameters, and their broadcasts;
+- `arriving`: new parameters that arrive during the next forward;
+- `gradients`: where gradients are, and what may be done with them;
+- `local_state`: the state of a parameter, for a program that asks for it;
+- `subclasses`: tensor subclasses and lists of a state, taken apart to be sent;
+- `checks`: whether an optimizer and its parameters can be sharded;
+- `coupling`: whether it updates each parameter, and each element, by itself;
+- `digests`: whether values are equal on all ranks;
+- `methods`: methods that a class has beyond those of torch's `Optimizer`.
+"""

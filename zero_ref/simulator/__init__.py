@@ -9,7 +9,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `memory`: everything that a rank holds, item by item, on average and exactly for a partition;
 - `shortfall`: why that is more than 1/N of what one rank alone would hold;
 - `operations`: what is computed, what is sent, and what waits for what;
-- `data_parallel`, `stage_3`, `local_sgd`: the operations of an iteration, in order;
+- `data_parallel`, `sharded`, `stage_3`, `local_sgd`: the operations of an iteration, in order;
 - `recipe`: a strategy as one value: what is sharded, who gets gradients, when updates are made, what is sent;
 - `schedule`: the iteration of a strategy, its calls one by one, and what each rank holds;
 - `timeline`: when each part of an iteration happens on a rank, and what is hidden behind computing;
@@ -26,7 +26,7 @@ It needs the standard library only, so it runs without torch, and inside a web p
 - `spread`: how far a prediction may be off, from published runs;
 - `scenario`: all of it together, from a model's name to memory, traffic and time;
 - `search`: every way to train a model on a cluster, and the best of them;
-- `commands`: such a way as commands and as lines of a program;
+- `options`: an option of such a run, defined once: with the field that keeps its value;
 - `published`: runs that others published;
 - `validation`: each of them predicted, and how far off.
 """

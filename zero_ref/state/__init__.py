@@ -1,1 +1,13 @@
-"""Checkpoints in files, of which each rank writes its own part."""
+"""Checkpoints in files, of which each rank writes its own part.
+
+- `sharded`: `save_sharded` and `load_sharded`;
+- `contents`: what a rank stores;
+- `files`: its two files, with checksums;
+- `saves`: the folders of saves;
+- `save_owner`: which job saves there;
+- `durable`: files that survive a loss of power;
+- `compact`: state dicts in memory of their own;
+- `dcp`: the same for torch.distributed.checkpoint;
+- `dcp_reader`: how torch.distributed.checkpoint reads what `save_sharded` wrote;
+- `flat_slices`: slices of flat tensors, as that checkpoint sees them.
+"""
