@@ -130,8 +130,10 @@ def test_every_task_has_a_hint_that_folds_in_jupyter_and_on_colab_too(notebook: 
     cells = json.loads(notebook.read_text())["cells"]
     tasks = ["".join(cell["source"]) for cell in cells if cell["id"].endswith("-task")]
     assert len(tasks) == len(exercises_in(notebook))
-    # Without the empty lines the Markdown in between is shown as it is written.
-    hint = re.compile(r"^<details>\n<summary>Hint</summary>\n\n.+?\n\n</details>$", re.DOTALL | re.MULTILINE)
+    # Without the empty lines the Markdown in between is shown as it is written. The summary says that it
+    # opens, because jupyterlab-myst shows no triangle (https://github.com/jupyter-book/jupyterlab-myst/issues/232).
+    summary = re.escape("<summary><b>Hint</b> (click to open)</summary>")
+    hint = re.compile(rf"^<details>\n{summary}\n\n.+?\n\n</details>$", re.DOTALL | re.MULTILINE)
     assert [task for task in tasks if not hint.search(task)] == []
 
 
