@@ -137,12 +137,13 @@ def test_every_task_has_a_hint_that_folds_in_jupyter_and_on_colab_too(notebook: 
     assert [task for task in tasks if not hint.search(task)] == []
 
 
-@pytest.mark.parametrize("notebook", IN_CHAPTERS, ids=lambda path: path.stem)
-def test_solutions_are_folded_in_jupyter_too(notebook: Path) -> None:
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_a_page_folds_or_leaves_out_is_folded_in_jupyter_too(notebook: Path) -> None:
     cells = [cell["metadata"] for cell in json.loads(notebook.read_text())["cells"]]
-    solutions = [metadata for metadata in cells if "solution" in metadata.get("tags", ())]
-    assert solutions
-    assert all(metadata.get("jupyter") == {"source_hidden": True} for metadata in solutions)
+    hidden = {"solution", "hide-cell", "hide-input", "remove-cell"}
+    folded = [metadata for metadata in cells if hidden.intersection(metadata.get("tags", ()))]
+    assert folded
+    assert all(metadata.get("jupyter") == {"source_hidden": True} for metadata in folded)
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
