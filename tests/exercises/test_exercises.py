@@ -132,7 +132,7 @@ def test_every_task_has_a_hint_that_folds_in_jupyter_and_on_colab_too(notebook: 
     assert len(tasks) == len(exercises_in(notebook))
     # Without the empty lines the Markdown in between is shown as it is written. The summary says that it
     # opens, because jupyterlab-myst shows no triangle (https://github.com/jupyter-book/jupyterlab-myst/issues/232).
-    summary = re.escape("<summary><b>Hint</b> (click to open)</summary>")
+    summary = re.escape("<summary><b>Hint</b> (click)</summary>")
     hint = re.compile(rf"^<details>\n{summary}\n\n.+?\n\n</details>$", re.DOTALL | re.MULTILINE)
     assert [task for task in tasks if not hint.search(task)] == []
 
