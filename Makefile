@@ -58,9 +58,10 @@ lock:  ## write requirements/*.txt from requirements.txt; UPGRADE=1 for new vers
 demo: $(STAMP)  ## train the same model under DDP, every stage of ZeRO, and local SGD; pictures in demo-out/
 	@$(BIN)/zero-ref demo $(DEMO_ARGS)
 
-notebook: $(STAMP)  ## open the chapters in JupyterLab, installed into .venv the first time
+FOLDER := notebooks
+notebook: $(STAMP)  ## open the chapters in JupyterLab, installed into .venv the first time; FOLDER=week-2 opens those of a class
 	@$(BIN)/python -c 'import jupyterlab, jupyterlab_myst' 2>/dev/null || $(PIP_LOCKED) requirements/notebook.txt
-	@$(BIN)/jupyter lab notebooks
+	@$(BIN)/jupyter lab "$(FOLDER)"
 
 test: $(STAMP)  ## what each change has to pass: all parts from lint to browser; what failed stands in the table at the end
 	@$(BIN)/python tests/parts.py '$(MAKE)'

@@ -60,10 +60,14 @@ def install_cell(address: str | None) -> str:
     if address is None:
         return (
             "# The package comes with the repository. Where it is installed this does nothing.\n"
+            "import os\n"
             "from importlib.util import find_spec\n"
             "\n"
             'if find_spec("zero_ref_course") is None:\n'
-            '    raise ModuleNotFoundError("Run `make notebook` in a clone of the repository.")'
+            "    raise ModuleNotFoundError(\n"
+            '        "The package is not installed here. To open this folder where it is, run "\n'
+            """        f'`make notebook FOLDER="{os.getcwd()}"` in a clone of the repository.'\n"""
+            "    )"
         )
     return (
         "# On Colab this installs the package. Where it is installed it does nothing.\n"

@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib.util
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -122,8 +123,10 @@ def test_where_the_package_is_missing_the_cell_installs_it_or_says_how(
     commands: list[str] = []
     ipython = SimpleNamespace(run_line_magic=lambda *words: commands.append(" ".join(words)))
     if where is None:
-        with pytest.raises(ModuleNotFoundError, match="in a clone of the repository"):
+        here = re.escape(f'`make notebook FOLDER="{os.getcwd()}"` in a clone of the repository')
+        with pytest.raises(ModuleNotFoundError, match=here):
             exec(source, {"get_ipython": lambda: ipython})
+        assert 'jupyter lab "$(FOLDER)"' in (ROOT / "Makefile").read_text()
     else:
         exec(source, {"get_ipython": lambda: ipython})
         # IPython puts the value in for {address} before pip sees the line.

@@ -173,6 +173,36 @@ def test_teachers_get_the_solutions_where_the_stubs_were(path: Path, tmp_path: P
     assert "NotImplementedError" not in "".join(cells.stub for cells in exercises_in(written))
 
 
+OF_THE_READER = {"my_zero.py"}
+WRITTEN_BY_A_CELL = {"save.json"}
+
+
+@for_both
+def test_an_edition_names_no_file_that_is_not_there(audience: Audience, tmp_path: Path) -> None:
+    """A class has a folder anywhere: its text names files there, of the package, or said to be in a clone."""
+    written = write_editions(NOTEBOOKS, tmp_path, audience)
+    of_package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "zero_ref").rglob("*.py")}
+    there = {path.name for path in written} | of_package | {path.split("/")[-1] for path in of_package}
+    named, missing = 0, []
+    for path in written:
+        for text in sources(read(path)):
+            for file in re.findall(
+                r"[\w./-]+\.(?:ipynb|py|md|json|toml|csv)\b", re.sub(r"https?:\S+", "", text)
+            ):
+                in_clone = (ROOT / file).is_file() and not file.startswith("notebooks/") and " clone" in text
+                named += 1
+                if not (in_clone or file in there | OF_THE_READER | WRITTEN_BY_A_CELL):
+                    missing.append((path.name, file))
+    assert named >= len(written)
+    assert missing == []
+
+
+@each_chapter
+def test_the_command_that_a_chapter_prints_checks_this_chapter_from_its_own_folder(path: Path) -> None:
+    [exercises_cell] = [cell for cell in read(path)["cells"] if cell["id"] == "exercises"]
+    assert re.findall(r"`!zero-ref check (\S+)`", "".join(exercises_cell["source"])) == [path.name]
+
+
 # ------------------------------------------------------------------------------------------- mistakes
 
 

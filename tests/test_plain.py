@@ -46,8 +46,11 @@ def drawing(cell_id: str, **figure: str) -> dict[str, Any]:
         ("as in [Fig. 2.1](02_collectives.ipynb#fig-ring)", "as in Fig. 2.1"),
         ("([Graham, 1969](https://doi.org/10.1137/0117039))",) * 2,
         ("[notes](https://example.org/notes.md)",) * 2,
-        ("$$\nt = r\n$$ (eq-time)\n", "$$\nt = r \\tag{2.3}\n$$\n"),
-        ("$$\nt = r\n$$\n\nand\n\n$$\nu\n$$ (eq-time)", "$$\nt = r\n$$\n\nand\n\n$$\nu \\tag{2.3}\n$$"),
+        ("$$\nt = r\n$$ (eq-time)\n", "\\begin{equation*}\nt = r \\tag{2.3}\n\\end{equation*}\n"),
+        (
+            "$$\nt = r\n$$\n\nand\n\n$$\nu\n$$ (eq-time)",
+            "$$\nt = r\n$$\n\nand\n\n\\begin{equation*}\nu \\tag{2.3}\n\\end{equation*}",
+        ),
         ("```\n[a](b.md)\n```\n[a](b.md)", "```\n[a](b.md)\n```\na"),
     ],
 )

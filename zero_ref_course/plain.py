@@ -49,14 +49,15 @@ def plain_text(text: str, numbers: Mapping[str, str]) -> str:
     r"""One cell's text. Code between fences stays as it is.
 
     >>> print(plain_text("$$\nx\n$$ (eq-time)", {"eq-time": "(2.3)"}))
-    $$
+    \begin{equation*}
     x \tag{2.3}
-    $$
+    \end{equation*}
     """
 
     def equation(match: re.Match[str]) -> str:
         tag = rf" \tag{{{numbers[match[2]].strip('()')}}}" if match[2] in numbers else ""
-        return f"$${match[1].rstrip()}{tag}\n$$"
+        # Between two $$ jupyterlab-myst would put a number of its own beside this one.
+        return rf"\begin{{equation*}}{match[1].rstrip()}{tag}" + "\n" + r"\end{equation*}"
 
     parts = FENCE.split(text)  # every second one is between fences
     for i in range(0, len(parts), 2):

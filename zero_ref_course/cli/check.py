@@ -21,7 +21,7 @@ def register_check(subparsers: Subparsers) -> None:
         "Python file: say on real ranks which rungs hold of the optimizer that the book has you build. Both "
         "run the file's code: check only what you would run. Ends with code 1 if something failed.",
     )
-    parser.add_argument("file", metavar="FILE", help="such as notebooks/03_partition.ipynb, or my_zero.py")
+    parser.add_argument("file", metavar="FILE", help="such as 03_partition.ipynb, or my_zero.py")
     parser.add_argument(
         "--rung",
         help="of a Python file: look no further than this rung, which must hold: owners, step, buckets, "
