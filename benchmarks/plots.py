@@ -8,13 +8,12 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
-from matplotlib.transforms import ScaledTranslation
+from matplotlib.ticker import FixedLocator, LogLocator
 
 from benchmarks.comparisons import LOST, UNDECIDED, WON, outcome
 from benchmarks.results import Spread
 from zero_ref.lab.plots._judged import beside_one
-from zero_ref.lab.plots._style import MARKERS, SMALL_PT, bare, in_style
+from zero_ref.lab.plots._style import MARKERS, SMALL_PT, in_style, key_above, numbered, with_levels
 from zero_ref.live.numbers import short, short_count
 from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER, SERIES_COLOURS
 
@@ -137,17 +136,13 @@ def growth(
     low, high = ax.get_ylim()
     _as_the_work(ax, curves[named[0]], work)
     ax.set_ylim(low, high)
-    bare(ax, keep=("bottom",))
-    ax.grid(axis="y", color=FAINT, linewidth=0.6)
+    with_levels(ax)
     amounts = sorted({size for curve in curves.values() for size in curve})
     many = len(amounts) > 2 and amounts[-1] / amounts[0] > 20
-    ax.xaxis.set_major_locator(LogLocator(numticks=12) if many else FixedLocator(amounts))
+    numbered(ax.xaxis, short_count, LogLocator(numticks=12) if many else FixedLocator(amounts))
     wide = math.log10(high / low) > DECADES
-    ax.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=7))
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(float(value))))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} ms"))
+    levels = LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=7)
+    numbered(ax.yaxis, lambda value: f"{short(value)} ms", levels)
     ax.set_xlabel(along)
     ax.set_title(f"{time} against {along}", pad=46 if key else 8)
     if key:
@@ -181,8 +176,5 @@ def _key(ax: Axes, styles: Mapping[str, dict[str, Any]]) -> None:
     """The curves in two rows above the Axes, the thin line last."""
     looks = {name: {**look, "linewidth": min(look["linewidth"], 2)} for name, look in styles.items()}
     looks[PROPORTIONAL] = {"color": INK, "linewidth": 0.9}
-    above = ax.transAxes + ScaledTranslation(0, 5 / 72, ax.figure.dpi_scale_trans)
-    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "bbox_transform": above}
-    room: dict[str, Any] = {"borderpad": 0, "borderaxespad": 0, "handlelength": 1.8, "handletextpad": 0.5}
     handles = [Line2D([], [], label=name, **look) for name, look in looks.items()]
-    ax.legend(handles=handles, ncols=2, columnspacing=1.4, **place, **room)
+    key_above(ax, handles, columns=2, handlelength=1.8, handletextpad=0.5)

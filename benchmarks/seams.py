@@ -12,8 +12,6 @@ How each row is counted:
 - lines of code of a class: without docstrings, comments and empty lines.
 - attributes of a class: names that its methods set on `self`, and annotated names of its body.
 - comments: those that tokenize finds, without directives to tools (`# type: ignore`), to 100 lines of code.
-- private names: names with one leading underscore that a module uses, that it does not define itself, and
-  that another module defines.
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ NOT_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
 }
-NOT_PRIVATE = {"_", "_asdict", "_replace", "_fields", "_make", "_indices", "_values"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -164,37 +161,6 @@ def attributes(node: ast.ClassDef) -> set[str]:
     return of_self | annotated
 
 
-def is_private(name: str) -> bool:
-    """Whether it has one leading underscore; methods of named tuples and of sparse tensors are public."""
-    return name.startswith("_") and not name.startswith("__") and name not in NOT_PRIVATE
-
-
-def private_names(module: Module) -> tuple[set[str], set[str]]:
-    """Name the private names that a module defines, and those that it uses of an object or a module."""
-    defined: set[str] = set()
-    used: set[str] = set()
-    for node in ast.walk(module.tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            defined.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            defined.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            (defined if isinstance(node.ctx, ast.Store) else used).add(node.attr)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zero_ref"):
-            used.update(alias.name for alias in node.names)
-    return set(filter(is_private, defined)), set(filter(is_private, used))
-
-
-def private_uses(modules: Iterable[Module]) -> list[str]:
-    """List the private names that modules use of one another."""
-    names = {module.name: private_names(module) for module in modules}
-    uses = []
-    for name, (defined, used) in names.items():
-        of_others = set().union(*(theirs for other, (theirs, _) in names.items() if other != name))
-        uses += [f"{name}: {private}" for private in sorted(used & of_others - defined)]
-    return uses
-
-
 def modules_of(folder: str) -> list[Module]:
     """Read a folder of the package, or its module of that name."""
     paths = [PACKAGE / f"{folder}.py", *sorted((PACKAGE / folder).rglob("*.py"))]
@@ -247,7 +213,6 @@ def print_sources() -> None:
         for name, node in module.classes
         if (count := len(attributes(node))) > MOST_ATTRIBUTES
     ]
-    private = private_uses(both)
     sizes = {folder: sum(module.lines for module in modules) for folder, modules in folders.items()}
     print_table(
         [
@@ -259,13 +224,11 @@ def print_sources() -> None:
             (f"classes of more than {MOST_ATTRIBUTES} attributes", len(wide), 0),
             ("comments to 100 lines of code: stairs", f"{comment_rate(stairs):.1f}", 15),
             ("comments to 100 lines of code: core", f"{comment_rate(core):.1f}", 6),
-            ("private names used from another module", len(private), 0),
         ]
     )
     print(f"\nbranches: {largest_first(branchy)}")
     print(f"\nlines of code: {largest_first(long)}")
     print(f"\nattributes: {largest_first(wide)}")
-    print(f"\nprivate names: {', '.join(private) or '-'}")
     for folder in FOLDERS:
         texts = [path.read_text() for path in (ROOT / folder).rglob("*.py")]
         if texts:

@@ -15,6 +15,7 @@ of other sizes. From these alone the simulator predicts what is exposed, with an
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import shutil
@@ -37,12 +38,11 @@ from zero_ref.lab import meter, pieces, ranks, step_times
 from zero_ref.lab._arguments import json_text
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT
-from zero_ref.lab.strategies import trainable
+from zero_ref.lab.strategies import Trainable, trainable
 from zero_ref.simulator.calibrate import Calibration, calibrate
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.models import from_module, ready_order
 from zero_ref.simulator.play import play
-from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import ddp_buckets, schedule
 
@@ -113,31 +113,17 @@ def slow_down(mbit: float, delay_ms: float) -> str:
 # -------------------------------------------------------------------------------------------------- measured
 
 
-class Run:
-    """A training loop that can be left after any iteration, and taken up again."""
-
-    def __init__(self, way: str) -> None:
-        model = GPT(MODEL)
-        if way != ALONE:
-            made = trainable(recipe("zero", way=way), model, bucket_cap_mb=BUCKET_MIB)
-            self.model, self.optimizer = made.model, made.optimizer
-            return
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MIB)
-        self.model.register_comm_hook(dist.get_world_size(), pieces.send_nothing)
-        params = list(model.parameters())
-        owners = sorted_greedy([param.numel() for param in params], WORLD_SIZE).owner_of_param
-        owned = [param for param, owner in zip(params, owners) if owner == dist.get_rank()]
-        self.optimizer = torch.optim.AdamW(owned, lr=1e-3)
-
-    def iterate(self, number: int) -> tuple[float, float]:
-        """One iteration; when this rank began it and when it was done, in seconds."""
-        given = pieces.passages(MODEL, BATCH, seed=0, step=number, rank=dist.get_rank())
-        self.model.zero_grad()
-        dist.barrier()
-        began = pieces.now()
-        self.model(*given).backward()
-        self.optimizer.step()
-        return began, pieces.now()
+def made(way: str) -> Trainable:
+    """The model under a way to train; ALONE sends nothing, and updates what this rank owns."""
+    model = GPT(MODEL)
+    if way != ALONE:
+        return trainable(recipe("zero", way=way), model, bucket_cap_mb=BUCKET_MIB)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MIB)
+    ddp.register_comm_hook(dist.get_world_size(), pieces.send_nothing)
+    params = list(model.parameters())
+    owners = sorted_greedy([param.numel() for param in params], WORLD_SIZE).owner_of_param
+    owned = [param for param, owner in zip(params, owners) if owner == dist.get_rank()]
+    return Trainable(ddp, torch.optim.AdamW(owned, lr=1e-3))
 
 
 Spans = dict[str, list[list[tuple[float, float]]]]
@@ -146,18 +132,18 @@ Spans = dict[str, list[list[tuple[float, float]]]]
 
 def take_turns(rounds: int) -> tuple[pieces.Times, Spans]:
     """On a rank: in each round every piece of the calibration, then an iteration of each way."""
-    runs = {way: Run(way) for way in (ALONE, *WAYS)}
-    times, spans = pieces.Times([], []), Spans({way: [] for way in runs})
+    size = pieces.TrainingSize(MODEL, BATCH)
+    loops = {way: step_times.Loop(made(way), size) for way in (ALONE, *WAYS)}
+    times = pieces.Times([], [])
     for number in range(step_times.FIRST_ITERATIONS + rounds):
         timed = number >= step_times.FIRST_ITERATIONS
         if timed:
             times.collectives.extend(pieces.time_collectives(PIECES.nbytes, 1, step_times.OPS))
             times.works.extend(pieces.time_training(PIECES.training, 1))
-        turns = [{way: run.iterate(number) for way, run in runs.items()} for _ in range(1 + ITERATIONS)]
-        if timed:
-            for way in runs:
-                spans[way].append([turn[way] for turn in turns[1:]])
-    return times, spans
+        for turn, loop in itertools.product(range(1 + ITERATIONS), loops.values()):
+            loop.iterate(number, timed=timed and turn > 0)
+    starts = range(0, rounds * ITERATIONS, ITERATIONS)
+    return times, {way: [loop.spans[at : at + ITERATIONS] for at in starts] for way, loop in loops.items()}
 
 
 def together_ms(of_ranks: Sequence[Spans]) -> dict[str, list[list[float]]]:
@@ -166,12 +152,8 @@ def together_ms(of_ranks: Sequence[Spans]) -> dict[str, list[list[float]]]:
     >>> together_ms([{"plain": [[(1.0, 1.5)]]}, {"plain": [[(1.25, 1.75)]]}])
     {'plain': [[500.0]]}
     """
-
-    def ms(spans: Sequence[tuple[float, float]]) -> float:
-        return 1e3 * (max(end for _, end in spans) - max(began for began, _ in spans))
-
     return {
-        way: [[ms(spans) for spans in zip(*rounds)] for rounds in zip(*(of[way] for of in of_ranks))]
+        way: [pieces.together_ms(of_round) for of_round in zip(*(of[way] for of in of_ranks))]
         for way in of_ranks[0]
     }
 
@@ -225,12 +207,10 @@ def predicted(cluster: Cluster) -> Exposed:
     given = pieces.passages(MODEL, 1, seed=0, step=0, rank=0)
     order = ready_order(model, lambda: model(*given).backward())
     buckets = ddp_buckets(params, order, cap_bytes=int(BUCKET_MIB * pieces.MIB))
-    tokens = BATCH * MODEL.context
-    share = pieces.flops_of(MODEL, BATCH) / (6 * MODEL.numel * tokens) - 1
     left = []
     for way in WAYS:
         plan = schedule(recipe("zero", way=way), params, WORLD_SIZE, ddp_buckets=buckets)
-        played = play(plan, cluster, Workload(tokens, attention_share=share))
+        played = play(plan, cluster, pieces.workload_of(MODEL, BATCH))
         # Alone, the rank with most to compute decides.
         left.append(min(played.timeline(rank).idle_ms for rank in range(WORLD_SIZE)))
     plain, interleaved = left

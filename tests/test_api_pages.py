@@ -34,7 +34,6 @@ NOT_FOR_READERS = {
     "zero_ref.comm.process_group": {"global_ranks"},
     "zero_ref.simulator.ledger": {"check_fits", "check_stage", "itemsize_of"},
     "zero_ref.simulator.memory": {"StateBytes", "costs", "offloaded", "whole_bytes"},
-    "zero_ref.simulator.models": {"Named"},
     "zero_ref.simulator.data_parallel": {
         *(
             "Message",
@@ -57,9 +56,12 @@ NOT_FOR_READERS = {
         *("used_values", "values_of", "words_of"),
     },
     "zero_ref.simulator.timeline": {"covered_ms"},
-    "zero_ref.lab.pieces": {"flops_of", "load_average", "now", "passages", "send_nothing"},
+    "zero_ref.lab.pieces": {
+        *("flops_of", "load_average", "now", "passages", "send_nothing", "together_ms", "workload_of"),
+    },
     "zero_ref.lab.compare": {"ProgressFile"},
     "zero_ref.lab.outcome": {"as_json", "environment"},
+    "zero_ref.lab.step_times": {"Loop"},
     "zero_ref.lab.dry_run": {"TrainScenario", "print_prediction"},
     "zero_ref.lab.logs": {"JsonLines", "Log", "Plain", "RunLog", "TensorBoard"},
     "zero_ref.lab.settings": {"as_toml", "read_settings", "settings_of"},
@@ -72,7 +74,7 @@ NOT_FOR_READERS = {
     "zero_ref.lab.own": {"OwnLoop", "OwnTrainable"},
     "zero_ref.lab.stage_3": {"load_whole", "shard", "whole"},
     "zero_ref.lab.strategies": {"BehindAStep", "Observed", "Sharded"},
-    "zero_ref.lab.meter": {"gather_from_ranks", "loopback_is_private", "raise_loopback"},
+    "zero_ref.lab.meter": {"gather_from_ranks", "loopback_is_private", "memory_of", "raise_loopback"},
     "zero_ref.lab.model": {"Attention", "Block"},
     "zero_ref.lab.train": {
         "held_out_loss",

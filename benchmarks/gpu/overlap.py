@@ -14,7 +14,8 @@ from benchmarks.training import Training
 from zero_ref.comm import devices
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
-from zero_ref.lab.model import GPT, batch, language_reference
+from zero_ref.lab.model import GPT
+from zero_ref.lab.pieces import passages
 from zero_ref.simulator.timeline import Event, covered_ms
 
 OVERLAPPED = (
@@ -65,12 +66,8 @@ def traced(name: str, config: GPTConfig) -> Found:
     Where there is an accelerator, spans are those of its kernels; on a CPU those of torch's operations and of
     Gloo. Collective: all ranks of the default group.
     """
-    device = ranks.device()
-    model, optimizer = training.wrapped(GPT(config).to(device), training.ways()[name])
-    rank = dist.get_rank()
-    given = [
-        part.to(device) for part in batch(language_reference().training, config, 4, seed=0, step=0, rank=rank)
-    ]
+    model, optimizer = training.wrapped(GPT(config).to(ranks.device()), training.ways()[name])
+    given = passages(config, 4, seed=0, step=0, rank=dist.get_rank())
     for _ in range(4):
         _iterate(Training(model, optimizer), given)
     devices.synchronize()

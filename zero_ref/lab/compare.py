@@ -160,17 +160,12 @@ def _following(name: str, steps: int, console: Console, log: RunLog, bar: bool) 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """What each strategy took, on the rank that took most; "predicted | measured" where these differ."""
-    shown = Table(
-        title="on the fullest rank, MB and calls of a step; predicted | measured if not equal",
-        caption=CYCLE if any(result.loss_tolerance is None for result in outcomes) else None,
-        caption_justify="left",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
+    shown = _of_numbers(
+        "on the fullest rank, MB and calls of a step; predicted | measured if not equal",
+        ("state", "parameters", "gradients", "calls", "payload", "step, ms", "loss"),
     )
-    shown.add_column("")
-    for name in ("state", "parameters", "gradients", "calls", "payload", "step, ms", "loss"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    if any(result.loss_tolerance is None for result in outcomes):
+        shown.caption = CYCLE
     for result in outcomes:
         cells = []
         for quantity, pair in result.pairs().items():
@@ -189,15 +184,7 @@ def _cell(pair: Pair, scale: float, digits: int) -> str:
 
 def bytes_table(outcomes: Sequence[Outcome]) -> Table:
     """Bytes held for each parameter, beside the ledger's; "predicted | measured" where these differ."""
-    shown = Table(
-        title="all of it, bytes a parameter",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
-    shown.add_column("")
-    for name in ("ledger", "fullest rank", "emptiest rank"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    shown = _of_numbers("all of it, bytes a parameter", ("ledger", "fullest rank", "emptiest rank"))
     for result in outcomes:
         cells = [f"{result.ledger_bytes / result.numel:g}"]
         for extreme in (max, min):
@@ -205,3 +192,12 @@ def bytes_table(outcomes: Sequence[Outcome]) -> Table:
             cells.append(_cell(pair, result.numel, 3))
         shown.add_row(result.strategy, *cells)
     return shown
+
+
+def _of_numbers(title: str, columns: Sequence[str]) -> Table:
+    """An empty table of a name and numbers."""
+    table = Table(title=title, title_justify="left", caption_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table

@@ -164,10 +164,11 @@ def held_bytes(params: Iterable[torch.Tensor], optimizer: Optimizer) -> HeldByte
         optimizer, ZeroRedundancyOptimizer
     ):  # those of parameters that are cut are nobody's `.grad`
         gradients += optimizer.backward.gradients.flats.values()
-    return HeldBytes(_memory_of(params), _memory_of(gradients), state_bytes(optimizer))
+    return HeldBytes(memory_of(params), memory_of(gradients), state_bytes(optimizer))
 
 
-def _memory_of(tensors: Iterable[torch.Tensor]) -> int:
+def memory_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory that tensors keep, once where several share it."""
     dense = [part for t in tensors for part in ((t._indices(), t._values()) if t.is_sparse else (t,))]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in dense}.values())
 

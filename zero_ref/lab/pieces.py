@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT, batch, language_reference
 from zero_ref.simulator.calibrate import ADAMW_BYTES, Computation, Measurement, training_flops
+from zero_ref.simulator.price import Workload
 
 KIB, MIB = 2**10, 2**20
 
@@ -227,11 +228,32 @@ def flops_of(config: GPTConfig, batch_size: int) -> float:
     >>> flops_of(GPTConfig(), 8) / 1e9
     2.76430848
     """
-    with torch.device("meta"):
-        numel = sum(param.numel() for param in GPT(config).parameters())
-    return training_flops(
-        numel, batch_size * config.context, layers=config.layers, width=config.width, context=config.context
-    )
+    size = {"layers": config.layers, "width": config.width, "context": config.context}
+    return training_flops(config.numel, batch_size * config.context, **size)
+
+
+def workload_of(config: GPTConfig, batch_size: int) -> Workload:
+    """The same for the simulator: the parameters' operations, and attention's as a share of these."""
+    tokens = batch_size * config.context
+    attention_share = flops_of(config, batch_size) / (6 * config.numel * tokens) - 1
+    return Workload(tokens, attention_share=attention_share)
+
+
+def together_ms(spans_of_ranks: Iterable[Sequence[tuple[float, float]]]) -> list[float]:
+    """Milliseconds from when the last rank began until the last one was done, for each of some iterations.
+
+    Ranks are processes of one machine, so they read the same clock.
+
+    >>> together_ms([[(1.0, 1.5)], [(1.25, 1.75)]])
+    [500.0]
+
+    Args:
+        spans_of_ranks: for each rank the seconds at which each iteration began and ended.
+    """
+    return [
+        1e3 * (max(end for _, end in spans) - max(began for began, _ in spans))
+        for spans in zip(*spans_of_ranks, strict=True)
+    ]
 
 
 def load_average() -> float | None:

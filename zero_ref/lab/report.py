@@ -1,4 +1,4 @@
-"""One HTML page that shows a run: its verdict, its table, its pictures. Standard library only.
+"""One HTML page that shows a run: its verdict, its table, its pictures. `report.html` is its template.
 
 The page is a single file. Styles and images are inside it, nothing is fetched, so it can be mailed, archived
 or opened from a train. It reads at phone and at desk width, on light and on dark screens.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
-from string import Template
 from typing import NamedTuple, Protocol
 
-from zero_ref.live.page import table
-from zero_ref.live.svg import element
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from zero_ref.simulator.ledger import format_bytes
 
 
@@ -35,6 +33,17 @@ class Check(NamedTuple):
     @property
     def equal(self) -> bool:
         return self.predicted == self.measured
+
+    @property
+    def shown(self) -> tuple[str, str]:
+        """Both numbers, rounded where they are equal: else rounded ones could look equal, and are exact."""
+        return _written(self.predicted, self.unit, self.equal), _written(self.measured, self.unit, self.equal)
+
+    @property
+    def in_words(self) -> str:
+        """Both numbers, exactly."""
+        predicted, measured = (_written(value, self.unit) for value in (self.predicted, self.measured))
+        return f"predicted {predicted}, measured {measured}"
 
 
 class Drawn(Protocol):
@@ -98,28 +107,21 @@ def write_report(
         if len(row) != len(columns):
             raise ValueError(f"the row of {row[:1]} has {len(row)} cells for {len(columns)} columns.")
     equal, text, misses = verdict(columns, rows)
-    listed = [element("ul", *(element("li", escape(miss)) for miss in misses))] if misses else []
-    heads = [_head(column, cells) for column, *cells in zip(columns, *rows)]
-    body = [[escape(_plain(row[0])), *map(_cell, columns[1:], row[1:])] for row in rows]
-    ran = [
-        element("div", element("dt", escape(name)), element("dd", escape(str(value))))
-        for name, value in (environment or {}).items()
-    ]
-    parts = [
-        element("h1", escape(title)),
-        element("p", escape(lead), class_="lead") if lead else "",
-        element("div", escape(text), *listed, class_=f"verdict {'good' if equal else 'bad'}", role="status"),
-        element("h2", "Predicted and measured"),
-        element("p", "Pairs are predicted | measured.", class_="narrow"),
-        element("div", table(heads, body), class_="scroll"),
-        element("h2", "Pictures"),
-        element("div", "", *(_figure(Exhibit(*figure)) for figure in figures), class_="pictures"),
-        element("h2", "Where this ran"),
-        element("dl", "", *ran),
-    ]
-    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    page = _PAGE.substitute(style=style, title=escape(title), body="\n".join(parts))
-    Path(path).write_text(page, encoding="utf-8")
+    is_checked = [any(isinstance(cell, Check) for cell in cells) for cells in zip(*rows)]
+    exhibits = [Exhibit(*figure) for figure in figures]
+    page = _PAGES.get_template("report.html").render(
+        title=title,
+        style=Path(__file__).with_suffix(".css").read_text(encoding="utf-8"),
+        lead=lead,
+        equal=equal,
+        verdict=text,
+        misses=misses,
+        columns=list(zip(columns, is_checked or [False] * len(columns))),
+        rows=[(name, list(zip(columns[1:], cells))) for name, *cells in rows],
+        figures=[(_data_uri(one), one.caption, one.alt) for one in exhibits],
+        environment=environment or {},
+    )
+    Path(path).write_text(page + "\n", encoding="utf-8")
 
 
 def verdict(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> tuple[bool, str, list[str]]:
@@ -134,7 +136,7 @@ def verdict(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> tuple[boo
     checks = [(name, cell) for name, cell in cells if isinstance(cell, Check)]
     if not checks:
         return False, "No prediction was held against a measurement", []
-    misses = [f"{name}: {_in_words(cell)}" for name, cell in checks if not cell.equal]
+    misses = [f"{name}: {cell.in_words}" for name, cell in checks if not cell.equal]
     count = len(checks) - len(misses)
     verb = "equals its" if count == 1 else "equal their"
     noun = "prediction" if len(checks) == 1 else "predictions"
@@ -142,21 +144,6 @@ def verdict(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> tuple[boo
 
 
 # ------------------------------------------------------------------------------------------ parts of the page
-
-
-def _head(column: str, cells: Sequence[Cell]) -> str:
-    checked = any(isinstance(cell, Check) for cell in cells)
-    return escape(column) + ("<small>predicted | measured</small>" if checked else "")
-
-
-def _cell(column: str, cell: Cell) -> str:
-    if not isinstance(cell, Check):
-        return element("td", element("span", escape(_plain(cell))), data_label=column)
-    # Rounded numbers could look equal where the exact ones are not: then the exact ones are shown.
-    pair = [escape(_written(value, cell.unit, cell.equal)) for value in (cell.predicted, cell.measured)]
-    shown = element("span", "<i> | </i>".join(pair), element("b", " =" if cell.equal else " ≠"))
-    look = "equal" if cell.equal else "differs"
-    return element("td", shown, data_label=column, class_=look, title=_in_words(cell))
 
 
 def _plain(cell: Cell) -> str:
@@ -167,11 +154,6 @@ def _plain(cell: Cell) -> str:
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:,.6g}"
 
 
-def _in_words(check: Check) -> str:
-    predicted, measured = (_written(value, check.unit) for value in (check.predicted, check.measured))
-    return f"predicted {predicted}, measured {measured}"
-
-
 def _written(value: float, unit: str, rounded: bool = False) -> str:
     if rounded and unit == "bytes":
         return format_bytes(value)
@@ -179,15 +161,11 @@ def _written(value: float, unit: str, rounded: bool = False) -> str:
     return f"{number} {'B' if unit == 'bytes' else unit}".rstrip()
 
 
-def _figure(exhibit: Exhibit) -> str:
+def _data_uri(exhibit: Exhibit) -> str:
+    # In an <img>, not inline: two SVGs may use the same ids, and an image can run no script.
+    image = exhibit.image
     if not exhibit.alt.strip():
         raise ValueError(f"the picture {exhibit.caption!r} has no alternative text: say what it shows.")
-    image = f'<img src="{_data_uri(exhibit.image)}" alt="{escape(exhibit.alt)}">'
-    return element("figure", image, element("figcaption", escape(exhibit.caption)))
-
-
-def _data_uri(image: str | Path | Drawn) -> str:
-    # In an <img>, not inline: two SVGs may use the same ids, and an image can run no script.
     if not isinstance(image, str | Path):
         content, kind = image._repr_svg_().encode(), "svg+xml"
     else:
@@ -198,16 +176,12 @@ def _data_uri(image: str | Path | Drawn) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
-_PAGE = Template("""<!DOCTYPE html>
-<html lang="en"><head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>$title</title>
-<style>$style</style>
-</head><body><main>
-$body
-</main></body>
-</html>
-""")
+_PAGES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,  # all that is put into the page but its style sheet
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_PAGES.filters["plain"] = _plain
+_PAGES.tests["check"] = lambda cell: isinstance(cell, Check)

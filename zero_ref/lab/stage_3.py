@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zero_ref.lab.meter import HeldBytes
+from zero_ref.lab.meter import HeldBytes, memory_of
 from zero_ref.lab.ranks import device
 
 
@@ -110,12 +110,7 @@ def held_bytes(params: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer)
     params = list(params)
     state = [value for of_param in optimizer.state.values() for value in of_param.values()]
     return HeldBytes(
-        _memory_of(params),
-        _memory_of(param.grad for param in params if param.grad is not None),
+        memory_of(map(local_part, params)),
+        memory_of(local_part(param.grad) for param in params if param.grad is not None),
         sum(local_part(value).nbytes for value in state if isinstance(value, torch.Tensor)),
     )
-
-
-def _memory_of(tensors: Iterable[torch.Tensor]) -> int:
-    storages = (local_part(tensor).untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -12,21 +12,28 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from zero_ref.lab import meter, ranks
 from zero_ref.lab.config import TrainConfig
 from zero_ref.lab.model import GPT
 from zero_ref.lab.outcome import predict
-from zero_ref.lab.pieces import Effort, Times, flops_of, now, passages, time_collectives, time_training
-from zero_ref.lab.strategies import trainable
+from zero_ref.lab.pieces import (
+    Effort,
+    Times,
+    TrainingSize,
+    now,
+    passages,
+    time_collectives,
+    time_training,
+    together_ms,
+    workload_of,
+)
+from zero_ref.lab.strategies import Trainable, trainable
 from zero_ref.plan.calls import Call
 from zero_ref.simulator.calibrate import Calibration, NoRateError, calibrate, undisturbed_ms
 from zero_ref.simulator.cluster import Cluster
-from zero_ref.simulator.models import from_module
 from zero_ref.simulator.play import Played, play
-from zero_ref.simulator.price import Workload
 from zero_ref.simulator.schedule import Schedule
 
 FIRST_ITERATIONS = 3
@@ -62,12 +69,7 @@ def predict_step(config: TrainConfig, cluster: Cluster, world_size: int) -> Pred
         cluster: such as `simulator.calibrate.calibrate` returns.
     """
     plan = _plan(replace(config, batch_size=1), world_size)
-    with torch.device("meta"):
-        params = from_module(GPT(config.model))
-    numel = sum(param.numel for param in params)
-    tokens = config.batch_size * config.model.context
-    attention_share = flops_of(config.model, config.batch_size) / (6 * numel * tokens) - 1
-    return Predicted(plan, play(plan, cluster, Workload(tokens, attention_share=attention_share)))
+    return Predicted(plan, play(plan, cluster, workload_of(config.model, config.batch_size)))
 
 
 @lru_cache(maxsize=64)
@@ -121,7 +123,14 @@ def take_turns(configs: Sequence[TrainConfig], effort: Effort) -> Trial:
             others.
         effort: the pieces; `rounds` is the number of turns.
     """
-    runs = [_Run(config) for config in configs]
+    runs = [
+        Loop(
+            trainable(config.recipe, GPT(config.model, config.seed).to(ranks.device())),
+            TrainingSize(config.model, config.batch_size),
+            config.seed,
+        )
+        for config in configs
+    ]
     times = Times([], [])
     for number in range(FIRST_ITERATIONS + effort.rounds):
         timed = number >= FIRST_ITERATIONS
@@ -163,17 +172,25 @@ def calibrate_in_turns(
     return calibrate_in_turns(configs, more, world_size, attempts=attempts - 1, timeout=2 * timeout)
 
 
-class _Run:
-    """A training loop that can be left after any iteration, and taken up again."""
+class Loop:
+    """A training loop that can be left after any iteration, and taken up again.
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
-        self.made = trainable(config.recipe, GPT(config.model, config.seed).to(ranks.device()))
+    Args:
+        made: what is trained.
+        size: of the model, and of what it is given.
+        seed: of the passages.
+
+    Attributes:
+        spans: as in `Iterations`.
+    """
+
+    def __init__(self, made: Trainable, size: TrainingSize, seed: int = 0) -> None:
+        self.made, self.size, self.seed = made, size, seed
         self.spans: list[tuple[float, float]] = []
 
     def iterate(self, number: int, *, timed: bool) -> None:
-        config, made = self.config, self.made
-        given = passages(config.model, config.batch_size, seed=config.seed, step=number, rank=dist.get_rank())
+        """One iteration, with the passages of this step."""
+        made, given = self.made, passages(*self.size, seed=self.seed, step=number, rank=dist.get_rank())
         made.calls.clear()
         dist.barrier()
         begun = now()
@@ -194,8 +211,7 @@ class StepTime:
 
     Args:
         predicted_ms, measured_ms: measured is `undisturbed_ms` of the repeats, as in the calibration.
-        repeats_ms: of each iteration, from when the last rank began until the last was done. Ranks are
-            processes of one machine, so they read the same clock.
+        repeats_ms: of each iteration, as `pieces.together_ms` counts it.
         as_planned: on every rank the calls, in their order and with their bytes, and the bytes that it holds
             are those of the schedule.
     """
@@ -224,10 +240,7 @@ def compare_steps(
     compared = []
     for config, iterations in zip(configs, zip(*(trial.iterations for trial in trials)), strict=True):
         predicted = predict_step(config, cluster, world_size)
-        repeats_ms = [
-            1e3 * (max(end for _, end in spans) - max(begin for begin, _ in spans))
-            for spans in zip(*(rank.spans for rank in iterations), strict=True)
-        ]
+        repeats_ms = together_ms(rank.spans for rank in iterations)
         as_planned = all(_as_planned(predicted.plan, rank, seen) for rank, seen in enumerate(iterations))
         times = predicted.ms, undisturbed_ms(repeats_ms), tuple(repeats_ms)
         compared.append(StepTime(config, *times, as_planned))

@@ -20,6 +20,7 @@ import torch
 from zero_ref.comm.collectives import Observable, PendingCall, ToPeer
 from zero_ref.lab.patience import patience
 from zero_ref.plan.calls import Call
+from zero_ref.plan.partition import check_world_size
 
 T = TypeVar("T")
 
@@ -43,8 +44,7 @@ def run(
         ValueError: `world_size` is below 1.
         RuntimeError: a rank raised; names the first that did, with its error as the cause.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
+    check_world_size(world_size)
     world = _World(world_size, timeout * patience())
     results: list[Any] = [None] * world_size
     failures: list[tuple[int, BaseException]] = []  # in order of time: list.append is atomic

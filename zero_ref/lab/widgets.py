@@ -22,7 +22,7 @@ import ipywidgets
 from IPython.display import HTML, DisplayHandle, display
 
 from zero_ref.live import explorer as explorer_named, page
-from zero_ref.live.explorer import Answer, Control, Explorer, Value
+from zero_ref.live.explorer import Control, Explorer, Value
 
 
 def explore(name: str, **values: Value) -> Exploration | HTML:
@@ -74,7 +74,7 @@ class Exploration:
             control.disabled = name in self.answer.idle
 
     def _picture(self) -> HTML:
-        return HTML(_html(self.answer))
+        return HTML(f"{self.answer.svg}<p>{self.answer.words}</p>")
 
     def _ipython_display_(self) -> None:
         # Two outputs. Inside the widget the picture would be lost where there is no kernel.
@@ -82,10 +82,6 @@ class Exploration:
         shown = display(self._picture(), display_id=True)
         if shown is not None:  # outside of IPython nothing can be drawn anew
             self._shown.append(shown)
-
-
-def _html(answer: Answer) -> str:
-    return f"{answer.svg}<p>{answer.words}</p>"
 
 
 _LOOK: dict[str, Any] = {"style": {"description_width": "15em"}, "layout": {"width": "36em"}}

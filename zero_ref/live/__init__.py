@@ -21,6 +21,7 @@ from zero_ref.live.overlap import OVERLAP
 from zero_ref.live.partition import PARTITION
 from zero_ref.live.ring import RING
 from zero_ref.live.search import SEARCH
+from zero_ref.simulator._checks import check_name
 
 EXPLORERS: dict[str, Explorer] = {
     one.name: one for one in (MEMORY, RING, PARTITION, BUCKETS, OVERLAP, DESIGN, SEARCH)
@@ -33,8 +34,7 @@ def explorer(name: str) -> Explorer:
     Raises:
         ValueError: the name is not in EXPLORERS.
     """
-    if name not in EXPLORERS:
-        raise ValueError(f"unknown explorer {name!r}; choose one of {', '.join(EXPLORERS)}.")
+    check_name("explorer", name, EXPLORERS)
     return EXPLORERS[name]
 
 

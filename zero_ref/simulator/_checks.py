@@ -19,12 +19,6 @@ def check_number(what: str, value: float, *, above: bool = False) -> None:
         raise ValueError(f"{what} must be {'above 0' if above else '0 or more'}, got {value:g}.")
 
 
-def check_world_size(world_size: int) -> None:
-    """Raise a ValueError for a number of ranks below 1."""
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
-
-
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that somebody meant who mistyped it; None if none is like it.
 

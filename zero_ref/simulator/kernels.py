@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.cluster import Device
 from zero_ref.simulator.models import ParamShape, Transformer, blocks, outputs_of
 
@@ -353,8 +354,7 @@ def recomputed(checkpointing: str) -> Recomputed:
     Raises:
         ValueError: the name is unknown.
     """
-    if checkpointing not in RECOMPUTED:
-        raise ValueError(f"unknown checkpointing {checkpointing!r}; choose one of {', '.join(RECOMPUTED)}.")
+    check_name("checkpointing", checkpointing, RECOMPUTED)
     return RECOMPUTED[checkpointing]
 
 

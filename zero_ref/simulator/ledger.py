@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from zero_ref.plan.layout import ITEMSIZE
-from zero_ref.plan.partition import ParamSpec, Partition
-from zero_ref.simulator._checks import check_name, check_world_size
+from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
+from zero_ref.simulator._checks import check_name
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from zero_ref.plan.layout import lay_out
-from zero_ref.plan.partition import ParamSpec, Partition
-from zero_ref.simulator._checks import check_world_size
+from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
 from zero_ref.simulator.ledger import (
     UNITS,
     Convention,

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from zero_ref.plan.partition import ParamSpec
+from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.decoders import (
     FAMILIES,
     MIXTURES,
@@ -188,28 +189,7 @@ class Llama:
         return BlockKind()
 
     def shapes(self) -> tuple[ParamShape, ...]:
-        d, hidden = self.width, self.hidden
-        query, key_value = self.head_width * self.heads, self.head_width * self.key_value_heads
-        listed = [ParamShape("model.embed_tokens.weight", (self.vocabulary, d))]
-        for i in range(self.depth):
-            block = f"model.layers.{i}"
-            listed += [
-                ParamShape(f"{block}.self_attn.q_proj.weight", (query, d)),
-                ParamShape(f"{block}.self_attn.k_proj.weight", (key_value, d)),
-                ParamShape(f"{block}.self_attn.v_proj.weight", (key_value, d)),
-                ParamShape(f"{block}.self_attn.o_proj.weight", (d, query)),
-                ParamShape(f"{block}.mlp.gate_proj.weight", (hidden, d)),
-                ParamShape(f"{block}.mlp.up_proj.weight", (hidden, d)),
-                ParamShape(f"{block}.mlp.down_proj.weight", (d, hidden)),
-                ParamShape(f"{block}.input_layernorm.weight", (d,)),
-                ParamShape(f"{block}.post_attention_layernorm.weight", (d,)),
-            ]
-        listed.append(ParamShape("model.norm.weight", (d,)))
-        if self.head is not None:
-            return self.head.behind(listed, d)
-        if not self.tied:
-            listed.append(ParamShape("lm_head.weight", (self.vocabulary, d)))
-        return tuple(listed)
+        return Decoder("llama", **vars(self)).shapes()
 
 
 @dataclass(frozen=True)
@@ -273,8 +253,7 @@ def shapes(name: str) -> tuple[ParamShape, ...]:
     Raises:
         ValueError: the name is not in MODELS.
     """
-    if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}.")
+    check_name("model", name, MODELS)
     return MODELS[name].shapes()
 
 
@@ -288,15 +267,7 @@ def specs(shapes: Iterable[ParamShape], dtype: str = "float32") -> list[ParamSpe
     return [ParamSpec(param.numel, dtype, name=param.name, shape=param.shape) for param in shapes]
 
 
-class Named(Protocol):
-    """A ParamShape or a ParamSpec."""
-
-    @property
-    def name(self) -> str:
-        """As in `named_parameters()`."""
-
-
-def blocks(params: Iterable[Named]) -> list[list[int]]:
+def blocks(params: Iterable[ParamShape | ParamSpec]) -> list[list[int]]:
     """The units in which stage 3 gathers parameters: what lies outside every block, then block by block.
 
     A block is what has a number in its name: `transformer.h.3.mlp.c_fc.weight` belongs to `transformer.h.3`,

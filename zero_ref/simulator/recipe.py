@@ -237,7 +237,6 @@ def recipe(strategy: str | Recipe, **changes: Any) -> Recipe:
         TypeError: there is no such field.
     """
     if isinstance(strategy, str):
-        if strategy not in RECIPES:
-            raise ValueError(f"unknown strategy {strategy!r}; choose one of {', '.join(RECIPES)}.")
+        check_name("strategy", strategy, RECIPES)
         strategy = RECIPES[strategy]
     return replace(strategy, **changes) if changes else strategy

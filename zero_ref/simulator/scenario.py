@@ -14,8 +14,7 @@ from typing import Annotated, Any
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.gradients import gradient_plans
-from zero_ref.plan.partition import ParamSpec, Partition
-from zero_ref.simulator._checks import check_world_size
+from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
 from zero_ref.simulator.activations import CHECKPOINTING, Activations, activations
 from zero_ref.simulator.cluster import Cluster
 from zero_ref.simulator.decoders import Decoder

@@ -17,7 +17,7 @@ from zero_ref.plan.calls import Call
 from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.gradients import gradient_plans
 from zero_ref.plan.layout import BucketLayout, lay_out
-from zero_ref.plan.partition import ParamSpec, Partition
+from zero_ref.plan.partition import ParamSpec, Partition, check_world_size
 from zero_ref.simulator.data_parallel import broadcasts_of, data_parallel, messages_of, owned_bytes
 from zero_ref.simulator.ledger import itemsize_of, nbytes_of, state_bytes_of_rank, state_rule
 from zero_ref.simulator.local_sgd import local_sgd
@@ -214,8 +214,7 @@ def schedule(
         bytes of each rank before.
     """
     how = recipe(strategy)
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1 rank, got {world_size}.")
+    check_world_size(world_size)
     averaging = how.averaging
     if averaging is None and steps is not None:
         raise ValueError(f"steps= is for {LOCAL_SGD!r}; strategy {how.name!r} meets in every step.")
@@ -227,47 +226,26 @@ def schedule(
     parameter_bytes = sum(nbytes_of(param) for param in params)
     gradient_bytes = (sum(nbytes_of(param) for param in params if param.trainable),) * world_size
 
-    if how.partition is None:
-        all_on_one = plan_partition("sorted_greedy", params, world_size=1)
-        state_bytes = state_bytes_of_rank(all_on_one, params, how.optimizer) * world_size
-        if averaging is not None:
-            steps = averaging.steady if steps is None else steps
-            operations = local_sgd(
-                params,
-                buckets,
-                averaging,
-                world_size,
-                steps,
-                averaged_itemsize=how.averaged_itemsize,
-                activation_bytes=activation_bytes,
-                accumulation=how.accumulation,
-            )
-        else:
-            operations = data_parallel(
-                params,
-                world_size,
-                None,
-                buckets,
-                activation_bytes=activation_bytes,
-                muon=muon,
-                accumulation=how.accumulation,
-                reduced_itemsize=reduced_itemsize,
-            )
-        return Schedule(
-            operations,
-            world_size,
-            (parameter_bytes,) * world_size,
-            gradient_bytes,
-            state_bytes,
-            iterations=len(steps) if steps else 1,
-        )
-
-    group = how.group_of(world_size)
+    # A rank that shares nothing is a group of its own, and owns everything.
+    shares = how.partition is not None
+    group = how.group_of(world_size) if shares else 1
     replicas = world_size // group
-    owned = plan_partition(how.partition, params, group)
+    owned = plan_partition("sorted_greedy" if how.partition is None else how.partition, params, group)
     if how.flat:
         parameter_bytes += sum(flat.padding * flat.itemsize for flat in lay_out(owned, params).flats)
-    if how.without_ddp:
+    if averaging is not None:
+        steps = averaging.steady if steps is None else steps
+        operations = local_sgd(
+            params,
+            buckets,
+            averaging,
+            world_size,
+            steps,
+            averaged_itemsize=how.averaged_itemsize,
+            activation_bytes=activation_bytes,
+            accumulation=how.accumulation,
+        )
+    elif how.without_ddp:
         operations = sharded_data_parallel(
             params,
             world_size,
@@ -284,7 +262,7 @@ def schedule(
         operations = data_parallel(
             params,
             world_size,
-            owned,
+            owned if shares else None,
             buckets,
             flat=how.flat,
             to_owners=how.to_owners,
@@ -301,6 +279,7 @@ def schedule(
         (parameter_bytes,) * world_size,
         owned_bytes(owned, params) * replicas if how.to_owners else gradient_bytes,
         state_bytes_of_rank(owned, params, how.optimizer) * replicas,
+        iterations=len(steps) if steps else 1,
         left_to_owners=_left_to_owners(owned, params, how) * replicas if how.to_owners else None,
     )
 

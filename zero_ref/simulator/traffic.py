@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zero_ref.plan.calls import PAIRWISE_RANKS
-from zero_ref.simulator._checks import check_name, check_number, check_world_size
+from zero_ref.plan.partition import check_world_size
+from zero_ref.simulator._checks import check_name, check_number
 
 
 class Traffic(NamedTuple):

@@ -46,8 +46,8 @@ from zero_ref.lab.plots._rules import loads_by_rule
 from zero_ref.lab.plots._runs import loss_curves, predicted_against_measured
 from zero_ref.lab.plots._sharded import gradient_memory, hybrid_groups, reductions_against_ranks
 from zero_ref.lab.plots._simulated import StepParts, memory_curve, step_parts, step_time_against_ranks
-from zero_ref.lab.plots._style import Picture, figure, save
-from zero_ref.lab.plots._volume import memory_against_ranks, panels, volume_against_ranks
+from zero_ref.lab.plots._style import Picture, figure, panels, save
+from zero_ref.lab.plots._volume import memory_against_ranks, volume_against_ranks
 from zero_ref.lab.plots._wire import bytes_on_wire, time_against_bytes
 from zero_ref.live.lanes import timeline
 from zero_ref.live.loads import balance_against_ranks, loads

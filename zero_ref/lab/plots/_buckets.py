@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 
-from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, label_box
+from zero_ref.lab.plots._style import (
+    SMALL_PT,
+    bare,
+    colour_key,
+    filled_box,
+    in_style,
+    label_box,
+    with_levels,
+    write_beside,
+)
 from zero_ref.live.names import short_names
 from zero_ref.live.numbers import short, short_bytes
-from zero_ref.live.palette import (
-    FAINT,
-    INK,
-    MUTED,
-    PAPER,
-    RANK_COLOURS,
-    SERIES_COLOURS,
-    rank_colour,
-    text_colour_on,
-    tint,
-)
+from zero_ref.live.palette import INK, MUTED, PAPER, RANK_COLOURS, SERIES_COLOURS, rank_colour, tint
 from zero_ref.plan.layout import Bucket, BucketLayout, Flat
 
 ROW = 2.1
@@ -86,18 +85,8 @@ def _draw_flat(ax: Axes, flat: Flat, top: float, names: Sequence[str]) -> None:
     filled = [0, *(edge for bucket in flat.buckets for edge in (bucket.start, bucket.stop)), flat.numel]
     for start, stop in list(pairwise(filled))[::2]:
         if start < stop:
-            ax.add_patch(
-                Rectangle(
-                    (start, top),
-                    stop - start,
-                    1,
-                    facecolor=PAPER,
-                    edgecolor=tint(MUTED, 0.6),
-                    hatch="////",
-                    linewidth=0,
-                    label="padding",
-                )
-            )
+            hatched: dict[str, Any] = {"edgecolor": tint(MUTED, 0.6), "hatch": "////", "linewidth": 0}
+            filled_box(ax, (start, top + 1, stop, top), PAPER, label="padding", **hatched)
     for bucket in flat.buckets:
         colour = rank_colour(bucket.owner, len(RANK_COLOURS))
         for piece, place in zip(bucket.slices, bucket.starts):
@@ -105,13 +94,11 @@ def _draw_flat(ax: Axes, flat: Flat, top: float, names: Sequence[str]) -> None:
             stop = start + piece.numel
             if start == stop:
                 continue
-            box = Rectangle((start, top), piece.numel, 1, facecolor=colour, edgecolor=PAPER, linewidth=1.6)
-            box.set_label(f"parameter {piece.param}, rank {bucket.owner}")
-            ax.add_patch(box)
             forms = short_names(names[piece.param])
             choices = [f"{form}\n{piece.numel:,}" for form in forms] + forms
+            label = f"parameter {piece.param}, rank {bucket.owner}"
             window = (start, top + 1, stop, top)
-            label_box(ax, window, choices, color=text_colour_on(colour), fontsize=SMALL_PT)
+            filled_box(ax, window, colour, choices, edgecolor=PAPER, linewidth=1.6, label=label)
         _draw_message(ax, bucket, flat.itemsize, top)
     for before, after in pairwise(flat.buckets):
         if (
@@ -123,18 +110,9 @@ def _draw_flat(ax: Axes, flat: Flat, top: float, names: Sequence[str]) -> None:
 
 def _draw_message(ax: Axes, bucket: Bucket, itemsize: int, top: float) -> None:
     """A bar under the windows that travel as one, with its bytes."""
-    colour = rank_colour(bucket.owner, len(RANK_COLOURS))
-    ax.add_patch(
-        Rectangle(
-            (bucket.start, top + 1.1),
-            bucket.numel,
-            0.1,
-            facecolor=colour,
-            edgecolor=PAPER,
-            linewidth=0.8,
-            label=f"message of rank {bucket.owner}",
-        )
-    )
+    colour, label = rank_colour(bucket.owner, len(RANK_COLOURS)), f"message of rank {bucket.owner}"
+    bar = (bucket.start, top + 1.2, bucket.stop, top + 1.1)
+    filled_box(ax, bar, colour, edgecolor=PAPER, linewidth=0.8, label=label)
     nbytes = short_bytes(bucket.numel * itemsize)
     box = (bucket.start, top + 1.75, bucket.stop, top + 1.22)
     label_box(ax, box, [f"one message, {nbytes}", nbytes], color=INK, fontsize=SMALL_PT)
@@ -189,19 +167,10 @@ def message_times(
 
     tops = [max(a + b, measured_ms.get(size, 0)) for size, a, b in zip(sizes, of_bytes, fixed)]
     for place, (size, top) in enumerate(zip(sizes, tops)):
-        ax.annotate(
-            f"{len(messages[size]):,}",
-            (place, top),
-            xytext=(0, 7),
-            textcoords="offset points",
-            ha="center",
-            color=INK,
-            fontsize=SMALL_PT,
-        )
+        write_beside(ax, f"{len(messages[size]):,}", (place, top), (0, 7), ha="center")
     ax.set_xlim(-0.6, len(sizes) - 0.4)
     ax.set_ylim(0, 1.14 * max(tops) or 1)
-    bare(ax, keep=("bottom",))
-    ax.grid(axis="y", color=FAINT, linewidth=0.6)
+    with_levels(ax)
     ax.set_xticks(list(places), [short_bytes(size).replace(" ", "\n") for size in sizes])
     ax.set_xlabel("bucket size; above the bars, the number of messages")
     ax.set_ylabel("ms for all messages")

@@ -8,11 +8,19 @@ from itertools import pairwise
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style
+from zero_ref.lab.plots._style import (
+    TEXT_PT,
+    colour_key,
+    in_style,
+    numbered,
+    stacked_rows,
+    with_levels,
+    write_beside,
+)
 from zero_ref.live.numbers import short, short_bytes
-from zero_ref.live.palette import FAINT, INK, PART_COLOURS
+from zero_ref.live.palette import PART_COLOURS
 from zero_ref.simulator.ledger import MIXED_16, Convention, ledger
 
 MOST_NAMED_BARS = 24
@@ -60,7 +68,7 @@ def memory_by_rank(held_by_strategy: Mapping[str, Sequence[Held]], ax: Axes) -> 
         edges = [place - 0.42 + 0.84 * bar / world_size for bar in range(world_size + 1)]
         _stack(ax, edges, held, bars)
         fullest = max(sum(of_rank) for of_rank in held)
-        _write(ax, short_bytes(fullest), (place, fullest), (0, 3), ha="center")
+        write_beside(ax, short_bytes(fullest), (place, fullest), (0, 3), ha="center")
 
     named = bars <= MOST_NAMED_BARS and world_size > 1
     at = [
@@ -73,20 +81,11 @@ def memory_by_rank(held_by_strategy: Mapping[str, Sequence[Held]], ax: Axes) -> 
     )
     for place, name in enumerate(counts):
         wrapped = textwrap.fill(name, max(8, 52 // len(counts)))
-        ax.annotate(
-            wrapped,
-            (place, 0),
-            (0, -22 if named else -7),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="center",
-            va="top",
-            annotation_clip=False,
-        )
-    bare(ax, keep=("bottom",))
-    ax.grid(axis="y", color=FAINT, linewidth=0.6)
-    ax.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
+        below: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "annotation_clip": False}
+        shift = 0, -22 if named else -7
+        write_beside(ax, wrapped, (place, 0), shift, ha="center", va="top", fontsize=TEXT_PT, **below)
+    with_levels(ax)
+    numbered(ax.yaxis, short_bytes, MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     ax.margins(x=0.02, y=0.12)
     colour_key(ax, PART_COLOURS)
     which = "each rank" if named else f"each of {world_size:,} ranks"
@@ -131,34 +130,16 @@ def ledger_stages(
     Source:
         ZeRO (arXiv:1910.02054), figure 1, by `zero_ref.simulator.ledger.ledger`.
     """
-    show = short if numel == 1 else short_bytes
-    place = 0.0
-    ticks: list[float] = []
+    bars: dict[str, dict[str, Held]] = {}
     for stage in stages:
-        ax.text(0, place, STAGE_NAMES[stage], va="center")
-        for world_size in world_sizes:
-            place += 0.9
-            books = ledger(numel, world_size, stage, convention)
-            parts = (books.parameter_bytes, books.gradient_bytes, books.optimizer_bytes)
-            end = 0.0
-            for (part, colour), nbytes in zip(PART_COLOURS.items(), parts):
-                ax.barh(place, nbytes, 0.72, left=end, color=colour, label=part)
-                end += nbytes
-            _write(ax, show(end), (end, place), (4, 0), va="center")
-            ticks.append(place)
-        place += 1.3
-    bare(ax, keep=())
+        of_stage = bars.setdefault(STAGE_NAMES[stage], {})
+        for n in world_sizes:
+            books = ledger(numel, n, stage, convention)
+            parts = books.parameter_bytes, books.gradient_bytes, books.optimizer_bytes
+            of_stage[f"{n:,} rank{'s' if n > 1 else ''}"] = parts
     ax.margins(x=0.02)
+    stacked_rows(ax, bars, PART_COLOURS, short if numel == 1 else short_bytes, between=1.3)
     ax.set_xlim(left=0)
-    ax.set_ylim(place - 0.7, -0.5)
-    ax.set_xticks([])
-    ax.set_yticks(ticks, [f"{n:,} rank{'s' if n > 1 else ''}" for n in world_sizes] * len(stages))
     ax.set_xlabel(textwrap.fill(f"Counted: {convention.summary or convention}", 62), loc="left")
-    colour_key(ax, PART_COLOURS)
     ax.set_title("Bytes per parameter on one rank" if numel == 1 else "Bytes on one rank", pad=30)
     return ax
-
-
-def _write(ax: Axes, text: str, at: tuple[float, float], shift: tuple[float, float], **how: Any) -> None:
-    """A number beside a bar's end, `shift` points away from it."""
-    ax.annotate(text, at, shift, textcoords="offset points", fontsize=SMALL_PT, color=INK, **how)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from zero_ref.lab.plots._style import MARKERS, SMALL_PT, bare, in_style, key_above
+from zero_ref.lab.plots._style import MARKERS, SMALL_PT, bare, filled_box, in_style, key_above, numbered
 from zero_ref.live.numbers import short
 from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, RANK_COLOURS, rank_colour, tint
 from zero_ref.local_sgd.averaging import AveragingSchedule
@@ -63,8 +63,7 @@ def drift(distances: Sequence[Sequence[float]], schedule: AveragingSchedule, ax:
     else:
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     ax.tick_params(axis="x", pad=7)  # markers at 0 reach below the axis
-    ax.yaxis.set_major_locator(MaxNLocator(4))
-    ax.yaxis.set_major_formatter(lambda value, _: short(value))
+    numbered(ax.yaxis, short, MaxNLocator(4))
     ax.set_xlabel("after step")
     ax.set_ylabel("distance from the mean")
     key_above(ax, handles, columns=3, handlelength=1.8)
@@ -95,15 +94,8 @@ def agreement(lowest: Sequence[Sequence[int]], ax: Axes, *, warmup_steps: int = 
             raise ValueError(f"after step {step} ranks agree that do not lie side by side: {list(of_step)}.")
         for first in sorted(set(of_step)):
             height = list(of_step).count(first)
-            ax.add_patch(
-                Rectangle(
-                    (step + 0.07, first + 0.07),
-                    0.86,
-                    height - 0.14,
-                    facecolor=rank_colour(first, world_size),
-                    linewidth=0,
-                )
-            )
+            box = (step + 0.07, first + height - 0.07, step + 0.93, first + 0.07)
+            filled_box(ax, box, rank_colour(first, world_size), linewidth=0)
             for rank in range(first + 1, first + height):
                 ax.plot([step + 0.07, step + 0.93], [rank, rank], color=PAPER, linewidth=0.6, alpha=0.6)
     if warmup_steps:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from matplotlib.axes import Axes
 
-from zero_ref.lab.plots._style import SMALL_PT
+from zero_ref.lab.plots._style import SMALL_PT, write_beside
 from zero_ref.live.palette import ALARM, INK
 
 LINE_PT = 1.35 * SMALL_PT
@@ -46,14 +46,5 @@ def end_labels(
 def level(ax: Axes, value: float, name: str) -> None:
     """A dashed line across, with its name above it at the right, in red."""
     ax.axhline(value, color=ALARM, linewidth=1.3, linestyle=(0, (4, 2)), label="device")
-    ax.annotate(
-        name,
-        (1, value),
-        (0, 3),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        fontsize=SMALL_PT,
-        color=ALARM,
-    )
+    at_right = ("axes fraction", "data")
+    write_beside(ax, name, (1, value), (0, 3), xycoords=at_right, ha="right", va="bottom", color=ALARM)

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 
-from zero_ref.lab.plots._style import SMALL_PT, bare, in_style
+from zero_ref.lab.plots._style import SMALL_PT, bare, filled_box, in_style
 from zero_ref.live.numbers import short_count
 from zero_ref.live.palette import INK, MUTED, PAPER, RANK_COLOURS, rank_colour, tint
 from zero_ref.plan.partition import Partition, Slice
@@ -78,7 +77,7 @@ def groups_grid(
         top += GAP
     for rank in range(world_size):
         colour = rank_colour(rank, len(RANK_COLOURS))
-        ax.add_patch(Rectangle((rank * COLUMN, -0.62), 0.1, 0.34, facecolor=colour, linewidth=0))
+        filled_box(ax, (rank * COLUMN, -0.28, rank * COLUMN + 0.1, -0.62), colour, linewidth=0)
         ax.text(rank * COLUMN + 0.16, -0.45, f"rank {rank}", va="center", color=INK, fontsize=SMALL_PT)
     ax.set_xlim(0, world_size * COLUMN - (COLUMN - 1.03))
     ax.set_ylim(top - GAP, -0.7)
@@ -138,7 +137,7 @@ def _cell(ax: Axes, rank: int, top: float, slices: Sequence[Slice], known: int, 
         old, width = piece.param < known, piece.numel / longest
         face = tint(colour, OLD) if old else colour
         label = f"{'old' if old else 'new'}, rank {rank}"
-        ax.add_patch(Rectangle((start, top + 0.44), width, 0.4, facecolor=face, linewidth=0, label=label))
+        filled_box(ax, (start, top + 0.84, start + width, top + 0.44), face, linewidth=0, label=label)
         wide = width > 0.04  # a gap beside a thinner one would eat it up
         if start > left and (wide or wide_before):
             ax.plot([start] * 2, [top + 0.44, top + 0.84], color=PAPER, linewidth=1, label="gap")

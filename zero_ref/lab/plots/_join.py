@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 
-from zero_ref.lab.plots._style import SMALL_PT, bare, in_style, label_box
-from zero_ref.live.palette import INK, MUTED, PAPER, RANK_COLOURS, rank_colour, text_colour_on
+from zero_ref.lab.plots._style import SMALL_PT, TEXT_PT, bare, filled_box, in_style
+from zero_ref.live.palette import INK, MUTED, PAPER, RANK_COLOURS, rank_colour
 
 
 @in_style
@@ -30,22 +30,13 @@ def shadow_grid(batches: Sequence[int], ax: Axes) -> Axes:
     for rank, count in enumerate(batches):
         colour = rank_colour(rank, len(batches))
         for iteration in range(iterations):
-            trains = iteration < count
-            left, right = iteration + 0.04, iteration + 0.96
-            ax.add_patch(
-                Rectangle(
-                    (left, rank + 0.06),
-                    right - left,
-                    0.88,
-                    facecolor=colour if trains else PAPER,
-                    edgecolor=colour,
-                    hatch=None if trains else "////",
-                    linewidth=1.2,
-                )
-            )
-            if trains:
-                box = (left, rank + 0.06, right, rank + 0.94)
-                label_box(ax, box, [f"batch {iteration}", f"{iteration}"], color=text_colour_on(colour))
+            box = (iteration + 0.04, rank + 0.06, iteration + 0.96, rank + 0.94)
+            frame: dict[str, Any] = {"edgecolor": colour, "linewidth": 1.2}
+            if iteration < count:
+                words = [f"batch {iteration}", f"{iteration}"]
+                filled_box(ax, box, colour, words, text={"fontsize": TEXT_PT}, **frame)
+            else:
+                filled_box(ax, box, PAPER, hatch="////", **frame)
         if count < iterations:
             ax.text(
                 (count + iterations) / 2,

@@ -11,10 +11,10 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import RendererBase
 from matplotlib.text import Text
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator
 from matplotlib.transforms import Bbox
 
-from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style
+from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, numbered, write_beside
 from zero_ref.live.numbers import short
 from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, PAPER, SERIES_COLOURS
 from zero_ref.simulator.sensitivity import Variation
@@ -85,10 +85,9 @@ def scatter(
         )
     )
     bare(ax)
+    subs = (1.0,) if high > 50 * low else (1.0, 2.0, 5.0)
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1.0,) if high > 50 * low else (1.0, 2.0, 5.0)))
-        axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} {unit}"))
+        numbered(axis, lambda value: f"{short(value)} {unit}", LogLocator(subs=subs))
     ax.set_xlabel("measured")
     ax.set_ylabel("predicted")
     colour_key(ax, colours)
@@ -207,9 +206,7 @@ def beside_one(ax: Axes, low: float, high: float, rows: Sequence[str]) -> None:
     ax.set_xlim(low, high)
     ax.set_ylim(len(rows) - 0.4, -0.6)
     bare(ax, keep=())
-    ax.xaxis.set_major_locator(FixedLocator(_ratio_ticks(low, high)))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} ×"))
+    numbered(ax.xaxis, lambda value: f"{short(value)} ×", FixedLocator(_ratio_ticks(low, high)))
     ax.grid(axis="x", color=FAINT, linewidth=0.6)
     ax.set_yticks(range(len(rows)), rows)
 
@@ -250,14 +247,13 @@ def _row_of_factor(ax: Axes, place: int, variations: Sequence[Variation]) -> Non
     if math.isclose(least.ratio, most.ratio, rel_tol=1e-9):
         return
     for one, side in ((least, -1), (most, 1)):
-        ax.annotate(
+        write_beside(
+            ax,
             "as it is" if one.scale == 1 else f"{short(one.scale)} ×",
             (one.ratio, place),
             (9 * side, 0),
-            textcoords="offset points",
             ha="left" if side > 0 else "right",
             va="center",
-            fontsize=SMALL_PT,
             color=MUTED,
             bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1},
         )

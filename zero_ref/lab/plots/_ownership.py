@@ -6,19 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import FancyArrowPatch
 
-from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, label_box
-from zero_ref.live.palette import (
-    FAINT,
-    INK,
-    MUTED,
-    PAPER,
-    PART_COLOURS,
-    RANK_COLOURS,
-    rank_colour,
-    text_colour_on,
-)
+from zero_ref.lab.plots._style import SMALL_PT, TEXT_PT, bare, colour_key, filled_box, in_style, label_box
+from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, PART_COLOURS, RANK_COLOURS, rank_colour
 
 BOX_WIDTH, HEADER, ROW, CROSSING, GAP = 0.86, 0.9, 0.8, 1.0, 0.55
 """Sizes in the plot's own units: workers are 1 apart, an arrow takes 1 of height."""
@@ -103,15 +94,10 @@ def _check(held: Sequence[Sequence[str]], crossings: Sequence[Crossing]) -> None
 def _worker(ax: Axes, worker: int, count: int, names: Sequence[str], deepest: int) -> None:
     colour = rank_colour(worker, count)
     left, right = worker - BOX_WIDTH / 2, worker + BOX_WIDTH / 2
-    ax.add_patch(Rectangle((left, 0), BOX_WIDTH, HEADER, facecolor=colour, linewidth=0))
-    box = (left, 0.0, right, HEADER)
-    label_box(ax, box, [f"worker {worker}", f"{worker}"], color=text_colour_on(colour))
-    height = deepest * ROW
-    ax.add_patch(
-        Rectangle(
-            (left, HEADER), BOX_WIDTH, height, facecolor=PAPER, edgecolor=colour, linewidth=1.2, zorder=1
-        )
-    )
+    called = [f"worker {worker}", f"{worker}"]
+    filled_box(ax, (left, 0.0, right, HEADER), colour, called, text={"fontsize": TEXT_PT}, linewidth=0)
+    body = (left, HEADER, right, HEADER + deepest * ROW)
+    filled_box(ax, body, PAPER, edgecolor=colour, linewidth=1.2, zorder=1)
     if not names:
         label_box(
             ax, (left, HEADER, right, HEADER + ROW), ["nothing"], color=MUTED, fontsize=SMALL_PT, zorder=3
@@ -122,17 +108,9 @@ def _worker(ax: Axes, worker: int, count: int, names: Sequence[str], deepest: in
         choices = [name, name.split()[-1]]
         label_box(ax, (left, y, squares, y + ROW), choices, color=INK, fontsize=SMALL_PT, zorder=3)
         for place, part in enumerate(PART_COLOURS.values()):
-            ax.add_patch(
-                Rectangle(
-                    (squares + place * 0.09 + 0.01, y + 0.22),
-                    0.07,
-                    ROW - 0.44,
-                    facecolor=part,
-                    linewidth=0,
-                    zorder=2,
-                    label=f"{name}, worker {worker}",
-                )
-            )
+            start = squares + place * 0.09 + 0.01
+            square = (start, y + 0.22, start + 0.07, y + ROW - 0.22)
+            filled_box(ax, square, part, linewidth=0, zorder=2, label=f"{name}, worker {worker}")
 
 
 def _arrow(ax: Axes, crossing: Crossing, y: float) -> None:

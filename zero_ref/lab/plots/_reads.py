@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 
-from zero_ref.lab.plots._style import SMALL_PT, bare, in_style, label_box
-from zero_ref.live.palette import INK, PAPER, RANK_COLOURS, rank_colour, text_colour_on
+from zero_ref.lab.plots._style import bare, filled_box, in_style
+from zero_ref.live.palette import INK, PAPER, RANK_COLOURS, rank_colour
 
 BAR = 0.8
 """The height of a file's bar; files are 1 apart."""
@@ -50,14 +49,11 @@ def file_reads(reads: Sequence[Read], ax: Axes, *, names: Sequence[str]) -> Axes
                 f"{read} does not fit: readers are ranks 0 to {len(RANK_COLOURS) - 1}, and there are "
                 f"{len(names)} names of files."
             )
-        colour = rank_colour(read.reader, len(RANK_COLOURS))
-        extent = (read.start, read.file + BAR, read.stop, read.file)
-        box = Rectangle((read.start, read.file), read.stop - read.start, BAR, facecolor=colour)
-        box.set(edgecolor=PAPER, linewidth=1.6, label=f"rank {read.reader}")
-        ax.add_patch(box)
+        box = (read.start, read.file + BAR, read.stop, read.file)
+        colour, label = rank_colour(read.reader, len(RANK_COLOURS)), f"rank {read.reader}"
         nbytes = f"{read.stop - read.start:,}"
-        choices = [f"rank {read.reader}\n{nbytes}", f"{read.reader}\n{nbytes}", f"{read.reader}"]
-        label_box(ax, extent, choices, color=text_colour_on(colour), fontsize=SMALL_PT)
+        choices = [f"{label}\n{nbytes}", f"{read.reader}\n{nbytes}", f"{read.reader}"]
+        filled_box(ax, box, colour, choices, edgecolor=PAPER, linewidth=1.6, label=label)
     ax.set_xlim(0, max((read.stop for read in reads), default=1))
     ax.set_ylim(len(names), BAR - 1)
     bare(ax, keep=())

@@ -7,11 +7,10 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 
-from zero_ref.lab.plots._style import SMALL_PT, bare, in_style, label_box
+from zero_ref.lab.plots._style import SMALL_PT, bare, filled_box, in_style, label_box
 from zero_ref.live.names import names_of, short_names
-from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, RANK_COLOURS, rank_colour, text_colour_on, tint
+from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, RANK_COLOURS, rank_colour, tint
 from zero_ref.plan.moves import moves
 from zero_ref.plan.partition import Partition
 
@@ -102,13 +101,10 @@ def _bar(ax: Axes, top: float, parts: Sequence[tuple[int, int, int]]) -> None:
     for owner, run in groupby(parts, key=lambda part: part[0]):
         of_owner = list(run)
         left, right = of_owner[0][1], of_owner[-1][2]
-        colour = rank_colour(owner, len(RANK_COLOURS))
-        box = Rectangle((left, top), right - left, BAR, facecolor=colour, edgecolor=PAPER, linewidth=1.6)
-        box.set_label(f"rank {owner}")
-        ax.add_patch(box)
-        choices = [f"rank {owner}\n{right - left:,}", f"{owner}\n{right - left:,}", f"{owner}"]
-        extent = (left, top + BAR, right, top)
-        label_box(ax, extent, choices, color=text_colour_on(colour), fontsize=SMALL_PT)
+        colour, label, numel = rank_colour(owner, len(RANK_COLOURS)), f"rank {owner}", f"{right - left:,}"
+        choices = [f"{label}\n{numel}", f"{owner}\n{numel}", f"{owner}"]
+        box = (left, top + BAR, right, top)
+        filled_box(ax, box, colour, choices, edgecolor=PAPER, linewidth=1.6, label=label)
 
 
 def _flow(ax: Axes, band: Band) -> None:
@@ -116,13 +112,10 @@ def _flow(ax: Axes, band: Band) -> None:
     colour = rank_colour(dst, len(RANK_COLOURS))
     moving = src != dst
     face = tint(colour, MOVING) if moving else PAPER
-    area = Rectangle((left, BAR), right - left, FLOW, facecolor=face, edgecolor=FAINT, linewidth=0.6)
-    area.set_label(f"{src} to {dst}")
-    ax.add_patch(area)
-    numel = f"{right - left:,}"
-    choices = [f"{src} to {dst}\n{numel}", numel] if moving else [f"stays\n{numel}", "stays"]
-    extent = (left, BAR + FLOW, right, BAR)
-    label_box(ax, extent, choices, color=INK if moving else MUTED, fontsize=SMALL_PT)
+    label, numel = f"{src} to {dst}", f"{right - left:,}"
+    choices = [f"{label}\n{numel}", numel] if moving else [f"stays\n{numel}", "stays"]
+    box, text = (left, BAR + FLOW, right, BAR), {"color": INK if moving else MUTED}
+    filled_box(ax, box, face, choices, text=text, edgecolor=FAINT, linewidth=0.6, label=label)
 
 
 def _ranks(partition: Partition) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from zero_ref.lab.plots._style import SMALL_PT, bare, in_style
+from zero_ref.lab.plots._style import in_style, numbered, with_levels, write_beside
 from zero_ref.live.numbers import short
-from zero_ref.live.palette import FAINT, INK, SERIES_COLOURS
+from zero_ref.live.palette import INK, SERIES_COLOURS
 
 MOST_NAMED_RANKS = 24
 """More ranks than this in one picture are too narrow for their numbers."""
@@ -54,12 +55,10 @@ def loads_by_rule(loads_of_rule: Mapping[str, Mapping[str, Sequence[float]]], ax
             _write(ax, f"{name}: {short(max(heights))} ×", (place, 1), up_pt, colour)
         _write(ax, rule.replace("_", " "), (place, 0), -36 if named else -20, INK)
     ax.axhline(1, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
-    bare(ax, keep=("bottom",))
-    ax.grid(axis="y", color=FAINT, linewidth=0.6)
+    with_levels(ax)
     ax.set_xlim(-0.5, len(loads_of_rule) - 0.5)
     ax.set_xticks(ticks if named else [], [str(n) for n in range(world_size)] * len(loads_of_rule) * named)
-    ax.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} ×"))
+    numbered(ax.yaxis, lambda value: f"{short(value)} ×", MaxNLocator(4, steps=[1, 2, 5, 10]))
     which = "each rank" if named else f"each of {world_size:,} ranks"
     ax.set_title(f"Load of {which} over its mean (number: the fullest)", pad=12 + 14 * len(counted))
     return ax
@@ -67,17 +66,8 @@ def loads_by_rule(loads_of_rule: Mapping[str, Mapping[str, Sequence[float]]], ax
 
 def _write(ax: Axes, text: str, place: tuple[float, float], up_pt: float, colour: str) -> None:
     """Text in the middle of a rule's bars; `place` is in data units and as a part of the Axes' height."""
-    ax.annotate(
-        text,
-        place,
-        (0, up_pt),
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
-        ha="center",
-        fontsize=SMALL_PT,
-        color=colour,
-        annotation_clip=False,
-    )
+    of_axes: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "annotation_clip": False}
+    write_beside(ax, text, place, (0, up_pt), ha="center", color=colour, **of_axes)
 
 
 def _check(loads_of_rule: Mapping[str, Mapping[str, Sequence[float]]]) -> tuple[list[str], int]:

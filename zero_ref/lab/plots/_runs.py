@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from zero_ref.lab.plots._style import MARKERS, SMALL_PT, bare, in_style
+from zero_ref.lab.plots._style import MARKERS, SMALL_PT, bare, in_style, with_levels
 from zero_ref.live.numbers import short
 from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, SERIES_COLOURS
 
@@ -53,8 +53,7 @@ def loss_curves(
             label=name,
             marker=MARKERS[index % len(MARKERS)] if differ else "o" if len(values) == 1 else None,
         )
-    bare(ax, keep=("bottom",))
-    ax.grid(axis="y", color=FAINT, linewidth=0.6)
+    with_levels(ax)
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if all(len(values) < 2 for values in losses.values()):
         ax.set_xlim(0, 2)

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from zero_ref.lab.plots._ends import end_labels
-from zero_ref.lab.plots._style import SMALL_PT, bare, in_style, label_box
-from zero_ref.lab.plots._volume import _lines
+from zero_ref.lab.plots._style import (
+    SMALL_PT,
+    bare,
+    colours_of,
+    filled_box,
+    in_style,
+    numbered,
+    with_levels,
+)
+from zero_ref.lab.plots._volume import in_psi, lines_over_ranks
 from zero_ref.live.numbers import short
-from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, SERIES_COLOURS, rank_colour, text_colour_on
+from zero_ref.live.palette import INK, MUTED, PAPER, rank_colour
 
 MOST_SHARES, MOST_GROUPS = 8, 4
 
@@ -41,13 +49,10 @@ def gradient_memory(
     Raises:
         ValueError: there is no curve, more than 7, one without a point, or a prediction of another name.
     """
-    points = {name: len(curve) for name, curve in measured.items()}
-    if not 0 < len(measured) <= len(SERIES_COLOURS) or min(points.values()) < 1:
-        raise ValueError(f"give 1 to {len(SERIES_COLOURS)} curves with a point or more each; got {points}.")
+    colours = colours_of(measured)
     predicted = predicted or {}
     if not predicted.keys() <= measured.keys():
         raise ValueError(f"predicted has {sorted(predicted)}, and measured only {sorted(measured)}.")
-    colours = dict(zip(measured, SERIES_COLOURS))
     for name, curve in measured.items():
         ax.plot(*zip(*curve), drawstyle="steps-post", color=colours[name], linewidth=2.2, label=name)
     for name, curve in predicted.items():
@@ -62,11 +67,9 @@ def gradient_memory(
     peaks = {name: max(held for _, held in curve) for name, curve in measured.items()}
     ax.set_xlim(0, 1.01)
     ax.set_ylim(0, 1.12 * max(peaks.values()))
-    bare(ax, keep=("bottom",))
-    ax.grid(axis="y", color=FAINT, linewidth=0.6)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} Ψ"))
+    with_levels(ax)
+    numbered(ax.xaxis, lambda share: f"{share:.0%}")
+    numbered(ax.yaxis, in_psi, MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     ax.tick_params(axis="x", pad=10)  # 0% stands below 0 Ψ
     ax.set_xlabel("gradients that are computed")
     end_labels(ax, peaks, colours, lambda held: f"peak {held:.2f} Ψ")
@@ -92,13 +95,11 @@ def reductions_against_ranks(curves: Mapping[str, Mapping[int, float]], ax: Axes
     for name, curve in curves.items():
         if min(curve.values(), default=1) <= 0:
             raise ValueError(f"{name}: counts must be above 0 to be drawn on a logarithmic axis.")
-    colours = _lines(ax, curves)
+    colours = lines_over_ranks(ax, curves)
     counts = [count for curve in curves.values() for count in curve.values()]
     ax.set_yscale("log")
     ax.set_ylim(min(counts) / 1.6, 1.6 * max(counts))
-    ax.yaxis.set_major_locator(LogLocator())
-    ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    numbered(ax.yaxis, short, LogLocator())
     ends = {name: curve[max(curve)] for name, curve in curves.items()}
     end_labels(ax, ends, colours, short)
     ax.set_title(title)
@@ -149,14 +150,8 @@ def hybrid_groups(
         )
         ax.add_patch(box)
         if within:
-            ax.text(
-                shard_group - 0.4,
-                group * step + HIGH / 2,
-                within,
-                va="center",
-                color=INK,
-                fontsize=SMALL_PT,
-            )
+            y = group * step + HIGH / 2
+            ax.text(shard_group - 0.4, y, within, va="center", color=INK, fontsize=SMALL_PT)
         if group and between:
             y = group * step - BETWEEN / 2
             ax.text(shard_group - 0.4, y, between, va="center", color=MUTED, fontsize=SMALL_PT)
@@ -169,17 +164,10 @@ def hybrid_groups(
 
 
 def _rank(ax: Axes, rank: int, share: int, shares: int, top: float) -> None:
-    colour = rank_colour(share, shares)
-    left = share - WIDE / 2
-    ax.add_patch(
-        Rectangle(
-            (left, top), WIDE, HIGH, facecolor=colour, edgecolor=PAPER, label=f"rank {rank}, share {share}"
-        )
-    )
+    box = (share - WIDE / 2, top, share + WIDE / 2, top + HIGH)
     words = [f"rank {rank}\nshare {share}", f"{rank}\n({share})", f"{rank}"]
-    label_box(
-        ax, (left, top, left + WIDE, top + HIGH), words, color=text_colour_on(colour), fontsize=SMALL_PT
-    )
+    label = f"rank {rank}, share {share}"
+    filled_box(ax, box, rank_colour(share, shares), words, edgecolor=PAPER, label=label)
 
 
 def _arrow(ax: Axes, x: float, start: float, stop: float) -> None:

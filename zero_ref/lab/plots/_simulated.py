@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from zero_ref.lab.plots._ends import end_labels, level
-from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style
+from zero_ref.lab.plots._style import colours_of, in_style, numbered, stacked_rows, with_levels
 from zero_ref.live.numbers import short, short_bytes
-from zero_ref.live.palette import ALARM, FAINT, INK, MUTED, SERIES_COLOURS
+from zero_ref.live.palette import ALARM, MUTED
 from zero_ref.simulator.play import Played
 
 FAR = 3.0
@@ -45,8 +45,7 @@ def memory_curve(
     Raises:
         ValueError: there is no curve, more than 7, or one without a point.
     """
-    _check(curves, {name: len(curve) for name, curve in curves.items()})
-    colours = dict(zip(curves, SERIES_COLOURS))
+    colours = colours_of(curves)
     peaks = {name: max(nbytes for _, nbytes in curve) for name, curve in curves.items()}
     top = max(peaks.values()) or 1.0
     far = device_bytes is not None and device_bytes > FAR * top
@@ -70,12 +69,9 @@ def memory_curve(
     ax.set_ylim(0, 1.12 * drawn_top)
     if device_bytes is not None and not far:
         level(ax, device_bytes, f"the device's {short_bytes(device_bytes)}")
-    bare(ax, keep=("bottom",))
-    ax.grid(axis="y", color=FAINT, linewidth=0.6)
-    ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
+    with_levels(ax)
+    numbered(ax.xaxis, short, MaxNLocator(6, steps=[1, 2, 5, 10]))
+    numbered(ax.yaxis, short_bytes, MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     ax.set_xlabel("ms since the beginning of the iteration")
     end_labels(ax, peaks, colours, lambda nbytes: f"peak {short_bytes(nbytes)}")
     far_above = f" (the device has {short_bytes(device_bytes or 0)})" if far else ""
@@ -140,40 +136,14 @@ def step_time_against_ranks(parts: Mapping[str, Mapping[int, tuple[float, float,
     if len(set(counts.values())) != 1 or () in counts.values():
         raise ValueError(f"each strategy needs the same numbers of ranks, at least one; got {counts}.")
     longest = max(sum(one) for of_name in parts.values() for one in of_name.values()) or 1.0
-    place = 0.0
-    ticks: dict[float, str] = {}
-    for world_size in next(iter(counts.values())):
-        ax.text(0, place, f"{world_size:,} rank{'s' if world_size > 1 else ''}", va="center", color=INK)
-        for name, of_name in parts.items():
-            place += 0.9
-            end = 0.0
-            for (part, colour), ms in zip(STEP_COLOURS.items(), of_name[world_size]):
-                ax.barh(place, ms, 0.72, left=end, color=colour, label=part)
-                end += ms
-            ax.annotate(
-                f"{short(end)} ms",
-                (end, place),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=SMALL_PT,
-                color=INK,
-            )
-            ticks[place] = name
-        place += 1.25
-    bare(ax, keep=())
+    bars = {
+        f"{world_size:,} rank{'s' if world_size > 1 else ''}": {
+            name: of_name[world_size] for name, of_name in parts.items()
+        }
+        for world_size in next(iter(counts.values()))
+    }
+    stacked_rows(ax, bars, STEP_COLOURS, lambda ms: f"{short(ms)} ms", between=1.25)
     ax.set_xlim(0, 1.18 * longest)
-    ax.set_ylim(place - 0.7, -0.5)
-    ax.set_xticks([])
-    ax.set_yticks(list(ticks), list(ticks.values()))
     ax.tick_params(axis="y", labelcolor=MUTED)
-    colour_key(ax, STEP_COLOURS)
     ax.set_title("Time of an iteration", pad=30)
     return ax
-
-
-def _check(curves: Mapping[str, object], points: Mapping[str, int]) -> None:
-    if not 0 < len(curves) <= len(SERIES_COLOURS) or min(points.values()) < 1:
-        raise ValueError(
-            f"give 1 to {len(SERIES_COLOURS)} curves with a point or more each; got points {dict(points)}."
-        )

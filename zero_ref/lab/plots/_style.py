@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -11,14 +11,16 @@ from typing import Any, ParamSpec
 import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, Locator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from zero_ref.live.palette import FAINT, INK, MUTED, PAPER
+from zero_ref.live.palette import FAINT, INK, MUTED, PAPER, SERIES_COLOURS, text_colour_on
 from zero_ref.live.svg import Drawing
 
 MARKERS = "osD^vP*X"
@@ -87,10 +89,29 @@ def figure(width: float = 6.0, height: float = 3.4) -> tuple[Picture, Axes]:
     Args:
         width, height: in inches.
     """
+    fig, (ax,) = panels([height], width)
+    return fig, ax
+
+
+def panels(heights: Sequence[float], width: float = 6.0) -> tuple[Picture, tuple[Axes, ...]]:
+    """A picture of several Axes, one below the other.
+
+    >>> fig, (upper, lower) = panels([2.5, 3])
+    >>> fig.get_size_inches().tolist()
+    [6.0, 5.5]
+
+    Args:
+        heights: of each, in inches, with what is written around it.
+    Raises:
+        ValueError: there is none.
+    """
+    if not heights:
+        raise ValueError("a picture has at least one panel: give its height in inches.")
     with matplotlib.rc_context(_STYLE):
-        fig = Picture(figsize=(width, height), layout="constrained")
+        fig = Picture(figsize=(width, sum(heights)), layout="constrained")
         FigureCanvasAgg(fig)
-        return fig, fig.add_subplot()
+        axes = fig.subplots(len(heights), squeeze=False, height_ratios=list(heights))
+        return fig, tuple(axes[:, 0])
 
 
 def save(picture: Figure | Drawing, path: str | Path) -> None:
@@ -139,6 +160,42 @@ def bare(ax: Axes, *, keep: Sequence[str] = ("left", "bottom")) -> None:
     ax.set_axisbelow(True)
 
 
+def colours_of(curves: Mapping[str, Sized]) -> dict[str, str]:
+    """A colour for each curve.
+
+    Raises:
+        ValueError: there is none, there are more than colours, or one has no point.
+    """
+    points = {name: len(curve) for name, curve in curves.items()}
+    if not 0 < len(curves) <= len(SERIES_COLOURS) or min(points.values()) < 1:
+        raise ValueError(
+            f"give 1 to {len(SERIES_COLOURS)} curves with a point or more each; got points {points}."
+        )
+    return dict(zip(curves, SERIES_COLOURS))
+
+
+def with_levels(ax: Axes) -> None:
+    """Bare but for the axis below, and with a faint line at each number beside."""
+    bare(ax, keep=("bottom",))
+    ax.grid(axis="y", color=FAINT, linewidth=0.6)
+
+
+def numbered(axis: Axis, show: Callable[[float], str], at: Locator | None = None) -> None:
+    """Write an axis's numbers like this, and only at these places; None for those where they are."""
+    if at is not None:
+        axis.set_major_locator(at)
+        axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: show(float(value))))
+
+
+def write_beside(
+    ax: Axes, words: str, place: tuple[float, float], shift: tuple[float, float], **look: Any
+) -> None:
+    """Small words `shift` points away from a place, in data units unless `xycoords` says otherwise."""
+    look = {"fontsize": SMALL_PT, "color": INK, **look}
+    ax.annotate(words, place, shift, textcoords="offset points", **look)
+
+
 def colour_key(ax: Axes, colours: Mapping[str, str], columns: int = 4) -> None:
     """Rows of coloured squares with their meaning, above the Axes."""
     squares = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
@@ -158,6 +215,42 @@ def key_above(ax: Axes, handles: Sequence[Artist], columns: int, **look: Any) ->
         columnspacing=1.4,
         **look,
     )
+
+
+def stacked_rows(
+    ax: Axes,
+    bars: Mapping[str, Mapping[str, Sequence[float]]],
+    colours: Mapping[str, str],
+    show: Callable[[float], str],
+    *,
+    between: float,
+) -> None:
+    """Groups of horizontal bars below their titles, each bar stacked of its parts, with their sum behind it.
+
+    Args:
+        bars: title of a group -> name of a bar -> the lengths of its parts.
+        colours: of the parts, in their order.
+        show: how a sum is written.
+        between: from the last bar of a group to the title of the next one; a bar is 0.72 high.
+    """
+    place = 0.0
+    ticks: dict[float, str] = {}
+    for title, of_group in bars.items():
+        ax.text(0, place, title, va="center", color=INK)
+        for name, lengths in of_group.items():
+            place += 0.9
+            end = 0.0
+            for (part, colour), length in zip(colours.items(), lengths):
+                ax.barh(place, length, 0.72, left=end, color=colour, label=part)
+                end += length
+            write_beside(ax, show(end), (end, place), (4, 0), va="center")
+            ticks[place] = name
+        place += between
+    bare(ax, keep=())
+    ax.set_ylim(place - 0.7, -0.5)
+    ax.set_xticks([])
+    ax.set_yticks(list(ticks), list(ticks.values()))
+    colour_key(ax, colours)
 
 
 class FittingText(Text):
@@ -194,3 +287,26 @@ def label_box(
     label = FittingText(box, choices, transform=ax.transData, clip_on=True, **text)
     ax.add_artist(label)
     return label
+
+
+def filled_box(
+    ax: Axes,
+    box: tuple[float, float, float, float],
+    colour: str,
+    words: Sequence[str] = (),
+    *,
+    text: Mapping[str, Any] | None = None,
+    **look: Any,
+) -> None:
+    """A filled rectangle, and in it the longest of `words` that fits, in black or white.
+
+    Args:
+        box: as `label_box` takes it.
+        text: how the words look, where they are not small, or neither black nor white.
+        look: how the rectangle looks beside its colour.
+    """
+    left, bottom, right, top = box
+    corner = left, min(bottom, top)
+    ax.add_patch(Rectangle(corner, right - left, abs(top - bottom), facecolor=colour, **look))
+    if words:
+        label_box(ax, box, words, **{"color": text_colour_on(colour), "fontsize": SMALL_PT, **(text or {})})

@@ -5,36 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator
 
 from zero_ref.lab.plots._ends import end_labels, level
-from zero_ref.lab.plots._style import _STYLE, Picture, bare, in_style
+from zero_ref.lab.plots._style import colours_of, in_style, numbered, with_levels
 from zero_ref.live.numbers import short, short_bytes
-from zero_ref.live.palette import FAINT, SERIES_COLOURS
-
-
-def panels(heights: Sequence[float], width: float = 6.0) -> tuple[Picture, tuple[Axes, ...]]:
-    """A picture of several Axes, one below the other.
-
-    >>> fig, (upper, lower) = panels([2.5, 3])
-    >>> fig.get_size_inches().tolist()
-    [6.0, 5.5]
-
-    Args:
-        heights: of each, in inches, with what is written around it.
-    Raises:
-        ValueError: there is none.
-    """
-    if not heights:
-        raise ValueError("a picture has at least one panel: give its height in inches.")
-    with matplotlib.rc_context(_STYLE):
-        fig = Picture(figsize=(width, sum(heights)), layout="constrained")
-        FigureCanvasAgg(fig)
-        axes = fig.subplots(len(heights), squeeze=False, height_ratios=list(heights))
-        return fig, tuple(axes[:, 0])
 
 
 @in_style
@@ -57,15 +33,18 @@ def volume_against_ranks(volumes: Mapping[str, Mapping[int, float]], ax: Axes) -
     Raises:
         ValueError: there is no strategy, more than 7, or one without a point.
     """
-    colours = _lines(ax, volumes)
+    colours = lines_over_ranks(ax, volumes)
     highest = max(max(curve.values()) for curve in volumes.values())
     ax.set_ylim(0, max(1.0, 1.12 * highest))
-    ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} Ψ"))
-    ends = {name: curve[max(curve)] for name, curve in volumes.items()}
-    end_labels(ax, ends, colours, lambda value: f"{short(value)} Ψ")
+    numbered(ax.yaxis, in_psi, MaxNLocator(5, integer=True))
+    end_labels(ax, {name: curve[max(curve)] for name, curve in volumes.items()}, colours, in_psi)
     ax.set_title("What a rank sends in an iteration")
     return ax
+
+
+def in_psi(value: float) -> str:
+    """A number of bytes over those of all parameters."""
+    return f"{short(value)} Ψ"
 
 
 @in_style
@@ -92,7 +71,7 @@ def memory_against_ranks(
     for name, curve in memories.items():
         if min(curve.values(), default=1) <= 0:
             raise ValueError(f"{name}: bytes must be above 0 to be drawn on a logarithmic axis.")
-    colours = _lines(ax, memories)
+    colours = lines_over_ranks(ax, memories)
     ax.set_yscale("log")
     values = [nbytes for curve in memories.values() for nbytes in curve.values()]
     values += [] if device_bytes is None else [device_bytes]
@@ -100,22 +79,15 @@ def memory_against_ranks(
     ax.set_ylim(low, high)
     if device_bytes is not None:
         level(ax, device_bytes, f"the device's {short_bytes(device_bytes)}")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
-    ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
+    numbered(ax.yaxis, short_bytes, LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
     end_labels(ax, {name: curve[max(curve)] for name, curve in memories.items()}, colours, short_bytes)
     ax.set_title("What a rank holds")
     return ax
 
 
-def _lines(ax: Axes, curves: Mapping[str, Mapping[int, float]]) -> dict[str, str]:
+def lines_over_ranks(ax: Axes, curves: Mapping[str, Mapping[int, float]]) -> dict[str, str]:
     """The curves over a logarithmic axis of ranks; returns their colours."""
-    if not 0 < len(curves) <= len(SERIES_COLOURS) or not all(curves.values()):
-        points = {name: len(curve) for name, curve in curves.items()}
-        raise ValueError(
-            f"give 1 to {len(SERIES_COLOURS)} curves with a point or more each; got points {points}."
-        )
-    colours = dict(zip(curves, SERIES_COLOURS))
+    colours = colours_of(curves)
     for index, (name, curve) in enumerate(curves.items()):
         width = 1.8 + 1.7 * (len(curves) - 1 - index)  # curves that coincide are all seen
         ranks = sorted(curve)
@@ -133,8 +105,7 @@ def _lines(ax: Axes, curves: Mapping[str, Mapping[int, float]]) -> dict[str, str
     ax.set_xscale("log", base=2)
     ax.set_xlim(all_ranks[0] / 1.08, all_ranks[-1] * 1.06)
     _name_ranks(ax, all_ranks)
-    bare(ax, keep=("bottom",))
-    ax.grid(axis="y", color=FAINT, linewidth=0.6)
+    with_levels(ax)
     return colours
 
 
@@ -145,7 +116,5 @@ def _name_ranks(ax: Axes, all_ranks: Sequence[int]) -> None:
     for n in reversed(all_ranks[:-1]):
         if math.log2(named[-1] / n) >= apart:
             named.append(n)
-    ax.xaxis.set_major_locator(FixedLocator(named))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{int(n):,}"))
-    ax.xaxis.set_minor_locator(NullLocator())
+    numbered(ax.xaxis, lambda n: f"{int(n):,}", FixedLocator(named))
     ax.set_xlabel("ranks")

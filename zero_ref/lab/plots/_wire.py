@@ -9,11 +9,11 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
-from zero_ref.lab.plots._style import SMALL_PT, bare, colour_key, in_style, key_above
+from zero_ref.lab.plots._style import colour_key, in_style, key_above, numbered, with_levels, write_beside
 from zero_ref.live.numbers import short, short_bytes
-from zero_ref.live.palette import ALARM, FAINT, INK, PAPER, SERIES_COLOURS
+from zero_ref.live.palette import ALARM, INK, PAPER, SERIES_COLOURS
 
 SHAPES = ("o", "s", "D", "^", "v", "p", "h", "*")
 SIZES_PT = (17.0, 12.0, 7.5, 4.0)
@@ -86,11 +86,9 @@ def bytes_on_wire(
         ax.text(1.05 * most, height(most), name, va="center", color=colours[name], clip_on=False)
     ax.set_xlim(0.8, 1.03 * most)
     ax.set_ylim(0, 1.1 * tallest)
-    bare(ax, keep=("bottom",))
-    ax.grid(axis="y", color=FAINT, linewidth=0.6)
+    with_levels(ax)
     ax.set_xticks(sorted({1, 2, 4, most, *(n for of_op in measured.values() for n in of_op)}))
-    ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} ×"))
+    numbered(ax.yaxis, lambda value: f"{short(value)} ×", MaxNLocator(5, integer=True))
     ax.set_xlabel("ranks N")
     ax.set_title("Bytes on the wire, as multiples of the payload", pad=8 if not measured else 48)
     if measured:
@@ -155,22 +153,11 @@ def time_against_bytes(
         if name in turns:
             at = _interpolated(curve, turns[name])
             ax.plot([turns[name]], [at], "o", color=colours[name], markeredgecolor=PAPER, ms=9, label="turn")
-            ax.annotate(
-                short_bytes(turns[name]),
-                (turns[name], at),
-                xytext=(0, 10),
-                textcoords="offset points",
-                ha="right",
-                color=colours[name],
-                fontsize=SMALL_PT,
-            )
-    bare(ax, keep=("bottom",))
-    ax.grid(axis="y", color=FAINT, linewidth=0.6)
-    ax.xaxis.set_major_locator(LogLocator(base=1000))
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)} ms"))
+            turn, words = (turns[name], at), short_bytes(turns[name])
+            write_beside(ax, words, turn, (0, 10), ha="right", color=colours[name])
+    with_levels(ax)
+    numbered(ax.xaxis, short_bytes, LogLocator(base=1000))
+    numbered(ax.yaxis, lambda value: f"{short(value)} ms", LogLocator())
     ax.set_xlabel("payload")
     colour_key(ax, colours)
     return ax
