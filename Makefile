@@ -90,11 +90,13 @@ imports: $(STAMP)  ## who may import whom; the plan and the simulator without an
 	    $(BIN)/python -S -c "$$STANDARD_LIBRARY_ONLY")
 
 unit: $(STAMP)  ## tests that start no processes, and the examples in docstrings
-	$(call step,unit tests and doctests,$(BIN)/python -m pytest -q -m 'not ranks and not browser and not thorough' -n 2 --durations=40)
+	$(call step,unit tests and doctests,$(BIN)/python -m pytest -q -m 'not ranks and not browser and not thorough' -n 2 --dist worksteal --durations=40)
 
-# Two files at a time: much of the time is waiting, for processes to start and for time-outs to pass.
+# Three files at a time: much of the time is waiting, for processes to start and for time-outs to pass. Other files need not be read.
 ranks: $(STAMP)  ## tests on real ranks
-	$(call step,tests on real ranks,$(BIN)/python -m pytest -q -m 'ranks and not thorough' -n 2 --dist loadfile --durations=5)
+	$(call step,tests on real ranks,\
+	    $(BIN)/python -m pytest -q -m 'ranks and not thorough' -n 3 --dist loadfile --durations=5 \
+	        $$(grep -rl --include='test_*.py' 'mark\.ranks' tests))
 
 notebooks: $(STAMP)  ## run every notebook from top to bottom
 	$(call step,notebooks,\

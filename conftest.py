@@ -1,5 +1,6 @@
 """For all that pytest runs: tests, the examples in docstrings, notebooks."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,13 @@ settings.register_profile(
 settings.load_profile("untimed")
 
 # pytest loads these by itself. To look into them for doctests it would import all under one name.
-collect_ignore = ["conftest.py", "tests/browser/conftest.py", "demo-out"]
+collect_ignore = ["conftest.py", "tests/browser/conftest.py", "tests/ranks/conftest.py", "demo-out"]
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector the half a million objects of all that is imported by now, and stays."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -7,10 +7,7 @@ Each part is a target of the Makefile. Its command is the argument, as make itse
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
-import queue
 import re
 import subprocess
 import sys
@@ -18,16 +15,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from surroundings import settle
 
-# Two sequences that run side by side, each of about half the work: tests on ranks wait much, for processes to
-# start and for time-outs to pass, and so do notebooks. The first is shown as it goes, of the second each part
-# when both it and what is being shown have ended.
-SEQUENCES = [["unit", "ranks"], ["lint", "types", "imports", "notebooks", "book", "browser"]]
+PARTS = ["unit", "ranks", "notebooks", "book", "browser", "types", "lint", "imports"]
+"""From the longest on, so that the short ones fill what is left at the end."""
+AFTER = {"book": "notebooks", "browser": "book"}
+"""The book takes the outputs of notebooks that were checked, and the browser reads the book."""
 NEEDS = {"browser": "book"}
+AT_ONCE = 3
+"""On two cores: tests on ranks and notebooks wait much, for processes to start and for time-outs to pass."""
 
 
 class Outcome(NamedTuple):
@@ -42,6 +42,35 @@ class Outcome(NamedTuple):
     def bad(self) -> bool:
         """It has failed, or was not run."""
         return self.status not in ("passed", "not checked")
+
+
+class Screen:
+    """Shows the output of one part as it comes, and that of another when both have ended."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.shown: str | None = None
+        self.kept: dict[str, bytes] = {}
+        self.ended: list[str] = []
+
+    def add(self, part: str, piece: bytes) -> None:
+        """Take output of a part that runs."""
+        with self.lock:
+            self.kept[part] = self.kept.get(part, b"") + piece
+            self.shown = self.shown or part
+            self._show([self.shown])
+
+    def end(self, part: str) -> None:
+        """No more comes of this part."""
+        with self.lock:
+            self.ended.append(part)
+            if self.shown in (part, None):
+                self._show(self.ended)
+                self.shown = None
+
+    def _show(self, parts: Sequence[str]) -> None:
+        sys.stdout.buffer.write(b"".join(self.kept.pop(part, b"") for part in parts))
+        sys.stdout.buffer.flush()
 
 
 def run(make: str, part: str, show: Callable[[bytes], object]) -> Outcome:
@@ -60,43 +89,46 @@ def run(make: str, part: str, show: Callable[[bytes], object]) -> Outcome:
     return Outcome(part, status, time.monotonic() - began, failed)
 
 
-def show(output: bytes) -> None:
-    """As it came, colours and all."""
-    sys.stdout.buffer.write(output)
-    sys.stdout.buffer.flush()
-
-
 def run_all(make: str) -> list[Outcome]:
-    """Run all that can be run."""
+    """Run all that can be run, `AT_ONCE` parts at a time."""
     outcomes: dict[str, Outcome] = {}
-    waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # what has ended and is not shown yet
+    waiting, changed, screen = [*PARTS], threading.Condition(), Screen()
 
-    def one(part: str, show: Callable[[bytes], object]) -> None:
-        needed = outcomes.get(NEEDS.get(part, ""))
-        if needed and needed.bad:
-            outcomes[part] = Outcome(part, f"not run, as {needed.part} failed")
-        else:
-            outcomes[part] = run(make, part, show)
+    def ready() -> list[str]:
+        return [part for part in waiting if part not in AFTER or AFTER[part] in outcomes]
 
-    def beside() -> None:
-        for part in SEQUENCES[1]:
-            pieces: list[bytes] = []
-            one(part, pieces.append)
-            waiting.put(b"".join(pieces))
+    def take_turns() -> None:
+        while True:
+            with changed:
+                changed.wait_for(lambda: ready() or not waiting)
+                if not waiting:
+                    return
+                part = ready()[0]
+                waiting.remove(part)
+            outcome = Outcome(part, "not run")
+            try:
+                needed = outcomes.get(NEEDS.get(part, ""))
+                if needed and needed.bad:
+                    outcome = Outcome(part, f"not run, as {needed.part} failed")
+                else:
+                    outcome = run(make, part, partial(screen.add, part))
+            finally:
+                screen.end(part)
+                with changed:
+                    outcomes[part] = outcome
+                    changed.notify_all()
 
-    thread = threading.Thread(target=beside, daemon=True)
-    thread.start()
+    threads = [threading.Thread(target=take_turns, daemon=True) for _ in range(AT_ONCE)]
+    for thread in threads:
+        thread.start()
     try:
-        for part in SEQUENCES[0]:
-            one(part, show)
-            while not waiting.empty():
-                show(waiting.get())
-        while thread.is_alive() or not waiting.empty():
-            with contextlib.suppress(queue.Empty):
-                show(waiting.get(timeout=0.1))
+        for thread in threads:
+            thread.join()
     except KeyboardInterrupt:  # the parts have got it too
-        thread.join(10)
-    return [outcomes.get(part, Outcome(part, "not run")) for part in itertools.chain(*SEQUENCES)]
+        waiting.clear()
+        for thread in threads:
+            thread.join(10)
+    return [outcomes.get(part, Outcome(part, "not run")) for part in PARTS]
 
 
 def table(outcomes: Sequence[Outcome], seconds: float) -> str:

@@ -25,11 +25,13 @@ from training import (
     Run,
     Snapshot,
     Tangle,
+    Wider,
     all_parameters,
     assert_same,
     assert_state_dicts_equal,
     describe,
     filled,
+    of_several_dtypes,
     snapshot,
     train,
 )
@@ -55,14 +57,6 @@ def named(model: nn.Module) -> Any:
 def named_groups(model: nn.Module) -> list[dict[str, Any]]:
     pairs = list(model.named_parameters())
     return [{"params": pairs[::2]}, {"params": pairs[1::2], "lr": 0.05}]
-
-
-def half_precision() -> nn.Module:
-    model = Tangle()
-    model.up.to(torch.bfloat16)
-    model.conv.to(torch.float64)
-    model.down.weight.data = model.down.weight.data.to(torch.complex64)
-    return model
 
 
 # --------------------------------------------------------------------------- interchangeable with plain torch
@@ -103,7 +97,7 @@ def test_a_checkpoint_is_key_for_key_the_plain_optimizers_and_training_goes_on_i
 
 
 @pytest.mark.parametrize("groups", [all_parameters, two_groups, named, named_groups])
-@pytest.mark.parametrize("make_model", [Tangle, half_precision])
+@pytest.mark.parametrize("make_model", [Tangle, of_several_dtypes])
 def test_checkpoints_load_at_any_other_world_size_and_partition(groups: Groups, make_model: Any) -> None:
     run = Run(optim.AdamW, groups, make_model)
     first, middle = run.plain(range(2))
@@ -676,12 +670,6 @@ def loading_raises(
 
 def state_of(make_model: Any, optimizer_class: Any = optim.AdamW) -> Any:
     return Run(optimizer_class, make_model=make_model).plain(range(1))[1]
-
-
-class Wider(Tangle):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm.bias = nn.Parameter(torch.zeros(9))
 
 
 class Scalar(Tangle):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, composite, integers, lists
 from torch import nn, optim
-from training import PARTITIONS, WHOLE, CountingReads, Tangle, describe, fill_gradients
+from training import PARTITIONS, WHOLE, CountingReads, Tangle, caught, describe, fill_gradients
 
 from zero_ref.clip.grad_norm import clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
@@ -668,14 +668,6 @@ def test_error_if_nonfinite_lets_finite_gradients_pass() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- refusals
-
-
-def caught(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 Mistake = Callable[[ZeroRedundancyOptimizer, int], Any]

@@ -24,6 +24,7 @@ from training import (
     assert_same,
     assert_state_dicts_equal,
     assert_trains_as_plain,
+    caught,
     run_script,
     snapshot,
     train,
@@ -48,14 +49,6 @@ def update(params: list[nn.Parameter], optimizer: Optimizer) -> None:
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-
-
-def caught(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 # ------------------------------------------------------------------------------------------- train and eval

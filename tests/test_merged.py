@@ -13,6 +13,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from training import (
     Backward,
+    Listing,
     OnMasters,
     Run,
     assert_same,
@@ -314,19 +315,6 @@ def test_small_masters_lie_end_to_end_and_keep_no_gradients_between_steps() -> N
 
 
 def test_an_optimizer_that_lists_its_parameters_itself_steps_small_masters() -> None:
-    class Listing(optim.SGD):
-        elementwise = True
-
-        def __init__(self, params: Any, **options: Any) -> None:
-            super().__init__(params, **options)
-            self.all = [param for group in self.param_groups for param in group["params"]]
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for param in self.all:
-                if param.grad is not None:
-                    param -= 0.25 * param.grad
-
     def on_rank(comm: Collectives) -> bool:
         model, optimizer = with_masters(comm, Listing, lr=1.0)
         before = [param.detach().clone() for param in model.parameters()]

@@ -24,6 +24,7 @@ from training import (
     PARTITIONS,
     WHOLE,
     Backward,
+    Script,
     Snapshot,
     Tangle,
     assert_moved,
@@ -33,6 +34,7 @@ from training import (
     fill_gradients,
     filled,
     finished_partition,
+    of_several_dtypes,
     run_script,
     snapshot,
 )
@@ -52,11 +54,20 @@ WHOLE_MODES = [(partition, view) for partition in WHOLE for view in (False, True
 TWO_MODES: list[tuple[Any, bool]] = [("sorted_greedy", False), ("even", True)]
 
 
-def steps(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
-    for step in range(3):
-        backward(step)
-        optimizer.step()
-        yield
+def updates(count: int, **before: Callable[[Any, Any], Any]) -> Script:
+    """So many updates; `before_2(model, optimizer)` comes before that of number 2, from 0 on."""
+
+    def script(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
+        for step in range(count):
+            before.get(f"before_{step}", lambda *_: None)(model, optimizer)
+            backward(step)
+            optimizer.step()
+            yield
+
+    return script
+
+
+steps = updates(3)
 
 
 def zero(comm: Collectives, params: Any, optimizer_class: Any = optim.AdamW, **options: Any) -> Any:
@@ -118,14 +129,8 @@ def test_muon_trains_as_plain_on_whole_matrices() -> None:
     def matrices(model: nn.Module) -> list[torch.Tensor]:
         return [param for param in model.parameters() if param.ndim == 2 and param.numel()]
 
-    def script(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
-        for step in range(3):
-            backward(step)
-            optimizer.step()
-            yield
-
     assert_trains_as_plain(
-        script, optim.Muon, world_sizes=[3], modes=WHOLE_MODES, groups=matrices, check_moved=False
+        steps, optim.Muon, world_sizes=[3], modes=WHOLE_MODES, groups=matrices, check_moved=False
     )
 
 
@@ -165,14 +170,7 @@ def test_more_ranks_than_parameters_and_one_rank() -> None:
     ids=["AdamW", "SGD"],
 )
 def test_parameters_of_several_dtypes(optimizer_class: Any, options: dict[str, Any]) -> None:
-    def mixed() -> nn.Module:
-        model = Tangle()
-        model.up.to(torch.bfloat16)
-        model.conv.to(torch.float64)
-        model.down.weight.data = model.down.weight.data.to(torch.complex64)
-        return model
-
-    assert_trains_as_plain(steps, optimizer_class, world_sizes=[3], make_model=mixed, **options)
+    assert_trains_as_plain(steps, optimizer_class, world_sizes=[3], make_model=of_several_dtypes, **options)
 
 
 def test_lists_and_finished_partitions_are_taken_as_given() -> None:
@@ -1036,31 +1034,23 @@ def test_a_bucket_view_lets_go_of_frozen_parameters() -> None:
 
 
 def test_parameters_whose_data_were_reassigned() -> None:
-    def script(model: Any, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
-        for step in range(5):
-            if step == 2:
-                for param in model.parameters():
-                    param.data = param.data.clone() * 1.5
-            if step == 3:
-                model.up.weight.data = torch.full((70, 8), 0.25)
-            backward(step)
-            optimizer.step()
-            yield
+    def all_of_them(model: Any, _: Optimizer) -> None:
+        for param in model.parameters():
+            param.data = param.data.clone() * 1.5
 
+    def one(model: Any, _: Optimizer) -> None:
+        model.up.weight.data = torch.full((70, 8), 0.25)
+
+    script = updates(5, before_2=all_of_them, before_3=one)
     assert_trains_as_plain(script)
     assert_trains_as_plain(script, optim.Adagrad, lr=0.1, world_sizes=[3])  # its state exists from the start
 
 
 def test_a_whole_parameter_may_change_its_memory_format() -> None:
-    def script(model: Any, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
-        for step in range(4):
-            if step == 2:
-                model.conv.weight.data = model.conv.weight.data.contiguous()
-            backward(step)
-            optimizer.step()
-            yield
+    def change(model: Any, _: Optimizer) -> None:
+        model.conv.weight.data = model.conv.weight.data.contiguous()
 
-    assert_trains_as_plain(script, world_sizes=[3], modes=WHOLE_MODES)
+    assert_trains_as_plain(updates(4, before_2=change), world_sizes=[3], modes=WHOLE_MODES)
 
 
 def test_a_split_parameter_may_not_change_its_memory_format() -> None:
@@ -1091,15 +1081,7 @@ def test_frozen_parameters_of_integers_are_left_alone() -> None:
 
 
 def test_a_model_that_changes_its_dtype() -> None:
-    def script(model: nn.Module, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
-        for step in range(4):
-            if step == 2:
-                model.double()
-                model.zero_grad()
-            backward(step)
-            optimizer.step()
-            yield
-
+    script = updates(4, before_2=lambda model, _: model.double().zero_grad())
     assert_trains_as_plain(script, optim.SGD, lr=0.1, world_sizes=[3])
 
 
@@ -1207,14 +1189,7 @@ def test_a_group_added_after_explicit_lists() -> None:
 
 
 def test_a_frozen_layer_that_was_in_the_optimizer_from_the_start_is_made_trainable() -> None:
-    def script(model: Any, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
-        for step in range(4):
-            if step == 2:
-                model.requires_grad_(True)
-            backward(step)
-            optimizer.step()
-            yield
-
+    script = updates(4, before_2=lambda model, _: model.requires_grad_(True))
     assert_trains_as_plain(script, make_model=half_frozen)
 
 
@@ -1248,43 +1223,39 @@ def test_state_made_when_a_group_is_added_is_kept() -> None:
 
 
 def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was() -> None:
-    def script(model: Any, optimizer: Optimizer, backward: Backward) -> Iterator[None]:
-        for step in range(5):
-            if step == 2:
-                with pytest.raises(ValueError, match="more than one"):
-                    optimizer.add_param_group({"params": [model.scale]})
-                with pytest.raises(TypeError):
-                    optimizer.add_param_group([model.scale])  # type: ignore[arg-type]
-                with pytest.raises(TypeError):
-                    optimizer.add_param_group({"params": [3.5]})
-            backward(step)
-            optimizer.step()
-            yield
+    def add(model: Any, optimizer: Optimizer) -> None:
+        with pytest.raises(ValueError, match="more than one"):
+            optimizer.add_param_group({"params": [model.scale]})
+        with pytest.raises(TypeError):
+            optimizer.add_param_group([model.scale])  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            optimizer.add_param_group({"params": [3.5]})
         assert len(optimizer.param_groups) == 1
 
-    assert_trains_as_plain(script, world_sizes=[2])
+    assert_trains_as_plain(updates(5, before_2=add), world_sizes=[2])
 
 
 def test_ranks_that_add_different_groups_all_raise_and_train_on_as_before() -> None:
-    def script(model: Any, optimizer: Any, backward: Backward) -> Iterator[None]:
-        for step in range(4):
-            if step == 2 and isinstance(optimizer, ZeroRedundancyOptimizer):
-                own_size = nn.Parameter(torch.ones(3 + optimizer.rank))
-                with pytest.raises(ValueError, match=r"rank 1 has \[parameter 6: shape \(4,\)"):
-                    optimizer.add_param_group({"params": [own_size]})
-                own_rate = {"params": [nn.Parameter(torch.ones(4))], "lr": 0.1 * optimizer.rank}
-                with pytest.raises(ValueError, match=r"group 1: lr=0\.1"):
-                    optimizer.add_param_group(own_rate)
-                bad = {"params": [nn.Parameter(torch.ones(4)) if optimizer.rank else "no tensor"]}
-                with pytest.raises((TypeError, RuntimeError), match="can only optimize Tensors"):
-                    optimizer.add_param_group(bad)
-                assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1
-            backward(step)
-            optimizer.step()
-            yield
+    def add(model: Any, optimizer: Any) -> None:
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            return
+        own_size = nn.Parameter(torch.ones(3 + optimizer.rank))
+        with pytest.raises(ValueError, match=r"rank 1 has \[parameter 6: shape \(4,\)"):
+            optimizer.add_param_group({"params": [own_size]})
+        own_rate = {"params": [nn.Parameter(torch.ones(4))], "lr": 0.1 * optimizer.rank}
+        with pytest.raises(ValueError, match=r"group 1: lr=0\.1"):
+            optimizer.add_param_group(own_rate)
+        bad = {"params": [nn.Parameter(torch.ones(4)) if optimizer.rank else "no tensor"]}
+        with pytest.raises((TypeError, RuntimeError), match="can only optimize Tensors"):
+            optimizer.add_param_group(bad)
+        assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1
 
     assert_trains_as_plain(
-        script, make_model=half_frozen, groups=all_but_the_frozen, check_moved=False, world_sizes=[2]
+        updates(4, before_2=add),
+        make_model=half_frozen,
+        groups=all_but_the_frozen,
+        check_moved=False,
+        world_sizes=[2],
     )
 
 

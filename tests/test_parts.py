@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a script 
 def test_what_comes_after_a_part_that_failed_is_run_too(make: str, capfd: pytest.CaptureFixture[str]) -> None:
     outcomes = parts.run_all(make)
     names = [outcome.part for outcome in outcomes]
-    assert names == ["unit", "ranks", "lint", "types", "imports", "notebooks", "book", "browser"]
+    assert names == ["unit", "ranks", "notebooks", "book", "browser", "types", "lint", "imports"]
     assert {o.part: o.status for o in outcomes if o.status != "passed"} == {
         "ranks": "FAILED",
         "browser": "not checked",
@@ -77,5 +78,38 @@ def test_the_exit_status_says_whether_a_part_failed(
 
 def test_every_part_is_a_target_of_the_makefile() -> None:
     makefile = (Path(__file__).parents[1] / "Makefile").read_text()
-    parts_of_all = [part for sequence in parts.SEQUENCES for part in sequence]
-    assert [part for part in parts_of_all if f"\n{part}: $(STAMP)" not in makefile] == []
+    assert [part for part in parts.PARTS if f"\n{part}: $(STAMP)" not in makefile] == []
+
+
+@pytest.mark.parametrize("make", [["notebooks"]], indirect=True)
+def test_the_book_comes_after_the_notebooks_and_the_browser_after_the_book(
+    make: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert {outcome.part for outcome in parts.run_all(make) if outcome.bad} == {"notebooks"}
+    made = re.findall("making (notebooks|book|browser)", capfd.readouterr().out)
+    assert made == ["notebooks", "book", "browser"]
+
+
+def test_one_part_is_shown_as_it_comes_and_the_others_when_they_have_ended(
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    screen = parts.Screen()
+
+    def shown() -> bytes:
+        return capfdbinary.readouterr().out
+
+    screen.add("unit", b"u1 ")
+    screen.add("ranks", b"r1 ")
+    screen.add("lint", b"l1 ")
+    assert shown() == b"u1 "
+    screen.end("lint")
+    screen.add("ranks", b"r2 ")
+    assert shown() == b"", "unit is being shown"
+    screen.end("unit")
+    assert shown() == b"l1 "
+    screen.add("ranks", b"r3 ")
+    assert shown() == b"r1 r2 r3 "
+    screen.end("ranks")
+    screen.add("types", b"t1 ")
+    screen.end("types")
+    assert shown() == b"t1 "

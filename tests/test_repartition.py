@@ -24,6 +24,7 @@ from training import (
     cut_anywhere,
     dealt,
     fill_gradients,
+    of_several_dtypes,
     run_script,
     snapshot,
     train,
@@ -65,14 +66,6 @@ def in_turn(*partitions: Any, steps: int = 5) -> Script:
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     params = list(model.named_parameters())
     return [{"params": params[1::2], "lr": 0.05}, {"params": params[::2], "weight_decay": 0.3}]
-
-
-def mixed_model() -> nn.Module:
-    model = Tangle()
-    model.up.to(torch.bfloat16)
-    model.conv.to(torch.float64)
-    model.down.weight.data = model.down.weight.data.to(torch.complex64)
-    return model
 
 
 def zero(comm: Collectives, params: Any, optimizer_class: Any = optim.Adam, **options: Any) -> Any:
@@ -127,7 +120,7 @@ def test_from_each_partition_to_each_other_with_bucket_views_and_without() -> No
         assert_trains_as_plain(in_turn(*partitions, steps=6), optim.AdamW, world_sizes=[3])
 
 
-@pytest.mark.parametrize("make_model", [Tangle, mixed_model])
+@pytest.mark.parametrize("make_model", [Tangle, of_several_dtypes])
 def test_groups_dtypes_and_more_ranks_than_parameters(make_model: Any) -> None:
     assert_trains_as_plain(
         in_turn(*TURNS), optim.AdamW, world_sizes=[4, 12], modes=[("even", True), (dealt, False)],
@@ -266,9 +259,9 @@ def test_autograd_notices_that_values_were_replaced() -> None:
     ("make_model", "optimizer_class", "options"),
     [
         *((Tangle, *case) for case in OPTIMIZERS),
-        (mixed_model, optim.AdamW, {"amsgrad": True}),
-        (mixed_model, optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        (mixed_model, optim.Adagrad, {"lr": 0.1}),
+        (of_several_dtypes, optim.AdamW, {"amsgrad": True}),
+        (of_several_dtypes, optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (of_several_dtypes, optim.Adagrad, {"lr": 0.1}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -336,7 +329,7 @@ def test_state_has_the_same_dtype_device_and_strides_and_no_memory_beside() -> N
         }
 
     def on_rank(comm: Collectives) -> dict[tuple[Slice, str], tuple[Any, ...]]:
-        _, optimizer = trained(comm, make_model=mixed_model)
+        _, optimizer = trained(comm, make_model=of_several_dtypes)
         before = kinds(optimizer)
         optimizer.repartition("even")
         optimizer.repartition(dealt)

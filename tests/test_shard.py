@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
-from training import OnMasters
+from training import Listing, OnMasters
 
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
@@ -376,19 +376,6 @@ def test_a_state_that_some_owners_of_a_parameter_lack_is_refused_on_all_ranks() 
 
 
 def test_an_optimizer_that_lists_its_parameters_itself_goes_on_after_a_layer_is_frozen() -> None:
-    class Listing(optim.SGD):
-        elementwise = True
-
-        def __init__(self, params: Any, **options: Any) -> None:
-            super().__init__(params, **options)
-            self.all = [param for group in self.param_groups for param in group["params"]]
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for param in self.all:
-                if param.grad is not None:
-                    param -= 0.25 * param.grad
-
     def on_rank(comm: Collectives) -> float:
         params = [nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2)]
         optimizer = OnCopies(params, Listing, comm, lr=1.0)

@@ -29,10 +29,13 @@ from training import (
     Run,
     Snapshot,
     Tangle,
+    Wider,
     assert_same,
     assert_state_dicts_equal,
+    caught,
     describe,
     fill_gradients,
+    of_several_dtypes,
     snapshot,
     train,
 )
@@ -111,27 +114,30 @@ def resume_at(world_size: int, directory: Path, make_model: Any = Tangle, **opti
     return virtual.run(on_rank, world_size, timeout=120)
 
 
+def unsharded(*args: Any, **options: Any) -> tuple[dict[str, Any], list[Snapshot]]:
+    """Of the plain optimizer the state after two steps, and the parameters after each of two more."""
+    plain = Run(*args, **options)
+    first, middle = plain.plain(TWO)
+    return middle, plain.plain(FOUR, first[-1], middle)[0]
+
+
+def assert_go_on(resumed: list[Any], expected: tuple[dict[str, Any], list[Snapshot]], label: str) -> None:
+    """Each rank, with the whole state that it had at first and the parameters after each step."""
+    for state, trained in resumed:
+        assert_state_dicts_equal(state, expected[0])
+        assert_same(trained, expected[1], label)
+
+
 def saves_of(directory: Path) -> list[str]:
     """The names of the saves in a directory, beside which its owner has a mark."""
     return sorted(path.name for path in directory.glob("save-*"))
-
-
-def raised(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 # ----------------------------------------------------------------------------- goes on like the unsharded run
 
 
 def mixed_model() -> nn.Module:
-    model = Tangle()
-    model.up.to(torch.bfloat16)
-    model.conv.to(torch.float64)
-    model.down.weight.data = model.down.weight.data.to(torch.complex64)
+    model = of_several_dtypes()
     model.norm.requires_grad_(False)
     return model
 
@@ -152,36 +158,28 @@ def test_saved_at_4_under_even_it_goes_on_at_3_under_sorted_greedy(
 ) -> None:
     options = {key: value for key, value in case.items() if key not in ("cls", "make_model")}
     make_model = case.get("make_model", Tangle)
-    plain = Run(case.get("cls", optim.AdamW), make_model=make_model, **options)
-    first, middle = plain.plain(TWO)
-    rest, _ = plain.plain(FOUR, first[-1], middle)
+    expected = unsharded(case.get("cls", optim.AdamW), make_model=make_model, **options)
     save_at(4, tmp_path, partition="even", **case)
-    for state, trained in resume_at(3, tmp_path, partition="sorted_greedy", **case):
-        assert_state_dicts_equal(state, middle)
-        assert_same(trained, rest, "resumed")
+    assert_go_on(resume_at(3, tmp_path, partition="sorted_greedy", **case), expected, "resumed")
 
 
 @pytest.mark.parametrize(
     "saved_under", range(len(MODES)), ids=lambda i: f"{describe(MODES[i][0])}-{MODES[i][1]}"
 )
 def test_between_all_partitions_with_and_without_bucket_views(tmp_path: Path, saved_under: int) -> None:
-    plain = Run(optim.AdamW)
-    first, middle = plain.plain(TWO)
-    rest, _ = plain.plain(FOUR, first[-1], middle)
+    expected = unsharded(optim.AdamW)
     partition, as_view = MODES[saved_under]
     save_at(3, tmp_path, partition=partition, parameters_as_bucket_view=as_view)
     for shift, world_size in ((3, 2), (6, 1), (9, 5)):
         partition, as_view = MODES[(saved_under + shift) % len(MODES)]
         options = {"partition": partition, "parameters_as_bucket_view": as_view}
-        for state, trained in resume_at(world_size, tmp_path, **options):
-            assert_state_dicts_equal(state, middle)
-            assert_same(trained, rest, f"at {world_size} ranks, {options}")
+        assert_go_on(
+            resume_at(world_size, tmp_path, **options), expected, f"at {world_size} ranks, {options}"
+        )
 
 
 def test_a_rank_may_own_nothing_or_several_slices_of_one_parameter(tmp_path: Path) -> None:
-    plain = Run(optim.AdamW)
-    first, middle = plain.plain(TWO)
-    rest, _ = plain.plain(FOUR, first[-1], middle)
+    expected = unsharded(optim.AdamW)
     numels = [param.numel() for param in Tangle().parameters()]
     large = max(range(len(numels)), key=numels.__getitem__)
     others = tuple(Slice(i, 0, n) for i, n in enumerate(numels) if i != large)
@@ -191,9 +189,7 @@ def test_a_rank_may_own_nothing_or_several_slices_of_one_parameter(tmp_path: Pat
     save_at(2, tmp_path / "striped", partition=striped)
     save_at(3, tmp_path / "lone", partition=lone)
     for directory, world_size, partition in (("striped", 3, lone), ("lone", 2, striped)):
-        for state, trained in resume_at(world_size, tmp_path / directory, partition=partition):
-            assert_state_dicts_equal(state, middle)
-            assert_same(trained, rest, directory)
+        assert_go_on(resume_at(world_size, tmp_path / directory, partition=partition), expected, directory)
 
 
 def by_kind(model: nn.Module) -> list[dict[str, Any]]:
@@ -220,9 +216,7 @@ def test_parameters_are_found_by_name_and_else_by_number_and_groups_keep_their_o
     tmp_path: Path, groups: Any
 ) -> None:
     options: dict[str, Any] = {"foreach": False}
-    plain = Run(optim.AdamW, by_kind, **options)
-    first, middle = plain.plain(TWO)
-    rest, _ = plain.plain(FOUR, first[-1], middle)
+    middle, rest = unsharded(optim.AdamW, by_kind, **options)
 
     def save(comm: Collectives) -> None:
         trainee = Trainee(comm, groups=by_kind, partition="even", **options)
@@ -277,16 +271,14 @@ def test_dcp_loads_whole_tensors_from_the_files_by_itself(tmp_path: Path) -> Non
 
 
 def test_another_memory_format_is_no_obstacle(tmp_path: Path) -> None:
-    contiguous = Run(optim.AdamW, make_model=lambda: Tangle(channels_last=False))
-    first, middle = contiguous.plain(TWO)
-    rest, _ = contiguous.plain(FOUR, first[-1], middle)
+    expected = unsharded(optim.AdamW, make_model=lambda: Tangle(channels_last=False))
     save_at(3, tmp_path, partition="even")  # channels_last
     for partition in ("even", "sorted_greedy"):
-        for state, trained in resume_at(
-            2, tmp_path, lambda: Tangle(channels_last=False), partition=partition
-        ):
-            assert_state_dicts_equal(state, middle)
-            assert_same(trained, rest, partition)
+        assert_go_on(
+            resume_at(2, tmp_path, lambda: Tangle(channels_last=False), partition=partition),
+            expected,
+            partition,
+        )
 
 
 @pytest.mark.parametrize(("cls", "options"), [(optim.Adafactor, {}), (optim.Muon, {"lr": 0.01})])
@@ -300,13 +292,9 @@ def test_state_of_other_shapes_than_the_parameters_is_kept_whole(
             nn.init.normal_(param, generator=generator)
         return model
 
-    plain = Run(cls, make_model=matrices, **options)
-    first, middle = plain.plain(TWO)
-    rest, _ = plain.plain(FOUR, first[-1], middle)
+    expected = unsharded(cls, make_model=matrices, **options)
     save_at(3, tmp_path, make_model=matrices, cls=cls, **options)
-    for state, trained in resume_at(2, tmp_path, matrices, cls=cls, **options):
-        assert_state_dicts_equal(state, middle)
-        assert_same(trained, rest, cls.__name__)
+    assert_go_on(resume_at(2, tmp_path, matrices, cls=cls, **options), expected, cls.__name__)
 
 
 class Annotated(optim.SGD):
@@ -326,14 +314,12 @@ class Annotated(optim.SGD):
 
 
 def test_numbers_texts_none_and_small_tensors_are_kept(tmp_path: Path) -> None:
-    plain = Run(Annotated, lr=0.1, momentum=0.5)
-    first, middle = plain.plain(TWO)
-    rest, final = plain.plain(FOUR, first[-1], middle)
-    assert final["state"][0]["count"] == 4
+    expected = unsharded(Annotated, lr=0.1, momentum=0.5)
+    assert expected[0]["state"][0]["count"] == 2
     save_at(3, tmp_path, cls=Annotated, lr=0.1, momentum=0.5, partition="even")
-    for state, trained in resume_at(2, tmp_path, cls=Annotated, lr=0.1, momentum=0.5, partition="even"):
-        assert_state_dicts_equal(state, middle)
-        assert_same(trained, rest, "annotated")
+    assert_go_on(
+        resume_at(2, tmp_path, cls=Annotated, lr=0.1, momentum=0.5, partition="even"), expected, "annotated"
+    )
 
 
 def test_saved_before_the_first_step_it_starts_like_the_unsharded_run(tmp_path: Path) -> None:
@@ -465,7 +451,7 @@ def test_parameters_are_left_alone_if_asked_for(tmp_path: Path) -> None:
             load_sharded(other.optimizer, tmp_path / kind, parameters=False)
             assert_same([snapshot(other.model)], [snapshot(other_values()())], "parameters")
             assert_state_dicts_equal(other.whole_state(), state)
-        text = raised(lambda: load_sharded(other.optimizer, tmp_path / "state"))
+        text = caught(lambda: load_sharded(other.optimizer, tmp_path / "state"))
         assert text.startswith("ValueError: the checkpoint has no values of parameter 0: it was saved with")
 
     virtual.run(on_rank, 2, timeout=120)
@@ -526,12 +512,6 @@ def test_each_rank_reads_the_bytes_that_it_owns_and_only_rank_0_all_tables(
 # -------------------------------------------------------------------------------------------- what is refused
 
 
-class Wider(Tangle):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm.bias = nn.Parameter(torch.zeros(9))
-
-
 class WiderFrozen(Tangle):
     def __init__(self) -> None:
         super().__init__()
@@ -575,7 +555,7 @@ def assert_refused(
         trainee = Trainee(comm, partition="even", **options)
         trainee.steps(TWO)
         before = state_of(trainee.optimizer, trainee.model)
-        message = raised(lambda: load_sharded(trainee.optimizer, directory))
+        message = caught(lambda: load_sharded(trainee.optimizer, directory))
         after = state_of(trainee.optimizer, trainee.model)
         assert_state_dicts_equal(after[0], before[0])
         assert_same([after[1]], [before[1]], "parameters")
@@ -699,7 +679,7 @@ def test_a_file_that_one_rank_cannot_read_makes_all_raise_and_leaves_all_as_they
         if comm.rank == 1:
             second.append(threading.current_thread())
         comm.all_gather(torch.zeros(1))
-        message = raised(lambda: load_sharded(trainee.optimizer, tmp_path))
+        message = caught(lambda: load_sharded(trainee.optimizer, tmp_path))
         after = state_of(trainee.optimizer, trainee.model)
         assert_state_dicts_equal(after[0], before[0])
         assert_same([after[1]], [before[1]], "parameters")
@@ -723,12 +703,12 @@ def test_ranks_that_pass_other_arguments_are_told(tmp_path: Path) -> None:
         optimizer = Trainee(comm).optimizer
         odd = comm.rank == 1
         return [
-            raised(lambda: save_sharded(optimizer, tmp_path / ("b" if odd else "a"))),
-            raised(lambda: save_sharded(optimizer, tmp_path, notes={"iteration": comm.rank})),
-            raised(lambda: save_sharded(optimizer, tmp_path, parameters=odd)),
-            raised(lambda: load_sharded(optimizer, tmp_path, parameters=odd)),
-            raised(lambda: save_sharded(optimizer, tmp_path) if odd else load_sharded(optimizer, tmp_path)),
-            raised(lambda: save_sharded(optimizer, tmp_path, notes={"when": {1, 2}} if odd else {})),
+            caught(lambda: save_sharded(optimizer, tmp_path / ("b" if odd else "a"))),
+            caught(lambda: save_sharded(optimizer, tmp_path, notes={"iteration": comm.rank})),
+            caught(lambda: save_sharded(optimizer, tmp_path, parameters=odd)),
+            caught(lambda: load_sharded(optimizer, tmp_path, parameters=odd)),
+            caught(lambda: save_sharded(optimizer, tmp_path) if odd else load_sharded(optimizer, tmp_path)),
+            caught(lambda: save_sharded(optimizer, tmp_path, notes={"when": {1, 2}} if odd else {})),
         ]
 
     for rank, messages in enumerate(virtual.run(on_rank, 2, timeout=120)):
@@ -750,11 +730,11 @@ def test_state_and_options_that_cannot_be_saved_are_named(tmp_path: Path) -> Non
         trainee.steps(TWO)
         trainee.optimizer.param_groups[0]["schedule"] = print
         trainee.optimizer.current()
-        option = raised(lambda: save_sharded(trainee.optimizer, tmp_path))
+        option = caught(lambda: save_sharded(trainee.optimizer, tmp_path))
         del trainee.optimizer.param_groups[0]["schedule"]
         state = next(iter(trainee.optimizer.optim.state.values()))
         state["history"] = {1, 2}
-        return [option, raised(lambda: save_sharded(trainee.optimizer, tmp_path))]
+        return [option, caught(lambda: save_sharded(trainee.optimizer, tmp_path))]
 
     for option, state in virtual.run(on_rank, 2, timeout=120):
         assert "the option 'schedule' of a parameter group holds a builtin_function_or_method" in option
@@ -770,7 +750,7 @@ def save_again(directory: Path) -> tuple[list[str], str]:
     def on_rank(comm: Collectives) -> str:
         trainee = Trainee(comm)
         trainee.steps(range(4))
-        return raised(lambda: save_sharded(trainee.optimizer, directory, notes={"iteration": 4}))
+        return caught(lambda: save_sharded(trainee.optimizer, directory, notes={"iteration": 4}))
 
     def load(comm: Collectives) -> Any:
         trainee = Trainee(comm, other_values(), partition="even")
@@ -820,7 +800,7 @@ def test_a_directory_that_cannot_be_made_makes_all_raise(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
 
     def on_rank(comm: Collectives) -> str:
-        return raised(lambda: save_sharded(Trainee(comm).optimizer, tmp_path / "file" / "checkpoint"))
+        return caught(lambda: save_sharded(Trainee(comm).optimizer, tmp_path / "file" / "checkpoint"))
 
     first, second = virtual.run(on_rank, 2, timeout=120)
     assert first.startswith("NotADirectoryError")
@@ -842,7 +822,7 @@ def test_as_many_complete_saves_stay_as_are_to_be_kept(tmp_path: Path, keep: int
             for save in (None, 4, "save-00000004", 5 - keep, f"save-{5 - keep:08d}")
         ]
         assert found == [4, 4, 4, 5 - keep, 5 - keep]
-        message = raised(lambda: load_sharded(trainee.optimizer, tmp_path, save=4 - keep))
+        message = caught(lambda: load_sharded(trainee.optimizer, tmp_path, save=4 - keep))
         assert re.match(rf"FileNotFoundError: .* has no save 'save-0000000{4 - keep}'", message)
 
     virtual.run(on_rank, 2, timeout=120)
@@ -870,8 +850,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_training_goes_on_while_the_state_of_before_is_written(tmp_path: Path, gate: threading.Event) -> None:
-    trained, middle = Run(optim.AdamW).plain(TWO)
-    rest, _ = Run(optim.AdamW).plain(FOUR, trained[-1], middle)
+    middle, rest = unsharded(optim.AdamW)
 
     def on_rank(comm: Collectives) -> list[Snapshot]:
         trainee = Trainee(comm, partition="even")
@@ -992,9 +971,9 @@ def test_what_fails_in_the_background_is_raised_on_all_ranks_once(
             "save": lambda: save_sharded(trainee.optimizer, tmp_path),
             "load": lambda: load_sharded(trainee.optimizer, tmp_path),
         }
-        first = raised(calls[how])
+        first = caught(calls[how])
         assert load_sharded(trainee.optimizer, tmp_path) == {"iteration": 2}, "the one before"
-        return [first, raised(calls["save"]), raised(pending.wait)]
+        return [first, caught(calls["save"]), caught(pending.wait)]
 
     first, second = virtual.run(on_rank, 2, timeout=120)
     assert re.match(r"RuntimeError: rank 0: rank 1 could not complete.* No space left", first[0])
@@ -1045,7 +1024,7 @@ def test_flipped_bits_anywhere_in_a_save_are_each_refused_on_all_ranks(tmp_path:
             if comm.rank == 0:
                 flip(files[file], place)
             comm.all_gather(torch.zeros(1))
-            said.append(raised(lambda: load_sharded(trainee.optimizer, tmp_path)))
+            said.append(caught(lambda: load_sharded(trainee.optimizer, tmp_path)))
             if comm.rank == 0:
                 flip(files[file], place)
             comm.all_gather(torch.zeros(1))
@@ -1089,7 +1068,7 @@ def test_the_newest_intact_save_is_loaded_and_a_warning_says_what_was_skipped(
     def load(comm: Collectives) -> list[Any]:
         trainee = Trainee(comm, other_values(), partition="even")
         load_sharded(trainee.optimizer, tmp_path)
-        named = raised(lambda: load_sharded(trainee.optimizer, tmp_path, save=3))
+        named = caught(lambda: load_sharded(trainee.optimizer, tmp_path, save=3))
         assert load_sharded(trainee.optimizer, tmp_path, save=2) == {"iteration": 2}
         state = trainee.whole_state()
         # The damaged one does not count among those that are kept.
@@ -1156,10 +1135,7 @@ CLAIMS: dict[str, tuple[Callable[[Path], Any], str]] = {
         a_step(-2.0, ranks=(0, 1)),
         r"checkpoint's 'step' for parameter 0 is tensor\(-2.\)",
     ),
-    "steps in part": (
-        a_step(1.5, ranks=(0, 1)),
-        r"checkpoint's 'step' for parameter 0 is tensor\(1.5",
-    ),
+    "steps in part": (a_step(1.5, ranks=(0, 1)), r"checkpoint's 'step' for parameter 0 is tensor\(1.5"),
     "steps in a list": (a_step([2.0]), r"'step' of parameter \d+ is \[2.0\]"),
     "state of no parameter": (
         lambda folder: edit(folder, lambda c: first_tensor(c).update(param=-1)),
@@ -1248,14 +1224,14 @@ def test_a_rank_that_dies_at_any_call_of_a_load_leaves_the_others_as_they_were(
 
         if comm.rank == 1:
             comm.observers.append(notice)
-        message = raised(lambda: load_sharded(trainee.optimizer, tmp_path))
+        message = caught(lambda: load_sharded(trainee.optimizer, tmp_path))
         if dies_at < 0:
             return
         assert_same([snapshot(trainee.model)], [before[0]], f"call {dies_at}")
         for ours, theirs in zip(trainee.optimizer.optim.state.values(), before[1], strict=True):
             assert ours.keys() == theirs.keys()
             assert all(value.equal(theirs[key]) for key, value in ours.items())
-        seen[comm.rank] = (message, raised(trainee.optimizer.step))
+        seen[comm.rank] = (message, caught(trainee.optimizer.step))
 
     virtual.run(on_rank, 3, -1, {}, timeout=120)
     assert {call.op for call in calls} == {"all_gather", "broadcast"}
@@ -1293,7 +1269,7 @@ def test_a_rank_that_is_cut_off_in_the_last_call_refuses_to_step_until_it_has_lo
 
         if comm.rank == 2:
             comm.all_gather = cut_off
-        said = [raised(lambda: load_sharded(trainee.optimizer, tmp_path))]
+        said = [caught(lambda: load_sharded(trainee.optimizer, tmp_path))]
         comm.all_gather = gather
         if comm.rank == 2:
             assert_same([snapshot(trainee.model)], [snapshot(other_values()())], "as before")
@@ -1305,7 +1281,7 @@ def test_a_rank_that_is_cut_off_in_the_last_call_refuses_to_step_until_it_has_lo
                 lambda: load_sharded(trainee.optimizer, tmp_path, parameters=False),
                 lambda: trainee.optimizer.load_state_dict({}),
             ]
-            said += map(raised, alone)
+            said += map(caught, alone)
         else:
             assert_same([snapshot(trainee.model)], [trained[-1]], "loaded")
         load_sharded(trainee.optimizer, tmp_path)
@@ -1338,7 +1314,7 @@ def test_another_job_in_the_directory_is_named_on_all_ranks_and_can_be_taken_ove
     def on_rank(comm: Collectives) -> list[str]:
         optimizer = Trainee(comm).optimizer
         said = [
-            raised(lambda save=save: save(optimizer, tmp_path)) for save in (save_sharded, save_sharded_async)
+            caught(lambda save=save: save(optimizer, tmp_path)) for save in (save_sharded, save_sharded_async)
         ]
         save_sharded(optimizer, tmp_path, take_over=True)
         save_sharded_async(optimizer, tmp_path).wait()
@@ -1373,7 +1349,7 @@ def test_an_owner_that_lost_the_directory_while_it_wrote_removes_nothing(
             (tmp_path / save_owner.OWNER).write_bytes(sealed(other._asdict()))
         gate.set()
         pending.wait()
-        return raised(lambda: save_sharded(optimizer, tmp_path))
+        return caught(lambda: save_sharded(optimizer, tmp_path))
 
     for message in virtual.run(on_rank, 2, timeout=120):
         assert "belongs to another job by now" in message
@@ -1383,7 +1359,7 @@ def test_an_owner_that_lost_the_directory_while_it_wrote_removes_nothing(
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True, None])
 def test_a_number_of_saves_to_keep_that_is_none_is_refused(tmp_path: Path, keep: Any) -> None:
     def on_rank(comm: Collectives) -> str:
-        return raised(lambda: save_sharded(Trainee(comm).optimizer, tmp_path, keep=keep))
+        return caught(lambda: save_sharded(Trainee(comm).optimizer, tmp_path, keep=keep))
 
     for rank, message in enumerate(virtual.run(on_rank, 2, timeout=120)):
         assert message == f"ValueError: rank {rank}: keep takes a number of saves from 1 on, not {keep!r}."

@@ -46,6 +46,15 @@ Snapshot = list[torch.Tensor]
 Groups = Callable[[nn.Module], Any]
 
 
+def caught(function: Callable[[], Any]) -> str:
+    """What `function` raises, as 'Type: text', or "nothing"."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def in_a_hurry(prepare: Callable[[Any], T]) -> T:
     """What `prepare(group)` returns, for a group with as short a time-out as that takes; all ranks call this.
 
@@ -125,6 +134,22 @@ class Tangle(nn.Module):
         x = x + self.conv(x.view(-1, 4, 4, 8)).reshape(x.shape) + self.shift
         x = x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
         return self.out(x[:, :-1]) + self.nothing.sum()
+
+
+class Wider(Tangle):
+    """One of its parameters has another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.bias = nn.Parameter(torch.zeros(9))
+
+
+def of_several_dtypes() -> Tangle:
+    model = Tangle()
+    model.up.to(torch.bfloat16)
+    model.conv.to(torch.float64)
+    model.down.weight.data = model.down.weight.data.to(torch.complex64)
+    return model
 
 
 def loss_on_own_data(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -400,6 +425,22 @@ class CountingReads(TorchDispatchMode):
 
 
 # ------------------------------------------------------------------------------------------------ masters
+
+
+class Listing(optim.SGD):
+    """Keeps a list of its parameters of its own, and steps those."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.all = [param for group in self.param_groups for param in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.all:
+            if param.grad is not None:
+                param -= 0.25 * param.grad
 
 
 class OnMasters(optim.Optimizer):

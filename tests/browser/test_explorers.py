@@ -88,15 +88,8 @@ def settings_of(name: str, every: bool) -> Iterator[dict[str, Value]]:
         yield {control.name: control.options[end] for control in explorer.controls}
 
 
-@pytest.mark.parametrize(
-    "every", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["ends", "every"]
-)
-@pytest.mark.parametrize("name", CHAPTERS)  # "ring" has its slider alone
-def test_each_setting_gives_the_packages_picture_words_and_numbers(
-    visit: Callable[..., Visit], name: str, every: bool
-) -> None:
-    one = visit(CHAPTERS[name])
-    section = start(one.page, name)
+def assert_as_the_package(page: Page, name: str, every: bool) -> None:
+    section = start(page, name)
     width = section.evaluate("section => Math.floor(section.querySelector('.explorer-picture').clientWidth)")
     width = max(280, min(760, width))
     now, compared = dict(EXPLORERS[name].values), 0
@@ -126,32 +119,56 @@ def test_each_setting_gives_the_packages_picture_words_and_numbers(
         compared += 1
     controls = EXPLORERS[name].controls if every else ()
     assert compared == 2 + sum(len(options_of(name, control)) for control in controls)
+
+
+def test_at_its_ends_each_explorer_gives_the_packages_picture_words_and_numbers(
+    visit: Callable[..., Visit],
+) -> None:
+    one = visit(PAGE)
+    for name in CHAPTERS:  # "ring" has its slider alone
+        assert_as_the_package(one.page, name, every=False)
+    assert one.trouble() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [("partition", False), *(pytest.param(name, True, marks=pytest.mark.thorough) for name in CHAPTERS)],
+)
+def test_so_it_does_in_its_chapter(visit: Callable[..., Visit], name: str, every: bool) -> None:
+    one = visit(CHAPTERS[name])
+    assert_as_the_package(one.page, name, every)
     assert one.trouble() == []
 
 
 def test_the_numbers_in_the_browser_are_those_of_the_package_to_the_last_digit_shown(
     visit: Callable[..., Visit],
 ) -> None:
-    page = visit(PAGE).page
-    start(page, "memory")
-    for name, explorer in EXPLORERS.items():
-        ends = {control.name: control.options[-1] for control in explorer.controls}
-        found = page.evaluate(
-            """async ([name, values]) => {
-                const worker = new Worker(new URL("../_static/live/worker.js", location.href));
-                return await new Promise((resolve, reject) => {
+    ends = {
+        name: {control.name: control.options[-1] for control in explorer.controls}
+        for name, explorer in EXPLORERS.items()
+    }
+    of_browser = visit(PAGE).page.evaluate(
+        """async (ends) => {
+            const worker = new Worker(new URL("../_static/live/worker.js", location.href));
+            const root = new URL("../_static/", location.href).href;
+            const found = {};
+            for (const [name, values] of Object.entries(ends)) {
+                found[name] = await new Promise((resolve, reject) => {
                     worker.onmessage = ({ data }) =>
-                        data.error ? reject(new Error(data.error)) : resolve(data.result);
-                    const root = new URL("../_static/", location.href).href;
+                        data.error ? reject(new Error(data.error)) : resolve(data.result.numbers);
                     worker.postMessage({ id: 1, root, name, values, width: 500 });
                 });
-            }""",
-            [name, ends],
-        )
-        numbers = explorer.answer(500, **ends).numbers
-        assert found["numbers"].keys() == numbers.keys()
+            }
+            worker.terminate();
+            return found;
+        }""",
+        ends,
+    )
+    for name, explorer in EXPLORERS.items():
+        numbers = explorer.answer(500, **ends[name]).numbers
+        assert of_browser[name].keys() == numbers.keys()
         # Two builds of the C library's logarithm may differ in the last place.
-        assert found["numbers"] == pytest.approx(dict(numbers), rel=1e-12)
+        assert of_browser[name] == pytest.approx(dict(numbers), rel=1e-12)
 
 
 def test_nothing_of_python_is_fetched_until_the_reader_asks(visit: Callable[..., Visit]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,15 +9,8 @@ from benchmarks import contenders, tables
 from benchmarks.gpu import overlap
 from benchmarks.gpu.budget import Budget
 from zero_ref.lab.config import GPTConfig
-from zero_ref.lab.ranks import shutdown
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 def test_a_trace_has_what_was_sent_and_what_was_computed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,6 @@ from zero_ref.plan.choice import RULES
 pytestmark = pytest.mark.ranks
 
 NUMEL = 4096
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    ranks.shutdown()
 
 
 def turns_of_three() -> tuple[list[str], dict[str, Taken]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,12 +22,6 @@ SIZE = GPTConfig(layers=1, heads=2, width=16, context=8)
 SUITES = {"sync": training.sync, "iteration": training.iteration}
 HEADERS = 0.01
 """Of Gloo's messages: some fifty bytes for each of the two tensors of a layer, which are 66 kB."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    ranks.shutdown()
 
 
 def noise(width: int) -> Callable[[int, int], list[tuple[torch.Tensor, ...]]]:
@@ -55,7 +49,7 @@ def miniature(suite: str, set_name: str = "chain", broken: Way | None = None) ->
         training.ways = ways
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.thorough)])
 def of_suite(request: pytest.FixtureRequest) -> dict[str, SuiteResult]:
     def both() -> dict[str, SuiteResult]:
         return {suite: miniature(suite) for suite in SUITES}

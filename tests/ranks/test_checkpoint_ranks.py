@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,17 +23,11 @@ from training import (
 
 from zero_ref.comm.backend import as_collectives
 from zero_ref.lab.meter import recording
-from zero_ref.lab.ranks import run, shutdown
+from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 def mixed_model() -> nn.Module:

@@ -78,6 +78,7 @@ def test_the_pages_program_trains_saves_and_resumes_as_with_the_plain_optimizer(
         assert_state_dicts_equal(saved_state(client, tmp_path / folder), expected)
 
 
+@pytest.mark.thorough
 def test_accelerate_prepares_all_in_one_call_where_all_ranks_make_the_same_model(tmp_path: Path) -> None:
     program = programs()[ACCELERATE]
     prepared = "model, optimizer, loader, scheduler"
@@ -126,6 +127,7 @@ def test_the_trainers_other_strategies_save_the_gathered_state(
         assert_state_dicts_equal(state, expected)
 
 
+@pytest.mark.thorough
 def test_without_the_callback_the_first_save_says_what_to_call(tmp_path: Path) -> None:
     program = changed(programs()[TRAINER], ("[consolidation_callback()]", "[]"))
     code, said = launch("sorted_greedy", program, tmp_path / "without")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,25 +11,19 @@ from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
-from training import Snapshot, Tangle, in_a_hurry, loss_on_own_data, snapshot
+from training import Snapshot, Tangle, caught, in_a_hurry, loss_on_own_data, snapshot
 
 from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.clip.grad_norm import clip_grad_norm_, get_total_norm
 from zero_ref.lab.meter import recording
-from zero_ref.lab.ranks import run, shutdown
+from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 4
 LIMIT = 0.1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 class Trained(NamedTuple):
@@ -133,7 +126,7 @@ def compare(group: Any = None) -> int:
     return len(modes)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_training_equals_ddp_with_torchs_clipping(world_size: int) -> None:
     assert run(compare, world_size, timeout=100) == [5] * world_size
 
@@ -251,14 +244,6 @@ def test_owner_only_gradients_cannot_be_clipped_inside_join() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- refusals
-
-
-def caught(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def clip_after_an_overlapped_update() -> list[str]:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from crossed import search
 from crossed_options import Trial
 
-from zero_ref.lab.ranks import shutdown
-
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import SGD, AdamW
 from training import Snapshot, assert_same, filled
 
-from zero_ref.lab.ranks import run, shutdown
+from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import from_lists
@@ -52,12 +52,6 @@ class Momentum(SGD):
 
 EVERYTHING = StateDictOptions(full_state_dict=True, cpu_offload=True)
 PARTIAL = DefaultLoadPlanner(allow_partial_load=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 class Parts(nn.Module):

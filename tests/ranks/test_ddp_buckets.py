@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,12 +20,6 @@ from zero_ref.simulator.schedule import ddp_buckets, schedule
 pytestmark = pytest.mark.ranks
 
 MIB = 2**20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    ranks.shutdown()
 
 
 # Each makes a model and an input for it.

@@ -9,7 +9,7 @@ import runpy
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import assert_state_dicts_equal
 
-from zero_ref.lab.ranks import run, shutdown
+from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.ranks
@@ -31,12 +31,6 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 OVERLAP = SCRIPTS / "torch_overlap.py"
 RESUME = SCRIPTS / "torch_resume.py"
 TORCHS_MODULES = r"torch\.distributed\.(optim|algorithms\.ddp_comm_hooks\.ddp_zero_hook)"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 def with_our_imports(script: Path, folder: Path) -> Path:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,29 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
-from training import NEVER_S, Run, Tangle, assert_same, in_a_hurry, ring_early, snapshot, train
+from training import NEVER_S, Run, Tangle, Wider, assert_same, caught, in_a_hurry, ring_early, snapshot, train
 
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.pairwise import PairwiseCollectives
-from zero_ref.lab.ranks import RankError, run, shutdown
+from zero_ref.lab.ranks import RankError, run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
-
-
-def caught(function: Callable[[], Any]) -> str:
-    """What `function` raises, as 'Type: text'."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 # ---------------------------------------------------------------------------- ranks that ask different things
@@ -153,12 +138,6 @@ def test_ranks_that_make_different_calls_are_told() -> None:
 
 
 # ----------------------------------------------------------- refused, and then training goes on as if unasked
-
-
-class Wider(Tangle):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm.bias = nn.Parameter(torch.zeros(9))
 
 
 def mistakes(optimizer: ZeroRedundancyOptimizer, own: Any, other: Any) -> list[tuple[str, Callable[[], Any]]]:

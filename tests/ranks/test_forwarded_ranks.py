@@ -17,18 +17,12 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from training import Tangle, in_a_hurry, loss_on_own_data
 
-from zero_ref.lab.ranks import run, shutdown
+from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.ranks
 
 PARTITIONS = ["sorted_greedy", "registration_greedy", "even", "equal_shares", "balanced"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 def evaluating(job: Job, ddp: Any, optimizer: Any) -> Iterator[None]:

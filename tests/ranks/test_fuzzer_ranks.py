@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from fuzzer import Trial, search
 
-from zero_ref.lab.ranks import shutdown
-
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.clip.grad_norm import clip_grad_norm_
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import recording, recording_distributed
-from zero_ref.lab.ranks import RankError, run, shutdown
+from zero_ref.lab.ranks import RankError, run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.shard.several import SeveralOptimizers
@@ -50,12 +50,6 @@ pytestmark = pytest.mark.ranks
 
 Epochs = Sequence[Sequence[int]]
 """For each epoch the number of batches of each rank."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 class Gated(Tangle):

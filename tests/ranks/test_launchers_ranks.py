@@ -76,6 +76,7 @@ def test_the_slurm_script_trains_on_two_nodes(tmp_path: Path, port: int) -> None
     check(done.stdout, done.stderr)
 
 
+@pytest.mark.thorough
 def test_the_command_of_the_pods_trains_on_two_nodes(tmp_path: Path, port: int) -> None:
     script = small(pod_script(), port).replace("zero-0.zero", "localhost")
     pods = [

@@ -13,7 +13,7 @@ import signal
 import socket
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -36,6 +36,7 @@ from training import (
     Tangle,
     assert_moved,
     assert_state_dicts_equal,
+    caught,
     in_a_hurry,
     loss_on_own_data,
     snapshot,
@@ -45,7 +46,7 @@ from zero_ref.backward.overlap import hook_with_zero_step, hook_with_zero_step_i
 from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
-from zero_ref.lab.ranks import RankError, run, shutdown
+from zero_ref.lab.ranks import RankError, run
 from zero_ref.local_sgd.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
 from zero_ref.local_sgd.averaging import AveragingSchedule, Level
 from zero_ref.local_sgd.optimizer import PostLocalSGDOptimizer, PostLocalSGDState, post_localSGD_hook
@@ -55,12 +56,6 @@ from zero_ref.plan.calls import Call
 pytestmark = pytest.mark.ranks
 
 Trace = list[str]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 @dataclass
@@ -168,15 +163,6 @@ def blocks(trace_of_rank: Sequence[Trace]) -> list[int]:
             next(size for size in sizes if all(held[rank] == held[rank - rank % size] for rank in ranks))
         )
     return sizes_at
-
-
-def caught(function: Callable[[], Any]) -> str:
-    """What `function` raises, as 'Type: text'."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 # --------------------------------------------------------------------------------------------- as torch

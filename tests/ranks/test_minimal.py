@@ -6,7 +6,6 @@ import inspect
 import random
 import re
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import optim
 from training import assert_state_dicts_equal, fill_gradients
 
-from zero_ref.lab.ranks import run, shutdown
+from zero_ref.lab.ranks import run
 from zero_ref.minimal import MinimalZero
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -29,12 +28,6 @@ OPTIMIZERS: list[tuple[type[optim.Optimizer], dict[str, float]]] = [
     (optim.AdamW, {"lr": 1e-2}),
     (optim.Adafactor, {"lr": 1e-2}),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 def random_parameters(seed: int) -> list[torch.nn.Parameter]:

@@ -13,7 +13,7 @@ import runpy
 import socket
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from training import Tangle, assert_state_dicts_equal, loss_on_own_data
 
 from zero_ref.dropin.oss import OSS
 from zero_ref.lab.meter import recording
-from zero_ref.lab.ranks import run, shutdown
+from zero_ref.lab.ranks import run
 
 pytestmark = pytest.mark.ranks
 
@@ -35,12 +35,6 @@ needs_fairscale = pytest.mark.skipif(
     importlib.util.find_spec("fairscale") is None, reason="pip install --no-deps fairscale==0.4.13"
 )
 SCRIPT = Path(__file__).parent.parent / "scripts" / "fairscale_oss.py"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 # ----------------------------------------------------------------------- a script written for FairScale's OSS

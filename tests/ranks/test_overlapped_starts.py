@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import overlapped_starts
 import pytest
@@ -11,12 +11,6 @@ from overlapped_starts import Outcome, starts
 from zero_ref.lab import ranks
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    ranks.shutdown()
 
 
 def test_overlapped_runs_start_and_update_in_the_first_iteration() -> None:

@@ -36,7 +36,7 @@ from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import DDPRecorder, held_bytes, recording, state_bytes
-from zero_ref.lab.ranks import run, shutdown
+from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.rules import from_lists
@@ -44,12 +44,6 @@ from zero_ref.plan.rules import from_lists
 pytestmark = pytest.mark.ranks
 
 MakeOptimizer = Callable[[Any], Optimizer]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 def train(
@@ -168,14 +162,14 @@ def parity(cases: list[tuple[Any, dict[str, Any]]], modes: list[tuple[Any, bool]
 ALL_MODES = [*MODES, (LISTS, False), (LISTS, True), (FINISHED, True)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_five_optimizers_in_every_mode_equal_torchs_class_and_the_plain_optimizer(world_size: int) -> None:
     modes = ALL_MODES if world_size == 2 else [*FEW_MODES, ("registration_greedy", False), (LISTS, True)]
     counts = run(parity, world_size, FIVE, modes, with_torchs=True, timeout=100)
     assert counts == [len(FIVE) * (len(modes) + 2)] * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_variants_and_further_optimizers_equal_the_plain_optimizer(world_size: int) -> None:
     run(
         parity,
@@ -407,12 +401,7 @@ def as_usual(ddp: Any, optimizer: Any) -> Iterator[None]:
 
 
 def what_users_do() -> None:
-    for loop in (
-        with_a_gradient_scaler,
-        with_accumulation,
-        with_a_closure,
-        with_a_scheduler,
-    ):
+    for loop in (with_a_gradient_scaler, with_accumulation, with_a_closure, with_a_scheduler):
         loop_equals_plain(loop)
     loop_equals_plain(with_a_gradient_scaler, fused=True)
     loop_equals_plain(as_usual, wrap=lambda model: DDP(Checkpointed(model)))
@@ -525,7 +514,10 @@ def recorded_and_unrecorded() -> None:
     assert_same(train(recorded), plain, "with a recorder")
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(2, marks=pytest.mark.thorough), 3, pytest.param(4, marks=pytest.mark.thorough)],
+)
 def test_recording_ddp_changes_nothing(world_size: int) -> None:
     run(recorded_and_unrecorded, world_size)
 

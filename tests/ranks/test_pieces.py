@@ -15,7 +15,7 @@ SMALL = TrainingSize(GPTConfig(layers=1, heads=2, width=16, context=8), batch_si
 DEEP = TrainingSize(GPTConfig(layers=2, heads=2, width=16, context=8), batch_size=2)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_everything_is_timed_as_often_as_asked(world_size: int) -> None:
     effort = Effort(nbytes=(1024, 5000), training=(SMALL, DEEP), rounds=2)
     times = pieces.measure(world_size, effort)

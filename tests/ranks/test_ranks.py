@@ -39,12 +39,6 @@ gloo = partial(run, backend="gloo")
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
-
-
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp())  # pytest's own path may be too long for the fork server's socket

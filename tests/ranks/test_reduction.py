@@ -48,7 +48,7 @@ from zero_ref.clip.grad_norm import clip_grad_norm_, get_total_norm
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import held_bytes, recording
-from zero_ref.lab.ranks import run, shutdown
+from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.shard.buckets import flat_view
@@ -56,12 +56,6 @@ from zero_ref.shard.groups import specs_of
 from zero_ref.simulator.schedule import calls_of_rank
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 # ------------------------------------------------------------------------------ one bucket, worked by hand
@@ -260,7 +254,7 @@ def every_mode() -> None:
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_training_equals_ddp_and_the_plain_optimizer(world_size: int) -> None:
     run(every_mode, world_size)
 
@@ -359,7 +353,7 @@ def scaled() -> list[Any]:
     return [owner_of_param[0], owner_of_param[INFINITE]]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
     for first, second in run(scaled, world_size):
         assert first != second

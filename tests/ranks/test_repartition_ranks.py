@@ -6,15 +6,14 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import optim
 from training import (
     NEVER_S,
     Run,
@@ -22,40 +21,19 @@ from training import (
     Tangle,
     assert_same,
     assert_state_dicts_equal,
+    caught,
     dealt,
     in_a_hurry,
+    of_several_dtypes,
     snapshot,
     train,
 )
 
 from zero_ref.comm.process_group import ProcessGroupCollectives
-from zero_ref.lab.ranks import RankError, run, shutdown
+from zero_ref.lab.ranks import RankError, run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
-
-
-def mixed_model() -> nn.Module:
-    model = Tangle()
-    model.up.to(torch.bfloat16)
-    model.conv.to(torch.float64)
-    model.down.weight.data = model.down.weight.data.to(torch.complex64)
-    return model
-
-
-def caught(function: Callable[[], Any]) -> str:
-    """What `function` raises, as 'Type: text'."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 TURNS: list[Any] = ["even", "sorted_greedy", dealt, "even", "registration_greedy"]
@@ -85,7 +63,7 @@ def train_all(cases: list[Run], as_view: bool) -> list[tuple[list[Snapshot], Any
 
 @pytest.mark.parametrize(("world_size", "as_view"), [(2, True), (4, False)])
 def test_training_goes_on_bit_for_bit(world_size: int, as_view: bool) -> None:
-    cases = [Run(optim.AdamW, make_model=mixed_model), Run(optim.ASGD, t0=1.0)]
+    cases = [Run(optim.AdamW, make_model=of_several_dtypes), Run(optim.ASGD, t0=1.0)]
     of_rank = run(train_all, world_size, cases, as_view, timeout=30)
     for case, results in zip(cases, zip(*of_rank, strict=True), strict=True):
         plain, end = case.plain(range(len(TURNS)))

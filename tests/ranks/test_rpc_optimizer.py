@@ -145,7 +145,7 @@ def assert_same_steps(ours: list[list[torch.Tensor]], others: list[list[torch.Te
         assert all(map(torch.equal, mine, other)), f"parameters differ after step {step}"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equals_one_local_optimizer_on_the_whole_model_bit_for_bit(name: str, world_size: int) -> None:
     # The same operations on the same numbers, only elsewhere, so there is nothing to round differently.

@@ -14,24 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_overlap import (
-    SMALL_BUCKETS,
-    Branches,
-    assert_ranks_hold_the_same,
-    caught,
-    inputs_of,
-    loss_of_branches,
-)
+from test_overlap import SMALL_BUCKETS, Branches, assert_ranks_hold_the_same, inputs_of, loss_of_branches
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
-from training import Snapshot, Tangle, assert_same, loss_on_own_data, snapshot, sum_in_rank_order
+from training import Snapshot, Tangle, assert_same, caught, loss_on_own_data, snapshot, sum_in_rank_order
 
 from zero_ref.backward.overlap import hook_with_zero_step
 from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.clip.grad_norm import clip_grad_norm_, get_total_norm
-from zero_ref.lab.ranks import run, shutdown
+from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.ranks
@@ -42,12 +35,6 @@ CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     (optim.Adam, {"lr": 0.01}),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 @dataclass
@@ -240,7 +227,7 @@ def every_mode() -> int:
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_gradients_to_the_owners_of_two_optimizers_train_as_plain(world_size: int) -> None:
     assert run(every_mode, world_size, timeout=120) == [15] * world_size
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import optim
-from training import NEVER_S, Run, Snapshot, Tangle, assert_same, assert_state_dicts_equal, snapshot, train
+from training import (
+    NEVER_S,
+    Run,
+    Snapshot,
+    Tangle,
+    assert_same,
+    assert_state_dicts_equal,
+    caught,
+    snapshot,
+    train,
+)
 
-from zero_ref.lab.ranks import RankError, run, shutdown
+from zero_ref.lab.ranks import RankError, run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.state import save_owner
@@ -30,12 +40,6 @@ from zero_ref.state.sharded import load_sharded, save_sharded, save_sharded_asyn
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 def trainee(group: Any = None, **options: Any) -> tuple[Tangle, ZeroRedundancyOptimizer]:
@@ -172,14 +176,6 @@ def test_a_program_that_ends_without_waiting_has_saved(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------- what goes wrong
-
-
-def caught(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def save_on_a_full_disk(directory: Path, in_background: bool) -> str:

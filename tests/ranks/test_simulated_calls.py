@@ -6,7 +6,7 @@ import functools
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,13 +22,7 @@ from zero_ref.backward.reduction import reduce_to_owners
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.lab import ranks
 from zero_ref.lab.config import GPTConfig
-from zero_ref.lab.meter import (
-    HeldBytes,
-    held_bytes,
-    recording_all_reduce,
-    recording_distributed,
-    sent_bytes,
-)
+from zero_ref.lab.meter import HeldBytes, held_bytes, recording_all_reduce, recording_distributed, sent_bytes
 from zero_ref.lab.model import GPT
 from zero_ref.lab.strategies import trainable
 from zero_ref.local_sgd.averagers import ModelAverager
@@ -43,12 +37,6 @@ from zero_ref.simulator.recipe import RECIPES, Recipe, recipe
 from zero_ref.simulator.schedule import MIB, Schedule, ddp_buckets, schedule
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    ranks.shutdown()
 
 
 # ------------------------------------------------------------------------------------------------ the models
@@ -158,8 +146,7 @@ HOOKS = {"after_backward": hook_with_zero_step, "interleaved": hook_with_zero_st
 RUNS = [
     Run("ddp", False, "plain"),
     *itertools.starmap(
-        Run,
-        itertools.product(["zero", "zero-bucket", "zero-even"], [False, True], ["plain", *HOOKS]),
+        Run, itertools.product(["zero", "zero-bucket", "zero-even"], [False, True], ["plain", *HOOKS])
     ),
     *(
         Run("zero-2", True, way, shard_group, range_numel)
@@ -378,7 +365,7 @@ def all_torchs_local_sgd() -> dict[str, Seen]:
     return {name: torchs_local_sgd(case) for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_local_sgd_makes_the_calls_of_the_schedule_from_the_warm_up_on(world_size: int) -> None:
     of_ranks = ranks.run(all_local_sgd, world_size, timeout=60, backend="gloo")
     for name, (kind, averaging) in itertools.product(CASES, averagings(world_size).items()):
@@ -409,7 +396,7 @@ def test_local_sgd_of_one_rank_makes_the_calls_of_the_schedule() -> None:
     assert {call.op for call in seen.calls} == {"all_reduce"}, "of the warm-up, by DDP"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_torchs_local_sgd_makes_the_same_calls_but_for_the_agreement(world_size: int) -> None:
     of_ranks = ranks.run(all_torchs_local_sgd, world_size, timeout=60, backend="gloo")
     for name in CASES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,12 +23,6 @@ from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.schedule import Schedule, schedule
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    ranks.shutdown()
 
 
 # ------------------------------------------------------------------------------------------------ the models
@@ -138,7 +132,7 @@ def recorded(names: list[str]) -> dict[str, Seen]:
     return seen
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.thorough)])
 def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, Seen]]:
     return ranks.run(recorded, request.param, list(MODELS), timeout=60, backend="gloo")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn, optim
 from training import assert_state_dicts_equal, filled
 
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
-from zero_ref.lab.ranks import run, shutdown
+from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 STAIRS = ["owners", "buckets", "shards", "overlap", "checkpoint"]
@@ -28,12 +28,6 @@ FOLDER = Path(__file__).parents[2] / "zero_ref" / "stairs"
 SGD = (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01})
 ADAMW = (optim.AdamW, {"lr": 1e-2})
 STEPS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 # ------------------------------------------------------------------------------------------------ models
@@ -234,7 +228,10 @@ def all_cases(stair: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [1, pytest.param(2, marks=pytest.mark.thorough), 3, pytest.param(4, marks=pytest.mark.thorough)],
+)
 @pytest.mark.parametrize("stair", STAIRS)
 def test_a_stair_equals_the_complete_optimizer(stair: str, world_size: int) -> None:
     run(all_cases, world_size, stair, timeout=300)
@@ -270,7 +267,7 @@ def real_gradients(stair: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_an_update_in_backward_leaves_backward_right(world_size: int) -> None:
     """A parameter that is updated before backward has read it would give other gradients.
 
@@ -377,7 +374,10 @@ def uninterrupted(dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(1, 3), (3, 2), *(pytest.param(*one, marks=pytest.mark.thorough) for one in ((2, 4), (4, 1)))],
+)
 def test_a_checkpoint_goes_on_in_either_at_another_world_size(
     before: int, after: int, dtype: torch.dtype
 ) -> None:

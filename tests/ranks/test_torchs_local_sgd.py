@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -38,12 +38,6 @@ TESTS = [
     "test_post_localSGD_optimizer_parity_with_hierarchical_sgd_grad_is_view",
     "test_post_localSGD_optimizer_step_reload",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    shutdown()
 
 
 def undecorated(test: Any) -> Callable[[Any], None]:

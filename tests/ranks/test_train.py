@@ -51,7 +51,7 @@ def as_predicted(config: TrainConfig, world_size: int) -> float:
     return result.final_loss
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_every_call_and_byte_is_as_predicted(world_size: int) -> None:
     losses = {name: as_predicted(replace(SMALL, strategy=name, steps=12), world_size) for name in RECIPES}
     local = losses.pop("local-sgd")
@@ -105,7 +105,7 @@ WITH_MASTERS = replace(IN_16, master_dtype="float32")
 CAN_KEEP_MASTERS = [name for name, one in RECIPES.items() if one.stage < 3 and one.averaging is None]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_with_masters_every_call_and_byte_is_as_predicted(world_size: int) -> None:
     losses = {
         name: as_predicted(replace(WITH_MASTERS, strategy=name), world_size) for name in CAN_KEEP_MASTERS
@@ -123,7 +123,13 @@ def test_masters_updated_in_backward_or_sent_in_forward_are_as_predicted(way: st
     assert {as_predicted(replace(WITH_MASTERS, strategy=name, way=way), 2) for name in able} == {plain}
 
 
-@pytest.mark.parametrize(("world_size", "shard_group", "way"), IN_GROUPS)
+@pytest.mark.parametrize(
+    ("world_size", "shard_group", "way"),
+    [
+        IN_GROUPS[1],
+        *(pytest.param(*one, marks=pytest.mark.thorough) for one in (IN_GROUPS[0], *IN_GROUPS[2:])),
+    ],
+)
 def test_masters_of_groups_that_share_them_are_as_predicted(
     world_size: int, shard_group: int | None, way: str
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,12 +23,6 @@ pytestmark = [
 NBYTES = 4 * 2**20
 CLOSE = 0.01
 """Headers of Gloo's messages and the barriers around a call: some kilobytes beside 4 MB."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    ranks.shutdown()
 
 
 def newer_or_older(newer: str, older: str) -> Callable[..., object]:
