@@ -43,7 +43,7 @@ class Wrong(NamedTuple):
 def wrong_answers(chapter: str) -> Iterator[Wrong]:
     """Those of the chapter's module: in CHANGED changes of solutions, in WRONG whole functions."""
     module = import_module(f"wrong_{chapter}")
-    for exercise, rows in getattr(module, "CHANGED", {}).items():
+    for exercise, rows in module.CHANGED.items():
         for row in rows:
             yield Wrong(exercise, *row)
     for exercise, answer, message in getattr(module, "WRONG", []):
