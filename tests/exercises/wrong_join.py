@@ -77,6 +77,10 @@ def counts_elements(loads: Sequence[int], batches: Sequence[int]) -> list[int]:
     ]
 
 
+def counts_elements_of_those_who_stay(loads: list[int], batches: list[int]) -> list[int]:
+    return [sum(load for load, count in zip(loads, batches) if count > step) for step in range(max(batches))]
+
+
 WRONG: list[tuple[str, Any, str]] = [
     ("join.shadow_step", steps_with_old_gradients, "receive the gradients of what it owns"),
     ("join.shadow_step", receives_after_the_step, "before the local step"),
@@ -89,4 +93,6 @@ WRONG: list[tuple[str, Any, str]] = [
     ("join.lent_bytes", lends_to_those_who_stay, "each rank that has left"),
     ("join.lent_bytes", lends_everything, "what it owns"),
     ("join.lent_bytes", counts_elements, "4 bytes an element"),
+    ("join.averages", mixes_up_the_two_ways, "with True of all 3"),
+    ("join.lent_bytes", counts_elements_of_those_who_stay, "gradients of its own.*That is in elements"),
 ]

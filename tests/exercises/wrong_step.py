@@ -229,6 +229,15 @@ def mends_them(params: Any) -> list[int]:
     return compares_sums(params)
 
 
+def everybody_is_stale_in_registration_order(partition: Partition, lost: int) -> list[list[int]]:
+    return [[lost] for _ in range(partition.world_size)]
+
+
+def the_owner_is_stale_in_registration_order(partition: Partition, lost: int) -> list[list[int]]:
+    owner = partition.pieces_of_param[lost % len(partition.numels)][0][1]
+    return [[lost] if rank == owner else [] for rank in range(partition.world_size)]
+
+
 WRONG = [
     ("step.write_step", sends_nothing, r"after step 2 .* did not arrive"),
     ("step.write_step", never_steps, r"Was local\.step\(\) called"),
@@ -274,4 +283,6 @@ WRONG = [
     ("step.differing", only_rank_0_looks, r"rank 0 calls all_gather, rank 1 returns\. Every rank makes"),
     ("step.differing", whether_they_differ, r"returned \[False, .*must return a list of numbers"),
     ("step.differing", mends_them, r"only to look"),
+    ("step.stale", everybody_is_stale_in_registration_order, r"owner by owner.*it needs no broadcast"),
+    ("step.stale", the_owner_is_stale_in_registration_order, r"owner by owner.*Old are those that waited"),
 ]
