@@ -144,6 +144,18 @@ def only_the_largest_tensor(numels: list[int]) -> int:
     return 16 * max(numels) + 4
 
 
+def divides_everything_and_rounds_down(
+    numel: int, room: int, stage: int, nbytes: tuple[int, int, int]
+) -> int | None:
+    return 1 if numel * sum(nbytes) <= room else numel * sum(nbytes) // room
+
+
+def one_stage_late_and_adds_one(
+    numel: int, room: int, stage: int, nbytes: tuple[int, int, int]
+) -> int | None:
+    return adds_one(numel, room, max(0, stage - 1), nbytes)
+
+
 WRONG = [
     ("ledger.ranks_to_fit", divides_everything, r"on every rank: subtract it from the room"),
     ("ledger.ranks_to_fit", shares_what_is_whole_too, r"and then divides all bytes"),
@@ -179,4 +191,11 @@ WRONG = [
     ("ledger.floor", all_counters, r"has one step counter"),
     ("ledger.floor", mixed_precision, r"mixed precision"),
     ("ledger.floor", only_the_largest_tensor, r"not of the largest alone"),
+    (
+        "ledger.ranks_to_fit",
+        divides_everything_and_rounds_down,
+        r"divides all of a parameter's bytes.*The quotient is rounded down",
+    ),
+    ("ledger.ranks_to_fit", one_stage_late_and_adds_one, r"one part too few.*do not add 1"),
+    ("ledger.ranks_to_fit", never_none, r"No number is enough: return None"),
 ]

@@ -192,6 +192,16 @@ def workers_from_1(ids: list[int], workers: int, ask: Any) -> torch.Tensor:
     return torch.cat([ask(row % workers + 1, [row // workers]) for row in ids])
 
 
+def adds_to_what_is_there(optimizer: Any, params: list[Any], gradients: dict[Any, Any]) -> None:
+    before = [param.grad for param in params]
+    for param in params:
+        had = torch.zeros_like(param) if param.grad is None else param.grad
+        param.grad = had + gradients[param] if param in gradients else None
+    optimizer.step()
+    for param, grad in zip(params, before):
+        param.grad = grad
+
+
 WRONG = [
     ("rpc.messages", requests_only, r"counted, but not its reply"),
     ("rpc.messages", both_ends, r"both where it is sent and where it is received"),
@@ -226,4 +236,8 @@ WRONG = [
     ("rpc.look_up", each_row_once, r"looked up twice has two places"),
     ("rpc.look_up", a_list_of_rows, r"must return a tensor"),
     ("rpc.look_up", workers_from_1, r"There are the workers 0 to 1"),
+    ("rpc.local_step", keeps_stale_gradients, r"parameter 0 .* stepped with what was in \.grad before"),
+    ("rpc.local_step", zeros_for_none, r"It was stepped with zeros"),
+    ("rpc.local_step", plain_descent, r"This is plain descent"),
+    ("rpc.local_step", adds_to_what_is_there, r"added to what was in \.grad before"),
 ]

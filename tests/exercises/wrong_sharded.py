@@ -161,6 +161,18 @@ def right(psi: int, shard_group: int, world_size: int) -> tuple[float, float]:
     return within, 2 * psi / shard_group * (groups - 1) / groups
 
 
+def begins_with_its_own_and_returns_its_own(comm: Collectives, shares: list[torch.Tensor]) -> torch.Tensor:
+    begins_with_its_own(comm, shares)
+    return shares[comm.rank]
+
+
+def begins_one_further(comm: Collectives, shares: list[torch.Tensor]) -> torch.Tensor:
+    rank, size = comm.rank, comm.world_size
+    for number in range(1, size):
+        shares[(rank - number - 2) % size] += _round(comm, shares[(rank - number - 1) % size])
+    return shares[rank]
+
+
 WRONG = [
     ("sharded.reduce_in_order", as_they_come, r"another order would start others"),
     ("sharded.reduce_in_order", only_the_one_that_came, r"may start earlier.* may let several start"),
@@ -189,4 +201,10 @@ WRONG = [
     ("sharded.hybrid_bytes", its_own_part_between, r"does not send its own part of the ring's"),
     ("sharded.hybrid_bytes", the_other_way_round, r"in the other order"),
     ("sharded.hybrid_bytes", in_all, r"must return two numbers"),
+    (
+        "sharded.ring",
+        begins_with_its_own_and_returns_its_own,
+        r"It sends share 0 first\. .* here rank 2, which is to have share 2",
+    ),
+    ("sharded.ring", begins_one_further, r"It sends share 1 first\. .* which is to have share 2"),
 ]
