@@ -21,11 +21,13 @@ CHANGED = {
         ("divides_by_who_is_left", {DIVISOR: "active"}, "the others add zero"),
         ("stops_with_the_first", {"max(batches)": "min(batches)"}, "as long as any rank has data"),
         ("mixes_up_the_two_ways", {DIVISOR: "active if divide_by_initial_world_size else len(batches)"},
-         "DDP's averaged gradient is"),
+         "DDP's averaged gradient is.*with True of all 3"),
     ],
     "join.lent_bytes": [
         ("lends_to_those_who_stay", {"count <= iteration": "count > iteration"}, "each rank that has left"),
         ("lends_everything", {"sum(left)": "sum(loads) * bool(left)"}, "what it owns"),
         ("counts_elements", {"4 * ": ""}, "4 bytes an element"),
+        ("counts_elements_of_those_who_stay", {"4 * ": "", "count <= iteration": "count > iteration"},
+         "gradients of its own.*That is in elements"),
     ],
 }  # fmt: skip

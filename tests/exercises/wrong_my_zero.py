@@ -69,11 +69,13 @@ CHANGED = {
     ("buckets", "buckets"): [
         ("one_call_each", {SEND_BUCKETS: SEND_PARAMETERS}, "8 broadcasts, and 2 ranks own"),
         ("values_left_behind",
-         {"torch.cat([param.flatten() for param in params])":
+         {"torch.cat([in_memory(param) for param in params])":
               "torch.zeros(sum(param.numel() for param in params))"},
          "changed the values"),
         ("sends_a_copy", {"dist.broadcast(bucket,": "dist.broadcast(bucket.clone(),"},
          "did not arrive there"),
+        ("loses_strides", {"part.as_strided(param.shape, param.stride())": "part.view(param.shape)"},
+         r"strides of parameter 0 \(7, 1\), and they were \(1, 5\): a transposed matrix was laid out anew"),
         ("all_to_all",
          {"            dist.broadcast(bucket, group_src=owner, group=self.group)":
               "            if owner != dist.get_rank():\n"
@@ -158,15 +160,19 @@ CHANGED = {
         ("own_parameters",
          {"numbered(self.param_groups, self.groups)}": "numbered(self.param_groups, self.param_groups)}"},
          "lists the parameters"),
-        ("pieces_in_another_order", {"torch.cat(values)": "torch.cat(values[::-1])"},
+        ("pieces_in_another_order", {"torch.cat(cuts)": "torch.cat(cuts[::-1])"},
          "is not what the unsharded optimizer has there"),
-        ("one_piece", {"torch.cat(values).view(param.shape) if values[0].dim() else values[0]": "values[0]"},
+        ("one_piece", {"torch.cat(cuts).as_strided(param.shape, param.stride())": "cuts[0]"},
          "is not what the unsharded optimizer has there"),
         ("loads_by_own_number",
          {'state_dict["state"].get(number, {})': 'state_dict["state"].get(len(self.local.state), {})'},
          "A tensor of the state is another"),
-        ("loads_the_first_elements", {"value.flatten()[own]": "value.flatten()[: shard.numel()]"},
+        ("loads_the_first_elements", {"copy_(value))[own]": "copy_(value))[: shard.numel()]"},
          "other values"),
+        ("whole_on_rank_0_alone",
+         {"dist.all_gather_object(of_ranks, mine, self.group)":
+              "dist.gather_object(mine, of_ranks if self.rank == 0 else None, 0, self.group)"},
+         r"whole state on rank 0, and on rank 1 of 3 it does not\. .* as dist\.all_gather_object does"),
         ("loads_nothing", {"                self.local.state[shard] = state\n": ""}, "other values"),
         ("only_saves", {"def load_state_dict": "def load"}, "has no `load_state_dict`"),
     ],
@@ -179,7 +185,8 @@ CHANGED = {
          "no parameter moved"),
         ("not_saved", {"**masters}": "}"}, "master_weight"),
         ("not_loaded",
-         {'shard.copy_(state.pop("master_weight", param.view(-1)[own]))': 'state.pop("master_weight", None)'},
+         {'shard.copy_(state.pop("master_weight", in_memory(param)[own]))':
+              'state.pop("master_weight", None)'},
          "other values"),
         ("all_in_32",
          {"        # The plan: ": "        for param in self.params:\n"

@@ -30,9 +30,13 @@ CHANGED = {
     ],
     "rpc.local_step": [
         ("keeps_stale_gradients", {"get(param)": "get(param, param.grad)"},
-         r"parameter 0 has no gradient.*an earlier step left"),
+         r"parameter 0 has no gradient.* stepped with what was in \.grad before.*an earlier step left"),
         ("zeros_for_none", {"get(param)": "get(param, torch.zeros_like(param))"},
-         r"parameter 1 has no gradient in this context, and moved"),
+         r"parameter 1 has no gradient in this context, and moved. It was stepped with zeros"),
+        ("adds_to_what_is_there",
+         {"gradients.get(param)": "None if param not in gradients else "
+                                  "gradients[param] + (0 if param.grad is None else param.grad)"},
+         r"added to what was in \.grad before"),
         ("leaves_its_gradients", {PUT_BACK: ""}, r"\.grad of parameter 0 is not what it was"),
         ("clears_gradients", {PUT_BACK: "    optimizer.zero_grad()"}, r"put back the same tensor"),
         ("overwrites_the_tensor",
@@ -42,7 +46,7 @@ CHANGED = {
          r"the tensor in \.grad was overwritten"),
         ("never_steps", {STEP: ""}, r"parameter 0 has not moved"),
         ("plain_descent", {"optimizer.step()": "SGD(params, lr=0.1).step()"},
-         r"not where the plain optimizer moves it"),
+         r"not where the plain optimizer moves it.*This is plain descent"),
         ("steps_whatever_has_one",
          {STEP: STEP + "    for param in gradients.keys() - set(params):\n"
                       "        param.detach().sub_(0.1 * gradients[param])\n"},

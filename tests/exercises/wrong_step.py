@@ -13,6 +13,8 @@ SEND = "        dist.broadcast(param.detach(), group_src=owner)"
 # The call after one of these two stands four spaces further in.
 IF_OWNER = "        if owner == dist.get_rank():\n    "
 IF_NOT_OWNER = "        if owner != dist.get_rank():\n    "
+SENT = "    owner, param = broadcasts[lost]\n"
+IN_REGISTRATION_ORDER = {SENT: "    broadcasts.sort(key=lambda sent: sent[1])\n" + SENT}
 STALE_RANKS = "range(partition.world_size)"
 OWN = 'torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)'
 
@@ -56,9 +58,13 @@ CHANGED = {
     "step.stale": [
         ("the_owner_is_stale", {"rank == owner": "rank != owner"}, r"Old are those that waited"),
         ("everybody_is_stale", {"[] if rank == owner else [param]": "[param]"}, r"it needs no broadcast"),
-        ("in_registration_order",
-         {"    owner, param =": "    broadcasts.sort(key=lambda sent: sent[1])\n    owner, param ="},
-         r"owner by owner"),
+        ("in_registration_order", IN_REGISTRATION_ORDER, r"owner by owner"),
+        ("everybody_is_stale_in_registration_order",
+         IN_REGISTRATION_ORDER | {"[] if rank == owner else [param]": "[param]"},
+         r"owner by owner.*it needs no broadcast"),
+        ("the_owner_is_stale_in_registration_order",
+         IN_REGISTRATION_ORDER | {"rank == owner": "rank != owner"},
+         r"owner by owner.*Old are those that waited"),
         ("only_ranks_that_own_something", {STALE_RANKS: STALE_RANKS + " if partition.slices_of_rank[rank]"},
          r"owns nothing receives too"),
         ("all_that_this_owner_sends", {"[param]": "sorted({sent for by, sent in broadcasts if by == owner})"},
