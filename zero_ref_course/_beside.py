@@ -46,6 +46,11 @@ class Once:
             raise
 
 
+def _laid_out_by_columns(value: torch.Tensor) -> torch.Tensor:
+    """The same values; a matrix has the strides of a transposed one."""
+    return value.t().contiguous().t() if value.dim() == 2 else value
+
+
 class Given(nn.Module):
     """A model whose gradients are given: those of its parameters are the coefficients."""
 
@@ -71,6 +76,7 @@ class Beside:
     def __init__(self, path: str, shapes: Shapes, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         generator = torch.Generator().manual_seed(0)
         self.start = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        self.start = [_laid_out_by_columns(value) for value in self.start]
         self.params = [nn.Parameter(value.clone()) for value in self.start]
         self.twins = [nn.Parameter(value.clone()) for value in self.start]
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -100,6 +106,13 @@ class Beside:
                 f"{call} made parameters {dtypes[0][0]}, and they were {dtype}. Only what the local "
                 "optimizer steps may be a copy in another dtype."
             )
+            strides = gathered([param.stride() for param in self.params])
+            for number, value in enumerate(self.start):
+                assert strides[0][number] == value.stride(), (
+                    f"{call} made the strides of parameter {number} {strides[0][number]}, and they were "
+                    f"{value.stride()}: a transposed matrix was laid out anew. flat.as_strided(param.size(), "
+                    "param.stride(), offset) is a window of the same strides."
+                )
             moved = [
                 i for i, (now, then) in enumerate(zip(self.params, self.start)) if not torch.equal(now, then)
             ]

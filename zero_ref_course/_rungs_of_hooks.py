@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from zero_ref.lab.own import CLASS
+from zero_ref.shard.buckets import flat_like
 from zero_ref_course._beside import BACKWARD_AND_STEP, STEPS, Beside, Shapes
 from zero_ref_course._company import NotYet, alike, gathered
 
@@ -56,7 +57,7 @@ def _gradient_of(piece: torch.Tensor, beside: Beside, step: int) -> str:
         return ""  # a copy, of which the values tell
     number, start = found[0], starts[found[0]]
     of_ranks = [
-        beside.gradients(step, rank)[number].flatten()[start : start + piece.numel()]
+        flat_like(beside.gradients(step, rank)[number], beside.params[number])[start : start + piece.numel()]
         for rank in range(beside.world_size)
     ]
     total = torch.stack(of_ranks).sum(0)

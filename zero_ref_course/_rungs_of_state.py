@@ -12,6 +12,8 @@ from zero_ref_course._company import alike, gathered
 
 MANY_STEPS = 24  # of updates far smaller than the gap between two 16-bit values
 
+NOT_THE_VALUE = "is not what the unsharded optimizer has there"
+
 
 def saved(path: str, shapes: Shapes, **options: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Two steps, then the state, compared with the package's on every rank; and the parameters."""
@@ -24,9 +26,13 @@ def saved(path: str, shapes: Shapes, **options: Any) -> tuple[dict[str, Any], li
     with beside.company.running(f"{CLASS}.state_dict()"):
         mine = beside.mine.state_dict()
     beside.package.consolidate_state_dict(to="all")
-    wrong = _wrong_state(mine, beside.package.state_dict())
+    wrong = gathered(_wrong_state(mine, beside.package.state_dict()))
     with alike():
-        for rank, sentence in enumerate(gathered(wrong)):
+        for rank, sentence in enumerate(wrong):
+            assert not sentence or wrong[0] or NOT_THE_VALUE in sentence, (
+                f"state_dict() gives the whole state on rank 0, and on rank {rank} of {beside.world_size} it "
+                "does not. Any rank may save it: gather it on all of them, as dist.all_gather_object does."
+            )
             assert not sentence, f"on rank {rank} of {beside.world_size}, state_dict(){sentence}"
     return mine, [param.detach() for param in beside.params]
 
@@ -48,7 +54,7 @@ def _wrong_state(mine: Any, plain: dict[str, Any]) -> str:
         for key, value in state.items():
             theirs = mine["state"][number][key]
             if not (isinstance(theirs, torch.Tensor) and torch.equal(theirs.cpu(), value)):
-                return f"['state'][{number}]['{key}'] is not what the unsharded optimizer has there."
+                return f"['state'][{number}]['{key}'] {NOT_THE_VALUE}."
     numbers = [group.get("params") for group in mine["param_groups"]]
     if numbers != [group["params"] for group in plain["param_groups"]]:
         return (

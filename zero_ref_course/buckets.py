@@ -21,6 +21,7 @@ from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref.simulator.models import from_module, shapes
 from zero_ref.simulator.schedule import broadcasts_of_buckets, ddp_buckets
 from zero_ref_course import Answer, call_text, exercise, in_words, shown
+from zero_ref_course._cases import Form, check_cases, is_whole, list_of, named
 from zero_ref_course._company import on_ranks
 from zero_ref_course.predictions import prediction
 
@@ -188,6 +189,12 @@ CASES: dict[int, list[Case]] = {
 Pairs = list[tuple[Any, int]]
 """For each broadcast the rank that sends it, and its bytes."""
 
+PAIRS = Form(
+    list_of(list_of(lambda _: True, 2)),
+    "It must return a list of pairs, (rank, bytes), one for each broadcast; an empty list where nothing is "
+    "sent.",
+)
+
 
 @exercise(
     "buckets.calls",
@@ -207,11 +214,15 @@ def calls(answer: Answer) -> str:
     for world_size, known in CASES.items():
         cases = known + [case for case in drawn if case.partition.world_size == world_size]
         recorded = on_ranks(_record, world_size, cases)[0] if world_size > 1 else [[], []]
-        for number, (case, flat) in enumerate((case, flat) for case in cases for flat in (False, True)):
-            theirs = _pairs(answer, case, flat)
-            if theirs != recorded[number]:
-                raise AssertionError(_mistake_in_calls(answer.name, case, flat, theirs, recorded[number]))
-            steps += 1
+        check_cases(
+            answer,
+            [(*case, flat) for case in cases for flat in (False, True)],
+            recorded,
+            lambda answer, *case: [tuple(pair) for pair in PAIRS.returned_by(answer, *case)],
+            otherwise=_mistake_in_calls,
+            said=_sent_and_said,
+        )
+        steps += len(recorded)
     return f"{steps} steps on 1, 2 and 3 real ranks make these calls, in this order"
 
 
@@ -241,43 +252,35 @@ def _record(cases: Sequence[Case]) -> list[Pairs]:
     return recorded
 
 
-def _pairs(answer: Answer, case: Case, flat: bool) -> Pairs:
-    """What the answer returns, once it is a list of (rank, bytes)."""
-    returned = answer(case.partition, list(case.trainable), flat)
-    are_pairs = isinstance(returned, (list, tuple)) and all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in returned
-    )
-    assert are_pairs, (
-        f"{answer.name} returned {shown(returned)}. It must return a list of pairs, (rank, bytes), one for "
-        "each broadcast; an empty list where nothing is sent."
-    )
-    return [(rank, nbytes) for rank, nbytes in returned]
-
-
-def _mistake_in_calls(name: str, case: Case, flat: bool, theirs: Pairs, recorded: Pairs) -> str:
+def _sent_and_said(
+    theirs: Pairs, recorded: Pairs, partition: Partition, trainable: list[bool], flat: bool
+) -> str:
     def in_words(piece: Slice) -> str:
-        return f"{piece.numel}" if case.trainable[piece.param] else f"{piece.numel} (frozen)"
+        return f"{piece.numel}" if trainable[piece.param] else f"{piece.numel} (frozen)"
 
-    owned = [f"[{', '.join(map(in_words, slices))}]" for slices in case.partition.slices_of_rank]
+    owned = [f"[{', '.join(map(in_words, slices))}]" for slices in partition.slices_of_rank]
     return (
-        f"the ranks own {', '.join(owned)} elements and flat={flat}: the step sends {recorded}, {name} says "
-        f"{theirs}. {_why_not(case, flat, theirs, recorded)}"
+        f"the ranks own {', '.join(owned)} elements and flat={flat}: the step sends {recorded}, and not "
+        f"{theirs}."
     )
 
 
-def _why_not(case: Case, flat: bool, theirs: Pairs, recorded: Pairs) -> str:
-    if case.partition.world_size == 1:
-        return "One rank has nobody to send to."
-    for reason, wrong in _WRONG_RULES.items():
-        if theirs == wrong(case, flat):
-            return reason
-    if [pair for pair in theirs if pair[1]] == recorded:
-        return "A message without bytes is not sent."
-    if sorted(theirs) == sorted(recorded):
-        return "These are the right messages in another order: rank 0 sends first, then rank 1, and so on."
-    if len(theirs) != len(recorded):
-        return f"That is {len(theirs)} messages instead of {len(recorded)}."
-    return "Each is (rank that sends, bytes)."
+def _mistake_in_calls(
+    theirs: Pairs, recorded: Pairs, partition: Partition, trainable: list[bool], flat: bool
+) -> str:
+    case = Case(partition, trainable)
+    return named(
+        {
+            "One rank has nobody to send to.": partition.world_size == 1,
+            **{mistake: theirs == rule(case, flat) for mistake, rule in _WRONG_RULES.items()},
+            "A message without bytes is not sent.": [pair for pair in theirs if pair[1]] == recorded,
+            "These are the right messages in another order: rank 0 sends first, then rank 1, and so on.": (
+                sorted(theirs) == sorted(recorded)
+            ),
+            f"That is {len(theirs)} messages instead of {len(recorded)}.": len(theirs) != len(recorded),
+        },
+        "Each is (rank that sends, bytes).",
+    )
 
 
 def _sent(case: Case, flat: bool, itemsize: int = 4, frozen_too: bool = False, round_to: int = 1) -> Pairs:
@@ -316,6 +319,11 @@ _WRONG_RULES: dict[str, Callable[[Case, bool], Pairs]] = {
 
 # ---------------------------------------------------------------------------------- 5.3 worth copying
 
+CHOSEN = Form(
+    lambda value: isinstance(value, (list, tuple, set)),
+    "It must return the numbers of the parameters to copy, as a list.",
+)
+
 
 @exercise("buckets.worth_copying")
 def worth_copying(answer: Answer) -> str:
@@ -327,14 +335,12 @@ def worth_copying(answer: Answer) -> str:
             for count in range(len(sizes) + 1)
             for chosen in combinations(range(len(sizes)), count)
         )
-        theirs = _chosen(answer, sizes, fixed_us, bytes_per_us)
-        _compare_times(answer.name, sizes, theirs, best, fixed_us, bytes_per_us)
+        _compare_times(answer, sizes, best, fixed_us, bytes_per_us)
     sizes = [4 * shape.numel for shape in shapes("gpt2")]
     one_by_one = _time_us(sizes, [], fixed_us, bytes_per_us)
     right = _best(sizes, fixed_us, bytes_per_us)
-    theirs = _chosen(answer, sizes, fixed_us, bytes_per_us)
     best = _time_us(sizes, right, fixed_us, bytes_per_us)
-    _compare_times(answer.name, sizes, theirs, best, fixed_us, bytes_per_us)
+    _compare_times(answer, sizes, best, fixed_us, bytes_per_us)
     return (
         f"{len(_SMALL)} small models and GPT-2, where copying {len(right)} of {len(sizes)} tensors leaves "
         f"{best / 1000:.1f} ms of {one_by_one / 1000:.1f}"
@@ -368,33 +374,26 @@ def _best(sizes: Sequence[int], fixed_us: float, bytes_per_us: float) -> list[in
 
 def _chosen(answer: Answer, sizes: list[int], fixed_us: int, bytes_per_us: int) -> list[int]:
     """What the answer returns, once it is a list of positions."""
-    returned = answer(list(sizes), fixed_us, bytes_per_us)
+    returned = CHOSEN.returned_by(answer, sizes, fixed_us, bytes_per_us)
     call = call_text(answer.name, sizes, fixed_us, bytes_per_us)
-    assert isinstance(returned, (list, tuple, set)), (
-        f"{call} returned {shown(returned)}. It must return the numbers of the parameters to copy, as a list."
-    )
-    chosen = list(returned)
-    for number in chosen:
-        is_number = isinstance(number, int) and not isinstance(number, bool) and 0 <= number < len(sizes)
-        assert is_number, (
+    for number in returned:
+        exists = is_whole(number) and 0 <= number < len(sizes)
+        assert exists, (
             f"{call} returned {shown(returned)}, and {number!r} is not the number of a parameter. There are "
             f"{len(sizes)}, numbered from 0."
         )
-    assert len(set(chosen)) == len(chosen), f"{call} lists a parameter twice: {shown(returned)}."
-    return chosen
+    assert len(set(returned)) == len(returned), f"{call} lists a parameter twice: {shown(returned)}."
+    return sorted(returned)
 
 
-def _compare_times(
-    name: str, sizes: list[int], theirs: list[int], best: float, fixed_us: int, bytes_per_us: int
-) -> None:
+def _compare_times(answer: Answer, sizes: list[int], best: float, fixed_us: int, bytes_per_us: int) -> None:
+    theirs = _chosen(answer, sizes, fixed_us, bytes_per_us)
     took = _time_us(sizes, theirs, fixed_us, bytes_per_us)
-    if took <= best * (1 + 1e-9):
-        return
-    call = call_text(name, sizes, fixed_us, bytes_per_us)
     right = _best(sizes, fixed_us, bytes_per_us)
-    raise AssertionError(
-        f"{call} chose {shown(sorted(theirs))}: {took:,.0f} us beside the bytes on the wire. "
-        f"{shown(right)} takes {best:,.0f} us. " + _why_slow(sizes, theirs, right, fixed_us, bytes_per_us)
+    assert took <= best * (1 + 1e-9), (
+        f"{call_text(answer.name, sizes, fixed_us, bytes_per_us)} chose {shown(theirs)}: {took:,.0f} us "
+        f"beside the bytes on the wire. {shown(right)} takes {best:,.0f} us. "
+        + _why_slow(sizes, theirs, right, fixed_us, bytes_per_us)
     )
 
 
@@ -402,7 +401,7 @@ def _why_slow(
     sizes: Sequence[int], theirs: Sequence[int], right: Sequence[int], fixed_us: int, bytes_per_us: int
 ) -> str:
     pays = [i for i, nbytes in enumerate(sizes) if 2 * nbytes / bytes_per_us < fixed_us]
-    if not right and sorted(theirs) == pays:
+    if not right and theirs == pays:
         return (
             "Each of these alone is quicker to copy than to send as a message, but the buffer is a message "
             "too. Together they must save more than it costs."

@@ -6,6 +6,7 @@ import contextlib
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from zero_ref.plan.moves import moves
 from zero_ref.plan.partition import Partition, Slice
 from zero_ref.plan.rules import even, from_lists, sorted_greedy
 from zero_ref_course import Answer, ExerciseFailed, exercise, shown
+from zero_ref_course._cases import Form, check_cases, is_whole, list_of
 from zero_ref_course._disk import Disk, Killed, load
 from zero_ref_course._saves import FATES, INTACT, Table, make_directory_of_saves, rank_befallen, tables_in
 from zero_ref_course.predictions import prediction
@@ -49,41 +51,36 @@ RESHARDINGS: list[tuple[Partition, Partition]] = [
 Read = tuple[int, int, int]
 """The old rank whose file it is, the first element in that file, the number of elements."""
 
+READS = Form(
+    list_of(list_of(is_whole, 3)), "It must return a list of (old rank, first element, number of elements)."
+)
+
 
 @exercise("checkpoint.reads")
 def reads(answer: Answer) -> str:
     """Files with a number for each element, read as the answer says."""
-    drawn = answer.drawn(_drawn_resharding)
-    cases = [(*pair, rank) for pair in RESHARDINGS + drawn for rank in range(pair[1].world_size)]
-    given = [_as_reads(answer, *case) for case in cases]
-    for case, theirs in zip(cases, given):
-        if theirs == _reads(*case):
-            continue
-        old, new, rank = case
-        raise ExerciseFailed(
+    pairs = RESHARDINGS + answer.drawn(_drawn_resharding)
+    cases = [(*pair, rank) for pair in pairs for rank in range(pair[1].world_size)]
+    check_cases(
+        answer,
+        cases,
+        starmap(_reads, cases),
+        lambda answer, *case: [tuple(read) for read in READS.returned_by(answer, *case)],
+        same=lambda theirs, reads: theirs in (reads, _joined(reads)),
+        mistakes=_MISTAKES,
+        otherwise=_mistake_in_reads,
+        said=lambda theirs, right, old, new, rank: (
             f"parameters of {shown(list(old.numels))} elements, {_owned(old)} before, {_owned(new)} after: "
-            f"rank {rank} reads {shown(theirs)}. {_mistake_in_reads(cases, given, case, theirs)}"
-        )
-    return f"{len(cases)} ranks of {len(RESHARDINGS) + len(drawn)} reshardings read what they own"
+            f"rank {rank} reads {shown(theirs)}."
+        ),
+    )
+    return f"{len(cases)} ranks of {len(pairs)} reshardings read what they own"
 
 
 def _drawn_resharding(rng: random.Random) -> tuple[Partition, Partition]:
     numels = [rng.randint(1, 600) for _ in range(rng.randint(1, 6))]
     old, new = (rng.choice((sorted_greedy, even))(numels, rng.randint(1, 6)) for _ in range(2))
     return old, new
-
-
-def _as_reads(answer: Answer, old: Partition, new: Partition, rank: int) -> list[Read]:
-    returned = answer(old, new, rank)
-    are_reads = isinstance(returned, (list, tuple)) and all(
-        isinstance(read, (list, tuple)) and len(read) == 3 and all(type(number) is int for number in read)
-        for read in returned
-    )
-    assert are_reads, (
-        f"{answer.name} returned {shown(returned)}. It must return a list of (old rank, first element, "
-        "number of elements)."
-    )
-    return [(src, first, numel) for src, first, numel in returned]
 
 
 def _reads(old: Partition, new: Partition, rank: int) -> list[Read]:
@@ -119,17 +116,8 @@ def _joined(found: Iterable[Read]) -> list[Read]:
 
 
 def _mistake_in_reads(
-    cases: Sequence[tuple[Partition, Partition, int]],
-    given: Sequence[list[Read]],
-    case: tuple[Partition, Partition, int],
-    theirs: list[Read],
+    theirs: list[Read], right: list[Read], old: Partition, new: Partition, rank: int
 ) -> str:
-    for mistake, rule in _MISTAKES.items():
-        ruled = [rule(*each) for each in cases]
-        if all(said in (reads, _joined(reads)) for said, reads in zip(given, ruled)):
-            return mistake
-    old, new, rank = case
-    right = _reads(*case)
     if _joined(theirs) == right:
         return (
             f"These are the right elements, in {len(theirs)} reads where {len(right)} are enough: one "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,8 +22,6 @@ from zero_ref_course import Answer, ExerciseFailed, exercise, shown
 from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
-T = TypeVar("T")
-
 Gradients = list[list[float]]
 """The slices that one rank owns, each a list of its elements."""
 
@@ -30,12 +29,17 @@ MOST_BYTES = 512
 """What an answer may send: a few numbers for each rank, and no gradients."""
 
 
-def _run_virtually(given: str, function: Callable[..., T], world_size: int, *args: Any) -> list[T]:
-    """What a function that calls the answer returns on each virtual rank; `given` is its input in words."""
+Outcome = tuple[Any, list[Call]]
+"""What an answer returned on a rank, and the calls that it made there."""
+
+
+def _on_virtual_ranks(answer: Answer, given: str, of_ranks: Sequence[tuple[Any, ...]]) -> list[Outcome]:
+    """What the answer does on each virtual rank with that rank's arguments, which `given` says in words."""
     return on_virtual_ranks(
-        function,
-        world_size,
-        *args,
+        _observed,
+        len(of_ranks),
+        answer,
+        of_ranks,
         waiting=lambda why: (
             f"with {given}, the ranks do not make the same calls, and wait for each other: {why} "
             "Every rank must make every call, with tensors of one shape and dtype, also a rank that owns "
@@ -44,38 +48,39 @@ def _run_virtually(given: str, function: Callable[..., T], world_size: int, *arg
     )
 
 
-def _on_each_rank(answer: Answer, gradients: Sequence[Gradients], *options: Any) -> list[Any]:
-    """What the answer returns on each virtual rank, where each is given its own gradients."""
-    outcomes = _run_virtually(_shown(gradients), _observed, len(gradients), answer, gradients, *options)
-    return _values(answer, gradients, outcomes)
+def _on_real_ranks(answer: Answer, of_ranks: Sequence[tuple[Any, ...]]) -> list[Outcome]:
+    return on_ranks(_observed_here, len(of_ranks), answer, of_ranks)
 
 
-def _on_real_ranks(answer: Answer, gradients: Sequence[Gradients], *options: Any) -> list[Any]:
-    outcomes = on_ranks(_observed_here, len(gradients), answer, gradients, *options)
-    return _values(answer, gradients, outcomes)
+def _observed_here(answer: Answer, of_ranks: Sequence[tuple[Any, ...]]) -> Outcome:
+    return _observed(as_collectives(None), answer, of_ranks)
 
 
-def _observed_here(answer: Answer, gradients: Sequence[Gradients], *options: Any) -> tuple[Any, list[Call]]:
-    return _observed(as_collectives(None), answer, gradients, *options)
-
-
-def _observed(
-    comm: Collectives, answer: Answer, gradients: Sequence[Gradients], *options: Any
-) -> tuple[Any, list[Call]]:
-    own = [torch.tensor(elements) for elements in gradients[comm.rank]]
+def _observed(comm: Collectives, answer: Answer, of_ranks: Sequence[tuple[Any, ...]]) -> Outcome:
+    own, before = (copy.deepcopy(of_ranks[comm.rank]) for _ in range(2))
     with recording(comm) as calls:
-        value = answer(own, *options, comm)
-    for tensor, elements in zip(own, gradients[comm.rank]):
-        same = torch.equal(tensor.nan_to_num(), torch.tensor(elements).nan_to_num())
-        assert same, f"{answer.name} changed the gradients of rank {comm.rank}. It is only to look at them."
+        value = answer(*own, comm)
+    for tensor, was in zip(_tensors(own), _tensors(before), strict=True):
+        assert torch.equal(tensor.nan_to_num(), was.nan_to_num()), (
+            f"{answer.name} changed the tensors of rank {comm.rank}. It is only to look at them."
+        )
     return value, calls
 
 
-def _values(answer: Answer, gradients: Sequence[Gradients], outcomes: Sequence[Any]) -> list[Any]:
+def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+    lists = [argument for argument in arguments if isinstance(argument, list)]
+    return [each for one in lists for each in one if isinstance(each, torch.Tensor)]
+
+
+def _of_gradients(gradients: Sequence[Gradients], *options: Any) -> list[tuple[Any, ...]]:
+    return [([torch.tensor(elements) for elements in of_rank], *options) for of_rank in gradients]
+
+
+def _values(answer: Answer, outcomes: Sequence[Outcome]) -> list[Any]:
     for rank, (_, calls) in enumerate(outcomes):
         nbytes = sum(call.nbytes for call in calls)
         assert nbytes <= MOST_BYTES, (
-            f"{answer.name} sends {nbytes:,} bytes on rank {rank} of {len(gradients)}. Gradients stay where "
+            f"{answer.name} sends {nbytes:,} bytes on rank {rank} of {len(outcomes)}. Gradients stay where "
             "they are: only a number or two for each rank has to travel."
         )
     return [value for value, _ in outcomes]
@@ -118,9 +123,11 @@ def global_norm(answer: Answer) -> str:
     """The norm of all ranks' gradients, on virtual ranks and once on real ones, beside torch's."""
     for gradients in OWNED + answer.drawn(_drawn_gradients, 3):
         for norm_type in NORM_TYPES:
-            _check_norms(answer, gradients, norm_type, _on_each_rank(answer, gradients, norm_type))
+            outcomes = _on_virtual_ranks(answer, _shown(gradients), _of_gradients(gradients, norm_type))
+            _check_norms(answer, gradients, norm_type, _values(answer, outcomes))
     for norm_type in (2.0, math.inf):
-        _check_norms(answer, OWNED[0], norm_type, _on_real_ranks(answer, OWNED[0], norm_type))
+        outcomes = _on_real_ranks(answer, _of_gradients(OWNED[0], norm_type))
+        _check_norms(answer, OWNED[0], norm_type, _values(answer, outcomes))
     return f"torch's norm of all gradients, on 1 to {len(OWNED[-1])} ranks and for p = 1, 2, 3 and infinity"
 
 
@@ -222,9 +229,11 @@ SPOILED: list[list[Gradients]] = [
 def may_step(answer: Answer) -> str:
     """Whether to step, decided alike on all virtual ranks, and once on real ones."""
     for gradients in SPOILED + answer.drawn(_drawn_spoiled):
-        _check_decisions(answer, gradients, _on_each_rank(answer, gradients))
+        outcomes = _on_virtual_ranks(answer, _shown(gradients), _of_gradients(gradients))
+        _check_decisions(answer, gradients, _values(answer, outcomes))
     for gradients in SPOILED[:2]:
-        _check_decisions(answer, gradients, _on_real_ranks(answer, gradients))
+        outcomes = _on_real_ranks(answer, _of_gradients(gradients))
+        _check_decisions(answer, gradients, _values(answer, outcomes))
     return f"all ranks decide alike in {len(SPOILED)} cases"
 
 
@@ -279,11 +288,10 @@ MOST_BYTES_PER_PARAM = 32
 def trust_ratios(answer: Answer) -> str:
     """A ratio of norms for each parameter, of which ranks own slices, on virtual ranks and on real ones."""
     for count, owned in LAYERS + answer.drawn(_drawn_layers, 4):
-        outcomes = _ratios_on_virtual_ranks(answer, count, owned)
+        outcomes = _on_virtual_ranks(answer, _owned_in_words(owned), _of_layers(count, owned))
         _check_ratios(answer.name, count, owned, outcomes)
     count, owned = LAYERS[1]
-    outcomes = on_ranks(_ratios_here, len(owned), answer, count, owned)
-    _check_ratios(answer.name, count, owned, outcomes)
+    _check_ratios(answer.name, count, owned, _on_real_ranks(answer, _of_layers(count, owned)))
     return f"{len(LAYERS)} models of cut and whole parameters, and one on 2 real ranks"
 
 
@@ -300,27 +308,16 @@ def _drawn_layers(rng: random.Random) -> tuple[int, list[Owned]]:
     return count, owned
 
 
-def _ratios_on_virtual_ranks(
-    answer: Answer, count: int, owned: Sequence[Owned]
-) -> list[tuple[Any, list[Call]]]:
-    return _run_virtually(_owned_in_words(owned), _ratios_observed, len(owned), answer, count, owned)
-
-
-def _ratios_here(answer: Answer, count: int, owned: Sequence[Owned]) -> tuple[Any, list[Call]]:
-    return _ratios_observed(as_collectives(None), answer, count, owned)
-
-
-def _ratios_observed(
-    comm: Collectives, answer: Answer, count: int, owned: Sequence[Owned]
-) -> tuple[Any, list[Call]]:
-    params = [param for param, _, _ in owned[comm.rank]]
-    weights, gradients = ([torch.tensor(of_slice[i]) for of_slice in owned[comm.rank]] for i in (1, 2))
-    before = [tensor.clone() for tensor in (*weights, *gradients)]
-    with recording(comm) as calls:
-        value = answer(weights, gradients, params, count, comm)
-    same = all(map(torch.equal, before, (*weights, *gradients)))
-    assert same, f"{answer.name} changed what rank {comm.rank} owns. It is only to look at it."
-    return value, calls
+def _of_layers(count: int, owned: Sequence[Owned]) -> list[tuple[Any, ...]]:
+    return [
+        (
+            [torch.tensor(weights) for _, weights, _ in of_rank],
+            [torch.tensor(gradients) for _, _, gradients in of_rank],
+            [param for param, _, _ in of_rank],
+            count,
+        )
+        for of_rank in owned
+    ]
 
 
 def _owned_in_words(owned: Sequence[Owned]) -> str:
@@ -332,9 +329,7 @@ def _owned_in_words(owned: Sequence[Owned]) -> str:
     return "; ".join(f"rank {rank} owning {words(of_rank)}" for rank, of_rank in enumerate(owned))
 
 
-def _check_ratios(
-    name: str, count: int, owned: Sequence[Owned], outcomes: Sequence[tuple[Any, list[Call]]]
-) -> None:
+def _check_ratios(name: str, count: int, owned: Sequence[Owned], outcomes: Sequence[Outcome]) -> None:
     given = f"with {_owned_in_words(owned)}, "
     for rank, (value, calls) in enumerate(outcomes):
         is_list = isinstance(value, (list, tuple)) and all(

@@ -22,10 +22,9 @@ from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.models import from_module
 from zero_ref.simulator.schedule import broadcasts_of_slices
 from zero_ref_course import Answer, ExerciseFailed, exercise, shown
+from zero_ref_course._cases import Form, check_cases, is_whole, list_of, named
 from zero_ref_course._company import on_ranks
 from zero_ref_course.predictions import prediction
-
-_LIST = (list, tuple)
 
 # --------------------------------------------------------- 6.1 a checkpoint from before the groups changed
 
@@ -129,7 +128,7 @@ def _check_form(name: str, returned: Any, change: Change) -> None:
         isinstance(of_param, Mapping) for of_param in state.values()
     )
     assert is_state, f'{where}"state" is {shown(state)}. It has a dict for each number of a parameter.'
-    are_groups = isinstance(groups, _LIST) and all(isinstance(group, Mapping) for group in groups)
+    are_groups = list_of(lambda group: isinstance(group, Mapping))(groups)
     assert are_groups, f'{where}"param_groups" is {shown(groups)}. It is a list of dicts.'
     by_name = [key for key in state if isinstance(key, str)]
     assert not by_name, (
@@ -237,13 +236,17 @@ BYTES_PER_ELEMENT = 8
 def state_to_move(answer: Answer) -> str:
     """Bytes of Adam's state that would change owner, against counting element by element."""
     cases = _pairs_of_partitions() + answer.drawn(_pair_of_partitions)
-    for before, after in cases:
-        returned = answer(before, after)
-        is_number = isinstance(returned, int) and not isinstance(returned, bool)
-        assert is_number, f"{answer.name} returned {shown(returned)}. It must return a whole number of bytes."
-        moved = _elements_moved(before, after)
-        if returned != BYTES_PER_ELEMENT * moved:
-            raise AssertionError(_mistake_in_bytes(answer.name, before, after, returned))
+    check_cases(
+        answer,
+        cases,
+        [BYTES_PER_ELEMENT * _elements_moved(*pair) for pair in cases],
+        Form(is_whole, "It must return a whole number of bytes.").returned_by,
+        otherwise=_mistake_in_bytes,
+        said=lambda theirs, right, before, after: (
+            f"from {_in_words(before)} to {_in_words(after)}: {right // BYTES_PER_ELEMENT} elements change "
+            f"owner, {right} bytes of state; {answer.name} says {theirs}."
+        ),
+    )
     return f"{len(cases)} pairs of partitions, whole and cut, with parameters added and without"
 
 
@@ -281,8 +284,8 @@ def _elements_moved(before: Partition, after: Partition) -> int:
     return sum(old != new for old, new in pairs)
 
 
-def _mistake_in_bytes(name: str, before: Partition, after: Partition, returned: int) -> str:
-    moved = _elements_moved(before, after)
+def _mistake_in_bytes(theirs: int, right: int, before: Partition, after: Partition) -> str:
+    moved = right // BYTES_PER_ELEMENT
     added = sum(after.numels) - sum(before.numels)
     loads_differ = sum(abs(old - new) for old, new in zip(before.loads, after.loads))
     owners = [[[rank for _, rank in pieces] for pieces in each.pieces_of_param] for each in (before, after)]
@@ -293,43 +296,31 @@ def _mistake_in_bytes(name: str, before: Partition, after: Partition, returned: 
         for piece in set(new) - set(old)
         if piece.param < len(before.numels)
     )
-    overlap = (
-        "Of a parameter that is cut, a part may keep its owner: look where an old and a new slice overlap."
-    )
-    reasons = [
-        (moved, "That is elements. Adam keeps 8 bytes for each."),
-        (4 * moved, "Adam keeps two means of 4 bytes for each element, not one."),
-        (16 * moved, "What one rank hands over another receives: count it once."),
-        (8 * (moved + added), "An added parameter has no state yet: nothing of it can move."),
-        (8 * of_params, overlap),
-        (8 * of_slices, overlap),
-        (
-            8 * loads_differ // 2,
-            "That is by how much the loads differ. Compare who owns which elements, not how many.",
-        ),
-    ]
     overlaps = _overlaps(before, after)
-    reasons += [
-        (
-            8 * (sum(before.numels) - moved),
-            "That is what keeps its owner. Count the elements whose owner is another one.",
-        ),
-        (
-            8 * sum(numel for numel, old, new in overlaps if old != new),
-            "Slices that do not overlap have a negative overlap: count it as 0.",
-        ),
-        (8 * sum(max(0, numel) for numel, _, _ in overlaps), "Count only what has another owner afterwards."),
-        (
-            8 * ([numel for numel, old, new in overlaps if old != new and numel > 0] or [0])[-1],
-            "That is the last overlap that moves. Add them all up.",
-        ),
-        (0, "Some elements do change their owner: start from where old and new slices overlap."),
-    ]
-    why = [reason for nbytes, reason in reasons if nbytes == returned]
-    why.append("Count the elements that were there before and have another owner after.")
-    return (
-        f"from {_in_words(before)} to {_in_words(after)}: {moved} elements change owner, "
-        f"{BYTES_PER_ELEMENT * moved} bytes of state; {name} says {returned}. {why[0]}"
+    moving = [numel for numel, old, new in overlaps if old != new]
+    last_that_moves = ([numel for numel in moving if numel > 0] or [0])[-1]
+    return named(
+        {
+            "That is elements. Adam keeps 8 bytes for each.": theirs == moved,
+            "Adam keeps two means of 4 bytes for each element, not one.": theirs == 4 * moved,
+            "What one rank hands over another receives: count it once.": theirs == 16 * moved,
+            "An added parameter has no state yet: nothing of it can move.": theirs == 8 * (moved + added),
+            "Of a parameter that is cut, a part may keep its owner: look where an old and a new slice "
+            "overlap.": theirs in (8 * of_params, 8 * of_slices),
+            "That is by how much the loads differ. Compare who owns which elements, not how many.": (
+                theirs == 8 * loads_differ // 2
+            ),
+            "That is what keeps its owner. Count the elements whose owner is another one.": (
+                theirs == 8 * (sum(before.numels) - moved)
+            ),
+            "Slices that do not overlap have a negative overlap: count it as 0.": theirs == 8 * sum(moving),
+            "Count only what has another owner afterwards.": (
+                theirs == 8 * sum(max(0, numel) for numel, _, _ in overlaps)
+            ),
+            "That is the last overlap that moves. Add them all up.": theirs == 8 * last_that_moves,
+            "Some elements do change their owner: start from where old and new slices overlap.": theirs == 0,
+        },
+        "Count the elements that were there before and have another owner after.",
     )
 
 
@@ -366,6 +357,11 @@ TIMELINES: list[Flags] = [
     [[T, F, T, F], [F, T, F, T], [T, F, T, F], [T, F, T, F]],
 ]
 """Which parameters are trained in each step: one frozen for a while, some from the start, all, in turn."""
+
+CALLS = Form(
+    list_of(list_of(list_of(lambda _: True, 2))),
+    'It must return a list for each step, of pairs such as ("broadcast", 48).',
+)
 
 
 @exercise(
@@ -415,15 +411,7 @@ def _short(call: Call) -> tuple[str, int]:
 
 def _calls(answer: Answer, partition: Partition, flags: Flags) -> list[Calls]:
     """What the answer returns, once it is a list of (operation, bytes) for each step."""
-    returned = answer(partition, [list(of_step) for of_step in flags])
-    is_right_kind = isinstance(returned, _LIST) and all(
-        isinstance(of_step, _LIST) and all(isinstance(call, _LIST) and len(call) == 2 for call in of_step)
-        for of_step in returned
-    )
-    assert is_right_kind, (
-        f"{answer.name} returned {shown(returned)}. It must return a list for each step, of pairs such as "
-        '("broadcast", 48).'
-    )
+    returned = CALLS.returned_by(answer, partition, flags, call=answer.name)
     assert len(returned) == len(flags), (
         f"{answer.name} returned {len(returned)} lists for {len(flags)} steps."
     )

@@ -134,9 +134,11 @@ def averages(answer: Answer) -> str:
             )
             for iteration, (mine, theirs) in enumerate(zip(ours, measured)):
                 active = sum(count > iteration for count in batches)
+                divisor = f"all {len(batches)}" if by_initial else f"the {active} that have data"
                 assert abs(float(mine) - theirs) < 1e-6, (
                     f"{call}: in iteration {iteration} DDP's averaged gradient is {theirs:.4g}, not "
-                    f"{mine:.4g}. {active} of {len(batches)} ranks still have data; the others add zero."
+                    f"{mine:.4g}. {active} of {len(batches)} ranks still have data; the others add zero. "
+                    f"The sum is divided by the number of ranks, with {by_initial} of {divisor}."
                 )
     return f"the averages of DDP on real ranks, for {len(INPUTS)} inputs and both ways to divide"
 
@@ -176,10 +178,30 @@ def lent_bytes(answer: Answer) -> str:
             for iteration, (mine, theirs) in enumerate(zip(ours, measured)):
                 assert mine == theirs, (
                     f"{call}: in iteration {iteration} the ranks lent {theirs} bytes of gradients, not "
-                    f"{mine}. Once a step, each rank that has left receives the gradients of what it owns: "
-                    "4 bytes an element."
+                    f"{mine}. {_mistake_in_lending(mine, theirs, sum(loads))}"
                 )
     return "the bytes recorded on real ranks, for four inputs and two partitions"
+
+
+def _mistake_in_lending(mine: int, theirs: int, elements: int) -> str:
+    """What is wrong about who is lent gradients, and about the unit; both, if both are."""
+    lent = theirs // 4
+    who = {
+        "": lent,
+        "A rank that still has data has gradients of its own: they are lent to each rank that has left.": (
+            elements - lent
+        ),
+        "Each rank that has left receives the gradients of what it owns, and not all of them.": elements,
+    }
+    units = {"": 4, "That is in elements, and a gradient has 4 bytes an element.": 1}
+    for mistake, numel in who.items():
+        for mistake_in_unit, nbytes in units.items():
+            if mine == numel * nbytes:
+                return f"{mistake} {mistake_in_unit}".strip()
+    return (
+        "Once a step, each rank that has left receives the gradients of what it owns: 4 bytes an element. It "
+        "has left when its batches are used up, and others' are not."
+    )
 
 
 def _lent(batches: Sequence[int], rule: str) -> tuple[tuple[int, ...], list[int]]:

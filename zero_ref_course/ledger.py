@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import starmap
 
 import torch
 
@@ -17,7 +16,8 @@ from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.ledger import FP32_16, format_bytes, ledger
 from zero_ref.simulator.models import shapes
 from zero_ref.simulator.schedule import schedule
-from zero_ref_course import Answer, call_text, exercise, shown
+from zero_ref_course import Answer, exercise, shown
+from zero_ref_course._cases import Form, check_cases, is_number, is_whole, named
 from zero_ref_course.predictions import prediction
 
 # ------------------------------------------------------------------------ 1.1 how many ranks does it take
@@ -50,18 +50,28 @@ RUNS: list[Run] = [
 ]
 """Some fit to the byte, some miss by one; some fit on no number of ranks."""
 
+RANKS_OR_NONE = Form(
+    lambda found: found is None or is_whole(found), "It must return a whole number of ranks, or None."
+)
+
 
 @exercise("ledger.ranks_to_fit", may_return_none=True)
 def ranks_to_fit(answer: Answer) -> str:
     """The fewest ranks on which a run fits, or that none are enough."""
+    assert any(answer(*run) is not None for run in RUNS), (
+        f"{answer.name} returns None for every run. Does the function end in a `return`?"
+    )
     runs = RUNS + answer.drawn(_drawn_run)
-    given = {run: _count_or_none(answer, run) for run in runs}
-    for run, theirs in given.items():
-        right = _fewest(*run)
-        assert theirs == right, (
-            f"{call_text(answer.name, *run)} is {theirs}; it should be {right}. "
-            + _mistake_in_fewest(given, run, theirs, right)
-        )
+    check_cases(
+        answer,
+        runs,
+        starmap(_fewest, runs),
+        RANKS_OR_NONE.returned_by,
+        mistakes=_MISTAKES,
+        # Whether one rank is looked at by itself is another matter than what is divided.
+        tells=lambda theirs, right: theirs != right or right != 1,
+        otherwise=_what_it_overlooks,
+    )
     return f"{len(runs)} runs, some of which fit on no number of ranks"
 
 
@@ -70,15 +80,6 @@ def _drawn_run(rng: random.Random) -> Run:
     nbytes = rng.choice((MIXED, FP32, (2, 4, 12), (2, 4, 14)))
     whole, divided = _parts(numel, stage, nbytes)
     return numel, whole + divided // rng.randint(1, 300) + rng.randint(-1, 1), stage, nbytes
-
-
-def _count_or_none(answer: Answer, run: Run) -> int | None:
-    theirs = answer(*run)
-    assert theirs is None or (isinstance(theirs, int) and not isinstance(theirs, bool)), (
-        f"{call_text(answer.name, *run)} returned {shown(theirs)}. It must return a whole number of ranks, "
-        "or None."
-    )
-    return theirs
 
 
 def _parts(numel: int, stage: int, nbytes: Sequence[int]) -> tuple[int, int]:
@@ -98,18 +99,9 @@ def _fewest_of(room: int, whole: int, divided: int) -> int | None:
     return -(-divided // left) if divided and left > 0 else None
 
 
-def _mistake_in_fewest(
-    given: Mapping[Run, int | None], run: Run, theirs: int | None, right: int | None
+def _what_it_overlooks(
+    theirs: int | None, right: int | None, numel: int, room: int, stage: int, nbytes: Sequence[int]
 ) -> str:
-    """What to say: the first mistake that explains all answers, else what this one overlooks."""
-    if set(given.values()) == {None}:
-        return "It returns None for every run. Does the function end in a `return`?"
-    # Whether one rank is looked at by itself is another matter than what is divided.
-    telling = {each: said for each, said in given.items() if said != _fewest(*each) or said != 1}
-    for mistake, rule in _MISTAKES.items():
-        if all(rule(*each) == said for each, said in telling.items()):
-            return mistake
-    numel, room, stage, nbytes = run
     whole, divided = _parts(numel, stage, nbytes)
     if theirs is None:
         return (
@@ -121,7 +113,7 @@ def _mistake_in_fewest(
     if right is None:
         return (
             f"Each of {theirs} ranks has {_exactly(whole + divided / theirs)}: however many there are, "
-            f"{_exactly(whole)} of it are on every rank."
+            f"{_exactly(whole)} of it are on every rank. No number is enough: return None."
         )
     if theirs > right:
         return f"It fits on {right} already: {_exactly(whole + divided / right)} each."
@@ -131,54 +123,70 @@ def _mistake_in_fewest(
     )
 
 
-def _each_part_alone(numel: int, room: int, stage: int, nbytes: Sequence[int]) -> int | None:
-    divided = numel * (0, *reversed(nbytes))[stage]
-    return _fewest_of(room, numel * sum(nbytes) - divided, divided)
+def _one_part(numel: int, stage: int, nbytes: Sequence[int]) -> tuple[int, int]:
+    divided = (0, *reversed(nbytes))[stage]
+    return numel * (sum(nbytes) - divided), numel * divided
 
 
-def _rounded_down(numel: int, room: int, stage: int, nbytes: Sequence[int]) -> int | None:
-    right = _fewest(numel, room, stage, nbytes)
-    whole, divided = _parts(numel, stage, nbytes)
-    return right if right in (None, 1) else max(1, divided // (room - whole))
+def _rounded_down(room: int, whole: int, divided: int) -> int | None:
+    right = _fewest_of(room, whole, divided)
+    return right if right in (None, 1) else divided // (room - whole)
 
 
-def _one_too_many(numel: int, room: int, stage: int, nbytes: Sequence[int]) -> int | None:
-    whole, divided = _parts(numel, stage, nbytes)
-    return (
-        divided // (room - whole) + 1 if divided and room > whole else None if divided or whole > room else 1
-    )
+def _one_too_many(room: int, whole: int, divided: int) -> int | None:
+    if not divided:
+        return _fewest_of(room, whole, divided)
+    return divided // (room - whole) + 1 if room > whole else None
 
 
-_MISTAKES: dict[str, Callable[[int, int, int, Sequence[int]], int | None]] = {
+_DIVISIONS: dict[str, Callable[[int, int, int, Sequence[int]], tuple[int, int, int]]] = {
+    "": lambda numel, room, stage, nbytes: (room, *_parts(numel, stage, nbytes)),
     "This divides all of a parameter's bytes. What a stage leaves whole is on every rank: subtract it from "
-    "the room first.": lambda numel, room, stage, nbytes: -(-numel * sum(nbytes) // room),
+    "the room first.": lambda numel, room, stage, nbytes: (room, 0, numel * sum(nbytes)),
     "This subtracts what is whole from the room, and then divides all bytes. Only the rest is shared.": (
-        lambda numel, room, stage, nbytes: (
-            _fewest(numel, room, stage, nbytes)
-            and -(-numel * sum(nbytes) // max(1, room - _parts(numel, stage, nbytes)[0]))
-        )
+        lambda numel, room, stage, nbytes: (room - _parts(numel, stage, nbytes)[0], 0, numel * sum(nbytes))
     ),
     "This counts 2 + 2 + 12 bytes whatever `nbytes` says.": (
-        lambda numel, room, stage, nbytes: _fewest(numel, room, stage, MIXED)
+        lambda numel, room, stage, nbytes: (room, *_parts(numel, stage, MIXED))
     ),
     "Each stage divides one part alone here. Stage 2 divides what stage 1 does, and the gradients too.": (
-        _each_part_alone
+        lambda numel, room, stage, nbytes: (room, *_one_part(numel, stage, nbytes))
     ),
     "Every stage divides one part too few (> for >=, perhaps): stage 1 divides the optimizer's part.": (
-        lambda numel, room, stage, nbytes: _fewest(numel, room, max(0, stage - 1), nbytes)
+        lambda numel, room, stage, nbytes: (room, *_parts(numel, max(0, stage - 1), nbytes))
     ),
     "Every stage divides one part too many: stage 0 divides nothing, stage 1 the optimizer's part.": (
-        lambda numel, room, stage, nbytes: _fewest(numel, room, min(3, stage + 1), nbytes)
+        lambda numel, room, stage, nbytes: (room, *_parts(numel, min(3, stage + 1), nbytes))
     ),
     "`nbytes` is (parameter, gradient, state): stage 1 divides the last of them, and this the first.": (
-        lambda numel, room, stage, nbytes: _fewest(numel, room, stage, nbytes[::-1])
+        lambda numel, room, stage, nbytes: (room, *_parts(numel, stage, nbytes[::-1]))
     ),
+}
+"""The room, what is whole and what is divided as a reader may have them, by what there is to say."""
+
+_QUOTIENTS: dict[str, Callable[[int, int, int], int | None]] = {
+    "": _fewest_of,
     "The quotient is rounded down. A part of a rank is no rank: round up.": _rounded_down,
     "Where the room is filled to the byte, this takes one rank more than needed. Round up; do not add 1.": (
         _one_too_many
     ),
 }
-"""What a reader may have written, by what there is to say."""
+"""The ranks that a reader may count from them."""
+
+
+def _made(
+    division: Callable[..., tuple[int, int, int]], quotient: Callable[..., int | None]
+) -> Callable[..., int | None]:
+    return lambda *run: quotient(*division(*run))
+
+
+_MISTAKES = {
+    f"{divided} {rounded}".strip(): _made(division, quotient)
+    for divided, division in _DIVISIONS.items()
+    for rounded, quotient in _QUOTIENTS.items()
+    if divided or rounded
+}
+"""A mistake in what is divided, in the quotient, or in both."""
 
 
 # ------------------------------------------------------------------- 1.2 why a run did not shrink as much
@@ -207,13 +215,14 @@ def what_would_help(answer: Answer) -> str:
     return "2 runs on real ranks, 3 on paper"
 
 
+REMEDY = Form(
+    lambda value: isinstance(value, (tuple, list)) and len(value) == 2 and is_number(value[1]),
+    "Return two values: a remedy, a number of bytes.",
+)
+
+
 def _check_remedy(answer: Answer, run: str, numels: Sequence[int], n: int, held: HeldBytes) -> None:
-    returned = answer(list(numels), n, held)
-    is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2 and _is_number(returned[1])
-    assert is_pair, (
-        f"{answer.name} returned {shown(returned)}. Return two values: a remedy, a number of bytes."
-    )
-    remedy, saved = returned
+    remedy, saved = REMEDY.returned_by(answer, list(numels), n, held)
     saved_by = {
         "stage 2": held.gradients - held.gradients / n,
         "even partition": held.optimizer_state - 8 * sum(numels) / n,
@@ -232,39 +241,37 @@ def _check_remedy(answer: Answer, run: str, numels: Sequence[int], n: int, held:
 def _mistake_in_remedy(
     remedy: str, saved: float, held: HeldBytes, n: int, elements: int, saved_by: dict[str, float]
 ) -> str:
+    def is_(nbytes: float, rel_tol: float = 1e-3) -> bool:
+        return math.isclose(saved, nbytes, rel_tol=rel_tol)
+
     state = held.optimizer_state
     mistakes = {
         "even partition": {
             "But that state is one rank's share already. An even share is 1/N of the state of all ranks "
-            "together: 8 bytes for each element of the model, divided by N.": state - state / n,
+            "together: 8 bytes for each element of the model, divided by N.": is_(state - state / n),
             "AdamW in fp32 keeps 8 bytes an element, two numbers and no copy: an even share is "
-            f"8 x {elements:,} / {n}.": state - 12 * elements / n,
-            "Not all of the state goes: an even share, 1/N of all ranks' state, stays.": state,
+            f"8 x {elements:,} / {n}.": is_(state - 12 * elements / n),
+            "Not all of the state goes: an even share, 1/N of all ranks' state, stays.": is_(state),
         },
         "stage 2": {
-            "But a rank keeps the gradients of what it owns: 1/N of them stays.": held.gradients,
+            "But a rank keeps the gradients of what it owns: 1/N of them stays.": is_(held.gradients),
             "Those are the parameters and the gradients. Stage 2 divides the gradients; parameters wait for "
-            "stage 3.": (held.parameters + held.gradients) * (1 - 1 / n),
+            "stage 3.": is_((held.parameters + held.gradients) * (1 - 1 / n)),
         },
     }
-    for mistake, wrong in mistakes[remedy].items():
-        if math.isclose(saved, wrong, rel_tol=1e-3):
-            return mistake
     rest = (
         "Stage 2 leaves 1/N of the gradients on the rank, so it takes away the rest: "
         f"{held.gradients:,} - 1/{n} of it."
     )
-    if math.isclose(saved, saved_by[remedy], rel_tol=1e-2):
-        # Whoever looks at what is largest now does not pass over gradients that are.
-        passed_over = remedy == "even partition" and held.gradients > state
-        return f"It does, but the other remedy saves {max(saved_by.values()):,.0f}. " + (
-            rest if passed_over else "Compare what each would take away, not what is largest now."
-        )
-    if math.isclose(saved, held.gradients / n, rel_tol=1e-3):
-        return rest
-    return (
+    # Whoever looks at what is largest now does not pass over gradients that are.
+    passed_over = remedy == "even partition" and held.gradients > state
+    other = f"It does, but the other remedy saves {max(saved_by.values()):,.0f}. " + (
+        rest if passed_over else "Compare what each would take away, not what is largest now."
+    )
+    return named(
+        mistakes[remedy] | {other: is_(saved_by[remedy], rel_tol=1e-2), rest: is_(held.gradients / n)},
         "Stage 2 would leave 1/N of the gradients. An even partition would leave 1/N of the whole model's "
-        "state, 8 bytes an element. Subtract each from what the rank holds now."
+        "state, 8 bytes an element. Subtract each from what the rank holds now.",
     )
 
 
@@ -290,20 +297,23 @@ def floor(answer: Answer) -> str:
     return f"the fuller of 2 real ranks, and {len(models)} models on paper"
 
 
+BYTES = Form(is_number, "It must return a number of bytes.")
+
+
 def _check_floor(answer: Answer, run: str, numels: list[int], right: int) -> None:
-    theirs = _number(answer, list(numels))
+    theirs = BYTES.returned_by(answer, numels)
     assert theirs == right, (
         f"{run} the fullest rank holds {right:,} bytes, and {answer.name} says {theirs:,}. "
-        + _mistake_in_floor(theirs, right, sum(numels), max(numels), len(numels))
+        + _mistake_in_floor(theirs, right, numels)
     )
 
 
-def _mistake_in_floor(theirs: float, right: int, elements: int, largest: int, tensors: int) -> str:
-    counter = 4
+def _mistake_in_floor(theirs: float, right: int, numels: list[int]) -> str:
+    elements, largest, counter = sum(numels), max(numels), 4
     mistakes = {
         "AdamW keeps 4 bytes more for each tensor that a rank owns: its step counter.": [right - counter],
         "The rank with the largest tensor owns no other here, so it has one step counter.": [
-            right - counter + counter * tensors
+            right - counter + counter * len(numels)
         ],
         "Those are parameters and gradients. Somebody owns the largest tensor, and its state.": [
             8 * elements
@@ -322,10 +332,10 @@ def _mistake_in_floor(theirs: float, right: int, elements: int, largest: int, te
             4 * elements + 12 * largest + counter,
         ],
     }
-    for mistake, wrong in mistakes.items():
-        if theirs in wrong:
-            return mistake
-    return "Add what no number of ranks divides: all parameters, all gradients, the largest tensor's state."
+    return named(
+        {mistake: theirs in wrong for mistake, wrong in mistakes.items()},
+        "Add what no number of ranks divides: all parameters, all gradients, the largest tensor's state.",
+    )
 
 
 # ------------------------------------------------------------------------------------------- small parts
@@ -349,18 +359,6 @@ def _predicted(numels: Sequence[int], world_size: int) -> HeldBytes:
 
 def _fullest(held: Sequence[HeldBytes]) -> HeldBytes:
     return max(held, key=sum)
-
-
-def _number(answer: Answer, *args: Any) -> float:
-    value = answer(*args)
-    assert _is_number(value), (
-        f"{call_text(answer.name, *args)} returned {shown(value)}. It must return a number of bytes."
-    )
-    return value
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _in_print(nbytes: float) -> str:

@@ -15,10 +15,9 @@ from torch.nn.utils import parameters_to_vector
 
 from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives
-from zero_ref.lab import virtual
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.drift import who_agrees
-from zero_ref.lab.meter import sent_bytes
+from zero_ref.lab.meter import bytes_sent_by
 from zero_ref.lab.model import GPT
 from zero_ref.local_sgd.averagers import ModelAverager
 from zero_ref.local_sgd.averaging import AveragingSchedule
@@ -30,8 +29,9 @@ from zero_ref.simulator.models import MODELS, from_module
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import schedule
-from zero_ref_course import Answer, ExerciseFailed, StillTheStub, exercise, shown
-from zero_ref_course._company import on_ranks
+from zero_ref_course import Answer, call_text, exercise, shown
+from zero_ref_course._cases import Form, is_number
+from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
 # ------------------------------------------------------------------------- 11.1 after which steps ranks agree
@@ -49,13 +49,12 @@ RUNS = [(11, 2, 3, True), (11, 2, 3, False), (9, 0, 4, True), (7, 5, 4, False), 
 )
 def equal_after(answer: Answer) -> str:
     """The steps after which all ranks are equal: many as the schedule has them, then some on real ranks."""
-    tried = 0
-    for case in _cases() + answer.drawn(_drawn_schedule):
+    cases = _cases() + answer.drawn(_drawn_schedule)
+    for case in cases:
         _check_steps(answer, case, _planned(case), "the schedule says")
-        tried += 1
     for case, measured in zip(RUNS, on_ranks(_measured, 2, RUNS)[0]):
         _check_steps(answer, case, measured, "two real ranks show")
-    return f"right for {tried} schedules, and on real ranks for {len(RUNS)} runs"
+    return f"right for {len(cases)} schedules, and on real ranks for {len(RUNS)} runs"
 
 
 def _cases() -> list[tuple[int, int, int, bool]]:
@@ -113,13 +112,13 @@ def _end_to_end(model: nn.Module) -> torch.Tensor:
 
 def _check_steps(answer: Answer, case: tuple[int, int, int, bool], expected: list[int], source: str) -> None:
     steps, warmup_steps, period, from_warmup = case
-    call = f"{answer.name}({steps}, {warmup_steps}, {period}, {from_warmup})"
+    call = call_text(answer.name, *case)
     given = answer(*case)
     try:
         ours = [int(step) for step in given]
     except (TypeError, ValueError):
         raise AssertionError(
-            f"{call} must return a list of steps, such as [0, 1, 4], not {given!r}."
+            f"{call} returned {shown(given)}. It must return a list of steps, such as [0, 1, 4]."
         ) from None
     if ours == expected:
         return
@@ -180,9 +179,8 @@ def bytes_sent(answer: Answer) -> str:
 def _check_bytes(answer: Answer, case: tuple[int, int, int, int, int]) -> None:
     nbytes, world_size, steps, warmup_steps, period = case
     expected = _planned_bytes(case)
-    ours = answer(*case)
-    call = f"{answer.name}({', '.join(map(str, case))})"
-    assert isinstance(ours, (int, float)), f"{call} must return a number of bytes, not {ours!r}."
+    ours = Form(is_number, "It must return a number of bytes.").returned_by(answer, *case)
+    call = call_text(answer.name, *case)
     if abs(ours - expected) <= 1e-6 * max(expected, 1):
         return
     said = f"{call} is {ours:,.0f} bytes, and a rank sends {expected:,.0f}."
@@ -220,22 +218,15 @@ def _sent_in_a_run(case: tuple[int, int, int, int, int]) -> int | None:
     averager = ModelAverager(AveragingSchedule.periodic(period, warmup_steps=warmup_steps))
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(PostLocalSGDState.following(averager), post_localSGD_hook)
-    sent = 0
-    for first in (True, False):  # the first time connections are opened
+
+    def run() -> None:
         averager.step = 0
-        dist.barrier()
-        before = sent_bytes()
         for _ in range(steps):
             model.zero_grad()
             ddp(torch.ones(1, nbytes // 4)).sum().backward()
             averager.average_parameters(model.parameters())
-        dist.barrier()
-        after = sent_bytes()
-        dist.barrier()
-        if before is None or after is None:
-            return None
-        sent = 0 if first else after - before
-    return sent
+
+    return bytes_sent_by(run)
 
 
 # --------------------------------------------------------------------------------- 11.3 write the average
@@ -252,12 +243,12 @@ SHAPES = [(3, 4), (4,), (), (2, 5)]
 def average(answer: Answer) -> str:
     """The average on virtual ranks, where every call is seen; then in place of the package's on real ones."""
     for world_size in (2, 3, 1):
-        try:
-            outcomes = virtual.run(_average_once, world_size, answer, timeout=3.0)
-        except RuntimeError as error:
-            if isinstance(error.__cause__, (ExerciseFailed, StillTheStub)):
-                raise error.__cause__ from None
-            raise ExerciseFailed(f"on {world_size} virtual ranks: {error}") from None
+        outcomes = on_virtual_ranks(
+            _Outcome,
+            world_size,
+            answer,
+            waiting=lambda why, n=world_size: f"on {n} virtual ranks: {why}",  # type: ignore[misc]
+        )
         _check_average(outcomes, answer.seed)
     of_ranks = on_ranks(_train_with, 2, answer)
     for rank, (ours, packages) in enumerate(of_ranks):
@@ -291,10 +282,6 @@ class _Outcome:
         self.gradients_kept = all(
             param.grad is not None and torch.equal(param.grad, torch.ones_like(param)) for param in params
         )
-
-
-def _average_once(comm: Collectives, answer: Answer) -> _Outcome:
-    return _Outcome(comm, answer)
 
 
 def _check_average(outcomes: Sequence[_Outcome], seed: int) -> None:

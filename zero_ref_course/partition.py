@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import random
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, groupby
@@ -19,12 +18,11 @@ from zero_ref.shard.checks import is_elementwise
 from zero_ref.simulator.ledger import state_bytes_of_rank
 from zero_ref.simulator.models import from_module, shapes
 from zero_ref_course import Answer, call_text, exercise, shown
+from zero_ref_course._cases import Form, check_cases, is_whole, list_of
 from zero_ref_course.predictions import prediction
 
 Case = tuple[list[int], int]
 """Elements of each parameter, and a number of ranks."""
-
-_LIST = (list, tuple)
 
 # ----------------------------------------------------------------------------------- 3.1 largest first
 
@@ -54,15 +52,15 @@ def largest_first(answer: Answer) -> str:
         ([shape.numel for shape in shapes("gpt2")], 7),
         ([shape.numel for shape in shapes("llama3-8b")], 1024),
     ]
-    owners = [_owners(answer, *case) for case in cases]
-    right = [list(sorted_greedy(*case).owner_of_param) for case in cases]
-    if owners == right:
-        return f"{len(cases)} models on 1 to 1,024 ranks, every owner as in zero_ref.plan.partition"
-    for mistake, rule in _MISTAKES.items():
-        if all(theirs == rule(*case) for case, theirs in zip(cases, owners)):
-            raise AssertionError(mistake)
-    first = next(i for i in range(len(cases)) if owners[i] != right[i])
-    raise AssertionError(_first_wrong_turn(answer.name, cases[first], owners[first]))
+    check_cases(
+        answer,
+        cases,
+        [list(sorted_greedy(*case).owner_of_param) for case in cases],
+        _owners,
+        mistakes=_MISTAKES,
+        otherwise=_first_wrong_turn,
+    )
+    return f"{len(cases)} models on 1 to 1,024 ranks, every owner as in zero_ref.plan.partition"
 
 
 def _owners(answer: Answer, numels: list[int], world_size: int) -> list[int]:
@@ -74,7 +72,7 @@ def _owners(answer: Answer, numels: list[int], world_size: int) -> list[int]:
         f"{call} changed the list that it was given. Sort a copy: sorted(numels) makes one, "
         "numels.sort() does not."
     )
-    assert isinstance(returned, _LIST), (
+    assert isinstance(returned, (list, tuple)), (
         f"{call} returned a {type(returned).__name__}. It must return a list: the owner of each parameter."
     )
     assert not any(isinstance(item, (list, tuple, set)) for item in returned), (
@@ -85,7 +83,7 @@ def _owners(answer: Answer, numels: list[int], world_size: int) -> list[int]:
         f"{call} returned {len(returned)} owners for {len(numels)} parameters. It must return one for each."
     )
     for param, owner in enumerate(returned):
-        exists = _is_whole_number(owner) and 0 <= owner < world_size
+        exists = is_whole(owner) and 0 <= owner < world_size
         assert exists, (
             f"{call} gives parameter {param} to rank {owner!r}. Ranks are numbered 0 to {world_size - 1}."
         )
@@ -137,17 +135,14 @@ _MISTAKES: dict[str, Callable[[Sequence[int], int], list[int]]] = {
 """What a reader may have written, by what there is to say about it."""
 
 
-def _first_wrong_turn(name: str, case: Case, owners: list[int]) -> str:
-    numels, world_size = case
-    right = sorted_greedy(numels, world_size).owner_of_param
+def _first_wrong_turn(owners: list[int], right: list[int], numels: list[int], world_size: int) -> str:
     loads = [0] * world_size
     for param in _largest_first(numels):
         if owners[param] != right[param]:
-            held = f"rank {right[param]} holds {loads[right[param]]:,}, rank {owners[param]} "
-            held += f"holds {loads[owners[param]]:,}"
             return (
-                f"{call_text(name, numels, world_size)} gives parameter {param} ({numels[param]:,} elements) "
-                f"to rank {owners[param]}; it belongs to rank {right[param]}. When its turn comes, {held}. "
+                f"It gives parameter {param} ({numels[param]:,} elements) to rank {owners[param]}; it "
+                f"belongs to rank {right[param]}. When its turn comes, rank {right[param]} holds "
+                f"{loads[right[param]]:,}, rank {owners[param]} holds {loads[owners[param]]:,}. "
                 "The rank with the fewest elements gets it; of several, the lowest."
             )
         loads[right[param]] += numels[param]
@@ -234,10 +229,8 @@ def _why_uneven(partition: Partition) -> str:
 
 def _as_partition(call: str, returned: Any, numels: list[int], world_size: int) -> Partition:
     """What the answer returned, once it gives every element to one rank."""
-    is_nested = isinstance(returned, _LIST) and all(
-        isinstance(of_rank, _LIST) and not isinstance(of_rank, Slice) for of_rank in returned
-    )
-    assert is_nested, (
+    is_nested = list_of(lambda of_rank: isinstance(of_rank, (list, tuple)) and not isinstance(of_rank, Slice))
+    assert is_nested(returned), (
         f"{call} returned {shown(returned)}. It must return a list with one list of slices for each rank."
     )
     assert len(returned) == world_size, (
@@ -249,7 +242,7 @@ def _as_partition(call: str, returned: Any, numels: list[int], world_size: int) 
             assert isinstance(item, Slice), (
                 f"{call}: rank {rank} is given {item!r}. What it owns are slices: Slice(param, start, stop)."
             )
-            assert all(map(_is_whole_number, item)), (
+            assert all(map(is_whole, item)), (
                 f"{call}: rank {rank} is given {item}. A slice is made of whole numbers: use //, not /."
             )
             beyond = 0 <= item.param < len(numels) and item.stop > numels[item.param]
@@ -276,16 +269,13 @@ def _state_bytes_with(partition: Callable[..., Any]) -> tuple[int, int]:
 # --------------------------------------------------------------------------------------- 3.3 adversary
 
 MOST_PARAMETERS = 10
+SIZES = Form(list_of(is_whole), "It must return a list of whole numbers: the sizes.")
 
 
 @exercise("partition.adversary")
 def adversary(answer: Answer) -> str:
     """Sizes on which largest first leaves the fuller of 2 ranks 15% above the best possible."""
-    numels = answer()
-    are_sizes = isinstance(numels, _LIST) and all(map(_is_whole_number, numels))
-    assert are_sizes, (
-        f"{answer.name}() returned {shown(numels)}. It must return a list of whole numbers: the sizes."
-    )
+    numels = SIZES.returned_by(answer)
     is_small = 0 < len(numels) <= MOST_PARAMETERS and min(numels) > 0
     assert is_small, (
         f"{answer.name}() returned {shown(numels)}. The model has 1 to {MOST_PARAMETERS} parameters, of at "
@@ -330,14 +320,6 @@ def _random_models(count: int, most: int) -> list[Case]:
 
 def _random_model(rng: random.Random, most: int) -> Case:
     return rng.choices((1, 8, 64, 96, 512, 4096), k=rng.randint(1, most)), rng.randint(1, 9)
-
-
-def _is_whole_number(value: object) -> bool:
-    try:
-        operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    return not isinstance(value, bool)
 
 
 # --------------------------------------------------------------------------------------- predictions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from itertools import groupby, product
@@ -16,6 +17,7 @@ from torch import nn
 from zero_ref.dropin.rpc_optimizer import DistributedOptimizer
 from zero_ref.lab import ranks, rpc_meter
 from zero_ref_course import Answer, ExerciseFailed, call_text, exercise, shown
+from zero_ref_course._cases import Form, check_cases, is_number
 from zero_ref_course.predictions import prediction
 
 # ---------------------------------------------------------------------------------- 12.1 count the messages
@@ -29,20 +31,24 @@ MEASURED = [[0, 1, 0], [1, 2], [0, 2, 2, 1]]
 @exercise("rpc.messages", seconds=5.0, on_ranks=True)
 def messages(answer: Answer) -> str:
     """The messages of an iteration: by the rules for all placements, by the meter for a few."""
-    for owners in PLACEMENTS + answer.drawn(lambda rng: rng.choices(range(6), k=rng.randint(5, 12))):
-        returned, expected = answer(list(owners)), _messages(owners)
-        assert returned == expected, (
-            f"{call_text(answer.name, owners)} returned {shown(returned)}, and {expected} messages are sent. "
-            + _mistake_in_count(returned, owners)
-        )
+    placements = PLACEMENTS + answer.drawn(lambda rng: rng.choices(range(6), k=rng.randint(5, 12)))
+    _check_count(answer, placements, list(map(_messages, placements)), "messages are sent")
     measured = rpc_meter.run(_measure, WORKERS, MEASURED, timeout=60.0)[0]
-    for owners, sent in zip(MEASURED, measured, strict=True):
-        returned = answer(list(owners))
-        assert returned == sent, (
-            f"{call_text(answer.name, owners)} returned {shown(returned)}; "
-            f"{WORKERS} real workers sent {sent}."
-        )
+    _check_count(answer, MEASURED, measured, f"messages {WORKERS} real workers sent")
     return f"{len(PLACEMENTS)} placements; {', '.join(map(str, measured))} on real workers"
+
+
+def _check_count(answer: Answer, placements: list[list[int]], rights: list[int], what: str) -> None:
+    check_cases(
+        answer,
+        [(owners,) for owners in placements],
+        rights,
+        Form(is_number, "It must return a number of messages.").returned_by,
+        otherwise=_mistake_in_count,
+        said=lambda theirs, right, owners: (
+            f"{call_text(answer.name, owners)} returned {theirs}, and {right} {what}."
+        ),
+    )
 
 
 def _messages(owners: Sequence[int]) -> int:
@@ -51,16 +57,15 @@ def _messages(owners: Sequence[int]) -> int:
     return 6 * len(remote) - 2 * first_is_remote + 6 * len(set(remote))
 
 
-def _mistake_in_count(returned: object, owners: Sequence[int]) -> str:
+def _mistake_in_count(theirs: int, right: int, owners: Sequence[int]) -> str:
     remote = [worker for worker in owners if worker]
     layers, workers = len(remote), len(set(remote))
     first = 2 * (owners[0] != 0)
-    right = _messages(owners)
     if not remote:
         return "All layers are the client's own, so there is nobody to ask or to tell."
-    if returned == _messages([worker for worker, _ in groupby(owners)]) != right:
+    if theirs == _messages([worker for worker, _ in groupby(owners)]) != right:
         return "Two neighbours on one worker are still two calls, each with its way back."
-    reasons = {
+    return {
         2 * right: "Is a message counted both where it is sent and where it is received?",
         right // 2: "Is each request counted, but not its reply?",
         right + first: "The first layer's input is data. No gradient of it is computed, so none comes back.",
@@ -80,11 +85,7 @@ def _mistake_in_count(returned: object, owners: Sequence[int]) -> str:
             "end of the context are for each worker, not for each layer."
         ),
         12 * (len(owners) - 1): "Only layers on other workers than the client's, worker 0, are asked for.",
-    }
-    return reasons.get(
-        returned if isinstance(returned, int) else -1,
-        "Add up forward, backward, step and the end of the context, each request with its reply.",
-    )
+    }.get(theirs, "Add up forward, backward, step and the end of the context, each request with its reply.")
 
 
 def _measure(placements: Sequence[Sequence[int]]) -> list[int]:
@@ -146,7 +147,7 @@ def _rehearse(answer: Answer, optimizer_class: type[torch.optim.Optimizer], opti
         gradients[neighbour] = torch.ones(WIDTH)
         for i, twin in enumerate(twins):
             twin.grad = gradients[params[i]].clone() if i in having else None
-        before = [param.detach().clone() for param in params]
+        before, start = [param.detach().clone() for param in params], copy.deepcopy((plain, twins))
         plain.step()
         answer(optimizer, list(params), dict(gradients))
         where = (
@@ -154,7 +155,8 @@ def _rehearse(answer: Answer, optimizer_class: type[torch.optim.Optimizer], opti
         )
         for i, (param, twin) in enumerate(zip(params, twins)):
             if not torch.equal(param, twin):
-                raise AssertionError(where + _mistake_in_step(i, i in having, param, before[i]))
+                gradient = gradients[params[i]] if i in having else None
+                raise AssertionError(where + _mistake_in_step(i, param, before[i], gradient, grads[i], start))
         assert bool((neighbour == 1).all()), (
             f"{where}a parameter that is not in `params` has changed. Its gradient is in the context, but "
             "its optimizer is another one."
@@ -168,16 +170,42 @@ def _rehearse(answer: Answer, optimizer_class: type[torch.optim.Optimizer], opti
         assert bool((grads[0] == 7).all()), f"{where}the tensor in .grad was overwritten. Assign another one."
 
 
-def _mistake_in_step(i: int, has_gradient: bool, param: torch.Tensor, before: torch.Tensor) -> str:
-    if has_gradient:
-        if torch.equal(param, before):
-            return f"parameter {i} has not moved. Is optimizer.step() called, after .grad is set?"
-        return f"parameter {i} is not where the plain optimizer moves it with this gradient."
-    return (
-        f"parameter {i} has no gradient in this context, and moved. For an optimizer None is not the same "
-        "as zeros, nor as what an earlier step left in .grad: only None leaves the parameter and its state "
-        "alone."
-    )
+def _mistake_in_step(
+    i: int,
+    param: torch.Tensor,
+    before: torch.Tensor,
+    gradient: torch.Tensor | None,
+    in_grad: torch.Tensor | None,
+    start: tuple[torch.optim.Optimizer, list[nn.Parameter]],
+) -> str:
+    """What gradient moves the parameter from where it was to where it is; `in_grad` was there already."""
+
+    def moved_by(other: torch.Tensor | None) -> bool:
+        optimizer, params = copy.deepcopy(start)
+        params[i].grad = other
+        optimizer.step()
+        return other is not None and torch.equal(params[i], param)
+
+    if gradient is None:
+        why = "For an optimizer None is not the same as zeros, nor as what an earlier step left in .grad"
+        if moved_by(torch.zeros(WIDTH)):
+            why = "It was stepped with zeros. For an optimizer None is not the same as zeros"
+        elif moved_by(in_grad):
+            why = "It was stepped with what was in .grad before. An optimizer steps what an earlier step left"
+        return (
+            f"parameter {i} has no gradient in this context, and moved. {why}: only None leaves the "
+            "parameter and its state alone."
+        )
+    if torch.equal(param, before):
+        return f"parameter {i} has not moved. Is optimizer.step() called, after .grad is set?"
+    said = f"parameter {i} is not where the plain optimizer moves it with this gradient."
+    if moved_by(in_grad):
+        return f"{said} It was stepped with what was in .grad before: set .grad first, then step."
+    if moved_by(None if in_grad is None else in_grad + gradient):
+        return f"{said} The gradient was added to what was in .grad before: put it in its place."
+    if torch.allclose(param, before - start[0].defaults["lr"] * gradient):
+        return f"{said} This is plain descent: the step is the optimizer's, which keeps a state."
+    return f"{said} Call optimizer.step() once, with this context's gradients in .grad."
 
 
 _layers: dict[int, nn.Linear] = {}  # on a worker: its own

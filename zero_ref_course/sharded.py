@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import permutations, starmap
 from statistics import mean
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.comm.backend import as_collectives
-from zero_ref.comm.collectives import Collectives
+from zero_ref.comm.collectives import Collectives, PendingCall, ToPeer
 from zero_ref.lab import ranks
 from zero_ref.lab.meter import bytes_sent_by, recording
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -31,6 +32,7 @@ from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import schedule
 from zero_ref.simulator.traffic import traffic
 from zero_ref_course import Answer, call_text, exercise, in_words, shown
+from zero_ref_course._cases import Form, check_cases, is_number, is_whole, list_of
 from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
@@ -39,18 +41,20 @@ from zero_ref_course.predictions import prediction
 READY = [([1, 0, 3], 4), ([0, 1, 2], 3), ([2, 1, 0], 3), ([], 2), ([3], 4), ([0, 2, 4, 1, 3], 5)]
 """What becomes full on a rank, and the number of buckets: the first case shows most mistakes."""
 
+MOMENTS = Form(list_of(list_of(is_whole)), "It must return a list of lists of buckets.")
+
 
 @exercise("sharded.reduce_in_order")
 def reduce_in_order(answer: Answer) -> str:
     """Which reductions a rank starts at each moment, so that all ranks start them in the same order."""
     cases = [*READY, *((list(order), 4) for order in permutations(range(4))), *answer.drawn(_drawn_order)]
-    for ready, count in cases:
-        theirs = answer(list(ready), count)
-        call = f"{call_text(answer.name, ready, count)} returned {shown(theirs)}"
-        expected = _in_order(ready, count)
-        are_lists = isinstance(theirs, list) and all(isinstance(one, list) for one in theirs)
-        assert are_lists, f"{call}. It must return a list of lists of buckets."
-        assert theirs == expected, f"{call}. {_mistake_in_order(theirs, ready, count)}"
+    check_cases(
+        answer,
+        cases,
+        starmap(_in_order, cases),
+        lambda answer, *case: [list(moment) for moment in MOMENTS.returned_by(answer, *case)],
+        otherwise=_mistake_in_order,
+    )
     return f"{len(cases)} orders: whatever becomes full first, all ranks start the same reductions in turn"
 
 
@@ -70,13 +74,15 @@ def _in_order(ready: Sequence[int], count: int) -> list[list[int]]:
     return [*started, list(range(next_one, count))]
 
 
-def _mistake_in_order(theirs: list[list[int]], ready: Sequence[int], count: int) -> str:
+def _mistake_in_order(
+    theirs: list[list[int]], right: list[list[int]], ready: Sequence[int], count: int
+) -> str:
     if len(theirs) == len(ready):
         return (
             "There is a moment more: when backward ends. Buckets that have not become full are reduced then, "
             "because other ranks may have gradients for them."
         )
-    if len(theirs) != len(ready) + 1:
+    if len(theirs) != len(right):
         return f"There are {len(ready)} moments at which a bucket becomes full, and the end of backward."
     flat = [bucket for moment in theirs for bucket in moment]
     twice = {bucket for bucket in flat if flat.count(bucket) > 1}
@@ -115,10 +121,11 @@ REAL_RANKS = 3
 
 
 class _Outcome(NamedTuple):
-    """What one rank has in the end, and what it has asked of the network."""
+    """What one rank has in the end, what it has asked of the network, and the first value that it sent."""
 
     share: list[float] | None
     calls: list[Call]
+    first_sent: float | None
 
 
 @exercise("sharded.ring", seconds=20.0, on_ranks=True)
@@ -159,10 +166,25 @@ def _shares(rank: int, size: int, seed: int) -> list[torch.Tensor]:
 
 def _reduced(comm: Collectives, answer: Answer) -> _Outcome:
     shares = _shares(comm.rank, comm.world_size, answer.seed)
-    with recording(comm, checks=True) as calls, in_words("comm, shares", answer, comm, shares):
+    sent: list[float] = []
+    send, exchange = comm.send, comm.exchange
+
+    def noting_send(tensor: torch.Tensor, dst: int) -> PendingCall:
+        sent.extend(tensor.flatten()[:1].tolist())
+        return send(tensor, dst)
+
+    def noting_exchange(sends: Sequence[ToPeer], recvs: Sequence[ToPeer], **how: Any) -> PendingCall:
+        sent.extend(value for _, tensor in sends for value in tensor.flatten()[:1].tolist())
+        return exchange(sends, recvs, **how)
+
+    with (
+        recording(comm, checks=True) as calls,
+        patch.multiple(comm, send=noting_send, exchange=noting_exchange),
+        in_words("comm, shares", answer, comm, shares),
+    ):
         share = answer(comm, shares)
     is_share = isinstance(share, torch.Tensor) and share.numel() == SHARE
-    return _Outcome(share.detach().flatten().tolist() if is_share else None, calls)
+    return _Outcome(share.detach().flatten().tolist() if is_share else None, calls, sent[0] if sent else None)
 
 
 def _check_ring(answer: Answer, outcomes: Sequence[_Outcome]) -> None:
@@ -182,7 +204,7 @@ def _check_ring(answer: Answer, outcomes: Sequence[_Outcome]) -> None:
         expected = sum(float(_shares(other, size, answer.seed)[rank][0]) for other in range(size))
         assert all(value == expected for value in outcome.share), (
             f"{where} returned {outcome.share[0]:g}, and the sum of all ranks' share {rank} is "
-            f"{expected:g}. {_mistake_in_sum(outcome.share[0], rank, size, answer.seed)}"
+            f"{expected:g}. {_mistake_in_sum(outcome, rank, size, answer.seed)}"
         )
 
 
@@ -202,13 +224,21 @@ def _check_sends(where: str, sends: Sequence[Call], rank: int, size: int) -> Non
     assert not larger, f"{where} sent a message of {larger[0]} bytes. A share has {nbytes}."
 
 
-def _mistake_in_sum(value: float, rank: int, size: int, seed: int) -> str:
+def _mistake_in_sum(outcome: _Outcome, rank: int, size: int, seed: int) -> str:
+    value = outcome.share[0] if outcome.share else 0.0
     for share in range(size):
         if value == sum(float(_shares(other, size, seed)[share][0]) for other in range(size)):
             return (
                 f"That is the sum of share {share}, which rank {share} is to have. Which share must a rank "
                 "send first, so that its own arrives last?"
             )
+    own = [float(share[0]) for share in _shares(rank, size, seed)]
+    first, before = own.index(outcome.first_sent) if outcome.first_sent in own else None, (rank - 1) % size
+    if first not in (None, before):
+        return (
+            f"It sends share {first} first. What a rank sends first is complete, in the end, on the rank "
+            f"before it: here rank {before}, which is to have share {before}."
+        )
     for count in range(1, size):
         if value // (1000 * (rank + 1)) == count:
             return f"That is the sum of {count} of {size} parts. Add what arrives to this rank's part."
@@ -220,14 +250,25 @@ def _mistake_in_sum(value: float, rank: int, size: int, seed: int) -> str:
 HYBRID = [(2, 8), (4, 8), (8, 64), (8, 8), (1, 4), (16, 512), (1, 1)]
 """Ranks of a group, and of all."""
 CLOSE = 1e-3
+WITHIN_AND_BETWEEN = Form(
+    list_of(is_number, 2),
+    "It must return two numbers: bytes within the group, and bytes between groups.",
+)
 
 
 @exercise("sharded.hybrid_bytes", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
 def hybrid_bytes(answer: Answer) -> str:
     """What a rank sends within its group and between groups: the simulator's, and the sum on real ranks."""
-    for numel in (2**20, 2**24):
-        for group, size in HYBRID + answer.drawn(_drawn_groups):
-            _compare_bytes(answer, (4 * numel, group, size), _sent_by_plan(numel, group, size))
+    groups = HYBRID + answer.drawn(_drawn_groups)
+    cases = [(numel, *of_group) for numel in (2**20, 2**24) for of_group in groups]
+    check_cases(
+        answer,
+        [(4 * numel, *of_group) for numel, *of_group in cases],
+        starmap(_sent_by_plan, cases),
+        WITHIN_AND_BETWEEN.returned_by,
+        same=lambda theirs, right: all(map(_is_close, theirs, right)),
+        otherwise=_mistake_in_bytes,
+    )
     psi, counted = ranks.run(_sent_in_hybrid, 4, timeout=60.0, backend="gloo")[0]
     if counted is None:
         return f"{2 * len(HYBRID)} cases as simulated; this system has no counters to check it on real ranks"
@@ -255,46 +296,31 @@ def _sent_by_plan(numel: int, group: int, size: int) -> tuple[float, float]:
     return sent[True], sent[False]
 
 
-def _compare_bytes(answer: Answer, arguments: tuple[int, int, int], expected: tuple[float, float]) -> None:
-    theirs = answer(*arguments)
-    call = f"{call_text(answer.name, *arguments)} returned {shown(theirs)}"
-    is_pair = isinstance(theirs, (tuple, list)) and len(theirs) == 2
-    is_pair = is_pair and all(isinstance(one, (int, float)) and math.isfinite(one) for one in theirs)
-    assert is_pair, f"{call}. It must return two numbers: bytes within the group, and bytes between groups."
-    pairs = zip(theirs, expected, strict=True)
-    if all(math.isclose(ours, right, rel_tol=CLOSE, abs_tol=1e-6) for ours, right in pairs):
-        return
-    within, between = expected
-    raise AssertionError(
-        f"{call}, and it is {within:,.0f} within and {between:,.0f} between. "
-        f"{_mistake_in_bytes(tuple(theirs), expected, *arguments)}"
-    )
+def _is_close(theirs: float, right: float) -> bool:
+    return math.isclose(theirs, right, rel_tol=CLOSE, abs_tol=1e-6)
 
 
 def _mistake_in_bytes(
-    theirs: tuple[Any, ...], expected: tuple[float, float], psi: int, group: int, size: int
+    theirs: Sequence[float], right: tuple[float, float], psi: int, group: int, size: int
 ) -> str:
-    def same(ours: float, right: float) -> bool:
-        return math.isclose(ours, right, rel_tol=CLOSE, abs_tol=1e-6)
-
-    within, between = expected
-    if same(theirs[0], between) and same(theirs[1], within):
+    within, between = right
+    if _is_close(theirs[0], between) and _is_close(theirs[1], within):
         return "These are the two, in the other order."
-    if not same(theirs[0], within):
-        if same(theirs[0], within / 2):
+    if not _is_close(theirs[0], within):
+        if _is_close(theirs[0], within / 2):
             return "Within the group gradients are reduced to shares, and new parameters are gathered too."
-        if same(theirs[0], 2 * psi * (size - 1) / size):
+        if _is_close(theirs[0], 2 * psi * (size - 1) / size):
             return "Within the group both movements go around the ranks of the group, and not around all."
-        if same(theirs[0], 2 * psi):
+        if _is_close(theirs[0], 2 * psi):
             return "A rank does not send its own part."
         return "Within the group there are two movements, as in stage 2 on as many ranks as the group has."
-    if same(theirs[1], between * group):
+    if _is_close(theirs[1], between * group):
         return "Between groups only this rank's share travels, and not all gradients."
-    if same(theirs[1], between / 2):
+    if _is_close(theirs[1], between / 2):
         return "Between groups a share is all-reduced: every replica needs the average, so it moves twice."
-    if size > group and same(theirs[1], 2 * (size - 1) / size * psi / group):
+    if size > group and _is_close(theirs[1], 2 * (size - 1) / size * psi / group):
         return "As many ranks take part in the all-reduce of a share as there are groups, not all ranks."
-    if size > group and same(theirs[1], 2 * psi / group):
+    if size > group and _is_close(theirs[1], 2 * psi / group):
         return "Between groups too a rank does not send its own part of the ring's."
     return "Between groups one share is all-reduced, among as many ranks as there are groups."
 

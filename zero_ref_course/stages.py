@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, starmap
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import Cluster, Device, Link, cluster
-from zero_ref.simulator.ledger import itemsize_of
 from zero_ref.simulator.models import MODELS, blocks, shapes, specs
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
@@ -29,6 +28,7 @@ from zero_ref.simulator.scenario import Scenario
 from zero_ref.simulator.schedule import Schedule, schedule
 from zero_ref.simulator.traffic import BACKENDS
 from zero_ref_course import Answer, call_text, exercise, shown
+from zero_ref_course._cases import Form, check_cases, is_number, list_of
 from zero_ref_course.predictions import prediction
 
 # -------------------------------------------------------------------------- 13.1 the bytes that a rank sends
@@ -38,31 +38,30 @@ WIDTH, LAYERS = 512, 4
 OF_AGREEMENT = 1e-3
 """Stage 2 also sends four bytes for each parameter, to count on how many ranks that had a gradient."""
 
+BYTES = Form(lambda value: is_number(value) and value >= 0, "It must return a number of bytes, 0 or more.")
+
 
 @exercise("stages.volume", on_ranks=True, forbids=("zero_ref.simulator.schedule.schedule",))
 def volume(answer: Answer) -> str:
     """Bytes that a rank sends in an iteration: the simulator's, then counted on real connections."""
-    count = 0
-    for numel, dtype in ((2**16, "float32"), (2**20, "bfloat16")):
-        for world_size in (8, 2, 64, 1):
-            for backend in BACKENDS:
-                for stage, strategy in STRATEGY_OF_STAGE.items():
-                    plan = _of_equal_blocks(strategy, numel // 4, dtype, world_size)
-                    expected = plan.wire_bytes(backend) / world_size
-                    size = itemsize_of(dtype)
-                    _compare_volume(answer, (stage, numel, size, world_size, backend), expected)
-                    count += 1
-    for numel, world_size in answer.drawn(lambda rng: (2 ** rng.randint(14, 26), 2 ** rng.randint(1, 8))):
-        for backend in BACKENDS:
-            for stage, strategy in STRATEGY_OF_STAGE.items():
-                plan = _of_equal_blocks(strategy, numel // 4, "float32", world_size)
-                expected = plan.wire_bytes(backend) / world_size
-                _compare_volume(answer, (stage, numel, 4, world_size, backend), expected)
+    models = [(numel, itemsize, n) for numel, itemsize in ((2**16, 4), (2**20, 2)) for n in (8, 2, 64, 1)]
+    models += answer.drawn(lambda rng: (2 ** rng.randint(14, 26), 4, 2 ** rng.randint(1, 8)))
+    cases = [
+        (stage, *model, backend) for model in models for backend in BACKENDS for stage in STRATEGY_OF_STAGE
+    ]
+    check_cases(
+        answer,
+        cases,
+        starmap(_simulated_volume, cases),
+        BYTES.returned_by,
+        same=_is_close,
+        otherwise=_mistake_in_volume,
+    )
     counted = ranks.run(_sent_in_each_stage, 2, timeout=60.0, backend="gloo")
     for stage in STRATEGY_OF_STAGE:
         sent = [of_rank[stage] for of_rank in counted]
         if None in sent:
-            return f"{count} cases as simulated; this system has no counters to check it on real ranks"
+            return f"{len(cases)} cases as simulated; this system has no counters to check it on real ranks"
         of_rank = mean(nbytes or 0 for nbytes in sent)
         arguments = (stage, LAYERS * WIDTH**2, 4, 2, "gloo")
         theirs = answer(*arguments)
@@ -71,7 +70,13 @@ def volume(answer: Answer) -> str:
             f"{call_text(answer.name, *arguments)} returned {shown(theirs)}, and two real ranks sent "
             f"{of_rank:,.0f} bytes each."
         )
-    return f"{count} cases as simulated, and 4 stages within 1% of what two real ranks sent"
+    return f"{len(cases)} cases as simulated, and 4 stages within 1% of what two real ranks sent"
+
+
+def _simulated_volume(stage: int, numel: int, itemsize: int, world_size: int, backend: str) -> float:
+    dtype = {2: "bfloat16", 4: "float32"}[itemsize]
+    plan = _of_equal_blocks(STRATEGY_OF_STAGE[stage], numel // 4, dtype, world_size)
+    return plan.wire_bytes(backend) / world_size
 
 
 def _of_equal_blocks(strategy: str, numel: int, dtype: str, world_size: int, count: int = 4) -> Schedule:
@@ -79,16 +84,6 @@ def _of_equal_blocks(strategy: str, numel: int, dtype: str, world_size: int, cou
     params = [ParamSpec(numel, dtype)] * count
     blocks = [[], *([number] for number in range(count))]  # the first is the root's
     return schedule(strategy, params, world_size, blocks=blocks if strategy == "zero-3" else None)
-
-
-def _compare_volume(answer: Answer, arguments: tuple[int, int, int, int, str], expected: float) -> None:
-    theirs = answer(*arguments)
-    call = f"{call_text(answer.name, *arguments)} returned {shown(theirs)}"
-    is_size = isinstance(theirs, (int, float)) and math.isfinite(theirs) and theirs >= 0
-    assert is_size, f"{call}. It must return a number of bytes, 0 or more."
-    assert _is_close(theirs, expected), (
-        f"{call}, and it is {expected:,.0f}. {_mistake_in_volume(theirs, expected, *arguments)}"
-    )
 
 
 def _is_close(theirs: float, expected: float) -> bool:
@@ -203,16 +198,15 @@ SETTINGS = [
 
 CLOSE = 0.02
 BLOCKS = 6
+TOKENS = Form(lambda value: is_number(value) and value > 0, "It must return a number of tokens above 0.")
 
 
 @exercise("stages.break_even", forbids=("zero_ref.simulator.play.play",))
 def break_even(answer: Answer) -> str:
     """The fewest tokens a rank with which nothing of stage 3 is exposed that could be hidden."""
     for setting in SETTINGS + answer.drawn(_drawn_setting, 4):
-        tokens = answer(*setting)
+        tokens = TOKENS.returned_by(answer, *setting)
         call = f"{call_text(answer.name, *setting)} returned {shown(tokens)}"
-        is_number = isinstance(tokens, (int, float)) and math.isfinite(tokens) and tokens > 0
-        assert is_number, f"{call}. It must return a number of tokens above 0."
         least_ms = _played(setting, 10**9).timeline().exposed_ms
         enough, fewer = (_played(setting, n) for n in (math.ceil(tokens * (1 + CLOSE)), _just_below(tokens)))
         forward_ms, gather_ms = _of_a_block(_played(setting, max(1, round(tokens))))
@@ -297,9 +291,9 @@ def order(answer: Answer) -> str:
     for sizes in STACKS + answer.drawn(lambda rng: rng.sample(range(1, 50), rng.randint(2, 9))):
         params = [ParamSpec(2 * size) for size in sizes]
         plan = schedule("zero-3", params, 2, blocks=[[number] for number in range(len(sizes))])
-        _compare_order(answer, [8 * size for size in sizes], plan.calls)
+        _check_order(answer, [8 * size for size in sizes], plan.calls)
     sizes, recorded = ranks.run(_recorded, 2, timeout=60.0, backend="gloo")[0]
-    _compare_order(answer, sizes, recorded, " That is what two real ranks did.")
+    _check_order(answer, sizes, recorded, " That is what two real ranks did.")
     return f"{len(STACKS)} models as simulated, and one as two real ranks made its {len(recorded)} calls"
 
 
@@ -328,18 +322,15 @@ def _recorded() -> tuple[list[int], list[Call]]:
     return sizes, list(calls)
 
 
-def _compare_order(answer: Answer, sizes: list[int], expected: Sequence[Call], source: str = "") -> None:
-    returned: Any = answer(list(sizes))
-    call = call_text(answer.name, sizes)
-    are_calls = isinstance(returned, (list, tuple)) and all(
-        isinstance(one, tuple) and len(one) in (2, 3) for one in returned
+def _check_order(answer: Answer, sizes: list[int], expected: Sequence[Call], source: str = "") -> None:
+    form = Form(
+        list_of(lambda one: isinstance(one, tuple) and len(one) in (2, 3)),
+        f'It must return a list of calls, such as Call("all_gather", {sizes[0]}).',
     )
-    assert are_calls, (
-        f"{call} returned {shown(returned)}. It must return a list of calls, such as "
-        f'Call("all_gather", {sizes[0]}).'
+    theirs = [Call(*one) for one in form.returned_by(answer, sizes)]
+    assert theirs == list(expected), (
+        f"{call_text(answer.name, sizes)}: {_mistake_in_order(theirs, list(expected), sizes)}{source}"
     )
-    theirs = [Call(*one) for one in returned]
-    assert theirs == list(expected), f"{call}: {_mistake_in_order(theirs, list(expected), sizes)}{source}"
 
 
 def _mistake_in_order(theirs: list[Call], expected: list[Call], sizes: list[int]) -> str:

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from changes import changed
 
 from zero_ref.lab import ranks
 from zero_ref_course import CHAPTERS, ExerciseFailed, StillTheStub, exercises, grade, starts_ranks
@@ -21,11 +22,35 @@ NOTEBOOKS = sorted(Path(__file__).parents[2].glob("notebooks/*.ipynb"))
 IN_CHAPTERS = chapters_in(Path(__file__).parents[2] / "notebooks")
 CELLS = {cells.exercise: cells for notebook in NOTEBOOKS for cells in exercises_in(notebook)}
 REGISTERED = exercises()
-WRONG: list[tuple[str, Callable[..., Any], str]] = [
-    wrong for chapter in CHAPTERS for wrong in import_module(f"wrong_{chapter}").WRONG
-]
 
 
+class Wrong(NamedTuple):
+    """A wrong answer, changes of the solution or a whole function, and what the check must say about it."""
+
+    exercise: str
+    name: str
+    answer: Callable[..., Any] | dict[str, str]
+    message: str
+
+    def function(self) -> Callable[..., Any]:
+        """The answer; changes of the solution run after the setup cell, as the solution does."""
+        if callable(self.answer):
+            return self.answer
+        cells = CELLS[self.exercise]
+        return cells.define(changed(cells.solution, self.answer))
+
+
+def wrong_answers(chapter: str) -> Iterator[Wrong]:
+    """Those of the chapter's module: in CHANGED changes of solutions, in WRONG whole functions."""
+    module = import_module(f"wrong_{chapter}")
+    for exercise, rows in module.CHANGED.items():
+        for row in rows:
+            yield Wrong(exercise, *row)
+    for exercise, answer, message in getattr(module, "WRONG", []):
+        yield Wrong(exercise, answer.__name__, answer, message)
+
+
+WRONG = [wrong for chapter in CHAPTERS for wrong in wrong_answers(chapter)]
 WAITS = {
     "ranks_with_nothing_return",
     "one_call_for_each_slice",
@@ -74,25 +99,21 @@ def test_the_blank_stub_fails(cells: ExerciseCells) -> None:
         grade(cells.exercise, cells.define(cells.stub))
 
 
-@pytest.mark.parametrize(
-    ("exercise", "answer", "message"),
-    [case(wrong[0], *wrong, name=wrong[1].__name__) for wrong in WRONG],
-)
-def test_a_wrong_answer_hears_what_is_wrong(
-    exercise: str, answer: Callable[..., Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if answer.__name__ in WAITS:
+@pytest.mark.parametrize("wrong", [case(wrong.exercise, wrong, name=wrong.name) for wrong in WRONG])
+def test_a_wrong_answer_hears_what_is_wrong(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+    if wrong.name in WAITS:
         monkeypatch.setenv("ZERO_REF_PATIENCE", "2")
+    answer = wrong.function()
     with pytest.raises(ExerciseFailed) as failed:
-        grade(exercise, answer)
-    assert re.search(message, str(failed.value), re.DOTALL), str(failed.value)
+        grade(wrong.exercise, answer)
+    assert re.search(wrong.message, str(failed.value), re.DOTALL), str(failed.value)
 
 
 @pytest.mark.parametrize("exercise", REGISTERED)
 def test_every_exercise_has_two_wrong_answers_that_hear_different_things(exercise: str) -> None:
-    wrong = [(answer, message) for name, answer, message in WRONG if name == exercise]
-    assert len({answer.__name__ for answer, _ in wrong}) >= 2
-    assert len({message for _, message in wrong}) >= 2
+    wrongs = [wrong for wrong in WRONG if wrong.exercise == exercise]
+    assert len({wrong.name for wrong in wrongs}) >= 2
+    assert len({wrong.message for wrong in wrongs}) >= 2
 
 
 def test_every_exercise_is_in_one_notebook_and_every_one_there_has_a_grader() -> None:

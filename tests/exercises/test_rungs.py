@@ -8,15 +8,29 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from wrong_my_zero import WRONG, Wrong
+from changes import changed
+from wrong_my_zero import CHANGED
 
 from zero_ref import cli
 from zero_ref.lab import ranks
 from zero_ref_course.rungs import RUNGS, check_my_zero, check_rung, check_rungs
 from zero_ref_course.stubs import STAIRS, answer, stub
 
+
+class Wrong(NamedTuple):
+    """A mistake: changes of the answer of `stair`, and what the check of `rung` must say about it."""
+
+    stair: str
+    rung: str
+    name: str
+    changes: dict[str, str]
+    message: str
+
+
+WRONG = [Wrong(*where, *row) for where, rows in CHANGED.items() for row in rows]
 RUNGS_OF = {
     "owners": ["owners", "step"],
     "buckets": ["buckets", "options"],
@@ -84,10 +98,8 @@ def test_a_stub_keeps_what_the_stair_before_has() -> None:
 def test_a_mistake_is_named(wrong: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if wrong.name in WAITS:
         monkeypatch.setenv("ZERO_REF_PATIENCE", "0.5")
-    source = answer(wrong.stair)
-    assert wrong.old in source
     file = tmp_path / "wrong.py"
-    file.write_text(source.replace(wrong.old, wrong.new))
+    file.write_text(changed(answer(wrong.stair), wrong.changes))
     result = check_rung(wrong.rung, file)
     state = "not yet" if wrong.name in {"only_saves", "all_at_the_end"} else "FAILED"
     assert result.state == state, result

@@ -13,7 +13,7 @@ import pytest
 from zero_ref import cli
 from zero_ref.lab import ranks
 from zero_ref_course.rungs import outcome
-from zero_ref_course.sharded_class import CHECKS
+from zero_ref_course.sharded_class import CHECKS, check_class
 
 RIGHT = Path(__file__).with_name("sharded_class.py").read_text(encoding="utf-8")
 
@@ -77,6 +77,13 @@ WRONG = [
     ),
 ]  # fmt: skip
 
+STEP = "        loss = self.inner.step(closure, **kwargs)\n"
+AVERAGES_AGAIN = """        for param in self.owner:
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+"""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
@@ -107,6 +114,15 @@ def test_a_wrong_class_hears_what_is_wrong(wrong: Wrong, tmp_path: Path) -> None
     result = outcome(wrong.check, lambda path: CHECKS[wrong.check](path, "ShardedOptimizer"), file)
     assert result.state == "FAILED", result
     assert re.search(wrong.message, result.message, re.DOTALL), result
+
+
+@pytest.mark.ranks
+def test_gradients_that_are_averaged_again_are_named_and_the_other_checks_go_on(tmp_path: Path) -> None:
+    file = written(tmp_path, RIGHT.replace(STEP, AVERAGES_AGAIN + STEP))
+    first, *others = check_class(file, "ShardedOptimizer")
+    assert first.state == "FAILED"
+    assert re.search(r"on 3 ranks: .*but for rounding: .* averages the gradients again", first.message)
+    assert [(each.rung, each.state) for each in others] == [(check, "holds") for check in list(CHECKS)[1:]]
 
 
 @pytest.mark.ranks

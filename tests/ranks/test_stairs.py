@@ -18,6 +18,7 @@ from training import assert_state_dicts_equal, filled
 from zero_ref.backward.sharded_data_parallel import ShardedDataParallel
 from zero_ref.lab.ranks import run
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from zero_ref.shard.buckets import flat_like
 
 STAIRS = ["owners", "buckets", "shards", "overlap", "checkpoint"]
 CUT = {"shards", "overlap", "checkpoint"}
@@ -83,7 +84,18 @@ class Image(nn.Module):
         return self.out(self.conv(torch.ones(1, 2, 4, 4)).flatten(1)).square().sum()
 
 
-MODELS: list[Callable[[], nn.Module]] = [Layers, Tied, Small, lambda: Small(5), Image]
+class Transposed(nn.Module):
+    """A matrix that lies in memory column by column, beside one that lies row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_columns, self.by_rows = nn.Parameter(torch.empty(3, 7).t()), nn.Parameter(torch.empty(3, 4))
+
+    def forward(self, step: int) -> torch.Tensor:
+        return (torch.ones(2, 7) @ self.by_columns @ self.by_rows).square().sum()
+
+
+MODELS: list[Callable[[], nn.Module]] = [Layers, Tied, Small, lambda: Small(5), Image, Transposed]
 
 
 class Data:
@@ -187,6 +199,7 @@ def train_both(
             assert a.isfinite().all()
             assert torch.equal(a, b), f"{label}, parameter {number}"
     for before, param in zip(start, ours.parameters()):
+        assert param.stride() == before.stride()
         assert torch.equal(before, param) is not param.requires_grad, (
             "what is trained moves, and nothing else"
         )
@@ -206,7 +219,8 @@ def check_state(stair: str, zero: Any, plain: dict[str, Any]) -> None:
                 own = zero.pieces[param][zero.rank]
                 for key, value in kept.get(zero.shards[param], {}).items():
                     theirs = plain["state"][number][key]
-                    assert torch.equal(value, theirs if not value.dim() else theirs.flatten()[own]), key
+                    right = flat_like(theirs, param)[own] if value.dim() else theirs
+                    assert torch.equal(value, right), key
         share = -(-sum(param.numel() for param in zero.pieces) // zero.world_size)
         assert sum(shard.numel() for shard in zero.shards.values()) <= share
     if stair in SAVES:

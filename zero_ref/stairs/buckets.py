@@ -23,16 +23,17 @@ def numbered(options: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]
     return [{**of, "params": [next(numbers) for _ in group["params"]]} for of, group in zip(options, groups)]
 
 
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of shape (numel,): the elements as they lie in memory, a transposed matrix column by column."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 @torch.no_grad()
 def flatten(params: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Copy the parameters into one flat tensor, and make each of them a view of its part.
-
-    Returns:
-        (numel of all,), contiguous.
-    """
-    flat = torch.cat([param.flatten() for param in params])
+    """Copy the parameters into a flat tensor, (numel of all,), and make each of them a view of its part."""
+    flat = torch.cat([in_memory(param) for param in params])
     for param, part in zip(params, flat.split([param.numel() for param in params])):
-        param.data = part.view(param.shape)
+        param.data = part.as_strided(param.shape, param.stride())
     return flat
 
 

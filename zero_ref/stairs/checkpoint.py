@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ref.stairs.buckets import flatten, numbered
+from zero_ref.stairs.buckets import flatten, in_memory, numbered
 from zero_ref.stairs.shards import cut_evenly
 
 
@@ -47,7 +47,7 @@ class MinimalZero:
         self.shards: dict[torch.Tensor, torch.Tensor] = {}
         for param, pieces in self.pieces.items():
             if self.rank in pieces:
-                own = param.detach().view(-1)[pieces[self.rank]].to(master_dtype or param.dtype)
+                own = in_memory(param.detach())[pieces[self.rank]].to(master_dtype or param.dtype)
                 self.shards[param] = torch.nn.Parameter(own)
         # Only the shards go to this rank's local optimizer, which makes state for nothing else.
         # It has every group, if need be without parameters, so that all ranks have all options.
@@ -71,7 +71,7 @@ class MinimalZero:
         Cost: for all parameters together each rank sends the (N-1)/N of its gradients that it does not own.
         """
         assert param.grad is not None
-        gradient, param.grad = param.grad.flatten() / self.world_size, None
+        gradient, param.grad = in_memory(param.grad) / self.world_size, None
         # All ranks make all reductions, in the same order: the others send, the owner adds up.
         calls = []
         for owner, piece in self.pieces[param].items():
@@ -87,7 +87,7 @@ class MinimalZero:
         (param, gradient, calls), self.reducing = self.reducing, None
         for call in calls:
             call.wait()
-        flat = param.detach().view(-1)
+        flat = in_memory(param.detach())
         if param in self.shards:
             # The local optimizer passes over shards without a gradient, which are all the others.
             shard, own = self.shards[param], self.pieces[param][self.rank]
@@ -128,8 +128,8 @@ class MinimalZero:
         for number, param in enumerate(self.params):
             pieces = [of_rank[number] for of_rank in of_ranks if number in of_rank]
             for key in pieces[0] if pieces else ():
-                values = [piece[key] for piece in pieces]
-                whole = torch.cat(values).view(param.shape) if values[0].dim() else values[0]
+                cuts = [piece[key] for piece in pieces]
+                whole = torch.cat(cuts).as_strided(param.shape, param.stride()) if cuts[0].dim() else cuts[0]
                 state.setdefault(number, {})[key] = whole
         return {"state": state, "param_groups": numbered(self.param_groups, self.groups)}
 
@@ -142,8 +142,9 @@ class MinimalZero:
             if (shard := self.shards.get(param)) is not None:
                 state, own = {}, self.pieces[param][self.rank]
                 for key, value in state_dict["state"].get(number, {}).items():
-                    # A copy, since the local optimizer will change it.
-                    state[key] = (value.flatten()[own] if value.shape == param.shape else value).clone()
+                    if value.shape == param.shape:  # laid out as the parameter is
+                        value = in_memory(torch.empty_like(param, dtype=value.dtype).copy_(value))[own]
+                    state[key] = value.clone()  # the local optimizer will change it
                 # Without a saved master, the new one has the value of the parameter.
-                shard.copy_(state.pop("master_weight", param.view(-1)[own]))
+                shard.copy_(state.pop("master_weight", in_memory(param)[own]))
                 self.local.state[shard] = state

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ref.stairs.buckets import flatten
+from zero_ref.stairs.buckets import flatten, in_memory
 from zero_ref.stairs.shards import cut_evenly
 
 
@@ -46,7 +46,7 @@ class MinimalZero:
         self.shards: dict[torch.Tensor, torch.Tensor] = {}
         for param, pieces in self.pieces.items():
             if self.rank in pieces:
-                self.shards[param] = torch.nn.Parameter(param.detach().view(-1)[pieces[self.rank]])
+                self.shards[param] = torch.nn.Parameter(in_memory(param.detach())[pieces[self.rank]])
         # Only the shards go to this rank's local optimizer, which makes state for nothing else.
         # It has every group, if need be without parameters, so that all ranks have all options.
         mine = self.shards
@@ -69,7 +69,7 @@ class MinimalZero:
         Cost: for all parameters together each rank sends the (N-1)/N of its gradients that it does not own.
         """
         assert param.grad is not None
-        gradient, param.grad = param.grad.flatten() / self.world_size, None
+        gradient, param.grad = in_memory(param.grad) / self.world_size, None
         # All ranks make all reductions, in the same order: the others send, the owner adds up.
         calls = []
         for owner, piece in self.pieces[param].items():
@@ -91,7 +91,7 @@ class MinimalZero:
             shard.grad = gradient[self.pieces[param][self.rank]]
             self.local.step()
             shard.grad = None
-        flat = param.detach().view(-1)
+        flat = in_memory(param.detach())
         for owner, piece in self.pieces[param].items():
             self.sending.append(dist.broadcast(flat[piece], group_src=owner, group=self.group, async_op=True))
 

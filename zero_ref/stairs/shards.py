@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ref.stairs.buckets import flatten
+from zero_ref.stairs.buckets import flatten, in_memory
 
 
 def cut_evenly(numels: Sequence[int], world_size: int) -> list[dict[int, slice]]:
@@ -69,7 +69,7 @@ class MinimalZero:
         self.shards: dict[torch.Tensor, torch.Tensor] = {}
         for param, pieces in self.pieces.items():
             if self.rank in pieces:
-                self.shards[param] = torch.nn.Parameter(param.detach().view(-1)[pieces[self.rank]])
+                self.shards[param] = torch.nn.Parameter(in_memory(param.detach())[pieces[self.rank]])
         # Only the shards go to this rank's local optimizer, which makes state for nothing else.
         # It has every group, if need be without parameters, so that all ranks have all options.
         mine = self.shards
@@ -89,7 +89,7 @@ class MinimalZero:
         Cost: for all parameters together each rank sends the (N-1)/N of its gradients that it does not own.
         """
         assert param.grad is not None
-        gradient = param.grad.flatten() / self.world_size
+        gradient = in_memory(param.grad) / self.world_size
         # All ranks make all reductions, in the same order: the others send, the owner adds up.
         for owner, piece in self.pieces[param].items():
             dist.reduce(gradient[piece], group_dst=owner, group=self.group)

@@ -1,0 +1,122 @@
+"""What the graders of plain functions share: the form of an answer, a table of cases, the names of mistakes.
+
+    check_cases(
+        answer,
+        [([6, 5, 4, 1], 2), ([4, 7], 5)],                       # the arguments of each call
+        [[0, 1, 1, 0], [1, 0]],                                 # what is right
+        Form(list_of(is_whole), "It must return a list: the owner of each parameter.").returned_by,
+        mistakes={"Place the largest first.": in_the_given_order},
+    )
+
+A mistake has a name if a wrong function makes it too: what that function returns is then what the answer
+returned, in every case. What one case alone can tell is said by `otherwise`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+from zero_ref_course import Answer, call_text, shown
+
+
+class Form(NamedTuple):
+    """What an answer must return: `fits` tells whether a value is that, `words` say so to whoever did not."""
+
+    fits: Callable[[Any], bool]
+    words: str
+
+    def returned_by(self, answer: Answer, *args: Any, call: str = "") -> Any:
+        """What the answer returns for copies of these arguments, once it has the form.
+
+        Args:
+            call: what messages call it; by default the call itself.
+        """
+        value = answer(*copy.deepcopy(args))
+        call = call or call_text(answer.name, *args)
+        assert self.fits(value), f"{call} returned {shown(value)}. {self.words}"
+        return value
+
+
+def check_cases(
+    answer: Answer,
+    cases: Iterable[tuple[Any, ...]],
+    rights: Iterable[Any],
+    called: Callable[..., Any],
+    *,
+    same: Callable[[Any, Any], bool] = operator.eq,
+    mistakes: Mapping[str, Callable[..., Any]] | None = None,
+    tells: Callable[[Any, Any], bool] = lambda theirs, right: True,
+    otherwise: Callable[..., str] = lambda *_: "",
+    said: Callable[..., str] | None = None,
+) -> None:
+    """Call the answer in every case, and say of the first that is wrong what was returned, and why not.
+
+    Args:
+        cases: the arguments of each call.
+        rights: what should be returned in each of them.
+        called: calls the answer, made of it and a case; such as `Form(...).returned_by`.
+        same: whether the answer's value is another one: the right one, or what a mistake makes.
+        mistakes: wrong functions of a case, by what to say about them.
+        tells: whether a case tells mistakes apart; made of the answer's value and the right one.
+        otherwise: what to say if no mistake explains all that was returned; made of the answer's value, the
+            right one and the case.
+        said: begins the message; made of the same.
+    """
+    of_cases = [(case, called(answer, *case), right) for case, right in zip(cases, rights, strict=True)]
+    wrong = next((each for each in of_cases if not same(*each[1:])), None)
+    if wrong is None:
+        return
+    case, theirs, should = wrong
+    call = f"{call_text(answer.name, *case)} returned {shown(theirs)}; it should be {shown(should)}."
+    begin = said(theirs, should, *case) if said else call
+    telling = [(each, given) for each, given, right in of_cases if tells(given, right)]
+    for mistake, rule in (mistakes or {}).items():
+        if all(same(given, rule(*each)) for each, given in telling):
+            raise AssertionError(f"{begin} {mistake}")
+    raise AssertionError(f"{begin} {otherwise(theirs, should, *case)}")
+
+
+def named(mistakes: Mapping[str, bool], otherwise: str) -> str:
+    """The first of the mistakes that was made.
+
+    >>> named({"These are elements.": 12 == 4 * 3, "One is missing.": 12 == 11}, "Count again.")
+    'These are elements.'
+    """
+    return next((mistake for mistake, is_made in mistakes.items() if is_made), otherwise)
+
+
+# ------------------------------------------------------------------------------------------------ what fits
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number, and no bool."""
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, of Python's or of another library's type, and no bool.
+
+    >>> [is_whole(value) for value in (3, 3.0, True)]
+    [True, False, False]
+    """
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+def list_of(fits: Callable[[Any], bool], length: int | None = None) -> Callable[[object], bool]:
+    """Whether a value is a list or tuple of what fits, of a given length if there is one.
+
+    >>> list_of(is_whole, 2)((1, 2)), list_of(is_whole, 2)([1, "2"])
+    (True, False)
+    """
+    return lambda value: (
+        isinstance(value, (list, tuple)) and length in (None, len(value)) and all(map(fits, value))
+    )
