@@ -77,8 +77,8 @@ def check_cases(
     telling = [(each, given) for each, given, right in of_cases if tells(given, right)]
     for mistake, rule in (mistakes or {}).items():
         if all(same(given, rule(*each)) for each, given in telling):
-            raise AssertionError(f"{begin} {mistake}")
-    raise AssertionError(f"{begin} {otherwise(theirs, should, *case)}")
+            raise AssertionError(f"{begin} {mistake}".strip())
+    raise AssertionError(f"{begin} {otherwise(theirs, should, *case)}".strip())
 
 
 def named(mistakes: Mapping[str, bool], otherwise: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import combinations, groupby
 from typing import Any
 
@@ -58,7 +59,8 @@ def largest_first(answer: Answer) -> str:
         [list(sorted_greedy(*case).owner_of_param) for case in cases],
         _owners,
         mistakes=_MISTAKES,
-        otherwise=_first_wrong_turn,
+        otherwise=partial(_first_wrong_turn, answer.name),
+        said=lambda *_: "",  # a mistake is one in all cases
     )
     return f"{len(cases)} models on 1 to 1,024 ranks, every owner as in zero_ref.plan.partition"
 
@@ -135,14 +137,17 @@ _MISTAKES: dict[str, Callable[[Sequence[int], int], list[int]]] = {
 """What a reader may have written, by what there is to say about it."""
 
 
-def _first_wrong_turn(owners: list[int], right: list[int], numels: list[int], world_size: int) -> str:
+def _first_wrong_turn(
+    name: str, owners: list[int], right: list[int], numels: list[int], world_size: int
+) -> str:
     loads = [0] * world_size
     for param in _largest_first(numels):
         if owners[param] != right[param]:
+            held = f"rank {right[param]} holds {loads[right[param]]:,}, rank {owners[param]} "
+            held += f"holds {loads[owners[param]]:,}"
             return (
-                f"It gives parameter {param} ({numels[param]:,} elements) to rank {owners[param]}; it "
-                f"belongs to rank {right[param]}. When its turn comes, rank {right[param]} holds "
-                f"{loads[right[param]]:,}, rank {owners[param]} holds {loads[owners[param]]:,}. "
+                f"{call_text(name, numels, world_size)} gives parameter {param} ({numels[param]:,} elements) "
+                f"to rank {owners[param]}; it belongs to rank {right[param]}. When its turn comes, {held}. "
                 "The rank with the fewest elements gets it; of several, the lowest."
             )
         loads[right[param]] += numels[param]
