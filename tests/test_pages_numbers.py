@@ -234,7 +234,7 @@ def test_grading_page_has_the_limits_of_an_answer_and_the_user_of_the_container(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from zero_ref import cli
-    from zero_ref_course._confine import Limits
+    from zero_ref_course.apart.confine import Limits
 
     page = (ROOT / "book" / "grading.md").read_text(encoding="utf-8")
     assert Limits() == (2 * 2**30, 120, 16 * 2**20)

@@ -6,44 +6,60 @@ exact in whatever order they are made, and all comparisons are bit for bit.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Adam
+from torch.optim import Adam, Optimizer
 
 from zero_ref.lab.own import CLASS, load_own
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.rules import sorted_greedy
+from zero_ref_course import Answer
 from zero_ref_course._company import Company, NotYet, OnAllRanks, alike, gathered
+from zero_ref_course._own_apart import ApartZero, OwnApart
+from zero_ref_course.apart.own import Driver
 from zero_ref_course.step import Ages, _age, _check_ages
 
 Shapes = Sequence[tuple[int, ...]]
+Own = str | OwnApart
+"""The reader's file: its path, or what stands for a file that is run apart."""
+
 STEPS = 3
 LR = 0.1
 CALL = f"{CLASS}(params, Adam, lr={LR})"
 BACKWARD_AND_STEP = f"a backward and {CLASS}.step()"
 
 
-class Once:
-    """Parameters as `model.parameters()` gives them: to be gone through once."""
+class OwnHere:
+    """The reader's file, run in this process: as `OwnApart.opened`, which runs it in another."""
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self._params, self._over, self.again = iter(params), False, False
+    def __init__(self, path: str) -> None:
+        self._driver = Driver(vars(load_own(path)))
+        self._params: list[nn.Parameter] = []
+        self.arguments = self._driver.arguments
+        self.after_hook: Callable[[], object] | None = None
+        self.given_again = False
 
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        self.again = self.again or self._over
-        return self
+    def function(self, name: str) -> Answer | None:
+        """A function of the file; None if there is none."""
+        found = self._driver.names.get(name)
+        return None if found is None else Answer(found)
 
-    def __next__(self) -> nn.Parameter:
-        try:
-            return next(self._params)
-        except StopIteration:
-            self._over = True
-            raise
+    def make(
+        self, params: list[nn.Parameter], optimizer_class: type[Optimizer], call: str, **options: Any
+    ) -> Any:
+        """Make the reader's optimizer of these parameters."""
+        self._params = params
+        self.given_again, _, _ = self._driver.make(params, optimizer_class, options)
+        return self._driver.mine
+
+    def backward(self, coefficients: Sequence[torch.Tensor], without: Sequence[int]) -> None:
+        """A backward in which the parameters have these gradients."""
+        self._driver.backward(list(coefficients), list(without), self.after_hook, self._params)
 
 
 def _laid_out_by_columns(value: torch.Tensor) -> torch.Tensor:
@@ -51,17 +67,13 @@ def _laid_out_by_columns(value: torch.Tensor) -> torch.Tensor:
     return value.t().contiguous().t() if value.dim() == 2 else value
 
 
-class Given(nn.Module):
-    """A model whose gradients are given: those of its parameters are the coefficients."""
+def opened(own: Own) -> OwnHere | ApartZero:
+    """Run the reader's file, here or apart.
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        super().__init__()
-        self.params = nn.ParameterList(params)
-
-    def forward(self, coefficients: Sequence[torch.Tensor], without: Sequence[int] = ()) -> torch.Tensor:
-        """Scalar; it does not use the parameters with the numbers `without`."""
-        terms = [(param * of_param).sum() for param, of_param in zip(self.params, coefficients)]
-        return torch.stack([term for number, term in enumerate(terms) if number not in without]).sum()
+    Raises:
+        BaseException: what its own lines raise.
+    """
+    return own.opened() if isinstance(own, OwnApart) else OwnHere(own)
 
 
 class Beside:
@@ -73,8 +85,9 @@ class Beside:
     Collective: all ranks.
     """
 
-    def __init__(self, path: str, shapes: Shapes, dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        generator = torch.Generator().manual_seed(0)
+    def __init__(self, path: Own, shapes: Shapes, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        self.seed = path.seed if isinstance(path, OwnApart) else 0
+        generator = torch.Generator().manual_seed(self.seed)
         self.start = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         self.start = [_laid_out_by_columns(value) for value in self.start]
         self.params = [nn.Parameter(value.clone()) for value in self.start]
@@ -83,21 +96,19 @@ class Beside:
         self.owners = list(
             sorted_greedy([value.numel() for value in self.start], self.world_size).owner_of_param
         )
-        self.company = Company(path)
-        given = Once(self.params)
+        self.company = Company(os.fspath(path))
         extra = "".join(f", {name}={value}" for name, value in options.items())
         call = CALL[:-1] + extra + ")"
         with self.company.running(f"loading {CLASS}"):
-            module = load_own(path)
-        if not isinstance(made := getattr(module, CLASS, None), type):
+            self.own = opened(path)
+        if (arguments := self.own.arguments()) is None:
             raise NotYet(f"the file has no class {CLASS}.")
         for name in options:
-            if name not in inspect.signature(made).parameters:
+            if name not in arguments:
                 raise NotYet(f"{CLASS}.__init__ has no argument `{name}`.")
         with self.company.running(call):
-            self.mine = made(given, Adam, lr=LR, **options)
-        self.given_again = given.again
-        self.model, self.reduces = Given(self.params), hasattr(self.mine, "reduce")
+            self.mine = self.own.make(self.params, Adam, call, lr=LR, **options)
+        self.reduces = hasattr(self.mine, "reduce")
         self.package = ZeroRedundancyOptimizer(self.twins, Adam, lr=LR, **options)
         self.values_of_twins = [[value.clone()] for value in self.start]  # the newest first
         dtypes = gathered([str(param.dtype) for param in self.params])
@@ -132,7 +143,7 @@ class Beside:
         if of_rank is None:
             of_ranks = zip(*(self.gradients(step, rank) for rank in range(self.world_size)), strict=True)
             return [torch.stack(each).sum(0) / self.world_size for each in of_ranks]
-        generator = torch.Generator().manual_seed(100 * step + of_rank)
+        generator = torch.Generator().manual_seed(self.seed + 100 * step + of_rank)
         return [
             6.0 * torch.randint(-10, 11, value.shape, generator=generator).to(value.dtype)
             for value in self.start
@@ -148,7 +159,7 @@ class Beside:
 
     def backward(self, step: int, without: Sequence[int] = ()) -> None:
         """On this rank's own gradients: the reader's hooks average them."""
-        self.model(self.gradients(step, self.rank), without).backward()
+        self.own.backward(self.gradients(step, self.rank), without)
 
     def forget(self) -> None:
         """As before each backward: no gradients."""
@@ -199,7 +210,7 @@ class Beside:
                     " (params was gone through twice. model.parameters() is a generator, and empty the "
                     "second time: begin with self.params = list(params).)"
                 )
-                raise AssertionError(text + (twice if self.given_again else "")) from None
+                raise AssertionError(text + (twice if self.own.given_again else "")) from None
 
     @property
     def local(self) -> torch.optim.Optimizer:

@@ -6,11 +6,11 @@ import torch
 
 from zero_ref.lab.own import CLASS
 from zero_ref.shard.buckets import flat_like
-from zero_ref_course._beside import BACKWARD_AND_STEP, STEPS, Beside, Shapes
+from zero_ref_course._beside import BACKWARD_AND_STEP, STEPS, Beside, Own, Shapes
 from zero_ref_course._company import NotYet, alike, gathered
 
 
-def to_owners(path: str, shapes: Shapes) -> None:
+def to_owners(path: Own, shapes: Shapes) -> None:
     """Averages on owners, equal shares, no all-reduce, and no gradient kept of what others own."""
     beside = Beside(path, shapes)
     beside.needs("step", "reduce")
@@ -77,17 +77,16 @@ def _gradient_of(piece: torch.Tensor, beside: Beside, step: int) -> str:
     return f"{what} not the average over the ranks."
 
 
-def in_backward(path: str, shapes: Shapes) -> int:
+def in_backward(path: Own, shapes: Shapes) -> int:
     """Updates made while backward runs, from the first iteration on; gives the number of parameters."""
     beside = Beside(path, shapes)
     beside.needs("step", "reduce")
     marks: list[bool] = []  # whether a reduction was under way as each hook returned
 
-    def after_the_hook(param: torch.Tensor) -> None:
+    def after_the_hook() -> None:
         marks.append(any(not each.startswith("broadcast") for each in beside.company.under_way.values()))
 
-    for param in beside.params:  # called after the reader's, which were registered before
-        param.register_post_accumulate_grad_hook(after_the_hook)
+    beside.own.after_hook = after_the_hook
     for number in range(STEPS):
         marks.clear()
         beside.forget()

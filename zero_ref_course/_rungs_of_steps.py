@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
-from zero_ref.lab.own import CLASS, load_own
-from zero_ref_course import Answer, ExerciseFailed, StillTheStub, grade
-from zero_ref_course._beside import LR, STEPS, Beside, Shapes
+from zero_ref.lab.own import CLASS
+from zero_ref_course import ExerciseFailed, StillTheStub, grade
+from zero_ref_course._beside import LR, STEPS, Beside, Own, Shapes, opened
 from zero_ref_course._company import Company, NotYet, OnAllRanks, alike, gathered
 
 
-def owners(path: str) -> str:
+def owners(path: Own) -> str:
     """The rule of chapter 3, with its exercise's grader."""
-    company = Company(path)
+    company = Company(os.fspath(path))
     with company.running("loading the file"):
-        module = load_own(path)
-    if (rule := getattr(module, "assign_owners", None)) is None:
+        rule = opened(path).function("assign_owners")
+    if rule is None:
         raise NotYet("the file has no function assign_owners(numels, world_size).")
     sizes, world_size = [6, 5, 4, 4, 1], dist.get_world_size()
     try:
-        of_ranks = gathered(Answer(rule)(sizes, world_size))
+        of_ranks = gathered(rule(sizes, world_size))
         with alike():
             assert all(each == of_ranks[0] for each in of_ranks), (
                 f"assign_owners({sizes}, {world_size}) is not the same on all ranks: {of_ranks}. They do not "
@@ -33,7 +35,7 @@ def owners(path: str) -> str:
         raise OnAllRanks(str(error)) from None
 
 
-def step(path: str, shapes: Shapes) -> None:
+def step(path: Own, shapes: Shapes) -> None:
     """Values bit for bit, and state on the owner alone."""
     beside = Beside(path, shapes)
     beside.needs("step")
@@ -57,7 +59,7 @@ def step(path: str, shapes: Shapes) -> None:
             )
 
 
-def buckets(path: str, shapes: Shapes) -> tuple[int, int]:
+def buckets(path: Own, shapes: Shapes) -> tuple[int, int]:
     """One message for each rank that owns something, and no copies; gives messages and parameters."""
     beside = Beside(path, shapes)
     beside.needs("step")
@@ -100,7 +102,7 @@ def buckets(path: str, shapes: Shapes) -> tuple[int, int]:
     return sent, len(shapes)
 
 
-def options(path: str, shapes: Shapes) -> None:
+def options(path: Own, shapes: Shapes) -> None:
     """A schedule reaches the update, frozen parameters stay, and all gradients are forgotten."""
     beside = Beside(path, shapes)
     beside.needs("step", "param_groups", "zero_grad")

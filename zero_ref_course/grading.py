@@ -12,12 +12,25 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from zero_ref.lab.own import CLASS
 from zero_ref_course import ExerciseFailed, StillTheStub, forbidden_in, grade
+from zero_ref_course._own_apart import OwnApart
+from zero_ref_course.apart import ASKED_FOR
 from zero_ref_course.editions import chapters_in
-from zero_ref_course.isolated import Cells, Nursery
+from zero_ref_course.isolated import Cells, Nursery, modules_in
 from zero_ref_course.notebook import exercises_in, tags_of
+from zero_ref_course.rungs import RUNGS, check_rung
 
 Status = Literal["passed", "failed", "hidden cases failed", "not started", "missing"]
+
+
+OF_OWN = "my_zero."
+"""What the names of the rungs of `my_zero.py` begin with, among exercises."""
+
+WRAPS = "so it wraps an optimizer of others, and this one is to be your own"
+"""Said of a `my_zero.py` in place of `ASKED_FOR`."""
+
+AS_STATUS: dict[str, Status] = {"holds": "passed", "FAILED": "failed", "not yet": "not started"}
 
 
 class Assigned(NamedTuple):
@@ -67,14 +80,29 @@ def assigned_in(source: str | Path, chapters: Sequence[str] = ()) -> list[Assign
     ]
 
 
-def modules_of(assigned: Iterable[Assigned]) -> list[str]:
-    """What the chapters import, for a `Nursery`.
+def rungs_up_to(last: str) -> list[Assigned]:
+    """The rungs of `my_zero.py` as exercises.
 
-    >>> modules_of([Assigned("", "", "", "import math\\nfrom torch import nn\\n%load_ext x")])
-    ['math', 'torch']
+    >>> [one.exercise for one in rungs_up_to("step")]
+    ['my_zero.owners', 'my_zero.step']
+
+    Raises:
+        ValueError: there is no such rung.
     """
-    lines = "\n".join({one.setup for one in assigned})
-    return sorted(set(re.findall(r"^(?:from|import) ([\w.]+)", lines, re.MULTILINE)))
+    if last not in RUNGS:
+        raise ValueError(f"there is no rung {last!r}; there are {', '.join(RUNGS)}.")
+    names = list(RUNGS)[: list(RUNGS).index(last) + 1]
+    return [Assigned("my_zero", f"{OF_OWN}{name}", CLASS, "") for name in names]
+
+
+def cells_of_own(source: str) -> Cells:
+    """A student's `my_zero.py` as an answer, which may use nothing of the package."""
+    return Cells((), source, CLASS, ("zero_ref",))
+
+
+def modules_of(assigned: Iterable[Assigned]) -> list[str]:
+    """What the chapters import, for a `Nursery`."""
+    return modules_in("\n".join({one.setup for one in assigned}))
 
 
 def answer_in(notebook: dict[str, Any], wanted: Assigned) -> Cells | None:
@@ -83,21 +111,35 @@ def answer_in(notebook: dict[str, Any], wanted: Assigned) -> Cells | None:
     The last cell counts that is tagged `exercise` and defines the function, else the last one that defines
     it, whatever its tags, its place and its check have become.
     """
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    cells = [("".join(cell["source"]), tags_of(cell)) for cell in code if "install" not in tags_of(cell)]
+    cell = answer_cell_in(notebook, wanted)
+    if cell is None:
+        return None
+    first = _own_code(notebook)[0]
+    is_setup = first is not cell and not {"exercise", "check"} & {*tags_of(first)}
+    own = [_source(first)] if is_setup and _source(first) != wanted.setup else []
+    return Cells((wanted.setup, *own), _source(cell), wanted.function, forbidden_in(wanted.exercise))
+
+
+def answer_cell_in(notebook: dict[str, Any], wanted: Assigned) -> dict[str, Any] | None:
+    """The cell of a notebook that has a student's answer, as `answer_in` finds it."""
     defines = re.compile(
         rf"^(?:(?:async )?def {wanted.function}\b|class {wanted.function}\b|{wanted.function}\s*[:=])",
         re.MULTILINE,
     )
-    found = [(source, tags) for source, tags in cells if "check" not in tags and defines.search(source)]
-    if not found:
-        return None
-    source = next((source for source, tags in reversed(found) if "exercise" in tags), found[-1][0])
-    first, tags = cells[0]
-    own = (
-        (first,) if first != source and first != wanted.setup and not {"exercise", "check"} & {*tags} else ()
-    )
-    return Cells((wanted.setup, *own), source, wanted.function, forbidden_in(wanted.exercise))
+    found = [
+        cell for cell in _own_code(notebook) if "check" not in tags_of(cell) and defines.search(_source(cell))
+    ]
+    tagged = [cell for cell in found if "exercise" in tags_of(cell)]
+    return (tagged or found)[-1] if found else None
+
+
+def _own_code(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    code = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+    return [cell for cell in code if "install" not in tags_of(cell)]
+
+
+def _source(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"])
 
 
 def judge(nursery: Nursery, exercise: str, cells: Cells, seed: int) -> Verdict:
@@ -110,6 +152,10 @@ def judge(nursery: Nursery, exercise: str, cells: Cells, seed: int) -> Verdict:
 
 
 def _judge(nursery: Nursery, exercise: str, cells: Cells, seed: int) -> Verdict:
+    if exercise.startswith(OF_OWN):
+        own = OwnApart(nursery.room(cells.forbids), cells.source, seed)
+        result = check_rung(exercise.removeprefix(OF_OWN), own)
+        return Verdict(AS_STATUS[result.state], result.message.replace(ASKED_FOR, WRAPS))
     try:
         answer = nursery.answer(cells)
         try:

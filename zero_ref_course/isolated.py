@@ -1,18 +1,21 @@
 """An answer in a process of its own: graders call it as they call any `Answer`.
 
-    with Nursery(["torch", "zero_ref.plan.rules"]) as nursery:
-        answer = nursery.answer("def double(n): return 2 * n", "double")
+    with Nursery(["torch"]) as nursery:
+        answer = nursery.answer(Cells((), "def double(n): return 2 * n", "double"))
         answer(2)
 
 What the answer's process gets is the arguments of each call, and what it can do with them is to compute. The
 grader, what is right, and the code that compares are in another process, so nothing that the answer does to
-its own changes the verdict. `_confine` says what it may not do to the machine.
+its own changes the verdict. `_stage` says what of the packages is there, `apart.confine` what an answer may
+not do to the machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -26,21 +29,61 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from zero_ref.lab.patience import patience
 from zero_ref.lab.ranks import RankError
-from zero_ref_course import Answer, ExerciseFailed, StillTheStub, _wire, call_text
-from zero_ref_course._answers import DISTRIBUTED, FORWARDED
-from zero_ref_course._confine import Limits
+from zero_ref_course import Answer, ExerciseFailed, StillTheStub, _stage, call_text
 from zero_ref_course._disk import Disk
 from zero_ref_course._rehearsal import ACTIONS, HookBucket
-from zero_ref_course.notebook import import_path
+from zero_ref_course.apart import ASKED_FOR, wire
+from zero_ref_course.apart.answers import DISTRIBUTED, FORWARDED
+from zero_ref_course.apart.confine import Limits
+
+OURS = ("zero_ref", "zero_ref_course")
 
 COMM_METHODS = (
     "broadcast", "all_reduce", "all_gather", "gather_shares", "reduce_shares", "send", "recv", "exchange",
 )  # fmt: skip
 DISK_METHODS = ("names", "read", "write", "rename", "remove")
+
+DRAWN_WITH = ("matplotlib.pyplot", "ipywidgets")
+"""What the notebooks' cells of imports load through `zero_ref`, so that each room need not."""
+
+START = """
+import json, sys
+asked = json.loads(sys.argv[1])
+sys.path[:0] = asked.pop("path")
+from types import ModuleType
+def hide(name):
+    def __getattr__(attribute):
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        from zero_ref_course.apart import refuse
+        return type(attribute, (), {"__init__": lambda *_, **__: refuse(f"{name}.{attribute}")})
+    sys.modules[name] = ModuleType(name)
+    sys.modules[name].__getattr__ = __getattr__
+for name in asked.pop("hidden"):
+    hide(name)
+from zero_ref_course.apart.answers import main
+main(**asked)
+"""
+"""What the nursery runs. A hidden module of torch has classes that cannot be made."""
+
+TRIES_TO_READ = """
+def read(paths):
+    found = []
+    for path in paths:
+        try:
+            open(path).close()
+            found.append(path)
+        except IsADirectoryError:
+            found.append(path)
+        except OSError:
+            pass
+    return found
+"""
 
 
 class Cells(NamedTuple):
@@ -66,20 +109,32 @@ class Nursery:
         if not hasattr(os, "fork"):
             raise RuntimeError("answers are graded on Linux or macOS. Elsewhere use the container.")
         self._folder = tempfile.TemporaryDirectory(prefix="zero_ref-answers-", ignore_cleanup_errors=True)
-        self.path = f"{self._folder.name}/socket"
+        folder = self._folder.name
+        self.path = f"{folder}/socket"
+        self._room: _Room | None = None
+        stage = Path(folder, "course")
+        stage.mkdir()
+        _stage.write_course(stage)
+        asked = {
+            "path": [str(stage), *_stage.libraries()],
+            "hidden": _stage.OF_TORCH,
+            "folder": folder,
+            "modules": [name for name in (*modules, *DRAWN_WITH) if not name.startswith(OURS)],
+            "readable": _stage.readable(stage),
+        }
         environment = {
             "PATH": "/usr/bin:/bin",
-            "HOME": self._folder.name,
-            "PYTHONPATH": import_path(),
+            "HOME": folder,
             "OMP_NUM_THREADS": "1",
             "MPLBACKEND": "agg",
-            "MPLCONFIGDIR": self._folder.name,
+            "MPLCONFIGDIR": folder,
         }
+        # -I and -S: no path to an installed or editable package of ours, whose files it then never opens.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "zero_ref_course._answers", self._folder.name, *modules],
+            [sys.executable, "-I", "-S", "-c", START, json.dumps(asked)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=self._folder.name,
+            cwd=folder,
             env=environment,
         )
         assert self._process.stdout is not None
@@ -91,7 +146,7 @@ class Nursery:
     def at(cls, path: str) -> Nursery:
         """The nursery of another process, which that process closes."""
         nursery = cls.__new__(cls)
-        nursery.path = path
+        nursery.path, nursery._room = path, None
         return nursery
 
     def answer(self, cells: Cells) -> IsolatedAnswer:
@@ -100,12 +155,39 @@ class Nursery:
         Raises:
             ExerciseFailed: a cell raises, or does not define the function.
         """
-        answer = IsolatedAnswer(self.path, cells)
+        answer = IsolatedAnswer(self.room(cells.forbids, cells.setup[0] if cells.setup else ""), cells)
         answer.start()
         return answer
 
+    def room(self, forbids: tuple[str, ...], imports: str = "") -> str:
+        """Where answers are started that may not use these functions; the room before is left.
+
+        Args:
+            imports: the book's cell of imports, of which those of the package are made beforehand.
+        """
+        wanted = forbids, tuple(name for name in modules_in(imports) if name.startswith(OURS))
+        if self._room is None or self._room.wanted != wanted:
+            self.leave_room()
+            self._room = _Room(self.path, *wanted)
+        return self._room.path
+
+    def leave_room(self) -> None:
+        """End the process that has imported what the last exercise allows, and its answers."""
+        if self._room:
+            self._room.close()
+            self._room = None
+
+    def readable_originals(self) -> list[str]:
+        """What an answer can open of what it must not: nothing, where the system keeps files apart."""
+        answer = self.answer(Cells((), TRIES_TO_READ, "read"))
+        try:
+            return list(answer([str(path) for path in _stage.originals()]))
+        finally:
+            answer.end()
+
     def close(self) -> None:
         """End all answers, and what starts them."""
+        self.leave_room()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -122,6 +204,43 @@ class Nursery:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class _Room:
+    """A process that has imported the `zero_ref` which an exercise allows, and forks answers."""
+
+    def __init__(self, path: str, forbids: tuple[str, ...], modules: tuple[str, ...]) -> None:
+        self.wanted = forbids, modules
+        self._sock, folder = _connected(path)
+        package = folder / "package"
+        _stage.write_package(package, forbids)
+        wire.send(self._sock, {"package": str(package), "modules": modules})
+        try:
+            wire.receive(self._sock)
+        except (EOFError, ConnectionError, TimeoutError):
+            self._sock.close()
+            raise RuntimeError("the process from which answers are started did not start.") from None
+        self.path = f"{folder}/socket"
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def modules_in(cell: str) -> list[str]:
+    """What a cell imports.
+
+    >>> modules_in("import math\\nfrom torch import nn\\n%load_ext x")
+    ['math', 'torch']
+    """
+    return sorted(set(re.findall(r"^(?:from|import) ([\w.]+)", cell, re.MULTILINE)))
+
+
+def _connected(path: str) -> tuple[socket.socket, Path]:
+    """A connection for which a process is forked, and the folder that this process may write in."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(60 * patience())
+    sock.connect(path)
+    return sock, Path(wire.receive(sock)["scratch"])
 
 
 class IsolatedAnswer(Answer):
@@ -161,7 +280,7 @@ class IsolatedAnswer(Answer):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         self.start()
-        call, seconds = call_text(self.name, *args, **kwargs), self.seconds * patience()
+        call, seconds = self.text_of(args, kwargs), self.seconds * patience()
         try:
             said = self._of_thread.link.call(args, kwargs, seconds)
         except BaseException as error:
@@ -174,7 +293,7 @@ class IsolatedAnswer(Answer):
                 raise ExerciseFailed(
                     f"the answer's process ended in the call {call}. Did it exit, or use too much memory?"
                 ) from None
-            if isinstance(error, _wire.WireError):
+            if isinstance(error, wire.WireError):
                 raise ExerciseFailed(f"what {call} returned cannot be read: {error}.") from None
             raise
         if isinstance(said, _Raised):
@@ -182,6 +301,10 @@ class IsolatedAnswer(Answer):
         if said is None and not self.may_return_none:
             raise ExerciseFailed(f"{call} returned None. Does the function end in a `return`?")
         return said
+
+    def text_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """A call as messages say it."""
+        return call_text(self.name, *args, **kwargs)
 
     def _raise(self, call: str, said: _Raised) -> None:
         ours = (ExerciseFailed, StillTheStub, RankError)
@@ -192,7 +315,7 @@ class IsolatedAnswer(Answer):
                 f"{self.name} is still the stub: write its body, run its cell, then check again."
             )
         if said.forbidden:
-            raise ExerciseFailed(f"{call} calls {said.text}, which this exercise asks you to write.")
+            raise ExerciseFailed(f"{call} calls {said.text}, {ASKED_FOR}.")
         text = f"{call} raised {said.name}" + (f": {said.text}" if said.text else "")
         lines = self.cells.source.splitlines()
         source = lines[said.line - 1].strip() if 0 < said.line <= len(lines) else ""
@@ -214,37 +337,33 @@ class _Link:
     """The grader's end of one answer's connection."""
 
     def __init__(self, path: str) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock, self.scratch = _connected(path)
         self._close = weakref.finalize(self, self.sock.close)
-        self.sock.settimeout(60 * patience())
-        self.sock.connect(path)
-        self.scratch = Path(_wire.receive(self.sock)["scratch"])  # the nursery says this, before it forks
-        self.table = _wire.Table(1)
+        self.table = wire.Table(1)
         self._methods: dict[int, list[str]] = {DISTRIBUTED: list(FORWARDED)}
         self._folders: dict[Path, Path] = {}
-        self._started_with: dict[int, list[Any]] = {}
+        self._started_with: dict[int, tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
     def close(self) -> None:
         self._close()
 
     def define(self, cells: Cells) -> str:
-        _wire.send(
+        wire.send(
             self.sock,
             {
                 "setup": list(cells.setup),
                 "source": cells.source,
                 "function": cells.function,
-                "forbids": list(cells.forbids),
                 "limits": list(cells.limits),
             },
         )
         try:
-            said = _wire.receive(self.sock)
+            said = wire.receive(self.sock)
         except TimeoutError:
             raise ExerciseFailed("its cell did not end.") from None
         except (EOFError, ConnectionError):
             raise ExerciseFailed("its cell ended the process before it defined the function.") from None
-        except _wire.WireError as error:
+        except wire.WireError as error:
             raise ExerciseFailed(f"what its process said cannot be read: {error}.") from None
         said = said if isinstance(said, dict) else {}
         if "value" in said:
@@ -259,7 +378,6 @@ class _Link:
     def call(self, args: Any, kwargs: Any, seconds: float) -> Any:
         """What the answer returns, or a _Raised."""
         deadline = time.monotonic() + seconds
-        self._started_with.clear()
         self._folders.clear()
         arguments = [self._lent(list(args)), self._lent(dict(kwargs))]
         raised: list[BaseException] = []
@@ -269,7 +387,7 @@ class _Link:
             if "callback" not in said:
                 break
             self._answer_callback(said["callback"], raised, deadline)
-        reader = _wire.Reader(self.table, trusted=False)
+        reader = wire.Reader(self.table, trusted=False)
         value = self._returned(reader.read(said.get("value")))
         reader.read(said.get("arguments"))
         for here, there in self._folders.items():
@@ -277,7 +395,7 @@ class _Link:
         if "raised" in said:
             value = self._raised(said["raised"], raised)
         elif "value" not in said:
-            raise _wire.WireError("it neither returned nor raised")
+            raise wire.WireError("it neither returned nor raised")
         self.table.forget_containers()
         return value
 
@@ -290,7 +408,7 @@ class _Link:
                 bool(said["forbidden"]), error,
             )  # fmt: skip
         except (KeyError, TypeError, ValueError) as unreadable:
-            raise _wire.WireError(f"what it raised: {unreadable}") from None
+            raise wire.WireError(f"what it raised: {unreadable}") from None
 
     def _answer_callback(self, said: Any, raised: list[BaseException], deadline: float) -> None:
         try:
@@ -299,13 +417,18 @@ class _Link:
             if method not in self._methods[number]:
                 raise KeyError(method)
         except (KeyError, TypeError, ValueError):
-            raise _wire.WireError("it asks for what it was not lent") from None
-        reader = _wire.Reader(self.table, trusted=False)
+            raise wire.WireError("it asks for what it was not lent") from None
+        reader = wire.Reader(self.table, trusted=False)
         given, named = reader.read(args), reader.read(kwargs)
         if not (isinstance(given, list) and isinstance(named, dict)):
-            raise _wire.WireError("a call without arguments")
+            raise wire.WireError("a call without arguments")
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        passed = (given, named)
+        if number == DISTRIBUTED and (named.get("async_op") or method in ("isend", "irecv")):
+            # What is on its way has memory of its own: the answer goes on, and its messages overwrite ours.
+            passed = _copied(given, copies), _copied(named, copies)
         try:
-            value = getattr(thing, method)(*given, **named)
+            value = getattr(thing, method)(*passed[0], **passed[1])
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
@@ -313,24 +436,30 @@ class _Link:
             said = [len(raised) - 1, type(error).__name__, str(error), isinstance(error, Exception)]
             self._send({"raised": said}, deadline)
         else:
-            touched = [*given, *named.values(), *self._started_with.get(number, [])]
-            if _can_wait(value):  # its tensors change until then
-                self._started_with[self.table.number(value)] = touched
+            touched = [*given, *named.values()]
+            if number in self._started_with:
+                started, arrived = self._started_with[number]
+                touched += started
+                while arrived and method == "wait":
+                    tensor, copy = arrived.pop()
+                    tensor.data.copy_(copy)
+            if _can_wait(value):  # its tensors change until somebody waits, if need be in a later call
+                self._started_with[self.table.number(value)] = touched, copies
             self._send({"value": self._writer().write([touched, value])}, deadline)
 
     def _send(self, message: Any, deadline: float) -> None:
         self.sock.settimeout(_left(deadline))
-        _wire.send(self.sock, message)
+        wire.send(self.sock, message)
 
     def _receive(self, deadline: float) -> Any:
         self.sock.settimeout(_left(deadline))
-        said = _wire.receive(self.sock)
+        said = wire.receive(self.sock)
         if not isinstance(said, dict):
-            raise _wire.WireError("it is no message of an answer")
+            raise wire.WireError("it is no message of an answer")
         return said
 
-    def _writer(self) -> _wire.Writer:
-        return _wire.Writer(self.table, trusted=True, expose=self._expose)
+    def _writer(self) -> wire.Writer:
+        return wire.Writer(self.table, trusted=True, expose=self._expose)
 
     def _expose(self, thing: Any) -> tuple[str, list[str], dict[str, Any]] | None:
         found = _exposed(thing)
@@ -370,6 +499,18 @@ def _exposed(thing: Any) -> tuple[str, list[str], dict[str, Any]] | None:
     if _can_wait(thing):
         return type(thing).__name__, [name for name in ("wait", "is_completed") if hasattr(thing, name)], {}
     return None
+
+
+def _copied(value: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """The value with copies in place of its tensors; each tensor and its copy are added to `copies`."""
+    if isinstance(value, list):
+        return [_copied(item, copies) for item in value]
+    if isinstance(value, dict):
+        return {key: _copied(item, copies) for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        copies.append((value, value.detach().clone()))
+        return copies[-1][1]
+    return value
 
 
 def _can_wait(thing: Any) -> bool:

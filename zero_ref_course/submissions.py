@@ -11,8 +11,11 @@ already, with the same answer, the same seed and the same package, is not graded
 from __future__ import annotations
 
 import contextlib
+import csv
 import hashlib
+import io
 import json
+import math
 import os
 import queue
 import re
@@ -24,14 +27,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import zero_ref
+from zero_ref.lab.own import FILE
 from zero_ref.lab.patience import patience
 from zero_ref_course import exercises
-from zero_ref_course.grading import Assigned, Status, Verdict, answer_in, judge, modules_of
+from zero_ref_course.apart.confine import Limits, protections
+from zero_ref_course.grading import (
+    OF_OWN,
+    Assigned,
+    Status,
+    Verdict,
+    answer_cell_in,
+    answer_in,
+    cells_of_own,
+    judge,
+    modules_of,
+)
 from zero_ref_course.isolated import Cells, Nursery
 from zero_ref_course.notebook import read_notebook
 from zero_ref_course.predictions import points_of, predictions
@@ -46,13 +61,22 @@ class Submission(NamedTuple):
         student: the name of the folder, or of the file without the chapter's.
         notebooks: by path, in order; one that cannot be read is not in it.
         problems: what cannot be read, and why.
-        late: files that came after the date.
+        late: why it is late, in words.
+        days_late: days begun after the date; 0 where no time of handing in is known.
+        own: the text of `my_zero.py`, if it is there.
     """
 
     student: str
     notebooks: dict[Path, dict[str, Any]]
     problems: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
+    days_late: int = 0
+    own: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing of it can be graded."""
+        return not self.notebooks and self.own is None
 
 
 class Graded(NamedTuple):
@@ -61,11 +85,13 @@ class Graded(NamedTuple):
     Args:
         predictions: by name; None for what was not predicted. They are no marks: whoever has run the
             notebook knows the answers.
+        seconds: by exercise, that grading took; nothing for what was not graded.
     """
 
     submission: Submission
     verdicts: dict[str, Verdict]
     predictions: Mapping[str, float | None] = {}
+    seconds: Mapping[str, float] = {}
 
 
 class Job(NamedTuple):
@@ -87,7 +113,11 @@ class Job(NamedTuple):
 
 
 def submissions_in(
-    folder: str | Path, chapters: Iterable[str], due: datetime | None = None, roster: Sequence[str] = ()
+    folder: str | Path,
+    chapters: Iterable[str],
+    due: datetime | None = None,
+    roster: Sequence[str] = (),
+    submitted: Mapping[str, datetime] = {},
 ) -> list[Submission]:
     """What is in a folder, student by student, in the order of their names.
 
@@ -95,8 +125,10 @@ def submissions_in(
 
     Args:
         chapters: the names of the chapters' notebooks, "03_partition": they are no part of a student's name.
-        due: a file is late if it was changed after that, or if Canvas has put LATE into its name.
+        due: what was handed in after that is late. A file's own time says nothing: it is that of a download.
         roster: students, of whom some may have handed in nothing.
+        submitted: when each student handed in, as the learning platform has it. Where it says nothing, LATE
+            in a name that Canvas gives is all that is known.
     Raises:
         OSError: the folder cannot be read.
         ValueError: there are no notebooks in it.
@@ -109,11 +141,58 @@ def submissions_in(
         if path.is_dir():
             found = [path] if path.is_symlink() else sorted(_notebooks_in(path))
             files.setdefault(path.name, []).extend(found)
-        elif path.suffix == ".ipynb" and (path.is_file() or path.is_symlink()):
-            files.setdefault(student_of(path.stem, chapters), []).append(path)
+        elif _is_handed_in(path):
+            files.setdefault(student_of(path.stem, [*chapters, Path(FILE).stem]), []).append(path)
     if not any(files.values()):
         raise ValueError(f"there are no notebooks in {folder}: it has a folder or a file for each student.")
-    return [_submission(student, paths, folder, due) for student, paths in sorted(files.items())]
+    made = [_submission(student, paths, folder) for student, paths in sorted(files.items())]
+    return [_with_lateness(one, due, submitted) if due and not one.is_empty else one for one in made]
+
+
+def read_submitted(text: str) -> dict[str, datetime]:
+    """When each student handed in, from a CSV with the columns `student` and `submitted`.
+
+    >>> read_submitted("student,submitted\\nada,2026-05-01T22:10+02:00\\n")["ada"].isoformat()
+    '2026-05-01T22:10:00+02:00'
+
+    Raises:
+        ValueError: a column is missing, or a time is none.
+    """
+    found = {}
+    for row in rows_in(text, ("student", "submitted")):
+        if row["submitted"]:
+            try:
+                time_of = datetime.fromisoformat(row["submitted"])
+            except ValueError:
+                raise ValueError(
+                    f"{row['submitted']!r} of {row['student']} is no time such as 2026-05-01T23:59."
+                ) from None
+            found[row["student"]] = time_of if time_of.tzinfo else time_of.astimezone()
+    return found
+
+
+def rows_in(text: str, columns: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of a CSV that has at least these columns.
+
+    Raises:
+        ValueError: it lacks one.
+    """
+    table = csv.DictReader(io.StringIO(text.removeprefix("\ufeff")))
+    names = [name.strip().lower() for name in table.fieldnames or []]
+    if missing := [column for column in columns if column not in names]:
+        raise ValueError(f"its first line has no column {missing[0]!r}; it takes {','.join(columns)}.")
+    table.fieldnames = names
+    return [{name: (row[name] or "").strip() for name in columns} for row in table]
+
+
+def _with_lateness(one: Submission, due: datetime, submitted: Mapping[str, datetime]) -> Submission:
+    if one.student not in submitted:
+        return one
+    if (handed_in := submitted[one.student]) <= due:
+        return one._replace(late=())  # the platform knows better than a name
+    days = math.ceil((handed_in - due) / timedelta(days=1))
+    when = handed_in.isoformat(sep=" ", timespec="minutes")
+    return one._replace(late=(f"handed in {when}",), days_late=days)
 
 
 def student_of(stem: str, chapters: Iterable[str]) -> str:
@@ -130,39 +209,52 @@ def student_of(stem: str, chapters: Iterable[str]) -> str:
 
 
 def _notebooks_in(folder: Path) -> list[Path]:
-    found = (path for path in folder.rglob("*.ipynb") if path.is_file() or path.is_symlink())
+    found = (path for path in folder.rglob("*") if _is_handed_in(path))
     return [
         path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)
     ]
 
 
-def _submission(student: str, paths: Sequence[Path], folder: Path, due: datetime | None) -> Submission:
-    notebooks, problems, late = {}, [], []
+def _is_handed_in(path: Path) -> bool:
+    is_own = path.suffix == ".py" and Path(FILE).stem in path.stem
+    return (path.suffix == ".ipynb" or is_own) and (path.is_file() or path.is_symlink())
+
+
+def _submission(student: str, paths: Sequence[Path], folder: Path) -> Submission:
+    notebooks, problems, late, own = {}, [], [], None
     for path in paths:
         name = str(path.relative_to(folder))
+        if "_LATE_" in path.name:
+            late.append(name)
         try:
             if path.is_symlink():
                 raise ValueError("it is a link, and links are not followed")
             if path.stat().st_size > LARGEST_NOTEBOOK:
                 raise ValueError(f"it has more than {LARGEST_NOTEBOOK:,} bytes")
-            notebooks[path] = read_notebook(path)
-            if not any(cell["cell_type"] == "code" for cell in notebooks[path]["cells"]):
+            if path.suffix == ".py":
+                own = path.read_text(encoding="utf-8")
+                continue
+            notebook = read_notebook(path)
+            if not any(cell["cell_type"] == "code" for cell in notebook["cells"]):
                 raise ValueError("it has no cell with code")
+            notebooks[path] = notebook
         except (OSError, ValueError, RecursionError) as error:
-            notebooks.pop(path, None)
             problems.append(f"{name}: {str(error).removeprefix(str(path)).strip()}")
-        if "_LATE_" in path.name or (
-            due and datetime.fromtimestamp(path.lstat().st_mtime).astimezone() > due
-        ):
-            late.append(name)
-    return Submission(student, notebooks, tuple(problems), tuple(late))
+    return Submission(student, notebooks, tuple(problems), tuple(late), own=own)
 
 
 def cells_for(submission: Submission, wanted: Assigned) -> Cells | None:
-    """A student's answer to an exercise, first of notebooks that are called as the chapter is."""
+    """A student's answer to an exercise, or the file of which it is a rung."""
+    if wanted.exercise.startswith(OF_OWN):
+        return None if submission.own is None else cells_of_own(submission.own)
+    path = notebook_with(submission, wanted)
+    return answer_in(submission.notebooks[path], wanted) if path else None
+
+
+def notebook_with(submission: Submission, wanted: Assigned) -> Path | None:
+    """Where a student's answer to an exercise is, first of notebooks that are called as the chapter is."""
     by_name = sorted(submission.notebooks, key=lambda path: wanted.chapter not in path.name)
-    found = (answer_in(submission.notebooks[path], wanted) for path in by_name)
-    return next((cells for cells in found if cells), None)
+    return next((path for path in by_name if answer_cell_in(submission.notebooks[path], wanted)), None)
 
 
 # ------------------------------------------------------------------------------------- everybody graded
@@ -190,62 +282,76 @@ def grade_submissions(
         RuntimeError: answers cannot be graded on this system.
     """
     verdicts: dict[tuple[str, str], Verdict] = {}
+    seconds_of: dict[str, dict[str, float]] = {one.student: {} for one in submissions}
     known, jobs = _read_kept(kept), []
-    for submission in submissions:
-        for wanted in assigned:
+    for wanted in assigned:  # one exercise after the other: its room is made once for each worker
+        for submission in submissions:
             cells = cells_for(submission, wanted)
             if cells is None:
-                where = "any of the notebooks" if submission.notebooks else "anything that was handed in"
-                missing = Verdict("missing", f"no cell of {where} defines {wanted.function}.")
+                missing = Verdict("missing", _where_it_is_missing(submission, wanted))
                 verdicts[submission.student, wanted.exercise] = missing
                 continue
             job = Job(submission.student, wanted.exercise, cells, seed)
             if job.key in known:
-                verdicts[job.student, job.exercise] = known[job.key]
+                verdict, seconds_of[job.student][job.exercise] = known[job.key]
+                verdicts[job.student, job.exercise] = verdict
             else:
                 jobs.append(job)
     if jobs:
-        for job, verdict in _verdicts(
+        for job, verdict, took in _verdicts(
             jobs, modules_of(assigned), min(workers, len(jobs)), seconds * patience()
         ):
             verdicts[job.student, job.exercise] = verdict
+            seconds_of[job.student][job.exercise] = took
             if kept:
                 with kept.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps([job.key, *verdict]) + "\n")
+                    file.write(json.dumps([job.key, *verdict, took]) + "\n")
             progress(job.student, job.exercise, verdict)
-    chapters = dict.fromkeys(each.exercise.partition(".")[0] for each in assigned)
+    chapters = dict.fromkeys(
+        each.exercise.partition(".")[0] for each in assigned if not each.exercise.startswith(OF_OWN)
+    )
     asked = [question for chapter in chapters for question in predictions(chapter)]
     return [
         Graded(
             one,
             {each.exercise: verdicts[one.student, each.exercise] for each in assigned},
             points_of(one.notebooks.values(), asked),
+            seconds_of[one.student],
         )
         for one in submissions
     ]
 
 
-def _read_kept(kept: Path | None) -> dict[str, Verdict]:
+def _where_it_is_missing(submission: Submission, wanted: Assigned) -> str:
+    if wanted.exercise.startswith(OF_OWN):
+        return f"there is no {FILE} among what was handed in."
+    where = "any of the notebooks" if submission.notebooks else "anything that was handed in"
+    return f"no cell of {where} defines {wanted.function}."
+
+
+def _read_kept(kept: Path | None) -> dict[str, tuple[Verdict, float]]:
     known = {}
     if kept and kept.is_file():
         for line in kept.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):  # the last one, if we were ended as we wrote it
-                key, status, message = json.loads(line)
+                key, status, message, took = json.loads(line)
                 if status in get_args(Status):
-                    known[key] = Verdict(status, message)
+                    known[key] = Verdict(status, message), took
     return known
 
 
 def _verdicts(
     jobs: Sequence[Job], modules: Sequence[str], workers: int, seconds: float
-) -> Iterable[tuple[Job, Verdict]]:
-    """Each job with its verdict, as they come."""
+) -> Iterable[tuple[Job, Verdict, float]]:
+    """Each job with its verdict and the seconds that it took, as they come."""
     waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    done: queue.SimpleQueue[tuple[Job, Verdict] | BaseException] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[Job, Verdict, float] | BaseException] = queue.SimpleQueue()
     for job in jobs:
         waiting.put(job)
     stopping = threading.Event()
     with Nursery(modules) as nursery:
+        if protections()["files"] and (open_ones := nursery.readable_originals()):
+            raise RuntimeError(f"answers could read {', '.join(open_ones)}. No answer was graded.")
 
         def work() -> None:
             worker = _Worker(nursery.path)
@@ -255,7 +361,9 @@ def _verdicts(
                         job = waiting.get_nowait()
                     except queue.Empty:
                         return
-                    done.put((job, worker.judge(job, seconds)))
+                    began = time.monotonic()
+                    verdict = worker.judge(job, seconds)
+                    done.put((job, verdict, round(time.monotonic() - began, 3)))
             except BaseException as error:
                 done.put(error)
             finally:
@@ -352,9 +460,7 @@ def _work() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         setup, source, function, forbids, limits = asked["cells"]
-        cells = Cells(
-            tuple(setup), source, function, tuple(forbids), Cells._field_defaults["limits"]._make(limits)
-        )
+        cells = Cells(tuple(setup), source, function, tuple(forbids), Limits(*limits))
         verdict = judge(nursery, asked["exercise"], cells, asked["seed"])
         print(asked["nonce"] + json.dumps(verdict), flush=True)
 

@@ -18,20 +18,25 @@ from typing import Any, get_args
 from unittest.mock import Mock
 
 import jsonschema
+import nbformat
 import pytest
 from class_of_students import CHAPTER, KINDS, write_class
 
 from zero_ref import cli
-from zero_ref_course.grading import Assigned, Status, Verdict, answer_in, assigned_in
+from zero_ref_course.feedback import feedback
+from zero_ref_course.grading import Assigned, Status, Verdict, answer_in, assigned_in, rungs_up_to
 from zero_ref_course.isolated import Cells
-from zero_ref_course.marks import Scale, as_csv, as_gradescope, as_junit, read_points
+from zero_ref_course.marks import Comments, Scale, as_csv, as_gradescope, as_junit, read_points
+from zero_ref_course.notebook import read_notebook, tags_of
 from zero_ref_course.predictions import predictions
 from zero_ref_course.submissions import (
     Graded,
     Job,
     Submission,
     _Worker,
+    cells_for,
     grade_submissions,
+    read_submitted,
     submissions_in,
 )
 
@@ -150,7 +155,8 @@ class Class(list[Graded]):
 
 
 def submissions(folder: Path) -> list[Submission]:
-    return submissions_in(folder, [CHAPTER.stem], DUE, ["absent"])
+    submitted = read_submitted(Path(f"{folder}.csv").read_text())
+    return submissions_in(folder, [CHAPTER.stem], DUE, ["absent"], submitted)
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +181,7 @@ def test_everybody_gets_what_their_kind_deserves(ten: Class) -> None:
     late = {ten.kind[one.submission.student] for one in ten if one.submission.late}
     broken = {ten.kind[one.submission.student] for one in ten if one.submission.problems}
     assert (late, broken) == ({"late"}, {"broken"})
+    assert {one.submission.days_late for one in ten if one.submission.late} == {3}
 
 
 @pytest.mark.thorough
@@ -187,10 +194,11 @@ def test_what_was_graded_already_is_not_graded_again(ten: Class, tmp_path: Path)
         again.append(f"{student} {exercise}")
 
     resumed = grade_submissions(submissions(ten.folder), ASSIGNED, seed=SEED, kept=kept, progress=note)
-    assert resumed == ten
     assert len(again) == 3
-    for write in (as_csv, as_junit):
-        assert write(resumed, Scale()) == write(ten, Scale())
+    assert as_csv(resumed, Scale()) == as_csv(ten, Scale())
+    without_times = [[one._replace(seconds={}) for one in graded] for graded in (resumed, ten)]
+    assert without_times[0] == without_times[1]
+    assert sum(one.seconds == then.seconds for one, then in zip(resumed, ten)) >= len(ten) - 3
 
 
 def test_the_csv_has_a_row_for_each_student(ten: Class) -> None:
@@ -246,6 +254,64 @@ def test_hidden_cases_have_a_share_of_the_points_and_are_not_shown_to_students()
     assert "[9, 9]" in as_junit([one], scale)
 
 
+def test_lateness_is_what_the_platform_says_and_no_files_time(tmp_path: Path) -> None:
+    for name in ("ada/a.ipynb", "bob_LATE_4711_815_03_partition.ipynb", "carol/c.ipynb", "dan/d.ipynb"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(CHAPTER.read_text())
+        os.utime(path, (2_000_000_000, 2_000_000_000))
+    times = "\ufeffStudent, Submitted,x\nada,2026-05-01T00:01,\ncarol,2026-04-30 23:59,\nzoe,,\n"
+    found = submissions_in(tmp_path, [CHAPTER.stem], DUE, submitted=read_submitted(times))
+    assert {one.student: (one.days_late, len(one.late)) for one in found} == {
+        "ada": (1, 1),
+        "bob": (0, 1),  # Canvas says that it is late, and not how much
+        "carol": (0, 0),
+        "dan": (0, 0),
+    }
+    with pytest.raises(ValueError, match="'yesterday' of ada is no time"):
+        read_submitted("student,submitted\nada,yesterday\n")
+
+
+def test_a_my_zero_is_found_beside_notebooks_and_by_canvas_name(tmp_path: Path) -> None:
+    for name in ("ada/work/my_zero.py", "bob_4711_815_my_zero-2.py", "carol/notes.py", "dan/3.ipynb"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(CHAPTER.read_text() if name.endswith("ipynb") else f"# {name}\n")
+    found = {one.student: one for one in submissions_in(tmp_path, [CHAPTER.stem])}
+    assert {name: one.own for name, one in found.items()} == {
+        "ada": "# ada/work/my_zero.py\n",
+        "bob": "# bob_4711_815_my_zero-2.py\n",
+        "carol": None,
+        "dan": None,
+    }
+    assert [name for name, one in found.items() if one.is_empty] == ["carol"]
+    [rung] = rungs_up_to("owners")
+    cells = cells_for(found["ada"], rung)
+    assert cells is not None
+    assert cells.forbids == ("zero_ref",)
+    [graded] = grade_submissions([found["dan"]], [rung], seed=0)
+    assert graded.verdicts[rung.exercise] == ("missing", "there is no my_zero.py among what was handed in.")
+
+
+def test_feedback_is_below_each_answer_and_says_no_input_of_a_hidden_case() -> None:
+    secret = Verdict("hidden cases failed", "largest_first([9, 9], 2) gives ...")
+    wrong = Verdict("failed", "even_split raised ValueError: <img src=x>\n# no heading\x1b[31m")
+    notebook = read_notebook(CHAPTER)
+    one = graded("ada", secret, wrong, Verdict("passed", "✓"))
+    one = one._replace(submission=Submission("ada", {Path("3.ipynb"): notebook}))
+    comments = Comments({}, {("ada", NAMES[1]): "See page 3."})
+    [(name, text)] = feedback(one, ASSIGNED, Scale(), comments)
+    made = json.loads(text)
+    places = [number for number, cell in enumerate(made["cells"]) if "feedback" in tags_of(cell)]
+    said = ["".join(made["cells"][number]["source"]) for number in places]
+    assert name == "3.ipynb"
+    assert "[9, 9]" not in text
+    assert "def largest_first" in "".join(made["cells"][places[1] - 1]["source"])
+    assert said[2].endswith("    # no heading\ufffd[31m\n    See page 3.")
+    again = one._replace(submission=Submission("ada", {Path("3.ipynb"): made}))
+    assert list(feedback(again, ASSIGNED, Scale(), comments)) == [(name, text)], "it replaces what was there"
+
+
 def test_what_students_write_is_no_formula_and_no_markup() -> None:
     verdict = Verdict("failed", 'f() raised ValueError: </failure>\x00\x1b[31m & "quoted"')
     one = graded("=cmd|' /C calc'!A0", verdict, verdict, verdict, late=("@late",))
@@ -255,7 +321,8 @@ def test_what_students_write_is_no_formula_and_no_markup() -> None:
     [suite] = check_junit(as_junit([one], Scale()))
     failure = suite.find("testcase/failure")
     assert failure is not None
-    assert "</failure>\ufffd\ufffd[31m & " in (failure.text or "")
+    assert "</failure>\ufffd\ufffd[31m & " in failure.attrib["message"]
+    assert not failure.text, "the message is there already"
     jsonschema.validate(json.loads(as_gradescope(one, Scale())), GRADESCOPE)
 
 
@@ -266,12 +333,18 @@ def test_names_in_another_encoding_and_with_control_characters_are_written_and_p
     ada, bob = tmp_path / "in" / "ada", os.fsencode(tmp_path / "in") + b"/b\xf6b\x1b[2J\n9 of 9"
     ada.mkdir(parents=True)
     os.mkdir(bob)
-    notebook = {"cells": [{"cell_type": "code", "source": "a = 1", "metadata": {}}], "nbformat": 4}
+    cell = {"cell_type": "code", "source": "a = '\ud800'", "metadata": {}}
+    notebook = {"cells": [cell], "nbformat": 4}
     (ada / "3.ipynb").write_text(json.dumps(notebook))
     with open(bob + b"/\xdcbung 3.ipynb", "w") as file:
         file.write("{}")
     words = ["grade", str(tmp_path / "in"), "--source", str(CHAPTER.parent), "--chapter", "3"]
-    for option, name in (("--csv", "m.csv"), ("--junit", "m.xml"), ("--gradescope", "g")):
+    for option, name in (
+        ("--csv", "m.csv"),
+        ("--junit", "m.xml"),
+        ("--gradescope", "g"),
+        ("--feedback", "f"),
+    ):
         words += [option, str(tmp_path / name)]
     assert cli.main(words) == 1
     [row, _] = check_csv((tmp_path / "m.csv").read_text())[::-1]
@@ -279,14 +352,17 @@ def test_names_in_another_encoding_and_with_control_characters_are_written_and_p
     assert "\ufffdbung 3.ipynb" in row["problems"]
     check_junit((tmp_path / "m.xml").read_text())
     assert len(list((tmp_path / "g").glob("*/results.json"))) == 2
-    [_, line] = capsys.readouterr().out.splitlines()
+    assert (
+        json.loads((tmp_path / "f" / "ada" / "3.ipynb").read_text())["cells"][1]["source"] == cell["source"]
+    )
+    [_, line, _] = capsys.readouterr().out.splitlines()
     assert r"b\udcf6b\x1b[2J\n9 of 9  cannot be read: b\udcf6b\x1b[2J\n9 of 9/\udcdcbung 3.ipynb" in line
 
 
 @pytest.mark.parametrize(
     ("what", "instead"),
     [
-        (' time="0"', ""),
+        (' time="1.5"', ""),
         (' hostname="localhost"', ""),
         ("1970-01-01T00:00:00", "yesterday"),
         ("<properties />", ""),
@@ -297,7 +373,8 @@ def test_names_in_another_encoding_and_with_control_characters_are_written_and_p
 )
 def test_an_invalid_junit_file_is_found_to_be_one(what: str, instead: str) -> None:
     verdict = Verdict("failed", "wrong")
-    text = as_junit([graded("ada", verdict, verdict, verdict)], Scale())
+    one = graded("ada", verdict, verdict, verdict)._replace(seconds={NAMES[0]: 1.5})
+    text = as_junit([one], Scale())
     assert check_junit(text)
     assert what in text
     with pytest.raises((AssertionError, KeyError)):
@@ -405,11 +482,14 @@ def test_points_that_are_none_are_refused(text: str, message: str) -> None:
 def test_the_command_writes_all_files_and_ends_with_1_because_some_handed_in_nothing(
     ten: Class, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    roster, points = tmp_path / "roster", tmp_path / "points"
+    roster, points, comments = tmp_path / "roster", tmp_path / "points", tmp_path / "comments"
+    comments.write_text("student,exercise,comment\nstudent-000,,Well done.\n")
     roster.write_text("absent\n\n")
     points.write_text(json.dumps({NAMES[0]: 4}))
     words = ["grade", str(ten.folder), "--source", str(CHAPTER.parent), "--keep", str(ten.kept)]
     words += ["--seed", str(SEED), "--due", "2026-05-01", "--roster", str(roster), "--points", str(points)]
+    words += ["--submitted", f"{ten.folder}.csv", "--late-per-day", "0.1", "--comments", str(comments)]
+    words += ["--feedback", str(tmp_path / "f")]
     words += [
         "--csv",
         str(tmp_path / "m.csv"),
@@ -420,14 +500,25 @@ def test_the_command_writes_all_files_and_ends_with_1_because_some_handed_in_not
     ]
     assert cli.main(words) == 1  # nothing is graded again: all is kept
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == len(ten)
+    assert len(printed) == len(ten) + 1
+    assert printed[-1].startswith("Kept apart: limits by resource limits; files by ")
     assert printed[0] == "      0 of 6  absent  handed in nothing"
-    assert printed[1] == "      6 of 6  student-000"
+    assert printed[1] == "      6 of 6  student-000  Well done."
+    [late] = [line for line in printed if "late" in line]
+    assert late.startswith("    4.2 of 6  student-005  late: handed in 2026-05-03 12:00")
+    assert late.endswith("; 3 days late: 30% of the points taken off")
     assert printed[5].startswith(
         "      0 of 6  student-004  cannot be read: student-004/03_partition.ipynb: is not"
     )
-    assert (tmp_path / "m.csv").read_text() == as_csv(ten, Scale({NAMES[0]: 4}))
+    scale, said = Scale({NAMES[0]: 4}, late_per_day=0.1), Comments({"student-000": "Well done."})
+    assert (tmp_path / "m.csv").read_text() == as_csv(ten, scale, said)
     check_junit((tmp_path / "m.xml").read_text())
+    back = read_notebook(tmp_path / "f" / "student-000" / CHAPTER.name)
+    assert [cell["source"].split("\n")[0] for cell in back["cells"] if "feedback" in tags_of(cell)] == [
+        "**6 of 6 points**",
+        *(f"**{name}: {worth} of {worth} points**" for name, worth in zip(NAMES, (4, 1, 1))),
+    ]
+    nbformat.validate(nbformat.from_dict(back))
     for student in ten.kind:
         jsonschema.validate(json.loads((tmp_path / "g" / student / "results.json").read_text()), GRADESCOPE)
 
@@ -441,7 +532,12 @@ def test_the_command_writes_all_files_and_ends_with_1_because_some_handed_in_not
         (["{class}", "--chapter", "99"], "there is no chapter '99'"),
         (["{class}", "--hidden-share", "2"], "is no part"),
         (["{class}", "--workers", "0"], "--workers is 1 or more"),
-        (["{class}", "--due", "tomorrow"], "Invalid isoformat string"),
+        (["{class}", "--due", "tomorrow", "--submitted", "{class}.csv"], "Invalid isoformat string"),
+        (["{class}", "--due", "2026-05-01"], "--due and --submitted belong together"),
+        (["{class}", "--due", "2026-05-01", "--submitted", "{nowhere}"], "cannot be read: No such file"),
+        (["{class}", "--comments", "{class}.csv"], "has no column 'exercise'"),
+        (["{class}", "--late-per-day", "10"], "is no part"),
+        (["{class}", "--my-zero", "leap"], "there is no rung 'leap'"),
         (["{class}", "--csv", "{nowhere}/m.csv"], "cannot be written"),
         (["{class}", "--points", "/dev/zero"], "--points /dev/zero cannot be read: it is a folder, a pipe"),
         (["{class}", "--roster", "/dev/zero"], "--roster /dev/zero cannot be read: it is a folder, a pipe"),
@@ -537,5 +633,5 @@ def test_the_instructors_page_leads_from_a_clone_to_marks_in_ten_commands(tmp_pa
         # Of the class one file is broken, and one student handed in nothing.
         assert ended.returncode == ("verdicts" in command), (command, ended.stdout, ended.stderr)
     points = [row["points"] for row in check_csv((tmp_path / "marks.csv").read_text())]
-    assert points == ["3", "0", "0", "0", "0", "3", "3", "3", "3", "0"]
+    assert points == ["3", "0", "0", "0", "0", "2.4", "3", "3", "3", "0"]
     assert "late" in ended.stdout

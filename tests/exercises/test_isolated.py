@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
+import pkgutil
+import re
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from cheats import CHEATS, Cheat
 
 from zero_ref.lab import ranks
-from zero_ref_course import exercises, forbidden_in, grade
-from zero_ref_course._confine import protections
-from zero_ref_course.grading import answer_in, assigned_in, judge, modules_of
+from zero_ref_course import _stage, exercises, forbidden_in, grade, stubs
+from zero_ref_course.apart.confine import protections
+from zero_ref_course.grading import answer_in, assigned_in, cells_of_own, judge, modules_of
 from zero_ref_course.isolated import Cells, IsolatedAnswer, Nursery
 from zero_ref_course.notebook import exercises_in, read_notebook
 
@@ -107,7 +113,7 @@ course.grade = course.check = lambda *_: "fine"
 def adversary():
     return [1]
 """
-    assert message(nursery, "partition.adversary", replaces).startswith("[1] on 2 ranks: largest first fills")
+    assert message(nursery, "partition.adversary", replaces).startswith("its cell raises AttributeError")
 
 
 @pytest.mark.parametrize("do", ["renamed", "deleted", "untagged"])
@@ -233,8 +239,11 @@ def adversary():
     [
         ('{"value": ["pickle", pickled]}', "an answer may not send a pickle"),
         ('{"value": ["optimizer", -1, pickled, [[[], []]], []]}', "an optimizer of the answer's own"),
-        ('{"value": ["value", "os", "system", ["true"]]}', "os.system is no type of values"),
-        ('{"value": ["value", "zero_ref_course.grading", "Path", ["/"]]}', "Path is no type of values"),
+        ('{"value": ["value", "os", "system", [["command", "true"]]]}', "os.system is no type of values"),
+        (
+            '{"value": ["value", "zero_ref_course.grading", "Path", []]}',
+            "Path is no type of values",
+        ),
         ('{"callback": [7, "write", ["list", -1, []], ["dict", -2, []]]}', "asks for what it was not lent"),
         ('{"callback": [0, "destroy_process_group", ["list", -1, []], ["dict", -2, []]]}', "was not lent"),
         ('{"value": ["known", 0]}', "cannot be read: KeyError"),
@@ -372,35 +381,123 @@ def ring_all_reduce(rank, world_size, chunks, send, recv):
     assert said.status != "passed"
 
 
+# ------------------------------------------------------------------------- the reader's own optimizer
+
+STAIR_OF = {
+    "owners": "owners", "step": "owners", "buckets": "buckets", "options": "buckets", "to_owners": "shards",
+    "in_backward": "overlap", "checkpoint": "checkpoint", "masters": "checkpoint",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rung",
+    [
+        rung if rung in ("owners", "in_backward") else pytest.param(rung, marks=pytest.mark.thorough)
+        for rung in STAIR_OF
+    ],
+)
+def test_a_rung_holds_apart_as_it_does_beside_the_check(nursery: Nursery, rung: str) -> None:
+    cells = cells_of_own(stubs.answer(STAIR_OF[rung]))
+    assert judge(nursery, f"my_zero.{rung}", cells, SEED).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "said"),
+    [
+        (
+            "from torch.distributed.optim import ZeroRedundancyOptimizer as MyZero\n",
+            "failed",
+            r"MyZero\(params, Adam, lr=0.1\) calls torch\.\S*\.ZeroRedundancyOptimizer, so it wraps",
+        ),
+        (
+            "from torch.distributed.optim import ZeroRedundancyOptimizer\n"
+            "class MyZero(ZeroRedundancyOptimizer):\n    local = property(lambda self: self.optim)\n",
+            "failed",
+            "so it wraps an optimizer of others",
+        ),
+        (
+            "def made(*args, **options):\n    from zero_ref import ZeroRedundancyOptimizer\n"
+            "    return ZeroRedundancyOptimizer(*args, **options)\n"
+            "class MyZero:\n    def __init__(self, *args, **options):\n"
+            "        self.zero = made(*args, **options)\n",
+            "failed",
+            "calls zero_ref, so it wraps an optimizer of others",
+        ),
+        (
+            "import torch\ntorch.equal = lambda *_: True\nclass MyZero:\n"
+            "    def __init__(self, params, optimizer_class, **options):\n"
+            "        self.local = optimizer_class(params, **options)\n"
+            "    def step(self):\n        pass\n",
+            "failed",
+            r"after step \d on 2 ranks",
+        ),
+        (
+            "import gc, torch\nclass MyZero:\n    def __init__(self, params, optimizer_class, **options):\n"
+            "        self.local = optimizer_class(params, **options)\n"
+            "    def step(self):\n        [self.package] = [one for one in gc.get_objects()\n"
+            "            if 'ZeroRedundancyOptimizer' in type(one).__name__]\n",
+            "failed",
+            r"MyZero\.step\(\) raised ValueError: not enough values to unpack",
+        ),
+        ("print('hello')\n", "not started", "the file has no class MyZero"),
+        ("class MyZero:\n    def __init__(self, *_, **__):\n        raise NotImplementedError\n",
+         "not started", "raises NotImplementedError: it is still to be written"),
+    ],
+)  # fmt: skip
+def test_what_is_no_optimizer_of_ones_own_is_named(
+    nursery: Nursery, source: str, status: str, said: str
+) -> None:
+    verdict = judge(nursery, "my_zero.step", cells_of_own(source), SEED)
+    assert verdict.status == status, verdict
+    assert re.search(said, verdict.message), verdict
+
+
 # ------------------------------------------------------------------------- the boundary itself
 
 
-def test_what_is_forbidden_is_there_and_is_disabled() -> None:
-    """In a process of its own, because it cannot be undone."""
+def test_what_is_forbidden_is_in_no_file_of_the_copy(tmp_path: Path) -> None:
     names = sorted({name for exercise in exercises() for name in forbidden_in(exercise)})
-    script = (
-        "import sys, zero_ref\n"
-        "from importlib import import_module\n"
-        "from zero_ref_course._answers import _disable, Forbidden\n"
-        f"names = {names!r}\n"
-        "def found(full):\n"
-        "    module, _, name = full.rpartition('.')\n"
-        "    try: return getattr(import_module(module), name)\n"
-        "    except ModuleNotFoundError: pass\n"
-        "    above, _, kind = module.rpartition('.')\n"
-        "    return getattr(getattr(import_module(above), kind), name)\n"
-        "held = [found(name) for name in names]  # as a cell that has imported it before\n"
-        "_disable(names)\n"
-        "for one in (*held, *map(found, names)):\n"
-        "    try: one()\n"
-        "    except Forbidden: continue\n"
-        "    sys.exit(f'{one} can be called')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False
-    )
     assert len(names) > 15
-    assert done.returncode == 0, done.stderr
+    _stage.write_package(tmp_path, names)
+    files = {path.relative_to(tmp_path): path for path in (tmp_path / "zero_ref").rglob("*")}
+    assert not [path for path in files if path.suffix == ".pyc" or path.name == "__pycache__"]
+    sources = [path.read_text() for path in files.values() if path.suffix == ".py"]
+    copied = "\n".join(ast.unparse(ast.parse(source)) for source in sources)
+    unindented = "\n".join(map(str.strip, copied.splitlines()))
+    others = [other for name in names for other in _stage.OTHER_FORMS.get(name, ())]
+    for full in (*names, *others):
+        found: Any = pkgutil.resolve_name(full)
+        function = inspect.unwrap(found.fget if isinstance(found, property) else found)
+        [node] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        assert isinstance(node, ast.FunctionDef)
+        assert f"refuse('{node.name}')" in copied, full
+        body = "\n".join(map(str.strip, ast.unparse(node.body[1:] or node.body).splitlines()))
+        assert body not in unindented, full
+
+
+def test_the_course_of_an_answer_knows_no_answer(tmp_path: Path) -> None:
+    _stage.write_course(tmp_path)
+    course = tmp_path / "zero_ref_course"
+    assert {path.stem for path in course.glob("*.py")} == {*_stage.GIVEN, *_stage.WITHOUT_EFFECT}
+    for path in course.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert "exercise(" not in ast.unparse(node), node.name
+
+
+@whole
+def test_no_original_can_be_read(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    originals = _stage.originals()
+    assert {"zero_ref", "zero_ref_course", "notebooks"} <= {path.name for path in originals}
+    assert nursery.readable_originals() == []
+    monkeypatch.setattr(_stage, "originals", lambda: [*originals, Path(sys.executable)])
+    assert nursery.readable_originals() == [sys.executable]
+
+
+@whole
+@pytest.mark.parametrize("cheat", CHEATS, ids=lambda cheat: cheat.name)
+def test_an_answer_that_looks_for_the_answer_fails(nursery: Nursery, cheat: Cheat) -> None:
+    assert re.search(cheat.said, message(nursery, cheat.exercise, cheat.source))
 
 
 def test_an_answer_that_returns_no_plain_value_is_judged_by_its_type(nursery: Nursery) -> None:
@@ -456,14 +553,15 @@ def test_what_a_machine_does_not_have_is_the_containers(tmp_path: Path, missing:
     (tmp_path / "other").write_text("another student's answer")
     script = f"""
 import os, pathlib, socket, sys
-from zero_ref_course import _confine
+from zero_ref_course.apart import confine as _confine
 if sys.argv[1] == "without":
     has = _confine.protections()
     _confine.protections = lambda: has | {{{missing!r}: False}}
     _confine.resource.RLIMIT_NPROC = _confine.resource.RLIMIT_CORE
 scratch = pathlib.Path({str(tmp_path)!r}, "scratch")
 scratch.mkdir(exist_ok=True)
-_confine.confine(scratch, _confine.Limits())
+readable = _confine.readable(map(pathlib.Path, [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64"]), [])
+_confine.confine(scratch, _confine.Limits(), readable)
 try:
     open({str(tmp_path / "other")!r}).close() if {missing!r} == "files" else socket.socket().close()
 except OSError as error:

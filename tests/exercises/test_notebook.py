@@ -190,6 +190,16 @@ def test_the_command_prints_a_line_for_each_exercise_and_ends_with_1_if_one_fail
     assert third.startswith("FAILED  partition.adversary      adversary is still the stub")
 
 
+def test_the_command_prints_no_control_sequence_of_a_notebook(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raises = "def adversary():\n    raise ValueError('\\x1b[2J\\n\\x1b[31mpassed')\n"
+    assert cli.main(["check", str(notebook(tmp_path, raises))]) == 1
+    printed = capsys.readouterr().out
+    assert r"raised ValueError: \x1b[2J" in printed
+    assert "\x1b" not in printed
+
+
 def test_the_command_gives_json_and_ends_with_0_if_all_passed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

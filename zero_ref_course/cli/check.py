@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from zero_ref.cli._common import CommandError, Subparsers, need, reason
+from zero_ref.lab._arguments import printable
 
 
 def register_check(subparsers: Subparsers) -> None:
@@ -62,9 +63,9 @@ def _check_notebook(arguments: argparse.Namespace) -> int:
         width = max(len(result.exercise) for result in results)
         for exercise, passed, message in results:
             first, *rest = message.splitlines() or [""]
-            print(f"{'passed' if passed else 'FAILED'}  {exercise:<{width}}  {first}")
+            print(f"{'passed' if passed else 'FAILED'}  {exercise:<{width}}  {printable(first)}")
             for line in rest:
-                print(f"        {line}")
+                print(f"        {printable(line)}")
     return 0 if all(result.passed for result in results) else 1
 
 
@@ -96,7 +97,8 @@ def _told(
             for result in check():
                 results.append(result)
                 if not arguments.json:
-                    print(line(result), file=out, flush=True)
+                    said = "\n".join(map(printable, line(result).splitlines()))
+                    print(said, file=out, flush=True)
     except (OSError, ValueError) as error:
         raise CommandError(reason(error)) from None
     if arguments.json:

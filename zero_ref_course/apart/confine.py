@@ -1,8 +1,8 @@
 """What the process of an answer may not do, as far as an ordinary user can forbid it.
 
 Everywhere that Python can fork: little memory, time and disk, and no environment. On Linux also: no file but
-the interpreter's and a folder of its own (Landlock), and on x86-64 no network, no other process and no signal
-to one (seccomp). All of it is inherited and cannot be undone. `protections` says what this machine has.
+those named and a folder of its own (Landlock), and on x86-64 no network, no other process and no signal to
+one (seccomp). All of it is inherited and cannot be undone. `protections` says what this machine has.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import ctypes
 import errno
 import os
 import platform
-import site
+import signal
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
-
-import zero_ref
 
 if sys.platform != "win32":
     import resource
@@ -39,8 +37,9 @@ class Limits(NamedTuple):
 
 
 # Of the kernel's headers: linux/landlock.h, linux/prctl.h, linux/seccomp.h, linux/audit.h, linux/filter.h.
-NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER = 38, 22, 2
-READ = 1 | 4 | 8  # execute, read a file, list a folder
+SIGNAL_OF_PARENT, NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER = 1, 38, 22, 2
+EXECUTE, WRITE_FILE, READ_FILE, LIST = 1, 2, 4, 8
+READ = EXECUTE | READ_FILE | LIST
 LANDLOCK_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
 """How many rights over files there are from each version of Landlock on; each is one bit."""
 
@@ -59,25 +58,54 @@ FORBIDDEN = {
 CLONE, CLONE_THREAD, CLONE3, PRLIMIT = 56, 0x10000, 435, 302
 
 
-def protections() -> dict[str, bool]:
-    """What keeps an answer in its process on this machine.
+def protections() -> dict[str, str]:
+    """What keeps an answer in its process on this machine; an empty text where nothing does.
 
     >>> sorted(protections())
     ['files', 'limits', 'network and processes']
     """
+    x86_64 = sys.platform == "linux" and platform.machine() == "x86_64"
     return {
-        "limits": hasattr(os, "fork"),
-        "files": landlock_version() > 0,
-        "network and processes": sys.platform == "linux" and platform.machine() == "x86_64",
+        "limits": "resource limits" if hasattr(os, "fork") else "",
+        "files": f"Landlock {version}" if (version := landlock_version()) else "",
+        "network and processes": "seccomp" if x86_64 else "",
     }
 
 
-def confine(scratch: Path, limits: Limits, readable: Iterable[str] | None = None) -> None:
+def readable(roots: Iterable[Path], hidden: Collection[Path]) -> list[tuple[str, int]]:
+    """All that lies under the roots but what is hidden, as Landlock needs it: it can allow, and not forbid.
+
+    So where something is hidden in a folder, the folder may be listed, and its other entries may be read.
+
+    Args:
+        hidden: files and folders by their real paths.
+    """
+    allowed, waiting = list[tuple[str, int]](), [*roots]
+    while waiting:
+        path = waiting.pop()
+        real = path.resolve()
+        if not real.exists() or any(real.is_relative_to(one) for one in hidden):
+            continue
+        if real.is_dir() and any(one.is_relative_to(real) for one in hidden):
+            allowed.append((str(path), LIST))
+            waiting += path.iterdir()
+        else:
+            allowed.append((str(path), READ))
+    return [*dict.fromkeys(allowed)]
+
+
+def end_with_parent() -> None:
+    """Be killed when the parent ends, where the system has that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SIGNAL_OF_PARENT, signal.SIGKILL, 0, 0, 0)
+
+
+def confine(scratch: Path, limits: Limits, readable: Iterable[tuple[str, int]]) -> None:
     """Take from this process what an answer has no need of. There is no way back.
 
     Args:
         scratch: the only folder in which it may write.
-        readable: files and folders that it may read; by default the interpreter, its libraries, our packages.
+        readable: files and folders that it may read, with their rights.
     Raises:
         OSError: the system has a protection and refuses it.
     """
@@ -98,7 +126,7 @@ def confine(scratch: Path, limits: Limits, readable: Iterable[str] | None = None
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     if has["files"]:
-        _confine_to_files(libc, scratch, _interpreter() if readable is None else readable)
+        _confine_to_files(libc, scratch, readable)
     nothing = (ctypes.c_uint32 * 6)()
     _check(libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), nothing))  # what root may do
     if has["network and processes"]:
@@ -112,32 +140,24 @@ def landlock_version() -> int:
     return max(0, ctypes.CDLL(None).syscall(444, None, 0, 1))
 
 
-def _confine_to_files(libc: ctypes.CDLL, scratch: Path, readable: Iterable[str]) -> None:
+def _confine_to_files(libc: ctypes.CDLL, scratch: Path, readable: Iterable[tuple[str, int]]) -> None:
     version = landlock_version()
     rights = 2 ** max(count for since, count in LANDLOCK_FILE_RIGHTS.items() if since <= version) - 1
     network, scoped = (3 if version >= 4 else 0), (3 if version >= 6 else 0)
     rules = struct.pack("QQQ", rights, network, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _check(libc.syscall(444, rules, len(rules), 0))
-    allowed = [(path, READ) for path in readable]
-    allowed += [(str(scratch), rights), ("/dev/null", 2 | 4), ("/dev/urandom", 4)]
-    for path, granted in allowed:
+    own = [(str(scratch), rights), ("/dev/null", READ_FILE | WRITE_FILE), ("/dev/urandom", READ_FILE)]
+    for path, granted in (*readable, *own):
         try:
             folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
         if not os.path.isdir(path):
-            granted &= 1 | 2 | 4 | (1 << 14 if rights >> 14 & 1 else 0)
+            granted &= EXECUTE | WRITE_FILE | READ_FILE | (1 << 14 if rights >> 14 & 1 else 0)
         _check(libc.syscall(445, ruleset, 1, struct.pack("=Qi", granted & rights, folder), 0))
         os.close(folder)
     _check(libc.syscall(446, ruleset, 0))
     os.close(ruleset)
-
-
-def _interpreter() -> list[str]:
-    """Python with its packages, our two packages, shared libraries. Not what is beside them in a folder."""
-    ours = {str(Path(package).parent) for package in (zero_ref.__file__, __file__)}
-    places = ours | {sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()}
-    return [*sorted(places), "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime"]
 
 
 def _confine_to_calls(libc: ctypes.CDLL) -> None:

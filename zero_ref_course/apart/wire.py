@@ -219,7 +219,7 @@ class Writer:
             for group in optimizer.param_groups
         ]
         state = [[self.write(param), self._options(of_param)] for param, of_param in optimizer.state.items()]
-        kind = _text(pickle.dumps(type(optimizer))) if self.trusted else None
+        kind = _text(pickle.dumps(type(optimizer))) if self.trusted else type(optimizer).__name__
         return ["optimizer", number, kind, groups, state]
 
     def _options(self, options: Mapping[str, Any]) -> Any:
@@ -251,15 +251,8 @@ class Writer:
             return self.write(list(value))
         if self._is_value(value):
             kind = type(value)
-            names = (
-                kind._fields if isinstance(value, tuple) else [one.name for one in dataclasses.fields(value)]
-            )
-            return [
-                "value",
-                kind.__module__,
-                kind.__qualname__,
-                [self.write(getattr(value, name)) for name in names],
-            ]
+            values = [[name, self.write(getattr(value, name))] for name in _field_names(kind)]
+            return ["value", kind.__module__, kind.__qualname__, values]
         try:
             text = repr(value)[:2000]
         except Exception as error:
@@ -276,6 +269,10 @@ def _is_value_type(kind: Any) -> bool:
     if issubclass(kind, tuple):
         return hasattr(kind, "_fields")
     return dataclasses.is_dataclass(kind) and all(one.init for one in dataclasses.fields(kind))
+
+
+def _field_names(kind: Any) -> list[str]:
+    return list(kind._fields) if issubclass(kind, tuple) else [one.name for one in dataclasses.fields(kind)]
 
 
 def _simple(value: Any) -> Any:
@@ -433,16 +430,13 @@ class Reader:
             raise WireError(f"object {place} is no memory")
         return memory
 
-    def _read_optimizer(self, number: int, kind: str | None, groups: Any, state: Any) -> Any:
+    def _read_optimizer(self, number: int, kind: str, groups: Any, state: Any) -> Any:
         of_groups = [([*map(self._read, params)], self._options(options)) for params, options in groups]
         of_params = [(self._read(param), self._options(options)) for param, options in state]
         found = self.table.objects.get(number)
         if found is None:
-            if not self.trusted or kind is None:
-                raise WireError("an optimizer of the answer's own cannot be sent")
-            found = pickle.loads(base64.b64decode(kind))(
-                [{"params": params, **own} for params, own in of_groups]
-            )
+            made = pickle.loads(base64.b64decode(kind)) if self.trusted else _of_torch(kind)
+            found = made([{"params": params, **own} for params, own in of_groups])
             self.table.put(number, found)
         if not isinstance(found, Optimizer) or len(found.param_groups) > len(of_groups):
             raise WireError(f"object {number} is no optimizer of {len(of_groups)} groups")
@@ -476,7 +470,7 @@ class Reader:
         kind = inspect.getattr_static(sys.modules.get(module), name, None)
         if not _is_value_type(kind) or kind.__module__ != module:
             raise WireError(f"{module}.{name} is no type of values")
-        return kind(*map(self._read, values))
+        return kind(**{field: self._read(value) for field, value in values})
 
     def _read_opaque(self, name: str, text: str) -> Any:
         return type(str(name)[:80], (Opaque,), {})(str(text)[:2000])
@@ -522,6 +516,13 @@ def _check_place(size: list[int], stride: list[int], offset: int, numel: int) ->
         raise WireError(
             f"a tensor of shape {size} and strides {stride} at {offset} does not lie in its memory"
         )
+
+
+def _of_torch(name: str) -> Any:
+    found = getattr(torch.optim, name, None) if isinstance(name, str) else None
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise WireError("an optimizer of the answer's own cannot be sent")
+    return found
 
 
 def _dtype(name: str) -> torch.dtype:

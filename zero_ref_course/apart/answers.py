@@ -1,8 +1,11 @@
-"""The processes of answers: a nursery that has imported what they need, and forks one for each.
+"""The processes of answers, each forked from one that has imported what it needs.
 
-The nursery runs no code of a student. Each connection to its socket is one answer: it forks, the child
-confines itself, runs the student's cells and serves calls, and is killed when the connection is closed.
-A child inherits the connection and nothing else: no environment, no other file, no memory of the grader.
+The nursery has imported torch. For each connection to its socket it forks a room, which imports the copy of
+`zero_ref` that one exercise allows. For each connection to a room's socket the room forks an answer, which
+confines itself, runs the student's cells and serves calls. Whoever closes a connection ends its process.
+
+Nursery and rooms run no code of a student and never had the course or the whole package in memory. So an
+answer inherits its connection and nothing else: no environment, no other file, nothing of the grader.
 """
 
 from __future__ import annotations
@@ -10,8 +13,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import gc
-import importlib
-import json
 import os
 import select
 import shutil
@@ -28,37 +29,60 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ref_course import _wire
-from zero_ref_course._confine import Limits, confine
+from zero_ref_course.apart import ASKED_FOR, Forbidden, confine, wire
 
 DISTRIBUTED = 0
 """The number by which both sides know torch.distributed on the grader's rank."""
 
 FORWARDED = (
     "broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor",
-    "gather", "scatter", "send", "recv", "isend", "irecv", "barrier", "get_rank", "get_world_size",
-    "is_initialized", "get_backend",
+    "all_gather_object", "gather", "scatter", "send", "recv", "isend", "irecv", "barrier", "get_rank",
+    "get_world_size", "is_initialized", "get_backend",
 )  # fmt: skip
 """Functions of torch.distributed that an answer calls in its process and the grader's rank makes."""
 
 ITS_CELL, SETUP = "<its cell>", "<the setup cell>"
 
-
-class Forbidden(BaseException):
-    """The answer calls what its task asks for. Not an Exception, for the sake of `except Exception`."""
+Serve = Callable[[socket.socket, Path], None]
 
 
-# ------------------------------------------------------------------------------------------- the nursery
+# ------------------------------------------------------------------------------- the nursery and its rooms
 
 
-def main() -> None:
-    """Serve connections until stdin is closed. Arguments: a folder for the socket and scratch, modules."""
-    folder, *modules = sys.argv[1:]
-    for module in modules:
-        with contextlib.suppress(Exception):  # an extra that is not installed: the answer will hear of it
-            import_module(module)
+def main(folder: str, modules: list[str], readable: list[tuple[str, int]]) -> None:
+    """Serve connections until stdin is closed.
+
+    Args:
+        folder: for the socket, and for folders of rooms.
+        modules: what answers import beside `zero_ref`.
+        readable: files and folders that an answer may read, with Landlock's rights.
+    """
+    _import(modules)
     torch.set_num_threads(1)  # and no thread of OpenMP's, which would not be in a child
     torch.ones(64, 64) @ torch.ones(64, 64)  # now torch reads /proc/cpuinfo, and chooses kernels by it
+
+    def room(connection: socket.socket, scratch: Path) -> None:
+        asked = wire.receive(connection)
+        sys.path.insert(0, asked["package"])
+        _import(asked["modules"])
+        may_read = [*readable, (asked["package"], confine.READ)]
+
+        def answer(link: socket.socket, its_folder: Path) -> None:
+            _serve_answer(_Link(link), its_folder, may_read)
+
+        _serve(scratch, connection.fileno(), answer, lambda: wire.send(connection, {"ready": True}))
+
+    _serve(Path(folder), sys.stdin.fileno(), room, lambda: print("ready", flush=True))
+
+
+def _import(modules: list[str]) -> None:
+    for module in modules:
+        with contextlib.suppress(Exception, Forbidden):  # not installed, or removed: the answer hears of it
+            import_module(module)
+
+
+def _serve(folder: Path, until: int, child: Serve, ready: Callable[[], object]) -> None:
+    """Fork a child for each connection to `folder/socket`, until the file `until` is closed elsewhere."""
     gc.freeze()
     wake, woken = socket.socketpair()
     for end in (wake, woken):
@@ -68,20 +92,22 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{folder}/socket")
         listening.listen(64)
-        print("ready", flush=True)
-        _serve_connections(Path(folder), listening, wake)
+        ready()
+        _serve_connections(folder, until, child, listening, wake)
 
 
-def _serve_connections(folder: Path, listening: socket.socket, wake: socket.socket) -> None:
+def _serve_connections(
+    folder: Path, until: int, child: Serve, listening: socket.socket, wake: socket.socket
+) -> None:
     living: dict[int, tuple[socket.socket, Path]] = {}  # by process
     poll = select.poll()
     poll.register(listening, select.POLLIN)
     poll.register(wake, select.POLLIN)
-    poll.register(sys.stdin, 0)
+    poll.register(until, 0)
     process_of: dict[int, int] = {}
     while True:
         for number, event in poll.poll():
-            if number == sys.stdin.fileno():
+            if number == until:
                 signal.set_wakeup_fd(-1)
                 for process in living:
                     _kill(process)
@@ -89,8 +115,10 @@ def _serve_connections(folder: Path, listening: socket.socket, wake: socket.sock
                 return
             if number == listening.fileno():
                 connection, _ = listening.accept()
-                scratch = Path(tempfile.mkdtemp(prefix="answer-", dir=folder))
-                process = _fork(connection, scratch, [listening, wake, *(one for one, _ in living.values())])
+                scratch = Path(tempfile.mkdtemp(prefix="in-", dir=folder))
+                process = _fork(
+                    child, connection, scratch, [listening, wake, *(one for one, _ in living.values())]
+                )
                 living[process] = connection, scratch
                 process_of[connection.fileno()] = process
                 poll.register(connection, 0)  # only whether the grader has closed it
@@ -125,14 +153,15 @@ def _kill(process: int) -> None:
             kill(process, signal.SIGKILL)
 
 
-def _fork(connection: socket.socket, scratch: Path, others: list[socket.socket]) -> int:
-    _wire.send(connection, {"scratch": str(scratch)})
+def _fork(child: Serve, connection: socket.socket, scratch: Path, others: list[socket.socket]) -> int:
+    wire.send(connection, {"scratch": str(scratch)})
     process = os.fork()
     if process:
         return process
     code = 1
     try:
         os.setsid()
+        confine.end_with_parent()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for other in others:
@@ -147,7 +176,7 @@ def _fork(connection: socket.socket, scratch: Path, others: list[socket.socket])
         os.environ.update(HOME=str(scratch), PATH="/usr/bin:/bin", TMPDIR=str(scratch))
         tempfile.tempdir = str(scratch)
         os.chdir(scratch)
-        _serve_answer(socket.socket(fileno=3), scratch)
+        child(socket.socket(fileno=3), scratch)
         code = 0
     except (EOFError, ConnectionError):  # the grader has heard enough
         code = 0
@@ -185,19 +214,19 @@ class _Link:
     """The answer's end of the connection."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.table = sock, _wire.Table(-1)
+        self.sock, self.table = sock, wire.Table(-1)
 
     def receive(self) -> Any:
-        return _wire.receive(self.sock)
+        return wire.receive(self.sock)
 
     def send(self, message: Any) -> None:
-        _wire.send(self.sock, message)
+        wire.send(self.sock, message)
 
-    def writer(self) -> _wire.Writer:
-        return _wire.Writer(self.table, trusted=False)
+    def writer(self) -> wire.Writer:
+        return wire.Writer(self.table, trusted=False)
 
     def read(self, node: Any) -> Any:
-        return _wire.Reader(self.table, True, lambda *proxy: _Proxy(self, *proxy)).read(node)
+        return wire.Reader(self.table, True, lambda *proxy: _Proxy(self, *proxy)).read(node)
 
     def callback(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
         """Call a method of an object of the grader's, and raise what it raises."""
@@ -220,12 +249,10 @@ def _as_raised(token: int, name: str, text: str, is_exception: bool) -> BaseExce
     return error
 
 
-def _serve_answer(sock: socket.socket, scratch: Path) -> None:
-    link = _Link(sock)
+def _serve_answer(link: _Link, scratch: Path, readable: list[tuple[str, int]]) -> None:
     asked = link.receive()
-    _disable(asked["forbids"])
     _forward_distributed(link)
-    confine(scratch, Limits(*asked["limits"]))
+    confine.confine(scratch, confine.Limits(*asked["limits"]), readable)
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
     for name, source in ((SETUP, text) for text in asked["setup"]):
         if said := _run_cell(name, source, namespace):
@@ -242,8 +269,8 @@ def _serve_answer(sock: socket.socket, scratch: Path) -> None:
         outcome = _outcome(link, function, link.receive()["call"])
         try:
             link.send(outcome)
-        except _wire.WireError as error:
-            link.send({"raised": {**_said_of(error, function), "text": f"what it returns: {error}"}})
+        except wire.WireError as error:
+            link.send({"raised": {**_said_of(error), "text": f"what it returns: {error}"}})
         link.table.forget_containers()
 
 
@@ -252,7 +279,7 @@ def _outcome(link: _Link, function: Callable[..., Any], call: Any) -> Any:
     try:
         value = function(*args, **kwargs)
     except BaseException as error:
-        said = {"raised": _said_of(error, function)}
+        said = {"raised": _said_of(error)}
     else:
         writer = link.writer()
         try:
@@ -260,7 +287,7 @@ def _outcome(link: _Link, function: Callable[..., Any], call: Any) -> Any:
         except Exception as error:
             said = {
                 "raised": {
-                    **_said_of(error, function),
+                    **_said_of(error),
                     "name": "TypeError",
                     "text": f"what it returns: {error}",
                 }
@@ -270,15 +297,14 @@ def _outcome(link: _Link, function: Callable[..., Any], call: Any) -> Any:
     return said
 
 
-def _said_of(error: BaseException, function: Callable[..., Any]) -> dict[str, Any]:
-    file = getattr(getattr(function, "__code__", None), "co_filename", "")
+def _said_of(error: BaseException) -> dict[str, Any]:
     frames = [(trace.tb_frame.f_code.co_filename, trace.tb_lineno) for trace in _frames(error.__traceback__)]
     return {
         "name": type(error).__name__,
         "text": str(error),
         "token": getattr(error, "_of_the_grader", None),
-        "line": next((line for name, line in reversed(frames) if name == file), 0),
-        "itself": bool(frames) and frames[-1][0] == file and isinstance(error, NotImplementedError),
+        "line": next((line for name, line in reversed(frames) if name == ITS_CELL), 0),
+        "itself": bool(frames) and frames[-1][0] == ITS_CELL and isinstance(error, NotImplementedError),
         "forbidden": isinstance(error, Forbidden),
     }
 
@@ -295,7 +321,7 @@ def _run_cell(name: str, source: str, namespace: dict[str, Any]) -> str:
     try:
         exec(compile(text, name, "exec", dont_inherit=True), namespace)
     except Forbidden as error:
-        return f"{name.strip('<>')} calls {error}, which this exercise asks you to write."
+        return f"{name.strip('<>')} calls {error}, {ASKED_FOR}."
     except BaseException as error:
         more = ""
         if isinstance(error, NameError) and name == ITS_CELL:
@@ -304,36 +330,8 @@ def _run_cell(name: str, source: str, namespace: dict[str, Any]) -> str:
     return ""
 
 
-def _disable(names: list[str]) -> None:
-    """Make functions raise `Forbidden` whoever calls them, and by whichever name."""
-    for full in names:
-        module, _, name = full.rpartition(".")
-        try:
-            owner: Any = importlib.import_module(module)
-        except ModuleNotFoundError:  # a method: module.Class.method
-            above, _, kind = module.rpartition(".")
-            owner = getattr(importlib.import_module(above), kind)
-        function = getattr(owner, name)
-        inner = getattr(function, "__wrapped__", function)
-        namespace: dict[str, Any] = {}
-        exec(
-            f"def {name}(*args, **kwargs):\n"
-            "    from zero_ref_course._answers import Forbidden\n"
-            f"    raise Forbidden({json.dumps(name)})\n",
-            namespace,
-        )
-        for one in {id(function): function, id(inner): inner}.values():
-            if hasattr(one, "__code__") and not one.__code__.co_freevars:
-                one.__code__ = namespace[name].__code__
-        setattr(owner, name, namespace[name])
-
-
 def _forward_distributed(link: _Link) -> None:
     for name in FORWARDED:
         ahead = _Proxy(link, DISTRIBUTED, "torch.distributed", list(FORWARDED), {})
         for module in (dist, dist.distributed_c10d):
             setattr(module, name, getattr(ahead, name))
-
-
-if __name__ == "__main__":
-    import_module("zero_ref_course._answers").main()  # not this copy, whose Forbidden would be another class
