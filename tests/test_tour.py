@@ -44,7 +44,7 @@ def test_the_tour_has_no_exercises() -> None:
 
 
 def test_each_picture_of_the_tour_has_a_name_a_caption_and_a_text_for_who_cannot_see_it() -> None:
-    drawn = [cell for cell in CELLS if re.search(r"_picture\(|\nfig$", "".join(cell["source"]))]
+    drawn = [cell for cell in CELLS if re.search(r"_picture\(|\nplots\.\w+\(.*\)$", "".join(cell["source"]))]
     assert len(drawn) == 5
     for cell in drawn:
         shown = cell["metadata"]["mystnb"]

@@ -15,7 +15,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
@@ -403,7 +403,10 @@ def arguments_of(thing: object) -> set[str]:
 
 def with_options(thing: object, lines: list[str]) -> list[str]:
     """The docstring of a dataclass with the help of those of its options that its Args leave out."""
-    if not is_dataclass(thing) or "Args:" not in lines:
+    # The names in other dataclasses' annotations may be imported for the type checker alone, so only look up
+    # those of a dataclass that has options.
+    has_options = is_dataclass(thing) and any("Option(" in str(one.type) for one in fields(thing))
+    if not has_options or "Args:" not in lines:
         return lines
     told = {found[1] for line in lines if (found := re.match(r"    (\w+): ", line))}
     options = [one for one in options_of(thing) if len(one.path) == 1]

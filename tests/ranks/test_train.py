@@ -277,9 +277,9 @@ def profiled_step(strategy: str) -> tuple[list[tuple[str, int]], list[tuple[str,
         ):
             ddp(tokens, targets).backward()
             optimizer.step()
-    itemsize = {"gloo:all_reduce": 4, "gloo:send": 1, "gloo:recv": 1}  # parameters are sent as bytes
+    itemsize = torch.float32.itemsize
     seen = [
-        (event.name.removeprefix("gloo:"), torch.Size(event.input_shapes[0]).numel() * itemsize[event.name])
+        (event.name.removeprefix("gloo:"), torch.Size(event.input_shapes[0]).numel() * itemsize)
         for event in profile.events()
         if event.name.startswith("gloo:")
     ]
