@@ -52,7 +52,7 @@ NOT_FOR_READERS = {
         "shared_out",
     },
     "zero_ref.simulator.options": {
-        *("Option", "OptionField", "check_options", "from_options", "options_of"),
+        *("Option", "OptionField", "check_options", "explained", "from_options", "listed", "options_of"),
         *("used_values", "values_of", "words_of"),
     },
     "zero_ref.simulator.timeline": {"covered_ms"},

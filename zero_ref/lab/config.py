@@ -21,7 +21,15 @@ from zero_ref.lab.logs import KINDS
 from zero_ref.simulator.cluster import CLUSTERS
 from zero_ref.simulator.ledger import MIXED_ADAMW, format_bytes, itemsize_of, state_rule
 from zero_ref.simulator.operations import WAYS
-from zero_ref.simulator.options import Option, check_options, from_options, options_of, used_values
+from zero_ref.simulator.options import (
+    Option,
+    check_options,
+    explained,
+    from_options,
+    listed,
+    options_of,
+    used_values,
+)
 from zero_ref.simulator.recipe import RECIPES, Recipe, recipe
 from zero_ref.state.saves import saves_in
 
@@ -61,7 +69,7 @@ class GPTConfig:
     # An entry for each option, as in a table.
     # fmt: off
     dtype: Annotated[str, Option(
-        f"of parameters and gradients: {', '.join(DTYPES)} (default: %(default)s)", metavar="DTYPE",
+        "of parameters and gradients: " + listed(DTYPES) + " (default: %(default)s)", metavar="DTYPE",
         choices=DTYPES, after="shard_group",
     )] = field(default="float32", kw_only=True)
     # fmt: on
@@ -121,9 +129,8 @@ class TrainConfig:
     )] = field(default=None, kw_only=True)
     steps: Annotated[int, Option(least=1, most=10**7, why="the losses of all steps are kept")] = 200
     way: Annotated[str, Option(
-        "under strategies that have owners: "
-        + "; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()),
-        name="overlap", metavar="WAY", choices=WAYS, used_by=Recipe.takes_way,
+        "under strategies that have owners: " + explained(WAYS), name="overlap", metavar="WAY", choices=WAYS,
+        used_by=Recipe.takes_way,
     )] = field(default="plain", kw_only=True)
     shard_group: Annotated[int | None, Option(
         "under zero-2: so many consecutive ranks share the state; default: all", metavar="N", least=1,

@@ -22,6 +22,27 @@ from zero_ref.simulator._checks import check_name
 T = TypeVar("T")
 
 
+# Sphinx reads the annotations of fields and knows no f-strings there, so a help is put together by functions.
+
+
+def listed(names: Iterable[str]) -> str:
+    """The names, for a help.
+
+    >>> listed(("float32", "bfloat16"))
+    'float32, bfloat16'
+    """
+    return ", ".join(names)
+
+
+def explained(names: Mapping[str, str]) -> str:
+    """Each name, as it is typed, with what it means.
+
+    >>> explained({"in_forward": "during the next forward"})
+    'in-forward: during the next forward'
+    """
+    return "; ".join(f"{name.replace('_', '-')}: {what}" for name, what in names.items())
+
+
 @dataclass(frozen=True)
 class Option:
     """What a field's value may be, and how people are asked for it.

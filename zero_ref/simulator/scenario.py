@@ -31,7 +31,7 @@ from zero_ref.simulator.models import (
     specs,
 )
 from zero_ref.simulator.operations import WAYS
-from zero_ref.simulator.options import Option, check_options, used_values
+from zero_ref.simulator.options import Option, check_options, explained, listed, used_values
 from zero_ref.simulator.play import Played, play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import LOCAL_SGD, REDUCED_IN, Recipe, recipe
@@ -116,17 +116,17 @@ class Scenario:
         label="sequences of a rank", steps=(1, 2, 4, 8, 16, 32, 64), after="loss_dtype",
     )] = 1
     sequence: Annotated[int | None, Option(
-        f"tokens in each (default: the model's, {LONGEST_SEQUENCE} at most)", metavar="S", least=1,
-        most=10**9, label="tokens in each", steps=tuple(2**power for power in range(7, 16)),
+        "tokens in each (default: the model's, " + str(LONGEST_SEQUENCE) + " at most)", metavar="S", least=1,
+        most=10**9, label="tokens in each", steps=(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
     )] = None
     _: KW_ONLY
     dtype: Annotated[str, Option(
-        f"of parameters and gradients: {', '.join(DTYPES)}. Of 16 bits the optimizer keeps a copy in 32 "
+        "of parameters and gradients: " + listed(DTYPES) + ". Of 16 bits the optimizer keeps a copy in 32 "
         "(default: %(default)s)",
         metavar="DTYPE", choices=DTYPES,
     )] = "bfloat16"
     optimizer: Annotated[str, Option(
-        f"{', '.join(STATE_RULES)} (default: %(default)s)", metavar="NAME", choices=STATE_RULES,
+        listed(STATE_RULES) + " (default: %(default)s)", metavar="NAME", choices=STATE_RULES,
     )] = "AdamW"
     masters: Annotated[bool, Option(
         "no 32-bit copies of 16-bit parameters: state in the parameters' own dtype",
@@ -140,7 +140,7 @@ class Scenario:
         choices=DTYPES,
     )] = "float32"
     checkpointing: Annotated[str, Option(
-        f"{'; '.join(f'{name}: {what}' for name, what in CHECKPOINTING.items())} (default: %(default)s)",
+        explained(CHECKPOINTING) + " (default: %(default)s)",
         metavar="WHAT", choices=CHECKPOINTING, label="activations kept",
     )] = "selective"
     accumulation: Annotated[int, Option(
@@ -148,8 +148,7 @@ class Scenario:
         metavar="N", least=1, most=MOST_PASSES,
     )] = 1
     way: Annotated[str, Option(
-        "; ".join(f"{name.replace('_', '-')}: {what}" for name, what in WAYS.items()), name="overlap",
-        metavar="WAY", choices=WAYS, used_by=Recipe.takes_way,
+        explained(WAYS), name="overlap", metavar="WAY", choices=WAYS, used_by=Recipe.takes_way,
     )] = "plain"
     bucket_bytes: Annotated[int | None, Option(
         "of DDP's buckets (default: 25, the first 1)", name="bucket_mib", metavar="MIB", unit=MIB, above=0,
@@ -160,7 +159,7 @@ class Scenario:
         used_by=_buckets_by_ddp,
     )] = False
     reduce_dtype: Annotated[str | None, Option(
-        f"what gradients travel in: {', '.join(REDUCED_IN)} (default: --dtype)", metavar="DTYPE",
+        "what gradients travel in: " + listed(REDUCED_IN) + " (default: --dtype)", metavar="DTYPE",
         choices=REDUCED_IN, used_by=_reduces_in_any_dtype,
     )] = None
     offload: Annotated[bool, Option(
