@@ -436,11 +436,16 @@ def skip(app: Sphinx, what: str, name: str, thing: object, skipped: bool, option
 def mend_way_back(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object
 ) -> None:
-    """On html-page-context: link each piece of source to its entry.
+    """On html-page-context: link each piece of source to its entry, and make one list of all modules.
 
     viewcode takes it that all of a module is documented under one name, be it `zero_ref` or the module's own.
+    It puts the list of a package's modules between two items of the list of all, which HTML does not allow.
     """
     if not pagename.startswith("_modules/") or "body" not in context:
+        return
+    if pagename == "_modules/index":
+        heading, *items = re.split(r"</?ul>", context["body"])
+        context["body"] = f"{heading}<ul>{''.join(items)}</ul>"
         return
     module = pagename.removeprefix("_modules/").replace("/", ".")
     known = app.zero_ref_shown  # type: ignore[attr-defined]
