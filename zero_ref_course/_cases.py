@@ -76,7 +76,7 @@ def check_cases(
     begin = said(theirs, should, *case) if said else call
     telling = [(each, given) for each, given, right in of_cases if tells(given, right)]
     for mistake, rule in (mistakes or {}).items():
-        if all(same(given, rule(*each)) for each, given in telling):
+        if telling and all(same(given, rule(*each)) for each, given in telling):
             raise AssertionError(f"{begin} {mistake}".strip())
     raise AssertionError(f"{begin} {otherwise(theirs, should, *case)}".strip())
 
