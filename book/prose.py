@@ -2,7 +2,7 @@
 
 What counts: numbers of ten and more, numbers with decimals, and any number before `%`, "times", Ψ, or a
 unit of bytes, time or messages; in digits or in words. What does not: small numbers that set the scene
-("on two ranks"), labels ("chapter 12", "rank 3"), widths of types ("16 bits"), names and versions, code,
+("on two ranks"), labels ("chapter 18", "rank 3"), widths of types ("16 bits"), names and versions, code,
 and powers such as $10^9$ that define a unit. Nor do words for shares: "half", "a third", "twice".
 """
 
@@ -139,11 +139,7 @@ def sentences(block: str) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """A sentence without what is no number of its own: citations, links' addresses, code, names, labels.
-
-    How long a chapter takes is held by tests/test_chapters.py.
-    """
-    text = re.sub(r"^\*\d+ minutes, and \d+ for the exercises\.", "", text)
+    """A sentence without what is no number of its own: citations, links' addresses, code, names, labels."""
     text = re.sub(r"\{cite:?\w*\}`[^`]*`", "", text)
     text = re.sub(r"\{\w+\}`([^`<]*?)\s*(?:<[^`]*>)?`", r"\1", text)
     # Links to works, by authors and year; a row's number; links to chapters, figures and equations.

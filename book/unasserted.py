@@ -6,7 +6,7 @@ changes.
 Prints `file:cell: number, in its sentence` for each, and fails if there is one. Without names it reads
 the notebooks, the pages in `book/` and the README: text, captions, alternative texts.
 
-What counts as a number is said in book/prose.py: not "two ranks", not "chapter 12", but "4.2 GB" and "64".
+What counts as a number is said in book/prose.py: not "two ranks", not "chapter 18", but "4.2 GB" and "64".
 
 What is enough:
 

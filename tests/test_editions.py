@@ -97,7 +97,7 @@ def test_a_chapter_is_found_by_its_number_and_by_its_name() -> None:
     assert names("03") == names("03_partition") == names("partition") == names("3", "partition")
     assert len(names()) == 17
     assert names("join", "precision", "clipping") == [
-        "09_clipping.ipynb", "15_precision.ipynb", "10_join.ipynb",
+        "11_clipping.ipynb", "12_precision.ipynb", "15_join.ipynb",
     ]  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def test_the_command_writes_to_a_new_folder_and_prints_the_files(
 @pytest.mark.parametrize(
     ("words", "answers"),
     [
-        (["--chapter", "18"], ["there is no chapter '18'; there are 01_ledger, 02_", "14_scale."]),
+        (["--chapter", "88"], ["there is no chapter '88'; there are 01_ledger, 02_", "18_rpc."]),
         (["--source", "nowhere"], ["there are no chapters in 'nowhere'", "in the folder notebooks"]),
         (["--source", "{not_notebooks}"], ["03_partition.ipynb is not a Jupyter notebook"]),
     ],

@@ -106,7 +106,7 @@ def test_in_the_committed_run_the_hook_leaves_less_exposed(script: ModuleType, r
 
 
 def test_chapter_7_has_the_numbers_of_the_committed_run(run: Any) -> None:
-    notebook = json.loads((ROOT / "notebooks" / "07_overlap.ipynb").read_text(encoding="utf-8"))
+    notebook = json.loads((ROOT / "notebooks" / "06_overlap.ipynb").read_text(encoding="utf-8"))
     (cell,) = (cell for cell in notebook["cells"] if cell["id"] == "compare-times-seen")
     text = " ".join("".join(cell["source"]).split()).partition("benchmarks/results/slow_link.json")[2]
     of = run["exposed_ms"]

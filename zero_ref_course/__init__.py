@@ -42,18 +42,18 @@ CHAPTERS = (
     "partition",
     "step",
     "buckets",
-    "groups",
     "overlap",
+    "sharded",
+    "stages",
     "checkpoint",
     "clipping",
     "precision",
     "matrices",
+    "groups",
     "join",
+    "scale",
     "local_sgd",
     "rpc",
-    "sharded",
-    "stages",
-    "scale",
 )
 """The modules with graders, in the order in which the chapters are read. A new chapter adds its name."""
 

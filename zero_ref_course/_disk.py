@@ -1,4 +1,4 @@
-"""Chapter 8's disk: in memory, for a save that is killed at any of its changes, and what reads it then."""
+"""Chapter 10's disk: in memory, for a save that is killed at any of its changes, and what reads it then."""
 
 from __future__ import annotations
 

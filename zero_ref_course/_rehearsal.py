@@ -1,4 +1,4 @@
-"""Chapter 7's hook, rehearsed: a rank with a clock and no network, which says what cannot be done now."""
+"""Chapter 6's hook, rehearsed: a rank with a clock and no network, which says what cannot be done now."""
 
 from __future__ import annotations
 

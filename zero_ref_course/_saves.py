@@ -1,4 +1,4 @@
-"""Chapter 8's directories of saves, on the real disk: small ones, some of them damaged.
+"""Chapter 10's directories of saves, on the real disk: small ones, some of them damaged.
 
 A simple form of what `state/saves.py` and `state/files.py` write: no mark, and one checksum for each data
 file.

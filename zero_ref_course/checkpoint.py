@@ -1,4 +1,4 @@
-"""Chapter 8's graders: what a new rank reads, shards put together, saves killed, and saves searched."""
+"""Chapter 10's graders: what a new rank reads, shards put together, saves killed, and saves searched."""
 
 from __future__ import annotations
 

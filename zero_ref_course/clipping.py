@@ -1,4 +1,4 @@
-"""Graders of chapter 9, clipping: what must be global, for the model and for each parameter?"""
+"""Graders of chapter 11, clipping: what must be global, for the model and for each parameter?"""
 
 from __future__ import annotations
 

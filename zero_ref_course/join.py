@@ -1,4 +1,4 @@
-"""Graders of chapter 10, join: what if ranks run out of data?"""
+"""Graders of chapter 15, join: what if ranks run out of data?"""
 
 from __future__ import annotations
 

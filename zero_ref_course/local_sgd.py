@@ -1,4 +1,4 @@
-"""Graders of chapter 11, local SGD: what if we sync less often?"""
+"""Graders of chapter 17, local SGD: what if we sync less often?"""
 
 from __future__ import annotations
 

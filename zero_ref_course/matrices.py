@@ -1,4 +1,4 @@
-"""Graders of chapter 16, matrices: may every parameter be cut?"""
+"""Graders of chapter 13, matrices: may every parameter be cut?"""
 
 from __future__ import annotations
 

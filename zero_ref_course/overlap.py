@@ -1,4 +1,4 @@
-"""Chapter 7's graders: a bucket size beside others, calls beside a recording, a hook beside plain Adam."""
+"""Chapter 6's graders: a bucket size beside others, calls beside a recording, a hook beside plain Adam."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graders of chapter 15, precision: why do small updates vanish?"""
+"""Graders of chapter 12, precision: why do small updates vanish?"""
 
 from __future__ import annotations
 

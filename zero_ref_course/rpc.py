@@ -1,4 +1,4 @@
-"""Chapter 12's graders: messages beside those of real workers, a local step, a table on several workers."""
+"""Chapter 18's graders: messages beside those of real workers, a local step, a table on several workers."""
 
 from __future__ import annotations
 

@@ -120,11 +120,11 @@ RUNGS: dict[str, Rung] = {
     "owners": Rung(3, _owners),
     "step": Rung(4, _step),
     "buckets": Rung(5, _buckets),
-    "options": Rung(6, _options),
-    "to_owners": Rung(7, _to_owners),
-    "in_backward": Rung(7, _in_backward),
-    "checkpoint": Rung(8, _checkpoint),
-    "masters": Rung(15, _masters),
+    "options": Rung(14, _options),
+    "to_owners": Rung(6, _to_owners),
+    "in_backward": Rung(6, _in_backward),
+    "checkpoint": Rung(10, _checkpoint),
+    "masters": Rung(12, _masters),
 }
 """All rungs by name, in the order in which the book builds them."""
 

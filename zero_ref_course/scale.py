@@ -1,4 +1,4 @@
-"""Chapter 14's graders: a link beside the true one, a design and its bill, a doubling too many.
+"""Chapter 16's graders: a link beside the true one, a design and its bill, a doubling too many.
 
 `Job`, `Design` and `bill_of` are for readers too: what a run is asked to be, what they choose, what it costs.
 `as_first_priced` is what the first version of the simulator would have said.

@@ -1,4 +1,4 @@
-"""Chapter 17's graders: one order for all buckets, a reduce-scatter around a ring, bytes of groups."""
+"""Chapter 7's graders: one order for all buckets, a reduce-scatter around a ring, bytes of groups."""
 
 from __future__ import annotations
 

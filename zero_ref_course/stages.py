@@ -1,4 +1,4 @@
-"""Chapter 13's graders: bytes beside the simulator and real ranks, hiding gathers, the order of stage 3."""
+"""Chapter 8's graders: bytes beside the simulator and real ranks, hiding gathers, the order of stage 3."""
 
 from __future__ import annotations
 

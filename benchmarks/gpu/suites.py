@@ -51,7 +51,7 @@ CHOSEN_BY_RANKS = {"ZERO_REF_DEVICE": "", "ZERO_REF_BACKEND": ""}
 """For notebooks: `lab.placement` chooses by itself, and what a cell puts on the CPU stays there."""
 
 NOTEBOOKS = tuple(
-    f"notebooks/{name}.ipynb" for name in ("01_ledger", "04_step", "05_buckets", "09_clipping", "16_matrices")
+    f"notebooks/{name}.ipynb" for name in ("01_ledger", "04_step", "05_buckets", "11_clipping", "13_matrices")
 )
 
 

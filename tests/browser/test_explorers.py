@@ -16,8 +16,8 @@ CHAPTERS = {
     "memory": "notebooks/01_ledger.html",
     "buckets": "notebooks/05_buckets.html",
     "partition": "notebooks/03_partition.html",
-    "overlap": "notebooks/07_overlap.html",
-    "design": "notebooks/14_scale.html",
+    "overlap": "notebooks/06_overlap.html",
+    "design": "notebooks/16_scale.html",
     "search": PAGE,
 }
 pytestmark = pytest.mark.browser

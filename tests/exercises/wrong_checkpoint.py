@@ -1,4 +1,4 @@
-"""Chapter 8: answers that a reader may give, as changes of the solution, and what the check must say."""
+"""Chapter 10: answers that a reader may give, as changes of the solution, and what the check must say."""
 
 from __future__ import annotations
 

@@ -82,11 +82,11 @@ class OwnLoop:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Its own; before chapter 6 those of its local optimizer."""
+        """Its own; before chapter 14 those of its local optimizer."""
         return getattr(self.mine, "param_groups", self.local.param_groups)
 
     def zero_grad(self) -> None:
-        """Its own; before chapter 6 all gradients become None here."""
+        """Its own; before chapter 14 all gradients become None here."""
         if hasattr(self.mine, "zero_grad"):
             self.mine.zero_grad()
         else:

@@ -51,7 +51,7 @@ def label_colour(label: str) -> str:
 
 
 def label_key(labels: Iterable[str]) -> dict[str, str]:
-    """A colour for each word; words of one colour together. Those of chapter 7 if there is nothing else."""
+    """A colour for each word; words of one colour together. Those of chapter 6 if there is nothing else."""
     shown = set(labels)
     if shown <= COLOURS.keys():
         return COLOURS
