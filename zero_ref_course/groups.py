@@ -1,4 +1,4 @@
-"""Chapter 14's graders: a checkpoint of other groups, what a new partition would move, what freezing sends."""
+"""Chapter 14's graders: a checkpoint of other groups, what a new partition moves, what freezing sends."""
 
 from __future__ import annotations
 
