@@ -261,7 +261,7 @@ LABELS = ("forward", "backward", "reduce", "step", "broadcast")
 
 
 def psi_of(params: Sequence[ParamSpec]) -> int:
-    """Bytes of what is trained, Ψ."""
+    """Bytes of the Ψ parameters that are trained."""
     return sum(nbytes_of(param) for param in params if param.trainable)
 
 

@@ -140,7 +140,7 @@ def test_to_owners_by_reduce_by_hand() -> None:
 
 
 def test_one_owner_is_slow_in_pairs_and_not_by_reduce() -> None:
-    # One rank owns a bucket of 25 MB. The network's model of NCCL's reduce is a chain, that of pairs an incast.
+    # One rank owns a bucket of 25 MB. Pairs are an incast, and NCCL passes sums along a chain.
     params = [ParamSpec(25 * 10**6 // 4)]
     ms = {}
     for by in REDUCED_BY:
