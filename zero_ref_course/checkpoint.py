@@ -26,7 +26,7 @@ from zero_ref_course.predictions import prediction
 
 __all__ = ["Disk", "Table", "load", "tables_in"]  # what the chapter's exercises use
 
-# ------------------------------------------------------------------------------ 8.1 what to read
+# ----------------------------------------------------------------------------- 10.1 what to read
 
 NUMELS = [384, 24, 192, 8]
 LAST_FIRST: list[list[int | Slice]] = [[Slice(0, 200, 384), 3], [2], [1, Slice(0, 0, 200)]]
@@ -191,7 +191,7 @@ def _owned(partition: Partition) -> str:
     return f"owned as {owned!s}".replace("'", "")
 
 
-# ------------------------------------------------------------------------------ 8.2 shards put together
+# ----------------------------------------------------------------------------- 10.2 shards put together
 
 SHAPES = [(16, 24), (24,), (24, 8), (8,)]
 SHARDINGS: list[tuple[Partition, list[int]]] = [
@@ -305,7 +305,7 @@ def _check_state(
         )
 
 
-# ------------------------------------------------------------------------- 8.3 killed while it saves
+# ------------------------------------------------------------------------ 10.3 killed while it saves
 
 WORLDS = [(1, 1), (3, 3), (4, 2), (2, 5)]
 """The ranks of the save that is there and of the one that is killed."""
@@ -382,7 +382,7 @@ def _check_complete(disk: Disk, new: list[bytes], number: int) -> None:
     )
 
 
-# ------------------------------------------------------------------------- 8.4 the newest intact save
+# ------------------------------------------------------------------------ 10.4 the newest intact save
 
 DIRECTORIES: list[dict[str, str]] = [
     {"save-1": INTACT, "save-2": INTACT},

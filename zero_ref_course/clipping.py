@@ -91,7 +91,7 @@ def _shown(gradients: Sequence[Gradients]) -> str:
     return f"the gradients {owned}"
 
 
-# ------------------------------------------------------------------------------------- 9.1 the global norm
+# ------------------------------------------------------------------------------------ 11.1 the global norm
 
 
 def _random_gradients(sizes: Sequence[Sequence[int]]) -> list[Gradients]:
@@ -208,7 +208,7 @@ def _mistake_in_norm(gradients: Sequence[Gradients], norm_type: float, rank: int
     return "Each rank's norm is the norm of its slices' norms, and the global one the norm of those."
 
 
-# ---------------------------------------------------------------------------------------- 9.2 who may step?
+# --------------------------------------------------------------------------------------- 11.2 who may step?
 
 INF, NAN = math.inf, math.nan
 SPOILED: list[list[Gradients]] = [
@@ -259,7 +259,7 @@ def _check_decisions(answer: Answer, gradients: Sequence[Gradients], values: lis
     raise AssertionError(f"{given}. {hint}")
 
 
-# ----------------------------------------------------------------------------- 9.3 a norm for each parameter
+# ---------------------------------------------------------------------------- 11.3 a norm for each parameter
 
 Owned = list[tuple[int, list[float], list[float]]]
 """What a rank owns: the parameter of each slice, the slice's weights, their gradients."""

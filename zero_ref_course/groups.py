@@ -26,7 +26,7 @@ from zero_ref_course._cases import Form, check_cases, is_whole, list_of, named
 from zero_ref_course._company import on_ranks
 from zero_ref_course.predictions import prediction
 
-# --------------------------------------------------------- 6.1 a checkpoint from before the groups changed
+# -------------------------------------------------------- 14.1 a checkpoint from before the groups changed
 
 State = dict[str, Any]
 """What `Adam.state_dict()` gives."""
@@ -220,7 +220,7 @@ def _go_on(returned: State, change: Change) -> bool:
     return all(map(torch.equal, params, twins))
 
 
-# ---------------------------------------------------------------------------- 6.2 state to move
+# --------------------------------------------------------------------------- 14.2 state to move
 
 BYTES_PER_ELEMENT = 8
 """Adam's two running means in float32."""
@@ -343,7 +343,7 @@ def _in_words(partition: Partition) -> str:
     return " | ".join(of_ranks)
 
 
-# ------------------------------------------------------------------------ 6.3 the calls of a frozen model
+# ----------------------------------------------------------------------- 14.3 the calls of a frozen model
 
 Calls = list[tuple[str, int]]
 Flags = list[list[bool]]

@@ -22,7 +22,7 @@ from zero_ref_course import Answer, exercise
 from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
-# ------------------------------------------------------------------------------- 10.1 write the shadow step
+# ------------------------------------------------------------------------------- 15.1 write the shadow step
 
 STEPS = 3
 SHAPES = [(4, 3), (3,), (3, 2), (2,), (5,)]
@@ -115,7 +115,7 @@ def _check(outcomes: Sequence[Any], joined: set[int]) -> None:
                 )
 
 
-# ------------------------------------------------------------------------------ 10.2 what one batch counts
+# ------------------------------------------------------------------------------ 15.2 what one batch counts
 
 INPUTS = [[3, 5, 7], [2, 2, 2], [4, 1], [1, 3, 0]]
 
@@ -161,7 +161,7 @@ def _averages(batches: Sequence[int], by_initial: bool) -> list[float]:
     return seen
 
 
-# ------------------------------------------------------------------------------------------ 10.3 what is lent
+# ------------------------------------------------------------------------------------------ 15.3 what is lent
 
 
 @exercise("join.lent_bytes", seconds=30.0, on_ranks=True)

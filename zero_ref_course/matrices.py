@@ -24,7 +24,7 @@ from zero_ref_course.predictions import prediction
 
 Shapes = Sequence[tuple[int, int]]
 
-# ------------------------------------------------------------------------------------ 16.1 may it be cut?
+# ------------------------------------------------------------------------------------ 13.1 may it be cut?
 
 
 class _Scaled(Optimizer):
@@ -166,7 +166,7 @@ def may_be_cut(answer: Answer) -> str:
     return f"the right verdict about {names}"
 
 
-# ------------------------------------------------------------------------------ 16.2 the cost of a matrix
+# ------------------------------------------------------------------------------ 13.2 the cost of a matrix
 
 SIZES: list[tuple[int, int, int]] = [(2, 3, 1), (8, 8, 1), (4, 32, 3), (32, 4, 3), (48, 64, 5), (96, 16, 2)]
 """Rows, columns and iterations; small, because the check counts what Muon does with them."""
@@ -225,7 +225,7 @@ def _mistake_in_operations(number: int, right: int, rows: int, columns: int, ite
     }.get(number, "Count the multiplications and additions of the three products.")
 
 
-# ------------------------------------------------------------------------------------ 16.3 balance by cost
+# ------------------------------------------------------------------------------------ 13.3 balance by cost
 
 
 def _gpt(model: str) -> Shapes:

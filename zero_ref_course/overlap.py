@@ -31,7 +31,7 @@ from zero_ref_course._company import on_ranks
 from zero_ref_course._rehearsal import HookBucket, rehearse
 from zero_ref_course.predictions import prediction
 
-# ------------------------------------------------------------------------------------ 7.1 the bucket size
+# ------------------------------------------------------------------------------------ 6.1 the bucket size
 
 LINKS = [  # bytes, backward ms, latency ms, GB/s
     (1e9, 100.0, 0.05, 25.0),
@@ -98,7 +98,7 @@ def _iteration_ms(size: float, *link: float) -> float:
     return simulate(_buckets(size, *link), "interleaved").makespan_ms
 
 
-# ----------------------------------------------------------------------------- 7.2 the calls in their order
+# ----------------------------------------------------------------------------- 6.2 the calls in their order
 
 RUNS: list[tuple[int, list[int], str | list[list[int]], int]] = [
     (2, [4, 3, 6, 2, 5], "sorted_greedy", 60),
@@ -224,7 +224,7 @@ def _mistake_in_calls(
     return f"call {where}, counted from 0, should be {should_be}, and is {is_there}.{order}"
 
 
-# -------------------------------------------------------------------------------------- 7.3 write the hook
+# -------------------------------------------------------------------------------------- 6.3 write the hook
 
 
 @exercise("overlap.on_bucket", seconds=20.0, may_return_none=True, on_ranks=True)
@@ -333,19 +333,3 @@ def _saved_ms(sequences: int) -> float:
     )
     plain, interleaved = (scenario.run("zero").iteration_ms for scenario in ways)
     return plain - interleaved
-
-
-@prediction(
-    "overlap.bytes",
-    "How often does an iteration send as many elements as there are parameters, with reduce_to_owners?",
-    unit="times (N - 1) Ψ",
-)
-def _sent_with_owners() -> float:
-    world_size, specs = 4, [ParamSpec(384 * 384)] * 8
-    partition = sorted_greedy([spec.numel for spec in specs], world_size)
-    calls = [calls_of_rank(partition, specs, rank, to_owners=True) for rank in range(world_size)]
-    sends = sum(call.nbytes for of_rank in calls for call in of_rank if call.op == "send")
-    broadcasts = sum(call.nbytes for call in calls[0] if call.op == "broadcast")
-    return (sends + (world_size - 1) * broadcasts) / (
-        (world_size - 1) * sum(4 * spec.numel for spec in specs)
-    )

@@ -17,7 +17,7 @@ from zero_ref_course.predictions import prediction
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
-# ------------------------------------------------------------------------------- 15.1 which updates are lost?
+# ------------------------------------------------------------------------------- 12.1 which updates are lost?
 
 WEIGHTS: list[tuple[float, torch.dtype]] = [
     (1.0, BF16),
@@ -93,7 +93,7 @@ def _mistake_in_gap(weight: float, dtype: torch.dtype, factor: float) -> str:
     return "From the power of two at or below the weight, the next value is that power times the eps away."
 
 
-# ------------------------------------------------------------------------------------ 15.2 a step on a master
+# ------------------------------------------------------------------------------------ 12.2 a step on a master
 
 STEPS = 40
 
@@ -182,7 +182,7 @@ def _check_no_gradient(answer: Answer) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------ 15.3 rounding at random
+# ------------------------------------------------------------------------------------ 12.3 rounding at random
 
 NEIGHBOURS: list[tuple[float, float]] = [
     (1.0, 1.0078125),

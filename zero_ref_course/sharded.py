@@ -22,6 +22,7 @@ from zero_ref.lab.meter import bytes_sent_by, recording
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from zero_ref.plan.calls import Call
 from zero_ref.plan.partition import ParamSpec
+from zero_ref.plan.rules import sorted_greedy
 from zero_ref.simulator.cluster import cluster
 from zero_ref.simulator.ledger import nbytes_of
 from zero_ref.simulator.models import MODELS, shapes, specs
@@ -29,14 +30,14 @@ from zero_ref.simulator.play import play
 from zero_ref.simulator.price import Workload
 from zero_ref.simulator.recipe import recipe
 from zero_ref.simulator.scenario import Scenario
-from zero_ref.simulator.schedule import schedule
+from zero_ref.simulator.schedule import calls_of_rank, schedule
 from zero_ref.simulator.traffic import traffic
 from zero_ref_course import Answer, call_text, exercise, in_words, shown
 from zero_ref_course._cases import Form, check_cases, is_number, is_whole, list_of
 from zero_ref_course._company import on_ranks, on_virtual_ranks
 from zero_ref_course.predictions import prediction
 
-# ------------------------------------------------------------------------------ 17.1 buckets in one order
+# ------------------------------------------------------------------------------- 7.1 buckets in one order
 
 READY = [([1, 0, 3], 4), ([0, 1, 2], 3), ([2, 1, 0], 3), ([], 2), ([3], 4), ([0, 2, 4, 1, 3], 5)]
 """What becomes full on a rank, and the number of buckets: the first case shows most mistakes."""
@@ -112,7 +113,7 @@ def _mistake_in_order(
     )
 
 
-# ------------------------------------------------------------------------------------ 17.2 a ring
+# ------------------------------------------------------------------------------------- 7.2 a ring
 
 SIZES = [3, 2, 4, 5, 1, 8]
 """Ranks of each world. Three first: with two, one message does not show whether its receiver adds."""
@@ -245,7 +246,7 @@ def _mistake_in_sum(outcome: _Outcome, rank: int, size: int, seed: int) -> str:
     return "In each round, add what arrives to this rank's part of that share, and pass the sum on."
 
 
-# ------------------------------------------------------------------------------ 17.3 bytes of hybrid groups
+# ------------------------------------------------------------------------------- 7.3 bytes of hybrid groups
 
 HYBRID = [(2, 8), (4, 8), (8, 64), (8, 8), (1, 4), (16, 512), (1, 1)]
 """Ranks of a group, and of all."""
@@ -370,6 +371,22 @@ def _holds_most() -> str:
         played = play(schedule(strategy, llama, 8), cluster("h100-ib"), Workload(4096))
         most[way] = beside + round(max(held for _, held in played.memory(held_bytes=0)))
     return max(most, key=most.__getitem__)
+
+
+@prediction(
+    "sharded.bytes",
+    "With reduce_to_owners, how many times (N - 1) Ψ elements do all ranks together send in an iteration?",
+    unit="times (N - 1) Ψ",
+)
+def _sent_with_owners() -> float:
+    world_size, specs = 4, [ParamSpec(384 * 384)] * 8
+    partition = sorted_greedy([spec.numel for spec in specs], world_size)
+    calls = [calls_of_rank(partition, specs, rank, to_owners=True) for rank in range(world_size)]
+    sends = sum(call.nbytes for of_rank in calls for call in of_rank if call.op == "send")
+    broadcasts = sum(call.nbytes for call in calls[0] if call.op == "broadcast")
+    return (sends + (world_size - 1) * broadcasts) / (
+        (world_size - 1) * sum(4 * spec.numel for spec in specs)
+    )
 
 
 @prediction(

@@ -31,7 +31,7 @@ from zero_ref_course import Answer, call_text, exercise, shown
 from zero_ref_course._cases import Form, check_cases, is_number, list_of
 from zero_ref_course.predictions import prediction
 
-# -------------------------------------------------------------------------- 13.1 the bytes that a rank sends
+# --------------------------------------------------------------------------- 8.1 the bytes that a rank sends
 
 STRATEGY_OF_STAGE = {0: "ddp", 1: "zero-even", 2: "zero-2", 3: "zero-3"}
 WIDTH, LAYERS = 512, 4
@@ -173,7 +173,7 @@ def _iteration(model: nn.Module, optimizer: torch.optim.Optimizer, width: int = 
     return iteration
 
 
-# ------------------------------------------------------------------------------------------ 13.2 break-even
+# ------------------------------------------------------------------------------------------- 8.2 break-even
 
 
 class Setting(NamedTuple):
@@ -279,7 +279,7 @@ def _what_is_missing(tokens: float, setting: Setting) -> str:
     return "A gather hides if the block before it computes for as long."
 
 
-# ----------------------------------------------------------------------------------- 13.3 the calls in order
+# ------------------------------------------------------------------------------------ 8.3 the calls in order
 
 STACKS = [[3, 5, 6, 7], [2, 4], [9, 1, 8, 3, 2, 5]]
 """Units by their gathered elements, the root's first; the one-block model has nothing to prefetch."""
