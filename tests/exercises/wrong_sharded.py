@@ -4,7 +4,7 @@ from __future__ import annotations
 
 REST = "list(range(next_one, count))"
 IN_ORDER = "while next_one in full"
-FOR_OWNERS = "2 * psi / shard_group * (groups - 1) / groups"
+FOR_OWNERS = "2 * nbytes / shard_group * (groups - 1) / groups"
 
 CHANGED = {
     "sharded.reduce_in_order": [
