@@ -81,7 +81,7 @@ class SuiteResult:
         return spread([a / b for a, b in zip(times, of_other, strict=True)])
 
     def wire_units(self, name: str) -> float | None:
-        """Bytes on the wire in units of (N-1)Ψ, Ψ the bytes of all parameters; None where nobody counted."""
+        """Elements on the wire in units of (N-1)Ψ, Ψ the number of parameters; None where nobody counted."""
         sent = self.taken[name].wire_bytes
         unit = (self.ranks - 1) * self.parameters * BYTES_OF_A_PARAMETER
         return None if sent is None or not unit else sent / unit

@@ -20,7 +20,7 @@ from zero_ref.lab.strategies import trainable
 from zero_ref.local_sgd.averaging import AveragingSchedule
 from zero_ref.simulator.recipe import Recipe, recipe
 
-WIDTH, DEPTH, BUCKET_MIB = 1024, 8, 4  # Ψ is 33.6 MB, in buckets of a layer each
+WIDTH, DEPTH, BUCKET_MIB = 1024, 8, 4  # Ψ is 8.4 million parameters, 33.6 MB, in buckets of a layer each
 PERIOD = 4
 
 # The bytes predicted are those of all ranks, in (N-1)Ψ: 2 for an all-reduce, 1 for a reduction to owners, 1

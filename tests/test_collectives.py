@@ -124,6 +124,8 @@ def test_control_messages_and_each_kind_of_tensor_have_a_device_of_their_own(
     assert (comm.goes_pairwise(CPU), comm.goes_pairwise(GPU)) == pairwise
     assert (comm.open_channel(0, {CPU}) is not None) == (control == CPU and pairwise[0])
     assert comm.open_channel(0, {CPU, GPU}) is None
+    gloo = [device for device, is_gloos in zip((CPU, GPU), pairwise, strict=True) if is_gloos]
+    assert [device for device in (CPU, GPU) if not comm.prefers_reduce(device)] == gloo
     of_any_backend = ProcessGroupCollectives()
     assert not of_any_backend.goes_pairwise(CPU)
     assert not of_any_backend.goes_pairwise(GPU)
@@ -139,6 +141,7 @@ def test_in_a_group_with_two_backends_each_tensor_goes_by_that_of_its_device(
         process_group._batch: "batch",
         process_group._all_gather: "all_gather",
         dist.broadcast: "broadcast",
+        dist.reduce: "reduce",
     }
     names |= {process_group._reduce_scatter: "reduce_scatter", dist.isend: "send", dist.irecv: "recv"}
 
@@ -159,6 +162,10 @@ def test_in_a_group_with_two_backends_each_tensor_goes_by_that_of_its_device(
     comm.broadcast(there, 0).wait()
     comm.broadcast(here, 0).wait()  # to no other rank in a message between two
     assert started == ["all_gather", "meta", "meta", "reduce_scatter", "meta", "meta", "broadcast", "meta"]
+    started.clear()
+    comm.reduce(there, 0).wait()
+    comm.reduce(here, 0).wait()
+    assert started == ["reduce", "meta", "reduce", "cpu"]
 
 
 # -------------------------------------------------------------------------------------------------- agree

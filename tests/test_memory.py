@@ -79,6 +79,15 @@ def test_ddp_keeps_its_gradients_twice_unless_they_are_views() -> None:
         )
 
 
+def test_gradients_that_are_added_in_32_bits_make_18_bytes_a_parameter() -> None:
+    params = [ParamSpec(1000, "bfloat16")]
+    for stage, expected in enumerate((18, 6 + 12 / 8, 2 + 16 / 8, 18 / 8)):
+        settings = MemorySettings(stage, "fp32-grads-18", gradient_as_bucket_view=True)
+        memory = average_memory(params, 8, settings)
+        model = memory.parameter_bytes + memory.gradient_bytes + memory.master_bytes + memory.moment_bytes
+        assert model == 1000 * expected == ledger(1000, 8, stage, "fp32-grads-18").total_bytes
+
+
 def test_one_rank_communicates_nothing() -> None:
     params = specs(shapes("gpt2"))
     for stage in range(4):

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from scheduled import scheduled
 
 from zero_ref.local_sgd.averaging import AveragingSchedule, Level
-from zero_ref.plan.calls import Call
+from zero_ref.plan.calls import REDUCED_BY, Call
 from zero_ref.plan.choice import plan_partition
 from zero_ref.plan.partition import ParamSpec, Slice
 from zero_ref.plan.rules import from_lists
@@ -92,6 +92,20 @@ def test_what_is_reduced_to_owners_is_kept_by_them_only() -> None:
     assert last.shares == ((0, 24), (1, 20))
     assert last.calls_of(0, 2) == [Call("send", 20, 1), Call("recv", 24, 1)]
     assert owned_bytes(OWNERS, PARAMS) == (28, 36)
+
+
+def test_by_reduce_each_owner_of_a_bucket_gets_its_part_in_one_call_of_all_ranks() -> None:
+    operations = data_parallel(PARAMS, 2, OWNERS, BUCKETS, to_owners=True, reduced_by="reduce")
+    first, second = (one for one in operations if one.label == "reduce" and one.part == 2)
+    assert (first.op, first.owner, first.nbytes, first.gives) == ("reduce", 0, 24, 24)
+    assert (second.op, second.owner, second.nbytes, second.gives) == ("reduce", 1, 20, 20)
+    for rank in range(2):
+        assert first.calls_of(rank, 2) + second.calls_of(rank, 2) == [
+            Call("reduce", 24, 0),
+            Call("reduce", 20, 1),
+        ]
+    step = next(one for one in operations if one.label == "step")
+    assert [operations[place] for place in step.after] == [second], "the last of the calls"
 
 
 def test_stage_3_fetches_ahead_and_frees_what_is_computed() -> None:
@@ -247,7 +261,7 @@ LABELS = ("forward", "backward", "reduce", "step", "broadcast")
 
 
 def psi_of(params: Sequence[ParamSpec]) -> int:
-    """Bytes of what is trained, Ψ."""
+    """Bytes of the Ψ parameters that are trained."""
     return sum(nbytes_of(param) for param in params if param.trainable)
 
 
@@ -255,12 +269,14 @@ def one_bucket_each(params: Sequence[ParamSpec]) -> list[list[int]]:
     return [[number] for number, param in enumerate(params) if param.trainable][::-1]
 
 
-@given(params_of_model, ranks, sharded, ways, st.booleans())
+@given(params_of_model, ranks, sharded, ways, st.sampled_from(["", *REDUCED_BY]))
 def test_each_gradient_and_parameter_is_computed_and_moved_as_often_as_the_strategy_says(
-    params: list[ParamSpec], world_size: int, strategy: str, way: str, to_owners: bool
+    params: list[ParamSpec], world_size: int, strategy: str, way: str, to_owners: str
 ) -> None:
     buckets = one_bucket_each(params)
-    how = recipe(strategy, to_owners=to_owners, way=way)
+    how = recipe(strategy, way=way)
+    if to_owners:
+        how = recipe(how, to_owners=True, reduced_by=to_owners)
     plan = schedule(how, params, world_size, ddp_buckets=buckets)
     trained = sum(param.numel for param in params if param.trainable)
     of_label = {label: [one for one in plan.operations if one.label == label] for label in LABELS}
@@ -307,6 +323,8 @@ def test_stage_1_sends_2_psi_to_owners_and_3_psi_with_all_reduces(
     assert wire("ddp") == 2 * rest
     assert wire(strategy, way=way) == 3 * rest
     assert wire(strategy, way=way, to_owners=True) == 2 * rest
+    if backend == "nccl":  # Gloo's reduce sends more
+        assert wire(strategy, way=way, to_owners=True, reduced_by="reduce") == 2 * rest
     averaged = 2 * (world_size - 1) * averaged_bytes(params)
     assert wire("local-sgd", averaging=AveragingSchedule.periodic(3)) == averaged + 32 * world_size * (
         world_size - 1

@@ -26,10 +26,12 @@ from zero_ref.lab.compare import CYCLE, ROW_NAMES
 from zero_ref.lab.config import GPTConfig, TrainConfig
 from zero_ref.lab.outcome import predict
 from zero_ref.live.explorer import RANKS
+from zero_ref.plan.partition import ParamSpec
 from zero_ref.plan.rules import equal_shares, even
-from zero_ref.simulator.ledger import ledger
-from zero_ref.simulator.recipe import RECIPES
-from zero_ref.simulator.schedule import Schedule
+from zero_ref.simulator.ledger import Convention, ledger
+from zero_ref.simulator.recipe import RECIPES, recipe
+from zero_ref.simulator.schedule import Schedule, schedule
+from zero_ref.simulator.traffic import traffic
 from zero_ref_course.predictions import predictions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -145,6 +147,23 @@ def test_glossary_says_what_a_step_counter_takes() -> None:
     adam = torch.optim.Adam([weight])
     adam.step()
     assert adam.state[weight]["step"].nbytes == 4
+
+
+def test_glossary_says_what_stage_1_sends() -> None:
+    ways = ("ddp", "zero-even", recipe("zero-even", to_owners=True, reduced_by="reduce"))
+    sent = [schedule(way, [ParamSpec(2**20)], 8).wire_bytes() / (4 * 2**20 * 7) for way in ways]
+    assert sent == [2, 3, 2]
+
+
+def test_glossary_says_what_an_all_reduce_sends() -> None:
+    assert traffic("all_reduce", 1, 8).busiest_bytes == 2 * 7 / 8
+    assert traffic("all_reduce", 1, 8, algorithm="nvls").busiest_bytes == 1 + 1 / 8
+
+
+def test_glossary_says_what_mixed_precision_takes() -> None:
+    assert [ledger(1, 1, 0, count).total_bytes for count in ("mixed-16", "fp32-grads-18")] == [16, 18]
+    without_masters = Convention(2, 2, 8)
+    assert ledger(1, 1, 0).total_bytes - ledger(1, 1, 0, without_masters).total_bytes == 4
 
 
 def test_glossary_says_how_coarse_bfloat16_is() -> None:

@@ -15,6 +15,7 @@ from scheduled import scheduled
 
 import zero_ref
 from zero_ref.local_sgd.averaging import AveragingSchedule
+from zero_ref.plan.calls import REDUCED_BY
 from zero_ref.plan.partition import ParamSpec
 from zero_ref.simulator.cluster import Cluster, Device, Link, cluster
 from zero_ref.simulator.models import blocks, shapes, specs
@@ -126,6 +127,37 @@ def test_to_owners_by_hand() -> None:
         ("reduce", 1, 15.5, 17),
         ("reduce", 2, 18, 20.5),
     ]
+
+
+def test_to_owners_by_reduce_by_hand() -> None:
+    played = by_hand("zero", to_owners=True, reduced_by="reduce")
+    # Each bucket has one owner. On two ranks the chain of a reduce is one message of the whole bucket.
+    assert marks(played.timeline(0), NETWORK)[:3] == [
+        ("reduce", 0, 12, 15.5),
+        ("reduce", 1, 15.5, 17),
+        ("reduce", 2, 18, 20.5),
+    ]
+
+
+def test_one_owner_is_slow_in_pairs_and_not_by_reduce() -> None:
+    # One rank owns a bucket of 25 MB. Pairs are an incast, and NCCL passes sums along a chain.
+    params = [ParamSpec(25 * 10**6 // 4)]
+    ms = {}
+    for by in REDUCED_BY:
+        plan = schedule(recipe("zero", to_owners=True, reduced_by=by), params, 64)
+        ms[by] = play(plan, H100, WORK).critical_ms()["reduce"]
+    assert round(ms["reduce"], 3) == round(H100.ms("reduce", 25e6, 64), 3)
+    assert ms["reduce"] == pytest.approx(H100.ms("reduce_scatter", 25e6, 64), rel=0.01)
+    assert ms["pairs"] > 100 * ms["reduce"]
+
+
+def test_gradients_reduced_by_reduce_are_kept_by_their_owners_only() -> None:
+    params, left = [ParamSpec(1024)] * 8, {}
+    for by in REDUCED_BY:
+        plan = schedule(recipe("zero", to_owners=True, reduced_by=by), params, 4)
+        played = play(plan, H100, WORK)
+        left[by] = [played.memory(rank, held_bytes=0)[-1][1] for rank in range(4)]
+    assert left["reduce"] == left["pairs"] == [2 * 4096] * 4
 
 
 def test_stage_3_by_hand() -> None:
@@ -285,6 +317,8 @@ def plans(draw: st.DrawFn, max_ranks: int = 5) -> Schedule:
         options["shard_group"] = draw(st.sampled_from(sizes))
     elif RECIPES[strategy].partition:
         options |= {"to_owners": draw(st.booleans()), "side_stream": draw(st.booleans())}
+        if options["to_owners"]:
+            options["reduced_by"] = draw(st.sampled_from(REDUCED_BY))
     elif strategy == "zero-3":
         cut = draw(st.integers(0, len(params)))
         rest = [[number] for number in range(cut, len(params))]
@@ -481,6 +515,18 @@ MISTAKES = {
     "no owners without ddp": (
         lambda: schedule(recipe("zero-2", to_owners=False), PARAMS, 2),
         "'zero-2' is without DDP, which reduces gradients to owners",
+    ),
+    "reduced by what": (
+        lambda: schedule(recipe("zero", to_owners=True, reduced_by="tree"), PARAMS, 2),
+        "unknown reduced_by 'tree'; choose",
+    ),
+    "reduced by reduce, to nobody": (
+        lambda: schedule(recipe("zero", reduced_by="reduce"), PARAMS, 2),
+        "those of 'zero' do not. Give it to zero, zero-bucket or zero-even, with to_owners=True",
+    ),
+    "reduced by reduce, without ddp": (
+        lambda: schedule(recipe("zero-2", reduced_by="reduce"), PARAMS, 2),
+        "those of 'zero-2' do not",
     ),
     "groups with ddp": (
         lambda: schedule(recipe("zero-even", shard_group=2), PARAMS, 2),

@@ -14,7 +14,7 @@ from zero_ref.lab import meter, virtual
 from zero_ref.lab.config import GPTConfig
 from zero_ref.lab.model import GPT
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from zero_ref.shard.rounding import BLOCK_NUMEL, Masters, round_stochastically
+from zero_ref.shard.rounding import BLOCK_NUMEL, Masters, add_stochastically, round_stochastically
 from zero_ref.simulator.ledger import ledger
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -86,6 +86,40 @@ def test_places_beyond_32_bits_do_not_depend_on_the_cut() -> None:
     whole = rounded(values, torch.bfloat16, first=border)
     part = rounded(values[1000:].clone(), torch.bfloat16, first=border + 1000)
     assert torch.equal(whole[1000:], part)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_a_master_weights_follow_small_updates_on_average(dtype: torch.dtype) -> None:
+    weights, lost = torch.ones(10_000, dtype=dtype), torch.ones(10_000, dtype=dtype)
+    update = torch.full((10_000,), torch.finfo(dtype).eps / 20)
+    for step in range(50):
+        add_stochastically(weights, update, seed=step)
+        lost.add_(update)
+    assert (lost == 1).all(), "each sum is rounded to the nearest, 1"
+    moved = (weights.double().mean().item() - 1) / torch.finfo(dtype).eps  # in gaps
+    # Each step adds a gap with a chance of 1/20.
+    standard_error = math.sqrt(50 * 0.05 * 0.95 / 10_000)
+    assert abs(moved - 2.5) < 3 * standard_error + 0.01
+
+
+def test_with_one_seed_for_all_steps_a_weight_that_stays_once_stays() -> None:
+    weights, update = torch.ones(1000, dtype=torch.bfloat16), torch.full((1000,), 1e-4)
+    add_stochastically(weights, update, seed=0)
+    stayed = weights == 1
+    for _ in range(100):
+        add_stochastically(weights, update, seed=0)
+    assert stayed.sum() > 900
+    assert (weights[stayed] == 1).all()
+
+
+def test_an_update_of_a_slice_is_rounded_as_within_its_parameter() -> None:
+    weights = torch.randn(300, BLOCK_NUMEL // 200, generator=torch.Generator().manual_seed(0)).bfloat16().t()
+    update = torch.full(weights.shape, 1e-3)  # of other strides
+    part = weights.t().reshape(-1)[70_000:].clone()
+    add_stochastically(weights, update, seed=3)
+    add_stochastically(part, torch.full(part.shape, 1e-3), seed=3, first=70_000)
+    assert torch.equal(weights.t().reshape(-1)[70_000:], part)
+    add_stochastically(torch.empty(0).bfloat16(), torch.empty(0), seed=0)
 
 
 def test_what_cannot_work_is_refused_on_all_ranks() -> None:

@@ -419,6 +419,15 @@ def test_reductions_to_owners_by_hand() -> None:
     assert reductions(2, [1]) == [Call("send", 10, 1)]
 
 
+def test_reductions_to_owners_by_reduce_by_hand() -> None:
+    params = [ParamSpec(6), ParamSpec(5, "bfloat16"), ParamSpec(4), ParamSpec(2)]
+    plan = from_lists([6, 5, 4, 2], [[0], [1, 2], [3]])
+    for rank in range(3):
+        calls = calls_of_rank(plan, params, rank, buckets=[[2, 0], [1]], to_owners=True, reduced_by="reduce")
+        reductions = [call for call in calls if call.op != "broadcast"]
+        assert reductions == [Call("reduce", 24, 0), Call("reduce", 16, 1), Call("reduce", 10, 1)]
+
+
 modes = st.tuples(st.booleans(), st.booleans(), st.booleans())
 
 

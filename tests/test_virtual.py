@@ -62,6 +62,15 @@ def test_all_gather_gives_each_rank_copies_of_its_own() -> None:
         assert torch.equal(gathered, expected + 100 * rank)
 
 
+def test_a_reduce_gives_the_sum_to_one_rank() -> None:
+    def on_rank(comm: Collectives) -> list[float]:
+        tensor = torch.tensor([1.0, 2.0]) * 10**comm.rank
+        comm.reduce(tensor, dst=1).wait()
+        return tensor.tolist()
+
+    assert virtual.run(on_rank, 3) == [[1, 2], [111, 222], [100, 200]]
+
+
 def test_equal_shares_are_gathered_and_added_up() -> None:
     def on_rank(comm: Collectives) -> tuple[list[float], list[float]]:
         flat, share = torch.arange(6.0) + 10 * comm.rank, torch.empty(2)

@@ -337,7 +337,7 @@ def _saved_ms(sequences: int) -> float:
 
 @prediction(
     "overlap.bytes",
-    "How often does an iteration send all parameters' bytes, with reduce_to_owners?",
+    "How often does an iteration send as many elements as there are parameters, with reduce_to_owners?",
     unit="times (N - 1) Ψ",
 )
 def _sent_with_owners() -> float:

@@ -374,7 +374,7 @@ def _holds_most() -> str:
 
 @prediction(
     "sharded.owners",
-    "Llama 3 8B on 64 ranks: how many times as long does an iteration take to owners as to shares?",
+    "Llama 3 8B on 64 ranks: how many times as long does an iteration take in pairs to owners as to shares?",
     unit="times",
 )
 def _to_owners_of_64() -> float:

@@ -140,7 +140,8 @@ def after_ddp(place: Place, hook: str = "none", clip: bool = False, **options: A
     wrapped = ddp(place, model, bucket_cap_mb=0.003)
     zero = adamw(model.parameters(), place, **options)
     if hook != "none":
-        wrapped.register_comm_hook(None, reduce_to_owners(zero, scaled=hook == "scaled"))
+        by = "pairs" if hook == "pairs" else None  # by reduce, where NCCL carries the bucket
+        wrapped.register_comm_hook(None, reduce_to_owners(zero, scaled=hook == "scaled", by=by))
     for number in range(STEPS):
         # A norm that clips is read by the host, once; so is the search for infinities, where messages are.
         waits = clip + (hook == "scaled" and place.has_cpu)
@@ -173,12 +174,14 @@ def two_optimizers(place: Place, **options: Any) -> list[torch.Tensor]:
 
 
 @path
-def in_backward(place: Place, interleaved: bool, owners: bool, **options: Any) -> list[torch.Tensor]:
+def in_backward(
+    place: Place, interleaved: bool, owners: bool, by: str | None = None, **options: Any
+) -> list[torch.Tensor]:
     """The update within DDP's backward, and a forward right after it."""
     model = place.model()
     wrapped = ddp(place, model, bucket_cap_mb=0.003)
     zero = adamw(model.parameters(), place, overlap_with_ddp=True, **options)
-    inner = reduce_to_owners(zero) if owners else allreduce_hook
+    inner = reduce_to_owners(zero, by=by) if owners else allreduce_hook
     with_step = hook_with_zero_step_interleaved if interleaved else hook_with_zero_step
     state = None if owners else place.group
     wrapped.register_comm_hook(state, with_step(inner, wrapped, zero))

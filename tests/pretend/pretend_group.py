@@ -177,6 +177,21 @@ class PretendGroup(dist.ProcessGroup):
 
         return self._launch("all_reduce", [], [tensor], carry, tensors)
 
+    def reduce(self, tensors: Any, opts: Any) -> Any:
+        if other := self._other("reduce", (tensors, opts)):
+            return other
+        (tensor,) = tensors
+        reads, writes = ([], [tensor]) if opts.rootRank == self.me else ([tensor], [])
+
+        def carry() -> None:
+            self._agree("reduce", (tensor.numel(), tensor.dtype, opts.rootRank))
+            total = tensor.inner.clone()  # NCCL leaves the tensors of other ranks as they are
+            self.carrier.allreduce([total]).wait()
+            if writes:
+                tensor.inner.copy_(total)
+
+        return self._launch("reduce", reads, writes, carry, tensors)
+
     def allgather(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         if other := self._other("allgather", (outs, ins)):
             return other

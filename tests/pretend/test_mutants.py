@@ -94,6 +94,18 @@ def a_reduction_is_used_before_its_end() -> Patch:
     return does(ProcessGroupCollectives, "reduce_shares", reduce_shares)
 
 
+def a_sum_is_used_before_its_end() -> Patch:
+    def reduce(self: Any, tensor: torch.Tensor, dst: int) -> Any:
+        process_group.dist.reduce(tensor, group_dst=dst, group=self.group, async_op=True)
+        return AllOf([])
+
+    return does(ProcessGroupCollectives, "reduce", reduce)
+
+
+def packed_parts_are_not_recorded() -> Patch:
+    return does(reduction, "_used_on_this_stream", nothing)
+
+
 def a_module_does_not_wait_for_its_parameters() -> Patch:
     return does(arriving.Arriving, "wait", nothing)
 
@@ -173,19 +185,21 @@ MISTAKES: dict[Callable[[], Patch], tuple[str, dict[str, Any], bool, str]] = {
     a_module_does_not_wait_for_its_parameters: ("sharded", {**SHARES, "in_forward": True}, False, "races"),
     streams_that_use_memory_are_not_recorded: (
         "in_backward",
-        {**INTERLEAVED, "owners": True},
+        {**INTERLEAVED, "owners": True, "by": "pairs"},
         False,
         "frees",
     ),
     a_piece_is_stepped_before_it_has_come: ("offload", VIEWS, False, "races"),
     a_future_without_devices: ("after_ddp", {**VIEWS, "hook": "owners"}, False, "the future has no devices"),
-    unbatched_messages: ("after_ddp", {**VIEWS, "hook": "owners"}, False, "imed out"),
+    unbatched_messages: ("after_ddp", {**VIEWS, "hook": "pairs"}, False, "imed out"),
     one_rank_sends_in_another_order: ("step", VIEWS, False, "other ranks are not at call"),
     one_rank_makes_a_call_more: ("step", VIEWS, False, "other ranks are not at call"),
     a_tensor_with_gaps: ("step", VIEWS, False, "tensors must be contiguous"),
     a_dtype_that_nccl_has_not: ("step", VIEWS, False, "NCCL has no torch.int16"),
     facts_on_the_cpu: ("step", VIEWS, False, "no backend for tensors on cpu"),
-    gradients_go_by_the_host: ("after_ddp", {**VIEWS, "hook": "owners"}, True, "waits"),
+    gradients_go_by_the_host: ("after_ddp", {**VIEWS, "hook": "pairs"}, True, "waits"),
+    a_sum_is_used_before_its_end: ("after_ddp", {**VIEWS, "hook": "owners"}, False, "races"),
+    packed_parts_are_not_recorded: ("in_backward", {**INTERLEAVED, "owners": True}, False, "frees"),
 }
 """By mistake: the path, its options, whether the group also has Gloo, and what has to be found."""
 

@@ -41,7 +41,10 @@ for name in ("views", "even views"):
     for hook in ("none", "owners", "scaled"):
         CASES[f"DDP, {name}, {hook}, clip"] = ("after_ddp", {**how, "hook": hook, "clip": True})
     CASES[f"DDP, {name}, to owners"] = ("after_ddp", {**how, "hook": "owners"})
+    CASES[f"DDP, {name}, to owners in pairs"] = ("after_ddp", {**how, "hook": "pairs"})
     for interleaved in (False, True):
+        place = f"in backward, {name}{', interleaved' * interleaved}, to owners in pairs"
+        CASES[place] = ("in_backward", {**how, "interleaved": interleaved, "owners": True, "by": "pairs"})
         for owners in (False, True):
             place = f"in backward, {name}{', interleaved' * interleaved}{', to owners' * owners}"
             CASES[place] = ("in_backward", {**how, "interleaved": interleaved, "owners": owners})

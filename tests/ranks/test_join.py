@@ -393,6 +393,10 @@ def to_owners(ddp: DDP, zero: ZeroRedundancyOptimizer) -> Any:
     return reduce_to_owners(zero)
 
 
+def by_reduce(ddp: DDP, zero: ZeroRedundancyOptimizer) -> Any:
+    return reduce_to_owners(zero, by="reduce")
+
+
 def stepping(ddp: DDP, zero: ZeroRedundancyOptimizer) -> Any:
     return hook_with_zero_step(allreduce_hook, ddp, zero)
 
@@ -425,7 +429,7 @@ def hooked(epochs: Epochs, hook: Any, mode: dict[str, Any]) -> Case:
     )
 
 
-@pytest.mark.parametrize("hook", [to_owners, *OVERLAPPED])
+@pytest.mark.parametrize("hook", [to_owners, by_reduce, *OVERLAPPED])
 def test_updates_in_backward_and_gradients_at_their_owners(hook: Any) -> None:
     epochs = [(1, 4), (4, 2), (0, 2)]
     assert_as_plain({str(mode): hooked(epochs, hook, mode) for mode in MODES})

@@ -69,8 +69,13 @@ pytestmark = pytest.mark.ranks
 SMALL_BUCKETS = {"bucket_cap_mb": 0.0003}  # a Tangle then has four
 STEP, INTERLEAVED = hook_with_zero_step, hook_with_zero_step_interleaved
 OWNERS, SCALED, MAY_CHANGE = "reduce_to_owners", "reduce_to_owners, scaled", "reduce_to_owners, may_change"
+BY_REDUCE, SCALED_BY_REDUCE = "reduce_to_owners, by reduce", "reduce_to_owners, scaled, by reduce"
 TO_OWNERS = {
     OWNERS: reduce_to_owners,
+    # A sum of two is the same in any order: on two ranks also these train as `sum_in_rank_order`, bit for
+    # bit.
+    BY_REDUCE: partial(reduce_to_owners, by="reduce"),
+    SCALED_BY_REDUCE: partial(reduce_to_owners, scaled=True, by="reduce"),
     SCALED: partial(reduce_to_owners, scaled=True),
     MAY_CHANGE: partial(reduce_to_owners, may_change=True),
 }
@@ -92,7 +97,7 @@ class Job:
 
     Args:
         way: what makes the hook that steps; None where only gradients go to their owners.
-        reduction: the hook that reduces, or OWNERS, or SCALED.
+        reduction: the hook that reduces, or a key of TO_OWNERS.
         zero: options of ZeroRedundancyOptimizer.
         state: of the hooks, when they are registered.
         moves_at_once: the first update moves all parameters that are trained in the end, but `never_used`.
@@ -930,9 +935,10 @@ def half_precision_to_owners() -> None:
     for way, mode in itertools.product(BOTH_WAYS, [{}, {"find_unused_parameters": True}]):
         job = Job(way, default_hooks.fp16_compress_wrapper(allreduce_hook), ddp=SMALL_BUCKETS | mode)
         plain, _ = job.run(sharded=False)
-        ours, optimizer = replace(job, way=partial(halved, way), reduction=OWNERS).run(sharded=True)
-        assert_same(ours, plain, str(job))
-        assert all(param.grad is None for param in optimizer.built.params)
+        for reduction in (OWNERS, BY_REDUCE):
+            ours, optimizer = replace(job, way=partial(halved, way), reduction=reduction).run(sharded=True)
+            assert_same(ours, plain, f"{job}, {reduction}")
+            assert all(param.grad is None for param in optimizer.built.params)
 
 
 def test_gradients_in_half_precision_to_their_owners() -> None:
@@ -1108,7 +1114,7 @@ def calls_as_planned() -> list[list[Call]]:
     """The calls of a third iteration in each way: as planned for this rank."""
     recorded = []
     for way, reduction, late, as_view, partition in itertools.product(
-        BOTH_WAYS, BOTH_REDUCTIONS, [False, True], [False, True], ["sorted_greedy", "even"]
+        BOTH_WAYS, [*BOTH_REDUCTIONS, BY_REDUCE], [False, True], [False, True], ["sorted_greedy", "even"]
     ):
         calls: list[Call] = []
         buckets: list[list[int]] = []
@@ -1135,7 +1141,8 @@ def calls_as_planned() -> list[list[Call]]:
             zero.rank,
             buckets=buckets,
             flat=as_view,
-            to_owners=reduction == OWNERS,
+            to_owners=reduction in TO_OWNERS,
+            reduced_by="reduce" if reduction == BY_REDUCE else "pairs",
             interleaved=way is INTERLEAVED and not late,
         )
         assert calls == planned, (way, reduction, late, as_view, partition)
@@ -1146,7 +1153,7 @@ def calls_as_planned() -> list[list[Call]]:
 
 def test_all_ranks_make_the_planned_calls_in_the_planned_order() -> None:
     of_rank = run(calls_as_planned, 3)
-    assert len(of_rank[0]) == 32
+    assert len(of_rank[0]) == 48
     assert of_rank[0] == of_rank[1] == of_rank[2]
 
 

@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_overlap import (
+    BOTH_WAYS,
+    BY_REDUCE,
     INTERLEAVED,
     MAY_CHANGE,
     OWNERS,
     SCALED,
+    SCALED_BY_REDUCE,
     SMALL_BUCKETS,
     Branches,
     Job,
@@ -43,8 +46,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import CountingReads, OnMasters, Tangle, assert_same, loss_on_own_data, snapshot
 
-from zero_ref.backward.reduction import ToOwners, gradients_in, reduce_to_owners, share_infinities
+from zero_ref.backward.reduction import (
+    PairsToOwners,
+    ReduceToOwners,
+    ToOwners,
+    gradients_in,
+    reduce_to_owners,
+    share_infinities,
+)
 from zero_ref.clip.grad_norm import clip_grad_norm_, get_total_norm
+from zero_ref.comm.backend import as_collectives
 from zero_ref.comm.collectives import Collectives
 from zero_ref.lab import virtual
 from zero_ref.lab.meter import held_bytes, recording
@@ -61,11 +72,14 @@ pytestmark = pytest.mark.ranks
 # ------------------------------------------------------------------------------ one bucket, worked by hand
 
 
-def bucket_on(comm: Collectives) -> tuple[list[float], list[float], bool, ToOwners]:
-    """Rank r has 3, 6, ..., 18 times ten to the power of r. Rank 2 owns nothing."""
+RUNS = [[slice(0, 1), slice(2, 3), slice(4, 6)], [slice(1, 2), slice(3, 4)], []]
+"""Of each rank's part of a bucket of six elements. Rank 2 owns nothing."""
+
+
+def bucket_on(comm: Collectives, way: type[ToOwners]) -> tuple[list[float], list[float], bool, Any]:
+    """Rank r has 3, 6, ..., 18 times ten to the power of r."""
     flat = torch.arange(3.0, 19.0, 3.0) * 10**comm.rank
-    runs_of_rank = [[slice(0, 1), slice(2, 3), slice(4, 6)], [slice(1, 2), slice(3, 4)], []]
-    reduction = ToOwners(comm, flat, [], runs_of_rank)
+    reduction = way(comm, flat, [], RUNS)
     done_at_once = reduction.future.done()
     result = reduction.wait()
     assert result is reduction.wait() is reduction.future.value() is flat
@@ -73,7 +87,7 @@ def bucket_on(comm: Collectives) -> tuple[list[float], list[float], bool, ToOwne
 
 
 def test_each_owner_gets_the_average_and_the_rest_is_not_its_business() -> None:
-    first, second, third = virtual.run(bucket_on, 3, timeout=10)
+    first, second, third = virtual.run(bucket_on, 3, PairsToOwners, timeout=10)
     assert first[0] == [111.0, 2.0, 333.0, 4.0, 555.0, 666.0]
     assert second[0] == [10.0, 222.0, 30.0, 444.0, 50.0, 60.0]
     assert third[0] == [100.0, 200.0, 300.0, 400.0, 500.0, 600.0]
@@ -83,11 +97,37 @@ def test_each_owner_gets_the_average_and_the_rest_is_not_its_business() -> None:
         assert not kept, "what was sent and received is not kept"
 
 
+def test_each_owner_gets_the_average_by_reduce_too() -> None:
+    first, second, third = virtual.run(bucket_on, 3, ReduceToOwners, timeout=10)
+    assert [first[0][at] for at in (0, 2, 4, 5)] == [111.0, 333.0, 555.0, 666.0]
+    assert [second[0][at] for at in (1, 3)] == [222.0, 444.0]
+    for _, _, done_at_once, reduction in (first, second, third):
+        assert not done_at_once
+        assert reduction.own is None, "no packed part is kept"
+        assert not reduction.packed
+
+
+def reduced_by_gloo(dtype: torch.dtype) -> list[float]:
+    flat = (torch.arange(3.0, 19.0, 3.0) * 2 ** dist.get_rank()).to(dtype)
+    return ReduceToOwners(as_collectives(None), flat, [], RUNS).wait().tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_gloo_reduces_to_owners_in_each_dtype(dtype: torch.dtype) -> None:
+    # 7/3 of 3, 6, ... are whole, but are divided before they are added, in the bucket's dtype.
+    first, second, _ = run(reduced_by_gloo, 3, dtype)
+    tolerance = 4 * torch.finfo(dtype).eps
+    assert [first[at] for at in (0, 2, 4, 5)] == pytest.approx([7, 21, 35, 42], rel=tolerance)
+    assert [second[at] for at in (1, 3)] == pytest.approx([14, 28], rel=tolerance)
+
+
 def order_of_sums(comm: Collectives, owner: int) -> float:
     """1e8 - 1e8 + 1 is 1 in the order of the ranks, and 0 where 1 comes before the end."""
     flat = torch.tensor([[1e8], [-1e8], [1.0], [0.0]][comm.rank]) * comm.world_size
     return (
-        ToOwners(comm, flat, [], [[slice(0, 1)] if rank == owner else [] for rank in range(4)]).wait().item()
+        PairsToOwners(comm, flat, [], [[slice(0, 1)] if rank == owner else [] for rank in range(4)])
+        .wait()
+        .item()
     )
 
 
@@ -96,13 +136,14 @@ def test_the_sum_is_in_the_order_of_the_ranks_whoever_owns_it() -> None:
         assert virtual.run(order_of_sums, 4, owner, timeout=10)[owner] == 1.0
 
 
-def sum_of_large(comm: Collectives) -> float:
+def sum_of_large(comm: Collectives, way: type[ToOwners]) -> float:
     flat = torch.full((1,), 60000.0, dtype=torch.float16)
-    return ToOwners(comm, flat, [], [[slice(0, 1)], []]).wait().item()
+    return way(comm, flat, [], [[slice(0, 1)], []]).wait().item()
 
 
-def test_gradients_are_averaged_before_they_are_added_as_ddp_does() -> None:
-    assert virtual.run(sum_of_large, 2, timeout=10)[0] == 60000.0
+@pytest.mark.parametrize("way", [PairsToOwners, ReduceToOwners])
+def test_gradients_are_averaged_before_they_are_added_as_ddp_does(way: type[ToOwners]) -> None:
+    assert virtual.run(sum_of_large, 2, way, timeout=10)[0] == 60000.0
 
 
 def test_gradients_of_a_bucket_have_the_strides_of_their_parameters() -> None:
@@ -124,10 +165,10 @@ def test_gradients_of_a_bucket_have_the_strides_of_their_parameters() -> None:
 # ------------------------------------------------------------------------------------ what backward leaves
 
 
-def after_backward(partition: str, as_views: bool, as_bucket: bool) -> list[Any]:
+def after_backward(partition: str, as_views: bool, as_bucket: bool, reduction: str) -> list[Any]:
     """Each rank's gradients against those that all have, and bytes of gradients held."""
     ddp, zero = made(
-        None, OWNERS, ddp={"gradient_as_bucket_view": as_views}, partition=partition,
+        None, reduction, ddp={"gradient_as_bucket_view": as_views}, partition=partition,
         parameters_as_bucket_view=as_bucket,
     )  # fmt: skip
     reference: Any = DDP(Tangle(), **SMALL_BUCKETS)
@@ -158,10 +199,13 @@ def after_backward(partition: str, as_views: bool, as_bucket: bool) -> list[Any]
     return [seen, held_bytes(zero.built.params, zero).gradients]
 
 
+@pytest.mark.parametrize("reduction", [OWNERS, BY_REDUCE])
 @pytest.mark.parametrize("as_views", [False, True])
 @pytest.mark.parametrize("partition", ["sorted_greedy", "even"])
-def test_gradients_are_left_only_where_they_are_owned(partition: str, as_views: bool) -> None:
-    (first, first_nbytes), (second, second_nbytes) = run(after_backward, 2, partition, as_views, as_views)
+def test_gradients_are_left_only_where_they_are_owned(partition: str, as_views: bool, reduction: str) -> None:
+    (first, first_nbytes), (second, second_nbytes) = run(
+        after_backward, 2, partition, as_views, as_views, reduction
+    )
     params = list(Tangle().parameters())
     trained = {number for number, param in enumerate(params) if param.requires_grad}
     cut = set(first) & set(second)
@@ -174,18 +218,23 @@ def test_gradients_are_left_only_where_they_are_owned(partition: str, as_views: 
         assert first_nbytes + second_nbytes == nbytes
 
 
-def calls_as_planned() -> list[Call]:
+def calls_as_planned(by: str) -> list[Call]:
     buckets: list[list[int]] = []
     ddp, zero = made(None, OWNERS)
     ddp = DDP(ddp.module, **SMALL_BUCKETS)
-    ddp.register_comm_hook(None, noting_buckets(reduce_to_owners(zero), zero, buckets))
+    ddp.register_comm_hook(None, noting_buckets(reduce_to_owners(zero, by=by), zero, buckets))
     for step in range(3):
         zero.zero_grad()
         with recording(zero.collectives) as calls:
             backward(ddp, step)
             zero.step()
     planned = calls_of_rank(
-        zero.partition, specs_of(zero.param_groups), zero.rank, buckets=buckets, to_owners=True
+        zero.partition,
+        specs_of(zero.param_groups),
+        zero.rank,
+        buckets=buckets,
+        to_owners=True,
+        reduced_by=by,
     )
     assert len(buckets) == 4
     assert calls == planned
@@ -193,10 +242,18 @@ def calls_as_planned() -> list[Call]:
 
 
 def test_each_rank_makes_the_planned_calls() -> None:
-    of_rank = run(calls_as_planned, 3)
-    psi = sum(param.nbytes for param in Tangle().parameters() if param.requires_grad)
+    of_rank = run(calls_as_planned, 3, "pairs")
+    trained_bytes = sum(param.nbytes for param in Tangle().parameters() if param.requires_grad)
     sent = [call.nbytes for calls in of_rank for call in calls if call.op == "send"]
-    assert sum(sent) == 2 * psi, "(N-1)Ψ, half of what all-reduces put on the wire"
+    assert sum(sent) == 2 * trained_bytes, "N-1 times the gradients, half of what all-reduces put on the wire"
+
+
+def test_each_rank_makes_the_planned_calls_by_reduce() -> None:
+    first, *others = run(calls_as_planned, 3, "reduce")
+    trained_bytes = sum(param.nbytes for param in Tangle().parameters() if param.requires_grad)
+    assert sum(call.nbytes for call in first if call.op == "reduce") == trained_bytes
+    assert {call.op for call in first} == {"reduce", "broadcast"}
+    assert others == [first, first], "all ranks make the same calls"
 
 
 # --------------------------------------------------------------------------- what an optimizer makes of it
@@ -259,23 +316,61 @@ def test_training_equals_ddp_and_the_plain_optimizer(world_size: int) -> None:
     run(every_mode, world_size)
 
 
+def by_reduce() -> None:
+    job = Job(None, BY_REDUCE)
+    assert_equals_plain(
+        *(
+            replace(
+                job,
+                ddp=SMALL_BUCKETS | mode,
+                zero={"partition": partition, "parameters_as_bucket_view": view},
+            )
+            for mode, (partition, view) in itertools.product(
+                DDP_MODES, [("sorted_greedy", False), ("even", True)]
+            )
+        ),
+        *(
+            replace(job, loop=loop, groups=two_groups, zero={"partition": "even"}, moves_at_once=False)
+            for loop in (accumulating, with_a_closure, freezing_and_thawing, changing_owners)
+        ),
+        replace(
+            job,
+            make_model=Branches,
+            loss=loss_of_branches,
+            steps=7,
+            ddp=SMALL_BUCKETS | {"find_unused_parameters": True},
+        ),
+        replace(job, reduction=SCALED_BY_REDUCE, loop=with_a_scaler, steps=5, optimizer_class=optim.Adam),
+        *(
+            replace(job, way=way, zero={"partition": partition})
+            for way in BOTH_WAYS
+            for partition in ("sorted_greedy", "even")
+        ),
+        replace(job, make_model=Small, loss=loss_of_small),
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_by_reduce_equals_ddp_and_the_plain_optimizer(world_size: int) -> None:
+    run(by_reduce, world_size, timeout=60)
+
+
 def on_a_subgroup() -> None:
     odd = dist.new_group([1, 3])
     if dist.get_rank() % 2:
-        assert_equals_plain(
-            Job(None, OWNERS, group=odd), Job(None, OWNERS, group=odd, zero={"partition": "even"})
-        )
+        jobs = [Job(None, reduction, group=odd) for reduction in (OWNERS, BY_REDUCE)]
+        assert_equals_plain(*jobs, *(replace(job, zero={"partition": "even"}) for job in jobs))
 
 
 def test_a_subgroup_whose_ranks_are_not_0_and_1() -> None:
     run(on_a_subgroup, 4)
 
 
-def far_apart() -> float:
+def far_apart(reduction: str) -> float:
     """The largest difference to DDP's own all-reduce in ten iterations, over how far parameters moved."""
     worst = 0.0
     for optimizer_class, options in [(optim.SGD, {"lr": 0.1, "momentum": 0.9}), (optim.Adam, {"lr": 0.01})]:
-        job = Job(INTERLEAVED, OWNERS, optimizer_class=optimizer_class, options=options, steps=10)
+        job = Job(INTERLEAVED, reduction, optimizer_class=optimizer_class, options=options, steps=10)
         ours, plain = job.run(sharded=True)[0], replace(job, reduction=allreduce_hook).run(sharded=False)[0]
         start = snapshot(Tangle())
         for mine, theirs in zip(ours, plain, strict=True):
@@ -285,10 +380,11 @@ def far_apart() -> float:
     return worst
 
 
-def test_four_ranks_differ_from_an_all_reduce_by_rounding_only() -> None:
+@pytest.mark.parametrize("reduction", [OWNERS, BY_REDUCE])
+def test_four_ranks_differ_from_an_all_reduce_by_rounding_only(reduction: str) -> None:
     # Sums of four in another order differ in the last of float32's 24 bits; Adam divides small gradients by
     # themselves, and ten iterations pass it on.
-    for worst in run(far_apart, 4):
+    for worst in run(far_apart, 4, reduction):
         assert 0 < worst < 1e-5
 
 
@@ -409,6 +505,14 @@ def refusals() -> dict[str, str]:
     ddp = Job(None, OWNERS).wrap(model, zero)
     messages["DDP reduces a parameter of shape () that the optimizer does not have"] = caught(
         lambda: backward(ddp)
+    )
+
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    messages["unknown by='tree'; choose one of pairs, reduce, or None"] = caught(
+        lambda: reduce_to_owners(zero, by="tree")
+    )
+    messages["ranks disagree, so none can reduce gradients to owners: rank 1"] = caught(
+        lambda: reduce_to_owners(zero, by=["pairs", "reduce"][dist.get_rank()])
     )
 
     sparse, zero = made(None, OWNERS, Sparse())
@@ -580,7 +684,7 @@ def test_gradients_changed_by_the_same_rule_on_all_ranks_train_as_plain() -> Non
 
 def test_what_cannot_work_is_refused_on_all_ranks() -> None:
     for messages in run(refusals, 2):
-        assert len(messages) == 4
+        assert len(messages) == 6
         for text, message in messages.items():
             assert text in message
             assert message.startswith(("RuntimeError", "ValueError"))

@@ -3,7 +3,8 @@
 `stairs/owners.py` leaves it to DDP to give every rank every averaged gradient, by an all-reduce of each
 bucket. But only the owner of an element updates it. This module adds `reduce_to_owners`, a communication hook
 that sends gradients to their owners and nowhere else: half the traffic of the all-reduce, and a rank can
-release the gradients of what it does not own. That is the second stage of ZeRO.
+release the gradients of what it does not own. That is the second stage of ZeRO. Gradients travel in messages
+between pairs of ranks (`PairsToOwners`), or by the backend's own reduce (`ReduceToOwners`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from zero_ref.comm.collectives import AllOf, Collectives, PendingCall
 from zero_ref.comm.process_group import global_ranks
 from zero_ref.optimizer import join
 from zero_ref.optimizer.zero_redundancy_optimizer import ZeroRedundancyOptimizer, listed
+from zero_ref.plan.calls import REDUCED_BY
 from zero_ref.plan.partition import Partition
 from zero_ref.shard.buckets import flat_view
 
@@ -78,14 +80,16 @@ class ByHook:
 
 
 class ToOwners:
-    """The reduction of one bucket to its owners: each receives all ranks' gradients and adds them up.
+    """The reduction of one bucket to its owners, under way. A subclass says how gradients travel.
 
     Args:
         flat: (numel,), the bucket, with this rank's own gradients.
         params: of the bucket, in its order.
         runs_of_rank: for each rank the runs of `flat` that it owns.
         divisor: of the sum; None for the number of ranks.
-    Cost: each rank sends (N-1)/N of the bucket and receives as much; memory for what is received.
+
+    Attributes:
+        future: the bucket, for which DDP waits.
     """
 
     def __init__(
@@ -99,10 +103,38 @@ class ToOwners:
         self.flat, self.params, self.runs = flat, params, runs_of_rank[comm.rank]
         self.numels = [run.stop - run.start for run in self.runs]
         self.future = devices.future(flat.device)
-        # 1. Divide before the sum, as DDP does: float16 could overflow.
+        # Divide before the sum, as DDP does: float16 could overflow.
         if divisor != 1:
             flat.mul_(1 / (divisor or comm.world_size))
-        # 2. Pack for each owner what it owns.
+        self.start(comm, runs_of_rank)
+
+    def start(self, comm: Collectives, runs_of_rank: Sequence[Sequence[slice]]) -> None:
+        """Start to send every owner its runs of the bucket."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Wait for the sums of this rank's runs, write them into the bucket, and let all other memory go."""
+        raise NotImplementedError
+
+    def wait(self) -> torch.Tensor:
+        """As `ByHook.wait`, but only this rank's runs are averaged. The others' may be overwritten."""
+        if not self.future.done():
+            self.finish()
+            self.future.set_result(self.flat)
+        return self.flat
+
+
+class PairsToOwners(ToOwners):
+    """The reduction of one bucket in messages: each owner receives all ranks' gradients and adds them up.
+
+    Cost: each rank sends the parts of other owners, and an owner receives its part N-1 times. If every rank
+    owns 1/N of the bucket, each sends and receives (N-1)/N of it. Memory for what is received.
+    """
+
+    def start(self, comm: Collectives, runs_of_rank: Sequence[Sequence[slice]]) -> None:
+        """As `ToOwners.start`."""
+        flat = self.flat
+        # 1. Pack for each owner what it owns.
         wire = comm.wire_of(flat.device)
         lower, higher = range(comm.rank), range(comm.rank + 1, comm.world_size)
         sends = []
@@ -110,7 +142,7 @@ class ToOwners:
             if runs_of_rank[peer]:
                 sends.append((peer, _packed(flat, runs_of_rank[peer]).to(wire)))
         self.sent = [tensor for _, tensor in sends]
-        # 3. Memory for what the peers send, if this rank owns a part of the bucket.
+        # 2. Memory for what the peers send, if this rank owns a part of the bucket.
         self.of_lower: list[torch.Tensor] = []
         self.of_higher: list[torch.Tensor] = []
         if self.runs:
@@ -120,27 +152,52 @@ class ToOwners:
         received = [*zip(lower, self.of_lower), *zip(higher, self.of_higher)]
         self.work: PendingCall = comm.exchange(sends, received)
 
-    def wait(self) -> torch.Tensor:
-        """As `ByHook.wait`, but only this rank's runs of the bucket are averaged."""
-        if not self.future.done():
-            self.work.wait()
-            # In the order of ranks, so that the sum is the same on every owner.
-            for other in self.of_lower[1:]:
-                self.of_lower[0].add_(other)
-            own = [self.flat[run] for run in self.runs]
-            for packed in (*self.of_lower[:1], *self.of_higher):
-                torch._foreach_add_(own, packed.to(self.flat.device).split(self.numels))
-            self._release()
-            self.future.set_result(self.flat)
-        return self.flat
-
-    def _release(self) -> None:
-        for tensor in (*self.sent, *self.of_lower, *self.of_higher):
-            if devices.is_accelerator(tensor.device):
-                # Allocated on backward's stream and perhaps used on another one, which must be done with the
-                # memory before it is allocated again.
-                tensor.record_stream(devices.current_stream(tensor.device))
+    def finish(self) -> None:
+        """As `ToOwners.finish`."""
+        self.work.wait()
+        # In the order of ranks, so that the sum is the same on every owner.
+        for other in self.of_lower[1:]:
+            self.of_lower[0].add_(other)
+        own = [self.flat[run] for run in self.runs]
+        for packed in (*self.of_lower[:1], *self.of_higher):
+            torch._foreach_add_(own, packed.to(self.flat.device).split(self.numels))
+        _used_on_this_stream((*self.sent, *self.of_lower, *self.of_higher))
         self.sent, self.of_lower, self.of_higher, self.work = [], [], [], AllOf([])
+
+
+class ReduceToOwners(ToOwners):
+    """The reduction of one bucket by the backend's own reduce, one call for each owner of a part.
+
+    The backend adds, in an order of its own.
+
+    Cost: N-1 times the bucket is sent in all. On NCCL no rank sends or receives more than the bucket, whoever
+    owns it. Memory for the parts of owners that own several runs of the bucket.
+    """
+
+    def start(self, comm: Collectives, runs_of_rank: Sequence[Sequence[slice]]) -> None:
+        """As `ToOwners.start`."""
+        # All ranks start the calls in the order of owners. A part of several runs is packed; one run is a
+        # view of the bucket, which is reduced in place.
+        parts = {owner: _packed(self.flat, runs) for owner, runs in enumerate(runs_of_rank) if runs}
+        self.own = parts.get(comm.rank)
+        self.packed = [parts[owner] for owner in parts if len(runs_of_rank[owner]) > 1]
+        self.work: PendingCall = AllOf([comm.reduce(part, owner) for owner, part in parts.items()])
+
+    def finish(self) -> None:
+        """As `ToOwners.finish`."""
+        self.work.wait()
+        if self.own is not None and len(self.runs) > 1:
+            torch._foreach_copy_([self.flat[run] for run in self.runs], self.own.split(self.numels))
+        _used_on_this_stream(self.packed)
+        self.own, self.packed, self.work = None, [], AllOf([])
+
+
+def _used_on_this_stream(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if devices.is_accelerator(tensor.device):
+            # Allocated on backward's stream and perhaps used on another one, which must be done with the
+            # memory before it is allocated again.
+            tensor.record_stream(devices.current_stream(tensor.device))
 
 
 def _packed(flat: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
@@ -153,6 +210,7 @@ def reduce_to_owners(
     *,
     scaled: bool = False,
     may_change: bool = False,
+    by: str | None = None,
 ) -> Hook:
     """A DDP communication hook after which each rank has the gradients of what it owns, and no others.
 
@@ -160,9 +218,10 @@ def reduce_to_owners(
     >>> ddp.register_comm_hook(None, reduce_to_owners([body, head]))         # doctest: +SKIP
 
     With the parameter broadcasts of a step, 2Ψ elements travel in an iteration of a model with Ψ parameters,
-    as in plain data parallelism; all-reduced gradients and broadcasts are 3Ψ. After backward `.grad` is None
-    for parameters of which this rank owns nothing, and zero where other ranks own parts of a parameter. (A
-    rank that owns no gradient at all has one of zeros, for the smallest parameter.)
+    as in plain data parallelism; all-reduced gradients and broadcasts are 3Ψ. The ZeRO paper counts 2Ψ for
+    stage 1 too, and Megatron-LM's distributed optimizer sends as much. After backward `.grad` is None for
+    parameters of which this rank owns nothing, and zero where other ranks own parts of a parameter. (A rank
+    that owns no gradient at all has one of zeros, for the smallest parameter.)
 
     DDP keeps its flat buckets, so construct it without `gradient_as_bucket_view` to see memory fall. No rank
     has all gradients, so clip with `zero_ref.clip_grad_norm_`. Call `zero.zero_grad()` in every iteration, or
@@ -176,35 +235,50 @@ def reduce_to_owners(
         may_change: gradients may be changed between backward and step by a function that treats each element
             by itself, as torch.nn.utils.clip_grad_value_ does. Without, `zero.step` refuses all changes but
             those by `zero_ref.clip_grad_norm_` and a scaler.
+        by: how gradients travel. "reduce": one reduce of the backend for each owner of a part of a bucket.
+            On NCCL that takes about as long as a reduce-scatter, also where one rank owns the whole bucket.
+            "pairs": messages between pairs of ranks, which owners add in the order of ranks. So the sums do
+            not depend on who owns what, but an owner of the whole bucket receives it N-1 times. None for
+            "pairs" on Gloo, and "reduce" on other backends.
     Raises:
         RuntimeError: (in backward) the reduced gradients of an earlier backward are still there, so they
             would be averaged twice: zero them after each step. Accumulate under `ddp.no_sync()`. (In step) a
             backward that reduced nothing has added to them.
         TypeError: `zero` is no ZeroRedundancyOptimizer, nor a list of them.
-        ValueError: a parameter is in two of the optimizers, or these are over different ranks; ranks pass
-            other optimizers or options. (In backward) DDP reduces a parameter that no optimizer has, or a
-            sparse gradient; or a `Join` has only some of the optimizers.
+        ValueError: `by` is unknown; a parameter is in two of the optimizers, or these are over different
+            ranks; ranks pass other optimizers or options. (In backward) DDP reduces a parameter that no
+            optimizer has, or a sparse gradient; or a `Join` has only some of the optimizers.
     Collective: all ranks, here and in backward.
-    Cost: here one all-gather of 32 bytes. In backward each rank sends (N-1)/N of its gradients and receives
-        N-1 shares of its own; for each optimizer `scaled` adds an all-reduce of 4 bytes, and for one a `Join`
-        with `divide_by_initial_world_size=False` one of 8.
-    Source: ZeRO stage 2, "P_os+g" (arXiv:1910.02054, section 5.2).
+    Cost: here one all-gather of 32 bytes. In backward (N-1) Ψ elements are sent in all, see `by`; for each
+        optimizer `scaled` adds an all-reduce of 4 bytes, and for one a `Join` with
+        `divide_by_initial_world_size=False` one of 8.
+    Source: ZeRO stage 2, "P_os+g" (arXiv:1910.02054, section 5.2). FairScale's ShardedDataParallel also
+        reduces to one rank at a time, and so does DeepSpeed with `use_multi_rank_bucket_allreduce=False`.
     """
-    return OwnerReduction(listed(zero, "reduce_to_owners"), scaled, may_change).on_bucket
+    return OwnerReduction(listed(zero, "reduce_to_owners"), scaled, may_change, by).on_bucket
 
 
 class OwnerReduction:
     """The hook of `reduce_to_owners`, and its state from one bucket of a backward to the next."""
 
-    def __init__(self, zeros: Sequence[ZeroRedundancyOptimizer], scaled: bool, may_change: bool) -> None:
+    def __init__(
+        self,
+        zeros: Sequence[ZeroRedundancyOptimizer],
+        scaled: bool,
+        may_change: bool,
+        by: str | None = None,
+    ) -> None:
         self.zeros = zeros
-        self.scaled, self.may_change = scaled, may_change
+        self.scaled, self.may_change, self.by = scaled, may_change, by
         self._divisor = self.comm.world_size
         self._planned_for: list[Partition] = []
         self._place_of: dict[torch.Tensor, tuple[ZeroRedundancyOptimizer, int]] = {}
         self._plans: dict[tuple[int, ...], tuple[list[torch.Tensor], list[list[slice]]]] = {}
         with agreement(self.comm, "reduce gradients to owners") as facts:
-            facts += [f"scaled={scaled}, may_change={may_change}", *(zero.accord.what for zero in zeros)]
+            options = f"scaled={scaled}, may_change={may_change}, by={by!r}"
+            facts += [options, *(zero.accord.what for zero in zeros)]
+            if by is not None and by not in REDUCED_BY:
+                raise ValueError(f"unknown by={by!r}; choose one of {', '.join(REDUCED_BY)}, or None.")
             for zero in zeros[1:]:
                 if (ours := global_ranks(self.comm)) != (theirs := global_ranks(zero.collectives)):
                     raise ValueError(
@@ -253,7 +327,9 @@ class OwnerReduction:
         key = tuple(map(id, params))
         if key not in self._plans:
             self._plans[key] = params, self._runs_of_rank(params)
-        reduction = ToOwners(self.comm, flat, params, self._plans[key][1], self._divisor)
+        by_reduce = self.comm.prefers_reduce(flat.device) if self.by is None else self.by == "reduce"
+        way = ReduceToOwners if by_reduce else PairsToOwners
+        reduction = way(self.comm, flat, params, self._plans[key][1], self._divisor)
         self._under_way.append(reduction)
         return reduction
 

@@ -77,6 +77,9 @@ class Collectives(Protocol):
     def goes_pairwise(self, device: torch.device) -> bool:
         """Whether messages between pairs of ranks take less time than a collective, for tensors there."""
 
+    def prefers_reduce(self, device: torch.device) -> bool:
+        """Whether gradients should go to their owners by `reduce`, and not by messages between pairs."""
+
     def expect(self, messages: Iterable[ToBroadcast]) -> Sequence[PendingCall | None]:
         """Receive the next broadcasts early, while this rank still computes.
 
@@ -106,6 +109,12 @@ class Collectives(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingCall:
         """Overwrite `tensor` with its sum over ranks. Cost: each rank sends 2(N-1)/N of it on a ring."""
+
+    def reduce(self, tensor: torch.Tensor, dst: int) -> PendingCall:
+        """Overwrite `tensor` on rank `dst` with its sum over ranks; on other ranks its values are undefined.
+
+        Cost: on NCCL each rank passes it on once, along a chain. Gloo sends up to twice as much.
+        """
 
     def all_gather(self, tensor: torch.Tensor, op: str = "all_gather") -> list[torch.Tensor]:
         """Wait for the `tensor` of each rank, and return them in rank order.

@@ -37,6 +37,11 @@ class GlooCollectives(ProcessGroupCollectives):
     def wire_of(self, device: torch.device) -> torch.device:
         return CPU if self.is_gloos(device) else super().wire_of(device)
 
+    def prefers_reduce(self, device: torch.device) -> bool:
+        # Gloo's reduce adds the elements of a tensor in an order that depends on the tensor's size, so sums
+        # would depend on who owns what. Messages are added in the order of ranks, whoever owns an element.
+        return not self.is_gloos(self.wire_of(device))
+
     def is_gloos(self, device: torch.device) -> bool:
         """Return whether Gloo is the group's backend for this kind of device."""
         return self.backends.get(device.type) == "gloo"

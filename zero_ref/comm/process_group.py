@@ -67,6 +67,9 @@ class ProcessGroupCollectives(Observable):
     def goes_pairwise(self, device: torch.device) -> bool:
         return False
 
+    def prefers_reduce(self, device: torch.device) -> bool:
+        return True
+
     def open_channel(self, number: int, devices: Collection[torch.device]) -> Alarm | None:
         # With one tag for all, ranks that step two optimizers in different orders would receive parameters of
         # one into the other. With a tag for each optimizer they wait until the group's time-out.
@@ -83,6 +86,17 @@ class ProcessGroupCollectives(Observable):
     def all_reduce(self, tensor: torch.Tensor) -> PendingCall:
         self.tell("all_reduce", tensor)
         return self.start("all_reduce", dist.all_reduce, tensor, async_op=True)
+
+    def reduce(self, tensor: torch.Tensor, dst: int) -> PendingCall:
+        self.tell("reduce", tensor, dst)
+        what = f"reduce to rank {dst}"
+        wire = self.wire_of(tensor.device)
+        if tensor.device.type == wire.type:
+            return self.start(what, dist.reduce, tensor, group_dst=dst, async_op=True)
+        # No backend takes tensors of this device: reduce a copy on a device that one takes, and copy back.
+        staged = tensor.to(wire)
+        call = self.start(what, dist.reduce, staged, group_dst=dst, async_op=True)
+        return Then(call, lambda: tensor.copy_(staged)) if dst == self.rank else call
 
     def all_gather(self, tensor: torch.Tensor, op: str = "all_gather") -> list[torch.Tensor]:
         self.tell(op, tensor)

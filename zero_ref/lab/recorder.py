@@ -201,7 +201,7 @@ class IterationRecorder:
 
 
 class _Timed:
-    """The optimizer's collectives, with a note of each broadcast and each exchange."""
+    """The optimizer's collectives, with a note of each broadcast, each exchange and each reduce."""
 
     def __init__(self, collectives: Collectives, recorder: IterationRecorder) -> None:
         self.collectives, self.recorder = collectives, recorder
@@ -218,6 +218,10 @@ class _Timed:
     def exchange(self, sends: Sequence[ToPeer], recvs: Sequence[ToPeer]) -> PendingCall:
         noted = self.recorder._starting("reduce", self.recorder._bucket)
         return self.recorder._noted_when_done(self.collectives.exchange(sends, recvs), noted)
+
+    def reduce(self, tensor: torch.Tensor, dst: int) -> PendingCall:
+        noted = self.recorder._starting("reduce", self.recorder._bucket)
+        return self.recorder._noted_when_done(self.collectives.reduce(tensor, dst), noted)
 
 
 class _NotedWork:

@@ -128,7 +128,8 @@ def trainable(
     hook: Callable[..., Any] = meter.recording_all_reduce(made.calls, reduce_dtype)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.collectives.observers.append(made.calls.append)
-        hook = reduce_to_owners(optimizer) if recipe.to_owners else hook
+        if recipe.to_owners:
+            hook = reduce_to_owners(optimizer, by=recipe.reduced_by)
         if recipe.way in IN_BACKWARD:
             hook = IN_BACKWARD[recipe.way](hook, ddp, optimizer)
     ddp.register_comm_hook(None, hook)

@@ -98,6 +98,9 @@ class VirtualCollectives(Observable):
     def goes_pairwise(self, device: torch.device) -> bool:
         return True
 
+    def prefers_reduce(self, device: torch.device) -> bool:
+        return False
+
     def open_channel(self, number: int, devices: Collection[torch.device]) -> _VirtualAlarm:
         return _VirtualAlarm(self, number)
 
@@ -108,6 +111,15 @@ class VirtualCollectives(Observable):
     def all_reduce(self, tensor: torch.Tensor) -> _Done:
         self.tell("all_reduce", tensor)
         return self._exchange("all_reduce", tensor, lambda board: tensor.copy_(sum(board[1:], board[0])))
+
+    def reduce(self, tensor: torch.Tensor, dst: int) -> _Done:
+        self.tell("reduce", tensor, dst)
+
+        def add_up(board: list[torch.Tensor]) -> None:
+            if self.rank == dst:
+                tensor.copy_(sum(board[1:], board[0]))
+
+        return self._exchange(f"reduce to rank {dst}", tensor, add_up)
 
     def all_gather(self, tensor: torch.Tensor, op: str = "all_gather") -> list[torch.Tensor]:
         self.tell(op, tensor)

@@ -21,6 +21,14 @@ small broadcasts at once take a fraction of the time of Gloo's own, and large on
 (benchmarks/NOTES.md). More ranks have not been measured.
 """
 
+REDUCED_BY = ("pairs", "reduce")
+"""The ways in which DDP's buckets of gradients get to their owners.
+
+"pairs": every rank sends each owner its part of a bucket, and the owner adds what it receives. An owner of
+the whole bucket receives it N-1 times. "reduce": one call of the backend's own reduce for each owner of a
+part. NCCL passes sums along a chain of ranks, so that no link carries a part more than once.
+"""
+
 
 class Call(NamedTuple):
     """One operation that a rank issues.
@@ -29,12 +37,13 @@ class Call(NamedTuple):
     Call(op='broadcast', nbytes=4096, peer=0)
 
     Args:
-        op: "broadcast", "all_reduce", "all_gather", "reduce_shares" (this package's reduce-scatter, see
-            `Collectives.reduce_shares`), "reduce_scatter" (a backend's own), "send", "recv", or "check".
+        op: "broadcast", "all_reduce", "all_gather", "reduce", "reduce_shares" (this package's reduce-scatter,
+            see `Collectives.reduce_shares`), "reduce_scatter" (a backend's own), "send", "recv", or "check".
         nbytes: payload in bytes: the size of the tensor that this rank passes in, or of the output of an
             all-gather into a single tensor. The bytes on the wire are a multiple of the payload that depends
             on the operation and the number of ranks.
-        peer: the source of a broadcast, or the other rank of a send or recv; None for other operations.
+        peer: the source of a broadcast, the owner that a reduce gives the sum to, or the other rank of a send
+            or recv; None for other operations.
     """
 
     op: str

@@ -56,6 +56,7 @@ def data_parallel(
     muon: bool = False,
     accumulation: int = 1,
     reduced_itemsize: int | None = None,
+    reduced_by: str = "pairs",
 ) -> tuple[Operation, ...]:
     """DDP's gradient buckets reduced during backward, the update, and the new parameters sent.
 
@@ -63,7 +64,7 @@ def data_parallel(
         partition: who owns what; None where every rank updates everything and nothing is sent.
         buckets: the parameters of each of DDP's gradient buckets, in the order of their reductions.
         flat: parameters are views of flat tensors, so that one message carries neighbours.
-        to_owners: gradients are reduced to the owners only, pairwise, and the rest is released; else they are
+        to_owners: gradients are reduced to the owners only, and the rest is released; else they are
             all-reduced.
         way: one of WAYS_OF_DDP.
         side_stream: an interleaved update runs beside backward, as on a GPU.
@@ -71,6 +72,7 @@ def data_parallel(
         muon: the step of parameters that are `whole` orthogonalizes them.
         accumulation: backwards before an update, of which the last one reduces.
         reduced_itemsize: bytes of an element in the reductions; None for those of the gradients.
+        reduced_by: one of REDUCED_BY: how gradients travel to their owners.
     """
     forward, backwards = forward_and_backward(params, buckets, activation_bytes)
     updating = SIDE_STREAM if way == "interleaved" and side_stream else COMPUTE
@@ -92,9 +94,15 @@ def data_parallel(
         elif label == "reduce":
             owned = _owned_bytes(partition, params, members) if partition and to_owners else None
             reduce = reduction_of(backwards[parts[0]], *after, itemsize=reduced_itemsize)
-            if owned is not None:
-                reduce = reduce._replace(op="exchange", shares=owned, gives=reduce.nbytes)
-            listed.append(reduce)
+            if owned is None:
+                listed.append(reduce)
+            elif reduced_by == "pairs":
+                listed.append(reduce._replace(op="exchange", shares=owned, gives=reduce.nbytes))
+            else:
+                listed += [
+                    reduce._replace(op="reduce", nbytes=its, owner=owner, shares=((owner, its),), gives=its)
+                    for owner, its in owned
+                ]
         elif label == "step":
             step = Operation(label, updating, part, after)
             listed.append(_step(step, params, partition, members, muon))

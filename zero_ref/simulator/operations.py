@@ -46,9 +46,10 @@ class Operation(NamedTuple):
         numel: elements that each rank computes on, unless `shares` says which rank computes on how many.
         op: the operation that the network is asked for, one of `traffic.OPERATIONS`; "" for computing.
         nbytes: the payload of the call, as `traffic` counts it.
-        owner: the source of a broadcast.
+        owner: the source of a broadcast, or the rank that a reduce gives the sum to.
         shares: for a step (rank, elements that it updates); for gradients that are reduced to their owners
-            (owner, bytes that it owns), or (owner, bytes) for each message where an owner gets several.
+            (owner, bytes that it owns), of a reduce its one owner; or (owner, bytes) for each message where
+            an owner gets several.
         takes: bytes of memory that a rank allocates when the operation begins.
         gives: bytes of memory that a rank frees when the operation ends. Of gradients with `shares`, an owner
             keeps its own.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_ref.local_sgd.averaging import AveragingSchedule
+from zero_ref.plan.calls import REDUCED_BY
 from zero_ref.plan.choice import Choice
 from zero_ref.simulator._checks import check_name
 from zero_ref.simulator.ledger import StateRule, check_stage, state_rule
@@ -36,6 +37,8 @@ class Recipe:
         flat: owned parameters lie in flat tensors (`parameters_as_bucket_view`), so that one message goes for
             each of these and not for each owned slice.
         to_owners: gradients are reduced to their owners only, and the rest is released.
+        reduced_by: how DDP's buckets get to their owners, one of `calls.REDUCED_BY`: "pairs", which is the
+            default of `reduce_to_owners` on Gloo, or "reduce", its default on NCCL.
         without_ddp: `ShardedDataParallel` stands in DDP's place, so gradients never lie in DDP's buckets.
         way: when updates are made and sent: with DDP one of `operations.WAYS_OF_DDP`, without it one of
             `operations.WAYS_WITHOUT_DDP`.
@@ -53,7 +56,7 @@ class Recipe:
         reduce_dtype: what gradients travel in; None for the parameters' own dtype.
         offload: masters, moments and the update are on the CPU.
     Raises:
-        ValueError: a partition, owners, a way, an averaging or one of the last four is asked of a strategy
+        ValueError: a partition, owners, a way, an averaging or one of the last five is asked of a strategy
             that has none; a name is unknown.
     """
 
@@ -73,6 +76,7 @@ class Recipe:
     accumulation: int = field(default=1, kw_only=True)
     no_sync: bool = field(default=False, kw_only=True)
     reduce_dtype: str | None = field(default=None, kw_only=True)
+    reduced_by: str = field(default="pairs", kw_only=True)
     offload: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -130,6 +134,12 @@ class Recipe:
                     f"reduce_dtype= is for strategies that reduce gradients by an all-reduce or a "
                     f"reduce-scatter; {self.name!r} {'averages' if self.averaging else 'sends'} its own."
                 )
+        check_name("reduced_by", self.reduced_by, REDUCED_BY)
+        if self.reduced_by != "pairs" and (self.without_ddp or not self.to_owners):
+            raise ValueError(
+                f"reduced_by= is for gradients that go from DDP's buckets to owners; those of {self.name!r} "
+                "do not. Give it to zero, zero-bucket or zero-even, with to_owners=True."
+            )
         if self.offload and not self.shards_by_parameter:
             raise ValueError(
                 f"offload= is for strategies whose optimizer is a ZeroRedundancyOptimizer, which has a "
@@ -181,7 +191,7 @@ class Recipe:
         usual = RECIPES.get(self.name, self)
         words = [self.name]
         if self.to_owners and not usual.to_owners:
-            words.append("to owners")
+            words.append("to owners" if self.reduced_by == "pairs" else "to owners by reduce")
         if self.way != usual.way:
             words.append(self.way.replace("_", " "))
         if self.shard_group is not None:

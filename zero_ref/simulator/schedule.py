@@ -208,10 +208,11 @@ def schedule(
         ValueError: there is no such strategy; its partition or averaging does not fit; steps are asked of one
             that has none. Facts of the model that a strategy has no use for are ignored.
     Cost: the payload is Ψ elements of gradients, and under ZeRO another Ψ of parameters. On the wire the
-        all-reduce moves its payload twice and a broadcast once, so stage 1 sends 1.5 times what DDP does;
-        reduced to their owners, as in stage 2, gradients move once, and it is no more than DDP. Stage 3
-        gathers parameters twice: 1.5 times again. Local SGD all-reduces parameters once in a period, and 32
-        bytes of each rank before.
+        all-reduce moves its payload twice and a broadcast once. So stage 1 on top of DDP, as in PyTorch and
+        by this package's default, sends 1.5 times what DDP does. Reduced to their owners (`to_owners=True`),
+        gradients move once, and stage 1 sends no more than DDP: so the ZeRO paper counts it, and so
+        Megatron-LM's distributed optimizer does it. Stage 3 gathers parameters twice, which is again 1.5
+        times DDP. Local SGD all-reduces parameters once in a period, and 32 bytes of each rank before.
     """
     how = recipe(strategy)
     check_world_size(world_size)
@@ -266,6 +267,7 @@ def schedule(
             buckets,
             flat=how.flat,
             to_owners=how.to_owners,
+            reduced_by=how.reduced_by,
             way=how.way,
             side_stream=side_stream,
             activation_bytes=activation_bytes,
@@ -405,6 +407,7 @@ def calls_of_rank(
     buckets: Sequence[Sequence[int]] | None = None,
     flat: bool = False,
     to_owners: bool = False,
+    reduced_by: str = "pairs",
     interleaved: bool = False,
 ) -> list[Call]:
     """The calls of one rank in one iteration, gradients reduced and parameters sent, in order.
@@ -420,11 +423,15 @@ def calls_of_rank(
      ('broadcast', 2400), ('broadcast', 2000)]
     >>> [call[:2] for call in calls_of_rank(plan, params, 0, buckets=buckets, to_owners=True)][:4]
     [('send', 1600), ('recv', 400), ('send', 2000), ('recv', 2400)]
+    >>> calls = calls_of_rank(plan, params, 0, buckets=buckets, to_owners=True, reduced_by="reduce")
+    >>> [(call.op, call.nbytes, call.peer) for call in calls][:3]
+    [('reduce', 400, 0), ('reduce', 1600, 1), ('reduce', 2400, 0)]
 
     Args:
         buckets: the parameters of each of DDP's gradient buckets; None for `ddp_buckets` with its defaults.
         flat: parameters are views of flat tensors, so that what lies together is sent together.
-        to_owners: gradients are reduced to the owners only, pairwise; else all-reduced.
+        to_owners: gradients are reduced to the owners only; else all-reduced.
+        reduced_by: how they are, one of REDUCED_BY.
     """
     operations = data_parallel(
         params,
@@ -433,6 +440,7 @@ def calls_of_rank(
         ddp_buckets(params) if buckets is None else buckets,
         flat=flat,
         to_owners=to_owners,
+        reduced_by=reduced_by,
         way="interleaved" if interleaved else "plain",
     )
     return [call for one in operations for call in one.calls_of(rank, partition.world_size)]

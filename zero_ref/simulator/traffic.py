@@ -53,7 +53,9 @@ def traffic(
     """What a collective over `world_size` ranks makes the network do.
 
     On one rank there is nothing to do. In a ring each rank sends (N-1)/N of the payload, and twice that for
-    an all-reduce. A tree needs fewer rounds, about log2 N up and as many down, and its inner ranks send more.
+    an all-reduce, which is the least that an all-reduce can do with while ranks add. A broadcast goes around
+    the ring, and so do the sums of a reduce: each rank passes on the payload once. A tree needs fewer
+    rounds, about log2 N up and as many down, and its inner ranks send more.
     Gloo's algorithms differ: its reduce-scatter is an all-reduce inside, its broadcast sends the whole
     payload down a binomial tree, and its reduce is a reduce-scatter whose parts are then sent to one rank.
     This package's own reduce-scatter, "reduce_shares", is NCCL's on NCCL. On Gloo it is a message between
@@ -67,9 +69,12 @@ def traffic(
     reduce_shares [300.0, 300.0]
     >>> traffic("exchange", 100, 4, shares=[100])       # one rank owns it all, and receives it three times
     Traffic(rounds=1, busiest_bytes=300.0, total_bytes=300.0)
+    >>> traffic("reduce", 100, 4)                       # the same sum at the same rank, passed along a chain
+    Traffic(rounds=3, busiest_bytes=100.0, total_bytes=300.0)
 
     Args:
-        op: one of OPERATIONS. "exchange" is the reduction to owners by pairwise messages, see `shares`.
+        op: one of OPERATIONS. "exchange" is the reduction to owners by pairwise messages, see `shares`;
+            "reduce" is that to one owner by the backend's own call.
         nbytes: the payload, which is the whole tensor: what each rank has after an all_gather, or before a
             reduce_scatter.
         backend: one of BACKENDS.

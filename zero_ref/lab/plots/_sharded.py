@@ -35,7 +35,7 @@ def gradient_memory(
     *,
     predicted: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> Axes:
-    """Bytes of gradients on a rank while backward goes through the model, in units of Ψ, the model's size.
+    """Gradients on a rank while backward goes through the model, in units of Ψ, the number of parameters.
 
     >>> from zero_ref.lab.plots import figure
     >>> fig, ax = figure(6, 3)
@@ -44,7 +44,7 @@ def gradient_memory(
     >>> _ = gradient_memory({"DDP": whole, "shares": shares}, ax, predicted={"shares": shares})
 
     Args:
-        measured: name -> (share of the gradients that are computed, bytes from then on, over Ψ).
+        measured: name -> (share of the gradients that are computed, gradients from then on, over Ψ).
         predicted: the same, drawn dashed in the colour of its name.
     Raises:
         ValueError: there is no curve, more than 7, one without a point, or a prediction of another name.

@@ -15,7 +15,9 @@ from zero_ref.live.numbers import short, short_bytes
 
 @in_style
 def volume_against_ranks(volumes: Mapping[str, Mapping[int, float]], ax: Axes) -> Axes:
-    """What a rank sends in an iteration, in units of Ψ, the model's size, as ranks are added.
+    """What a rank sends in an iteration, in units of Ψ elements, as ranks are added.
+
+    Ψ is the model's number of parameters, and an element has the bytes of a parameter.
 
     >>> from zero_ref.lab.plots import figure
     >>> from zero_ref.plan.partition import ParamSpec
@@ -43,7 +45,7 @@ def volume_against_ranks(volumes: Mapping[str, Mapping[int, float]], ax: Axes) -
 
 
 def in_psi(value: float) -> str:
-    """A number of bytes over those of all parameters."""
+    """A number of elements over the number of parameters, or of bytes over those of all parameters."""
     return f"{short(value)} Ψ"
 
 
